@@ -21,7 +21,7 @@ from emblib.jagged.keyed_layout import bounds_of
 from emblib.ops import route
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
-from emblib.sharding.ranks import RankGroup, sums_in_nodes
+from emblib.sharding.ranks import RankGroup, can_sum_in_nodes
 
 MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share of bags remains
 _FLOAT_BYTES = 4
@@ -293,7 +293,7 @@ class InputDist(nn.Module):
 
     def _units_of_sums(self, layout: CollectionLayout) -> tuple[list[int], int]:
         """Return the numbers of the units whose rows nodes sum, and the number of sums per bag."""
-        if not self._is_pooled or not sums_in_nodes(self._ranks):
+        if not self._is_pooled or not can_sum_in_nodes(self._ranks):
             return [], 0
         sums = sum_in_nodes(layout, self._ranks.local_size)
         if sums is None:

@@ -121,7 +121,7 @@ class DistributedModelParallel(nn.Module):
             },
         )
         if plan is None:
-            plan = planned(module, planner, self.ranks, optimizer)
+            plan = make_plan(module, planner, self.ranks, optimizer)
         model = shard(
             module,
             plan,
@@ -383,7 +383,7 @@ def _names_of_dense_tables(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter in dense_parameters}
 
 
-def planned(
+def make_plan(
     module: nn.Module, planner: Planner | None, ranks: RankGroup, optimizer: Optimizer | None
 ) -> ShardingPlan:
     """Return the plan of a planner, None for one for this machine; all ranks call this.

@@ -443,7 +443,7 @@ class NodeSumDist:
     """Computes how the rows of lookups are summed within the node of this rank.
 
     `start_sums` and `start_gradients_of_sums` send them. All `ranks` must construct it together,
-    and `sums_in_nodes(ranks)` must be true; not checked.
+    and `can_sum_in_nodes(ranks)` must be true; not checked.
 
     Args:
         layout: the units of this rank.

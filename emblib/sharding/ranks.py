@@ -24,22 +24,23 @@ _LOG = logging.getLogger(__name__)
 class RankGroup:
     """A group of `size` processes; this process has number `rank` in it.
 
-    The ranks of a node have consecutive numbers. A copy of a rank group is the group itself, since
-    a process group is not a value; for the same reason only one without a process group, of one
+    The ranks of a node have consecutive numbers. Copying a rank group returns the same object,
+    because process groups cannot be copied. Only a rank group without a process group, of one
     process alone, can be pickled.
 
     Args:
         group: a process group, a one-dimensional `DeviceMesh`, or a mesh of (nodes, ranks per node)
-            over all processes. By default all processes, or this process alone where
+            over all processes. By default all processes, or this process alone if
             `torch.distributed` is not initialized.
-        local_size: the number of ranks per node. By default the last dimension of such a mesh, else
-            LOCAL_WORLD_SIZE, which torchrun sets, and at most `size`.
+        local_size: the number of ranks per node. By default the size of the last dimension of such
+            a mesh. Without one, LOCAL_WORLD_SIZE, which torchrun sets, but at most `size`; without
+            that variable, `size`.
         device: the device of this rank. By default the current GPU for a group over NCCL, else the
             CPU.
 
     Raises:
         RuntimeError: torchrun has started several processes and `torch.distributed` is not
-            initialized, so that each would train alone: initialize first, as
+            initialized, so that each would train alone. Initialize it first, as
             `with init_distributed()` does, or use `RankGroup.single()`.
         ValueError: `local_size` does not divide the number of ranks, this process is not in the
             group, or a mesh of several dimensions lacks processes.
@@ -139,6 +140,8 @@ class RankGroup:
     def gather_objects(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank; a collective, which pickles the values.
 
+        Every rank must be able to pickle its value: if one raises there, the others wait.
+
         Raises:
             RuntimeError: another rank exchanges a batch instead; not detected on a GPU.
         """
@@ -157,7 +160,7 @@ class RankGroup:
 
     def __reduce__(self) -> Any:
         if self.group is None:
-            return _single, (str(self.device),)
+            return _unpickle_single, (str(self.device),)
         raise pickle.PicklingError(
             "ranks with a process group cannot be pickled; save a state_dict, and shard again "
             "where it is loaded"
@@ -174,19 +177,21 @@ def subgroup(
     """Return a new gloo group of some of `ranks`, or of all of them; None on ranks outside it.
 
     All of `ranks` must call this together, and no other process. It does not matter which other
-    groups each of them is in.
+    groups each of them is in. `timeout` is that of collectives; None for the default of torch.
 
     Raises:
         ValueError: `ranks` have no process group.
+        RuntimeError: settings of torch would let members wait for each other forever, see
+            `_check_group_names`.
     """
     if ranks.group is None:
         raise ValueError("a subgroup is made of a process group, and these ranks have none")
     members = range(ranks.size) if members is None else members
-    # torch names groups by counters of each process, which differ where processes have made
-    # different numbers of groups, and members that look for each other under different names hang.
-    # Therefore they connect under a name that they agree on here, in the store of all processes:
-    # torch prefixes the store of a group with its own name of the group. This works for gloo alone,
-    # whose constructor is public and takes the store.
+    # torch names a group by a counter of each process. Processes that have made different numbers
+    # of groups would look for each other under different names, and hang. Therefore the members
+    # agree on a name here, and connect under it in the store of all processes, because torch
+    # prefixes the store of a group with its own name of the group. This works for gloo alone, whose
+    # constructor is public and takes the store.
     name = ranks.gather_objects(uuid.uuid4().hex)[0]
     return _connect_subgroup(ranks, members, name, timeout) if ranks.rank in members else None
 
@@ -194,7 +199,7 @@ def subgroup(
 def _connect_subgroup(
     ranks: RankGroup, members: Sequence[int], name: str, timeout: timedelta | None
 ) -> dist.ProcessGroup:
-    """Return a gloo group of `members`, one of which this rank is, under a name that they share."""
+    """Return a gloo group of `members`, which include this rank and have agreed on `name`."""
     _register_host_backend()
     world = dist.group.WORLD
     assert world is not None
@@ -216,7 +221,7 @@ class NodeRanks(NamedTuple):
     across: RankGroup
 
 
-def sums_in_nodes(ranks: RankGroup) -> bool:
+def can_sum_in_nodes(ranks: RankGroup) -> bool:
     """Return whether rows can be summed within each node of `ranks` before they leave it.
 
     False for one node, for nodes of one rank, and for GPUs of a process group that is not of all
@@ -238,8 +243,8 @@ _node_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, NodeRanks]] 
 def split_by_node(ranks: RankGroup) -> NodeRanks:
     """Return the groups of this node and across nodes, made by the first call of all `ranks`.
 
-    All of `ranks` must call this together the first time, and `sums_in_nodes(ranks)` must be true;
-    not checked.
+    All of `ranks` must call this together the first time. `can_sum_in_nodes(ranks)` must be true,
+    which is not checked.
     """
     assert ranks.group is not None
     by_size = _node_ranks.setdefault(ranks.group, {})
@@ -315,10 +320,13 @@ def _connect_hosts(options: Any, store: dist.Store) -> dist.ProcessGroupGloo:
 
 
 def _check_group_names(options: Any, store: dist.Store) -> None:
-    """Raise RuntimeError where torch itself would wait forever for members under another name."""
+    """Raise RuntimeError if torch itself would wait forever for members under another name.
+
+    It waits for them if one of `_WAITING_SETTINGS` is set. Members then compare torch's names.
+    """
     settings = [
         f"{name}={os.environ.get(name)}"
-        for name, value in _WAIT_BY_NAME.items()
+        for name, value in _WAITING_SETTINGS.items()
         if os.environ.get(name, "").upper() == value
     ]
     if not settings:
@@ -333,10 +341,10 @@ def _check_group_names(options: Any, store: dist.Store) -> None:
         )
 
 
-_WAIT_BY_NAME = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_DIST_INIT_BARRIER": "1"}
+_WAITING_SETTINGS = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_DIST_INIT_BARRIER": "1"}
 
 
-def _single(device: str) -> RankGroup:
+def _unpickle_single(device: str) -> RankGroup:
     return RankGroup.single(device)
 
 
@@ -400,11 +408,13 @@ def invoke_on_rank_and_broadcast_result(
 ) -> T:
     """Call `function(*args, **kwargs)` on `rank` and return its result on every rank.
 
-    All ranks call this together. The result is pickled. If the function raises, every rank raises.
+    All ranks call this together; only `rank` uses the function and its arguments. The other ranks
+    get a pickled copy of the result.
 
     Raises:
         ValueError: `rank` is not one of the ranks.
-        RuntimeError: the function raised an error that cannot be pickled.
+        Exception: the function raised it, or pickling the result did; raised on every rank.
+        RuntimeError: on other ranks than `rank`, instead of an error that cannot be pickled.
     """
     if not 0 <= rank < ranks.size:
         raise ValueError(f"rank must be one of 0 to {ranks.size - 1}, and is {rank}")

@@ -16,7 +16,7 @@ from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.codecs import CommPrecision
 from emblib.sharding.dense import Wrapping, copy_from_first
-from emblib.sharding.model_parallel import DistributedModelParallel, names_of_tables, planned
+from emblib.sharding.model_parallel import DistributedModelParallel, make_plan, names_of_tables
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
@@ -29,20 +29,21 @@ _CHUNK_FLOATS = 1 << 23  # values per message, 32 MiB
 class ReplicatedModelParallel(DistributedModelParallel):
     """Shards the tables over groups of ranks; each group has a replica of all tables.
 
-    Ids and rows are exchanged within a group only; each replica takes memory. By default gradients
-    of the dense part are averaged over all ranks in every step. Replicas of the tables drift apart
-    until `sync()` averages them: call it every few steps, and before a checkpoint or an evaluation.
-    With plain SGD, `gradients=MEAN` and a `sync` per step the result is the same as of
-    `DistributedModelParallel`; with SUM the update of that class is divided by the number of
-    replicas.
+    Ids and rows are exchanged only within a group, whose ranks together have one replica of all
+    tables in memory. By default gradients of the dense part are averaged over all ranks in every
+    step. Replicas of the tables drift apart until `sync()` averages them: call it every few steps,
+    and before a checkpoint or an evaluation. With plain SGD, `gradients=MEAN` and a `sync` per step
+    the result is the same as that of `DistributedModelParallel`. With SUM, updates are those of
+    that class divided by the number of replicas.
 
     Args:
         module: the model, as for `DistributedModelParallel`. All tables need a fused optimizer.
-        mesh: a `DeviceMesh` of all processes, `[replicas, shards]`.
+        mesh: a `DeviceMesh` of all processes with two dimensions, (replicas, shards).
         plan: plan of the ranks of one group, as for `DistributedModelParallel`.
-        planner: planner, as for `DistributedModelParallel`; it plans for the ranks of a group, and
-            that of the first group makes the plan of all.
-        optimizer: optimizer of tables whose configuration has none.
+        planner: planner for the ranks of one group, as for `DistributedModelParallel`. All groups
+            use the plan that is made in the first group.
+        optimizer: optimizer of tables whose configuration has none; None uses the optimizer of
+            their collection.
         wrap: how the dense part is distributed over all ranks.
         comm_precision: the codecs of values sent between the ranks of a group.
         gradients: whether table gradients are the mean over the ranks of a group, or the sum.
@@ -54,8 +55,8 @@ class ReplicatedModelParallel(DistributedModelParallel):
         replicas: the ranks with the same shards as this rank, one per group.
 
     Raises:
-        ValueError: another mesh; hash tables, whose replicas would have different keys; tables
-            without a fused optimizer; replicas that differ in their shards.
+        ValueError: `mesh` is no such mesh; a table is a hash table, whose replicas would have
+            different keys, or has no fused optimizer; or replicas differ in their shards.
         TypeError, RuntimeError: see `DistributedModelParallel`.
         PlanError: no plan fits into the memory of the first group; raised on all ranks.
 
@@ -94,7 +95,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
         replicas = RankGroup(mesh.get_group(0), local_size=1, device=all_ranks.device)
         if plan is None:  # all replicas use the plan of the first: their memory may differ
             plan = invoke_on_rank_and_broadcast_result(
-                replicas, 0, planned, module, planner, shards, optimizer
+                replicas, 0, make_plan, module, planner, shards, optimizer
             )
         super().__init__(
             module,
@@ -170,15 +171,15 @@ class ReplicatedModelParallel(DistributedModelParallel):
 
         Integer states, such as counters, are not shared: each replica keeps its own.
         """
-        listed = set()  # a shared table is in the groups of several collections
+        visited = set()  # a shared table is in the groups of several collections
         for groups in self._table_groups():
             for index, views in enumerate(groups.all_views()):
-                if groups.handles[index] in listed:
+                if groups.handles[index] in visited:
                     continue
-                listed.add(groups.handles[index])
-                trained = groups.parameters_of(index).keys()
+                visited.add(groups.handles[index])
+                trained_names = groups.parameters_of(index).keys()
                 for name, view in views.items():
-                    if view.is_floating_point() and (optimizer_states or name in trained):
+                    if view.is_floating_point() and (optimizer_states or name in trained_names):
                         yield view.detach()
 
     def _check_tables(self) -> None:
@@ -215,16 +216,19 @@ class ReplicatedModelParallel(DistributedModelParallel):
 
 
 def _chunks(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of slices of the tensors, in order, each with about `_CHUNK_FLOATS` values."""
+    """Yield lists of slices of the tensors, in order: about `_CHUNK_FLOATS` values per list.
+
+    Tensors are cut between rows, and must have at least one dimension.
+    """
     chunk: list[Tensor] = []
     values_left = _CHUNK_FLOATS
     for tensor in tensors:
         start = 0
         while start < len(tensor):
-            per_row = max(1, tensor[0].numel())
-            count = min(len(tensor) - start, max(1, values_left // per_row))
-            chunk.append(tensor[start : start + count])
-            start, values_left = start + count, values_left - count * per_row
+            row_floats = max(1, tensor[0].numel())
+            num_rows = min(len(tensor) - start, max(1, values_left // row_floats))
+            chunk.append(tensor[start : start + num_rows])
+            start, values_left = start + num_rows, values_left - num_rows * row_floats
             if values_left <= 0:
                 yield chunk
                 chunk, values_left = [], _CHUNK_FLOATS

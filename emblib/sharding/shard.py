@@ -28,7 +28,7 @@ SHARDED: dict[type[nn.Module], type[nn.Module]] = {
     EmbeddingBagCollection: ShardedEmbeddingBagCollection,
     EmbeddingCollection: ShardedEmbeddingCollection,
 }
-"""The sharded form of each collection class, and of subclasses that change only `__init__`."""
+"""The sharded form of each collection class; `sharded_form` finds that of a subclass."""
 
 Rules = Mapping[str, Mapping[str, Rule | ParameterSharding]]
 
@@ -41,8 +41,8 @@ def collections_of(module: nn.Module) -> dict[str, nn.Module]:
         >>> list(emblib.sharding.collections_of(torch.nn.Sequential(bags, torch.nn.Linear(4, 1))))
         ['0']
     """
-    kinds = tuple(SHARDED)
-    return {path: part for path, part in module.named_modules() if isinstance(part, kinds)}
+    classes = tuple(SHARDED)
+    return {path: child for path, child in module.named_modules() if isinstance(child, classes)}
 
 
 def construct_module_plan(
@@ -51,9 +51,9 @@ def construct_module_plan(
     """Make the plan of one collection from a rule per table, e.g. `row_wise()`.
 
     Raises:
-        ValueError: a table without a rule, a rule without a table, shards that do not fit, or a
-            storage that cannot be sharded.
-        TypeError: something that is not a rule, or no mapping of rules.
+        ValueError: a table has no rule, a rule has no table, shards do not fit, or a storage cannot
+            be sharded.
+        TypeError: an entry of `rules` is no rule, or `rules` is no mapping.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
@@ -79,7 +79,7 @@ def shard(
     Weights and optimizer states are kept, and frozen tables stay frozen. Tables on `meta` get
     initial values that do not depend on the plan. A shared table is sharded once for all
     collections that read it. All ranks call this together, and compare their arguments before
-    anything is allocated. The other parts of the model do not change.
+    memory is allocated. The other parts of the model do not change.
 
     Args:
         module: a model, which is modified, or one collection, which is not.
@@ -89,16 +89,17 @@ def shard(
         ranks: the processes; by default all.
         optimizer: optimizer of tables whose configuration has none; None uses the optimizer of
             their collection.
-        comm_precision: codecs of rows and gradients in transit.
+        comm_precision: codecs of rows and gradients in transit; None for float32.
         gradients: whether gradients of tables are the mean or the sum over ranks.
 
     Raises:
-        ValueError: a path that is no collection, a plan for another number of ranks, two plans for
-            one collection or shared table, a shared table that collections out of the plan read, or
-            plans, tables or settings that differ between ranks.
-        TypeError: a plan or setting of a wrong type, or a collection that the sharded form could
-            not replace: methods changed by a subclass or on the instance, additional modules or
-            parameters, hooks.
+        ValueError: a path of the plan is no collection; the plan is for another number of ranks, or
+            does not fit its tables; it has two plans for one collection or shared table; a
+            collection outside of it reads a shared table; or plans, tables or settings differ
+            between ranks.
+        TypeError: the plan or a setting has a wrong type, or a collection has what its sharded form
+            would lack: methods changed by a subclass or on the instance, additional modules,
+            parameters or buffers, or hooks.
         RuntimeError: another rank failed.
 
     Example:
@@ -181,7 +182,7 @@ def _selected_collections(
             f"the plan is for {plan.world.size} ranks, but there are {ranks.size}: plan again"
         )
     modules = _modules_of(plan)
-    paths = _paths_of(module, modules)
+    paths = _collections_by_path(module, modules)
     unknown = sorted(modules.keys() - paths.keys())
     if unknown:
         raise ValueError(
@@ -201,10 +202,10 @@ def _selected_collections(
                 f"{first_collection.path!r} and {path!r} are paths of one collection, but the plan "
                 "has different rules for them: name one of the paths, or make two collections"
             )
-    other_paths = {path: part for path, part in paths.items() if id(part) not in selected}
+    unselected = {path: child for path, child in paths.items() if id(child) not in selected}
     check_shared(
         [(collection.path, collection.source, collection.plan) for collection in selected.values()],
-        other_paths,
+        unselected,
     )
     return list(selected.values())
 
@@ -218,13 +219,13 @@ def _description(
     """Describe the collections that a plan names; if the plan is wrong, those that exist."""
     modules = _modules_of(plan)
     paths, plans = (
-        _paths_of(module, modules),
+        _collections_by_path(module, modules),
         {collection.path: collection.plan for collection in selected or ()},
     )
     description: dict[str, dict[str, Any]] = {
         "": {"collections": [path or "(the model)" for path in modules]}
     }
-    readers: dict[int, str] = {}
+    first_readers: dict[int, str] = {}  # path of the first reader, by id() of a shared table
     for path in modules:
         source: Any = paths.get(path)
         if source is None:
@@ -235,7 +236,7 @@ def _description(
             fingerprint.collection_description(source, configs, plans.get(path), default, path),
             {
                 f"table {name}{f' of {path}' if path else ''}": {
-                    "shared_first_by": readers.setdefault(id(table), path)
+                    "shared_first_by": first_readers.setdefault(id(table), path)
                 }
                 for name, table in source.shared_tables().items()
             },
@@ -243,22 +244,22 @@ def _description(
     return description
 
 
-def _paths_of(module: nn.Module, named: Iterable[str]) -> dict[str, Any]:
+def _collections_by_path(module: nn.Module, plan_paths: Iterable[str]) -> dict[str, Any]:
     """Return the collections of a model by path; one that is at several paths has several entries.
 
-    A path through a module that is itself at several paths is included if it is in `named`.
+    A path through a module that is itself at several paths is included if it is in `plan_paths`.
     """
     paths = collections_of(module)
-    collections = {id(part) for part in paths.values()}
+    collections = {id(collection) for collection in paths.values()}
     for path, parent in module.named_modules():
         for name, child in parent._modules.items():
             if child is not None and id(child) in collections:
                 paths.setdefault(f"{path}.{name}" if path else name, child)
-    for path in named:
+    for path in plan_paths:
         with suppress(AttributeError):
-            part = module.get_submodule(path)
-            if id(part) in collections:
-                paths.setdefault(path, part)
+            child = module.get_submodule(path)
+            if id(child) in collections:
+                paths.setdefault(path, child)
     return paths
 
 
@@ -274,9 +275,9 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
     """Return the class of the sharded form of a collection, which is at `path` of its model.
 
     Raises:
-        TypeError: no collection, or something that the sharded form does not have: a subclass or
-            an instance with methods of its own in place of the collection's, modules, parameters
-            or buffers besides its tables, or hooks.
+        TypeError: `source` is no collection, or has what the sharded form would lack: methods that
+            a subclass or the instance has changed, modules, parameters or buffers in addition to
+            its tables, or hooks.
     """
     kind = type(source)
     base = next((base for base in kind.__mro__ if base in SHARDED), None)
@@ -291,7 +292,7 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
             for name in vars(cls)
             if hasattr(base, name) and (not name.startswith("__") or name == "__call__")
         }
-        - _HARMLESS
+        - _HARMLESS_NAMES
     )
     if changed_names:
         raise TypeError(
@@ -304,7 +305,7 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
     return SHARDED[base]
 
 
-_HARMLESS = {"extra_repr"}
+_HARMLESS_NAMES = {"extra_repr"}  # methods that a subclass may change
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 

@@ -1,8 +1,8 @@
 """The sharded embedding bag collection, and the output_dist of pooled rows.
 
-One all-to-all returns the rows (`emblib.sharding.output_dist`), then one pass over the received
-rows assembles the output: every feature's columns are copied from the rank that pooled them, or
-summed over the ranks that store blocks of the table's rows, in float32 and in rank order. MEAN
+One all-to-all returns the rows (`emblib.sharding.output_dist`). Then one pass over the received
+rows assembles the output. It copies every feature's columns from the rank that pooled them, or sums
+them over the ranks that store blocks of the table's rows, in float32 and in rank order. MEAN
 pooling divides in this pass, by the lengths of this rank's own batch, so the result does not depend
 on the plan. Backward does the same in the opposite direction.
 """
@@ -41,7 +41,7 @@ from emblib.sharding.lookup import (
 )
 from emblib.sharding.output_dist import NodeSumDist, NodeSumStep, OutputStep
 from emblib.sharding.parameters import ShardParameters
-from emblib.sharding.ranks import RankGroup, sums_in_nodes
+from emblib.sharding.ranks import RankGroup, can_sum_in_nodes
 from emblib.sharding.sharded_tables import (
     GradientReduction,
     ShardedTables,
@@ -59,15 +59,15 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     columns of the output are in the order of the tables' configurations, whatever the plan, and
     MEAN divides by the lengths of this rank's batch.
 
-    `forward` waits for the ids of all ranks, looks them up, and returns before its rows have
-    arrived. Its result waits when it is used; all ranks must use the outputs of several collections
-    in the same order.
+    `forward` waits for the ids of all ranks, looks them up, and returns before the rows of this
+    rank's batch have arrived. The result waits for them when it is used. All ranks must use the
+    outputs of several collections in the same order.
 
     Args:
         source: an `EmbeddingBagCollection`; its weights and optimizer state are kept.
         plan: the sharding of each of its tables, or a rule that makes it, e.g. `row_wise()`.
         ranks: the processes; by default all.
-        comm_precision: the codecs of rows and gradients in transit.
+        comm_precision: the codecs of rows and gradients in transit; None for float32.
         gradients: whether gradients are the mean or the sum over ranks.
         optimizer: optimizer of tables whose configuration has none; None uses that of `source`.
         shared: the shards of tables that other collections read too, see `shard`.
@@ -148,9 +148,9 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             KeyError, TypeError: see `ShardedTables.input_request`.
             ValueError: see there; or lookups are weighted and no rank's batch has weights, or
                 features differ in their number of bags and have no inverse indices.
-            RuntimeError: see there; or the batch of another rank is wrong, ids differ in dtype
-                between ranks, or only some ranks have weights or features of different batch sizes.
-                Also where a parameter was replaced.
+            RuntimeError: see there; or a parameter was replaced, the batch of another rank is
+                wrong, ids differ in dtype between ranks, or only some ranks have weights or
+                features of different batch sizes.
         """
         self.embedding_bags.check()
         return look_up(self, features)
@@ -170,12 +170,12 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
         """Return rows pooled for all ranks, and replicated tables' rows of this rank's batch."""
         replica_rows = None if self.replicated is None else self.replicated(received.inputs)
-        return self.rows(received), replica_rows
+        return self.look_up_rows(received), replica_rows
 
     def output_dist(
         self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch
     ) -> LazyAwaitable[KeyedTensor]:
-        """Start to return the rows."""
+        """Start to return looked-up rows to the ranks that own the bags; all ranks call this."""
         return start_output_dist(self, rows, received)
 
     def compute_and_output_dist(self, received: IncomingBatch) -> LazyAwaitable[KeyedTensor]:
@@ -183,7 +183,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return self.output_dist(self.compute(received), received)
 
     def outputs(self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch) -> Outputs:
-        """Return the lookup of a batch, whose output is a `KeyedTensor`."""
+        """Return the output dist to start for a looked-up batch; it makes a `KeyedTensor`."""
         local, replica_rows = rows
 
         def join(outputs: list[Awaitable[Tensor]]) -> LazyAwaitable[KeyedTensor]:
@@ -198,7 +198,8 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def _gradient_sink(self, received: IncomingBatch) -> Tensor | None:
         """Return the tensor through which replicated tables get gradients.
 
-        None if there are no such tables, their parameters get gradients, or gradients are disabled.
+        None if there are no replicated tables, if their parameters get gradients, or if gradients
+        are disabled.
         """
         if (
             self.replicated is None
@@ -211,7 +212,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def _inputs(self, features: KeyedJaggedTensor) -> LocalBatch:
         """Return the features of the tables, as the base does, if they can become one output.
 
-        Otherwise it raises before anything is sent: other ranks would wait in backward.
+        Otherwise raise ValueError now: once ids were sent, other ranks would wait in backward.
         """
         inputs = super()._inputs(features)
         if inputs.inverse is None and len(set(inputs.bag_counts)) > 1:
@@ -252,8 +253,8 @@ def _single_batch(batches: list[IncomingBatch]) -> IncomingBatch:
 # The pooled rows of a batch
 
 
-class _CopyTables(NamedTuple):
-    """The arguments of `route.combine` for one batch.
+class _CopyDescriptors(NamedTuple):
+    """Descriptors of the copies that assemble the output of one batch, for `route.combine`.
 
     Attributes:
         targets: `[spans, 7]`, output location of each span of columns.
@@ -273,7 +274,7 @@ class _CopyTables(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Columns of a feature in the output, and the units whose rows add up to them."""
+    """A range of output columns of a feature, and the units whose rows are summed into it."""
 
     feature: int
     column: int
@@ -282,7 +283,7 @@ class _Span(NamedTuple):
 
 
 class _Sources:
-    """Sources of the received rows: all ranks, then nodes that sum rows, if any.
+    """The sources of the received rows: all ranks, then the nodes if nodes sum rows.
 
     Args:
         layout: layout of the collection.
@@ -292,20 +293,20 @@ class _Sources:
         layouts: layout of each source.
         all_layouts: `layouts`, then the layout of the replicated tables.
         spans: spans of output columns, and the units whose rows make them.
-        widths: number of columns of each unit, per source.
-        columns: first column of each unit in the rows of its source, by (source, unit).
+        unit_widths: number of columns of each unit, per source.
+        first_columns: first column of each unit in the rows of its source, by (source, unit).
     """
 
     def __init__(self, layout: CollectionLayout, layouts: Sequence[RankLayout]) -> None:
         self.layouts = layouts
         self.all_layouts: list[RankLayout] = [*layouts, layout.replicated]
-        self.widths = [[unit.columns for unit in rank_layout.units] for rank_layout in layouts]
+        self.unit_widths = [[unit.columns for unit in rank_layout.units] for rank_layout in layouts]
         self.spans = [
             span
             for f in range(len(layout.features))
             for span in _spans_of(layout, self.all_layouts, f)
         ]
-        self.columns = {
+        self.first_columns = {
             (source, unit): column
             for source, source_layout in enumerate(self.all_layouts)
             for unit, column in zip(
@@ -336,7 +337,7 @@ class PooledOutputDist(nn.Module):
         super().__init__()
         self._layout, self._ranks = layout, ranks
         self._comm_precision, self._scale = comm_precision, scale
-        sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
+        sums = sum_in_nodes(layout, ranks.local_size) if can_sum_in_nodes(ranks) else None
         local_layout = layout.ranks[ranks.rank]
         self._node_sums = None if sums is None else NodeSumDist(local_layout, sums, ranks)
         # `_flat_sources` is for batches whose rows nodes do not sum, `_sources` for all others.
@@ -354,14 +355,14 @@ class PooledOutputDist(nn.Module):
         self._has_means = any(feature.is_mean for feature in layout.features)
         order = [unit.feature for unit in layout.ranks[0].units]
         self._in_order = not self._has_means and order == list(range(len(layout.features)))
-        constant, by_bag = self._equal_batch_tables()
+        constant, by_bag = self._equal_batch_descriptors()
         widths = {"targets": len(TargetColumn), "pieces": len(PieceColumn)}
         for name, lists in (("constant", constant), ("by_bag", by_bag)):
             for (kind, width), rows in zip(widths.items(), lists, strict=True):
                 tensor = torch.tensor(rows, dtype=torch.int64).view(-1, width)
                 self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
 
-    # Of batches with B bags of every feature: `route.combine` takes constant + B * by_bag.
+    # For batches with B bags of every feature the descriptors are constant + B * by_bag.
     constant_targets: Tensor  # int64 `[spans, 7]`
     constant_pieces: Tensor  # int64 `[pieces, 3]`
     by_bag_targets: Tensor  # int64 `[spans, 7]`
@@ -388,28 +389,28 @@ class PooledOutputDist(nn.Module):
         local_layout = self._layout.ranks[self._ranks.rank]
         replica_bags = received.bag_counts[len(local_layout.units) :]
         replica_sizes = (
-            self._elements(self._replicated_widths, replica_bags) if replica_bags else []
+            self._count_elements(self._replicated_widths, replica_bags) if replica_bags else []
         )
-        tables, bags, node_sums = self._tables(received), received.bag_counts, None
+        descriptors, bags, node_sums = self._describe_copies(received), received.bag_counts, None
         if self._node_sums is not None and not received.skips_sums:
             node_sums = self._node_sums.step(
                 bags,
-                tables.received_sizes[self._ranks.size :],
+                descriptors.received_sizes[self._ranks.size :],
                 self._comm_precision,
                 by_unit=received.by_unit,
             )
             bags = self._node_sums.direct_bags(bags)
-        widths = self._sources_of(received).widths[self._ranks.rank]
+        widths = self._sources_of(received).unit_widths[self._ranks.rank]
         return _PooledStep(
             local,
             replica_rows,
             gradient_sink,
             replica_sizes,
             _PooledRoute(
-                tables=tables,
+                descriptors=descriptors,
                 lengths=received.inputs.lengths if self._has_means else None,
-                sent=self._elements(widths, bags),
-                shape=self._shape(received),
+                sent=self._count_elements(widths, bags),
+                shape=self._output_shape(received),
                 node_sums=node_sums,
             ),
             is_small=received.merges_rows,
@@ -419,27 +420,27 @@ class PooledOutputDist(nn.Module):
         )
 
     def local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
-        """Return the output, `local` with its columns in the order of the tables.
+        """Return the output of a rank that pooled all rows, so that nothing was sent.
 
-        For a rank that pooled all rows, so that nothing was sent; `local` are the pooled rows. It
-        is returned itself if its columns are in order, no pooling is MEAN, and features do not
-        differ in batch size.
+        The result has the columns of `local`, the pooled rows, in the order of the tables. It is
+        `local` itself if these are in order, no pooling is MEAN, and features do not differ in
+        batch size.
         """
         if self._in_order and not received.by_unit:
             return local
-        tables = self._tables(received)
+        descriptors = self._describe_copies(received)
         lengths = received.inputs.lengths if self._has_means else None
         flat = route.combine(
             local.reshape(-1),
-            tables.targets,
-            tables.pieces,
+            descriptors.targets,
+            descriptors.pieces,
             lengths,
-            tables.num_outputs,
+            descriptors.num_outputs,
             torch.float32,
         )
-        return flat.view(self._shape(received))
+        return flat.view(self._output_shape(received))
 
-    def _shape(self, received: IncomingBatch) -> tuple[int, ...]:
+    def _output_shape(self, received: IncomingBatch) -> tuple[int, ...]:
         """Return the shape of the output: `[B, columns]`, flat for variable batch sizes."""
         inputs = received.inputs
         if inputs.is_variable:
@@ -450,11 +451,11 @@ class PooledOutputDist(nn.Module):
         """Return the shape of the replicated tables' rows for the bags of all ranks."""
         bags = received.bag_counts[len(self._layout.ranks[self._ranks.rank].units) :]
         if received.inputs.is_variable:
-            return (sum(self._elements(self._replicated_widths, bags)),)
+            return (sum(self._count_elements(self._replicated_widths, bags)),)
         return sum(bags[0]), self._layout.replicated.columns
 
-    def _elements(self, widths: Sequence[int], bags: Sequence[Sequence[int]]) -> list[int]:
-        """Return the number of elements per rank: its bags times the width, summed over units."""
+    def _count_elements(self, widths: Sequence[int], bags: Sequence[Sequence[int]]) -> list[int]:
+        """Return the number of elements per rank: bags times width, summed over the units."""
         sums = [0] * self._ranks.size
         for width, counts in zip(widths, bags, strict=False):
             for rank, count in enumerate(counts):
@@ -466,13 +467,13 @@ class PooledOutputDist(nn.Module):
     def _sources_of(self, received: IncomingBatch) -> _Sources:
         return self._flat_sources if received.skips_sums else self._sources
 
-    def _tables(self, received: IncomingBatch) -> _CopyTables:
+    def _describe_copies(self, received: IncomingBatch) -> _CopyDescriptors:
         """Return the descriptors of the copies that assemble the output of a batch."""
         inputs = received.inputs
         if received.by_unit:
-            return self._tables_by_unit(received)
+            return self._describe_copies_by_unit(received)
         batch = inputs.bag_counts[0] if inputs.bag_counts else 0
-        return _CopyTables(
+        return _CopyDescriptors(
             torch.add(self.constant_targets, self.by_bag_targets, alpha=batch),
             torch.add(self.constant_pieces, self.by_bag_pieces, alpha=batch),
             None,
@@ -481,8 +482,8 @@ class PooledOutputDist(nn.Module):
             batch * self._layout.columns,
         )
 
-    def _equal_batch_tables(self) -> tuple[Any, Any]:
-        """Return the tables for B bags of every feature: a constant term and a factor of B.
+    def _equal_batch_descriptors(self) -> tuple[Any, Any]:
+        """Return the descriptors for B bags of every feature: a constant term and a factor of B.
 
         The messages `[B, columns of the source]` of all sources follow one another.
         """
@@ -513,8 +514,8 @@ class PooledOutputDist(nn.Module):
             targets_by_bag.append(route.TargetRow(0, 0, 1, 0, 0, 0, first_bag))
         return (targets, pieces), (targets_by_bag, pieces_by_bag)
 
-    def _tables_by_unit(self, received: IncomingBatch) -> _CopyTables:
-        """Return the tables for rows that are sent unit after unit, each with its own count."""
+    def _describe_copies_by_unit(self, received: IncomingBatch) -> _CopyDescriptors:
+        """Return the descriptors of rows that are sent unit by unit, each with its own count."""
         starts, received_sizes = self._starts_by_unit(received)
         inputs, features = received.inputs, self._layout.features
         bag_counts = inputs.bag_counts
@@ -533,7 +534,7 @@ class PooledOutputDist(nn.Module):
             first_piece = len(pieces)
             for source, unit, column in span.units:
                 offset, number = starts[source, unit]
-                column_in_unit = column - sources_of.columns[source, unit]
+                column_in_unit = column - sources_of.first_columns[source, unit]
                 if source == replicated_index:
                     width = self._layout.replicated.columns
                     pieces.append(route.PieceRow(sum(received_sizes) + column, width))
@@ -557,7 +558,7 @@ class PooledOutputDist(nn.Module):
             )
         device = self.constant_targets.device
         replicated_units = self._layout.replicated.units
-        return _CopyTables(
+        return _CopyDescriptors(
             torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn)).to(device),
             torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn)).to(device),
             row_numbers,
@@ -599,14 +600,14 @@ class _PooledRoute(NamedTuple):
     """Route of the rows of a batch.
 
     Attributes:
-        tables: locations of the received rows in the output.
+        descriptors: locations of the received rows in the output.
         lengths: ids per bag `[bags]`, for means; None for sums.
         sent: elements to each rank.
         shape: shape of the output.
         node_sums: rows that the node sums first; None without.
     """
 
-    tables: _CopyTables
+    descriptors: _CopyDescriptors
     lengths: Tensor | None
     sent: list[int]
     shape: tuple[int, ...]
@@ -630,12 +631,12 @@ class _PooledStep(OutputStep):
         scale: float,
     ) -> None:
         super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
-        self._tables, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
-        self._received = self._tables.received_sizes[: len(self._sent)]
+        self._descriptors, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
+        self._received = self._descriptors.received_sizes[: len(self._sent)]
         self._ranks, self._comm_precision, self._scale = ranks, comm_precision, scale
-        # Gradients of all rows of this rank, from `backward` to `local_gradient`. `backward` writes
-        # the gradients of its own bags; the other gradients are received into it. None if the
-        # gradients of own bags are sent too.
+        # Gradients of all rows of this rank, between `backward` and `local_gradient`. `backward`
+        # writes the gradients of this rank's bags; all others are received into this tensor. None
+        # if this rank sends the gradients of its own bags to itself.
         self._local_grads: Tensor | None = None
 
     def rows(self) -> Values:
@@ -650,17 +651,17 @@ class _PooledStep(OutputStep):
 
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         """Sum received and replicated rows to the output of this rank's examples."""
-        tables, values = self._tables, received.values
-        if replica_rows is not None and tables.num_replicated:
+        descriptors, values = self._descriptors, received.values
+        if replica_rows is not None and descriptors.num_replicated:
             values = torch.cat([values, replica_rows.detach().reshape(-1).to(values.dtype)])
         out = route.combine(
             values,
-            tables.targets,
-            tables.pieces,
+            descriptors.targets,
+            descriptors.pieces,
             self._lengths,
-            tables.num_outputs,
+            descriptors.num_outputs,
             torch.float32,
-            tables.row_numbers,
+            descriptors.row_numbers,
             local=received.local,
             local_begin=received.local_begin,
         )
@@ -675,34 +676,34 @@ class _PooledStep(OutputStep):
 
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         """Return the gradients of rows to send, pooled, and those of replicated tables' rows."""
-        tables, ranks = self._tables, self._ranks
-        total, codec = sum(tables.received_sizes), self._comm_precision.backward
+        descriptors, ranks = self._descriptors, self._ranks
+        total, codec = sum(descriptors.received_sizes), self._comm_precision.backward
         keeps_local = keeps_local and codec.is_identity and self.node_sums is None
         part = local_part(self._sent, ranks) if keeps_local else None
         arguments = (
             grad.contiguous().view(-1),
-            tables.targets,
-            tables.pieces,
+            descriptors.targets,
+            descriptors.pieces,
             self._lengths,
-            total + tables.num_replicated,
+            total + descriptors.num_replicated,
         )
         if part is None:
             flat = route.combine_backward(
-                *arguments, torch.float32, tables.row_numbers, self._scale
+                *arguments, torch.float32, descriptors.row_numbers, self._scale
             )
         else:
             # Rows of this rank's own bags get their gradients here, other rows from other ranks.
             self._local_grads = grad.new_empty(sum(self._sent), dtype=torch.float32)
             flat = route.combine_backward_(
                 *arguments,
-                tables.row_numbers,
+                descriptors.row_numbers,
                 self._scale,
                 local=part.of(self._local_grads),
-                local_begin=sum(tables.received_sizes[: ranks.rank]),
+                local_begin=sum(descriptors.received_sizes[: ranks.rank]),
             )
-        num_sent = flat.numel() - tables.num_replicated
+        num_sent = flat.numel() - descriptors.num_replicated
         sent, replica_grads = flat[:num_sent], flat[num_sent:]
-        if self.sink_shape is None and tables.num_replicated and self._scale != 1.0:
+        if self.sink_shape is None and descriptors.num_replicated and self._scale != 1.0:
             replica_grads /= self._scale  # DistributedDataParallel averages these instead
         if self.node_sums is not None:
             num_direct = sum(self._received)
@@ -712,7 +713,7 @@ class _PooledStep(OutputStep):
             return self._gradients(sent), replica_grads
         values = Values(
             sent,
-            without_local(tables.received_sizes, ranks),
+            without_local(descriptors.received_sizes, ranks),
             without_local(self._sent, ranks),
             codec,
             part.others(self._local_grads),

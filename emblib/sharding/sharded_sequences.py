@@ -7,7 +7,7 @@ to the position of its id. `ShardedEmbeddingCollection` has one `SequenceTables`
 
 Ids are sent rank by rank, for each rank unit by unit (see `emblib.sharding.layout`), and vectors
 return in the same order. Ids of replicated tables may be sent too, for the update, as the last
-units of each rank; their vectors are looked up where the batch is and are not sent.
+units of each rank. Their vectors are not sent: every rank looks up its own batch.
 """
 
 import math
@@ -135,7 +135,7 @@ class SequenceTables(ShardedTables):
         self.dim = configs[0].embedding_dim
         all_units = [unit for rank in self.layout.ranks for unit in rank.all_units]
         width = vector_format.width
-        self._num_slices_here = [unit.columns // width for unit in self._layout_here.units]
+        self._slices_per_unit = [unit.columns // width for unit in self._local_layout.units]
         self._has_equal_widths = len({unit.columns for unit in all_units}) <= 1
         unit_buffers = {
             "unit_first_slice": [unit.shard.columns[0] // width for unit in all_units],
@@ -159,8 +159,8 @@ class SequenceTables(ShardedTables):
     def compute(self, received: IncomingBatch) -> Rows:
         """Look up the vectors of this rank's units, and its batch in the replicated tables."""
         replica_rows = None if self.replicated is None else self.replicated(received.inputs)
-        rows = self.rows(received)
-        if not self._layout_here.units:
+        rows = self.look_up_rows(received)
+        if not self._local_layout.units:
             rows = rows.new_empty(0, self.vector_format.width)
         return rows, replica_rows
 
@@ -190,7 +190,7 @@ class SequenceTables(ShardedTables):
 
     def _local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
         """Reorder vectors that were not sent from the modules' order to that of the batch."""
-        order = [unit.feature for unit in self._layout_here.units]
+        order = [unit.feature for unit in self._local_layout.units]
         if order == sorted(order):
             return local
         id_counts = received.inputs.count_ids()
@@ -198,10 +198,10 @@ class SequenceTables(ShardedTables):
         return torch.cat([unit_rows[order.index(f)] for f in range(len(order))])
 
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
-        """Return how the vectors of a batch are sent, and where the received ones go."""
+        """Return the order of sending vectors, and the positions of received ones in the output."""
         sent, inputs = received.sent, received.inputs
         assert sent is not None
-        num_units = len(self._layout_here.units)
+        num_units = len(self._local_layout.units)
         counts = received.ids_per_segment[:, :num_units]
         replica_counts = received.ids_per_segment[:, num_units:]
         output_slices = self._input_dist.positions(received)
@@ -210,7 +210,7 @@ class SequenceTables(ShardedTables):
             num_sent = received.num_ids
             num_received = [n - sent.num_replicated_ids for n in sent.num_ids]
         else:
-            counts = counts * counts.new_tensor(self._num_slices_here)
+            counts = counts * counts.new_tensor(self._slices_per_unit)
             num_sent = counts.sum(1).tolist()
             output_slices, num_received = self._slices_of(output_slices, received)
         return _SequenceRoute(
@@ -257,7 +257,7 @@ class SequenceTables(ShardedTables):
             return None
         inputs = received.inputs
         all_positions = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
-        return self.replicated.of_features(inputs, all_positions)
+        return self.replicated.select_entries(inputs, all_positions)
 
 
 def _transposed(counts: Tensor, total: int) -> Tensor:
@@ -388,20 +388,21 @@ class ShardedEmbeddingCollection(StateOfTables):
     """An `EmbeddingCollection` sharded over ranks, with the same vectors for this rank's batch.
 
     Works like `ShardedEmbeddingBagCollection`. Tables share messages if they have the same dim and
-    the same width, the largest of which all their blocks of columns are multiples.
+    the same width. The width of a table is the largest number of which all its blocks of columns
+    are multiples.
 
     Args:
         source: an `EmbeddingCollection`; its weights and optimizer state are kept.
         plan: the sharding of each of its tables, or a rule that makes it, e.g. `row_wise()`.
         ranks: the processes; by default all.
-        comm_precision: the codecs of vectors and gradients in transit.
+        comm_precision: the codecs of vectors and gradients in transit; None for float32.
         gradients: whether gradients are the mean or the sum over ranks.
         optimizer: optimizer of tables whose configuration has none; None uses that of `source`.
         shared: the shards of tables that other collections read too, see `shard`.
         dedup: whether each id of a feature is sent once per batch, and its vector returned once.
-            It saves messages where ids repeat within the batch of a rank; the gradients of equal
+            Messages are smaller if ids repeat within the batch of a rank. The gradients of equal
             ids are added up before they are sent. Hash tables that count uses, for eviction or
-            admission, get the number of occurrences of each id, 8 bytes per distinct id.
+            admission, also get the number of occurrences of each id, 8 bytes per distinct id.
 
     Raises:
         ValueError: tables, plans or settings differ between ranks, or do not fit together.
@@ -525,7 +526,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Return the request to send a batch; None stops a joint input_dist, on all ranks."""
         repeated = counts = None
         if self.dedup and features is not None:
-            batch = self._sequence_tables()[0].checked(KeyedJaggedTensor.adopt(features))
+            batch = self._sequence_tables()[0].check_batch(KeyedJaggedTensor.adopt(features))
             features, repeated = _without_repeats(batch, self._features())
             counts = {key: ids.counts for key, ids in repeated.items()}
         requests = [tables.input_request(features, counts) for tables in self._sequence_tables()]
@@ -553,7 +554,7 @@ class ShardedEmbeddingCollection(StateOfTables):
     def output_dist(
         self, rows: Sequence[Rows], received: "_SequenceBatch"
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Start to return the rows."""
+        """Start to return vectors to the ranks that own the ids; all ranks call this."""
         return start_output_dist(self, rows, received)
 
     def compute_and_output_dist(
@@ -563,9 +564,9 @@ class ShardedEmbeddingCollection(StateOfTables):
         return self.output_dist(self.compute(received), received)
 
     def outputs(self, rows: Sequence[Rows], received: "_SequenceBatch") -> Outputs:
-        """Return the lookups of a batch, one per `SequenceTables`, and how their outputs join.
+        """Return the output dists to start for a looked-up batch, one per `SequenceTables`.
 
-        Together they are a `JaggedTensor` per feature.
+        Their outputs are joined to a `JaggedTensor` per feature.
         """
 
         def join(
@@ -588,9 +589,9 @@ class ShardedEmbeddingCollection(StateOfTables):
 
         Raises:
             KeyError, TypeError, ValueError: see `ShardedTables.input_request`.
-            RuntimeError: see there; or the batch of another rank is wrong, ids differ in dtype
-                between ranks, or only some ranks have features of different batch sizes. Also where
-                a parameter was replaced.
+            RuntimeError: see there; or a parameter was replaced, the batch of another rank is
+                wrong, ids differ in dtype between ranks, or only some ranks have features of
+                different batch sizes.
         """
         self.embeddings.check()
         return look_up(self, features)
@@ -670,7 +671,7 @@ class _SequenceBatch(NamedTuple):
 def _without_repeats(
     batch: KeyedJaggedTensor, keys: Sequence[str]
 ) -> tuple[KeyedJaggedTensor, dict[str, _RepeatedIds]]:
-    """Return a batch with each feature's distinct ids in one bag, and what expands the results.
+    """Return a batch with each feature's distinct ids in one bag, and the ids before, by feature.
 
     The batch has the features `keys`, in this order, and no weights. Synchronises with the device.
 

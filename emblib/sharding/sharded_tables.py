@@ -1,7 +1,7 @@
 """The tables of one sharded collection: the base of pooled and sequence collections.
 
-`ShardedTables` makes the shards of this rank and fills them from the unsharded collection. It
-serves two stages of a sharded lookup: `input_request` returns the batch to send, `rows` looks up
+`ShardedTables` makes the shards of this rank and fills them from the unsharded collection. It has
+two stages of a sharded lookup: `input_request` returns the batch to send, `look_up_rows` looks up
 the received ids. `ReplicatedTables` are the tables that every rank has: each rank looks up its own
 batch, and equal updates keep the replicas equal.
 """
@@ -65,9 +65,9 @@ from emblib.storage.initial_values import new_seeds
 class ReplicatedTables(nn.Module):
     """The replicated tables of a collection.
 
-    With a fused optimizer (`is_synchronised`), every rank gets the ids of all ranks in forward;
-    backward gathers the gradients of all ranks, and every rank makes the same update with the whole
-    batch, for any optimizer. Without one, each rank has the gradient of its own batch in ordinary
+    With a fused optimizer (`is_synchronised`), every rank gets the ids of all ranks in forward.
+    Backward gathers the gradients of all ranks, and every rank makes the same update with the whole
+    batch. Without a fused optimizer, each rank has the gradient of its own batch in ordinary
     parameters, which `DistributedDataParallel` averages.
 
     Args:
@@ -99,27 +99,29 @@ class ReplicatedTables(nn.Module):
     def forward(self, inputs: LocalBatch) -> Tensor:
         """Return this rank's rows: `[B, columns]` or flat, or `[L, dim]` if not pooled.
 
-        The rows have no gradient if `is_synchronised`: `gradient_sink` gets it.
+        If `is_synchronised`, the rows have no gradient; `gradient_sink` gets it instead.
         """
-        ids, offsets, weights = reordered(inputs, self._features, self.order)
+        ids, offsets, weights = select_features(inputs, self._features, self.order)
         sizes = [[inputs.bag_counts[f]] for f in self._features] if inputs.is_variable else None
         with_grad = torch.is_grad_enabled() and not self.is_synchronised
         return in_grad_mode(self.groups, enabled=with_grad)(
             ids, offsets, weights, batch_sizes=sizes
         )
 
-    def of_features(self, inputs: LocalBatch, values: Tensor) -> Tensor:
-        """Select the entries of replicated tables' ids from `values`, one per id of the batch.
+    def select_entries(self, inputs: LocalBatch, values: Tensor) -> Tensor:
+        """Select the entries of `values` that belong to ids of replicated tables.
 
-        `values` is `[L]`, the result has one entry per id that the replicated tables get.
+        `values` is `[L]`, one per id of the batch; the result has one per id of a replicated table.
         """
-        return reordered(inputs._replace(ids=values, weights=None), self._features, self.order)[0]
+        return select_features(
+            inputs._replace(ids=values, weights=None), self._features, self.order
+        )[0]
 
     def gradient_sink(self, received: IncomingBatch, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of `shape` that updates the tables with its gradient in backward.
 
-        It must get the gradient of the rows of all ranks, in the order of `received`: unit by unit,
-        for each unit rank by rank. The values of the tensor are zeros without memory.
+        Pass it the gradient of the rows of all ranks, in the order of `received`: unit by unit, for
+        each unit rank by rank. The values of the tensor are zeros without memory.
         """
         bag_counts = received.bag_counts[len(received.bag_counts) - len(self._units) :]
         first_bag = received.offsets.numel() - 1 - sum(map(sum, bag_counts))
@@ -147,8 +149,8 @@ class ReplicatedTables(nn.Module):
 class GradientSink(torch.autograd.Function):
     """Zeros without memory; backward makes a lookup and applies the gradient to it.
 
-    Shared tables are not updated then: their gradients are added to the running backward, whose
-    joint steps depend on `anchors`.
+    Shared tables are not updated by it: their gradients are added to those of the running backward,
+    whose joint steps depend on `anchors`.
     """
 
     @staticmethod
@@ -185,7 +187,7 @@ class GradientSink(torch.autograd.Function):
         return None, None if weights is None else weights.grad, None, None, *anchor_grads
 
 
-def reordered(
+def select_features(
     inputs: LocalBatch, features: list[int], order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return ids, offsets and weights of some features; `order` has the same feature numbers.
@@ -239,13 +241,15 @@ def freeze_as(groups: TableGroups, source: TableGroups) -> None:
 
 
 @without_gradients
-def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
+def copy_whole_tables(
+    groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]
+) -> None:
     """Copy weights and optimizer states of the whole tables into the shards of `groups`.
 
     Shards of frozen tables are frozen. Nothing else happens if the source is on `meta`. Shards of
-    shared tables do not change; tables that resume rows of an earlier process (`Storage.resumes`)
-    keep them. A table whose kind of storage differs from the source keeps its initial values.
-    Hyperparameters are copied between equal optimizers.
+    shared tables do not change. Tables that resume rows of an earlier process (`Storage.resumes`)
+    keep them. A table keeps its initial values if its storage is of another kind than in the
+    source. Hyperparameters are copied between equal optimizers.
 
     Args:
         groups: shards of tables.
@@ -274,7 +278,7 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
 
 
 @without_gradients
-def equalise(groups: TableGroups, ranks: RankGroup) -> None:
+def copy_replicas_of_first(groups: TableGroups, ranks: RankGroup) -> None:
     """Copy the replicated tables of rank 0, with their hyperparameters, to all ranks.
 
     A collective.
@@ -357,7 +361,7 @@ def agreed_settings(
         RuntimeError: another rank's settings are wrong.
     """
 
-    def checked() -> Settings:
+    def check() -> Settings:
         check_shared_known(source, shared)
         for handle in source.groups.handles:
             handle.check_replaced()
@@ -369,7 +373,7 @@ def agreed_settings(
             configs, shardings, default, check_comm_precision(comm_precision), reduction
         )
 
-    def described(settings: Settings | None) -> fingerprint.Description:
+    def describe(settings: Settings | None) -> fingerprint.Description:
         if settings is None:
             return {}
         common = {
@@ -382,7 +386,7 @@ def agreed_settings(
         )
         return fingerprint.merged(common, tables)
 
-    return fingerprint.agree(ranks, checked, described)
+    return fingerprint.agree(ranks, check, describe)
 
 
 class ShardedTables(nn.Module):
@@ -443,13 +447,16 @@ class ShardedTables(nn.Module):
 
         def make_shared(table_slice: TableSlice) -> SharedTable:
             table = SharedTable(table_slice, device, seeds)
-            fill(table.groups, source.groups, {})
+            copy_whole_tables(table.groups, source.groups, {})
             return table
 
-        def make(
+        def make_groups(
             shards: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]
         ) -> TableGroups:
-            slices, reads = slices_of(self.configs, self.plan, shards), self._reads(shards)
+            slices, reads = (
+                slices_of(self.configs, self.plan, shards),
+                self._shards_of_units(shards),
+            )
             groups = TableGroups(
                 slices,
                 reads,
@@ -464,26 +471,26 @@ class ShardedTables(nn.Module):
                 },
             )
             groups.set_bounds_check(source.bounds_check, self._features_of(shards))
-            fill(groups, source.groups, blocks)
+            copy_whole_tables(groups, source.groups, blocks)
             return groups
 
         def allocate() -> tuple[TableGroups, TableGroups | None]:
-            groups = make(local_layout.shards, self._key_blocks(local_layout.shards))
+            groups = make_groups(local_layout.shards, self._key_blocks(local_layout.shards))
             share_cores(groups, local_layout.shards, self.configs, self._effective_plan(), ranks)
-            return groups, make(replicated.shards, {}) if replicated.shards else None
+            return groups, make_groups(replicated.shards, {}) if replicated.shards else None
 
         # A rank without enough memory must not leave the others waiting in the next collective.
         self.groups, replicas = fingerprint.agree(ranks, allocate)
         self.replicated = None
         if replicas is not None:
-            equalise(replicas, ranks)
+            copy_replicas_of_first(replicas, ranks)
             is_synchronised = _is_fused(replicas) and ranks.size > 1
             if is_synchronised:
                 layout = send_ids_to_replicas(layout)
             self.replicated = ReplicatedTables(
                 layout, replicas, ranks, is_synchronised=is_synchronised
             )
-        self.layout, self._layout_here = layout, layout.ranks[ranks.rank]
+        self.layout, self._local_layout = layout, layout.ranks[ranks.rank]
         blocks = blocks_of(self.configs, layout)
         self._input_dist = InputDist(layout, blocks, ranks, self.scale, pooled=pooled)
         self._keys = [feature.key for feature in layout.features]
@@ -515,8 +522,8 @@ class ShardedTables(nn.Module):
             for config in self.configs
         }
 
-    def _reads(self, shards: Sequence[TableShard]) -> list[int]:
-        """Return the index of the shard that each unit reads."""
+    def _shards_of_units(self, shards: Sequence[TableShard]) -> list[int]:
+        """Return the index in `shards` of the shard that each unit reads."""
         features = [config.feature_names for config in self.configs]
         return [index for index, shard in enumerate(shards) for _ in features[shard.table]]
 
@@ -536,7 +543,7 @@ class ShardedTables(nn.Module):
 
     def local_shards(self) -> list[LocalShard]:
         """Return the table shards on this rank, including replicas."""
-        pairs = [(self._layout_here.shards, self.groups)]
+        pairs = [(self._local_layout.shards, self.groups)]
         if self.replicated is not None:
             pairs.append((self.layout.replicated.shards, self.replicated.groups))
         return [
@@ -580,17 +587,17 @@ class ShardedTables(nn.Module):
 
         Args:
             features: the batch; None for a rank that has none.
-            counts: uses that each id stands for, int64 `[L]` by feature; None if each stands for
-                one use. Ignored if no table counts uses.
+            counts: number of uses that each id counts for, int64 `[L]` by feature; None for one
+                each. Ignored if no table counts uses.
 
         Raises:
             KeyError: the batch lacks a feature.
-            TypeError: it is no batch, or its values can be no ids.
+            TypeError: `features` is no batch, or the dtype of its values is none of ids.
             ValueError: values have another number of dimensions than 1; or see the subclass.
             RuntimeError: lengths do not fit the ids, see `checked_batch`, or with
                 `BoundsCheck.FATAL` and several ranks an id is outside of its table.
 
-        Nothing was sent then; `start_joint_input_dist` tells other ranks.
+        If it raises, nothing was sent yet; `start_joint_input_dist` tells the other ranks.
         """
         if features is None:
             return InputRequest(self._input_dist, None)
@@ -603,14 +610,14 @@ class ShardedTables(nn.Module):
 
     @property
     def _is_local(self) -> bool:
-        has_all_features = len(self._layout_here.units) == len(self.layout.features)
+        has_all_features = len(self._local_layout.units) == len(self.layout.features)
         return self.ranks.size == 1 and self._input_dist.is_whole and has_all_features
 
     def _inputs(self, features: KeyedJaggedTensor) -> LocalBatch:
         """Return the features of the tables, in the order of the layout."""
         if not isinstance(features, KeyedJaggedTensor):
             features = KeyedJaggedTensor.adopt(features)
-        features = self.checked(features)
+        features = self.check_batch(features)
         keys = features.keys()
         if keys != self._keys:
             features = features.permute(self._order(tuple(keys)))
@@ -631,7 +638,8 @@ class ShardedTables(nn.Module):
     def _refuse_invalid_ids(self, inputs: LocalBatch) -> None:
         """Raise RuntimeError for an id outside its table, as kernels do, before ids are sent.
 
-        The kernels of another rank would raise there, while this rank waits. Reads the device.
+        Otherwise the kernels of another rank would raise, and this rank would wait for that rank.
+        Reads the device.
         """
         for feature, (begin, end) in zip(
             self.layout.features, pairwise(inputs.starts().tolist()), strict=True
@@ -648,13 +656,13 @@ class ShardedTables(nn.Module):
                     f"{int(invalid[0])}; with BoundsCheck.WARNING it would read row 0"
                 )
 
-    def checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return a batch with valid lengths, see `checked_batch`, before any of it is sent.
+    def check_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return a batch with valid lengths, see `checked_batch`; it raises before ids are sent.
 
-        Kernels check a batch that one rank looks up whole, so the host need not read its numbers.
+        If one rank looks up the whole batch, its kernels check the lengths, not this function.
         """
         check_ids(features.values(), allow_uint64=self._all_keyed)
-        order = [unit.feature for unit in self._layout_here.units]
+        order = [unit.feature for unit in self._local_layout.units]
         is_whole = self._is_local and order == sorted(order) and features.keys() == self._keys
         if is_whole and self.groups.has_one_module and self.groups.pooling is not Pooling.NONE:
             return features
@@ -675,7 +683,7 @@ class ShardedTables(nn.Module):
         return [indices[keys.index(key)] for key in self._keys]
 
     def _order(self, keys: tuple[str, ...]) -> list[int]:
-        """Return the index of each feature in a batch of these keys; raise KeyError if missing."""
+        """Return the index of each feature in `keys`; raise KeyError if one is missing."""
         if keys not in self._orders:
             missing_keys = sorted(set(self._keys) - set(keys))
             if missing_keys:
@@ -685,13 +693,13 @@ class ShardedTables(nn.Module):
 
     def _local_batch(self, inputs: LocalBatch) -> IncomingBatch:
         """Return the batch of a lookup without communication."""
-        order = [unit.feature for unit in self._layout_here.units]
+        order = [unit.feature for unit in self._local_layout.units]
         ids, offsets, weights, counts = inputs.ids, inputs.offsets, inputs.weights, inputs.counts
         if order != sorted(order):
-            ids, offsets, weights = reordered(inputs, order, self._input_dist.unit_features)
+            ids, offsets, weights = select_features(inputs, order, self._input_dist.unit_features)
             if counts is not None:
                 counts_as_ids = inputs._replace(ids=counts, weights=None)
-                counts = reordered(counts_as_ids, order, self._input_dist.unit_features)[0]
+                counts = select_features(counts_as_ids, order, self._input_dist.unit_features)[0]
         return IncomingBatch(
             inputs=inputs,
             sent=None,
@@ -706,7 +714,7 @@ class ShardedTables(nn.Module):
             counts=counts,
         )
 
-    def rows(self, received: IncomingBatch) -> Tensor:
+    def look_up_rows(self, received: IncomingBatch) -> Tensor:
         """Look up the received ids in the shards of this rank; in training dynamic tables insert.
 
         The result is `[bags, columns]`, `[L, dim]` if not pooled, or flat if units differ in their
@@ -715,35 +723,35 @@ class ShardedTables(nn.Module):
         Raises:
             ValueError: lookups are weighted and no rank's batch has weights.
         """
-        # Checked after the input_dist, when no rank waits for a rank that raises here.
+        # Checked only now, after the input_dist: no rank waits if another one raises here.
         if self._is_weighted and received.weights is None:
             raise ValueError(
                 "this collection is weighted, so batches must have weights: make the "
                 "KeyedJaggedTensor with weights=..., or the collection with is_weighted=False"
             )
         counts = received.counts
-        if len(received.bag_counts) == len(self._layout_here.units):
+        if len(received.bag_counts) == len(self._local_layout.units):
             ids, offsets, weights = received.ids, received.offsets, received.weights
         else:
             ids, offsets, weights = self._without_replicas(received)
             counts = None if counts is None else counts[: ids.numel()]
-        if not self._layout_here.units and weights is not None and weights.requires_grad:
+        if not self._local_layout.units and weights is not None and weights.requires_grad:
             # The other ranks exchange gradients of weights in backward, so this rank must too.
             return weights[:0].view(0, 0)
-        sizes = received.bag_counts[: len(self._layout_here.units)] if received.by_unit else None
+        sizes = received.bag_counts[: len(self._local_layout.units)] if received.by_unit else None
         return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=counts)
 
     def prefetch(self, received: IncomingBatch) -> None:
-        """Prefetch the rows that `rows` will look up for this batch into caches."""
+        """Prefetch the rows that `look_up_rows` will look up for this batch into caches."""
         ids, offsets = received.ids, received.offsets
-        if len(received.bag_counts) > len(self._layout_here.units):
+        if len(received.bag_counts) > len(self._local_layout.units):
             ids, offsets, _ = self._without_replicas(received)
-        sizes = received.bag_counts[: len(self._layout_here.units)] if received.by_unit else None
+        sizes = received.bag_counts[: len(self._local_layout.units)] if received.by_unit else None
         self.groups.prefetch(ids, offsets, batch_sizes=sizes)
 
     def _without_replicas(self, received: IncomingBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return ids, offsets and weights of a batch without those of replicated tables."""
-        num_bags = sum(map(sum, received.bag_counts[: len(self._layout_here.units)]))
+        num_bags = sum(map(sum, received.bag_counts[: len(self._local_layout.units)]))
         num_ids = received.ids.numel() - received.num_replicated_ids
         weights = received.weights
         return (

@@ -1,8 +1,8 @@
 """Shared tables over ranks: the shards that several sharded collections read.
 
-`SharedTableShards` has the shards of one shared table on this rank, each once, whichever collection
-asks first. `SharedTablesOfModel` has the `SharedTableShards` of all collections that one call of
-`shard` replaces.
+`SharedTableShards` has the shards of one shared table on this rank. The first collection that reads
+a shard makes it. `SharedTablesOfModel` has the `SharedTableShards` of all collections that one call
+of `shard` replaces.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ class SharedTableShards:
         self._shards: dict[SliceKey, SharedTable] = {}
 
     def shard_of(
-        self, table_slice: TableSlice, make: Callable[[TableSlice], SharedTable]
+        self, table_slice: TableSlice, make_shard: Callable[[TableSlice], SharedTable]
     ) -> SharedTable:
         """Return the shard with the rows and columns of `table_slice`.
 
-        `make` makes it at the first call; later ones return the same object.
+        The first call for these rows and columns calls `make_shard`; later calls return the same
+        object.
         """
         key = SliceKey.of(table_slice)
         if key not in self._shards:
-            self._shards[key] = make(table_slice)
+            self._shards[key] = make_shard(table_slice)
         return self._shards[key]
 
 
@@ -44,7 +45,7 @@ class SharedTablesOfModel:
     """The shared tables of the collections that one call of `shard` replaces."""
 
     def __init__(self) -> None:
-        # By id of the table, which must live as long as its entry: ids are used again.
+        # By id() of the table. Entries keep their tables alive: ids of freed objects are reused.
         self._shards_of: dict[int, tuple[SharedTable, SharedTableShards]] = {}
 
     def of(self, source: Any) -> dict[str, SharedTableShards]:
@@ -59,20 +60,22 @@ def check_shared(
     selected: Sequence[tuple[str, Any, Mapping[str, ParameterSharding]]],
     other_collections: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError for a plan that shards a shared table differently in its readers.
+    """Raise ValueError for a plan of shared tables that cannot be kept.
+
+    All readers of a shared table must be in the plan, with one sharding and `Dense` storage.
 
     Args:
         selected: path, unsharded collection and plan of each collection that is replaced.
         other_collections: the other collections of the model, by path.
     """
-    tables: dict[int, list[tuple[str, SharedTable, ParameterSharding]]] = {}
+    readers_of: dict[int, list[tuple[str, SharedTable, ParameterSharding]]] = {}
     for path, source, plan in selected:
         for name, table in source.shared_tables().items():
-            tables.setdefault(id(table), []).append((path, table, plan[name]))
-    for users in tables.values():
-        first_path, table, sharding = users[0]
+            readers_of.setdefault(id(table), []).append((path, table, plan[name]))
+    for readers in readers_of.values():
+        first_path, table, sharding = readers[0]
         name = table.config.name
-        for path, _, other_sharding in users[1:]:
+        for path, _, other_sharding in readers[1:]:
             if other_sharding != sharding:
                 raise ValueError(
                     f"the collections {first_path!r} and {path!r} read one shared table {name!r}, "
@@ -106,11 +109,11 @@ def check_shared(
 
 def _has_others(table: SharedTable, sources: Sequence[Any]) -> bool:
     """Return whether other collections than `sources` read a table."""
-    readers = {module for source in sources for module in source.groups.table_modules()}
-    if all(reader in readers for reader in table.readers()):
+    modules = {module for source in sources for module in source.groups.table_modules()}
+    if all(reader in modules for reader in table.readers()):
         return False
     gc.collect()  # frees deleted collections that are in reference cycles
-    return not all(reader in readers for reader in table.readers())
+    return not all(reader in modules for reader in table.readers())
 
 
 def _describe_sharding(sharding: ParameterSharding) -> str:

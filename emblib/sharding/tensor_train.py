@@ -1,11 +1,11 @@
 """Shards of tensor-train tables: gradients of the cores that all shards of a table share.
 
 A row of a tensor train is a product of one slice of each core. The factors of core 0 vary slowest,
-so a shard is a tensor train as well: rows `[a * P, b * P)`, where P is the product of the other row
-factors, and columns `[c * Q, d * Q)` have the slice `[a:b, c * R_1 : d * R_1]` of core 0, and a
-copy of every other core. The gradient of a copy is a sum over the lookups of its shard. The sum of
-these gradients over all shards is the gradient of the core, and equal updates keep the copies
-equal.
+so a shard is a tensor train as well. Let P be the product of the row factors of the other cores,
+and Q that of their column factors. The shard of rows `[a * P, b * P)` and columns `[c * Q, d * Q)`
+has the slice `[a:b, c * R_1 : d * R_1]` of core 0, and a copy of every other core. The gradient of
+a copy is a sum over the lookups of its shard. The sum of these gradients over all shards is the
+gradient of the core, and equal updates keep the copies equal.
 
 Only the ranks that store shards exchange these gradients. Each of them adds up one part of the
 elements, in rank order, and sends the sums to the others, so that all have the same bits.
@@ -29,14 +29,15 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
 
 ApplyGradients = Callable[[list[Tensor]], None]
-"""Updates a shard with the gradients of its cores."""
+"""Function that updates a shard with the gradients of its cores."""
 
 
 class SharedCores:
     """Adds up the gradients of the cores that the shards of one table share.
 
-    In every backward pass, also for an empty batch, each shard must call its `member` once; the
-    last call on a rank exchanges gradients with the other ranks and updates all shards of the rank.
+    In every backward pass, also for an empty batch, each shard must call its `adder_of` function
+    once. The last call on a rank exchanges gradients with the other owners and updates all shards
+    of the rank.
 
     Args:
         name: name of the table.
@@ -48,9 +49,9 @@ class SharedCores:
     def __init__(self, name: str, ranks: RankGroup, owners: Sequence[int], num_shards: int) -> None:
         self._name, self._ranks = name, ranks
         self._owners, self._num_shards = tuple(owners), num_shards
-        self._waiting: dict[int, tuple[list[Tensor], ApplyGradients]] = {}
+        self._pending: dict[int, tuple[list[Tensor], ApplyGradients]] = {}
 
-    def member(self, shard: int) -> Callable[[list[Tensor], ApplyGradients], None]:
+    def adder_of(self, shard: int) -> Callable[[list[Tensor], ApplyGradients], None]:
         """Return the function that shard number `shard` of this rank calls with its gradients.
 
         Its arguments are the gradients of the shard's cores, and a function that applies gradients
@@ -60,32 +61,36 @@ class SharedCores:
         return partial(self._add, shard)
 
     def _add(self, shard: int, grads: list[Tensor], apply_gradients: ApplyGradients) -> None:
-        """Add the gradients of a shard; the last shard of this rank sums over the owners."""
-        if shard in self._waiting:
-            self._waiting.clear()
+        """Add the gradients of a shard; for the last shard of this rank, sum over the owners.
+
+        Raises:
+            RuntimeError: the shard adds gradients twice before another shard of this rank does.
+        """
+        if shard in self._pending:
+            self._pending.clear()
             raise RuntimeError(
                 f"tensor train {self._name!r} has {self._num_shards} shards on rank "
                 f"{self._ranks.rank}, and the backward of one ran twice before that of another; "
                 "run backward through the whole output"
             )
-        self._waiting[shard] = grads, apply_gradients
-        if len(self._waiting) < self._num_shards:
+        self._pending[shard] = grads, apply_gradients
+        if len(self._pending) < self._num_shards:
             return
-        waiting, self._waiting = self._waiting, {}
-        grads_of_shards = [waiting[shard] for shard in sorted(waiting)]
+        pending, self._pending = self._pending, {}
+        grads_of_shards = [pending[shard] for shard in sorted(pending)]
         # The gradients of all cores but core 0, of which each shard has its own slice.
         flat_grads = [
             torch.cat([grad.reshape(-1) for grad in grads[1:]]) for grads, _ in grads_of_shards
         ]
         total = flat_grads[0] if len(flat_grads) == 1 else torch.stack(flat_grads).sum(0)
-        total = summed(total, self._ranks, self._owners)
+        total = sum_over_owners(total, self._ranks, self._owners)
         sizes = [grad.numel() for grad in grads_of_shards[0][0][1:]]
         for grads, apply_to_shard in grads_of_shards:
-            shared = zip(total.split(sizes), grads[1:], strict=True)
-            apply_to_shard([grads[0], *(flat.view(grad.shape) for flat, grad in shared)])
+            core_sums = zip(total.split(sizes), grads[1:], strict=True)
+            apply_to_shard([grads[0], *(flat.view(grad.shape) for flat, grad in core_sums)])
 
 
-def summed(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> Tensor:
+def sum_over_owners(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> Tensor:
     """Return the sum of `values` over `owners`, with the same bits on all of them.
 
     `values` must be flat and of equal length on all owners, and this rank must be an owner. All
@@ -93,27 +98,27 @@ def summed(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> Tensor:
     """
     if len(owners) == 1:
         return values
-    owner_number, slice_size = owners.index(ranks.rank), -(-values.numel() // len(owners))
+    owner_index, slice_size = owners.index(ranks.rank), -(-values.numel() // len(owners))
     bounds = [min(slice_size * k, values.numel()) for k in range(len(owners) + 1)]
     sizes = [end - begin for begin, end in pairwise(bounds)]
     # Owner k adds up slice k of the values of all owners, and sends the sums to all.
     slices = list(values.split(sizes))
     received = [
-        slices[owner_number] if k == owner_number else torch.empty_like(slices[owner_number])
+        slices[owner_index] if k == owner_index else torch.empty_like(slices[owner_index])
         for k in range(len(owners))
     ]
-    _swap(ranks, owners, slices, received)
+    _exchange(ranks, owners, slices, received)
     reduced = received[0].clone()
     for value in received[1:]:
         reduced += value
     total = torch.empty_like(values)
     sums = list(total.split(sizes))
-    sums[owner_number].copy_(reduced)
-    _swap(ranks, owners, [reduced] * len(owners), sums)
+    sums[owner_index].copy_(reduced)
+    _exchange(ranks, owners, [reduced] * len(owners), sums)
     return total
 
 
-def _swap(
+def _exchange(
     ranks: RankGroup, owners: Sequence[int], sent: Sequence[Tensor], received: Sequence[Tensor]
 ) -> None:
     """Send `sent[k]` to `owners[k]`, and receive into `received[k]` from it.
@@ -152,10 +157,10 @@ def share_cores(
         ranks: the processes.
 
     Raises:
-        ValueError: several shards of a table on this rank without a fused optimizer: each would
-            have only the gradient of its own lookups.
+        ValueError: this rank has several shards of a table without a fused optimizer; each would
+            get only the gradient of its own lookups.
     """
-    for number, config in enumerate(configs):
+    for config_index, config in enumerate(configs):
         sharding = plan[config.name]
         if not with_storage(config, sharding.storage).storage.shares_parameters:
             continue
@@ -163,7 +168,7 @@ def share_cores(
         if len(sharding.shards) < 2 or ranks.rank not in owners:
             continue
         local_shards = [
-            i for i, table_shard in enumerate(table_shards) if table_shard.table == number
+            i for i, table_shard in enumerate(table_shards) if table_shard.table == config_index
         ]
         modules: list[tuple[Any, int]] = [groups.module_of(i) for i in local_shards]
         if len(local_shards) > 1 and not all(autograd.is_fused(m.optimizer) for m, _ in modules):
@@ -174,4 +179,4 @@ def share_cores(
             )
         shared = SharedCores(config.name, ranks, owners, len(local_shards))
         for k, (module, table) in enumerate(modules):
-            module.shared_gradients[table] = shared.member(k)
+            module.shared_gradients[table] = shared.adder_of(k)

@@ -16,7 +16,7 @@ from emblib.sharding.codecs import BF16, INT8, CommPrecision
 from emblib.sharding.headers import Content
 from emblib.sharding.layout import lay_out, sum_in_nodes
 from emblib.sharding.lookup import OutputCall, start_joint_output_dist
-from emblib.sharding.ranks import RankGroup, split_by_node, sums_in_nodes
+from emblib.sharding.ranks import RankGroup, split_by_node, can_sum_in_nodes
 from emblib.sharding.sharding_types import (
     Shard,
     TableShape,
@@ -291,12 +291,12 @@ def _where(ranks: RankGroup) -> list[bool]:
     groups = split_by_node(sides[1])
     assert groups.local.gather_objects(ranks.rank) == [ranks.rank // 2 * 2, ranks.rank // 2 * 2 + 1]
     assert groups.across.gather_objects(ranks.rank) == [ranks.rank % 2, ranks.rank % 2 + 2]
-    return [sums_in_nodes(side) for side in sides]
+    return [can_sum_in_nodes(side) for side in sides]
 
 
 def test_ranks_with_nodes() -> None:
     assert worlds.run(4, _where) == [[False, True, False]] * 4
-    assert not sums_in_nodes(RankGroup.single())
+    assert not can_sum_in_nodes(RankGroup.single())
 
 
 def outputs_by_default_dtype(ranks: RankGroup, case: Case) -> None:

@@ -14,7 +14,7 @@ from emblib import optim
 from emblib.collections.configs import EmbeddingBagConfig
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import Shard
-from emblib.sharding.tensor_train import SharedCores, summed
+from emblib.sharding.tensor_train import SharedCores, sum_over_owners
 from emblib.specs import Pooling
 from emblib.storage import TensorTrain
 from tests.sharding import worlds
@@ -135,7 +135,7 @@ def test_copies_of_cores_stay_equal_bit_by_bit(dtype: torch.dtype) -> None:
 
 def _sums(ranks: RankGroup, numel: int) -> Tensor:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(ranks.rank))
-    return summed(values, ranks, range(ranks.size))
+    return sum_over_owners(values, ranks, range(ranks.size))
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 1000])
@@ -189,10 +189,10 @@ def test_half_a_backward_pass_is_told() -> None:
     shared = SharedCores("t", RankGroup.single(), [0], 2)
     grads = [nn.Parameter(torch.ones(2, 2)).detach(), torch.ones(3)]
     used: list[list[Tensor]] = []
-    shared.member(0)(grads, used.append)
+    shared.adder_of(0)(grads, used.append)
     assert not used
-    shared.member(1)(grads, used.append)
+    shared.adder_of(1)(grads, used.append)
     assert [u[1].tolist() for u in used] == [[2.0] * 3] * 2
-    shared.member(1)(grads, used.append)
+    shared.adder_of(1)(grads, used.append)
     with pytest.raises(RuntimeError, match="the backward of one ran twice"):
-        shared.member(1)(grads, used.append)
+        shared.adder_of(1)(grads, used.append)
