@@ -16,7 +16,7 @@ from emblib.sharding.codecs import BF16, INT8, CommPrecision
 from emblib.sharding.headers import Content
 from emblib.sharding.layout import lay_out, sum_in_nodes
 from emblib.sharding.lookup import OutputCall, start_joint_output_dist
-from emblib.sharding.ranks import RankGroup, split_by_node, can_sum_in_nodes
+from emblib.sharding.ranks import RankGroup, can_sum_in_nodes, split_by_node
 from emblib.sharding.sharding_types import (
     Shard,
     TableShape,

@@ -17,6 +17,7 @@ from emblib.sharding.pipelines import (
     Progress,
     StopAtShortest,
     TrainPipelineBase,
+    TrainPipelineSparseDist,
 )
 from emblib.sharding.pipelines.batches import (
     empty_batch,
@@ -461,6 +462,10 @@ def test_wrong_use_is_told() -> None:
         line(uneven_inputs="longest")
     with pytest.raises(TypeError, match="model must be a module, got int"):
         TrainPipelineBase(3, None)  # type: ignore[arg-type]
+    functions: Any = {"forward": 3, "on_progress": 3, "inputs": {"bags": "batch"}}
+    for name, value in functions.items():
+        with pytest.raises(TypeError, match=f"{name} must be a function"):
+            TrainPipelineSparseDist(torch.nn.Linear(1, 1), None, **{name: value})
     with pytest.raises(TypeError, match="must have zero_grad and step"):
         TrainPipelineBase(torch.nn.Linear(1, 1), 0.1)
     alone = TrainPipelineBase(torch.nn.Linear(1, 1), None, forward=lambda batch: batch)

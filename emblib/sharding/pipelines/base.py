@@ -4,7 +4,7 @@
 `TrainPipelineSparseDist` also sends the ids of the next batch, and
 `PrefetchTrainPipelineSparseDist` also prefetches its rows into caches.
 `EvalPipelineSparseDist` runs the model forward only. On the CPU only messages overlap with the
-training: copies and prefetching have ended when the pipeline goes on.
+training: copies and prefetching end before the pipeline goes on.
 """
 
 from collections import deque
@@ -33,14 +33,14 @@ class TrainPipelineBase:
     """Trains one batch per call, and copies the next batch to the device meanwhile.
 
     `progress(batches)` reads ahead in an iterator and trains its next batch; it raises
-    StopIteration when all ranks are drained. Results are the same as of the loop
+    StopIteration when all ranks are drained. While all ranks have batches, results are bit for bit
+    those of the loop
 
         for batch in loader: optimizer.zero_grad(); loss, out = model(batch); loss.backward();
                              optimizer.step()
 
-    to the bit, while ranks have batches. A loss of several elements is summed. All ranks construct
-    the pipeline together. A pipeline and its model belong to one thread of a process
-    (docs/threads.md).
+    A loss of several elements is summed. All ranks construct the pipeline together. A pipeline and
+    its model belong to one thread of a process (docs/threads.md).
 
     Args:
         model: model that `forward` calls; its sharded collections may be anywhere in it.
@@ -55,7 +55,8 @@ class TrainPipelineBase:
             if it has none.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: `model` is no module, `optimizer` has no `zero_grad`, `forward` or `on_progress`
+            is no function, `uneven_inputs` or `ranks` has another type.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -72,8 +73,8 @@ class TrainPipelineBase:
         3
     """
 
-    ahead: ClassVar[int] = 1
-    """The number of batches that are read ahead of the trained one."""
+    batches_ahead: ClassVar[int] = 1
+    """The number of batches that are read before they are trained."""
 
     def __init__(
         self,
@@ -93,6 +94,8 @@ class TrainPipelineBase:
                 "optimizer must have zero_grad and step, or be None where the model is only run "
                 f"forward, in eval mode; got {optimizer!r}"
             )
+        _check_callable("forward", forward)
+        _check_callable("on_progress", on_progress)
         ranks = _ranks_of(model) if ranks is None else RankGroup.from_value(ranks)
         self.model, self.optimizer = model, optimizer
         self.device = torch.device(ranks.device if device is None else device)
@@ -106,14 +109,14 @@ class TrainPipelineBase:
 
     @property
     def steps(self) -> int:
-        """Return the number of finished steps, from which a loader resumes."""
+        """Return the number of finished steps, e.g. for a loader that resumes after them."""
         return self._meter.step
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Train the next batch, call `on_progress`, and return the output of `forward`.
 
         All ranks must call this equally often. If `batches` is another iterator than in the last
-        call, batches that were read ahead from the earlier iterator are trained first. With
+        call, batches that were already read from the earlier iterator are trained first. With
         `DrainAll` a rank without further batches computes an empty batch. A model in eval mode is
         only run forward.
 
@@ -124,7 +127,8 @@ class TrainPipelineBase:
             TypeError: `batches` is no iterator or returned None, or `forward` returned no loss to
                 train with.
             RuntimeError: another rank could not read its batch; that rank raises its own error.
-                `AssumeEqual` does not tell other ranks.
+                With `AssumeEqual` other ranks wait for it instead.
+            Exception: the iterator, the model, the optimizer or `on_progress` raised it.
         """
         if self.model.training and self.optimizer is None:
             raise ValueError(
@@ -133,7 +137,7 @@ class TrainPipelineBase:
             )
         self._meter.begin()
         self._loader.read(batches)
-        step = self._next()
+        step = self._next_step()
         if step is None:
             self._meter.pause()
             raise StopIteration
@@ -154,14 +158,14 @@ class TrainPipelineBase:
                 return
             yield output
 
-    def _next(self) -> Step | None:
-        """Remove and return the step to train, after reading ahead; None at the end of an epoch.
+    def _next_step(self) -> Step | None:
+        """Read ahead, then remove and return the step to train; None at the end of an epoch.
 
         Waits for the numbers of all ranks for this step, unless the pipeline assumes equal inputs.
         If a rank failed to read its batch, all ranks raise when its step is next.
         """
         while True:
-            while len(self._steps_ahead) <= self.ahead:
+            while len(self._steps_ahead) <= self.batches_ahead:
                 self._steps_ahead.append(self._loader.fetch())
             step = self._steps_ahead.popleft()
             if self._loader.settle(step):
@@ -181,7 +185,7 @@ class TrainPipelineBase:
         if self.model.training:
             self.optimizer.zero_grad()
         self._before_forward(step)
-        loss, output = self._output_of(self._run_forward(step, batch))
+        loss, output = self._loss_and_output(self._run_forward(step, batch))
         self._after_forward(step)
         if self.model.training:
             _backward(loss)
@@ -191,7 +195,7 @@ class TrainPipelineBase:
     def _run_forward(self, step: Step, batch: Any) -> Any:
         return self._forward(batch)
 
-    def _output_of(self, result: Any) -> tuple[Any, Any]:
+    def _loss_and_output(self, result: Any) -> tuple[Any, Any]:
         """Split the result of `forward` into loss and output."""
         if isinstance(result, tuple | list) and len(result) == 2:
             return result[0], result[1]
@@ -207,10 +211,17 @@ class TrainPipelineBase:
 def _ranks_of(model: nn.Module) -> RankGroup:
     """Return the ranks of the model, or of its first sharded collection; else this process."""
     for module in (model, *sharded_modules(model).values()):
-        for name in ("dense_ranks", "ranks"):  # dense_ranks may be more, and all step together
+        # Replicated models have more `dense_ranks` than `ranks`, and all of them step together.
+        for name in ("dense_ranks", "ranks"):
             if isinstance(ranks := getattr(module, name, None), RankGroup):
                 return ranks
     return RankGroup.single(next((p.device for p in model.parameters()), torch.device("cpu")))
+
+
+def _check_callable(name: str, function: object) -> None:
+    """Raise TypeError unless an argument is None or can be called."""
+    if function is not None and not callable(function):
+        raise TypeError(f"{name} must be a function, got {function!r}")
 
 
 def _backward(loss: Any) -> None:
@@ -226,18 +237,27 @@ def _backward(loss: Any) -> None:
 class TrainPipelineSparseDist(TrainPipelineBase):
     """Trains one batch per call; sends the ids of the next batch and copies the one after that.
 
-    While batch i is computed: before its forward the sizes of batch i + 1 are sent, before its
-    backward the ids, and batch i + 2 is copied to the device. Lookups never run ahead, so every
-    step sees the tables as the plain loop does.
+    While batch i is computed, batch i + 2 is copied to the device. The sizes of batch i + 1 are
+    sent before the forward of batch i, its ids before the backward. Rows are looked up only in the
+    step of their batch, so every step sees the tables as the plain loop does.
 
     Args:
         model: model, as for `TrainPipelineBase`; so are `optimizer`, `device`, `forward`,
             `uneven_inputs`, `on_progress` and `ranks`.
-        inputs: function that returns {sharded collection, or its path: its input} of a batch. The
-            inputs must be the objects that the model passes to the collections; of a collection
-            that is called several times, a list of them, in order of the calls. None learns the
-            inputs from the first batch: an input that is an attribute or item of the batch is found
-            at the same path in later ones.
+        inputs: function of a batch that returns {sharded collection, or its path: its input}. The
+            inputs must be the objects that the model passes to the collections. For a collection
+            that is called several times, the value is a list of inputs, in order of the calls. With
+            None, inputs are learned from the first batch: an input that is an attribute or item of
+            the batch is expected at the same path in later batches.
+
+    Raises:
+        TypeError: see `TrainPipelineBase`; or `inputs` is no function.
+
+    `progress` also raises:
+        ValueError: `inputs` names something that is no sharded collection of the model.
+        RuntimeError: the model passes another input to a collection than was sent, or calls it less
+            often; or the batch of another rank is wrong.
+        Exception: as a lookup raises for a wrong batch, or as `inputs` raises.
 
     Example:
         >>> ranks = emblib.sharding.RankGroup.single()
@@ -261,8 +281,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         3
     """
 
-    ahead: ClassVar[int] = 2
-    _sent_ahead: ClassVar[int] = 1  # batches whose ids are sent before their step
+    batches_ahead: ClassVar[int] = 2
+    _num_sent_ahead: ClassVar[int] = 1  # batches whose ids are sent before their own step
 
     def __init__(
         self,
@@ -285,15 +305,16 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             on_progress=on_progress,
             ranks=ranks,
         )
+        _check_callable("inputs", inputs)
         self._lane, self._separate_calls = Lane(self.device), SeparateCalls()
         self._inputs: LearnedInputs | CallerInputs = (
             LearnedInputs(model) if inputs is None else CallerInputs(model, inputs)
         )
 
     def _run_forward(self, step: Step, batch: Any) -> Any:
-        """Run forward on ids that were sent before; without `inputs` the first forward learns them.
+        """Run forward with the ids that were sent before it.
 
-        The collections exchange by themselves in a forward that learns.
+        Without `inputs` the first forward learns them; its collections exchange by themselves.
         """
         if isinstance(self._inputs, LearnedInputs) and not self._inputs.is_known:
             with self._inputs.watching(batch):
@@ -302,9 +323,10 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             return self._forward(batch)
 
     def _before_forward(self, step: Step) -> None:
-        """Send the sizes of this batch, unless they were sent, then those of the next ones.
+        """Send the sizes of this batch, unless they were sent, then the sizes of the next batches.
 
-        `feeding_forward` sends the ids. Does nothing before the inputs are known.
+        The ids of this batch are sent by `feeding_forward`. Does nothing until the inputs are
+        known.
         """
         if self._inputs.is_known:
             self._sent_batch(step)
@@ -313,20 +335,20 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     def _after_forward(self, step: Step) -> None:
         """Send the ids of later batches."""
         self._send_sizes_of_next()
-        for step_ahead in self._next_to_send():
+        for step_ahead in self._steps_to_send():
             self._sent_batch(step_ahead).send_ids()
 
-    def _next_to_send(self) -> list[Step]:
-        """Return the later steps that the ranks compute and whose sizes and ids this one sends."""
-        later = list(self._steps_ahead)[: self._sent_ahead]
-        return [step for step in later if self._loader.settle(step)]
+    def _steps_to_send(self) -> list[Step]:
+        """Return the next steps whose sizes and ids are sent now, if the ranks compute them."""
+        next_steps = list(self._steps_ahead)[: self._num_sent_ahead]
+        return [step for step in next_steps if self._loader.settle(step)]
 
     def _send_sizes_of_next(self) -> None:
-        for step in self._next_to_send():
+        for step in self._steps_to_send():
             self._sent_batch(step)
 
     def _sent_batch(self, step: Step) -> SentBatch:
-        """Return the inputs of a step; their sizes are sent now, if they were not."""
+        """Return the inputs of a step; send their sizes now, unless they were sent before."""
         if step.sent is None:
             assert step.batch is not None
             step.sent = SentBatch(self._inputs, self._lane, step.batch, self._separate_calls)
@@ -390,18 +412,17 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
             raise ValueError("the model is in training mode: call model.eval() before evaluation")
         return in_grad_mode(super().progress, enabled=False)(batches)
 
-    def _output_of(self, result: Any) -> tuple[Any, Any]:
+    def _loss_and_output(self, result: Any) -> tuple[Any, Any]:
         return None, result
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     """A `TrainPipelineSparseDist` that also prefetches rows into caches one batch ahead.
 
-    While batch i is computed: the rows of batch i + 1 that are not in the cache of their table,
-    e.g. with `Placement.MANAGED_CACHING`, are loaded into it, the ids of batch i + 2 are sent, and
-    batch i + 3 is copied. Updates write to the cache, so a prefetched row is looked up with all
-    earlier updates. Without cached tables use `TrainPipelineSparseDist`, which has one batch less
-    in memory.
+    While batch i is computed, the rows of batch i + 1 are loaded into the caches of their tables,
+    e.g. with `Placement.MANAGED_CACHING`. The ids of batch i + 2 are sent, and batch i + 3 is
+    copied. Updates write to the cache, so a prefetched row is looked up with all earlier updates.
+    Without cached tables use `TrainPipelineSparseDist`, which has one batch less in memory.
 
     Example:
         >>> cached = emblib.storage.Dense(emblib.Placement.MANAGED_CACHING)
@@ -424,8 +445,8 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         3
     """
 
-    ahead: ClassVar[int] = 3
-    _sent_ahead: ClassVar[int] = 2
+    batches_ahead: ClassVar[int] = 3
+    _num_sent_ahead: ClassVar[int] = 2
 
     @cached_property
     def _prefetch_lane(self) -> Lane:
@@ -439,5 +460,5 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         super()._before_forward(step)
         if self._inputs.is_known:
             # In the order of the steps: a cache must get batches in the order of its lookups.
-            for next_step in (step, *self._next_to_send()[:1]):
+            for next_step in (step, *self._steps_to_send()[:1]):
                 self._sent_batch(next_step).prefetch(self._prefetch_lane)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 def is_keyed(value: Any) -> bool:
-    """Return whether a value has the methods of a `KeyedJaggedTensor` that tell it apart."""
+    """Return whether a value has the methods by which a `KeyedJaggedTensor` is recognised."""
     return hasattr(value, "stride_per_key") and hasattr(value, "lengths")
 
 
 def is_jagged(value: Any) -> bool:
-    """Return whether a value has the methods of a `JaggedTensor` that tell it apart."""
+    """Return whether a value has the methods by which a `JaggedTensor` is recognised."""
     return not is_keyed(value) and all(hasattr(value, n) for n in ("lengths", "weights_or_none"))
 
 
@@ -30,9 +30,10 @@ def _is_leaf(value: Any) -> bool:
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return the items of a batch as pairs (step, item): an index, a key or an attribute's name.
+    """Return the items of a batch as pairs (step, item).
 
-    Leaves (tensors and jagged tensors), text, types and modules have none.
+    A step is an index, a key or the name of an attribute. Leaves (tensors and jagged tensors),
+    text, types and modules have no items.
     """
     if _is_leaf(value) or isinstance(value, str | bytes | type | torch.nn.Module):
         return []
@@ -71,11 +72,11 @@ def leaves(value: Any, visited: set[int] | None = None) -> Iterator[Any]:
         yield from leaves(inner, visited)
 
 
-def _rebuilt(value: Any, act: Callable[[Any], Any]) -> Any:
-    """Return the batch with `act(leaf)` for every leaf; items that do not change are not copied."""
+def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the batch with `function(leaf)` for every leaf; unchanged items are not copied."""
     if _is_leaf(value):
-        return act(value)
-    new_items = {step: _rebuilt(item, act) for step, item in items_of(value)}
+        return function(value)
+    new_items = {step: _map_leaves(item, function) for step, item in items_of(value)}
     if all(new_item is item_of(value, step) for step, new_item in new_items.items()):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -100,15 +101,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Copy a batch to a device; leaves on the device are not copied.
 
     Copies from pinned memory are not waited for. If the batch itself, not one of its items, has a
-    method `to`, that method copies it, and may wait if it takes no `non_blocking`. A leaf that
-    occurs twice is copied twice.
+    method `to`, that method copies it; if it has no argument `non_blocking`, it may wait. A leaf
+    that occurs twice is copied twice.
     """
     if not _is_leaf(batch) and hasattr(batch, "to"):
         parameters = inspect.signature(batch.to).parameters.values()
         if any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters):
             return batch.to(device, non_blocking=True)
         return batch.to(device)
-    return _rebuilt(
+    return _map_leaves(
         batch,
         lambda leaf: leaf if device_of(leaf) == device else leaf.to(device, non_blocking=True),
     )
@@ -117,16 +118,16 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def empty_batch(batch: Any) -> Any:
     """Return the batch without examples, for a rank that has no data left.
 
-    Tensors become views without any of their first dimension, and jagged ones lose all bags; scalar
-    tensors and values that are no tensors stay. A batch whose examples lie along another dimension
-    needs a function of its own.
+    The first dimension of tensors becomes 0, and jagged tensors lose all bags. Scalar tensors and
+    values that are no tensors stay. A batch whose examples lie along another dimension needs a
+    function of its own, see `DrainAll`.
 
     Example:
         >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
         >>> emblib.sharding.empty_batch((batch, torch.rand(1, 13)))[1].shape
         torch.Size([0, 13])
     """
-    return _rebuilt(batch, _empty_like)
+    return _map_leaves(batch, _empty_like)
 
 
 def _empty_like(leaf: Any) -> Any:
@@ -152,9 +153,9 @@ def _empty_like(leaf: Any) -> Any:
 
 
 def num_examples(batch: Any) -> int:
-    """Return the number of examples: of the first keyed jagged tensor, else of the first leaf.
+    """Return the number of examples of the first keyed jagged tensor, else of the first leaf.
 
-    Scalar tensors are skipped. It is 0 for a batch without other leaves.
+    Scalar tensors are skipped. The number is 0 for a batch without other leaves.
     """
     length = None
     for leaf in leaves(batch):
@@ -249,7 +250,7 @@ class Lane:
 
 
 def _record_use(value: Any, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of another stream until this stream has used it."""
+    """Keep memory that another stream has allocated until `stream` has used it."""
     for leaf in leaves(value):
         if device_of(leaf).type == "cuda":
             leaf.record_stream(stream)

@@ -1,10 +1,10 @@
 """Inputs of sharded collections: find them in a batch, and send their ids ahead.
 
-A sharded collection sends ids to the ranks that look them up, looks up what it receives and returns
-the results (`emblib.sharding.lookup`). Ids do not depend on training, so a pipeline sends them
-while earlier batches are computed, for all collections together. The model is not rewritten: while
-the pipeline runs its forward, the `forward` of each collection is replaced by one that takes the
-batch which was sent ahead.
+A sharded collection sends ids to the ranks that look them up, looks up the ids that it receives and
+returns the results (`emblib.sharding.lookup`). Ids do not depend on training, so a pipeline sends
+them while earlier batches are computed, for all collections together. The model is not rewritten:
+while the pipeline runs the model's forward, the `forward` of each collection is replaced by one
+that uses the batch which was sent ahead.
 """
 
 import contextlib
@@ -90,8 +90,8 @@ class LearnedInputs:
         assert self._paths is not None
         return [InputCall(module, follow(batch, path)) for module, path in self._paths]
 
-    def empty_calls(self) -> list[InputCall]:
-        """Return the same calls without inputs, for a batch that lacks one of them."""
+    def calls_without_inputs(self) -> list[InputCall]:
+        """Return the same calls without inputs, for a batch that lacks an input."""
         return [InputCall(module, None) for module, _ in self._paths or ()]
 
 
@@ -114,14 +114,14 @@ class CallerInputs:
     def __init__(self, model: nn.Module, function: Inputs) -> None:
         self._modules = sharded_modules(model)
         self._function = function
-        # The collections of the last batch; before it, each once, in which ranks most often agree.
+        # The collections of the last batch; before the first batch, each collection once.
         self._called_modules = list(self._modules.values())
 
     def __call__(self, batch: Any) -> list[InputCall]:
         """Return the calls for a batch, in the order of the function's result.
 
         Raises:
-            ValueError: the function names something that is no sharded collection of the model.
+            ValueError: a key of the result is no sharded collection of the model.
         """
         calls = []
         for key, features in self._function(batch).items():
@@ -138,16 +138,16 @@ class CallerInputs:
         self._called_modules = [call.module for call in calls]
         return calls
 
-    def empty_calls(self) -> list[InputCall]:
-        """Return the calls of the last batch without inputs, for one with which `inputs` failed."""
+    def calls_without_inputs(self) -> list[InputCall]:
+        """Return the calls of the last batch without inputs, for use after `inputs` has failed."""
         return [InputCall(module, None) for module in self._called_modules]
 
 
 class SeparateCalls:
     """The calls of a forward that look up separately, because they are in checkpointed regions.
 
-    A region repeats only its own lookup. With the first batch that is sent ahead all calls look up
-    separately, which shows which of them are in regions.
+    A region repeats only its own lookup. For the first batch that is sent ahead, all calls look up
+    separately; then it is known which of them are in regions.
     """
 
     def __init__(self) -> None:
@@ -201,9 +201,9 @@ class SentBatch:
         try:
             self._calls = inputs(batch.value)
         except Exception as raised:
-            error, self._calls = raised, inputs.empty_calls()
-        # The stages of the batch, each None before it is reached. The sizes of all collections
-        # travel together, before the ids of all.
+            error, self._calls = raised, inputs.calls_without_inputs()
+        # The stages of the batch, each None before it is reached. The sizes of all collections are
+        # sent together, then the ids of all.
         self._sizes: Staged[Awaitable[Any]] | None = lane.run(
             lambda _: self._send_sizes(error), batch
         )
@@ -215,8 +215,8 @@ class SentBatch:
     def _send_sizes(self, error: Exception | None) -> Awaitable[Any]:
         """Send the sizes; if the batch is wrong, tell the other ranks.
 
-        The error is raised by `send_ids`, as on the other ranks. Raised here, it would end an
-        earlier step on this rank alone, in which the others would wait for this rank.
+        `send_ids` raises the error, as on the other ranks. If it were raised here, it would end an
+        earlier step on this rank alone, and the other ranks would wait in that step.
         """
         try:
             return start_joint_input_dist(self._calls, error)
@@ -249,7 +249,7 @@ class SentBatch:
         """Send the ids if needed, and wait for them in the lane's stream; return them by call."""
         self.send_ids()
         assert self._ids is not None
-        return self._lane.run(_wait_for_all, self._ids)
+        return self._lane.run(_wait_for_each, self._ids)
 
     @contextlib.contextmanager
     def feeding_forward(self) -> Iterator[None]:
@@ -265,7 +265,7 @@ class SentBatch:
         waiting: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
         for i, call in enumerate(self._calls):
             queue = waiting.setdefault(call.module, deque())
-            queue.append((call.features, self._output_getter(i, with_grad=with_grad)))
+            queue.append((call.features, self._make_output_getter(i, with_grad=with_grad)))
         with _replaced_forwards(
             {module: _forward_from_queue(module, queue) for module, queue in waiting.items()}
         ):
@@ -279,10 +279,10 @@ class SentBatch:
                     "`inputs` with what every forward uses"
                 )
 
-    def _output_getter(self, index: int, *, with_grad: bool) -> Callable[[], Any]:
+    def _make_output_getter(self, index: int, *, with_grad: bool) -> Callable[[], Any]:
         """Return a function that returns the output of call `index`.
 
-        The first of these functions looks up the batches of all calls that are not separate.
+        The first of these functions that is called looks up the batches of all joint calls.
         """
 
         def take() -> Any:
@@ -312,7 +312,7 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _wait_for_all(awaitables: list[Awaitable[Any]]) -> list[Any]:
+def _wait_for_each(awaitables: list[Awaitable[Any]]) -> list[Any]:
     return [awaitable.wait() for awaitable in awaitables]
 
 

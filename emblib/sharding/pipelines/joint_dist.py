@@ -2,12 +2,11 @@
 
 `DistributedModelParallel` starts it before its forward, for the inputs that are objects of the
 forward's arguments. The first forward of each mode (training or eval, with or without gradients) is
-searched for these inputs. The ranks compare their findings, and if all ranks found the same inputs,
-later forwards send them together. If a rank does not find its inputs in a later forward, it says so
-in its message of sizes: all ranks then send the ids of that forward collection by collection, and
-search again, up to `_MAX_SEARCHES` times. The first collection that the model calls looks up the
-batches of all, so that their rows return in one output_dist; collections in checkpointed regions
-look up separately.
+searched for these inputs. If all ranks find the same inputs, later forwards send them together. If
+a rank does not find its inputs in a later forward, it tells the other ranks in its message of
+sizes. All ranks then send the ids of that forward collection by collection, and search again, up to
+`_MAX_SEARCHES` times. The first collection that the model calls looks up the batches of all, so
+that their rows return in one output_dist. Collections in checkpointed regions look up separately.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from emblib.tables.graph_break import run_uncompiled
 
 _LOG = logging.getLogger(__name__)
 _MAX_SEARCHES = 4
-"""Maximum number of searched forwards per mode; then collections exchange separately for good."""
+"""Maximum number of searched forwards per mode; after them collections exchange separately."""
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -58,8 +57,8 @@ class _CallPath(NamedTuple):
         module: the collection.
         path: path of its input in the arguments.
         kind: class of the input.
-        is_alone: whether it looks up separately, because its grad mode differs from the forward's
-            or it is in a checkpointed region, which repeats only its own lookup.
+        is_alone: whether it looks up separately. It does if gradients are enabled only in the call
+            or only in the forward, or in a checkpointed region, which repeats only its own lookup.
     """
 
     module: Any
@@ -87,8 +86,8 @@ class _Mode:
     """Lookups found in earlier forwards in train or eval mode, with or without gradients.
 
     Attributes:
-        calls: calls whose inputs are sent together; none if collections exchange separately. None
-            if not searched yet, or to be searched again.
+        calls: calls whose inputs are sent together; empty if collections exchange separately. None
+            before a search, and if the next forward is to be searched again.
         searches: number of forwards that were searched.
         has_changed: whether a later forward made other calls.
     """
@@ -107,8 +106,8 @@ class _Running:
         mode: calls that forwards of this mode make.
         with_grad: whether gradients are enabled.
         is_searched: whether this forward is searched for the inputs of collections.
-        versions: version counters of tensors. In a searched forward of all leaves of the arguments,
-            by `_identity`; otherwise of the inputs that were sent, by number of the call.
+        versions: version counters of tensors. In a searched forward, those of all leaves of the
+            arguments, by `_identity`; otherwise those of the sent inputs, by number of the call.
         seen: calls of a searched forward.
         calls: calls whose ids were sent.
         ids: ids in flight, by number of the call.
@@ -132,7 +131,7 @@ class JointDist:
     """Starts the input_dist of a model's collections before its forward.
 
     Args:
-        model: the model inside of any wrapper. If it is a collection itself, nothing is sent ahead.
+        model: the model without any wrapper. If it is a collection itself, nothing is sent ahead.
         ranks: the ranks of the sharded collections; collections over another process group exchange
             separately.
 
@@ -161,16 +160,16 @@ class JointDist:
 
     @property
     def separate_reasons(self) -> dict[str, str]:
-        """Return {path: reason} of collections that exchange separately, if called so far."""
+        """Return {path: reason} of the called collections that exchange separately."""
         return dict(self._reasons)
 
     @run_uncompiled
     def start(self, arguments: Arguments) -> None:
         """Send the ids of a forward with these arguments, or start to search it.
 
-        All ranks call this. It waits for their sizes if anything is sent. It does nothing if
-        `enabled` is False, on one rank, while a pipeline sends the ids, or if the mode is known to
-        have no inputs that can be sent.
+        All ranks call this. It waits for the sizes of all ranks if anything is sent. It does
+        nothing if `enabled` is False, on one rank, while a pipeline sends the ids, or if no inputs
+        of this mode can be sent.
         """
         self.end_early()
         if not self.enabled or self._ranks.size == 1 or not self._names:
@@ -223,7 +222,7 @@ class JointDist:
             running.waiting.setdefault(call.module, deque()).append(index)
 
     def take(self, module: Any, features: Any) -> Any:
-        """Return the output of a collection for this input, None if it was not sent ahead.
+        """Return the output of a collection for this input; None if it was not sent ahead.
 
         A searched forward records the call and returns None.
 
@@ -241,7 +240,7 @@ class JointDist:
             return None
         queue = running.waiting.get(module)
         if queue is None and self._names[module] not in self._reasons:
-            running.mode.has_changed = True  # called since the forward that was searched
+            running.mode.has_changed = True  # the searched forward did not call it
         if not queue or not same_input(running.calls[queue[0]].features, features):
             return None
         index = queue.popleft()
@@ -275,7 +274,7 @@ class JointDist:
     def end(self) -> None:
         """End a forward; after a searched forward, all ranks compare their findings (a collective).
 
-        If the model left out a call that was sent, all ranks search the next forward.
+        If the model did not make a call whose input was sent, all ranks search the next forward.
         """
         running = self._running
         self.end_early()
@@ -294,7 +293,7 @@ class JointDist:
 
     def _agree_on_calls(self, running: _Running) -> None:
         """Agree with the other ranks on the calls of this mode, after a searched forward."""
-        calls, reasons = self._calls_ahead(running)
+        calls, reasons = self._find_calls(running)
         described = [(self._names[call.module], repr(call.path), call.is_alone) for call in calls]
         findings = self._ranks.gather_objects((described, reasons))
         if any(finding != findings[0] for finding in findings):
@@ -312,7 +311,7 @@ class JointDist:
             names = [self._names[call.module] for call in calls]
             _LOG.info("collections that exchange together: %s", ", ".join(names))
 
-    def _calls_ahead(self, running: _Running) -> tuple[list[_CallPath], dict[str, str]]:
+    def _find_calls(self, running: _Running) -> tuple[list[_CallPath], dict[str, str]]:
         """Return the calls whose input can be sent ahead, and the reasons of others by path."""
         calls, reasons = [], {}
         for call, has_changed, is_alone in running.seen:
@@ -357,12 +356,12 @@ def _input_at(arguments: Arguments, call: _CallPath) -> Any:
 
 
 def _identity(features: Any) -> int:
-    """Return a number that the wrappers of one input share."""
+    """Return a number that is equal for all wrappers of one input."""
     return id(features.values()) if is_keyed(features) or is_jagged(features) else id(features)
 
 
 def _versions(features: Any) -> tuple[int, ...]:
-    """Return the version counters of the tensors of an input, which grow when it is changed."""
+    """Return the version counters of an input's tensors; changes in place increase them."""
     tensors = [features]
     if is_keyed(features) or is_jagged(features):
         tensors = [features.values(), features.lengths(), features.weights_or_none()]

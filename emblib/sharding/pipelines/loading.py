@@ -1,8 +1,8 @@
 """Loading of batches: read ahead, and agree over ranks about the last step.
 
-Every rank takes part in every collective of a step, so that either all ranks compute a step or none
+Every rank takes part in every collective of a step, so either all ranks compute a step or none
 does. At every read a rank tells all ranks whether it has a batch, except with `AssumeEqual`. The
-pipeline reads ahead, so that the messages of the other ranks have usually arrived when the batch is
+pipeline reads ahead, so the messages of the other ranks have usually arrived when a batch is
 needed.
 """
 
@@ -33,8 +33,9 @@ from emblib.sharding.ranks import RankGroup, sends_from_hosts, subgroup
 class Agreement:
     """Gathers small numbers of every rank.
 
-    The numbers stay in host memory, so that no rank waits for a GPU. For a group that can send only
-    from GPUs this object makes a second group over gloo. All ranks must construct it together.
+    The numbers stay in host memory, so that no rank waits for a GPU. If the process group sends
+    only from GPUs, this object makes a second group over gloo. All ranks must construct it
+    together.
 
     Among ranks on CPUs `gather` compares headers, so it returns once all ranks have called it.
     Among ranks on GPUs only these numbers are sent between hosts: no headers are compared, and
@@ -88,7 +89,7 @@ class DrainAll:
 
 @dataclass(frozen=True)
 class StopAtShortest:
-    """Stop when the first rank has no batch left; drop the batches that others have read ahead.
+    """Stop when the first rank has no batch left; drop the batches that other ranks have read.
 
     Example:
         >>> model = torch.nn.Linear(2, 1).eval()
@@ -154,7 +155,12 @@ class Step:
     error: Exception | None = None
 
     def raise_failure(self) -> None:
-        """Raise, on all ranks, if a rank failed to read its batch of this step."""
+        """Raise, on all ranks, if a rank failed to read its batch of this step.
+
+        Raises:
+            Exception: the error of this rank.
+            RuntimeError: another rank failed.
+        """
         if self.error is not None:
             raise self.error
         ranks = [] if self.numbers_of_ranks is None else self.numbers_of_ranks.wait()
@@ -179,7 +185,7 @@ class _BatchNumber(IntEnum):
 
     HAS_BATCH = 0
     EXAMPLES = 1
-    HAS_EMPTY = 2  # whether it knows an empty batch
+    HAS_EMPTY = 2  # whether it has an empty batch to compute with
     EPOCH = 3
     HAS_FAILED = 4  # whether it could not read its batch
 
@@ -188,9 +194,9 @@ class Loader:
     """Reads batches, copies them to the device, and finds the last step of all ranks.
 
     All ranks must construct it together and call its methods equally often. `fetch` sends numbers
-    to all ranks; on GPUs it does not wait for other ranks, on CPUs until all have called it (see
-    `Agreement`). `settle`, `is_last` and the methods of `Step` wait for the numbers of the other
-    ranks.
+    to all ranks: among GPUs it does not wait for other ranks, among CPUs it returns once all have
+    called it (see `Agreement`). `settle`, `is_last` and the methods of `Step` wait for the numbers
+    of the other ranks.
 
     Args:
         ranks: ranks that train together.
@@ -198,7 +204,8 @@ class Loader:
         device: device to which batches are copied.
 
     Raises:
-        TypeError: `uneven_inputs` is something else; `begin` and `read`: no iterator.
+        TypeError: `uneven_inputs` is another value. `begin` and `read` raise it for a value that is
+            no iterator.
     """
 
     def __init__(self, ranks: RankGroup, uneven_inputs: UnevenInputs, device: torch.device) -> None:
@@ -213,14 +220,14 @@ class Loader:
         self._agreement = None if isinstance(uneven_inputs, AssumeEqual) else Agreement(ranks)
         self._lane = Lane(device)
         self._batches: Iterator[Any] | None = None
-        self._is_out = False
+        self._is_drained = False
         self._attributes_at_end: list[Any] = []  # the iterator's attributes when it was exhausted
-        self._empty: Any = None  # an empty batch, on the host; None until there was a batch
+        self._empty_batch: Any = None  # an empty batch, on the host; None until there was a batch
 
     def read(self, batches: Iterator[Any]) -> None:
         """Read from `batches` from now on; another or a reset iterator begins a new epoch."""
         is_other = self._batches is None or batches is not self._batches
-        if is_other or (self._is_out and self._was_reset()):
+        if is_other or (self._is_drained and self._was_reset()):
             self.begin(batches)
 
     def begin(self, batches: Iterator[Any]) -> None:
@@ -233,7 +240,7 @@ class Loader:
                 "progress takes an iterator, and the same one until it is drained; make one "
                 f"with iter(loader), got {type(batches).__name__}"
             )
-        self._batches, self._is_out = batches, False
+        self._batches, self._is_drained = batches, False
         self.epoch += 1
 
     def end(self) -> None:
@@ -241,11 +248,11 @@ class Loader:
         self._batches, self._attributes_at_end = None, []
 
     def is_last(self, step: Step, newest: Step) -> bool:
-        """Return whether an epoch ends with a step that does not run: no rank has begun another.
+        """Return whether an epoch ends with `step`, which does not run.
 
-        A rank that had no batch left notices that its iterator was reset; others do not. So all
-        ranks decide by the epochs that they have sent with `newest`, the step read last. With
-        `AssumeEqual` this rank decides by its own epoch.
+        It ends unless a rank has begun another epoch since. Only a rank that had no batch left
+        notices that its iterator was reset. So all ranks decide by the epochs that they have sent
+        with `newest`, the step read last. With `AssumeEqual` this rank decides by its own epoch.
         """
         if step.numbers_of_ranks is None or newest.numbers_of_ranks is None:
             return step.epoch == self.epoch
@@ -264,9 +271,9 @@ class Loader:
         """
         examples, staged, error = 0, None, None
         try:
-            batch = self._next()
+            batch = self._next_batch()
             if batch is not None:
-                examples, staged = num_examples(batch), self._copy(batch)
+                examples, staged = num_examples(batch), self._start_copy(batch)
         except Exception as raised:
             if self._agreement is None:
                 raise
@@ -275,35 +282,35 @@ class Loader:
         numbers = (
             int(staged is not None),
             examples,
-            int(self._empty is not None),
+            int(self._empty_batch is not None),
             self.epoch,
             int(error is not None),
         )
         numbers_of_ranks = None if self._agreement is None else self._agreement.gather(numbers)
         return Step(self.epoch, staged, examples, numbers_of_ranks, error=error)
 
-    def _next(self) -> Any:
+    def _next_batch(self) -> Any:
         """Return the next batch of this rank; None once it has no more.
 
         Raises:
             TypeError: the batch is None, which would end the epoch.
         """
         assert self._batches is not None
-        if self._is_out:
+        if self._is_drained:
             return None
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._is_out, self._attributes_at_end = True, _attributes(self._batches)
+            self._is_drained, self._attributes_at_end = True, _attributes(self._batches)
             return None
         if batch is None:
             raise TypeError("the loader returned None, which is no batch: leave it out")
-        if self._empty is None and isinstance(self.uneven_inputs, DrainAll):
-            self._empty = self.uneven_inputs.empty(batch)
+        if self._empty_batch is None and isinstance(self.uneven_inputs, DrainAll):
+            self._empty_batch = self.uneven_inputs.empty(batch)
         return batch
 
     def _was_reset(self) -> bool:
-        """Return whether the iterator has changed since it was drained, as `iter(loader)` does.
+        """Return whether the iterator has changed since it was drained; `iter(loader)` may do that.
 
         Calling `next` is no test: some iterators do not raise StopIteration twice, but restart, or
         wait for a queue that stays empty.
@@ -313,7 +320,7 @@ class Loader:
             a is not b for a, b in zip(attributes, self._attributes_at_end, strict=True)
         )
 
-    def _copy(self, batch: Any) -> Staged[Any]:
+    def _start_copy(self, batch: Any) -> Staged[Any]:
         """Start to copy a batch to the device, in the copy lane."""
         event = None
         if self._device.type == "cuda" and any(
@@ -330,17 +337,15 @@ class Loader:
         if step.runs is None:
             step.runs = self._decide(step)
             if step.runs and step.batch is None:
-                step.batch = self._copy(self._empty)
+                step.batch = self._start_copy(self._empty_batch)
         return step.runs
 
     def _decide(self, step: Step) -> bool:
         """Return whether ranks compute a step, from the numbers that all ranks have sent.
 
-        They do not if a rank failed to read its batch.
-
-        With `AssumeEqual` this rank decides by its own batch. With `DrainAll`, if a rank does not
-        know an empty batch and another rank has a batch, the ranks gather their empty batches: a
-        collective.
+        They do not if a rank failed to read its batch. With `AssumeEqual` this rank decides by its
+        own batch. With `DrainAll`, if a rank has no empty batch and another rank has a batch, the
+        ranks gather their empty batches: a collective.
         """
         if step.numbers_of_ranks is None:
             return step.batch is not None
@@ -351,9 +356,9 @@ class Loader:
         if isinstance(self.uneven_inputs, StopAtShortest):
             return num_batches == len(numbers_of_ranks)
         if num_batches and not all(numbers[_BatchNumber.HAS_EMPTY] for numbers in numbers_of_ranks):
-            empties = self._ranks.gather_objects(_on_host(self._empty))
-            if self._empty is None:
-                self._empty = next(empty for empty in empties if empty is not None)
+            empties = self._ranks.gather_objects(_on_host(self._empty_batch))
+            if self._empty_batch is None:
+                self._empty_batch = next(empty for empty in empties if empty is not None)
         return num_batches > 0
 
 
@@ -388,8 +393,8 @@ class Progress(NamedTuple):
         examples_per_s: examples of all ranks per second, over the same steps; None where it is
             unknown.
 
-    The clock is the host's. A GPU may be behind by the steps that are enqueued; over a window of
-    steps that is little.
+    Times are those of the host. Steps that are enqueued on a GPU, but not finished, count as
+    finished.
 
     Example:
         >>> def report(progress):
@@ -426,7 +431,7 @@ WINDOW = 20  # steps over which rates are measured
 
 
 class _MeterMark(NamedTuple):
-    """The totals of a meter at one time: examples of this rank, and of all ranks if known."""
+    """The totals of a meter at one time: steps, and examples of this rank and of all ranks."""
 
     time_s: float
     step: int
@@ -435,7 +440,10 @@ class _MeterMark(NamedTuple):
 
 
 class Meter:
-    """Counts steps and examples: `begin` before each step, `end` after it."""
+    """Counts steps and examples, and measures rates.
+
+    Call `begin` before each step and `end` after it; `pause` if no step follows for now.
+    """
 
     def __init__(self) -> None:
         self._marks: deque[_MeterMark] = deque(maxlen=WINDOW + 1)
