@@ -453,13 +453,10 @@ class ShardedTables(nn.Module):
         def make_groups(
             shards: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]
         ) -> TableGroups:
-            slices, reads = (
-                slices_of(self.configs, self.plan, shards),
-                self._shards_of_units(shards),
-            )
+            slices = slices_of(self.configs, self.plan, shards)
             groups = TableGroups(
                 slices,
-                reads,
+                self._shards_of_units(shards),
                 pooled=pooled,
                 optimizer=optimizer,
                 device=device,
