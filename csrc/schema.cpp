@@ -77,7 +77,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " -> Tensor");
   m.def(
       "cache_move_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
-      " Tensor rows, Tensor count, Tensor row_slots, Tensor evicted, Tensor(c!)[] later) -> ()");
+      " Tensor rows, Tensor count, Tensor row_slots, Tensor evicted, Tensor(c!)[] postponed)"
+      " -> ()");
   // A prefetch in one call: check the batch as `tbe_lookup_checked_` does, group it, advance the
   // clock to it, plan, and move the rows. The oldest batch in flight is `lag` batches before this
   // one. `cache` is [tags, stamps, counts, counters, clock, conflicts]. The CPU returns [] for an

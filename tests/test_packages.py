@@ -80,7 +80,7 @@ def test_a_build_downloads_no_torch_that_is_installed(monkeypatch: pytest.Monkey
     )
     for hook in hooks:
         assert not [need for need in hook() if need.startswith("torch")]
-    monkeypatch.setattr(build_backend, "_FIND", "import no_such_module")
+    monkeypatch.setattr(build_backend, "_TORCH_CHECK", "import no_such_module")
     for hook in hooks:
         assert "torch>=2.10" in hook()
 

@@ -3,10 +3,10 @@
 A build needs the headers of torch's stable ABI and the file name of one of torch's libraries, from
 any torch >= 2.10. If pyproject.toml required torch for builds, pip would download several gigabytes
 into its build environment even where torch is installed. So the hooks below require torch only if
-the interpreter has none of these versions. They look twice: in the environment of the build, and
-with `-E`, which ignores the PYTHONPATH by which pip hides installed packages. csrc/CMakeLists.txt
-looks in the same order, but takes the first torch and fails if that is too old. A source
-distribution needs no torch.
+the interpreter finds no such version. They look first in the environment of the build. Then they
+look with `-E`, which ignores the PYTHONPATH by which pip hides installed packages.
+csrc/CMakeLists.txt looks in the same order, but uses the first torch and fails if it is too
+old. A source distribution needs no torch.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ from scikit_build_core import build
 from scikit_build_core.build import *  # noqa: F403  all hooks but those below
 
 TORCH = "torch>=2.10"
-_FIND = """
+_TORCH_CHECK = """
 from importlib.metadata import version
 assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 10)
 """
@@ -26,7 +26,7 @@ def _torch_requirement() -> list[str]:
     """Return [TORCH], or [] if a torch that satisfies it is installed."""
     for options in ([], ["-E"]):
         if not subprocess.run(
-            [sys.executable, *options, "-c", _FIND], capture_output=True
+            [sys.executable, *options, "-c", _TORCH_CHECK], capture_output=True
         ).returncode:
             return []
     return [TORCH]

@@ -51,7 +51,7 @@ struct DevicePlan {
     int32_t *sets, *segments, *num_groups;
     SortBuffers<uint32_t> sort{};
     sort.n = n;
-    sort.limit = static_cast<uint32_t>(args.cache.sets);
+    sort.no_group_key = static_cast<uint32_t>(args.cache.sets);
     DeviceArrays scratch;
     scratch.add(&sets, n);
     scratch.add(&segments, n + 1);
@@ -142,48 +142,52 @@ CacheMemory device_memory(const char* op, std::vector<Tensor>& weights, std::vec
   return memory;
 }
 
-// The tensors of `later`, in their order. Without the last three no fetch is postponed.
-enum LaterTensor : int {
-  kLaterClock,
-  kLaterConflicts,
-  kLaterRows,
-  kLaterSlots,
-  kLaterCount,
-  kLaterTensors
+// The tensors of `postponed`, in their order. Without the last three no fetch is postponed.
+enum PostponedTensor : int {
+  kPostponedClock,
+  kPostponedConflicts,
+  kPostponedRows,
+  kPostponedSlots,
+  kPostponedCount,
+  kPostponedTensors
 };
 
-// Check `later`, which is empty, [clock, conflicts] or [clock, conflicts, rows, slots, count] for
-// the batch `rows`, and return its PostponedFetches. The caller must set `count` to 0 before the
-// move.
-PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& later, const Tensor& rows) {
+// Check `postponed`, which is empty, [clock, conflicts] or [clock, conflicts, rows, slots, count]
+// for the batch `rows`, and return its PostponedFetches. The caller must set `count` to 0 before
+// the move.
+PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& postponed,
+                                   const Tensor& rows) {
   PostponedFetches fetches{};
-  if (later.empty()) return fetches;
-  STD_TORCH_CHECK(later.size() == kLaterRows || later.size() == kLaterTensors, op,
-                  ": later must be empty, [clock, conflicts] or [clock, conflicts, rows, slots, "
-                  "count], got ",
-                  later.size(), " tensors");
-  check_cache_vector(op, "clock", later[kLaterClock], ScalarType::Long, 2, rows);
-  check_cache_tensor(op, "conflicts", later[kLaterConflicts], ScalarType::Long, rows);
-  fetches.clock = later[kLaterClock].const_data_ptr<int64_t>();
-  fetches.sets = later[kLaterConflicts].numel();
+  if (postponed.empty()) return fetches;
+  STD_TORCH_CHECK(
+      postponed.size() == kPostponedRows || postponed.size() == kPostponedTensors, op,
+      ": postponed must be empty, [clock, conflicts] or [clock, conflicts, rows, slots, "
+      "count], got ",
+      postponed.size(), " tensors");
+  check_cache_vector(op, "clock", postponed[kPostponedClock], ScalarType::Long, 2, rows);
+  check_cache_tensor(op, "conflicts", postponed[kPostponedConflicts], ScalarType::Long, rows);
+  fetches.clock = postponed[kPostponedClock].const_data_ptr<int64_t>();
+  fetches.sets = postponed[kPostponedConflicts].numel();
   STD_TORCH_CHECK(fetches.sets > 0, op, ": conflicts needs an entry per set");
-  fetches.conflicts = later[kLaterConflicts].mutable_data_ptr<int64_t>();
-  if (later.size() == kLaterRows) return fetches;
-  check_cache_vector(op, "later rows", later[kLaterRows], ScalarType::Long, rows.numel(), rows);
-  check_cache_vector(op, "later slots", later[kLaterSlots], ScalarType::Int, rows.numel(), rows);
-  check_cache_vector(op, "later count", later[kLaterCount], ScalarType::Int, 1, rows);
-  fetches.rows = later[kLaterRows].mutable_data_ptr<int64_t>();
-  fetches.slots = later[kLaterSlots].mutable_data_ptr<int32_t>();
-  fetches.count = later[kLaterCount].mutable_data_ptr<int32_t>();
+  fetches.conflicts = postponed[kPostponedConflicts].mutable_data_ptr<int64_t>();
+  if (postponed.size() == kPostponedRows) return fetches;
+  check_cache_vector(op, "postponed rows", postponed[kPostponedRows], ScalarType::Long,
+                     rows.numel(), rows);
+  check_cache_vector(op, "postponed slots", postponed[kPostponedSlots], ScalarType::Int,
+                     rows.numel(), rows);
+  check_cache_vector(op, "postponed count", postponed[kPostponedCount], ScalarType::Int, 1, rows);
+  fetches.rows = postponed[kPostponedRows].mutable_data_ptr<int64_t>();
+  fetches.slots = postponed[kPostponedSlots].mutable_data_ptr<int32_t>();
+  fetches.count = postponed[kPostponedCount].mutable_data_ptr<int32_t>();
   return fetches;
 }
 
 // Move as on the CPU, with three additions. If `evicted` is empty, every row is fetched and none is
-// evicted. If `hyper` is empty, nothing is rounded stochastically. `later` records conflicts and,
-// with five tensors, postpones fetches (see PostponedFetches); its count must be 0 before.
+// evicted. If `hyper` is empty, nothing is rounded stochastically. `postponed` records conflicts
+// and, with five tensors, postpones fetches (see PostponedFetches); its count must be 0 before.
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
-                 const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> later) {
+                 const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> postponed) {
   const char* op = "cache_move_";
   const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
   check_rows(op, rows, count, tables);
@@ -192,7 +196,7 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   check_cache_vector(op, "evicted", evicted, ScalarType::Long, evicts ? rows.numel() : 0, tables);
   const CacheMoves moves{rows.const_data_ptr<int64_t>(), row_slots.const_data_ptr<int32_t>(),
                          evicts ? evicted.const_data_ptr<int64_t>() : nullptr};
-  launch_move(CudaLauncher(tables), memory, moves, postponed_fetches(op, later, rows),
+  launch_move(CudaLauncher(tables), memory, moves, postponed_fetches(op, postponed, rows),
               count.const_data_ptr<int32_t>(), rows.numel());
 }
 
@@ -219,11 +223,11 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
   check_same_device(op, "indices", indices, tables);
   const int64_t n = indices.numel();
   Tensor slots = allocate(tables, {n}, ScalarType::Int);
-  std::vector<Tensor> later{cache[CacheTensor::kClock], cache[CacheTensor::kConflicts]};
+  std::vector<Tensor> postponed{cache[CacheTensor::kClock], cache[CacheTensor::kConflicts]};
   if (postpones) {
-    later.push_back(allocate(tables, {n}, ScalarType::Long));
-    later.push_back(allocate(tables, {n}, ScalarType::Int));
-    later.push_back(allocate(tables, {1}, ScalarType::Int));
+    postponed.push_back(allocate(tables, {n}, ScalarType::Long));
+    postponed.push_back(allocate(tables, {n}, ScalarType::Int));
+    postponed.push_back(allocate(tables, {1}, ScalarType::Int));
   }
   Tensor offsets = offsets_in;
   if (is_checked) {
@@ -232,17 +236,17 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
   const auto [rows, segments, lookups, bags, count] =
       tbe_group(features, indices, offsets, bag_layout, total_rows, repaired || is_checked);
   call.set_rows(rows, segments, count);
-  const PostponedFetches postponed = postponed_fetches(op, later, rows);
+  const PostponedFetches fetches = postponed_fetches(op, postponed, rows);
   DevicePlan plan(call);
   plan.args.lag = lag;
-  plan.args.num_postponed = postponed.count;
+  plan.args.num_postponed = fetches.count;
   const CudaLauncher launcher(tables);
   plan.run(launcher, {plan.args.row_slots, call.segments, lookups.const_data_ptr<int32_t>(),
                       call.count, n, slots.mutable_data_ptr<int32_t>()});
-  launch_move(launcher, memory, {call.rows, plan.args.row_slots, plan.args.evicted}, postponed,
+  launch_move(launcher, memory, {call.rows, plan.args.row_slots, plan.args.evicted}, fetches,
               call.count, n);
   std::vector<Tensor> results{rows, segments, lookups, bags, count, plan.row_slots, slots};
-  if (postpones) results.insert(results.end(), later.begin() + kLaterRows, later.end());
+  if (postpones) results.insert(results.end(), postponed.begin() + kPostponedRows, postponed.end());
   if (is_checked) results.push_back(offsets);
   return results;
 }

@@ -62,22 +62,23 @@ void move_batch(const CacheMemory& memory, const CacheMoves& moves, int64_t coun
 
 namespace {
 
-// Write back the rows that a batch evicts, then fetch its rows, with their states.
-//   weights, states      per tier (device, host, disk, cache); states of all tiers, tier-major
+// Write back the rows that a batch evicts, then fetch the rows of the batch. States move with them.
+//   weights, states      weights of each tier (device, host, disk, cache); all states of tier 0,
+//                        then all of tier 1, and so on
 //   hyper                float64 of the optimizer, read for stochastic rounding of rows that are
 //                        written back
 //   tables               int64 [T, 8], as check_tables requires
 //   rows, count          int64 [L] and int32 [1]: the first `count` rows move
 //   row_slots, evicted   int32 [L] and int64 [L]: the plan of these rows, from cache_plan_. Two
 //                        rows with one slot are a data race; not checked
-//   later                empty: only a GPU postpones fetches
+//   postponed            empty: only a GPU postpones fetches
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
-                 const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> later) {
+                 const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> postponed) {
   const char* op = "cache_move_";
-  STD_TORCH_CHECK(later.empty(), op,
-                  ": on the CPU all rows move at once: later must be empty, got ", later.size(),
-                  " tensors");
+  STD_TORCH_CHECK(postponed.empty(), op,
+                  ": on the CPU all rows move at once: postponed must be empty, got ",
+                  postponed.size(), " tensors");
   const CacheMemory memory = host_memory(op, weights, states, hyper, tables);
   check_rows(op, rows, count, tables);
   check_cache_vector(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);

@@ -67,8 +67,8 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
 
 // For every row write row_slots (-1 for a miss and for a row that is not cacheable), set `evicted`
 // to kNoMove, and write the input of the sort that groups the misses: the key, which is the set of
-// a miss and sort.limit for any other row, and the position. Also stamp the hits, and for LFU add
-// the lookups of the batch. A warp takes a row, grid-stride.
+// a miss and sort.no_group_key for any other row, and the position. Also stamp the hits, and for
+// LFU add the lookups of the batch. A warp takes a row, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     probe_kernel(DevicePlanArgs plan, SortBuffers<uint32_t> sort) {
   const CacheState& cache = plan.cache;
@@ -83,7 +83,7 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
     const int64_t slot = set * kWays + way;
     plan.row_slots[u] = way < 0 ? -1 : static_cast<int32_t>(slot);
     plan.evicted[u] = kNoMove;
-    sort.keys[u] = is_cacheable && way < 0 ? static_cast<uint32_t>(set) : sort.limit;
+    sort.keys[u] = is_cacheable && way < 0 ? static_cast<uint32_t>(set) : sort.no_group_key;
     sort.positions[u] = static_cast<int32_t>(u);
     if (!is_cacheable) continue;
     if (way >= 0) {

@@ -15,24 +15,24 @@
 namespace emb::cuda {
 
 // Return the bytes of scratch that CUB needs on the current device to sort n pairs with keys up to
-// `limit`, at least 1. `Key` is uint32_t or uint64_t.
+// `max_key`, at least 1. `Key` is uint32_t or uint64_t.
 template <class Key>
-int64_t sort_scratch_bytes(int64_t n, Key limit);
+int64_t sort_scratch_bytes(int64_t n, Key max_key);
 
 // Sort `pairs` by key, stable: pairs of equal keys keep their order. `scratch` is device memory of
-// sort_scratch_bytes(pairs.n, pairs.limit) bytes. The sort runs on the launcher's stream, which may
-// use the scratch after the call.
+// sort_scratch_bytes(pairs.n, pairs.no_group_key) bytes. The sort runs on the launcher's stream,
+// and may still use the scratch after the call.
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void* scratch);
 
 // Sort the keys in `buffers` and write their groups to `out`. The caller must have written
-// `buffers.keys`, at most `buffers.limit` each, and `buffers.positions`, 0 to n - 1 in this order;
-// neither is checked. Keys equal to the limit belong to no group. The sorted positions are written
-// to `buffers.sorted_positions`; the contents of `buffers.sorted_keys` are unspecified. The sort
-// and the groups take one launch if Key is uint32_t, the limit is below 2^31 and the batch is small
-// (group/small_group.cuh). Otherwise CUB sorts, with scratch allocated on the device of `like`.
-// `out.sorted_bags` must be null, because the one launch would not write bags. Throws
-// AllocationError.
+// `buffers.keys`, at most `buffers.no_group_key` each, and `buffers.positions`, 0 to n - 1 in this
+// order; neither is checked. Keys equal to `buffers.no_group_key` belong to no group. The sorted
+// positions are written to `buffers.sorted_positions`; the contents of `buffers.sorted_keys` are
+// unspecified. The sort and the groups take one launch if Key is uint32_t, `no_group_key` is below
+// 2^31 and the batch is small (group/small_group.cuh). Otherwise CUB sorts, with scratch allocated
+// on the device of `like`. `out.sorted_bags` must be null, because the one launch would not write
+// bags. Throws AllocationError.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                     const SortBuffers<Key>& buffers, const DeviceGroupOutput& out);
@@ -49,9 +49,9 @@ EMB_EXTERN_SORT(uint32_t);
 EMB_EXTERN_SORT(uint64_t);
 #undef EMB_EXTERN_SORT
 
-// Return whether keys in [0, limit] are sorted as 64 bits. A limit of 2^32 - 1 would fit into 32
-// bits, but is sorted as 64 bits too.
-inline bool needs_wide_keys(int64_t limit) { return limit >= (int64_t{1} << 32) - 1; }
+// Return whether keys in [0, max_key] are sorted as 64 bits. A `max_key` of 2^32 - 1 would fit into
+// 32 bits, but is sorted as 64 bits too.
+inline bool needs_wide_keys(int64_t max_key) { return max_key >= (int64_t{1} << 32) - 1; }
 
 // The launcher and the scratch memory of an op of several kernels, on the device of `like`. The
 // scratch is freed with this object, in stream order: kernels launched before that may still use

@@ -18,8 +18,8 @@ namespace {
 template <class Item>
 void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput& out) {
   std::vector<int64_t> part_begins(group_parts(n) + 1);
-  const int64_t parts = static_cast<int64_t>(part_begins.size()) - 1;
-  for (int64_t part = 0; part <= parts; ++part) part_begins[part] = n * part / parts;
+  const int64_t num_parts = static_cast<int64_t>(part_begins.size()) - 1;
+  for (int64_t part = 0; part <= num_parts; ++part) part_begins[part] = n * part / num_parts;
   const auto fill = [&](int64_t part, const auto& put) {
     for (int64_t i = part_begins[part]; i < part_begins[part + 1]; ++i) {
       put(i, keys[i] >= 0 && keys[i] < num_keys ? keys[i] : num_keys);
@@ -76,13 +76,14 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
   STD_TORCH_CHECK(
       groups >= 0 && groups <= n && (n == 0 || (segment[0] == 0 && segment[groups] <= n)), op,
       ": count and segments must come from one call of group, got count ", groups);
-  // The sign of `signs` is set if a segment begins below 0 or has a negative length, or if a
+  // The sign of `sign_bits` is set if a segment begins below 0 or has a negative length, or if a
   // position is not in [0, n). A difference alone could overflow to a positive number.
-  int32_t signs = 0;
-  for (int64_t g = 0; g < groups; ++g) signs |= segment[g + 1] | (segment[g + 1] - segment[g]);
+  int32_t sign_bits = 0;
+  for (int64_t g = 0; g < groups; ++g) sign_bits |= segment[g + 1] | (segment[g + 1] - segment[g]);
   for (int64_t j = 0; j < n; ++j)
-    signs |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
-  STD_TORCH_CHECK(signs >= 0, op, ": segments and permutation must come from one call of group");
+    sign_bits |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
+  STD_TORCH_CHECK(sign_bits >= 0, op,
+                  ": segments and permutation must come from one call of group");
   parallel_balanced(
       groups, kInverseGrain, [&](int64_t g) { return int64_t{segment[g]}; },
       [&](int64_t begin, int64_t end) {

@@ -1,8 +1,8 @@
 // `group` and `group_inverse` on the GPU, and the sort that other ops use (device_sort.h). `group`
-// takes one launch for a small batch (small_group.cuh), unless the keys need 64 bits. CUB's radix
-// sort sorts any other batch, on 32-bit keys if they suffice and on their significant bits only;
-// kernels before and after the sort make the keys and write the groups (segments.cuh). The number
-// of groups stays on the device.
+// takes one launch for a small batch (small_group.cuh), unless the keys need 64 bits. Any other
+// batch is sorted by CUB's radix sort, on 32-bit keys if they suffice and on their significant bits
+// only. Kernels before and after the sort make the keys and write the groups (segments.cuh). The
+// number of groups stays on the device.
 #include <torch/csrc/stable/library.h>
 
 #include <bit>
@@ -22,7 +22,7 @@ namespace {
 // needs; otherwise sort with `*bytes` bytes of scratch.
 template <class Key>
 void call_cub(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream_t stream) {
-  const int bits = std::max(1, static_cast<int>(std::bit_width(in.limit)));
+  const int bits = std::max(1, static_cast<int>(std::bit_width(in.no_group_key)));
   check_cuda(
       cub::DeviceRadixSort::SortPairs(scratch, *bytes, in.keys, in.sorted_keys, in.positions,
                                       in.sorted_positions, static_cast<int>(in.n), 0, bits, stream),
@@ -30,15 +30,16 @@ void call_cub(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream
 }
 
 // Group n keys in one launch and return true; return false, without a launch, if the batch is too
-// large for that or the keys need 64 bits. Keys outside [0, limit) belong to no group. The sorted
-// positions are written to `sorted_positions`, int32 [n].
-bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n, int64_t limit,
-                 int32_t* sorted_positions, const DeviceGroupOutput& out) {
-  if (n > kMaxSmallGroup || needs_wide_keys(limit)) return false;
+// large for that or the keys need 64 bits. Keys outside [0, no_group_key) belong to no group. The
+// sorted positions are written to `sorted_positions`, int32 [n].
+bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n,
+                 int64_t no_group_key, int32_t* sorted_positions, const DeviceGroupOutput& out) {
+  if (n > kMaxSmallGroup || needs_wide_keys(no_group_key)) return false;
   const auto plan = plan_small_group(n, max_small_cluster<GivenKeys>(launcher));
   if (plan.items_per_thread == 0) return false;
-  launch_small_group(launcher, plan, GivenKeys{keys},
-                     small_group_args(n, static_cast<uint32_t>(limit), sorted_positions, out));
+  launch_small_group(
+      launcher, plan, GivenKeys{keys},
+      small_group_args(n, static_cast<uint32_t>(no_group_key), sorted_positions, out));
   return true;
 }
 
@@ -49,7 +50,7 @@ void group_large(const CudaLauncher& launcher, const Tensor& like, const SortBuf
                  const DeviceGroupOutput& out) {
   if (buffers.n > 0) {
     const Tensor scratch =
-        allocate(like, {sort_scratch_bytes(buffers.n, buffers.limit)}, ScalarType::Byte);
+        allocate(like, {sort_scratch_bytes(buffers.n, buffers.no_group_key)}, ScalarType::Byte);
     sort_pairs<Key>(launcher, buffers, scratch.mutable_data_ptr());
   }
   launch_groups(launcher, buffers, out);
@@ -58,25 +59,28 @@ void group_large(const CudaLauncher& launcher, const Tensor& like, const SortBuf
 }  // namespace
 
 template <class Key>
-int64_t sort_scratch_bytes(int64_t n, Key limit) {
+int64_t sort_scratch_bytes(int64_t n, Key max_key) {
   size_t bytes = 0;
-  call_cub(SortPairs<Key>{nullptr, nullptr, nullptr, nullptr, n, limit}, nullptr, &bytes, nullptr);
+  call_cub(SortPairs<Key>{nullptr, nullptr, nullptr, nullptr, n, max_key}, nullptr, &bytes,
+           nullptr);
   return static_cast<int64_t>(bytes > 0 ? bytes : 1);
 }
 
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void* scratch) {
-  auto bytes = static_cast<size_t>(sort_scratch_bytes(pairs.n, pairs.limit));
+  auto bytes = static_cast<size_t>(sort_scratch_bytes(pairs.n, pairs.no_group_key));
   call_cub(pairs, scratch, &bytes, launcher.stream());
 }
 
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const Tensor& like,
                     const SortBuffers<Key>& buffers, const DeviceGroupOutput& out) {
-  // An IndexArray reads 32-bit keys as int32; group_small gives keys equal to `limit` no group.
-  const bool is_int32 = sizeof(Key) == 4 && buffers.limit <= std::numeric_limits<int32_t>::max();
-  const auto limit = static_cast<int64_t>(buffers.limit);
-  if (is_int32 && group_small(launcher, IndexArray{buffers.keys, false}, buffers.n, limit,
+  // An IndexArray reads 32-bit keys as int32. The one launch also finds no group for
+  // `no_group_key`.
+  const bool is_int32 =
+      sizeof(Key) == 4 && buffers.no_group_key <= std::numeric_limits<int32_t>::max();
+  const auto no_group_key = static_cast<int64_t>(buffers.no_group_key);
+  if (is_int32 && group_small(launcher, IndexArray{buffers.keys, false}, buffers.n, no_group_key,
                               buffers.sorted_positions, out)) {
     return;
   }

@@ -25,21 +25,21 @@
 
 namespace emb {
 
-// A key to be sorted and its position in the input, in 8 bytes, for limits below 2^32.
+// A key to be sorted and its position in the input, in 8 bytes, for keys below 2^32.
 struct Item32 {
   uint32_t key;
   uint32_t position;
 };
 
-// A key to be sorted and its position in the input, in 16 bytes, for any limit.
+// A key to be sorted and its position in the input, in 16 bytes, for any key.
 struct Item64 {
   uint64_t key;
   uint64_t position;
 };
 
 // The arrays that a grouping of n items writes, in host memory of the caller. Groups are in
-// ascending order of their keys; items whose key is at least the limit belong to no group and come
-// last in `permutation`.
+// ascending order of their keys; items whose key is `no_group_key` belong to no group and come last
+// in `permutation`.
 struct GroupOutput {
   void* unique;  // [n], int64 or int32: the key of each group; entries from `num_groups` on are 0
   bool unique_is_int64;  // whether `unique` is int64
@@ -59,7 +59,7 @@ struct GroupOutput {
 
 // One stable pass of a radix sort, in two steps: counting and scattering. The input is divided into
 // kStreams equal streams (the last also has the remainder), and both steps take one item of each
-// stream in turn. Each stream has separate counters: where many keys share a digit, increments of
+// stream in turn. Each stream has separate counters. Where many keys share a digit, increments of
 // one counter must wait for each other, but increments of different counters overlap. Stream s has
 // the items [begin(s), begin(s + 1)). Counters are an array [kStreams, stride], of which the first
 // `mask` + 1 columns are used.
@@ -79,8 +79,8 @@ struct RadixPass {
     for (int64_t i = 0; i < n / kStreams; ++i) {
       for (int s = 0; s < kStreams; ++s) ++counters[s * stride + digit(begin(s) + i)];
     }
-    uint32_t* last = counters + (kStreams - 1) * stride;
-    for (int64_t i = n / kStreams * kStreams; i < n; ++i) ++last[digit(i)];
+    uint32_t* last_counters = counters + (kStreams - 1) * stride;
+    for (int64_t i = n / kStreams * kStreams; i < n; ++i) ++last_counters[digit(i)];
   }
 
   // Copy the items to `out`. counters[stream * stride + digit] must be the offset in `out` of the
@@ -92,8 +92,8 @@ struct RadixPass {
         out[counters[s * stride + digit(item)]++] = items[item];
       }
     }
-    uint32_t* last = counters + (kStreams - 1) * stride;
-    for (int64_t i = n / kStreams * kStreams; i < n; ++i) out[last[digit(i)]++] = items[i];
+    uint32_t* last_counters = counters + (kStreams - 1) * stride;
+    for (int64_t i = n / kStreams * kStreams; i < n; ++i) out[last_counters[digit(i)]++] = items[i];
   }
 };
 
@@ -101,11 +101,13 @@ struct RadixPass {
 // order of digits and, within a digit, of streams: the offset at which the stream writes its first
 // item of the digit. Call `visit(digit, offset)` with the offset at which each digit starts.
 template <class Visitor>
-void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, const Visitor& visit) {
+void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t num_digits,
+                       const Visitor& visit) {
   uint32_t sum = 0;
-  for (int64_t digit = 0; digit < digits; ++digit) {
+  for (int64_t digit = 0; digit < num_digits; ++digit) {
     visit(digit, sum);
-    for (int64_t s = 0; s < streams; ++s) sum += std::exchange(counters[s * digits + digit], sum);
+    for (int64_t s = 0; s < streams; ++s)
+      sum += std::exchange(counters[s * num_digits + digit], sum);
   }
 }
 
@@ -133,20 +135,20 @@ inline constexpr int64_t kRunGrain = 4096;  // grain of parallel_balanced for ru
 // `max_width` bits, at most kMaxWidth. `scratch` is [n]; the result is in `items`.
 template <int kStreams, int kMaxWidth = kBucketDigitBits, class Item>
 void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) {
-  const int passes = (bits + max_width - 1) / max_width;
-  Item *from = items, *to = scratch;
+  const int num_passes = (bits + max_width - 1) / max_width;
+  Item *source = items, *target = scratch;
   uint32_t counters[kStreams << kMaxWidth];
-  for (int pass = 0; pass < passes; ++pass) {
-    const int shift = bits * pass / passes, width = bits * (pass + 1) / passes - shift;
-    const int64_t digits = int64_t{1} << width;
+  for (int pass = 0; pass < num_passes; ++pass) {
+    const int shift = bits * pass / num_passes, width = bits * (pass + 1) / num_passes - shift;
+    const int64_t num_digits = int64_t{1} << width;
     std::memset(counters, 0, (sizeof(uint32_t) * kStreams) << width);
-    const RadixPass<kStreams, Item> radix{from, n, shift, static_cast<uint32_t>(digits - 1)};
-    radix.count(counters, digits);
-    exclusive_offsets(counters, kStreams, digits, [](int64_t, uint32_t) {});
-    radix.scatter(counters, digits, to);
-    std::swap(from, to);
+    const RadixPass<kStreams, Item> radix{source, n, shift, static_cast<uint32_t>(num_digits - 1)};
+    radix.count(counters, num_digits);
+    exclusive_offsets(counters, kStreams, num_digits, [](int64_t, uint32_t) {});
+    radix.scatter(counters, num_digits, target);
+    std::swap(source, target);
   }
-  if (from != items) std::memcpy(items, from, n * sizeof(Item));
+  if (source != items) std::memcpy(items, source, n * sizeof(Item));
 }
 
 // Return the maximum width of the digits by which a bucket of n items is sorted.
@@ -183,10 +185,10 @@ void sort_bucket(Item* items, Item* scratch, int64_t n, int bits) {
   }
 }
 
-// Return the number of distinct keys below `limit` of n sorted items.
+// Return the number of groups of n sorted items: distinct keys below `no_group_key`.
 template <class Item>
-int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
-  while (n > 0 && items[n - 1].key >= limit) --n;
+int64_t count_groups(const Item* items, int64_t n, uint64_t no_group_key) {
+  while (n > 0 && items[n - 1].key >= no_group_key) --n;
   int64_t groups = n > 0;
   for (int64_t i = 1; i < n; ++i) groups += items[i].key != items[i - 1].key;
   return groups;
@@ -198,8 +200,9 @@ int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
 // item of the range belongs to a group. `key_base` is added to the keys in `out.unique`. Call
 // `emit(j, position)` for every item j, also for items without a group.
 template <class Item, class Emit>
-int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t group, uint64_t limit,
-                     const GroupOutput& out, const Emit& emit, uint64_t key_base = 0) {
+int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t group,
+                     uint64_t no_group_key, const GroupOutput& out, const Emit& emit,
+                     uint64_t key_base = 0) {
   // Every item writes the end of its group, and the last write remains. A branch on whether an item
   // starts a new group would often be mispredicted.
   uint64_t previous = ~uint64_t{0};
@@ -207,7 +210,7 @@ int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t gro
     const Item item = sorted[j];
     out.permutation[j] = static_cast<int32_t>(item.position);
     emit(j, static_cast<int64_t>(item.position));
-    if (item.key >= limit) continue;
+    if (item.key >= no_group_key) continue;
     group += item.key != previous;
     previous = item.key;
     out.write_unique(group, key_base + item.key);
@@ -216,22 +219,23 @@ int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t gro
   return group;
 }
 
-// Complete the output when all of its `total` groups are written: write segments[0], fill `unique`
-// and `segments` after the last group, and write the number of groups. `sorted` has all n items.
+// Complete the output after the last of `num_groups` groups is written: write segments[0], fill
+// `unique` and `segments` after the last group, and write the number of groups. `sorted` has all n
+// items.
 template <class Item>
-void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
+void finish_groups(const Item* sorted, int64_t n, int64_t num_groups, uint64_t no_group_key,
                    const GroupOutput& out) {
-  int64_t grouped = n;  // items that belong to a group
-  while (grouped > 0 && sorted[grouped - 1].key >= limit) --grouped;
+  int64_t num_grouped = n;  // items that belong to a group
+  while (num_grouped > 0 && sorted[num_grouped - 1].key >= no_group_key) --num_grouped;
   out.segments[0] = 0;
-  for (int64_t i = total; i < n; ++i) out.write_unique(i, 0);
-  for (int64_t i = total + 1; i <= n; ++i) out.segments[i] = static_cast<int32_t>(grouped);
-  *out.num_groups = static_cast<int32_t>(total);
+  for (int64_t i = num_groups; i < n; ++i) out.write_unique(i, 0);
+  for (int64_t i = num_groups + 1; i <= n; ++i) out.segments[i] = static_cast<int32_t>(num_grouped);
+  *out.num_groups = static_cast<int32_t>(num_groups);
 }
 
-// Group n items and write the result to `out`. Keys must be at most `limit`, and `Item` must be
-// Item64 if the limit is 2^32 or more; neither is checked. An item with the key `limit` belongs to
-// no group.
+// Group n items and write the result to `out`. Keys must be at most `no_group_key`, and `Item` must
+// be Item64 if `no_group_key` is 2^32 or more; neither is checked. An item with the key
+// `no_group_key` belongs to no group.
 //
 // The input comes in parts that threads read in parallel: part p has the positions [part_begins[p],
 // part_begins[p + 1]), so `part_begins` begins with 0 and ends with n. `fill(p, put)` must call
@@ -240,60 +244,63 @@ void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
 // `fill` for different parts and `emit` for different items. One thread makes all calls if
 // num_threads() is 1, or if there is one part of at most kSmallInput items. Throws std::bad_alloc.
 template <class Item, class Fill, class Emit>
-void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& part_begins,
+void group_items(int64_t n, uint64_t no_group_key, const std::vector<int64_t>& part_begins,
                  const Fill& fill, const GroupOutput& out, const Emit& emit) {
-  using Word = decltype(Item::key);
+  using ItemWord = decltype(Item::key);
   const Scratch<Item> items = new_scratch<Item>(n), sorted = new_scratch<Item>(n);
-  const int bits = std::bit_width(limit);
+  const int bits = std::bit_width(no_group_key);
   const int target_bits =
       static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - kBucketItemsLog2 - 1;
   const int bucket_bits = std::clamp(target_bits, 0, std::min(bits, kMaxBucketBits));
   const int shift = bits - bucket_bits;
-  const int64_t buckets = int64_t{1} << bucket_bits;
-  const int64_t parts = static_cast<int64_t>(part_begins.size()) - 1;
-  if (parts == 1 && n <= kSmallInput) {
+  const int64_t num_buckets = int64_t{1} << bucket_bits;
+  const int64_t num_parts = static_cast<int64_t>(part_begins.size()) - 1;
+  if (num_parts == 1 && n <= kSmallInput) {
     fill(0, [&](int64_t position, uint64_t key) {
-      items[position] = {static_cast<Word>(key), static_cast<Word>(position)};
+      items[position] = {static_cast<ItemWord>(key), static_cast<ItemWord>(position)};
     });
     radix_sort<kUnbucketedStreams, kUnbucketedDigitBits>(items.get(), sorted.get(), n, bits,
                                                          unbucketed_digit_bits(n, kWideInputItems));
-    const int64_t last = write_groups(items.get(), 0, n, -1, limit, out, emit);
-    return finish_groups(items.get(), n, last + 1, limit, out);
+    const int64_t last_group = write_groups(items.get(), 0, n, -1, no_group_key, out, emit);
+    return finish_groups(items.get(), n, last_group + 1, no_group_key, out);
   }
-  std::vector<uint32_t> counters(parts * kCounterStreams * buckets, 0);
-  const auto pass = [&](int64_t part) {
+  std::vector<uint32_t> counters(num_parts * kCounterStreams * num_buckets, 0);
+  const auto radix_pass = [&](int64_t part) {
     return RadixPass<kCounterStreams, Item>{items.get() + part_begins[part],
                                             part_begins[part + 1] - part_begins[part], shift,
-                                            static_cast<uint32_t>(buckets - 1)};
+                                            static_cast<uint32_t>(num_buckets - 1)};
   };
-  parallel_tasks(parts, [&](int64_t part) {
+  parallel_tasks(num_parts, [&](int64_t part) {
     fill(part, [&](int64_t position, uint64_t key) {
-      items[position] = {static_cast<Word>(key), static_cast<Word>(position)};
+      items[position] = {static_cast<ItemWord>(key), static_cast<ItemWord>(position)};
     });
-    pass(part).count(counters.data() + part * kCounterStreams * buckets, buckets);
+    radix_pass(part).count(counters.data() + part * kCounterStreams * num_buckets, num_buckets);
   });
-  std::vector<int64_t> starts(buckets + 1, n);
-  exclusive_offsets(counters.data(), parts * kCounterStreams, buckets,
+  std::vector<int64_t> starts(num_buckets + 1, n);
+  exclusive_offsets(counters.data(), num_parts * kCounterStreams, num_buckets,
                     [&](int64_t bucket, uint32_t offset) { starts[bucket] = offset; });
-  parallel_tasks(parts, [&](int64_t part) {
-    pass(part).scatter(counters.data() + part * kCounterStreams * buckets, buckets, sorted.get());
+  parallel_tasks(num_parts, [&](int64_t part) {
+    radix_pass(part).scatter(counters.data() + part * kCounterStreams * num_buckets, num_buckets,
+                             sorted.get());
   });
 
   const auto cost = [&](int64_t bucket) { return starts[bucket] + bucket; };
-  std::vector<int64_t> groups(buckets + 1, 0);
-  parallel_balanced(buckets, kPartItems, cost, [&](int64_t begin, int64_t end) {
+  std::vector<int64_t> groups_before(num_buckets + 1, 0);
+  parallel_balanced(num_buckets, kPartItems, cost, [&](int64_t begin, int64_t end) {
     for (int64_t bucket = begin; bucket < end; ++bucket) {
       const int64_t start = starts[bucket], length = starts[bucket + 1] - start;
       sort_bucket(sorted.get() + start, items.get() + start, length, shift);
-      groups[bucket + 1] = count_groups(sorted.get() + start, length, limit);
+      groups_before[bucket + 1] = count_groups(sorted.get() + start, length, no_group_key);
     }
   });
-  for (int64_t bucket = 0; bucket < buckets; ++bucket) groups[bucket + 1] += groups[bucket];
+  for (int64_t bucket = 0; bucket < num_buckets; ++bucket)
+    groups_before[bucket + 1] += groups_before[bucket];
 
-  parallel_balanced(buckets, kPartItems, cost, [&](int64_t begin, int64_t end) {
-    write_groups(sorted.get(), starts[begin], starts[end], groups[begin] - 1, limit, out, emit);
+  parallel_balanced(num_buckets, kPartItems, cost, [&](int64_t begin, int64_t end) {
+    write_groups(sorted.get(), starts[begin], starts[end], groups_before[begin] - 1, no_group_key,
+                 out, emit);
   });
-  finish_groups(sorted.get(), n, groups[buckets], limit, out);
+  finish_groups(sorted.get(), n, groups_before[num_buckets], no_group_key, out);
 }
 
 // A run of neighbouring items with keys in [key_base, key_base + key_range), in any order. It ends
@@ -305,23 +312,23 @@ struct KeyRun {
 };
 
 // Group n items of consecutive runs whose key ranges ascend and do not overlap; not checked. Every
-// item belongs to a group. Every run is sorted alone: on the bits of its key range only, and in the
-// cache of a core unless the run is too long for that. `fill(r, put)` must call `put(position, key
-// - key_base)` once for each position of run r. `emit(j, position)` is called once for every item,
-// as by group_items. One thread makes all calls if num_threads() is 1; otherwise several threads
-// may call both at once, for different runs. A thread takes whole runs, so all wait for the longest
-// run. Throws std::bad_alloc, before the first call.
+// item belongs to a group. Every run is sorted alone, on the bits of its key range only, and
+// usually in the cache of a core. `fill(r, put)` must call `put(position, key - key_base)` once for
+// each position of run r. `emit(j, position)` is called once for every item, as by group_items. One
+// thread makes all calls if num_threads() is 1; otherwise several threads may call both at once,
+// for different runs. A thread sorts whole runs, so all threads wait for the longest run. Throws
+// std::bad_alloc, before the first call.
 template <class Fill, class Emit>
 void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
                 const GroupOutput& out, const Emit& emit) {
-  constexpr uint64_t kNoLimit = ~uint64_t{0};
-  const int64_t count = static_cast<int64_t>(runs.size());
-  const auto run_begin = [&](int64_t run) { return run < count ? runs[run].begin : n; };
+  constexpr uint64_t kUnusedKey = ~uint64_t{0};  // no item has it: every item belongs to a group
+  const int64_t num_runs = static_cast<int64_t>(runs.size());
+  const auto run_begin = [&](int64_t run) { return run < num_runs ? runs[run].begin : n; };
   const Scratch<Item32> items = new_scratch<Item32>(n);
-  int64_t longest = 0;
-  for (int64_t run = 0; run < count; ++run)
-    longest = std::max(longest, run_begin(run + 1) - run_begin(run));
-  const auto sort = [&](int64_t run, Item32* scratch) {
+  int64_t longest_run = 0;
+  for (int64_t run = 0; run < num_runs; ++run)
+    longest_run = std::max(longest_run, run_begin(run + 1) - run_begin(run));
+  const auto sort_run = [&](int64_t run, Item32* scratch) {
     fill(run, [&](int64_t position, uint64_t key) {
       items[position] = {static_cast<uint32_t>(key), static_cast<uint32_t>(position)};
     });
@@ -332,35 +339,36 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
     radix_sort<kUnbucketedStreams, kUnbucketedDigitBits>(
         begin, scratch, length, bits, unbucketed_digit_bits(length, kWideRunItems));
   };
-  const auto write = [&](int64_t run, int64_t group) {
-    return write_groups(items.get(), run_begin(run), run_begin(run + 1), group, kNoLimit, out, emit,
-                        runs[run].key_base);
+  const auto write_run = [&](int64_t run, int64_t group) {
+    return write_groups(items.get(), run_begin(run), run_begin(run + 1), group, kUnusedKey, out,
+                        emit, runs[run].key_base);
   };
-  std::vector<int64_t> groups(count + 1, 0);
+  std::vector<int64_t> groups_before(num_runs + 1, 0);
   if (num_threads() == 1) {
-    const Scratch<Item32> scratch = new_scratch<Item32>(longest);
-    for (int64_t run = 0; run < count; ++run) {
-      sort(run, scratch.get());
-      groups[run + 1] = write(run, groups[run] - 1) + 1;  // while its items are in the cache
+    const Scratch<Item32> scratch = new_scratch<Item32>(longest_run);
+    for (int64_t run = 0; run < num_runs; ++run) {
+      sort_run(run, scratch.get());
+      // While the items of the run are in the cache.
+      groups_before[run + 1] = write_run(run, groups_before[run] - 1) + 1;
     }
   } else {
     const auto cost = [&](int64_t run) { return run_begin(run) + run; };
     const Scratch<Item32> scratch = new_scratch<Item32>(n);
-    parallel_balanced(count, kRunGrain, cost, [&](int64_t begin, int64_t end) {
+    parallel_balanced(num_runs, kRunGrain, cost, [&](int64_t begin, int64_t end) {
       // All runs of the range use the same memory, which has room for all of its items.
       Item32* const scratch_of_range = scratch.get() + run_begin(begin);
       for (int64_t run = begin; run < end; ++run) {
-        sort(run, scratch_of_range);
-        groups[run + 1] = count_groups(items.get() + run_begin(run),
-                                       run_begin(run + 1) - run_begin(run), kNoLimit);
+        sort_run(run, scratch_of_range);
+        groups_before[run + 1] = count_groups(items.get() + run_begin(run),
+                                              run_begin(run + 1) - run_begin(run), kUnusedKey);
       }
     });
-    for (int64_t run = 0; run < count; ++run) groups[run + 1] += groups[run];
-    parallel_balanced(count, kRunGrain, cost, [&](int64_t begin, int64_t end) {
-      for (int64_t run = begin; run < end; ++run) write(run, groups[run] - 1);
+    for (int64_t run = 0; run < num_runs; ++run) groups_before[run + 1] += groups_before[run];
+    parallel_balanced(num_runs, kRunGrain, cost, [&](int64_t begin, int64_t end) {
+      for (int64_t run = begin; run < end; ++run) write_run(run, groups_before[run] - 1);
     });
   }
-  finish_groups(items.get(), n, groups[count], kNoLimit, out);
+  finish_groups(items.get(), n, groups_before[num_runs], kUnusedKey, out);
 }
 
 // Return the number of parts into which an input of n items should be divided: at least 1, at most

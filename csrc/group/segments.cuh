@@ -1,8 +1,8 @@
-// The kernels of `group` before and after its sort, and of `group_inverse`: one writes the keys of
-// the sort, the others write the groups. Ops that compute keys themselves, such as `tbe_group`, use
-// the later kernels only. The sort (CUB on a GPU, std::stable_sort in tests) writes the sorted keys
-// and their positions. A key that belongs to no group must be `limit`, which is greater than all
-// other keys, so such keys come last.
+// The kernels of `group` before and after its sort, and of `group_inverse`. One kernel writes the
+// keys of the sort, the others write the groups. Ops that compute keys themselves, such as
+// `tbe_group`, use the kernels after the sort only. The sort (CUB on a GPU, std::stable_sort in
+// tests) writes the sorted keys and their positions. A key that belongs to no group must be
+// `no_group_key`, which is greater than all other keys, so such keys come last.
 //
 // The sorted keys are divided into at most kMaxRanges ranges, one per block. A first kernel counts
 // the groups that begin in each range. In a second kernel every block adds up the counts of the
@@ -28,15 +28,14 @@ struct SortPairs {
   Key *keys, *sorted_keys;                // [n] input, [n] output
   int32_t *positions, *sorted_positions;  // [n] input, [n] output
   int64_t n;
-  Key limit;  // no key is greater
+  Key no_group_key;  // the key that belongs to no group; no key is greater
 };
 
-// The arrays of a sort by key, and of the kernels that write a group per distinct key. Keys that
-// equal `limit` belong to no group.
+// The arrays of a sort by key, and of the kernels that write a group per distinct key.
 template <class Key>
 struct SortBuffers : SortPairs<Key> {
   // Scratch [2, kMaxRanges]: the number of groups that begin in each range, then the number of keys
-  // below `limit` in each range.
+  // below `no_group_key` in each range.
   int32_t* range_counts;
 };
 
@@ -73,14 +72,14 @@ struct DeviceGroupOutput {
   StepCount step_count = {};
 };
 
-// Write the keys and positions to be sorted. Keys outside [0, limit) become `limit`.
+// Write the keys and positions to be sorted. Keys outside [0, no_group_key) become `no_group_key`.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
     keys_kernel(IndexArray keys, SortBuffers<Key> buffers) {
   for (int64_t i = simt::global_thread(); i < buffers.n; i += simt::threads_in_grid()) {
     const int64_t key = keys[i];
-    const bool valid = key >= 0 && static_cast<uint64_t>(key) < buffers.limit;
-    buffers.keys[i] = valid ? static_cast<Key>(key) : buffers.limit;
+    const bool is_valid = key >= 0 && static_cast<uint64_t>(key) < buffers.no_group_key;
+    buffers.keys[i] = is_valid ? static_cast<Key>(key) : buffers.no_group_key;
     buffers.positions[i] = static_cast<int32_t>(i);
   }
 }
@@ -116,7 +115,7 @@ EMB_DEVICE int block_sum(int value) {
 template <class Key>
 EMB_DEVICE bool begins_group(const SortBuffers<Key>& buffers, int64_t i) {
   const Key key = buffers.sorted_keys[i];
-  return key != buffers.limit && (i == 0 || buffers.sorted_keys[i - 1] != key);
+  return key != buffers.no_group_key && (i == 0 || buffers.sorted_keys[i - 1] != key);
 }
 
 // Write the two counts of every range to `buffers.range_counts`. One block per range.
@@ -126,7 +125,7 @@ __global__ void __launch_bounds__(kTileThreads) count_groups_kernel(SortBuffers<
   int num_groups = 0, num_grouped = 0;
   for (int64_t i = range_begin(buffers.n, blockIdx.x) + threadIdx.x; i < end; i += kTileThreads) {
     num_groups += begins_group(buffers, i);
-    num_grouped += buffers.sorted_keys[i] != buffers.limit;
+    num_grouped += buffers.sorted_keys[i] != buffers.no_group_key;
   }
   num_groups = block_sum(num_groups);
   num_grouped = block_sum(num_grouped);
@@ -184,12 +183,12 @@ __global__ void __launch_bounds__(kTileThreads)
   const int64_t end = ranges == 0 ? 0 : range_begin(buffers.n, blockIdx.x + 1);
   for (int64_t tile = ranges == 0 ? 0 : range_begin(buffers.n, blockIdx.x); tile < end;
        tile += kTileSize) {
-    unsigned heads[kThreadKeys];  // the lanes of this warp whose key begins a group
+    unsigned head_lanes[kThreadKeys];  // the lanes of this warp whose key begins a group
 #pragma unroll
     for (int j = 0; j < kThreadKeys; ++j) {
       const int64_t i = tile + j * kTileThreads + threadIdx.x;
-      heads[j] = __ballot_sync(simt::kFullMask, i < end && begins_group(buffers, i));
-      if (lane == 0) strip_groups[j * kWarps + warp] = __popc(heads[j]);
+      head_lanes[j] = __ballot_sync(simt::kFullMask, i < end && begins_group(buffers, i));
+      if (lane == 0) strip_groups[j * kWarps + warp] = __popc(head_lanes[j]);
     }
     __syncthreads();
     int first_group[kThreadKeys];  // number of the first group that begins in this warp's strip j
@@ -207,8 +206,8 @@ __global__ void __launch_bounds__(kTileThreads)
     for (int j = 0; j < kThreadKeys; ++j) {
       const int64_t i = tile + j * kTileThreads + threadIdx.x;
       if (i >= end) continue;
-      if (heads[j] >> lane & 1u) {
-        const int group = first_group[j] + __popc(heads[j] & ((1u << lane) - 1));
+      if (head_lanes[j] >> lane & 1u) {
+        const int group = first_group[j] + __popc(head_lanes[j] & ((1u << lane) - 1));
         write_unique(out, group, static_cast<int64_t>(buffers.sorted_keys[i]));
         out.segments[group] = static_cast<int32_t>(i);
       }
@@ -230,15 +229,15 @@ struct InverseArgs {
 };
 
 // Write `args.inverse`, which must not be null. All threads of the grid, in blocks of kTileThreads,
-// must call this. `range` is shared memory for two ints.
-EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
+// must call this. `search_range` is shared memory for two ints.
+EMB_DEVICE void write_inverse(const InverseArgs& args, int* search_range) {
   const int num_groups = *args.num_groups;
   const int32_t num_grouped = args.segments[num_groups];
   const auto start = [&](int group) { return static_cast<int64_t>(args.segments[group]); };
   for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < args.n;
        tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
     const int64_t end = tile + kTileSize < args.n ? tile + kTileSize : args.n;
-    const TileSearch search(start, num_groups, tile, end, range);
+    const TileSearch search(start, num_groups, tile, end, search_range);
     for (int64_t j = tile + threadIdx.x; j < end; j += kTileThreads) {
       args.inverse[args.permutation[j]] = j < num_grouped ? search.find(start, j) : -1;
     }
@@ -248,8 +247,8 @@ EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
 // The kernel of launch_inverse.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     inverse_kernel(InverseArgs args) {
-  __shared__ int range[2];
-  write_inverse(args, range);
+  __shared__ int search_range[2];
+  write_inverse(args, search_range);
 }
 
 // Write `buffers.keys` and `buffers.positions` from `keys` [n]; n must be greater than 0.

@@ -1,10 +1,11 @@
-// CRC-32 of bytes as zlib computes it: the reflected polynomial 0xEDB88320, start and end inverted.
+// CRC-32 of bytes as zlib computes it: the reflected polynomial 0xEDB88320, with the initial and
+// the final value inverted.
 //
-// crc32_by_tables takes 16 bytes per step and looks each up in a table ("slicing by 16"); on
-// big-endian processors, one byte. crc32_by_folding needs PCLMULQDQ and SSE4.1, and folds 64 bytes
-// per step by carry-less multiplications, as in V. Gopal et al., "Fast CRC Computation for Generic
-// Polynomials Using PCLMULQDQ Instruction" (Intel, 2009). It uses the tables for the last bytes and
-// for short inputs.
+// crc32_by_tables reads 16 bytes per step and looks each byte up in a table ("slicing by 16"). On
+// big-endian processors it reads one byte per step. crc32_by_folding needs PCLMULQDQ and SSE4.1,
+// and folds 64 bytes per step by carry-less multiplications, as in V. Gopal et al., "Fast CRC
+// Computation for Generic Polynomials Using PCLMULQDQ Instruction" (Intel, 2009). It uses the
+// tables for the last bytes and for short inputs.
 #pragma once
 
 #include <array>
@@ -72,13 +73,13 @@ inline constexpr int64_t kCrcFoldBytes = 64;  // bytes per step, in four registe
 
 // The next two functions need a processor with PCLMULQDQ and SSE4.1.
 
-// Return `value` shifted by the distance of `factors`, plus `next`, reduced to 128 bits that have
+// Return `value` shifted by the distance of `factors`, plus `addend`, reduced to 128 bits that have
 // the same remainder modulo the polynomial.
 __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, __m128i factors,
-                                                                 __m128i next) {
+                                                                 __m128i addend) {
   const __m128i low = _mm_clmulepi64_si128(value, factors, 0x00);
   const __m128i high = _mm_clmulepi64_si128(value, factors, 0x11);
-  return _mm_xor_si128(_mm_xor_si128(low, high), next);
+  return _mm_xor_si128(_mm_xor_si128(low, high), addend);
 }
 
 // Return the CRC-32 of `size` >= 0 bytes. The constants are from the paper above: factors x^k mod
@@ -86,8 +87,8 @@ __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, 
 __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_folding(const unsigned char* data,
                                                                           int64_t size) {
   if (size < kCrcFoldBytes) return crc32_by_tables(data, size);
-  const auto load = [&](int64_t at) __attribute__((target("pclmul,sse4.1"))) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data + at));
+  const auto load = [&](int64_t offset) __attribute__((target("pclmul,sse4.1"))) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data + offset));
   };
   const __m128i by_64_bytes = _mm_set_epi64x(0x01C6E41596, 0x0154442BD4);
   const __m128i by_16_bytes = _mm_set_epi64x(0x00CCAA009E, 0x01751997D0);
@@ -98,13 +99,13 @@ __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_folding(const 
   __m128i sums[4];
   for (int i = 0; i < 4; ++i) sums[i] = load(16 * i);
   sums[0] = _mm_xor_si128(sums[0], _mm_cvtsi32_si128(-1));  // the inverted start
-  int64_t at = kCrcFoldBytes;
-  for (; at + kCrcFoldBytes <= size; at += kCrcFoldBytes) {
-    for (int i = 0; i < 4; ++i) sums[i] = fold_crc(sums[i], by_64_bytes, load(at + 16 * i));
+  int64_t offset = kCrcFoldBytes;
+  for (; offset + kCrcFoldBytes <= size; offset += kCrcFoldBytes) {
+    for (int i = 0; i < 4; ++i) sums[i] = fold_crc(sums[i], by_64_bytes, load(offset + 16 * i));
   }
   __m128i sum = sums[0];
   for (int i = 1; i < 4; ++i) sum = fold_crc(sum, by_16_bytes, sums[i]);
-  for (; at + 16 <= size; at += 16) sum = fold_crc(sum, by_16_bytes, load(at));
+  for (; offset + 16 <= size; offset += 16) sum = fold_crc(sum, by_16_bytes, load(offset));
 
   // Reduce 128 bits to 64, then to 32 by Barrett's method.
   sum = _mm_xor_si128(_mm_srli_si128(sum, 8), _mm_clmulepi64_si128(sum, by_16_bytes, 0x10));
@@ -113,7 +114,7 @@ __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_folding(const 
   __m128i quotient = _mm_clmulepi64_si128(_mm_and_si128(sum, low_words), polynomial, 0x10);
   quotient = _mm_clmulepi64_si128(_mm_and_si128(quotient, low_words), polynomial, 0x00);
   const auto crc = static_cast<uint32_t>(_mm_extract_epi32(_mm_xor_si128(sum, quotient), 1));
-  return ~extend_crc32_by_tables(crc, data + at, size - at);
+  return ~extend_crc32_by_tables(crc, data + offset, size - offset);
 }
 
 #endif

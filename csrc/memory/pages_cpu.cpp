@@ -10,8 +10,9 @@
 // step maps the pages. It waits for each page and reports a page that cannot be read, where a page
 // fault would raise the signal SIGBUS. One thread keeps the queue full, so the number of torch's
 // threads does not matter. If a probe of some rows finds their pages in memory, the usual case,
-// nothing is read. Measured (reports/LOG.md, "A batch and its store in two native calls"): about
-// 4.5 times the rows per second of page faults of one thread; io_uring reached 15 % more.
+// nothing is read. Measured (reports/LOG.md, "A batch and its store in two native calls"): it
+// read about 4.5 times as many rows per second as the page faults of one thread. io_uring read 15 %
+// more than that.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -54,7 +55,7 @@ const int64_t* number_array(const char* op, const char* name, const Tensor& tens
 }
 
 // Return an int64 vector with these numbers on the device of `like`.
-Tensor as_tensor(const Tensor& like, const std::vector<int64_t>& numbers) {
+Tensor to_tensor(const Tensor& like, const std::vector<int64_t>& numbers) {
   Tensor tensor = allocate(like, {static_cast<int64_t>(numbers.size())}, ScalarType::Long);
   std::copy(numbers.begin(), numbers.end(), tensor.mutable_data_ptr<int64_t>());
   return tensor;
@@ -98,40 +99,41 @@ Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_by
   return sums;
 }
 
-// Rows of one width, and their pages: row r has `width` bytes from byte first_byte + r * width on.
+// Rows of one size, and their pages: row r has `row_bytes` bytes from byte first_byte + r *
+// row_bytes on.
 struct RowPages {
   const int64_t* rows;  // [n] row numbers, negative for no row
   int64_t n;
-  int64_t width;                   // bytes per row
+  int64_t row_bytes;               // bytes per row
   int64_t first_byte, page_bytes;  // byte at which row 0 begins; bytes per page
 
-  RowPages(const char* op, const Tensor& rows_in, int64_t width_in, int64_t first_byte_in,
+  RowPages(const char* op, const Tensor& rows_in, int64_t row_bytes_in, int64_t first_byte_in,
            int64_t page_bytes_in)
       : rows(number_array(op, "rows", rows_in)),
         n(rows_in.numel()),
-        width(width_in),
+        row_bytes(row_bytes_in),
         first_byte(first_byte_in),
         page_bytes(page_bytes_in) {
-    STD_TORCH_CHECK(width >= 0 && first_byte >= 0 && page_bytes > 0, op,
+    STD_TORCH_CHECK(row_bytes >= 0 && first_byte >= 0 && page_bytes > 0, op,
                     ": width and first_byte must not be negative and page_bytes must be positive, "
                     "got ",
-                    width, ", ", first_byte, " and ", page_bytes);
-    STD_TORCH_CHECK(width <= kUnlimited / 4 && first_byte <= kUnlimited / 4, op,
-                    ": width and first_byte must be at most 2^60, got ", width, " and ",
+                    row_bytes, ", ", first_byte, " and ", page_bytes);
+    STD_TORCH_CHECK(row_bytes <= kUnlimited / 4 && first_byte <= kUnlimited / 4, op,
+                    ": width and first_byte must be at most 2^60, got ", row_bytes, " and ",
                     first_byte);
-    const int64_t max_row = width == 0 ? kUnlimited : kUnlimited / 4 / width;
+    const int64_t max_row = row_bytes == 0 ? kUnlimited : kUnlimited / 4 / row_bytes;
     for (int64_t i = 0; i < n; ++i) {
       STD_TORCH_CHECK(rows[i] <= max_row, op,
                       ": rows must begin at most 2^60 bytes after row 0, got row ", rows[i], " of ",
-                      width, " bytes");
+                      row_bytes, " bytes");
     }
   }
 
-  bool has_bytes(int64_t i) const { return rows[i] >= 0 && width > 0; }
+  bool has_bytes(int64_t i) const { return rows[i] >= 0 && row_bytes > 0; }
   // Return the first byte, the first and the last page of rows[i]; has_bytes(i) must be true.
-  int64_t begin(int64_t i) const { return first_byte + rows[i] * width; }
+  int64_t begin(int64_t i) const { return first_byte + rows[i] * row_bytes; }
   int64_t first_page(int64_t i) const { return begin(i) / page_bytes; }
-  int64_t last_page(int64_t i) const { return (begin(i) + width - 1) / page_bytes; }
+  int64_t last_page(int64_t i) const { return (begin(i) + row_bytes - 1) / page_bytes; }
 };
 
 // Return the pages with mark 0 that `rows` are on, int64 [m], in the order of `rows`. A page of
@@ -145,14 +147,14 @@ Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t
   std::vector<int64_t> unmarked;
   for (int64_t i = 0; i < rows.n; ++i) {
     if (!rows.has_bytes(i)) continue;
-    const int64_t last = std::min(rows.last_page(i), num_pages - 1);
-    for (int64_t page = rows.first_page(i); page <= last; ++page) {
+    const int64_t last_page = std::min(rows.last_page(i), num_pages - 1);
+    for (int64_t page = rows.first_page(i); page <= last_page; ++page) {
       if (marks[page] == 0 && (unmarked.empty() || unmarked.back() != page)) {
         unmarked.push_back(page);
       }
     }
   }
-  return as_tensor(rows_in, unmarked);
+  return to_tensor(rows_in, unmarked);
 }
 
 // Set the marks of all pages that `rows` are on to 1, in every vector of marks; negative rows are
@@ -181,31 +183,32 @@ void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t wi
   }
 }
 
-// Return file_slots[slot] for each of `slots`, int64 [n]: -1 for slot -1, and for a file slot whose
-// entry of `is_hidden`, uint8 by file slot or null, is not 0. Throws for other slots outside
-// `file_slots`, and for file slots beyond `is_hidden`.
+// Return file_slots[slot] for each of `slots`, int64 [n]; -1 for slot -1 and for a hidden file
+// slot. A file slot is hidden if its entry of `is_hidden`, uint8, is not 0; without `is_hidden`
+// none is. Throws for other slots outside `file_slots`, and for file slots beyond `is_hidden`.
 Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
                   const std::optional<Tensor>& is_hidden) {
   const char* op = "file_slots";
   const int64_t* slots = number_array(op, "slots", slots_in);
   const int64_t* file_slot = number_array(op, "file_slots", file_slots_in);
-  const unsigned char* hidden = is_hidden ? byte_array(op, "is_hidden", *is_hidden) : nullptr;
-  const int64_t n = slots_in.numel(), count = file_slots_in.numel();
-  const int64_t num_hidden = is_hidden ? is_hidden->numel() : 0;
+  const unsigned char* hidden_marks = is_hidden ? byte_array(op, "is_hidden", *is_hidden) : nullptr;
+  const int64_t n = slots_in.numel(), num_slots = file_slots_in.numel();
+  const int64_t num_marks = is_hidden ? is_hidden->numel() : 0;
   Tensor result = allocate(slots_in, {n});
   int64_t* out = result.mutable_data_ptr<int64_t>();
-  constexpr int64_t kAhead = 16;  // slots between a prefetch and its use
+  constexpr int64_t kPrefetchDistance = 16;  // slots between a prefetch and its use
   for (int64_t i = 0; i < n; ++i) {
-    STD_TORCH_CHECK(slots[i] >= -1 && slots[i] < count, op, ": slots must be in [-1, ", count,
-                    "), got ", slots[i]);
-    if (i + kAhead < n) __builtin_prefetch(file_slot + std::max<int64_t>(slots[i + kAhead], 0));
+    STD_TORCH_CHECK(slots[i] >= -1 && slots[i] < num_slots, op, ": slots must be in [-1, ",
+                    num_slots, "), got ", slots[i]);
+    if (i + kPrefetchDistance < n)
+      __builtin_prefetch(file_slot + std::max<int64_t>(slots[i + kPrefetchDistance], 0));
     out[i] = slots[i] < 0 ? -1 : file_slot[slots[i]];
   }
-  if (hidden == nullptr) return result;
+  if (hidden_marks == nullptr) return result;
   for (int64_t i = 0; i < n; ++i) {
-    STD_TORCH_CHECK(out[i] < num_hidden, op, ": is_hidden must have an entry per file slot, got ",
-                    num_hidden, " for slot ", out[i]);
-    if (out[i] >= 0 && hidden[out[i]] != 0) out[i] = -1;
+    STD_TORCH_CHECK(out[i] < num_marks, op, ": is_hidden must have an entry per file slot, got ",
+                    num_marks, " for slot ", out[i]);
+    if (out[i] >= 0 && hidden_marks[out[i]] != 0) out[i] = -1;
   }
   return result;
 }
@@ -218,7 +221,7 @@ Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
 
 // The kernel reads at most the device's read-ahead per advice, 128 KiB by default.
 constexpr int64_t kBytesPerAdvice = 1 << 17;
-constexpr int64_t kProbes = 16;  // maximum number of rows, spread evenly, that are probed
+constexpr int64_t kMaxProbes = 16;  // maximum number of rows, spread evenly, that are probed
 
 // Whole pages of memory.
 struct PageRange {
@@ -260,10 +263,10 @@ std::vector<char*> fetch_ranges(const std::vector<PageRange>& ranges, int64_t pa
 #endif
 
 // Read the pages of rows of a mapped file that are not in memory. Throws if a row begins beyond
-// `data`. Rows on the same or adjacent pages that follow each other in `rows` form a range.
-// Returns, for each range with an unreadable page, the byte of `data` at which its first such page
-// begins, int64 [m], and the number of ranges that were read, int64 [1]: 0 if the probed pages are
-// in memory, and on systems other than Linux.
+// `data`. Rows on the same or adjacent pages that follow each other in `rows` form a range. Returns
+// two int64 tensors. The first, [m], has, per range with an unreadable page, the byte of `data` at
+// which its first such page begins. The second, [1], is the number of ranges that were read: 0 if
+// the probed pages are in memory, and on systems other than Linux.
 std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows_in, int64_t width,
                                        int64_t first_byte) {
   const char* op = "fetch_pages";
@@ -288,13 +291,13 @@ std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows
   };
   int64_t num_rows = 0;  // rows that have bytes
   for (int64_t i = 0; i < rows.n; ++i) num_rows += rows.has_bytes(i);
-  const int64_t step = (num_rows + kProbes - 1) / kProbes;
+  const int64_t probe_step = (num_rows + kMaxProbes - 1) / kMaxProbes;
   bool are_resident = true;
-  for (int64_t i = 0, number = 0; i < rows.n && are_resident; ++i) {
-    if (!rows.has_bytes(i) || number++ % step != 0) continue;
+  for (int64_t i = 0, row_number = 0; i < rows.n && are_resident; ++i) {
+    if (!rows.has_bytes(i) || row_number++ % probe_step != 0) continue;
     are_resident = is_resident(first_page(i), page_bytes) && is_resident(last_page(i), page_bytes);
   }
-  if (are_resident) return {as_tensor(rows_in, unreadable), as_tensor(rows_in, {num_ranges})};
+  if (are_resident) return {to_tensor(rows_in, unreadable), to_tensor(rows_in, {num_ranges})};
   std::vector<PageRange> ranges;
   for (int64_t i = 0; i < rows.n; ++i) {
     if (!rows.has_bytes(i)) continue;
@@ -311,7 +314,7 @@ std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows
     unreadable.push_back(std::max<int64_t>(page - data, 0));
   }
 #endif
-  return {as_tensor(rows_in, unreadable), as_tensor(rows_in, {num_ranges})};
+  return {to_tensor(rows_in, unreadable), to_tensor(rows_in, {num_ranges})};
 }
 
 }  // namespace

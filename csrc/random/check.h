@@ -19,12 +19,12 @@ inline double max_finite(Dtype type) {
 inline Dtype check_uniform_fill(const char* op, const Tensor& tensor, double low, double high) {
   STD_TORCH_CHECK(tensor.is_contiguous(), op, ": tensor must be contiguous");
   const Dtype type = float_dtype(op, "tensor", tensor.scalar_type());
-  const double limit = max_finite(type);
+  const double max_value = max_finite(type);
   // Comparisons with NaN are false, so NaN is refused too.
-  STD_TORCH_CHECK(
-      low >= -limit && low <= high && high <= limit && high - low <= max_finite(Dtype::kFloat), op,
-      ": low and high must be finite in ", dtype_name(tensor.scalar_type()),
-      ", low <= high, and high - low finite in float32, got ", low, " and ", high);
+  STD_TORCH_CHECK(low >= -max_value && low <= high && high <= max_value &&
+                      high - low <= max_finite(Dtype::kFloat),
+                  op, ": low and high must be finite in ", dtype_name(tensor.scalar_type()),
+                  ", low <= high, and high - low finite in float32, got ", low, " and ", high);
   return type;
 }
 

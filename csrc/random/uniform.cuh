@@ -13,15 +13,15 @@ namespace emb::cuda {
 
 // Fill a tensor of dtype T by a grid-stride loop over counters.
 template <class T>
-__global__ void fill_uniform_kernel(UniformArgs fill) {
-  const int64_t counters = (fill.numel + 3) / 4;
-  for (int64_t i = simt::global_thread(); i < counters; i += simt::threads_in_grid()) {
-    const Random4 random = philox(fill.seed, stream_counter(static_cast<uint64_t>(i)));
+__global__ void fill_uniform_kernel(UniformArgs args) {
+  const int64_t num_counters = (args.numel + 3) / 4;
+  for (int64_t i = simt::global_thread(); i < num_counters; i += simt::threads_in_grid()) {
+    const Random4 random = philox(args.seed, stream_counter(static_cast<uint64_t>(i)));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      if (4 * i + w < fill.numel) {
-        static_cast<T*>(fill.out)[4 * i + w] =
-            from_float<T>(fill.value(unit_float(random.word[w])));
+      if (4 * i + w < args.numel) {
+        static_cast<T*>(args.out)[4 * i + w] =
+            from_float<T>(args.value(unit_float(random.word[w])));
       }
     }
   }
@@ -29,17 +29,17 @@ __global__ void fill_uniform_kernel(UniformArgs fill) {
 
 // Launch the kernel for a tensor of dtype `type`.
 template <class Launcher>
-void launch_fill_uniform(const Launcher& launcher, const UniformArgs& fill, Dtype type) {
-  if (fill.numel == 0) return;
+void launch_fill_uniform(const Launcher& launcher, const UniformArgs& args, Dtype type) {
+  if (args.numel == 0) return;
   constexpr int kThreads = 256;
-  const unsigned blocks =
-      blocks_for(fill.numel, 4 * kThreads, launcher.blocks(kResidentThreads / kThreads));
+  const unsigned num_blocks =
+      blocks_for(args.numel, 4 * kThreads, launcher.blocks(kResidentThreads / kThreads));
   if (type == Dtype::kFloat) {
-    launcher(fill_uniform_kernel<float>, blocks, kThreads, fill);
+    launcher(fill_uniform_kernel<float>, num_blocks, kThreads, args);
   } else if (type == Dtype::kHalf) {
-    launcher(fill_uniform_kernel<half16>, blocks, kThreads, fill);
+    launcher(fill_uniform_kernel<half16>, num_blocks, kThreads, args);
   } else {
-    launcher(fill_uniform_kernel<bfloat16>, blocks, kThreads, fill);
+    launcher(fill_uniform_kernel<bfloat16>, num_blocks, kThreads, args);
   }
 }
 

@@ -23,10 +23,10 @@ void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
   const Dtype type = check_uniform_fill("fill_uniform_", tensor, low, high);
   const UniformArgs args{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
                          static_cast<float>(high - low), static_cast<uint64_t>(seed)};
-  const UniformFn fill = uniform_table().kernels[static_cast<int>(type)];
-  const int64_t blocks = (args.numel + kUniformBlock - 1) / kUniformBlock;
-  parallel_balanced(blocks, kBlockGrain, kUnitCost,
-                    [&](int64_t begin, int64_t end) { fill(args, begin, end); });
+  const UniformFn fill_blocks = uniform_table().kernels[static_cast<int>(type)];
+  const int64_t num_blocks = (args.numel + kUniformBlock - 1) / kUniformBlock;
+  parallel_balanced(num_blocks, kBlockGrain, kUnitCost,
+                    [&](int64_t begin, int64_t end) { fill_blocks(args, begin, end); });
 }
 
 }  // namespace

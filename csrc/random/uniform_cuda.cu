@@ -14,9 +14,9 @@ namespace {
 // `low` and `high`. The bits are those of the CPU.
 void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
   const Dtype type = check_uniform_fill("fill_uniform_", tensor, low, high);
-  const UniformArgs fill{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
+  const UniformArgs args{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
                          static_cast<float>(high - low), static_cast<uint64_t>(seed)};
-  launch_fill_uniform(CudaLauncher(tensor), fill, type);
+  launch_fill_uniform(CudaLauncher(tensor), args, type);
 }
 
 }  // namespace

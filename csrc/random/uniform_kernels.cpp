@@ -9,7 +9,7 @@ namespace {
 
 // UniformFn for tensors of dtype T.
 template <class T>
-void fill(const UniformArgs& args, int64_t first_block, int64_t last_block) {
+void fill_blocks(const UniformArgs& args, int64_t first_block, int64_t last_block) {
   static_assert(kUniformBlock == kBlockWords);
   T* out = static_cast<T*>(args.out);
   for (int64_t block = first_block; block < last_block; ++block) {
@@ -28,6 +28,7 @@ void fill(const UniformArgs& args, int64_t first_block, int64_t last_block) {
 }  // namespace
 
 extern const UniformTable kUniformTable;
-const UniformTable kUniformTable = {{fill<float>, fill<half16>, fill<bfloat16>}};
+const UniformTable kUniformTable = {
+    {fill_blocks<float>, fill_blocks<half16>, fill_blocks<bfloat16>}};
 
 }  // namespace emb::EMB_ISA

@@ -105,7 +105,7 @@ EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuff
     const int64_t i = tile + tile_position;
     if (i >= end) continue;
     const int bag = shared.bags[tile_position];
-    const Key key = lookup_key(in, i, bag, buffers.limit, bad);
+    const Key key = lookup_key(in, i, bag, buffers.no_group_key, bad);
     if (buffers.keys != nullptr) buffers.keys[i] = key;
     if (buffers.positions != nullptr) buffers.positions[i] = static_cast<int32_t>(i);
     if (in.bag_of != nullptr) in.bag_of[i] = bag < 0 ? 0 : bag;
@@ -205,8 +205,9 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocksPerSm)
     report_violations(check, counts.bad_indices, counts.bad_offsets + counts.lost_indices);
 }
 
-// Launch lookup_keys_kernel; of `buffers` it uses keys, positions and limit. Clears check.progress
-// first if several blocks need it. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
+// Launch lookup_keys_kernel; of `buffers` it uses keys, positions and no_group_key. Clears
+// check.progress first if several blocks need it. `launcher` is a CudaLauncher or, in tests, a
+// simt::HostLauncher.
 template <class Key, class Launcher>
 void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const BatchCheck& check,
                         const SortBuffers<Key>& buffers) {
@@ -230,7 +231,7 @@ struct SmallLookups {
   // Check the offsets with all blocks of the cluster, and let one block repair them if necessary.
   // Return the lookups with valid offsets. With a null check.repaired nothing is checked. All
   // threads of the cluster must call it; it has cluster barriers.
-  EMB_DEVICE SmallLookups prepared(const SmallGroupMemory& memory) const {
+  EMB_DEVICE SmallLookups prepare(const SmallGroupMemory& memory) const {
     if (check.repaired == nullptr) return *this;
     const unsigned rank = simt::cluster_rank(), step = simt::cluster_size() * blockDim.x;
     const int invalid =

@@ -147,7 +147,7 @@ struct PlanScratch {
     right_buffers.positions = memory.ints(n);
     right_buffers.range_counts = memory.ints(2 * kMaxRanges);
     right_buffers.n = n;
-    right_buffers.limit = static_cast<uint32_t>(right_ids);
+    right_buffers.no_group_key = static_cast<uint32_t>(right_ids);
   }
 };
 

@@ -76,8 +76,8 @@ struct TtSplitArgs {
   const int32_t* count;      // [1]
   const TtTableIds* tables;  // [num_tables]
   int num_tables;
-  SortBuffers<uint32_t> right_buffers;  // its keys (right ids, `limit` for rows that do not exist)
-                                        // and positions (rows) are outputs
+  SortBuffers<uint32_t> right_buffers;  // its keys (right ids, `no_group_key` for rows that do not
+                                        // exist) and positions (rows) are outputs
   int32_t* left_ids;      // [n], an output: left id of each row, -1 if it does not exist
   int32_t* range_counts;  // [kTtRanges], an output: left halves that begin in each range
   int32_t* starts;        // [3, T + 1] of the plan; starts[T], the number of rows, is written
@@ -130,7 +130,7 @@ EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
   int32_t num_begun = 0;
   for (int64_t tile = first; tile < end; tile += kTileThreads) {
     const int64_t j = tile + threadIdx.x;
-    TtIds ids{-1, static_cast<int32_t>(args.right_buffers.limit)};
+    TtIds ids{-1, static_cast<int32_t>(args.right_buffers.no_group_key)};
     if (j < rows) ids = ids_of_key(args, args.keys[j]);
     int32_t previous_left = __shfl_up_sync(simt::kFullMask, ids.left, 1);
     if (threadIdx.x % simt::kWarpLanes == 0) {

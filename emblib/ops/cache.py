@@ -41,10 +41,10 @@ cache, which stay there.
 On a GPU `hyper` of `cache_move_` may be empty if nothing is rounded stochastically: it is not read
 then, so updates may count steps at the same time.
 
-`later` lists the rows that a prefetch must not fetch yet. Updates of earlier batches in flight
+`postponed` lists the rows that a prefetch must not fetch yet. Updates of earlier batches in flight
 write rows that got no way directly to their tables; a prefetch at the same time could fetch such a
-row before its update. `later` is empty (no such list), `[clock, conflicts]` or `[clock, conflicts,
-rows, slots, count]`:
+row before its update. `postponed` is empty (no such list), `[clock, conflicts]` or `[clock,
+conflicts, rows, slots, count]`:
 
 - `conflicts` int64 `[sets]`: the last batch with a row that got no way in this set; `cache_move_`
   writes it
@@ -59,7 +59,7 @@ checks the batch, groups it, starts it (the clock advances, and its oldest batch
 before it), plans and moves. `cache` is `[tags, stamps, counts, counters, clock, conflicts]`. It
 returns nothing for an invalid batch on the CPU; else rows, segments, lookups, bags and count
 (`Groups`), `row_slots`, and the slot of every lookup; then, if `postpones`, the rows, slots and
-count of `later`; then, on a GPU with a `check`, the repaired offsets.
+count of `postponed`; then, on a GPU with a `check`, the repaired offsets.
 
 `cache_locate` probes without changing anything: between the plan of a batch and its use another
 plan may have fetched its rows or, if the cache does not know which batches are in flight, evicted
@@ -140,7 +140,7 @@ def _(
     count: Tensor,
     row_slots: Tensor,
     evicted: Tensor,
-    later: list[Tensor],
+    postponed: list[Tensor],
 ) -> None:
     return None
 

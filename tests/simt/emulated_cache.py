@@ -73,10 +73,10 @@ def move_(
     count: Tensor,
     row_slots: Tensor,
     evicted: Tensor,
-    later: Sequence[Tensor] = (),
+    postponed: Sequence[Tensor] = (),
 ) -> None:
     """Emulated `cache_move_`."""
-    padded: list[Tensor | None] = [*later, *[None] * (5 - len(later))]
+    padded: list[Tensor | None] = [*postponed, *[None] * (5 - len(postponed))]
     clock, conflicts, *fetches = padded
     sets = 0 if conflicts is None else conflicts.numel()
     moves = (rows, row_slots, evicted, count, rows.numel())

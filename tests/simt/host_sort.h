@@ -25,10 +25,10 @@ template <class Key>
 class HostSort {
  public:
   // `sorted_positions` is the op's output; everything else is scratch.
-  HostSort(int64_t n, uint64_t limit, int32_t* sorted_positions)
+  HostSort(int64_t n, uint64_t no_group_key, int32_t* sorted_positions)
       : keys_(n), sorted_keys_(n), positions_(n), range_counts_(2 * kMaxRanges) {
     buffers = {{keys_.data(), sorted_keys_.data(), positions_.data(), sorted_positions, n,
-                static_cast<Key>(limit)},
+                static_cast<Key>(no_group_key)},
                range_counts_.data()};
   }
 
