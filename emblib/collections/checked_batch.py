@@ -22,7 +22,8 @@ from emblib.tables.parameters import caller_level
 from emblib.tables.recomputation import is_repeated
 
 _LENGTHS_MESSAGE = (
-    "offsets out of bounds: the lengths of the bags add up to {total}, but there are {count} ids"
+    "offsets out of bounds: the lengths of the bags add up to {last_offset}, "
+    "but there are {num_ids} ids"
 )
 
 
@@ -62,7 +63,7 @@ def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTe
     Args:
         batch: the batch.
         check: the reaction to a batch that is not valid. Where it does not raise, a repaired batch
-            is returned: offsets are clamped, and the last bag gets ids that no bag has.
+            is returned: offsets are clamped, and the last bag gets the ids after the last offset.
 
     Raises:
         RuntimeError: in modes FATAL and WARNING: a length is negative; ids other than -1 are before
@@ -70,49 +71,51 @@ def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTe
             also another sum of lengths than the number of ids.
     """
     values = batch.values()
-    has_no_numbers = is_captured(values) or isinstance(values, FakeTensor) or _is_traced_whole()
-    if batch.offset_per_key_or_none() is None and has_no_numbers:
+    is_unreadable = (
+        is_captured(values) or isinstance(values, FakeTensor) or _is_traced_without_values()
+    )
+    if batch.offset_per_key_or_none() is None and is_unreadable:
         return batch
-    bounds, count = batch.offset_per_key(), values.size(0)
-    is_valid = _are_valid(bounds, count)
+    id_bounds, num_ids = batch.offset_per_key(), values.size(0)
+    is_valid = _cover_ids(id_bounds, num_ids)
     is_valid = is_valid or not any(batch.stride_per_key())  # without bags no id is looked up
-    return batch if is_valid else _repaired(batch, check)
+    return batch if is_valid else _repair(batch, check)
 
 
-def _are_valid(bounds: list[int], count: int) -> bool:
-    """Return whether bounds of features cover `count` ids in order, or a graph has no numbers."""
+def _cover_ids(id_bounds: list[int], num_ids: int) -> bool:
+    """Return whether bounds of features cover `num_ids` ids in order, or a graph has no numbers."""
     if torch.compiler.is_compiling():
-        decide = torch.fx.experimental.symbolic_shapes.guard_or_true  # Dynamo has imported it
+        holds = torch.fx.experimental.symbolic_shapes.guard_or_true  # Dynamo has imported it
         return (
-            decide(bounds[0] == 0)
-            and decide(bounds[-1] == count)
-            and all(decide(begin <= end) for begin, end in pairwise(bounds))
+            holds(id_bounds[0] == 0)
+            and holds(id_bounds[-1] == num_ids)
+            and all(holds(begin <= end) for begin, end in pairwise(id_bounds))
         )
-    return bounds[0] == 0 and bounds[-1] == count and bounds == sorted(bounds)
+    return id_bounds[0] == 0 and id_bounds[-1] == num_ids and id_bounds == sorted(id_bounds)
 
 
-def _is_traced_whole() -> bool:
+def _is_traced_without_values() -> bool:
     """Return whether numbers that are read from tensors are unknown in the graph being traced."""
     if torch.compiler.is_exporting():
         return True
     return torch.compiler.is_compiling() and torch._dynamo.config.capture_scalar_outputs  # noqa: SLF001
 
 
-def _repaired(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor:
-    """Raise, or return the batch with repaired offsets, as `checked_batch` says."""
+def _repair(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor:
+    """Return an invalid batch with repaired offsets, or raise as `checked_batch` describes."""
     offsets, values = batch.offsets(), batch.values()
-    count, first, total = values.size(0), int(offsets[0]), int(offsets[-1])
-    reports = check in (BoundsCheck.FATAL, BoundsCheck.WARNING)
-    if reports:
-        _refuse_negative(batch)
-        if first != 0 and not is_padded() and bool((values[:first] != -1).any()):
+    num_ids, first_offset, last_offset = values.size(0), int(offsets[0]), int(offsets[-1])
+    is_reported = check in (BoundsCheck.FATAL, BoundsCheck.WARNING)
+    if is_reported:
+        _refuse_negative_lengths(batch)
+        if first_offset != 0 and not is_padded() and bool((values[:first_offset] != -1).any()):
             raise RuntimeError(
-                f"bounds_check: offsets must begin with 0, got {first}: no bag would have the ids "
-                "before it (are they offsets, not lengths?)"
+                f"bounds_check: offsets must begin with 0, got {first_offset}: no bag would have "
+                "the ids before it (are they offsets, not lengths?)"
             )
-    if total != count and reports:
-        text = _LENGTHS_MESSAGE.format(total=total, count=count)
-        if check is BoundsCheck.FATAL or (total < count and len(batch.keys()) == 1):
+    if last_offset != num_ids and is_reported:
+        text = _LENGTHS_MESSAGE.format(last_offset=last_offset, num_ids=num_ids)
+        if check is BoundsCheck.FATAL or (last_offset < num_ids and len(batch.keys()) == 1):
             raise RuntimeError(f"bounds_check: {text} (are they offsets, not lengths?)")
         if not is_repeated():
             warnings.warn(
@@ -121,31 +124,31 @@ def _repaired(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor
                 "bounds_check=BoundsCheck.FATAL raises instead)",
                 stacklevel=caller_level(),
             )
-    clamped = offsets.clamp(0, count).cummax(0).values
-    clamped[-1] = count
+    clamped_offsets = offsets.clamp(0, num_ids).cummax(0).values
+    clamped_offsets[-1] = num_ids
     return KeyedJaggedTensor.from_valid(
         batch.keys(),
         values,
         batch.weights_or_none(),
         None,
-        clamped,
+        clamped_offsets,
         batch.stride(),
         batch.inverse_indices_or_none(),
         batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None,
     )
 
 
-def _refuse_negative(batch: KeyedJaggedTensor) -> None:
+def _refuse_negative_lengths(batch: KeyedJaggedTensor) -> None:
     """Raise RuntimeError if a length is negative: later bags would get ids of other bags."""
-    negative = (batch.offsets().diff() < 0).nonzero()
-    if not len(negative):
+    negative_bags = (batch.offsets().diff() < 0).nonzero()
+    if not len(negative_bags):
         return
-    bag = int(negative[0])
-    ends = list(accumulate(batch.stride_per_key()))
-    feature = next(f for f, end in enumerate(ends) if bag < end)
+    bag = int(negative_bags[0])
+    bag_ends = list(accumulate(batch.stride_per_key()))
+    feature_index = next(f for f, end in enumerate(bag_ends) if bag < end)
     length = int(batch.offsets()[bag + 1] - batch.offsets()[bag])
     raise RuntimeError(
         f"bounds_check: lengths must be >= 0, got {length} for bag "
-        f"{bag - ends[feature] + batch.stride_per_key()[feature]} of feature "
-        f"{batch.keys()[feature]!r} (are they offsets that decrease?)"
+        f"{bag - bag_ends[feature_index] + batch.stride_per_key()[feature_index]} of feature "
+        f"{batch.keys()[feature_index]!r} (are they offsets that decrease?)"
     )

@@ -212,15 +212,20 @@ class TableFeature(NamedTuple):
 
 
 def table_features(configs: Sequence[TableConfig]) -> list[TableFeature]:
-    """Return the features of all tables; one that reads several is named `feature@table`.
+    """Return one entry per feature and table that it reads.
+
+    A feature of several tables has one output per table, named `feature@table`.
 
     Raises:
-        ValueError: two of them would have one name in the output.
+        ValueError: two entries would have one name in the output.
     """
-    reads = [(feature, t) for t, config in enumerate(configs) for feature in config.feature_names]
-    num_reads = Counter(feature for feature, _ in reads)
+    feature_tables = [
+        (feature, t) for t, config in enumerate(configs) for feature in config.feature_names
+    ]
+    num_reads = Counter(feature for feature, _ in feature_tables)
     features = [
-        TableFeature(f, t, f if num_reads[f] == 1 else f"{f}@{configs[t].name}") for f, t in reads
+        TableFeature(f, t, f if num_reads[f] == 1 else f"{f}@{configs[t].name}")
+        for f, t in feature_tables
     ]
     for name, count in Counter(feature.name for feature in features).items():
         if count > 1:

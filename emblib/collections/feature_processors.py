@@ -103,22 +103,22 @@ class PositionWeightedProcessor(PositionWeightedModule):
         if missing_keys:
             raise KeyError(f"there are no features {missing_keys}; there are {keys}")
         lengths_by_key = lengths.split(features.stride_per_key())
-        offset_of = self._weight_offsets()
+        weight_offset_of = self._weight_offsets()
         # Per feature: the offset of its weights, and the factor of the position, 0 without weights.
         rules = []
-        for number, key in enumerate(keys):
+        for f, key in enumerate(keys):
             max_length = self.max_feature_lengths.get(key, 0)
-            _check_lengths(key, lengths_by_key[number], max_length)
-            rules.append((offset_of.get(key, 0), min(max_length, 1)))
+            _check_lengths(key, lengths_by_key[f], max_length)
+            rules.append((weight_offset_of.get(key, 0), min(max_length, 1)))
         unit_weight = torch.ones(1, device=lengths.device)  # the weight of all other features
         all_weights = torch.cat([unit_weight, *self.position_weights.values()])
         num_ids = features.values().shape[0]
         bags_per_key = torch.tensor(features.stride_per_key(), device=lengths.device)
-        by_bag = torch.tensor(rules, device=lengths.device).repeat_interleave(
+        rules_of_bags = torch.tensor(rules, device=lengths.device).repeat_interleave(
             bags_per_key, 0, output_size=lengths.numel()
         )
-        by_id = by_bag.repeat_interleave(lengths, 0, output_size=num_ids)
-        weight_offset, position_factor = by_id.unbind(1)
+        rules_of_ids = rules_of_bags.repeat_interleave(lengths, 0, output_size=num_ids)
+        weight_offset, position_factor = rules_of_ids.unbind(1)
         indices = weight_offset + position_factor * _positions(offsets, lengths, num_ids)
         scale = all_weights.index_select(0, indices)
         batch_weights = features.weights_or_none()
@@ -174,8 +174,10 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         if isinstance(self.feature_processors, nn.ModuleDict):
             configs = embedding_bag_collection.embedding_bag_configs()
             features = {feature for config in configs for feature in config.feature_names}
-            if unread := sorted(self.feature_processors.keys() - features):
-                raise ValueError(f"no table reads {unread}; the features are {sorted(features)}")
+            if unread_features := sorted(self.feature_processors.keys() - features):
+                raise ValueError(
+                    f"no table reads {unread_features}; the features are {sorted(features)}"
+                )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up the batch with its computed weights.
@@ -204,10 +206,10 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         return _with_weights(features, torch.cat(weights))
 
 
-def _positions(offsets: Tensor, lengths: Tensor, count: int) -> Tensor:
+def _positions(offsets: Tensor, lengths: Tensor, num_ids: int) -> Tensor:
     """Return the position of each id in its bag, int64 `[L]`."""
-    starts = offsets[:-1].repeat_interleave(lengths, output_size=count)
-    return torch.arange(count, device=offsets.device) - starts
+    starts = offsets[:-1].repeat_interleave(lengths, output_size=num_ids)
+    return torch.arange(num_ids, device=offsets.device) - starts
 
 
 def _check_lengths(feature: str, lengths: Tensor, max_length: int) -> None:
@@ -222,14 +224,14 @@ def _check_lengths(feature: str, lengths: Tensor, max_length: int) -> None:
 
 def _with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
     """Return the batch with its weights replaced."""
-    varies = features.variable_stride_per_key()
+    has_variable_stride = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         features.keys(),
         features.values(),
         weights,
         features.lengths_or_none(),
         features.offsets_or_none(),
-        None if varies else features.stride(),
-        features.stride_per_key_per_rank() if varies else None,
+        None if has_variable_stride else features.stride(),
+        features.stride_per_key_per_rank() if has_variable_stride else None,
         features.inverse_indices_or_none(),
     )

@@ -63,11 +63,11 @@ def optimizer_state(
     """Return the optimizer states of each parameter, as views, and a copy of `hyper`."""
     return {
         name: {**states, HYPER: module.hyperparams.clone()}
-        for name, module, states in _states(groups, prefix, handles)
+        for name, module, states in _table_states(groups, prefix, handles)
     }
 
 
-def _states(
+def _table_states(
     groups: TableGroups, prefix: str, handles: Handles
 ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
     """Yield name, module and states of each parameter with a fused optimizer."""
@@ -88,7 +88,7 @@ def check_optimizer_state(
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Raise the KeyError or ValueError of `load_optimizer_state`; write nothing."""
-    for name, module, states in _states(groups, prefix, handles):
+    for name, module, states in _table_states(groups, prefix, handles):
         check_saved_states(name, module, states, state.get(name))
 
 
@@ -99,7 +99,7 @@ def load_optimizer_state(
     handles: Handles,
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Write states, and give each module the hyperparameters of its table with the most steps.
+    """Write states; set each module's hyperparameters to those of its table with the most steps.
 
     Raises:
         KeyError: a parameter or one of its states is missing.
@@ -108,7 +108,7 @@ def load_optimizer_state(
     """
     check_optimizer_state(groups, prefix, handles, state)
     newest_hyper: dict[int, Tensor] = {}  # by the id of a module
-    for name, module, states in _states(groups, prefix, handles):
+    for name, module, states in _table_states(groups, prefix, handles):
         for key, view in states.items():
             view.copy_(state[name][key])
         hyper = state[name][HYPER]

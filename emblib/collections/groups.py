@@ -208,17 +208,17 @@ class TableGroups(nn.Module):
         self._make_handles()
         self._bind()
 
-    def _make_table_module(self, number: int, device: torch.device) -> TableModule:
-        """Make the module of group `number`, or a reader if its slice is shared."""
-        grouping = self._groupings[number]
+    def _make_table_module(self, group_index: int, device: torch.device) -> TableModule:
+        """Make the module of a group, or a reader if its slice is shared."""
+        grouping = self._groupings[group_index]
         slices = [self.slices[s] for s in grouping.slices]
         shared = self._shared.get(SliceKey.of(slices[0]))
         if shared is not None:
             return shared.reader(len(grouping.units), self.pooling)
-        reads = [grouping.slices.index(self.reads[u]) for u in grouping.units]
+        table_of_unit = [grouping.slices.index(self.reads[u]) for u in grouping.units]
         seeds = [self.seeds[table_slice.config.name] for table_slice in slices]
-        make = slices[0].storage.make_module
-        return make(slices, reads, grouping.optimizer, self.pooling, seeds, device)
+        make_module = slices[0].storage.make_module
+        return make_module(slices, table_of_unit, grouping.optimizer, self.pooling, seeds, device)
 
     def _assign_columns(self) -> None:
         """Set the first output column of each group, in the order of units."""
@@ -304,13 +304,13 @@ class TableGroups(nn.Module):
                 tables are hash tables.
             offsets: int32 or int64 `[units * B + 1]`, of the bags in this order.
             weights: float32 `[L]`, scales each row.
-            batch_sizes: `[units][ranks]` in this order, where units differ in batch size, as in
-                `TableBatchedEmbeddingBags`: the output is one vector, rank after rank, for each
-                rank unit after unit, for each the rows of its bags.
-            id_counts: number of ids of each group that has units, used if there are several. None
-                reads them from `offsets`, for which the host waits for a GPU.
-            use_counts: int64 `[L]`, number of uses that each id stands for, if ids were
-                deduplicated; only tables that count uses read it.
+            batch_sizes: `[units][ranks]` in this order, if units differ in batch size, as in
+                `TableBatchedEmbeddingBags`. Pooled output is then one vector with one block per
+                rank; a block has the rows of each unit's bags, unit after unit.
+            id_counts: number of ids of each group that has units, used if several groups have
+                units. None reads the numbers from `offsets`, for which the host waits for a GPU.
+            use_counts: int64 `[L]`, number of uses of each id before the ids were deduplicated;
+                only tables that count uses read it.
 
         Returns:
             `[B, output_dim]` if pooled, else `[L, D]`, in `output_dtype`. Unpooled units of
@@ -321,9 +321,11 @@ class TableGroups(nn.Module):
         """
         if self._only_module is not None:
             parameters.check_registered(self._views)
-            counts = {} if use_counts is None else _count_argument(self.active[0], use_counts)
+            count_argument = (
+                {} if use_counts is None else _count_argument(self.active[0], use_counts)
+            )
             out: Tensor = self._only_module(
-                ids, offsets, weights, batch_sizes=batch_sizes, **counts
+                ids, offsets, weights, batch_sizes=batch_sizes, **count_argument
             )
             return out
         outs = self.outputs(
@@ -435,9 +437,9 @@ class TableGroups(nn.Module):
             for s, (g, k) in enumerate(locations)
         ]
 
-    def _storage_of(self, number: int) -> Storage:
-        """Return the storage of the slices of group `number`, which agree."""
-        return self.slices[self._groupings[number].slices[0]].storage
+    def _storage_of(self, group_index: int) -> Storage:
+        """Return the storage of a group, which all of its slices have."""
+        return self.slices[self._groupings[group_index].slices[0]].storage
 
     def shared_slices(self) -> list[SharedSlice]:
         """Return the shared slices, in the order of the groups."""
@@ -504,10 +506,10 @@ class TableGroups(nn.Module):
         The arguments are those of `forward`, which must get the same tensor objects later, in the
         order of the prefetches, see `TableBatchedEmbeddingBags.prefetch`.
         """
-        cached = [
+        cached_modules = [
             slice_group.module for slice_group in self.active if is_cached(slice_group.module)
         ]
-        if not cached:
+        if not cached_modules:
             return
         if self._only_module is not None:
             self._only_module.prefetch(ids, offsets, batch_sizes=batch_sizes)
@@ -527,8 +529,8 @@ class TableGroups(nn.Module):
             return None
         with self._lock:
             prefetched_batches = self._prefetched
-            for i, (prefetched, inputs) in enumerate(prefetched_batches):
-                if prefetched is ids:
+            for i, (prefetched_ids, inputs) in enumerate(prefetched_batches):
+                if prefetched_ids is ids:
                     del prefetched_batches[: i + 1]
                     return inputs
         return None
@@ -582,10 +584,10 @@ class TableGroups(nn.Module):
 def frozen_parameters(
     handles: Iterable[tuple[TableHandle, TableHandle]],
 ) -> list[tuple[TableHandle, str]]:
-    """Return the parameters to `freeze` once their tables are in new modules, which train them.
+    """Return (new handle, name) of each frozen parameter, for a later `freeze`.
 
-    `handles` has pairs (handle that will have the parameters, handle that has them now). Names are
-    of parameters that do not require gradients.
+    New modules train all parameters, so the frozen ones must be frozen again. `handles` has pairs
+    (handle that will have the parameters, handle that has them now).
     """
     return [
         (handle, name)
@@ -611,19 +613,19 @@ def group_slices(
     reads: Sequence[int],
     optimizer: Optimizer | None,
     pooling: Pooling,
-    shared: Collection[str] = (),
+    shared_names: Collection[str] = (),
 ) -> list[Grouping]:
     """Group slices by `group_key`, ordered by their first unit; groups without units come last.
 
-    Each slice of a table in `shared`, names of tables, is a group of its own. `optimizer` is for
-    tables whose configuration has none.
+    Each slice of a table that `shared_names` names is a group of its own. `optimizer` is for tables
+    whose configuration has none.
 
     Raises:
         ValueError: a table with `rounding` whose optimizer leaves gradients.
     """
     optimizers = [table_slice.config.optimizer or optimizer or NO_UPDATE for table_slice in slices]
     for table_slice, slice_optimizer in zip(slices, optimizers, strict=True):
-        if table_slice.config.name in shared:
+        if table_slice.config.name in shared_names:
             continue
         if table_slice.config.rounding is not None and not autograd.is_fused(slice_optimizer):
             raise ValueError(
@@ -633,7 +635,7 @@ def group_slices(
             )
     keys: list[Hashable] = [
         ("shared", i)
-        if table_slice.config.name in shared
+        if table_slice.config.name in shared_names
         else table_slice.storage.group_key(table_slice, i, optimizers[i], pooling)
         for i, table_slice in enumerate(slices)
     ]
@@ -646,9 +648,9 @@ def group_slices(
     order = dict.fromkeys([keys[s] for s in reads] + keys)
     result = []
     for key in order:
-        members = tuple(i for i in range(len(slices)) if keys[i] == key)
+        slice_indices = tuple(i for i in range(len(slices)) if keys[i] == key)
         units = tuple(u for u, s in enumerate(reads) if keys[s] == key)
-        result.append(Grouping(members, units, optimizers[members[0]]))
+        result.append(Grouping(slice_indices, units, optimizers[slice_indices[0]]))
     return result
 
 

@@ -153,8 +153,8 @@ class TableCollection(nn.Module):
         is_keyed = [config.storage.is_keyed for config in self.configs]
         self._has_keyed, self._all_keyed = any(is_keyed), all(is_keyed)
         self._features_in_order = [self._units[u].feature for u in groups.order]
-        # Of the last batch: its keys, the positions of `_features_in_order` in them, and these
-        # positions on the GPU.
+        # The keys of the last batch, the positions of `_features_in_order` among them, and these
+        # positions on the GPU, or None if no batch on a GPU needed them.
         self._permutation: tuple[list[str], list[int], Tensor | None] = ([], [], None)
 
     def _set_handle_owners(self) -> None:
@@ -195,8 +195,8 @@ class TableCollection(nn.Module):
         """
         if self._is_in_order(features):
             check_ids(features.values(), allow_uint64=self._all_keyed)
-            is_cut = not self.groups.has_one_module or self.groups.pooling is Pooling.NONE
-            return checked_batch(features, self.bounds_check) if is_cut else features
+            is_split = not self.groups.has_one_module or self.groups.pooling is Pooling.NONE
+            return checked_batch(features, self.bounds_check) if is_split else features
         batch = KeyedJaggedTensor.adopt(features)
         check_ids(batch.values(), allow_uint64=self._all_keyed)
         return self._in_order(checked_batch(batch, self.bounds_check))
@@ -205,14 +205,17 @@ class TableCollection(nn.Module):
         """Select the features that tables read, in the order of `groups`."""
         keys, positions, gpu_positions = self._permutation
         if keys != batch.keys():
-            index = batch.index_per_key()
-            missing_features = sorted(set(self._features_in_order) - set(index))
+            position_of_key = batch.index_per_key()
+            missing_features = sorted(set(self._features_in_order) - set(position_of_key))
             if missing_features:
                 raise KeyError(
                     "the batch must have the features of all tables: missing are "
                     f"{missing_features}, there are {batch.keys()}"
                 )
-            positions, gpu_positions = [index[feature] for feature in self._features_in_order], None
+            positions, gpu_positions = (
+                [position_of_key[feature] for feature in self._features_in_order],
+                None,
+            )
         device = batch.device()
         if device.type == "cuda" and (gpu_positions is None or gpu_positions.device != device):
             gpu_positions = torch.tensor(positions, device=device)  # a captured graph needs it
@@ -268,10 +271,18 @@ class TableCollection(nn.Module):
     def table_handles(self) -> DynamicTables:
         """Return the handles of dynamic tables, by name."""
         handles = self.handles()
-        keyed = {config.name: config.storage.is_keyed for config in self.configs}
+        is_keyed_by_name = {config.name: config.storage.is_keyed for config in self.configs}
         return DynamicTables(
-            {name: DynamicTable(name, {0: handles[name]}) for name in keyed if keyed[name]},
-            {c.name: type(c.storage).__name__ for c in self.configs if not keyed[c.name]},
+            {
+                name: DynamicTable(name, {0: handles[name]})
+                for name in is_keyed_by_name
+                if is_keyed_by_name[name]
+            },
+            {
+                c.name: type(c.storage).__name__
+                for c in self.configs
+                if not is_keyed_by_name[c.name]
+            },
         )
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
@@ -387,7 +398,7 @@ class TableCollection(nn.Module):
         for config in self.configs:
             config.storage.check_copied(config)
         with skip_initial_values():
-            copied = self._like(self.quantized_configs(bits))
+            copied = self._with_configs(self.quantized_configs(bits))
         copied.groups.set_output_dtype(self.groups.output_dtype)
         copied.copy_rows(self)
         return copied.eval()
@@ -420,7 +431,7 @@ class TableCollection(nn.Module):
             else:
                 handle.load_state_dict(source_handle.state_dict())
 
-    def _like(self, configs: Sequence[Any]) -> Self:
+    def _with_configs(self, configs: Sequence[Any]) -> Self:
         """Return a new collection with other tables and the options of this one."""
         raise NotImplementedError
 
@@ -523,8 +534,8 @@ class EmbeddingBagCollection(TableCollection):
         self._names = [unit.name for unit in self._units]
         self._columns = list(groups.dims)
         means = [self._needs_division(unit) for unit in self._units]
-        in_order = groups.order == list(range(len(self._units)))
-        self._arrangement = None if in_order and not any(means) else _ColumnOrder(groups, means)
+        is_in_order = groups.order == list(range(len(self._units)))
+        self._column_order = None if is_in_order and not any(means) else _ColumnOrder(groups, means)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled rows `[B, sum of dims]`, float32: one block of columns per feature.
@@ -560,12 +571,12 @@ class EmbeddingBagCollection(TableCollection):
         else:
             counts = self._id_counts(batch)
             out = groups.forward(batch.values(), batch.offsets(), weights, id_counts=counts)
-        if self._arrangement is not None:
-            out = self._arrangement(out, batch)
+        if self._column_order is not None:
+            out = self._column_order(out, batch)
         return KeyedTensor(self._names, self._columns, out)
 
     def _needs_division(self, unit: TableFeature) -> bool:
-        """Return whether the sums of a feature must be divided after the lookup, to give means."""
+        """Return whether the lookup returns sums of a feature whose output are means."""
         is_mean = self.configs[unit.table].pooling is Pooling.MEAN
         return is_mean and self.groups.pooling is Pooling.SUM
 
@@ -580,7 +591,7 @@ class EmbeddingBagCollection(TableCollection):
             batch_sizes=[[stride] for stride in strides],
             id_counts=self._id_counts(batch),
         )
-        keys, inverse = _inverse_of(batch)
+        keys, inverse = _inverse_indices_of(batch)
         dims = [groups.dims[u] for u in groups.order]
         blocks = out.split([n * dim for n, dim in zip(strides, dims, strict=True)])
         lengths = batch.lengths().split(strides)
@@ -594,7 +605,7 @@ class EmbeddingBagCollection(TableCollection):
             features[u] = block
         return torch.cat(features, 1)
 
-    def _like(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
+    def _with_configs(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
         return type(self)(
             configs,
             device=self.device,
@@ -612,7 +623,7 @@ class EmbeddingBagCollection(TableCollection):
         return self._weighted
 
 
-def _inverse_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None]:
+def _inverse_indices_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None]:
     """Return {feature: row of the inverse indices}, and the indices `[F, B]`; else ({}, None)."""
     inverse = batch.inverse_indices_or_none()
     if inverse is not None:
@@ -660,18 +671,18 @@ class _ColumnOrder:
 
     def _descriptors(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `targets` `[T, 7]` and `pieces` `[P, 3]` of `combine` for a batch size."""
-        last = self._last_descriptors
-        if last is None or last[0] != batch or last[1].device != device:
+        descriptors = self._last_descriptors
+        if descriptors is None or descriptors[0] != batch or descriptors[1].device != device:
             targets = self._targets.clone()
             targets[:, TargetColumn.ROWS] = batch
-            divided = targets[:, TargetColumn.FIRST_BAG] >= 0
+            is_mean = targets[:, TargetColumn.FIRST_BAG] >= 0
             targets[:, TargetColumn.FIRST_BAG] = torch.where(
-                divided, targets[:, TargetColumn.FIRST_BAG] * batch, -1
+                is_mean, targets[:, TargetColumn.FIRST_BAG] * batch, -1
             )
-            last = batch, targets.to(device), self._pieces.to(device)
-            if type(last[1]) is Tensor:  # tensors of a trace have no values
-                self._last_descriptors = last
-        return last[1], last[2]
+            descriptors = batch, targets.to(device), self._pieces.to(device)
+            if type(descriptors[1]) is Tensor:  # tensors of a trace have no values
+                self._last_descriptors = descriptors
+        return descriptors[1], descriptors[2]
 
     def __call__(self, out: Tensor, batch: KeyedJaggedTensor) -> Tensor:
         """Return `out` `[B, columns]` in the order of the configurations."""
@@ -767,7 +778,7 @@ class EmbeddingCollection(TableCollection):
         self._names_in_order = [self._units[u].name for u in groups.order]
         self._positions = sorted(range(len(groups.order)), key=groups.order.__getitem__)
 
-    def _like(self, configs: Sequence[EmbeddingConfig]) -> Self:
+    def _with_configs(self, configs: Sequence[EmbeddingConfig]) -> Self:
         return type(self)(
             configs,
             device=self.device,

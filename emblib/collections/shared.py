@@ -38,9 +38,9 @@ from emblib.tables.reading import TableReading
 
 __all__ = ["SharedTable", "SharedTables", "duplicate_tables", "share_tables"]
 
-# A reader chooses its features and pooling. `optimizer` is compared separately: None accepts any
-# optimizer of the table.
-_NOT_IN_COMMON_FIELDS = ("feature_names", "pooling", "optimizer")
+# A reader chooses its features and pooling. `optimizer` is compared separately: a reader with None
+# accepts any optimizer of the table.
+_FIELDS_OF_READERS = ("feature_names", "pooling", "optimizer")
 
 
 class SharedTables:
@@ -160,7 +160,7 @@ class SharedTable:
                 "any storage can have, or make the table dense"
             )
         self.config: TableConfig = config
-        self._span = table_slice.rows, table_slice.columns
+        self._rows_and_columns = table_slice.rows, table_slice.columns
         self._readers: weakref.WeakSet[SharedReader] = weakref.WeakSet()
         self._set_groups(self._make_groups(self.config, device, seeds))
 
@@ -172,7 +172,7 @@ class SharedTable:
                 f"shared table {config.name!r} cannot have GlobalDecay, which scales rows as "
                 "one lookup pools them: leave global_decay out"
             )
-        table_slice = TableSlice(config, *self._span)
+        table_slice = TableSlice(config, *self._rows_and_columns)
         return TableGroups([table_slice], [], pooled=False, device=device, seeds=seeds)
 
     def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
@@ -202,7 +202,7 @@ class SharedTable:
     @property
     def dim(self) -> int:
         """Return the number of columns."""
-        begin, end = self._span[1]
+        begin, end = self._rows_and_columns[1]
         return end - begin
 
     @property
@@ -212,7 +212,7 @@ class SharedTable:
 
     def common_fields(self) -> dict[str, Any]:
         """Return the configuration fields on which all readers must agree."""
-        names = (f.name for f in fields(TableConfig) if f.name not in _NOT_IN_COMMON_FIELDS)
+        names = (f.name for f in fields(TableConfig) if f.name not in _FIELDS_OF_READERS)
         return {name: getattr(self.config, name) for name in names}
 
     def check_reader(self, config: TableConfig) -> None:
@@ -301,7 +301,7 @@ class SharedReader(nn.Module):
         self.output_dtype = torch.float32
         # `TableGroups.set_bounds_check` sets these two.
         self.bounds_check, self.feature_labels = BoundsCheck.WARNING, [""] * num_features
-        # Made on the device at the first lookup. The violations are those of this reader's lookups.
+        # The first lookup makes both on the device. Violations are counted per reader.
         self.features = torch.empty(0, device="meta")
         self.bounds_violations = torch.empty(0, device="meta")
 
@@ -502,14 +502,14 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _duplicates(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the collections by path, by the name of a table that they have but do not share."""
+    """Return {table name: {path: collection}} for each name with several unshared tables."""
     collections: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
     for path, submodule in model.named_modules():
         handles: Any = getattr(submodule, "handles", None)
         for config in getattr(submodule, "configs", ()) if callable(handles) else ():
             if isinstance(config, TableConfig):
                 key = (config.name, config.num_embeddings, config.embedding_dim)
-                table = _identity(submodule, handles(), config.name)
+                table = _identity_of_table(submodule, handles(), config.name)
                 collections.setdefault(key, {}).setdefault(id(table), (path, submodule))
     duplicates: dict[str, dict[str, Any]] = {}
     for (name, _, _), tables in collections.items():
@@ -518,7 +518,7 @@ def _duplicates(model: nn.Module) -> dict[str, dict[str, Any]]:
     return duplicates
 
 
-def _identity(collection: Any, handles: Any, name: str) -> Any:
+def _identity_of_table(collection: Any, handles: Any, name: str) -> Any:
     """Return an object that all collections which read the same table have in common."""
     if isinstance(handles, dict):
         return handles[name]
@@ -615,13 +615,13 @@ def _make_shared_table(name: str, collections_by_path: Mapping[str, Any]) -> Sha
             continue
         _check_alike(table.config, config, first_path, path)
         module = collection.handles()[name].module
-        steps = 0 if collection.device.type == "meta" else getattr(module, "step", 0)
-        if steps and not _are_equal(
+        num_steps = 0 if collection.device.type == "meta" else getattr(module, "step", 0)
+        if num_steps and not _are_equal(
             first.handles()[name].weight, collection.handles()[name].weight
         ):
             raise ValueError(
-                f"table {name!r} of the collection {path!r} has made {steps} steps, which would be "
-                "lost: share tables before training; or load one state dict into all first"
+                f"table {name!r} of the collection {path!r} has made {num_steps} steps, which "
+                "would be lost: share tables before training; or load one state dict into all first"
             )
     assert table is not None
     return table

@@ -51,12 +51,12 @@ def _unpack_nested(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     if lengths is None:
         return values, None, offsets
     # A view into a larger tensor: copy only the values of the bags.
-    packed = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    shifts = torch.repeat_interleave(offsets[:-1] - packed[:-1], lengths)
+    packed_offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    shifts = torch.repeat_interleave(offsets[:-1] - packed_offsets[:-1], lengths)
     return (
         values[shifts + torch.arange(shifts.numel(), device=values.device)],
         lengths,
-        packed,
+        packed_offsets,
     )
 
 

@@ -64,22 +64,22 @@ class JaggedTensor(metaclass=TracedClass):
     ) -> None:
         for name, tensor in (("values", values), ("lengths", lengths), ("offsets", offsets)):
             if tensor is not None and not isinstance(tensor, Tensor):
-                raise no_tensor(name, tensor)
+                raise tensor_type_error(name, tensor)
         if lengths is not None:
             if lengths.dtype is not _INT64 or lengths.dim() != 1:
                 lengths = flat_integers(lengths, "lengths")
                 check_int32_range(lengths, values.size(0), "lengths")
         elif offsets is None:
-            raise no_bags("a JaggedTensor")
+            raise missing_bags_error("a JaggedTensor")
         if offsets is not None:
             if offsets.dtype is not _INT64 or offsets.dim() != 1:
                 offsets = flat_integers(offsets, "offsets")
                 check_int32_range(offsets, values.size(0), "offsets")
-            bags = offsets.numel() - 1
-            if bags < 0 or (lengths is not None and lengths.numel() != bags):
-                raise wrong_offsets(offsets, lengths)
+            num_bags = offsets.numel() - 1
+            if num_bags < 0 or (lengths is not None and lengths.numel() != num_bags):
+                raise offset_count_error(offsets, lengths)
         if weights is not None and weights.size(0) != values.size(0):
-            raise wrong_weights(values, weights)
+            raise weight_count_error(values, weights)
         self._values = values
         self._weights = weights
         self._lengths = lengths
@@ -136,7 +136,7 @@ class JaggedTensor(metaclass=TracedClass):
         Raises:
             ValueError: no bags, or bags of other lengths in `weights` than in `values`.
         """
-        joined, lengths = join(values)
+        joined, lengths = concatenate_bags(values)
         if weights is None:
             return JaggedTensor(joined, None, lengths)
         if [bag.size(0) for bag in weights] != [bag.size(0) for bag in values]:
@@ -235,11 +235,11 @@ class JaggedTensor(metaclass=TracedClass):
 
     def to_dense(self) -> list[Tensor]:
         """Return one view of the values per bag; reads the lengths from the device."""
-        return rows_of(self._values, self.lengths())
+        return bag_views(self._values, self.lengths())
 
     def to_dense_weights(self) -> list[Tensor] | None:
         """Return one view of the weights per bag; None without weights."""
-        return None if self._weights is None else rows_of(self._weights, self.lengths())
+        return None if self._weights is None else bag_views(self._weights, self.lengths())
 
     def to_padded_dense(
         self, desired_length: int | None = None, padding_value: float = 0.0
@@ -258,12 +258,12 @@ class JaggedTensor(metaclass=TracedClass):
             return None
         return self._pad_dense(self._weights, desired_length, padding_value)
 
-    def _pad_dense(self, values: Tensor, width: int | None, padding: float) -> Tensor:
+    def _pad_dense(self, values: Tensor, num_columns: int | None, padding: float) -> Tensor:
         """Return values as `[B, width, ...]`, padded or cut; None is the longest length."""
         lengths = self.lengths()
-        if width is None:
-            width = int(lengths.max()) if lengths.numel() else 0
-        return pad(values, lengths, self.offsets(), width, padding)
+        if num_columns is None:
+            num_columns = int(lengths.max()) if lengths.numel() else 0
+        return pad(values, lengths, self.offsets(), num_columns, padding)
 
     def to_nested(self) -> Tensor:
         """Return the values as a jagged `torch.nested` tensor `[B, j, ...]`, sharing memory."""
@@ -305,14 +305,14 @@ class JaggedTensor(metaclass=TracedClass):
             ValueError: other shapes of values or weights, weights in only one of them, or another
                 number of bags; nothing is changed.
         """
-        (shapes, bags), (other_shapes, other_bags) = (
+        (shapes, num_bags), (other_shapes, other_num_bags) = (
             ([None if t is None else list(t.shape) for t in (x._values, x._weights)], x._num_bags())
             for x in (self, other)
         )
-        if shapes != other_shapes or bags != other_bags:
+        if shapes != other_shapes or num_bags != other_num_bags:
             raise ValueError(
-                f"copy_ needs values and weights of shapes {shapes} in {bags} bags, got "
-                f"{other_shapes} in {other_bags}"
+                f"copy_ needs values and weights of shapes {shapes} in {num_bags} bags, got "
+                f"{other_shapes} in {other_num_bags}"
             )
         self._values.copy_(other._values, non_blocking=non_blocking)
         if self._weights is not None:
@@ -356,23 +356,23 @@ class JaggedTensor(metaclass=TracedClass):
         return f"JaggedTensor({self.lengths().numel()} bags, {values})"
 
 
-def rows_of(values: Tensor, lengths: Tensor) -> list[Tensor]:
+def bag_views(values: Tensor, lengths: Tensor) -> list[Tensor]:
     """Return the bags as views of `values`, one tensor each; reads `lengths` from the device."""
     return list(values.split(lengths.tolist()))
 
 
-def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the rows concatenated, and their lengths, int32.
+def concatenate_bags(bags: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the bags concatenated, and their lengths, int32.
 
-    The rows must have the same shape apart from dimension 0.
+    The bags must have the same shape apart from dimension 0.
 
     Raises:
-        ValueError: no rows, so that there is no dtype.
+        ValueError: no bags, so that the dtype is unknown.
     """
-    if not rows:
+    if not bags:
         raise ValueError("a list of bags must not be empty: use JaggedTensor.empty()")
-    values = torch.cat(list(rows))
-    lengths = [row.size(0) for row in rows]
+    values = torch.cat(list(bags))
+    lengths = [bag.size(0) for bag in bags]
     return values, torch.tensor(lengths, dtype=torch.int32, device=values.device)
 
 
@@ -393,17 +393,19 @@ def unpad(padded: Tensor | None, lengths: Tensor) -> Any:
     return padded[column < lengths.unsqueeze(1)]
 
 
-def pad(values: Tensor, lengths: Tensor, offsets: Tensor, width: int, padding: float) -> Tensor:
-    """Return `[B, width, ...]`: bag b in row b, cut or filled with `padding`; no wait for a GPU."""
-    shape = (lengths.numel(), width, *values.shape[1:])
+def pad(
+    values: Tensor, lengths: Tensor, offsets: Tensor, num_columns: int, padding: float
+) -> Tensor:
+    """Return `[B, num_columns, ...]`: bag b in row b, cut or padded; no wait for a GPU."""
+    shape = (lengths.numel(), num_columns, *values.shape[1:])
     if not values.size(0):
         return values.new_full(shape, padding)
-    column = torch.arange(width, device=values.device)
-    position = offsets[:-1].unsqueeze(1) + column
+    column = torch.arange(num_columns, device=values.device)
+    positions = offsets[:-1].unsqueeze(1) + column
     # Positions after the last value are padding.
-    rows = values[position.clamp(max=values.size(0) - 1)]
+    padded = values[positions.clamp(max=values.size(0) - 1)]
     is_value = (column < lengths.unsqueeze(1)).reshape(*shape[:2], *([1] * (values.dim() - 1)))
-    return torch.where(is_value, rows, rows.new_full((), padding))
+    return torch.where(is_value, padded, padded.new_full((), padding))
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
@@ -478,26 +480,26 @@ def check_int32_range(tensor: Tensor, num_values: int, name: str) -> None:
         )
 
 
-def no_tensor(name: str, argument: object) -> TypeError:
+def tensor_type_error(name: str, argument: object) -> TypeError:
     """Return the error for an argument that is not a tensor."""
     return TypeError(
         f"{name} must be a tensor, got {type(argument).__name__}: e.g. {name}=torch.tensor(...)"
     )
 
 
-def no_bags(name: str) -> ValueError:
+def missing_bags_error(name: str) -> ValueError:
     """Return the error for an object constructed without lengths and offsets."""
     return ValueError(f"{name} needs lengths or offsets, got neither")
 
 
-def wrong_weights(values: Tensor, weights: Tensor) -> ValueError:
+def weight_count_error(values: Tensor, weights: Tensor) -> ValueError:
     """Return the error for a number of weights other than the number of values."""
     return ValueError(
         f"weights must be one per value, got {weights.size(0)} for {values.size(0)} values"
     )
 
 
-def wrong_offsets(offsets: Tensor, lengths: Tensor | None) -> ValueError:
+def offset_count_error(offsets: Tensor, lengths: Tensor | None) -> ValueError:
     """Return the error for a number of offsets other than the number of bags + 1."""
     bags = "" if lengths is None else f" = {lengths.numel()} + 1"
     return ValueError(
@@ -512,20 +514,20 @@ def check_content(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
     """
     num_values = values.size(0)
     if offsets is not None:
-        steps = offsets.diff()
+        bag_lengths = offsets.diff()
         if not offsets.numel() or int(offsets[0]) != 0 or int(offsets[-1]) != num_values:
-            bounds = (int(offsets[0]), int(offsets[-1])) if offsets.numel() else "none"
+            ends = (int(offsets[0]), int(offsets[-1])) if offsets.numel() else "none"
             raise ValueError(
                 f"offsets must go from 0 to the number of values = {num_values}, they go from/to "
-                f"{bounds}"
+                f"{ends}"
             )
-        if steps.numel() and int(steps.min()) < 0:
-            bag = int(steps.argmin())
+        if bag_lengths.numel() and int(bag_lengths.min()) < 0:
+            bag = int(bag_lengths.argmin())
             raise ValueError(
                 f"offsets must not decrease, they do after bag {bag}: "
                 f"{offsets[bag : bag + 2].tolist()}"
             )
-        if lengths is not None and not torch.equal(steps.to(lengths.dtype), lengths):
+        if lengths is not None and not torch.equal(bag_lengths.to(lengths.dtype), lengths):
             raise ValueError("lengths and offsets must describe the same bags: give only one")
     elif lengths is not None:
         if lengths.numel() and int(lengths.min()) < 0:
@@ -541,8 +543,11 @@ def bags_text(values: Tensor, weights: Tensor | None, lengths: Tensor, indent: s
     """Format bags as `[[1, 2], [], [3]]`; with weights, format both by name."""
     if weights is None:
         return nested_text(values, lengths)
-    both = {"values": nested_text(values, lengths), "weights": nested_text(weights, lengths)}
-    return braces([f'"{name}": {text}' for name, text in both.items()], indent)
+    text_of_name = {
+        "values": nested_text(values, lengths),
+        "weights": nested_text(weights, lengths),
+    }
+    return braces([f'"{name}": {text}' for name, text in text_of_name.items()], indent)
 
 
 def keyed_text(name: str, entries: dict[str, str]) -> str:

@@ -17,37 +17,37 @@ from emblib.jagged.jagged_tensor import (
     check_int32_range,
     flat_integers,
     keyed_text,
-    no_bags,
-    no_tensor,
+    missing_bags_error,
+    offset_count_error,
     refuse_dtype,
     running_sums,
-    wrong_offsets,
-    wrong_weights,
+    tensor_type_error,
+    weight_count_error,
 )
 from emblib.jagged.keyed_layout import (
     InverseIndices,
     Strides,
     bags_per_key,
-    bounds_of,
+    block_offsets,
     cached_strides,
     check_inverse,
     checked_lengths,
     concat_arguments,
+    consecutive_blocks,
     dict_arguments,
-    is_run,
+    first_position_of_keys,
+    is_consecutive,
     list_of_keys,
-    positions_of,
     refuse_stride,
-    span,
     stride_lists,
 )
 from emblib.ops.route import gather_segments, is_captured, segments_at_end, take_or_fill
 
 _INT64 = torch.int64
 
-# Names of types within a class that TorchScript resolves, which takes no unions inside of others.
+# Named types: TorchScript resolves the types within a class, and supports no nested unions.
 _Tensors = tuple[Tensor, Tensor | None, Tensor]
-_Change = Callable[[Tensor], Tensor]
+_TensorMap = Callable[[Tensor], Tensor]
 
 
 class KeyedJaggedTensor(metaclass=TracedClass):
@@ -133,28 +133,28 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             stride_per_key_per_rank = cached_strides(stride, stride_per_key_per_rank, **cached)
         self._keys = keys if type(keys) is list else list_of_keys(keys)
         if not isinstance(values, Tensor):
-            raise no_tensor("values", values)
+            raise tensor_type_error("values", values)
         if lengths is not None:
             if not isinstance(lengths, Tensor):
-                raise no_tensor("lengths", lengths)
+                raise tensor_type_error("lengths", lengths)
             if lengths.dtype is not _INT64 or lengths.dim() != 1:
                 lengths = flat_integers(lengths, "lengths")
                 check_int32_range(lengths, values.size(0), "lengths")
             num_bags = lengths.numel()
         elif offsets is None:
-            raise no_bags("a KeyedJaggedTensor")
+            raise missing_bags_error("a KeyedJaggedTensor")
         if offsets is not None:
             if not isinstance(offsets, Tensor):
-                raise no_tensor("offsets", offsets)
+                raise tensor_type_error("offsets", offsets)
             if offsets.dtype is not _INT64 or offsets.dim() != 1:
                 offsets = flat_integers(offsets, "offsets")
                 check_int32_range(offsets, values.size(0), "offsets")
             num_intervals = offsets.numel() - 1
             if num_intervals < 0 or (lengths is not None and num_intervals != num_bags):
-                raise wrong_offsets(offsets, lengths)
+                raise offset_count_error(offsets, lengths)
             num_bags = num_intervals
         if weights is not None and weights.size(0) != values.size(0):
-            raise wrong_weights(values, weights)
+            raise weight_count_error(values, weights)
         self._values = values
         self._weights = weights
         self._lengths = lengths
@@ -167,7 +167,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         self._offset_per_key: list[int] | None = None
         if length_per_key is not None:
             self._length_per_key = checked_lengths(length_per_key, self._keys, values.size(0))
-            self._offset_per_key = bounds_of(self._length_per_key)
+            self._offset_per_key = block_offsets(self._length_per_key)
         if stride_per_key_per_rank is None:
             num_keys = len(self._keys)
             if stride is None:
@@ -176,9 +176,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
                 refuse_stride(stride, num_keys, num_bags)
             self._stride = stride
         else:
-            self._vary_strides(stride_lists(stride_per_key_per_rank), num_bags, stride)
+            self._set_strides(stride_lists(stride_per_key_per_rank), num_bags, stride)
 
-    def _vary_strides(self, strides: list[list[int]], num_bags: int, stride: int | None) -> None:
+    def _set_strides(self, strides: list[list[int]], num_bags: int, stride: int | None) -> None:
         """Set strides that may differ by feature; a `stride` of None is computed, see the class."""
         self._stride_per_key_per_rank = strides
         self._stride_per_key = bags_per_key(strides, len(self._keys), num_bags)
@@ -413,7 +413,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     def lengths_offset_per_key(self) -> list[int]:
         """Return the offset of each feature's bags in `lengths()`, and the number of bags."""
-        return bounds_of(self.stride_per_key())
+        return block_offsets(self.stride_per_key())
 
     def offset_per_key(self) -> list[int]:
         """Return the offset of each feature's values, and L; read from the device on first use.
@@ -444,10 +444,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     def index_per_key(self) -> dict[str, int]:
         """Return the position of each key; the first position of a repeated key."""
-        index = self._index_per_key
-        if index is None:
-            index = self._index_per_key = positions_of(self._keys)
-        return index
+        position_of_key = self._index_per_key
+        if position_of_key is None:
+            position_of_key = self._index_per_key = first_position_of_keys(self._keys)
+        return position_of_key
 
     _key_indices = index_per_key  # the name that TorchRec's modules call
 
@@ -486,7 +486,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """
         check_content(self._values, self._lengths, self._offsets)
         length_per_key, bounds = self._length_per_key, self._read_bounds()
-        if length_per_key is not None and bounds_of(length_per_key) != bounds:
+        if length_per_key is not None and block_offsets(length_per_key) != bounds:
             raise ValueError(
                 f"length_per_key must be the values per key, {[b - a for a, b in pairwise(bounds)]}"
                 f" by the offsets, got {length_per_key}"
@@ -545,15 +545,15 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         Raises:
             ValueError: segments that are negative or do not add up to the number of keys.
         """
-        if sum(segments) != len(self._keys) or any(count < 0 for count in segments):
+        if sum(segments) != len(self._keys) or any(num_keys < 0 for num_keys in segments):
             raise ValueError(
                 f"segments must be >= 0 and add up to the number of keys = {len(self._keys)}, got "
                 f"{list(segments)}"
             )
         batches, begin = [], 0
-        for count in segments:
-            batches.append(self._select_keys(range(begin, begin + count)))
-            begin += count
+        for num_keys in segments:
+            batches.append(self._select_keys(range(begin, begin + num_keys)))
+            begin += num_keys
         return batches
 
     def permute(
@@ -578,8 +578,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """
         if any(not 0 <= i < len(self._keys) for i in indices):
             raise IndexError(f"positions must be 0 to {len(self._keys) - 1}, got {list(indices)}")
-        is_unknown = self._length_per_key is None and not self.variable_stride_per_key()
-        if indices_tensor is not None and is_unknown and self._stride and is_captured(self._values):
+        is_unread = self._length_per_key is None and not self.variable_stride_per_key()
+        if indices_tensor is not None and is_unread and self._stride and is_captured(self._values):
             return self._select_keys_padded(indices, indices_tensor)
         return self._select_keys(indices, indices_tensor)
 
@@ -591,9 +591,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         The result has the number of values of this batch, times the largest number of repetitions
         of a feature. Values before its first offset are padding: -1, with weights of 0.
         """
-        count = self._values.size(0) * max(Counter(order).values(), default=0)
-        starts = self.offsets()[:: self._stride]
-        sources, begins = segments_at_end(starts, order_tensor, count)
+        num_values = self._values.size(0) * max(Counter(order).values(), default=0)
+        value_offsets = self.offsets()[:: self._stride]
+        sources, begins = segments_at_end(value_offsets, order_tensor, num_values)
         lengths = self.lengths().view(len(self._keys), -1).index_select(0, order_tensor).view(-1)
         offsets, weights = running_sums(lengths), self._weights
         return KeyedJaggedTensor.from_valid(
@@ -611,7 +611,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     ) -> "KeyedJaggedTensor":
         """Return the features at the positions `order`; `order_tensor` has them on the device."""
         sizes = self.length_per_key()
-        tensors = self._view(order) if is_run(order) else self._gather(order, order_tensor)
+        tensors = self._view(order) if is_consecutive(order) else self._gather(order, order_tensor)
         keys, strides = self._keys, self._stride_per_key_per_rank
         selected = KeyedJaggedTensor.from_valid(
             [keys[i] for i in order],
@@ -628,9 +628,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Return values, weights and lengths of consecutive features, as views."""
         bounds, weights = self.offset_per_key(), self._weights
         return (
-            span(self._values, bounds, order),
-            None if weights is None else span(weights, bounds, order),
-            span(self.lengths(), self.lengths_offset_per_key(), order),
+            consecutive_blocks(self._values, bounds, order),
+            None if weights is None else consecutive_blocks(weights, bounds, order),
+            consecutive_blocks(self.lengths(), self.lengths_offset_per_key(), order),
         )
 
     def _gather(self, order: Sequence[int], order_tensor: Tensor | None) -> _Tensors:
@@ -640,7 +640,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             order_tensor = torch.tensor(order, device=values.device)
         else:
             order_tensor = order_tensor.to(torch.int64)
-        bags, sizes = self.stride_per_key(), self.length_per_key()
+        strides, sizes = self.stride_per_key(), self.length_per_key()
         if self._stride_per_key_per_rank is None and self._stride and self._offsets is not None:
             starts = self._offsets[:: self._stride]
         else:
@@ -650,12 +650,12 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         else:
             first_bags = torch.tensor(self.lengths_offset_per_key(), device=values.device)
             selected_lengths = gather_segments(
-                lengths, first_bags, order_tensor, sum(bags[i] for i in order)
+                lengths, first_bags, order_tensor, sum(strides[i] for i in order)
             )
-        total = sum(sizes[i] for i in order)
+        num_values = sum(sizes[i] for i in order)
         return (
-            gather_segments(values, starts, order_tensor, total),
-            None if weights is None else gather_segments(weights, starts, order_tensor, total),
+            gather_segments(values, starts, order_tensor, num_values),
+            None if weights is None else gather_segments(weights, starts, order_tensor, num_values),
             selected_lengths,
         )
 
@@ -754,7 +754,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             tensor.untyped_storage().resize_(0)
         return freed
 
-    def _map_tensors(self, change: _Change) -> "KeyedJaggedTensor":
+    def _map_tensors(self, change: _TensorMap) -> "KeyedJaggedTensor":
         """Return a batch in which `change` has replaced each tensor; known numbers are kept."""
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse

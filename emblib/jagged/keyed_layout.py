@@ -16,33 +16,33 @@ InverseIndices = tuple[list[str], Tensor]
 """F keys, and the bag of each of B examples per key, int64 `[F, B]`."""
 
 
-def bounds_of(lengths: Sequence[int]) -> list[int]:
+def block_offsets(lengths: Sequence[int]) -> list[int]:
     """Return the offsets of blocks with these lengths: each start, and the end of the last."""
     return list(accumulate(lengths, initial=0))
 
 
-def positions_of(keys: Sequence[str]) -> dict[str, int]:
+def first_position_of_keys(keys: Sequence[str]) -> dict[str, int]:
     """Return the position of each key; the first position of a repeated key."""
-    index: dict[str, int] = {}
+    first_position: dict[str, int] = {}
     for position, key in enumerate(keys):
-        index.setdefault(key, position)
-    return index
+        first_position.setdefault(key, position)
+    return first_position
 
 
-def is_run(order: Sequence[int]) -> bool:
-    """Return whether an order of features is ascending without gaps, or empty."""
-    return all(second == first + 1 for first, second in pairwise(order))
+def is_consecutive(positions: Sequence[int]) -> bool:
+    """Return whether positions ascend without gaps, or are empty."""
+    return all(second == first + 1 for first, second in pairwise(positions))
 
 
-def span(tensor: Tensor, bounds: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return the blocks of the features `order` as one view; block f starts at `bounds[f]`.
+def consecutive_blocks(tensor: Tensor, offsets: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """Return the blocks at `positions` as one view; block f starts at `offsets[f]`.
 
-    The caller must pass an `order` for which `is_run` holds.
+    `is_consecutive(positions)` must hold; not checked.
     """
-    if not order:
+    if not positions:
         return tensor.narrow(0, 0, 0)
-    start = bounds[order[0]]
-    return tensor.narrow(0, start, bounds[order[-1] + 1] - start)
+    start = offsets[positions[0]]
+    return tensor.narrow(0, start, offsets[positions[-1] + 1] - start)
 
 
 def list_of_keys(keys: Sequence[str]) -> list[str]:
@@ -134,22 +134,26 @@ def refuse_stride(stride: int, num_keys: int, num_bags: int) -> None:
     )
 
 
-def check_inverse(inverse: InverseIndices, bags: dict[str, int]) -> None:
+def check_inverse(inverse: InverseIndices, num_bags: dict[str, int]) -> None:
     """Raise ValueError unless `inverse` has a row of valid bags for each key; reads the device.
 
-    `bags` is the number of bags by key. Rows of further keys are allowed: after a split of a batch
-    they belong to its other parts.
+    `num_bags` is the number of bags by key. Rows of further keys are allowed: after a split of a
+    batch they belong to its other parts.
     """
     keys, indices = inverse
-    if not bags.keys() <= set(keys) or indices.dim() != 2 or indices.size(0) != len(keys):
+    if not num_bags.keys() <= set(keys) or indices.dim() != 2 or indices.size(0) != len(keys):
         raise ValueError(
-            f"inverse_indices must be keys and one row for each, of {sorted(bags)} at least, got "
-            f"{sorted(keys)} and {list(indices.shape)}"
+            f"inverse_indices must be keys and one row for each, of {sorted(num_bags)} at least, "
+            f"got {sorted(keys)} and {list(indices.shape)}"
         )
     for key, row in zip(keys, indices, strict=True):
-        if key in bags and row.numel() and not 0 <= int(row.min()) <= int(row.max()) < bags[key]:
+        if (
+            key in num_bags
+            and row.numel()
+            and not 0 <= int(row.min()) <= int(row.max()) < num_bags[key]
+        ):
             raise ValueError(
-                f"the inverse indices of {key!r} must be bags 0 to {bags[key] - 1}, got "
+                f"the inverse indices of {key!r} must be bags 0 to {num_bags[key] - 1}, got "
                 f"{int(row.min())} to {int(row.max())}"
             )
 
@@ -169,13 +173,15 @@ def dict_arguments(
         raise ValueError("from_jt_dict needs a feature, got none: use KeyedJaggedTensor.empty()")
     lengths = [tensor.lengths() for tensor in jagged.values()]
     strides = [tensor.numel() for tensor in lengths]
-    is_varied = force_variable_stride or len(set(strides)) > 1
+    has_variable_stride = force_variable_stride or len(set(strides)) > 1
     return {
         "keys": list(jagged),
         "values": torch.cat([tensor.values() for tensor in jagged.values()]),
         "weights": _join_weights([tensor.weights_or_none() for tensor in jagged.values()]),
         "lengths": torch.cat(lengths),
-        "stride_per_key_per_rank": [[stride] for stride in strides] if is_varied else None,
+        "stride_per_key_per_rank": [[stride] for stride in strides]
+        if has_variable_stride
+        else None,
     }
 
 
@@ -190,10 +196,10 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
         raise ValueError("concat needs a batch, got none: use KeyedJaggedTensor.empty()")
     # `KeyedJaggedTensor.empty()` fits any number of examples.
     strides = {batch.stride() for batch in batches if batch.keys() or batch.stride()}
-    is_varied = any(batch.variable_stride_per_key() for batch in batches)
+    has_variable_stride = any(batch.variable_stride_per_key() for batch in batches)
     has_inverse = any(batch.inverse_indices_or_none() is not None for batch in batches)
     sizes = [batch.length_per_key_or_none() for batch in batches]
-    if len(strides) > 1 and (not is_varied or has_inverse):
+    if len(strides) > 1 and (not has_variable_stride or has_inverse):
         raise ValueError(f"batches must have the same stride, got {sorted(strides)}")
     return {
         "keys": [key for batch in batches for key in batch.keys()],  # noqa: SIM118
@@ -201,7 +207,7 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
         "weights": _join_weights([batch.weights_or_none() for batch in batches]),
         "lengths": torch.cat([batch.lengths() for batch in batches]),
         "stride": max(strides, default=0),
-        "stride_per_key_per_rank": _join_strides(batches) if is_varied else None,
+        "stride_per_key_per_rank": _join_strides(batches) if has_variable_stride else None,
         "inverse_indices": _join_inverse(batches) if has_inverse else None,
         "length_per_key": None if None in sizes else [size for row in sizes for size in row or ()],
     }
@@ -212,11 +218,11 @@ def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
 
     Raises ValueError if the numbers of ranks differ.
     """
-    ranks = {len(row) for batch in batches for row in batch.stride_per_key_per_rank()}
+    rank_counts = {len(row) for batch in batches for row in batch.stride_per_key_per_rank()}
     has_equal_strides = any(
         batch.keys() and not batch.variable_stride_per_key() for batch in batches
     )
-    if len(ranks) > 1 or (has_equal_strides and ranks != {1}):
+    if len(rank_counts) > 1 or (has_equal_strides and rank_counts != {1}):
         raise ValueError(
             "batches of variable stride must have the same number of ranks, got "
             f"{[len(row) for b in batches for row in b.stride_per_key_per_rank()[:1]]}: give all "
@@ -235,7 +241,7 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
     A batch of equal strides may have none. Raises ValueError if one of variable stride has none.
     """
     keys: list[str] = []
-    rows: list[Tensor] = []
+    index_rows: list[Tensor] = []
     for batch in batches:
         batch_keys, inverse = batch.keys(), batch.inverse_indices_or_none()
         if not batch_keys:
@@ -248,25 +254,25 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
                 )
             # Without inverse indices every example has its own bag.
             identity = torch.arange(batch.stride(), device=batch.device())
-            rows.append(identity.expand(len(batch_keys), -1))
+            index_rows.append(identity.expand(len(batch_keys), -1))
         elif inverse[0] == batch_keys:
-            rows.append(inverse[1])
+            index_rows.append(inverse[1])
         else:
             position_of = {key: i for i, key in enumerate(inverse[0])}
-            rows.append(inverse[1][[position_of[key] for key in batch_keys]])
+            index_rows.append(inverse[1][[position_of[key] for key in batch_keys]])
         keys += batch_keys
-    if not rows:
+    if not index_rows:
         return next(batch.inverse_indices() for batch in batches if batch.inverse_indices_or_none())
-    return keys, torch.cat(rows)
+    return keys, torch.cat(index_rows)
 
 
 def _join_weights(weights: Sequence[Tensor | None]) -> Tensor | None:
     """Concatenate weights, None if none has any; raise ValueError if only some have."""
-    present = [tensor for tensor in weights if tensor is not None]
-    if not present:
+    weight_tensors = [tensor for tensor in weights if tensor is not None]
+    if not weight_tensors:
         return None
-    if len(present) != len(weights):
+    if len(weight_tensors) != len(weights):
         raise ValueError(
-            f"all or none must have weights, got them in {len(present)} of {len(weights)}"
+            f"all or none must have weights, got them in {len(weight_tensors)} of {len(weights)}"
         )
-    return torch.cat(present)
+    return torch.cat(weight_tensors)

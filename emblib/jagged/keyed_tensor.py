@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from emblib.jagged import convert
 from emblib.jagged.jagged_tensor import TracedClass, keyed_text, nested_text
-from emblib.jagged.keyed_layout import bounds_of
+from emblib.jagged.keyed_layout import block_offsets
 
 
 class KeyedTensor(metaclass=TracedClass):
     """A matrix `[B, sum of lengths]` of named blocks of columns, e.g. pooled rows by feature.
 
     Args:
-        keys: the name of each block. Of a repeated key, all methods take the last block.
+        keys: the name of each block. If a key is repeated, all methods use its last block.
         length_per_key: size of each block along `key_dim`. Lists here and in `keys` are not copied:
             do not change them afterwards.
         values: the matrix, or any tensor with these blocks along `key_dim`; not copied. Only
@@ -112,16 +112,16 @@ class KeyedTensor(metaclass=TracedClass):
         """Return the offset of each block, and the end of the last; do not modify the list."""
         bounds = self._offset_per_key
         if bounds is None:
-            bounds = self._offset_per_key = bounds_of(self._length_per_key)
+            bounds = self._offset_per_key = block_offsets(self._length_per_key)
         return bounds
 
     def index_per_key(self) -> dict[str, int]:
         """Return the last position of each key; do not modify the dictionary."""
-        index = self._index_per_key
-        if index is None:
-            index = {key: position for position, key in enumerate(self._keys)}
-            self._index_per_key = index
-        return index
+        position_of_key = self._index_per_key
+        if position_of_key is None:
+            position_of_key = {key: position for position, key in enumerate(self._keys)}
+            self._index_per_key = position_of_key
+        return position_of_key
 
     _key_indices = index_per_key  # the name that TorchRec's modules call
 
@@ -281,7 +281,7 @@ class HasNamedBlocks(Protocol):
 
 
 def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-    """Concatenate the blocks of the keys of each group; see `KeyedTensor.regroup` for errors.
+    """Concatenate the blocks of each group's keys; see `KeyedTensor.regroup` for errors.
 
     Each tensor is split only once, so that backward builds one gradient for it.
     """

@@ -32,7 +32,7 @@ def drop_padding_from_bags(
 
     Returns:
         `indices`, `offsets` and `per_sample_weights` of the remaining ids, copied, in their dtypes;
-        None for weights of None.
+        the weights are None if `per_sample_weights` is.
 
     Example:
         >>> ids, offsets = torch.tensor([3, 0, 0, 5]), torch.tensor([0, 2, 4])
@@ -42,7 +42,7 @@ def drop_padding_from_bags(
     is_valid = indices != padding_idx
     positions = is_valid.nonzero().squeeze(1)  # the only wait for a GPU
     weights = None if per_sample_weights is None else per_sample_weights[positions]
-    return indices[positions], _offsets_of(is_valid, offsets), weights
+    return indices[positions], _remaining_offsets(is_valid, offsets), weights
 
 
 def drop_padding(
@@ -73,27 +73,29 @@ def drop_padding(
         if unknown:
             raise KeyError(f"padding_idx names {unknown}, which are not among {batch.keys()}")
         is_valid = torch.ones_like(values, dtype=torch.bool)
-        bounds = batch.offset_per_key()
-        for key, begin, end in zip(batch.keys(), bounds[:-1], bounds[1:], strict=True):
+        value_offsets = batch.offset_per_key()
+        for key, begin, end in zip(
+            batch.keys(), value_offsets[:-1], value_offsets[1:], strict=True
+        ):
             if key in padding_idx:
                 is_valid[begin:end] = values[begin:end] != padding_idx[key]
     else:
         is_valid = values != padding_idx
     positions = is_valid.nonzero().squeeze(1)
     weights = batch.weights_or_none()
-    varies = batch.variable_stride_per_key()
+    has_variable_stride = batch.variable_stride_per_key()
     return KeyedJaggedTensor(
         batch.keys(),
         values[positions],
         None if weights is None else weights[positions],
-        offsets=_offsets_of(is_valid, batch.offsets()),
-        stride=None if varies else batch.stride(),
-        stride_per_key_per_rank=batch.stride_per_key_per_rank() if varies else None,
+        offsets=_remaining_offsets(is_valid, batch.offsets()),
+        stride=None if has_variable_stride else batch.stride(),
+        stride_per_key_per_rank=batch.stride_per_key_per_rank() if has_variable_stride else None,
         inverse_indices=batch.inverse_indices_or_none(),
     )
 
 
-def _offsets_of(is_valid: Tensor, offsets: Tensor) -> Tensor:
+def _remaining_offsets(is_valid: Tensor, offsets: Tensor) -> Tensor:
     """Return the offsets after removing the ids for which `is_valid`, bool `[L]`, is false."""
     num_before = torch.cat([is_valid.new_zeros(1, dtype=torch.int64), is_valid.cumsum(0)])
     return num_before[offsets.to(torch.int64)].to(offsets.dtype)

@@ -2,8 +2,8 @@
 
 A node is flattened to leaves, its tensors by the names of its attributes, and a context, a list of
 its other fields. `torch.utils._pytree` flattens eager code and exported programs, and
-`torch.fx._pytree` the inputs of a traced graph. The latter passes the structure that the graph was
-traced with: keys in another order are reordered to it.
+`torch.fx._pytree` the inputs of a traced graph. The latter passes the structure with which the
+graph was traced: keys of an input in another order are reordered to it.
 """
 
 from collections.abc import Callable, Iterable
@@ -115,10 +115,10 @@ def _reorder_keyed_jagged(batch: KeyedJaggedTensor, context: Context) -> KeyedJa
     """Reorder features and rows of the inverse indices as in `context`."""
     keys, *_, inverse_keys = context
     if batch._keys != keys:
-        batch = batch.permute([_position(key, batch._keys) for key in keys])
+        batch = batch.permute([_require_position(key, batch._keys) for key in keys])
     inverse = batch._inverse
     if inverse is not None and inverse_keys is not None and inverse[0] != inverse_keys:
-        rows = [_position(key, inverse[0]) for key in inverse_keys]
+        rows = [_require_position(key, inverse[0]) for key in inverse_keys]
         batch = batch.permute(range(len(keys)))  # a new object, so that the caller's is unchanged
         batch._inverse = inverse_keys, inverse[1][rows]
     return batch
@@ -128,13 +128,13 @@ def _reorder_keyed(tensor: KeyedTensor, context: Context) -> KeyedTensor:
     """Select the blocks of the keys of `context`, in its order."""
     keys = context[0]
     for key in keys:
-        _position(key, tensor._keys)  # raises KeyError
+        _require_position(key, tensor._keys)  # raises KeyError
     lengths = [tensor._length_per_key[tensor.index_per_key()[key]] for key in keys]
     return KeyedTensor(keys, lengths, regroup([tensor], [keys])[0], tensor._key_dim)
 
 
-def _position(key: str, keys: list[str]) -> int:
-    """Return the number of a key; raise KeyError if an input of a graph lacks it."""
+def _require_position(key: str, keys: list[str]) -> int:
+    """Return the position of a key; raise KeyError if an input of a graph lacks it."""
     if key not in keys:
         raise KeyError(f"a graph was made for inputs with the key {key!r}; there are {keys}")
     return keys.index(key)

@@ -39,9 +39,9 @@ _MUST_MATCH = (
 
 
 class BatchPart(NamedTuple):
-    """One static tensor: its leaf in the batch, its kind, shape without the ids, and dtype."""
+    """One static tensor: its leaf, its kind, its dtype, and its shape without the number of ids."""
 
-    leaf: int  # index in the flattened batch
+    leaf_index: int  # in the flattened batch
     kind: str  # "values", "weights", "offsets" or "dense"
     shape: tuple[int, ...]  # of values and weights without the first dimension
     dtype: torch.dtype
@@ -81,20 +81,20 @@ class BatchLayout:
         self.tree = tree
         self.parts: list[BatchPart] = []
         self.fixed: list[_FixedPart] = []
-        for number, leaf in enumerate(leaves):
-            self.fixed.append(_fixed_part(leaf, number))
+        for leaf_index, leaf in enumerate(leaves):
+            self.fixed.append(_fixed_part_of(leaf, leaf_index))
             if isinstance(leaf, KeyedJaggedTensor | JaggedTensor):
                 values, weights = leaf.values(), leaf.weights_or_none()
                 self.parts.append(
-                    BatchPart(number, "values", tuple(values.shape[1:]), values.dtype)
+                    BatchPart(leaf_index, "values", tuple(values.shape[1:]), values.dtype)
                 )
                 if weights is not None:
                     shape = tuple(weights.shape[1:])
-                    self.parts.append(BatchPart(number, "weights", shape, weights.dtype))
+                    self.parts.append(BatchPart(leaf_index, "weights", shape, weights.dtype))
                 count, dtype = _num_offsets(leaf)
-                self.parts.append(BatchPart(number, "offsets", (count,), dtype))
+                self.parts.append(BatchPart(leaf_index, "offsets", (count,), dtype))
             elif isinstance(leaf, Tensor):
-                self.parts.append(BatchPart(number, "dense", tuple(leaf.shape), leaf.dtype))
+                self.parts.append(BatchPart(leaf_index, "dense", tuple(leaf.shape), leaf.dtype))
 
     @classmethod
     def of(cls, batch: Any) -> tuple[BatchLayout, list[Any]]:
@@ -115,27 +115,29 @@ class BatchLayout:
         if self.parts != other.parts or self.fixed != other.fixed:
             other_entries: dict[int, list[Any]] = {}
             entries: dict[int, list[Any]] = {}
-            for described, layout in ((entries, self), (other_entries, other)):
-                for number, fixed in enumerate(layout.fixed):
-                    described[number] = [fixed]
+            for entries_of_leaf, layout in ((entries, self), (other_entries, other)):
+                for leaf_index, fixed in enumerate(layout.fixed):
+                    entries_of_leaf[leaf_index] = [fixed]
                 for part in layout.parts:
-                    described[part.leaf].append(f"{part.kind} {list(part.shape)} {part.dtype}")
-            number = next(n for n in entries if entries[n] != other_entries[n])
+                    entries_of_leaf[part.leaf_index].append(
+                        f"{part.kind} {list(part.shape)} {part.dtype}"
+                    )
+            leaf_index = next(n for n in entries if entries[n] != other_entries[n])
             raise ValueError(
-                f"{_MUST_MATCH}leaf {number} has {other_entries[number]}, that of the first one "
-                f"{entries[number]}"
+                f"{_MUST_MATCH}leaf {leaf_index} has {other_entries[leaf_index]}, that of the "
+                f"first one {entries[leaf_index]}"
             )
 
     def device_of(self, leaves: Sequence[Any]) -> torch.device:
         """Return the device of the batch's first tensor; raise ValueError without tensors."""
         for part in self.parts:
-            return _tensor_of(leaves[part.leaf], part.kind).device
+            return _tensor_of(leaves[part.leaf_index], part.kind).device
         raise ValueError("a batch must have a tensor, got none")
 
     def check_devices(self, leaves: Sequence[Any], device: torch.device) -> None:
         """Raise ValueError for tensors that are neither on the CPU nor on `device`."""
         for part in self.parts:
-            leaf_device = _values_of(leaves[part.leaf]).device
+            leaf_device = _values_of(leaves[part.leaf_index]).device
             if leaf_device.type != "cpu" and leaf_device != device:
                 raise ValueError(
                     f"a batch must be on the host or on {device}, the device of this CapturedStep, "
@@ -177,40 +179,42 @@ class StaticBatch:
     def __init__(self, layout: BatchLayout, bound: int, device: torch.device) -> None:
         self._layout, self._bound = layout, bound
         shapes = [part.shape_with(bound) for part in layout.parts]
-        sizes = [
+        byte_sizes = [
             torch.Size(shape).numel() * part.dtype.itemsize
             for shape, part in zip(shapes, layout.parts, strict=True)
         ]
-        offsets = [0]
-        for size in sizes:
-            offsets.append(offsets[-1] + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        self._ranges = [(begin, begin + size) for begin, size in zip(offsets, sizes, strict=False)]
+        byte_offsets = [0]
+        for size in byte_sizes:
+            byte_offsets.append(byte_offsets[-1] + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        self._byte_ranges = [
+            (begin, begin + size) for begin, size in zip(byte_offsets, byte_sizes, strict=False)
+        ]
         self._shapes = shapes
-        self._buffer = torch.zeros(offsets[-1], dtype=torch.uint8, device=device)
+        self._buffer = torch.zeros(byte_offsets[-1], dtype=torch.uint8, device=device)
         self._tensors = self._views(self._buffer)
-        self._staging = StagingRing(offsets[-1]) if device.type == "cuda" else None
+        self._staging = StagingRing(byte_offsets[-1]) if device.type == "cuda" else None
 
     def _views(self, memory: Tensor) -> list[Tensor]:
         """Return the tensors of the batch as views of its memory, uint8 `[n]`."""
         return [
             memory[begin:end].view(part.dtype).view(shape)
             for (begin, end), part, shape in zip(
-                self._ranges, self._layout.parts, self._shapes, strict=True
+                self._byte_ranges, self._layout.parts, self._shapes, strict=True
             )
         ]
 
     def batch(self) -> Any:
         """Return a new batch of the static tensors; it has cached no numbers on the host yet."""
-        parts: dict[int, dict[str, Tensor]] = {}
+        tensors_of_leaf: dict[int, dict[str, Tensor]] = {}
         for part, tensor in zip(self._layout.parts, self._tensors, strict=True):
-            parts.setdefault(part.leaf, {})[part.kind] = tensor
+            tensors_of_leaf.setdefault(part.leaf_index, {})[part.kind] = tensor
         leaves: list[Any] = []
-        for number, fixed in enumerate(self._layout.fixed):
-            tensors = parts.get(number, {})
+        for leaf_index, fixed in enumerate(self._layout.fixed):
+            tensors = tensors_of_leaf.get(leaf_index, {})
             if "dense" in tensors:
                 leaves.append(tensors["dense"])
             elif "values" in tensors:
-                leaves.append(_jagged(fixed, tensors))
+                leaves.append(_make_jagged(fixed, tensors))
             else:
                 leaves.append(fixed.value)
         return self._layout.unflatten(leaves)
@@ -222,9 +226,9 @@ class StaticBatch:
         be those of a batch with the layout and at most `bound` ids per jagged tensor, on the host
         or on the device; the caller must check this (`BatchLayout.check`, `num_ids`).
         """
-        sources = [_tensor_of(leaves[part.leaf], part.kind) for part in self._layout.parts]
-        paddings = [
-            self._bound - _values_of(leaves[part.leaf]).size(0) if part.kind != "dense" else 0
+        sources = [_tensor_of(leaves[part.leaf_index], part.kind) for part in self._layout.parts]
+        num_paddings = [
+            self._bound - _values_of(leaves[part.leaf_index]).size(0) if part.kind != "dense" else 0
             for part in self._layout.parts
         ]
         host_parts = [n for n, source in enumerate(sources) if source.is_cpu]
@@ -236,7 +240,7 @@ class StaticBatch:
             for n in host_parts:
                 targets[n] = staging_views[n]
         for n, part in enumerate(self._layout.parts):
-            _write(targets[n], sources[n], part.kind, paddings[n])
+            _write(targets[n], sources[n], part.kind, num_paddings[n])
         if self._staging is None or not host_parts:
             return
         if len(host_parts) == len(sources):
@@ -281,8 +285,8 @@ class StagingRing:
         self._blocks.append((memory, event))
 
 
-def _fixed_part(leaf: Any, number: int) -> _FixedPart:
-    """Return what all batches share of a leaf.
+def _fixed_part_of(leaf: Any, leaf_index: int) -> _FixedPart:
+    """Return the part of a leaf that all batches share.
 
     Raises:
         TypeError: a leaf of another type, which may contain tensors that a graph would not see.
@@ -301,24 +305,25 @@ def _fixed_part(leaf: Any, number: int) -> _FixedPart:
     if not isinstance(leaf, Tensor):
         if not isinstance(leaf, _PLAIN_TYPES):
             raise TypeError(
-                f"leaf {number} of a batch must be a tensor, a KeyedJaggedTensor, a JaggedTensor "
-                f"or a plain value, in lists, tuples and dicts, got {type(leaf).__name__}"
+                f"leaf {leaf_index} of a batch must be a tensor, a KeyedJaggedTensor, a "
+                "JaggedTensor or a plain value, in lists, tuples and dicts, got "
+                f"{type(leaf).__name__}"
             )
         return _FixedPart("value", leaf)
     if leaf.layout is not torch.strided or leaf.is_nested:
         raise ValueError(
-            f"leaf {number} of a batch must be a dense tensor, got one of layout {leaf.layout}; "
-            "pass jagged data as a KeyedJaggedTensor or JaggedTensor"
+            f"leaf {leaf_index} of a batch must be a dense tensor, got one of layout "
+            f"{leaf.layout}; pass jagged data as a KeyedJaggedTensor or JaggedTensor"
         )
     if leaf.requires_grad:
         raise ValueError(
-            f"leaf {number} of a batch requires a gradient, which would be that of a static copy: "
-            "detach it, or make it a parameter of the model"
+            f"leaf {leaf_index} of a batch requires a gradient, which would be that of a static "
+            "copy: detach it, or make it a parameter of the model"
         )
     return _FixedPart("tensor", None)
 
 
-def _jagged(fixed: _FixedPart, tensors: dict[str, Tensor]) -> KeyedJaggedTensor | JaggedTensor:
+def _make_jagged(fixed: _FixedPart, tensors: dict[str, Tensor]) -> KeyedJaggedTensor | JaggedTensor:
     """Construct a jagged tensor from its static tensors, by the `kind` of their parts."""
     values, weights, offsets = tensors["values"], tensors.get("weights"), tensors["offsets"]
     if fixed.kind == "JaggedTensor":
@@ -358,8 +363,8 @@ def _num_offsets(leaf: KeyedJaggedTensor | JaggedTensor) -> tuple[int, torch.dty
     return lengths.numel() + 1, lengths.dtype
 
 
-def _write(target: Tensor, source: Tensor, kind: str, padding: int) -> None:
-    """Write a tensor of a batch after `padding` padding values; add `padding` to offsets.
+def _write(target: Tensor, source: Tensor, kind: str, num_padding: int) -> None:
+    """Write a tensor of a batch after `num_padding` padding values; add `num_padding` to offsets.
 
     A dense tensor has no padding. The host does not wait for a device.
     """
@@ -367,8 +372,8 @@ def _write(target: Tensor, source: Tensor, kind: str, padding: int) -> None:
     if kind == "dense":
         target.copy_(source, non_blocking=True)
     elif kind == "offsets":
-        torch.add(source, padding, out=target)
+        torch.add(source, num_padding, out=target)
     else:
         is_id = kind == "values" and not target.dtype.is_floating_point
-        target[:padding].fill_(PADDING_ID if is_id else 0)
-        target[padding:].copy_(source, non_blocking=True)
+        target[:num_padding].fill_(PADDING_ID if is_id else 0)
+        target[num_padding:].copy_(source, non_blocking=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from emblib.columns import RouteBlockColumn, RouteFeatureColumn
 from emblib.grad_mode import in_grad_mode
 from emblib.jagged.jagged_tensor import running_sums
-from emblib.jagged.keyed_layout import bounds_of
+from emblib.jagged.keyed_layout import block_offsets
 from emblib.ops import route
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
@@ -91,7 +91,9 @@ class LocalBatch(NamedTuple):
         """Return the running sums of the numbers of bags of these features, from 0, int64."""
         device = self.offsets.device
         if self.is_variable or not features:
-            return torch.tensor(bounds_of([self.bag_counts[f] for f in features]), device=device)
+            return torch.tensor(
+                block_offsets([self.bag_counts[f] for f in features]), device=device
+            )
         return torch.arange(len(features) + 1, device=device) * self.bag_counts[0]
 
 

@@ -21,9 +21,9 @@ from emblib.collections.optimizers.keyed import KeyedOptimizer, Peers, State, cy
 from emblib.collections.optimizers.table_groups import TableGroup
 from emblib.collections.optimizers.torch_states import (
     Template,
-    by_name,
     from_torch_states,
     is_of_torch,
+    with_names,
 )
 from emblib.columns import Hyper
 from emblib.grad_mode import in_grad_mode, without_gradients
@@ -100,7 +100,7 @@ class FusedOptimizer(KeyedOptimizer):
                         self._first_names.update(zip(names, first_names, strict=True))
                         continue
                 entries.setdefault(table.optimizer, []).append((_join_path(path, ""), table))
-        # By group: names of its parameters, modules of its tables, and the optimizer at first.
+        # Per group: names of its parameters, modules of its tables, and its initial optimizer.
         self._names, self._table_modules, groups = [], [], []
         self._optimizers = list(entries)
         params: dict[str, nn.Parameter] = {}
@@ -123,8 +123,8 @@ class FusedOptimizer(KeyedOptimizer):
             group = TableGroup({"params": [*parameters.values(), *anchors]})
             groups.append(group)
         super().__init__(params, groups)
-        for number in range(len(groups)):
-            self._connect(number)
+        for group_index in range(len(groups)):
+            self._connect(group_index)
         self.defaults = cycled_defaults(self.param_groups)
 
     @staticmethod
@@ -204,7 +204,7 @@ class FusedOptimizer(KeyedOptimizer):
 
         A state dict of `torch.optim` is returned as one of this class.
         """
-        state_dict = by_name(state_dict, self.group_names())
+        state_dict = with_names(state_dict, self.group_names())
         if is_of_torch(state_dict, self.keyed_state()):
             state_dict = from_torch_states(state_dict, self.keyed_state(), self._templates())
         self._check_groups()
@@ -226,17 +226,17 @@ class FusedOptimizer(KeyedOptimizer):
 
     def _check_groups(self) -> None:
         """Reconnect replaced groups, and warn of modules of one group that differ."""
-        for number, group in enumerate(self.param_groups[: len(self._table_modules)]):
+        for group_index, group in enumerate(self.param_groups[: len(self._table_modules)]):
             if not isinstance(group, TableGroup) or not group.is_connected:
-                self.param_groups[number] = TableGroup({"params": group["params"]})
-                self._connect(number).update({k: v for k, v in group.items() if k != "params"})
+                self.param_groups[group_index] = TableGroup({"params": group["params"]})
+                self._connect(group_index).update({k: v for k, v in group.items() if k != "params"})
             else:
                 group.warn_of_disagreement()
 
-    def _connect(self, number: int) -> TableGroup:
+    def _connect(self, group_index: int) -> TableGroup:
         """Connect a group with its tables, and return it."""
-        group: Any = self.param_groups[number]
-        optimizer, modules = self._optimizers[number], self._table_modules[number]
+        group: Any = self.param_groups[group_index]
+        optimizer, modules = self._optimizers[group_index], self._table_modules[group_index]
         rates = [module.learning_rate for module in modules]
         current = modules[0].optimizer if modules else optimizer
         group.show_entries({"lr": rates[0] if rates else optimizer.lr, **numbers_of(current)})
@@ -313,7 +313,7 @@ def _join_path(path: str, name: str) -> str:
 
 _BETAS = ("beta1", "beta2")
 _DEFAULT_BETAS = (0.9, 0.999)  # FBGEMM's
-_ADAM = ("learning_rate", "eps", *_BETAS, "weight_decay")
+_ADAM_ARGUMENTS = ("learning_rate", "eps", *_BETAS, "weight_decay")
 # The class for each value of FBGEMM's EmbOptimType, and the arguments that it accepts.
 _FBGEMM_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     "sgd": (optim.SGD, ("learning_rate", "weight_decay")),
@@ -328,13 +328,13 @@ _FBGEMM_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] 
         optim.RowwiseAdagrad,
         ("learning_rate", "eps", "weight_decay", "max_norm"),
     ),
-    "adam": (optim.Adam, _ADAM),
-    "partial_row_wise_adam": (optim.PartialRowwiseAdam, _ADAM),
-    "lamb": (optim.LAMB, _ADAM),
-    "partial_row_wise_lamb": (optim.PartialRowwiseLAMB, _ADAM),
+    "adam": (optim.Adam, _ADAM_ARGUMENTS),
+    "partial_row_wise_adam": (optim.PartialRowwiseAdam, _ADAM_ARGUMENTS),
+    "lamb": (optim.LAMB, _ADAM_ARGUMENTS),
+    "partial_row_wise_lamb": (optim.PartialRowwiseLAMB, _ADAM_ARGUMENTS),
     "lars_sgd": (optim.LARS, ("learning_rate", "momentum", "eta", "weight_decay")),
 }
-_ALIASES = {
+_OPTIMIZER_ALIASES = {
     "exact_rowwise_adagrad": "exact_row_wise_adagrad",
     "rowwise_adagrad": "row_wise_adagrad",
     "partial_rowwise_adam": "partial_row_wise_adam",
@@ -345,8 +345,8 @@ _OPTIMIZER_ARGUMENTS = {
     *("optimizer", "weight_decay_mode", "gradient_clipping", "max_gradient"),
     *_HYPERPARAMETERS,
 }
-_ONLY_L2 = (optim.LARS,)
-_ONLY_DECOUPLED = (optim.LAMB,)
+_L2_ONLY_CLASSES = (optim.LARS,)
+_DECOUPLED_ONLY_CLASSES = (optim.LAMB,)
 
 
 class FusedParams(NamedTuple):
@@ -377,7 +377,7 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
         rate = params.get("learning_rate", optimizer.lr)
         return FusedParams(dataclasses.replace(optimizer, lr=rate), table_arguments)
     optimizer_name = str(getattr(optimizer, "value", optimizer)).lower()
-    optimizer_name = _ALIASES.get(optimizer_name, optimizer_name)
+    optimizer_name = _OPTIMIZER_ALIASES.get(optimizer_name, optimizer_name)
     if optimizer_name not in _FBGEMM_OPTIMIZERS:
         raise ValueError(
             f"optimizer must be one of {', '.join(_FBGEMM_OPTIMIZERS)}, or one of emblib.optim, "
@@ -430,7 +430,7 @@ def _convert_decay(make: Any, rate: float, mode: Any) -> Any:
             f"weight_decay_mode must be NONE, L2 or DECOUPLE here, got {mode!r}; make the "
             "optimizer with emblib.optim for others"
         )
-    if issubclass(make, _ONLY_L2):
+    if issubclass(make, _L2_ONLY_CLASSES):
         if is_decoupled:
             raise ValueError(f"{make.__name__} has no decoupled weight decay, got mode {mode!r}")
         return optim.L2(rate)
@@ -457,8 +457,12 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
         if not isinstance(decay, int | float) or isinstance(decay, bool):
             return optimizer_class(**arguments)
         # A number as in torch.optim; classes of emblib.optim take an L2 or Decoupled.
-        kind = optim.Decoupled if issubclass(optimizer_class, _ONLY_DECOUPLED) else optim.L2
-        return optimizer_class(**{**arguments, "weight_decay": kind(decay) if decay else None})
+        decay_class = (
+            optim.Decoupled if issubclass(optimizer_class, _DECOUPLED_ONLY_CLASSES) else optim.L2
+        )
+        return optimizer_class(
+            **{**arguments, "weight_decay": decay_class(decay) if decay else None}
+        )
     options = dict(arguments)
     defaults = _default_arguments(optimizer_class)
     if defaults is None:
@@ -470,7 +474,7 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
         if name in defaults.numbers:
             defaults.numbers[name] = options.pop(name)
     maximize = options.pop("maximize", False)
-    unsupported = {k: v for k, v in options.items() if k not in _WITHOUT_EFFECT and v}
+    unsupported = {k: v for k, v in options.items() if k not in _IGNORED_ARGUMENTS and v}
     if unsupported:
         raise ValueError(
             f"{unsupported} of {optimizer_class.__name__} are not supported by tables, which take "
@@ -480,11 +484,11 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
     decay = values.pop("weight_decay", 0.0)
     if "betas" in values:
         values["betas"] = tuple(values["betas"])
-    kind = optim.Decoupled if optimizer_class is torch.optim.AdamW else optim.L2
-    return defaults.make(**values, weight_decay=kind(decay) if decay else None)
+    decay_class = optim.Decoupled if optimizer_class is torch.optim.AdamW else optim.L2
+    return defaults.make(**values, weight_decay=decay_class(decay) if decay else None)
 
 
-_WITHOUT_EFFECT = {"foreach", "fused", "capturable"}  # these do not change the result
+_IGNORED_ARGUMENTS = {"foreach", "fused", "capturable"}  # they do not change the result
 
 
 class _Defaults(NamedTuple):
@@ -509,7 +513,7 @@ def _default_arguments(optimizer_class: Any) -> _Defaults | None:
     return None
 
 
-_MARK = "_in_backward_optimizers"
+_IN_BACKWARD_ATTRIBUTE = "_in_backward_optimizers"
 
 
 def apply_optimizer_in_backward(
@@ -601,14 +605,16 @@ def _optimizer_set_by_torch(table: str, handle: TableHandle) -> Optimizer | None
     parameters: list[Any] = list(handle.parameters())
     optimizers: list[list[Optimizer]] = []
     for parameter in parameters:
-        steppers = getattr(parameter, _MARK) if is_marked_by_torch(parameter) else []
+        steppers = (
+            getattr(parameter, _IN_BACKWARD_ATTRIBUTE) if is_marked_by_torch(parameter) else []
+        )
         if any(float(s.state.get(parameter, {}).get("step", 0)) > 0 for s in steppers):
             raise ValueError(
                 f"the optimizer in backward of table {table!r} has made steps, and its state would "
                 "be lost: shard the model before it is trained"
             )
         try:
-            optimizers.append([_as_fused(s, parameter, k) for k, s in enumerate(steppers)])
+            optimizers.append([_to_fused(s, parameter, k) for k, s in enumerate(steppers)])
         except (TypeError, ValueError) as error:
             error.add_note(f"(of table {table!r}, by torch's own _apply_optimizer_in_backward)")
             raise
@@ -622,14 +628,14 @@ def _optimizer_set_by_torch(table: str, handle: TableHandle) -> Optimizer | None
     return optimizers[0][0]
 
 
-def _as_fused(stepper: Any, parameter: Any, number: int) -> Optimizer:
-    """Convert optimizer `number` that torch set for a parameter, with current hyperparameters."""
-    arguments, options = parameter._optimizer_kwargs[number], stepper.param_groups[0]
-    numbers = {
+def _to_fused(stepper: Any, parameter: Any, index: int) -> Optimizer:
+    """Convert the optimizer of this index that torch set for a parameter, as it is now."""
+    arguments, options = parameter._optimizer_kwargs[index], stepper.param_groups[0]
+    hyperparameters = {
         "lr": options["lr"],
         **{name: options.get(name, arguments[name]) for name in arguments},
     }
-    return from_torch(parameter._optimizer_classes[number], numbers)
+    return from_torch(parameter._optimizer_classes[index], hyperparameters)
 
 
 def _check_of_torch(optimizer: Any) -> None:
@@ -643,7 +649,7 @@ def _check_of_torch(optimizer: Any) -> None:
 
 
 def _check_without_optimizer(parameters: Sequence[nn.Parameter]) -> None:
-    has_optimizer = any(hasattr(parameter, _MARK) for parameter in parameters)
+    has_optimizer = any(hasattr(parameter, _IN_BACKWARD_ATTRIBUTE) for parameter in parameters)
     if has_optimizer or len({id(parameter) for parameter in parameters}) < len(parameters):
         raise TypeError(
             "a parameter already has an optimizer in backward; give it to one call only"
@@ -653,7 +659,7 @@ def _check_without_optimizer(parameters: Sequence[nn.Parameter]) -> None:
 def _step_in_backward(parameter: nn.Parameter, stepper: torch.optim.Optimizer) -> None:
     """Step the optimizer of one parameter when its gradient is complete; free the gradient."""
     marked: Any = parameter
-    setattr(marked, _MARK, [stepper])
+    setattr(marked, _IN_BACKWARD_ATTRIBUTE, [stepper])
 
     def step(parameter_with_grad: Any) -> None:
         stepper.step()
@@ -667,6 +673,6 @@ def in_backward_optimizer_filter(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters without an optimizer in backward; with `include`, those with one."""
     for name, parameter in named_parameters:
-        is_marked = hasattr(parameter, _MARK) or is_updated_in_backward(parameter)
+        is_marked = hasattr(parameter, _IN_BACKWARD_ATTRIBUTE) or is_updated_in_backward(parameter)
         if is_marked is include:
             yield name, parameter

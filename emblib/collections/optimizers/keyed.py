@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from emblib.collections.optimizers.torch_states import by_name
+from emblib.collections.optimizers.torch_states import with_names
 from emblib.grad_mode import without_gradients
 from emblib.specs import Choice
 from emblib.tables.parameters import is_updated_in_backward
@@ -113,7 +113,7 @@ class KeyedOptimizer(TorchOptimizer):
         `CombinedOptimizer` checks all of its optimizers before it loads the first one. Override it
         together with `load_state_dict`.
         """
-        state_dict = by_name(state_dict, self.group_names())
+        state_dict = with_names(state_dict, self.group_names())
         group_names = [sorted(names) for names in self.group_names()]
         saved_names = [sorted(group["params"]) for group in state_dict["param_groups"]]
         if group_names != saved_names:
@@ -128,9 +128,9 @@ class KeyedOptimizer(TorchOptimizer):
     def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
         """Make a step with gradients of zero, some of them sparse, so that all states exist.
 
-        The gradients are replaced by these and stay; weight decay and momentum change parameters.
-        `sparse_grad_parameter_names` are the parameters that get sparse ones. Parameters that are
-        frozen, or that backward updates, get none.
+        They replace the present gradients, and are not removed after the step; weight decay and
+        momentum change parameters. The parameters `sparse_grad_parameter_names` get sparse
+        gradients. Parameters that are frozen, or that backward updates, get none.
         """
         sparse = set(sparse_grad_parameter_names or ())
         for name, parameter in self.params.items():
@@ -397,7 +397,7 @@ class _Mark:
 _NORM_EPS = 1e-6  # that of `torch.nn.utils.clip_grads_with_norm_`
 
 # Not attributes of the parameters: those would be pickled with them.
-_marks = WeakTensorKeyDictionary()
+_gradient_marks = WeakTensorKeyDictionary()
 
 
 def mark_gradient(parameter: Tensor, share: GradientShare, peers: Peers) -> None:
@@ -405,12 +405,12 @@ def mark_gradient(parameter: Tensor, share: GradientShare, peers: Peers) -> None
 
     It replaces an earlier mark, and ends with the parameter object; copies have none.
     """
-    _marks[parameter] = _Mark(share, peers)
+    _gradient_marks[parameter] = _Mark(share, peers)
 
 
 def is_marked(parameter: Tensor) -> bool:
     """Return whether `mark_gradient` was called for this parameter."""
-    return parameter in _marks
+    return parameter in _gradient_marks
 
 
 @without_gradients
@@ -536,7 +536,7 @@ def _peers_of(parameters: Sequence[Tensor]) -> Peers | None:
     """
     peers: list[Peers] = []
     for parameter in parameters:
-        mark = _marks.get(parameter)
+        mark = _gradient_marks.get(parameter)
         if mark is not None and mark.peers not in peers:
             peers.append(mark.peers)
     if len(peers) > 1:
@@ -564,7 +564,7 @@ def _norm_over_ranks(
     replicas: list[Tensor] = []
     dtensor_grads: list[Tensor] = []
     for parameter in parameters:
-        grad, mark = parameter.grad, _marks.get(parameter)
+        grad, mark = parameter.grad, _gradient_marks.get(parameter)
         assert grad is not None
         if _is_dtensor(parameter) and norm_type == math.inf:
             any_grad: Any = grad
@@ -575,7 +575,7 @@ def _norm_over_ranks(
             replicas.append(_values_of(parameter))
         elif mark.share is GradientShare.SHARD:
             shards.append(_values_of(parameter))
-    local_norms = [_norm(shards, norm_type), _norm(replicas, norm_type)]
+    local_norms = [_host_norm(shards, norm_type), _host_norm(replicas, norm_type)]
     updated = torch.tensor(float(num_updated), device="cpu")
     norms_of_ranks = peers.gather_numbers(torch.stack([*local_norms, updated]))
     _refuse_updated_in_backward(int(norms_of_ranks[:, 2].max()))
@@ -587,7 +587,7 @@ def _norm_over_ranks(
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
-def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+def _host_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm in float32 on the host; 0 without gradients."""
     return _total_norm(grads, norm_type).float().cpu()
 
@@ -611,18 +611,18 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def __init__(self, optimizers: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
         self._optimizers = [o if isinstance(o, tuple) else ("", o) for o in optimizers]
-        named: dict[str, Any] = {}
+        parameter_of_name: dict[str, Any] = {}
         for prefix, optimizer in self._optimizers:
             extra_names = dict.fromkeys(keyed(optimizer).extra_state_names)
             for name, parameter in {**optimizer.params, **extra_names}.items():
-                if (key := _add_prefix(prefix, name)) in named:
+                if (key := _add_prefix(prefix, name)) in parameter_of_name:
                     raise ValueError(
                         "optimizers must have different parameters and states, got "
                         f"{key!r} twice; give them prefixes"
                     )
-                named[key] = parameter
-        super().__init__({name: p for name, p in named.items() if p is not None}, [])
-        self.extra_state_names = tuple(name for name, p in named.items() if p is None)
+                parameter_of_name[key] = parameter
+        super().__init__({name: p for name, p in parameter_of_name.items() if p is not None}, [])
+        self.extra_state_names = tuple(name for name, p in parameter_of_name.items() if p is None)
         groups = [group for _, o in self._optimizers for group in o.param_groups]
         self.param_groups, self.defaults = groups, cycled_defaults(groups)
 
@@ -685,7 +685,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raise what `load_state_dict` would raise, writing nothing; return the dict by name."""
-        state_dict = by_name(state_dict, self.group_names())
+        state_dict = with_names(state_dict, self.group_names())
         checked_names: set[str] = set()
         for (prefix, _), (optimizer, part) in zip(
             self._optimizers, self._parts_of(state_dict), strict=True

@@ -52,11 +52,11 @@ class TableGroup(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         tables = self._tables
-        by_scheduler = name == "momentum" and (
+        is_set_by_scheduler = name == "momentum" and (
             sys._getframe(1).f_globals.get("__name__") == _SCHEDULERS
         )
         # Torch's cyclic schedulers set it by default (cycle_momentum=True): warn, do not raise.
-        if tables is None or not by_scheduler or tables.has_momentum():
+        if tables is None or not is_set_by_scheduler or tables.has_momentum():
             self.update({name: value})
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -128,7 +128,7 @@ class _GroupTables:
         self._group, self._optimizer = weakref.ref(group), optimizer
         self._modules = list(modules)
         self._rates = {id(module): rate for module, rate in zip(modules, rates, strict=True)}
-        self._differing: dict[str, list[Any]] = {}
+        self._differing_values: dict[str, list[Any]] = {}
         self._is_writing = self._has_warned = self._has_warned_of_momentum = False
         for module in modules:
             hyperparameters.add_follower(module, self)
@@ -200,21 +200,21 @@ class _GroupTables:
             for module in self._modules
         ]
         distinct = {name: {by_name[name] for by_name in numbers} for name in numbers[0]}
-        self._differing = {
+        self._differing_values = {
             name: sorted(values) for name, values in distinct.items() if len(values) > 1
         }
-        group.show_entries({k: v for k, v in numbers[0].items() if k not in self._differing})
-        if not self._differing.keys() - {"lr"}:
+        group.show_entries({k: v for k, v in numbers[0].items() if k not in self._differing_values})
+        if not self._differing_values.keys() - {"lr"}:
             self._optimizer = self._modules[0].optimizer
 
     def warn_of_disagreement(self) -> None:
         """Warn, once per disagreement, if modules differ in a number of the group."""
-        if self._differing and not self._has_warned:
+        if self._differing_values and not self._has_warned:
             warnings.warn(
                 f"emblib: tables of one parameter group have different hyperparameters, "
-                f"{self._differing}, by set_learning_rate or set_hyperparameters of their modules; "
-                "the group shows what it had before. Write the entry of the group, or make a "
-                "FusedOptimizer per module",
+                f"{self._differing_values}, by set_learning_rate or set_hyperparameters of their "
+                "modules; the group shows what it had before. Write the entry of the group, or "
+                "make a FusedOptimizer per module",
                 stacklevel=caller_level(),
             )
-        self._has_warned = bool(self._differing)
+        self._has_warned = bool(self._differing_values)

@@ -26,12 +26,12 @@ class Template(NamedTuple):
     numbers: Tensor
 
 
-def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-    """Return a state dict of `torch.optim`, which numbers parameters, with names instead.
+def with_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """Replace the numbers of parameters in a state dict of `torch.optim` by their names.
 
-    Where a saved group has `param_names` that are those of `names` in any order, they are used;
-    otherwise parameters are matched by position in their group. A state dict by name is returned
-    unchanged; one without groups gets groups without options.
+    If a saved group has `param_names`, and they are those of `names` in any order, they are used.
+    Otherwise parameters are matched by their position in the group. A state dict by name is
+    returned unchanged; one without groups gets groups without options.
 
     Args:
         state_dict: state dict of a `KeyedOptimizer` or of an optimizer of `torch.optim`.
@@ -55,11 +55,15 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
     name_of: dict[int, str] = {}
     renamed = []
     for group, group_names in zip(groups, names, strict=True):
-        saved = group.get("param_names")
-        matched = saved if saved is not None and set(saved) == set(group_names) else group_names
-        name_of.update(zip(group["params"], matched, strict=True))
+        saved_names = group.get("param_names")
+        matched_names = (
+            saved_names
+            if saved_names is not None and set(saved_names) == set(group_names)
+            else group_names
+        )
+        name_of.update(zip(group["params"], matched_names, strict=True))
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        renamed.append({"params": list(matched), **options})
+        renamed.append({"params": list(matched_names), **options})
     states = {name_of[number]: values for number, values in state_dict["state"].items()}
     return {"state": states, "param_groups": renamed}
 
@@ -81,7 +85,7 @@ def from_torch_states(
     Adam. A parameter without a state was never stepped; its states become zeros.
 
     Args:
-        state_dict: state dict of an optimizer of `torch.optim`, with names as keys (`by_name`).
+        state_dict: state dict of an optimizer of `torch.optim`, with names as keys (`with_names`).
         table_states: the states of the tables, by name.
         templates: one template per parameter group.
 
@@ -108,7 +112,7 @@ def from_torch_states(
             numbers[Hyper.STEP] = max(steps)
         for name, values in saved_states.items():
             views = {key: view for key, view in table_states[name].items() if key != HYPER}
-            states[name] = {**_states(name, values, views), HYPER: numbers}
+            states[name] = {**_checked_states(name, values, views), HYPER: numbers}
     return {"state": states, "param_groups": state_dict["param_groups"]}
 
 
@@ -130,7 +134,9 @@ def _check_class(group: Mapping[str, Any], optimizer: Optimizer) -> None:
         )
 
 
-def _states(name: str, saved: Mapping[str, Any], views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _checked_states(
+    name: str, saved: Mapping[str, Any], views: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the states of a parameter, checked against those of its table."""
     states = {k: v for k, v in saved.items() if k != "step" and v is not None}
     unknown = sorted(states.keys() - views.keys())
