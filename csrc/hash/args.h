@@ -1,15 +1,15 @@
 // The hash index of dynamic tables: the arithmetic that CPU and CUDA share, and the arguments and
-// the tables of the CPU kernels. emblib/ops/hash.py describes the ops and their tensors.
+// function tables of the CPU kernels. emblib/ops/hash.py describes the ops and their tensors.
 //
-// A table is an array of buckets of 32 slots. A key may be in either of two buckets; both follow
-// from one 64-bit hash of the key, called `mixed`. A slot has a tag, one byte, and an entry, two or
-// three words: key, stamp (the clock at the last use) and, for some orders, a score. The tag is 0
-// if the slot is empty, otherwise 1 to 255 (tag_of), so that no key value is reserved to mark empty
-// slots. The rows of a table are numbered by its slots.
+// A table is an array of buckets of 32 slots. A key may be in either of two buckets. Both are
+// computed from one 64-bit hash of the key, called `mixed`. A slot has a tag of one byte and an
+// entry of two or three words: key, stamp (the clock at the last use) and, for some orders, a
+// score. The tag is 0 if the slot is empty, otherwise 1 to 255 (tag_of). So no key value is
+// reserved to mark empty slots. The row of a key has the number of its slot.
 //
-// Buckets are addressed as in linear hashing (Litwin, 1980): a table may have any number of buckets
-// and grows by splitting one at a time. A new bucket receives entries of one old bucket only, and
-// entries that are not moved keep their slots.
+// Buckets are addressed as in linear hashing (Litwin, 1980). A table may have any number of buckets
+// and grows by splitting one bucket at a time. A new bucket receives entries of one old bucket
+// only, and entries that are not moved keep their slots.
 //
 // The ids of a batch are its keys, in an array `ids`. A *position* is an index into `ids`. A *miss*
 // is the number of a distinct missing key of the batch: misses are numbered by table and, within a
@@ -27,8 +27,8 @@ namespace emb {
 
 inline constexpr int kBucketSlots = 32;  // slots per bucket
 inline constexpr uint8_t kEmptyTag = 0;
-// A new key takes its first bucket, without a look at the second, if the first has more empty slots
-// than this. Source: simulated, reports/LOG.md, "Dynamic tables".
+// If the first bucket of a new key has more empty slots than this, the key is inserted there, and
+// the second bucket is not read. Source: simulated, reports/LOG.md, "Dynamic tables".
 inline constexpr int kPreferredFreeSlots = 16;
 inline constexpr int64_t kNoSlot = -1;
 inline constexpr int64_t kLoadUnits = 1024;  // HashTableColumn::kMaxLoad of a table that is full
@@ -86,8 +86,8 @@ enum class InsertStatus : uint8_t {
 EMB_HD constexpr bool has_scores(HashOrder order) {
   return order != HashOrder::kNone && order != HashOrder::kLru;
 }
-// Return whether entries have a score that counts uses; scores of other orders are assigned by the
-// caller.
+// Return whether the score of an entry counts its uses. The scores of other orders are assigned by
+// the caller.
 EMB_HD constexpr bool order_counts_uses(HashOrder order) {
   return order == HashOrder::kLfu || order == HashOrder::kLruLfu;
 }
@@ -119,11 +119,13 @@ EMB_HD int64_t bucket_address(uint64_t hash, int64_t buckets, uint64_t mask) {
   return static_cast<int64_t>(hash & (mask >> is_beyond));
 }
 
-// Return, of `mixed`: its low 31 bits, for the first bucket address; 31 bits of another hash of it,
-// for the second; and the tag, 1 to 255, from bits 40 to 55. Tables have fewer than 2^31 buckets,
-// so the first address shares no bits with the tag.
+// Return the hash for the address of the first bucket: the low 31 bits of `mixed`. Tables have
+// fewer than 2^31 buckets.
 EMB_HD uint64_t first_hash(uint64_t mixed) { return mixed & 0x7fffffffu; }
+// Return the hash for the address of the second bucket: 31 bits of another hash of `mixed`.
 EMB_HD uint64_t second_hash(uint64_t mixed) { return (mixed * 0x9E3779B97F4A7C15u) >> 33; }
+// Return the tag of a key, 1 to 255. It is computed from the bits 40 to 55 of `mixed`, which
+// first_hash does not use.
 EMB_HD uint8_t tag_of(uint64_t mixed) {
   return static_cast<uint8_t>(1 + ((((mixed >> 40) & 0xffff) * 255) >> 16));
 }
@@ -145,17 +147,17 @@ EMB_HD bool ranks_below(const EntryRank& a, const EntryRank& b) {
   return a.key < b.key;
 }
 
-// Return n: in round `round`, from 0, of an insertion (hash_cpu.cpp, insert.cuh) only the first n
-// misses of a table of `buckets` buckets may choose a bucket. All misses that choose in a round see
-// the table as it was at the beginning of the round.
+// Return how many misses of a table with `buckets` buckets may choose a bucket in a round of an
+// insertion (hash_cpu.cpp, insert.cuh), for rounds from 0. These are the first misses of the table.
+// All misses that choose in a round see the table as it was at the beginning of the round.
 EMB_HD int64_t max_choosers(int64_t buckets, int round) {
   constexpr int kMaxRound = 14;  // 2^31 keys or more may choose then; a larger shift may overflow
   return (kChoosersPerBucket * buckets)
          << (kChooserGrowthLog2 * (round < kMaxRound ? round : kMaxRound));
 }
 
-// Return how many of its `usable` slots (empty slots, or slots of entries that may be evicted) a
-// bucket assigns in one round. Keys that choose in the same round do not see each other, so without
+// Return how many slots a bucket assigns in one round, if `usable` of its slots are empty or have
+// entries that may be evicted. Keys that choose in the same round do not see each other, so without
 // this limit they would fill some buckets while others stay empty.
 EMB_HD int slots_per_round(int usable) { return (usable + 1) / 2; }
 
@@ -169,75 +171,79 @@ EMB_HD int slots_per_round(int usable) { return (usable + 1) / 2; }
 // twice as many buckets, is filled to `load`. The last level ends at `max_buckets`.
 EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets, int64_t load) {
   // Numbers of keys times kLoadUnits: keys per bucket at this load, and keys above the load.
-  const int64_t per_bucket = kBucketSlots * load;
+  const int64_t bucket_keys = kBucketSlots * load;
   int64_t level = 1;
-  while (4 * level <= max_buckets && 2 * level * per_bucket < keys * kLoadUnits) level *= 2;
-  const int64_t limit = 4 * level <= max_buckets ? 2 * level : max_buckets;
-  const int64_t excess = keys * kLoadUnits - level * per_bucket;
-  const int64_t wanted = level + (excess > 0 ? (4 * excess + per_bucket - 1) / per_bucket : 0);
-  const int64_t allowed = wanted < limit ? wanted : limit;
-  return allowed < buckets ? buckets : allowed;
+  while (4 * level <= max_buckets && 2 * level * bucket_keys < keys * kLoadUnits) level *= 2;
+  const int64_t next_level = 4 * level <= max_buckets ? 2 * level : max_buckets;
+  const int64_t excess_keys = keys * kLoadUnits - level * bucket_keys;
+  const int64_t num_splits =
+      excess_keys > 0 ? (4 * excess_keys + bucket_keys - 1) / bucket_keys : 0;
+  const int64_t wanted = level + num_splits < next_level ? level + num_splits : next_level;
+  return wanted < buckets ? buckets : wanted;
 }
 
 // One table, for kernels on the CPU and on the GPU: a view of the tensors of the index. Buckets and
 // slots are numbered from the table's first bucket and slot.
 struct HashTable {
-  uint8_t* tags;      // [buckets * kBucketSlots]
-  int64_t* entries;   // [buckets * kBucketSlots, words]
-  int64_t words;      // words per entry, 2 or 3
-  int64_t buckets;    // buckets in use
-  uint64_t mask;      // address_mask(buckets)
-  uint64_t hash_key;  // HashTableColumn::kHashKey
+  uint8_t* tags;        // [buckets * kBucketSlots]
+  int64_t* entries;     // [buckets * kBucketSlots, entry_words]
+  int64_t entry_words;  // words per entry, 2 or 3
+  int64_t num_buckets;  // buckets in use
+  uint64_t mask;        // address_mask(num_buckets)
+  uint64_t hash_key;    // HashTableColumn::kHashKey
 
   // Return `mixed`, the hash of a key, which cannot be predicted without the table's hash_key.
   EMB_HD uint64_t hash(int64_t key) const { return mix(static_cast<uint64_t>(key) ^ hash_key); }
   // Return the words of the entry in a slot.
-  EMB_HD int64_t* entry(int64_t slot) const { return entries + slot * words; }
+  EMB_HD int64_t* entry(int64_t slot) const { return entries + slot * entry_words; }
   // Return the two buckets of a key with the hash `mixed`; they may be equal.
   EMB_HD int64_t first_bucket(uint64_t mixed) const {
-    return bucket_address(first_hash(mixed), buckets, mask);
+    return bucket_address(first_hash(mixed), num_buckets, mask);
   }
   EMB_HD int64_t second_bucket(uint64_t mixed) const {
-    return bucket_address(second_hash(mixed), buckets, mask);
+    return bucket_address(second_hash(mixed), num_buckets, mask);
   }
 };
 
 // The CPU kernels. All pointers are to host memory of the caller and are used during the call only.
 
 inline constexpr int kAgeCodes = 6;  // an EvictionQueue has the age codes 1 to 6, in addition to 0
-// EvictionQueue::assignable before the bucket's second assignment of the round.
+// EvictionQueue::assignable_slots before the bucket's second assignment of the round.
 inline constexpr uint8_t kUnknownAssignable = 255;
 
-// The eviction order of a bucket as of some time, so that an eviction reads this line and the entry
-// that it evicts, and not all entries of the bucket. It is a cache: it never changes a result, and
-// zeros, an empty queue, are always valid. insert_kernels.cpp describes its use.
+// The eviction order that a bucket had at some time. With it an eviction reads one cache line of
+// queue and the evicted entry, but not all entries of the bucket. The queue is a cache: it never
+// changes a result, and an empty queue (all zeros) is always valid. insert_kernels.cpp describes
+// its use.
 //
-// An element stands for an entry: its low five bits are the number of the entry's slot in the
-// bucket, called `way`, and its high three bits an *age code*. The *known rank* of an element is
-// the rank of its entry when it became an element. Its *time* is at least the stamp that the entry
-// had then: `sorted_at` for age code 0, sorted_at + ages[c - 1] for age code c. These always hold:
-//   - known ranks ascend in the queue; entries that are no elements rank above the last known rank
-//   - an entry whose stamp is at most the time of its element has the known rank; any other entry
-//     has been used since, and ranks at least as high
-//   - a bucket with empty slots has an empty queue
-//   - if the bucket is full and the clock is `exhausted_at`, the batch uses all entries.
-// Code that breaks one of them, because it writes tags or entries or lowers a rank, must empty the
+// An element refers to an entry. Its low five bits are the number of the entry's slot in the
+// bucket, called `way`, and its high three bits are an *age code*. The *known rank* of an element
+// is the rank that the entry had when the element was added. The *time* of an element is
+// `sorted_at` for age code 0, and sorted_at + ages[c - 1] for age code c. It is at least the stamp
+// that the entry had when the element was added. These always hold:
+//   - Known ranks ascend in the queue. Entries without an element rank above the last known rank.
+//   - An entry whose stamp is at most the time of its element has the known rank. Any other entry
+//     has been used since, and ranks at least as high.
+//   - A bucket with empty slots has an empty queue.
+//   - If the bucket is full and the clock is `exhausted_at`, the batch uses all entries.
+// Code that breaks a rule, because it writes tags or entries or lowers a rank, must empty the
 // queue. If it lowers a stamp, it must also reset `exhausted_at`.
 //
-// Threads: `find` only writes the value 0 to `size`, atomically. If several threads run `choose`, a
-// thread sets `locked` before it uses the other members. In `commit` one thread works on a bucket
-// and needs no lock.
+// Threads: `find` writes nothing but the value 0 to `size`, atomically. If several threads run
+// `choose`, a thread sets `is_locked` before it uses the other members. In `commit` a bucket is
+// used by one thread only, which needs no lock.
 struct EvictionQueue {
-  int64_t sorted_at;   // the clock at which the elements were sorted
-  uint8_t size;        // number of elements
-  uint8_t order;       // the HashOrder of the elements
-  uint8_t assignable;  // `commit`: slots that the bucket may still assign in this round, or
-                       // kUnknownAssignable
-  uint8_t locked;      // 1 while a thread of `choose` uses the queue; set by an atomic exchange
+  int64_t sorted_at;         // the clock at which the elements were sorted
+  uint8_t size;              // number of elements
+  uint8_t order;             // the HashOrder of the elements
+  uint8_t assignable_slots;  // `commit`: slots that the bucket may still assign in this round, or
+                             // kUnknownAssignable
+  uint8_t is_locked;  // 1 while a thread of `choose` uses the queue; set by an atomic exchange
   // By age code - 1: the age, at least 1; 0 if the code was not used since the sort.
   uint16_t ages[kAgeCodes];
   uint8_t elements[kBucketSlots];  // in ascending order of known ranks
-  int64_t exhausted_at;            // the clock at which no entry could be evicted; 0 if unknown
+  // The clock of a batch that cannot evict any entry, because it uses all of them; 0 if unknown.
+  int64_t exhausted_at;
 };
 inline constexpr int64_t kQueueWords = sizeof(EvictionQueue) / sizeof(int64_t);
 static_assert(kQueueWords == 8);  // one cache line
@@ -291,20 +297,20 @@ struct Choice {
   };
   int64_t slot;  // kFree: the first slot of the bucket; kEvict: the slot of the entry; else 0
   Mode mode;
-  int32_t min_empty;  // kFree: number of empty slots that the bucket must keep in this round
+  int32_t min_empty;  // kFree: number of empty slots that the bucket must still have afterwards
 };
 
 // A row buffer of a table: one row per slot, which moves with the entry of the slot.
 struct RowBuffer {
   uint8_t* data;  // row 0
-  int64_t bytes;  // bytes per row
+  int64_t row_bytes;
 };
 
 // The functions of find_kernels.cpp for one instruction set.
 struct HashFindKernels {
-  // Write the slot of each of n keys to `slots` [n], -1 if the table does not have the key; return
+  // Write the slot of each of n keys to `slots` [n], -1 if the table does not have the key. Return
   // the number of hits. If `touch` is not null, update the entries of hits, and empty the eviction
-  // queues of buckets in which the rank of an entry falls. Several threads may do so at once.
+  // queues of buckets in which the rank of an entry falls. Several threads may call this at once.
   int64_t (*find)(const HashTable&, const int64_t* ids, int64_t n, const HashTouch* touch,
                   int64_t* slots);
   // Correct `slots` [n] after entries have moved: find each key again that is no longer in its
@@ -314,29 +320,29 @@ struct HashFindKernels {
 
 // The functions of insert_kernels.cpp for one instruction set.
 struct HashInsertKernels {
-  // Choose a bucket or an entry for each of the n misses in `pending`; write `choices` [n]. Changes
-  // queues of the table, but neither tags nor entries. Several threads may choose at once if
-  // `is_shared`.
+  // Choose a bucket or an entry for each of the n misses in `pending`; write `choices` [n]. This
+  // changes queues of the table, but neither tags nor entries. `is_shared` must be true if other
+  // threads choose in the same table at the same time.
   void (*choose)(const HashInsertion&, bool is_shared, const int64_t* pending, int64_t n,
                  Choice* choices);
-  // Execute, in their order, the choices whose bucket is in [begin, end): write tags, entries and
-  // queues of the table, and slots, status and evicted of the insertion. `pending` and `choices`,
-  // [n], are those of `choose`. A miss keeps kNoSlot and the status kMiss if its choice is
-  // kRefused, if the bucket has already assigned slots_per_round slots, or if it has no entry left
-  // to evict. Several threads may work on different buckets.
+  // Execute the choices whose bucket is in [begin, end), in the order of `choices`. Write tags,
+  // entries and queues of the table, and slots, status and evicted of the insertion. `pending` and
+  // `choices`, [n], are those of `choose`. A miss keeps kNoSlot and the status kMiss if its choice
+  // is kRefused, if the bucket has already assigned slots_per_round slots, or if the bucket has no
+  // entry left that the miss may evict. Several threads may work on different buckets.
   void (*commit)(const HashInsertion&, const int64_t* pending, int64_t n, const Choice* choices,
                  int64_t begin, int64_t end);
-  // Split the old buckets whose first new bucket is in [begin, end), of a table that has grown from
-  // `old` buckets: move entries, and their rows in the `num_buffers` row buffers, to new buckets,
-  // also of other ranges. New buckets are empty before. Several threads may work on different
-  // ranges.
-  void (*split)(const HashTable&, int64_t old, const RowBuffer* buffers, int num_buffers,
+  // Split old buckets of a table that has grown from `old_buckets` buckets. A call splits the old
+  // buckets whose first new bucket is in [begin, end). It moves entries, and their rows in the
+  // `num_buffers` row buffers, to new buckets, which may lie outside this range. The new buckets
+  // must be empty before the first call. Several threads may work on different ranges.
+  void (*split)(const HashTable&, int64_t old_buckets, const RowBuffer* buffers, int num_buffers,
                 int64_t begin, int64_t end);
 };
 
 // Return the random number for the hashes of the scratch tables that list misses. It is drawn once
-// per process, so that an adversary cannot choose keys that fall into the same cells. It affects
-// where keys are in scratch tables, but no result.
+// per process, so that an adversary cannot choose keys that have the same cells. It affects the
+// cells of keys in scratch tables, but no result.
 inline uint64_t batch_hash_key() {
   static const uint64_t key = [] {
     std::random_device source;

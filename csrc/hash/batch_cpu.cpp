@@ -1,18 +1,18 @@
-// `hash_insert_batch_` and `tier_insert_batch_` on the CPU: the insertion of a training batch and
-// the grouping of its lookups in one call, for batches in which every missing key is admitted. Ids
-// repeat within a batch, so every step except the first and the last works on distinct keys:
+// `hash_insert_batch_` and `tier_insert_batch_` on the CPU: they insert a training batch and group
+// its lookups in one call, if every missing key is admitted. Ids repeat within a batch, so every
+// step except the first and the last works on distinct keys:
 //   (1) Number the keys of each table in the order of their first positions (number_keys).
 //   (2) Find the keys, and touch the hits.
 //   (3) Insert the missing keys, and write the initial values of their rows.
-//   (4) Group the positions by key, for the backward pass. The sizes of groups are known from (1),
-//       so this is one pass, not a sort.
+//   (4) Group the positions by key, for the backward pass. Step (1) has counted the positions of
+//       each key, so this is one pass, not a sort.
 // tier_insert_batch_ is for tables with backing stores in host memory. After the insertion it
 // copies the rows of evicted keys out of their slots, and rows of a store into the slots of their
 // keys.
 //
-// hash_insert_batch_ leaves the index and the rows as hash_touch_, hash_insert_ and
-// hash_initial_rows_ would. For batches that the ops do not *serve* they change nothing and return
-// an empty list: see hash_insert_batch_.
+// hash_insert_batch_ changes the index and the rows exactly as hash_touch_, hash_insert_ and
+// hash_initial_rows_ would. The ops do not *serve* every batch: see hash_insert_batch_. If a batch
+// is not served, they change nothing and return an empty list.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -32,19 +32,20 @@ namespace emb {
 namespace {
 
 constexpr int64_t kPositionGrain = 4096;  // grain of parallel_balanced for positions
-// The maximum number of positions of a table, relative to the number of all positions per thread.
+// The maximum number of positions of a table, as a multiple of the average number per thread.
 constexpr int64_t kMaxImbalance = 4;
 
-// Copy `offsets`, [num_bags + 1], to `copy`. Return whether they ascend from 0 to n.
+// Copy `offsets`, [num_bags + 1], to `int32_offsets`. Return whether they ascend from 0 to n.
 template <class I>
-bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) {
-  int64_t signs = 0;  // negative if an offset is negative or less than the previous one
+bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* int32_offsets) {
+  int64_t sign_bits = 0;  // negative if an offset is negative or less than the previous one
   for (int64_t i = 0; i < num_bags; ++i) {
-    signs |= static_cast<int64_t>(offsets[i]) | (static_cast<int64_t>(offsets[i + 1]) - offsets[i]);
-    copy[i] = static_cast<int32_t>(offsets[i]);
+    sign_bits |=
+        static_cast<int64_t>(offsets[i]) | (static_cast<int64_t>(offsets[i + 1]) - offsets[i]);
+    int32_offsets[i] = static_cast<int32_t>(offsets[i]);
   }
-  copy[num_bags] = static_cast<int32_t>(offsets[num_bags]);
-  return signs >= 0 && offsets[0] == 0 && static_cast<int64_t>(offsets[num_bags]) == n;
+  int32_offsets[num_bags] = static_cast<int32_t>(offsets[num_bags]);
+  return sign_bits >= 0 && offsets[0] == 0 && static_cast<int64_t>(offsets[num_bags]) == n;
 }
 
 // The arguments of hash_insert_batch_ or tier_insert_batch_, checked. The struct points into the
@@ -60,7 +61,7 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) 
 struct HashBatchCall {
   HashIndex index;
   HashScoring scoring;
-  bool must_compete;  // see parse_competes
+  bool must_compete;  // see parse_must_compete
   FeatureBags bags;
   const Feature* features;  // [F]
   int64_t n, num_bags;
@@ -79,7 +80,7 @@ struct HashBatchCall {
                 const Tensor& layout, const Tensor& rules)
       : index(op, tensors),
         scoring(op, index, order, batch_scores, ids),
-        must_compete(parse_competes(op, insert_policy)),
+        must_compete(parse_must_compete(op, insert_policy)),
         bags(op, checked(op, features_, ids, offsets_), offsets_, std::nullopt, Pooling::kNone,
              kUnlimited),
         features(feature_array(features_)),
@@ -95,15 +96,15 @@ struct HashBatchCall {
     index.check_tables(op);
     const Tensor contiguous = as_contiguous(offsets_);
     const IndexArray source = index_array(contiguous);
-    int32_t* copy = offsets.mutable_data_ptr<int32_t>();
+    int32_t* offsets_copy = offsets.mutable_data_ptr<int32_t>();
     has_valid_offsets =
         num_bags > 0 &&
         (source.is_int64
-             ? copy_offsets(static_cast<const int64_t*>(source.data), num_bags, n, copy)
-             : copy_offsets(static_cast<const int32_t*>(source.data), num_bags, n, copy));
+             ? copy_offsets(static_cast<const int64_t*>(source.data), num_bags, n, offsets_copy)
+             : copy_offsets(static_cast<const int32_t*>(source.data), num_bags, n, offsets_copy));
     if (!has_valid_offsets) return;
     int64_t* start = starts.mutable_data_ptr<int64_t>();
-    for (int64_t f = 0; f <= bags.num_features(); ++f) start[f] = copy[bags.first_bags[f]];
+    for (int64_t f = 0; f <= bags.num_features(); ++f) start[f] = offsets_copy[bags.first_bags[f]];
     batch.check_segments(op, index.num_tables);
   }
 
@@ -129,34 +130,34 @@ struct TableSegments {
                                           // each table, then of all tables
 
   TableSegments(const HashBatch& batch, int64_t num_tables)
-      : segments(batch.segments),
+      : segments(batch.num_segments),
         first_segments(num_tables + 1, 0),
         positions_before(num_tables + 1, 0) {
-    for (int64_t f = 0; f < batch.segments; ++f) {
+    for (int64_t f = 0; f < batch.num_segments; ++f) {
       ++first_segments[batch.tables[f] + 1];
       positions_before[batch.tables[f] + 1] += batch.starts[f + 1] - batch.starts[f];
     }
     std::partial_sum(first_segments.begin(), first_segments.end(), first_segments.begin());
     std::partial_sum(positions_before.begin(), positions_before.end(), positions_before.begin());
-    std::vector<int64_t> next(first_segments.begin(), first_segments.end() - 1);
-    for (int64_t f = 0; f < batch.segments; ++f) segments[next[batch.tables[f]]++] = f;
+    std::vector<int64_t> next_indices(first_segments.begin(), first_segments.end() - 1);
+    for (int64_t f = 0; f < batch.num_segments; ++f) segments[next_indices[batch.tables[f]]++] = f;
   }
 
-  // Return whether threads can take whole tables: the largest table has at most kMaxImbalance times
-  // the positions per thread, so that the other threads do not wait long for its thread.
-  bool are_balanced() const {
-    int64_t largest = 0;
+  // Return whether each table can be one task of a thread: no table has more than kMaxImbalance
+  // times the average positions per thread, so that no thread works much longer than the others.
+  bool is_balanced() const {
+    int64_t max_positions = 0;
     for (size_t t = 0; t + 1 < positions_before.size(); ++t) {
-      largest = std::max(largest, positions_before[t + 1] - positions_before[t]);
+      max_positions = std::max(max_positions, positions_before[t + 1] - positions_before[t]);
     }
     const int64_t max_threads = positions_before.back() / kPositionGrain + 1;
-    return largest * std::min<int64_t>(num_threads(), max_threads) <=
+    return max_positions * std::min<int64_t>(num_threads(), max_threads) <=
            kMaxImbalance * positions_before.back();
   }
 
   // Call `body(t)` for every table, in parallel.
   template <class Body>
-  void for_tables(const Body& body) const {
+  void for_each_table(const Body& body) const {
     const auto cost = [&](int64_t t) { return positions_before[t] + t; };
     parallel_balanced(static_cast<int64_t>(positions_before.size()) - 1, kPositionGrain, cost,
                       [&](int64_t begin, int64_t end) {
@@ -165,10 +166,10 @@ struct TableSegments {
   }
 };
 
-// The distinct keys of a batch, table by table. A key has a *number* among the keys of its table,
-// and an index in the arrays: first_keys[t] plus the number, for a key of table t.
+// The distinct keys of a batch, table by table. A key has a *number* among the keys of its table.
+// Its index in the arrays is first_keys[t] plus this number, for a key of table t.
 struct DistinctKeys {
-  Scratch<int64_t> keys, uses;      // the key, and its number of positions
+  Scratch<int64_t> keys, uses;      // by index: the key, and its number of positions
   Scratch<int32_t> numbers;         // [n], by position: the number of its key
   std::vector<int64_t> first_keys;  // [T + 1]: table t has the indices first_keys[t] to
                                     // first_keys[t + 1] - 1
@@ -178,7 +179,7 @@ struct DistinctKeys {
         uses(new_scratch<int64_t>(batch.n)),
         numbers(new_scratch<int32_t>(batch.n)),
         first_keys(index.num_tables + 1, 0) {
-    tables.for_tables(
+    tables.for_each_table(
         [&](int64_t t) { first_keys[t + 1] = number_keys(batch, tables, index.table(t), t); });
     for (int64_t t = 0; t < index.num_tables; ++t) {  // close the gaps between tables
       const int64_t count = first_keys[t + 1], from = tables.positions_before[t];
@@ -191,46 +192,49 @@ struct DistinctKeys {
   int64_t count() const { return first_keys.back(); }
 
  private:
-  // Number the keys of table t; return their count. A cell of the scratch table has the number of a
-  // key, or -1. Cells are prefetched, because those of a large batch do not fit into the cache of a
-  // core. Whether a key is new is unpredictable, so nothing branches on it: every key is written
-  // after the last known key, and stays there if it is new.
+  // Number the keys of table t. Return the number of keys. A cell of the scratch table has the
+  // number of a key, or -1. Cells are prefetched, because the cells of a large batch do not fit
+  // into the cache of a core. No branch depends on whether a key is new, because that is
+  // unpredictable. Instead, every key is written after the last known key. The next key overwrites
+  // it unless it is new.
   int64_t number_keys(const HashBatch& batch, const TableSegments& tables, const HashTable& table,
                       int64_t t) {
-    const int64_t positions = tables.positions_before[t + 1] - tables.positions_before[t];
-    const auto size = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(2 * positions + 1)));
-    const uint64_t mask = static_cast<uint64_t>(size) - 1;
-    const Scratch<int32_t> cells = new_scratch<int32_t>(size);
-    std::memset(cells.get(), 0xff, size * sizeof(int32_t));
-    int64_t* known = keys.get() + tables.positions_before[t];
-    int64_t* counts = uses.get() + tables.positions_before[t];
-    int32_t next = 0;
+    const int64_t num_positions = tables.positions_before[t + 1] - tables.positions_before[t];
+    const auto num_cells =
+        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(2 * num_positions + 1)));
+    const uint64_t mask = static_cast<uint64_t>(num_cells) - 1;
+    const Scratch<int32_t> cells = new_scratch<int32_t>(num_cells);
+    std::memset(cells.get(), 0xff, num_cells * sizeof(int32_t));
+    int64_t* known_keys = keys.get() + tables.positions_before[t];
+    int64_t* known_uses = uses.get() + tables.positions_before[t];
+    int32_t num_known = 0;
     for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
       const int64_t f = tables.segments[s];
       for (int64_t i = batch.starts[f]; i < batch.starts[f + 1]; ++i) {
         const int64_t key = batch.ids[i];
-        const int64_t later = batch.ids[std::min(i + kKeysAhead, batch.starts[f + 1] - 1)];
-        __builtin_prefetch(cells.get() + (table.hash(later) >> kCellShift & mask));
-        known[next] = key;
+        const int64_t key_ahead = batch.ids[std::min(i + kKeysAhead, batch.starts[f + 1] - 1)];
+        __builtin_prefetch(cells.get() + (table.hash(key_ahead) >> kCellShift & mask));
+        known_keys[num_known] = key;
         uint64_t cell = table.hash(key) >> kCellShift & mask;
-        int32_t number = number_or(cells[cell], next);
-        while (known[number] != key) {  // the cell of another key
+        int32_t number = number_or(cells[cell], num_known);
+        while (known_keys[number] != key) {  // the cell of another key
           cell = (cell + 1) & mask;
-          number = number_or(cells[cell], next);
+          number = number_or(cells[cell], num_known);
         }
         cells[cell] = numbers[i] = number;
-        const int64_t is_new = number == next;
-        counts[number] = (counts[number] & (is_new - 1)) + 1;
-        next += static_cast<int32_t>(is_new);
+        const int64_t is_new = number == num_known;
+        known_uses[number] = (known_uses[number] & (is_new - 1)) + 1;
+        num_known += static_cast<int32_t>(is_new);
       }
     }
-    return next;
+    return num_known;
   }
 
-  // Return `number`, or `next` if that is -1. The compiler would make a branch of `?:`.
-  static int32_t number_or(int32_t number, int32_t next) {
-    const int32_t is_free = number >> 31;
-    return (number & ~is_free) | (next & is_free);
+  // Return `number`, or `default_number` if `number` is -1. The compiler would turn `?:` into a
+  // branch.
+  static int32_t number_or(int32_t number, int32_t default_number) {
+    const int32_t is_negative = number >> 31;
+    return (number & ~is_negative) | (default_number & is_negative);
   }
 
   // A cell depends on other bits than a bucket address, so that keys of a bucket have many cells.
@@ -238,8 +242,8 @@ struct DistinctKeys {
   static constexpr int64_t kKeysAhead = 16;  // keys between the prefetch of a cell and its use
 };
 
-// Return whether no table has to grow even if it has none of the batch's keys yet.
-bool fit_without_growth(const HashIndex& index, const DistinctKeys& distinct) {
+// Return whether no table would have to grow even if all distinct keys of the batch were new.
+bool fits_without_growth(const HashIndex& index, const DistinctKeys& distinct) {
   for (int64_t t = 0; t < index.num_tables; ++t) {
     const int64_t keys = index.field(t, HashTableColumn::kSize) + distinct.first_keys[t + 1] -
                          distinct.first_keys[t];
@@ -252,8 +256,8 @@ bool fit_without_growth(const HashIndex& index, const DistinctKeys& distinct) {
   return true;
 }
 
-// Begin the batch: advance the clock, find the distinct keys, touch the hits, and write the slots
-// to `slots` [count()].
+// Begin the batch: advance the clock, find the distinct keys, and update the entries of hits. Write
+// the slot of each distinct key to `slots` [count()], kNoSlot for a missing key.
 void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t* slots) {
   const HashIndex& index = call.index;
   const int64_t stamp = ++*index.clock;
@@ -272,10 +276,10 @@ void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t
 // The missing keys of a batch, and their insertion. All arrays are by miss.
 struct MissingKeys {
   std::vector<int64_t> key_indices;  // index of the key in DistinctKeys
-  // Number of positions of the key; StoredMisses adds uses of the store.
+  // Number of positions of the key, to which StoredMisses adds the uses in the store.
   std::vector<int64_t> uses;
-  // Slot of the key after `insert`, kNoSlot if it was refused, and InsertStatus. TableMoves::swap
-  // changes both.
+  // The results of `insert`: the slot of the key, kNoSlot if it was refused, and its InsertStatus.
+  // TableMoves::swap changes both.
   std::vector<int64_t> slots;
   std::vector<uint8_t> status;
 
@@ -292,9 +296,9 @@ struct MissingKeys {
         missing_positions += distinct.uses[k];
       }
       offsets[t + 1] = static_cast<int64_t>(key_indices.size());
-      const int64_t positions = tables.positions_before[t + 1] - tables.positions_before[t];
-      call.index.counter(t, HashCounter::kLookups) += positions;
-      call.index.counter(t, HashCounter::kHits) += positions - missing_positions;
+      const int64_t num_positions = tables.positions_before[t + 1] - tables.positions_before[t];
+      call.index.counter(t, HashCounter::kLookups) += num_positions;
+      call.index.counter(t, HashCounter::kHits) += num_positions - missing_positions;
     }
     slots.resize(key_indices.size());
     status.resize(key_indices.size());
@@ -311,19 +315,21 @@ struct MissingKeys {
   }
 
   // Write the slots of the missing keys to `key_slots`, which has the slots of all distinct keys.
-  void add_slots(int64_t* key_slots) const {
+  void write_slots(int64_t* key_slots) const {
     for (size_t miss = 0; miss < key_indices.size(); ++miss)
       key_slots[key_indices[miss]] = slots[miss];
   }
 };
 
-// The slots of positions, and the groups of positions by key. The groups are like the results of
-// tbe_group, but in the order of DistinctKeys, and `rows` and `segments` are not set after the last
-// group. Positions of keys without a slot are in no group and come last.
+// The slots of positions, and the groups of positions by key. The groups have the form of the
+// results of tbe_group, but are in the order of DistinctKeys. The elements of `rows` and `segments`
+// after the last group are unspecified. Positions of keys without a slot are in no group; they come
+// last in `lookups` and `bags`.
 struct BatchGroups {
   Tensor slots;  // int64 [n], by position: the slot of the key
   Tensor rows, segments, lookups, bags, count;
-  Scratch<int32_t> next;  // by distinct key: the index in `lookups` of its next position
+  // By distinct key, for `write`: the index in `lookups` of the key's next position.
+  Scratch<int32_t> next_lookup;
 
   BatchGroups(const Tensor& ids, int64_t n, int64_t num_keys)
       : slots(allocate_output(ids, {n}, ScalarType::Long)),
@@ -332,7 +338,7 @@ struct BatchGroups {
         lookups(allocate_output(ids, {n}, ScalarType::Int)),
         bags(allocate_output(ids, {n}, ScalarType::Int)),
         count(allocate(ids, {1}, ScalarType::Int)),
-        next(new_scratch<int32_t>(num_keys)) {}
+        next_lookup(new_scratch<int32_t>(num_keys)) {}
 
   // Write all results. `key_slots` has the slot of each distinct key, kNoSlot for none.
   void write(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
@@ -341,7 +347,7 @@ struct BatchGroups {
     // By table: the index in `lookups` of its next position without a group.
     std::vector<int32_t> next_ungrouped(num_tables + 1, 0);
     std::vector<int64_t> first_rows(num_tables, 0);
-    for (int64_t f = 0; f < call.batch.segments; ++f) {
+    for (int64_t f = 0; f < call.batch.num_segments; ++f) {
       first_rows[call.batch.tables[f]] = call.features[f].row_base;
     }
     auto* row = rows.mutable_data_ptr<int64_t>();
@@ -350,29 +356,30 @@ struct BatchGroups {
     segment[0] = 0;
     for (int64_t t = 0; t < num_tables; ++t) {
       for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
-        const auto positions = static_cast<int32_t>(distinct.uses[k]);
+        const auto num_positions = static_cast<int32_t>(distinct.uses[k]);
         if (key_slots[k] < 0) {
-          next_ungrouped[t + 1] += positions;
+          next_ungrouped[t + 1] += num_positions;
           continue;
         }
-        next[k] = num_grouped;
+        next_lookup[k] = num_grouped;
         row[num_groups] = first_rows[t] + key_slots[k];
-        num_grouped += positions;
+        num_grouped += num_positions;
         segment[++num_groups] = num_grouped;
       }
     }
     *count.mutable_data_ptr<int32_t>() = num_groups;
     next_ungrouped[0] = num_grouped;
     std::partial_sum(next_ungrouped.begin(), next_ungrouped.end(), next_ungrouped.begin());
-    tables.for_tables([&](int64_t t) {
-      scatter(call, tables, distinct, key_slots, t, next.get(), &next_ungrouped[t]);
+    tables.for_each_table([&](int64_t t) {
+      scatter(call, tables, distinct, key_slots, t, next_lookup.get(), &next_ungrouped[t]);
     });
   }
 
  private:
   // Write the results of the positions of table t. `next_ungrouped` points to the entry of table t.
   void scatter(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
-               const int64_t* key_slots, int64_t t, int32_t* next, int32_t* next_ungrouped) const {
+               const int64_t* key_slots, int64_t t, int32_t* next_lookup,
+               int32_t* next_ungrouped) const {
     const auto* offset = call.offsets.const_data_ptr<int32_t>();
     auto* slot = slots.mutable_data_ptr<int64_t>();
     auto *lookup = lookups.mutable_data_ptr<int32_t>(), *bag_of = bags.mutable_data_ptr<int32_t>();
@@ -383,7 +390,7 @@ struct BatchGroups {
         for (int32_t i = offset[bag]; i < offset[bag + 1]; ++i) {
           const int64_t key = first_key + distinct.numbers[i];
           slot[i] = key_slots[key];
-          const int32_t j = key_slots[key] < 0 ? (*next_ungrouped)++ : next[key]++;
+          const int32_t j = key_slots[key] < 0 ? (*next_ungrouped)++ : next_lookup[key]++;
           lookup[j] = i;
           bag_of[j] = static_cast<int32_t>(bag);
         }
@@ -401,7 +408,7 @@ Tensor key_status(const Tensor& ids, const HashBatchCall& call, const TableSegme
   }
   Tensor status = allocate(ids, {call.n}, ScalarType::Byte);
   auto* out = static_cast<uint8_t*>(status.mutable_data_ptr());
-  tables.for_tables([&](int64_t t) {
+  tables.for_each_table([&](int64_t t) {
     const uint8_t* table_statuses = key_statuses.data() + distinct.first_keys[t];
     for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
       const int64_t f = tables.segments[s];
@@ -413,12 +420,13 @@ Tensor key_status(const Tensor& ids, const HashBatchCall& call, const TableSegme
   return status;
 }
 
-// Insert a batch: change the index in `tensors` and the rows in `row_buffers`. `seed` is that of
-// hash_initial_rows_. Return [offsets, starts, slots, rows, segments, lookups, bags, count]; the
-// first two are members of HashBatchCall, the others of BatchGroups. If keys were missing, the
-// status of the key of each position follows, uint8 [n]. The batch is not served if it has no bags,
-// if its offsets do not ascend from 0 to n, if a table may have to grow, or if threads cannot take
-// whole tables (are_balanced): then return an empty list and change nothing.
+// Insert a batch: change the index in `tensors` and the rows in `row_buffers`. `seed` selects the
+// random numbers of initial rows, as in hash_initial_rows_. Return [offsets, starts, slots, rows,
+// segments, lookups, bags, count]; the first two are members of HashBatchCall, the others of
+// BatchGroups. If keys were missing, the status of the key of each position follows, uint8 [n]. The
+// batch is not served if it has no bags, if its offsets do not ascend from 0 to n, if a table may
+// have to grow, or if its tables are not balanced (is_balanced). Then return an empty list and
+// change nothing.
 std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
                                        const Tensor& features, const Tensor& ids,
                                        const Tensor& offsets, const Tensor& tables,
@@ -429,9 +437,9 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
                            tables, batch_scores, order, insert_policy, layout, rules);
   if (!call.has_valid_offsets) return {};
   const TableSegments segments(call.batch, call.index.num_tables);
-  if (!segments.are_balanced()) return {};
+  if (!segments.is_balanced()) return {};
   const DistinctKeys distinct(call.batch, segments, call.index);
-  if (!fit_without_growth(call.index, distinct)) return {};
+  if (!fits_without_growth(call.index, distinct)) return {};
   const BatchGroups groups(ids, call.n, distinct.count());
   const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.count());
   touch_keys(call, distinct, key_slots.get());
@@ -441,7 +449,7 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
     missing.insert(call, distinct, miss_offsets, nullptr);
     call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets,
                     missing.slots.data(), seed);
-    missing.add_slots(key_slots.get());
+    missing.write_slots(key_slots.get());
   }
   groups.write(call, segments, distinct, key_slots.get());
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
@@ -453,9 +461,9 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
 }
 
 // The stores in host memory of the tables of a batch, checked. The arguments are
-//   indices         six tensors per table: the index of the keys in its store, which has one table
-//   records         uint8 [S or more, stride] per table, by slot of its store with S slots: stamp,
-//                   score, packed row
+//   indices         six tensors per table: the index of its store, an index of one table
+//   records         per table: uint8 [S or more, record_bytes], by slot of its store, which has S
+//                   slots; a record has stamp, score and packed row
 //   first_overflow  the first overflow row of each table
 struct BatchStores {
   enum RecordWord { kStampWord, kScoreWord, kRecordWords };
@@ -488,24 +496,25 @@ struct BatchStores {
       store.index.check_tables(op);
       STD_TORCH_CHECK(store.index.num_tables == 1, op, ": a store has one table, got ",
                       store.index.num_tables);
-      STD_TORCH_CHECK(store.records.stride == kRecordWords * Records::kWordBytes + row_bytes &&
-                          store.records.count >= store.index.num_slots,
-                      op, ": records must be [", store.index.num_slots, ", ",
-                      kRecordWords * Records::kWordBytes + row_bytes, "], got [",
-                      store.records.count, ", ", store.records.stride, "]");
+      STD_TORCH_CHECK(
+          store.records.record_bytes == kRecordWords * Records::kWordBytes + row_bytes &&
+              store.records.num_records >= store.index.num_slots,
+          op, ": records must be [", store.index.num_slots, ", ",
+          kRecordWords * Records::kWordBytes + row_bytes, "], got [", store.records.num_records,
+          ", ", store.records.record_bytes, "]");
       const int64_t slots = call.index.field(t, HashTableColumn::kMaxBuckets) * kBucketSlots;
-      STD_TORCH_CHECK(first_overflow[t] >= slots && first_overflow[t] <= store.rows.slots, op,
-                      ": first_overflow must be in [", slots, ", ", store.rows.slots,
+      STD_TORCH_CHECK(first_overflow[t] >= slots && first_overflow[t] <= store.rows.num_slots, op,
+                      ": first_overflow must be in [", slots, ", ", store.rows.num_slots,
                       "], from the slots of the table to its rows, got ", first_overflow[t]);
     }
   }
 
-  // Return whether every table has an overflow row for each distinct key of the batch, so that
-  // every key gets a row.
-  bool have_rows_for(const DistinctKeys& distinct) const {
+  // Return whether every table has at least as many overflow rows as the batch has distinct keys of
+  // the table. Then every key gets a row, even if all are refused.
+  bool have_overflow_rows_for(const DistinctKeys& distinct) const {
     for (size_t t = 0; t < stores.size(); ++t) {
       const int64_t keys = distinct.first_keys[t + 1] - distinct.first_keys[t];
-      if (keys > stores[t].rows.slots - stores[t].first_overflow) return false;
+      if (keys > stores[t].rows.num_slots - stores[t].first_overflow) return false;
     }
     return true;
   }
@@ -548,7 +557,7 @@ struct StoredMisses {
 
 // The number of results of tier_insert_batch_ about the misses of all tables, and the number of
 // results of TableMoves per table.
-constexpr int64_t kMissResults = 7, kMoveResults = 4;
+constexpr int64_t kNumMissResults = 7, kNumMoveResults = 4;
 
 // The counts of a batch in one table; emblib/ops/tiers.py has the same columns.
 enum TierCount {
@@ -557,19 +566,19 @@ enum TierCount {
   kPromoted,     // keys of the store that got a slot
   kDemoted,      // keys that were evicted
   kRefusedKeys,  // keys that got an overflow row
-  kTierCounts
+  kNumTierCounts
 };
 
-// The rows and keys that a batch moves between a table and its store. Their memory, and that of the
-// other large results, must be allocated before the batch is inserted, because an error after that
-// would lose evicted rows. Only small vectors are allocated later.
+// The rows and keys that a batch moves between a table and its store. Their memory and the memory
+// of the other large results must be allocated before the batch is inserted, because an error after
+// the insertion would lose evicted rows. Only small vectors are allocated later.
 struct TableMoves {
   Tensor demoted;                        // int64 [misses, 3], the evicted entries
   Tensor demoted_rows;                   // uint8 [misses, row_bytes], their rows
   Tensor promoted;                       // int64 [misses], keys of the store that got a slot
   Tensor refused;                        // int64 [misses, 2], keys and uses in overflow rows
   std::vector<int64_t> demoted_numbers;  // by miss of the table: row in `demoted_rows`, -1 for none
-  int64_t counts[kTierCounts] = {};
+  int64_t counts[kNumTierCounts] = {};
 
   TableMoves(const Tensor& like, int64_t misses, int64_t row_bytes)
       : demoted(allocate_words(like, {misses, 3})),
@@ -580,13 +589,13 @@ struct TableMoves {
 
   // Swap the rows of a table whose first miss is `first_miss`: copy the rows of evicted keys out of
   // their slots, and rows of the store to the slots of their keys. Refused misses get overflow
-  // rows. Update slots and status in `missing`: kHit for a key of the store, else kNew for a
-  // refused miss.
+  // rows. Update slots and status in `missing`: a key of the store gets the status kHit, any other
+  // refused miss kNew.
   void swap(const BatchStores::Store& store, const DistinctKeys& distinct,
             const StoredMisses& stored, int64_t first_miss, const int64_t* evicted,
             MissingKeys* missing) {
     const auto n = static_cast<int64_t>(demoted_numbers.size());
-    const int64_t bytes = store.rows.row_bytes;
+    const int64_t row_bytes = store.rows.row_bytes;
     auto* const promoted_keys = promoted.mutable_data_ptr<int64_t>();
     auto* const refused_words = refused.mutable_data_ptr<int64_t>();
     for (int64_t i = 0; i < n; ++i) {
@@ -608,33 +617,33 @@ struct TableMoves {
       if (is_stored) missing->status[miss] = static_cast<uint8_t>(InsertStatus::kHit);
     }
     auto* const entries = demoted.mutable_data_ptr<int64_t>();
-    auto* const out = static_cast<char*>(demoted_rows.mutable_data_ptr());
-    const auto record = [&](int64_t i) {
+    auto* const demoted_data = static_cast<char*>(demoted_rows.mutable_data_ptr());
+    const auto record_of = [&](int64_t i) {
       return stored.slots[first_miss + i] == kNoSlot
                  ? nullptr
                  : store.records.at(stored.slots[first_miss + i]);
     };
-    const auto cost = [&](int64_t i) { return 2 * bytes * i; };
+    const auto cost = [&](int64_t i) { return 2 * row_bytes * i; };
     parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         if (i + kRowsAhead < end) {
           store.rows.prefetch(missing->slots[first_miss + i + kRowsAhead]);
-          const char* const later = record(i + kRowsAhead);
-          if (later != nullptr) prefetch_row(later, store.records.stride);
+          const char* const next_record = record_of(i + kRowsAhead);
+          if (next_record != nullptr) prefetch_row(next_record, store.records.record_bytes);
         }
         const int64_t slot = missing->slots[first_miss + i];
         if (const int64_t number = demoted_numbers[i]; number >= 0) {
           std::memcpy(entries + 3 * number, evicted + 3 * (first_miss + i), 3 * sizeof(int64_t));
-          store.rows.read(slot, out + number * bytes);
+          store.rows.read(slot, demoted_data + number * row_bytes);
         }
-        const char* const source = record(i);
+        const char* const source = record_of(i);
         if (source != nullptr) store.rows.write(slot, source + store.records.head_bytes());
       }
     });
   }
 
   // Append the tensors of the rows and keys that moved to the results of tier_insert_batch_.
-  void add_to(std::vector<Tensor>* results) const {
+  void append_to(std::vector<Tensor>* results) const {
     results->insert(
         results->end(),
         {first_rows(demoted, counts[kDemoted]), first_rows(demoted_rows, counts[kDemoted]),
@@ -657,13 +666,13 @@ struct MissPositions {
       : first_positions(allocate_words(ids, {static_cast<int64_t>(missing.key_indices.size())})),
         groups(allocate_output(ids, {call.n}, ScalarType::Int)) {
     const auto num_misses = static_cast<int32_t>(missing.key_indices.size());
-    const Scratch<int32_t> miss_of = new_scratch<int32_t>(distinct.count());
-    std::fill(miss_of.get(), miss_of.get() + distinct.count(), -1);
-    for (int32_t miss = 0; miss < num_misses; ++miss) miss_of[missing.key_indices[miss]] = miss;
+    const Scratch<int32_t> miss_of_key = new_scratch<int32_t>(distinct.count());
+    std::fill(miss_of_key.get(), miss_of_key.get() + distinct.count(), -1);
+    for (int32_t miss = 0; miss < num_misses; ++miss) miss_of_key[missing.key_indices[miss]] = miss;
     int64_t* const positions = first_positions.mutable_data_ptr<int64_t>();
     int32_t* const group = groups.mutable_data_ptr<int32_t>();
-    tables.for_tables([&](int64_t t) {
-      const int32_t* const table_misses = miss_of.get() + distinct.first_keys[t];
+    tables.for_each_table([&](int64_t t) {
+      const int32_t* const table_misses = miss_of_key.get() + distinct.first_keys[t];
       // Backwards, so that the first position of a key is written last and remains.
       for (int64_t s = tables.first_segments[t + 1] - 1; s >= tables.first_segments[t]; --s) {
         const int64_t f = tables.segments[s];
@@ -684,13 +693,13 @@ void copy_to(const std::vector<T>& values, Tensor tensor) {
 
 // Insert a batch into tables with stores in host memory. The stores are not changed. The batch is
 // not served if hash_insert_batch_ would not serve it, or if a table has fewer overflow rows than
-// the batch has distinct keys of it: then return an empty list and change nothing. Otherwise return
-// the first eight results of hash_insert_batch_ and, if keys were missing, these:
+// the batch has distinct keys of the table. Then return an empty list and change nothing. Otherwise
+// return the first eight results of hash_insert_batch_ and, if keys were missing, these:
 //   - by miss: first position, uses (with those of the store, if the order counts uses) and slot,
 //     int64, and status, uint8; the last two as TableMoves::swap leaves them
 //   - the miss of each position, int32 [n], and the misses of each table, int64 [T + 1]
-//   - the counts of each table, int64 [T, kTierCounts]
-//   - the tensors of TableMoves, kMoveResults per table
+//   - the counts of each table, int64 [T, kNumTierCounts]
+//   - the tensors of TableMoves, kNumMoveResults per table
 std::vector<Tensor> tier_insert_batch_(
     std::vector<Tensor> tensors, std::vector<Tensor> row_buffers, const Tensor& features,
     const Tensor& ids, const Tensor& offsets, const Tensor& tables,
@@ -703,9 +712,10 @@ std::vector<Tensor> tier_insert_batch_(
   const BatchStores stores(op, call, store_indices, records, first_overflow);
   if (!call.has_valid_offsets) return {};
   const TableSegments segments(call.batch, call.index.num_tables);
-  if (!segments.are_balanced()) return {};
+  if (!segments.is_balanced()) return {};
   const DistinctKeys distinct(call.batch, segments, call.index);
-  if (!fit_without_growth(call.index, distinct) || !stores.have_rows_for(distinct)) return {};
+  if (!fits_without_growth(call.index, distinct) || !stores.have_overflow_rows_for(distinct))
+    return {};
   const BatchGroups groups(ids, call.n, distinct.count());
   const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.count());
   touch_keys(call, distinct, key_slots.get());
@@ -726,22 +736,22 @@ std::vector<Tensor> tier_insert_batch_(
     const auto num_misses = static_cast<int64_t>(missing.key_indices.size());
     Tensor uses = allocate_words(ids, {num_misses}), slots = allocate_words(ids, {num_misses});
     Tensor status = allocate(ids, {num_misses}, ScalarType::Byte);
-    Tensor counts = allocate_words(ids, {num_tables, kTierCounts});
+    Tensor counts = allocate_words(ids, {num_tables, kNumTierCounts});
     std::vector<int64_t> new_slots(
         missing.key_indices.size());  // by miss; kNoSlot for a key of the store
-    miss_results.reserve(kMissResults + kMoveResults * num_tables);
+    miss_results.reserve(kNumMissResults + kNumMoveResults * num_tables);
     missing.insert(call, distinct, miss_offsets, evicted.get());
     for (int64_t t = 0; t < num_tables; ++t) {
       moves[t].swap(stores.stores[t], distinct, stored, miss_offsets[t], evicted.get(), &missing);
-      std::copy_n(moves[t].counts, kTierCounts,
-                  counts.mutable_data_ptr<int64_t>() + t * kTierCounts);
+      std::copy_n(moves[t].counts, kNumTierCounts,
+                  counts.mutable_data_ptr<int64_t>() + t * kNumTierCounts);
     }
     for (size_t miss = 0; miss < new_slots.size(); ++miss) {
       new_slots[miss] = stored.slots[miss] == kNoSlot ? missing.slots[miss] : kNoSlot;
     }
     call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets, new_slots.data(),
                     seed);
-    missing.add_slots(key_slots.get());
+    missing.write_slots(key_slots.get());
     copy_to(missing.uses, uses);
     copy_to(missing.slots, slots);
     copy_to(missing.status, status);
@@ -749,7 +759,7 @@ std::vector<Tensor> tier_insert_batch_(
                                  call.miss_offsets, counts}) {
       miss_results.push_back(result);
     }
-    for (const TableMoves& table_moves : moves) table_moves.add_to(&miss_results);
+    for (const TableMoves& table_moves : moves) table_moves.append_to(&miss_results);
   }
   groups.write(call, segments, distinct, key_slots.get());
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,

@@ -1,7 +1,7 @@
-// The arguments of the hash ops, checked and in the form that kernels take. Most ops have a struct,
+// The arguments of the hash ops, checked and converted for the kernels. Most ops have a struct,
 // which both their CPU and their CUDA entry construct. Its constructor checks what the host knows
-// of tensors on any device (dtypes, shapes, devices) and allocates the results. `check_contents`
-// reads the tensors, so only the CPU entry calls it, before it writes anything; on a GPU contents
+// about tensors on any device (dtypes, shapes, devices) and allocates the results. `check_contents`
+// reads the tensors, so only the CPU entry calls it, before it writes anything. On a GPU contents
 // are trusted. Constructors and checks throw an error that states the rule.
 //
 // The structs hold pointers into the tensors of the caller and are used within one call. Their
@@ -27,13 +27,13 @@ namespace emb {
 // The index: the list of tensors [tags, entries, tables, clock, counters], contiguous and on one
 // device. On the CPU `queues` may follow; CUDA does not use them.
 struct HashIndex {
-  uint8_t* tags;                         // [S]
-  int64_t* entries;                      // [S, words], see HashEntry
-  int64_t* tables;                       // [T, kHashTableColumns], see HashTableColumn
-  int64_t* clock;                        // [1], advanced by every batch
-  int64_t* counters;                     // [T, kHashCounters], see HashCounter
-  EvictionQueue* queues = nullptr;       // [S / kBucketSlots], or null
-  int64_t num_slots, words, num_tables;  // S; words per entry, 2 or 3; T
+  uint8_t* tags;                               // [S]
+  int64_t* entries;                            // [S, entry_words], see HashEntry
+  int64_t* tables;                             // [T, kHashTableColumns], see HashTableColumn
+  int64_t* clock;                              // [1], advanced by every batch
+  int64_t* counters;                           // [T, kHashCounters], see HashCounter
+  EvictionQueue* queues = nullptr;             // [S / kBucketSlots], or null
+  int64_t num_slots, entry_words, num_tables;  // S; words per entry, 2 or 3; T
 
   HashIndex(const char* op, const std::vector<Tensor>& index) {
     STD_TORCH_CHECK(index.size() == 5 || index.size() == 6, op,
@@ -51,7 +51,7 @@ struct HashIndex {
     STD_TORCH_CHECK(index[1].dim() == 2 && index[1].size(0) == num_slots &&
                         (index[1].size(1) == 2 || index[1].size(1) == 3),
                     op, ": entries must be [S, 2] or, with scores, [S, 3] for S = ", num_slots);
-    words = index[1].size(1);
+    entry_words = index[1].size(1);
     num_tables = index[2].dim() == 2 ? index[2].size(0) : -1;
     STD_TORCH_CHECK(num_tables >= 0 && index[2].size(1) == kHashTableColumns &&
                         index[3].numel() == 1 && index[4].dim() == 2 &&
@@ -83,12 +83,9 @@ struct HashIndex {
   HashTable table(int64_t t) const {
     const int64_t first_slot = field(t, HashTableColumn::kFirstBucket) * kBucketSlots;
     const int64_t buckets = field(t, HashTableColumn::kBuckets);
-    return {tags + first_slot,
-            entries + first_slot * words,
-            words,
-            buckets,
-            address_mask(buckets),
-            static_cast<uint64_t>(field(t, HashTableColumn::kHashKey))};
+    return {tags + first_slot,     entries + first_slot * entry_words,
+            entry_words,           buckets,
+            address_mask(buckets), static_cast<uint64_t>(field(t, HashTableColumn::kHashKey))};
   }
 
   // Return the eviction queues of table t by bucket, null if the index has none.
@@ -104,8 +101,8 @@ struct HashIndex {
 
   // Check that the buckets of every table lie inside the memory of the index, so that an op cannot
   // access other memory, whatever `tables` contains. Also check that kMaxLoad is in [1, kLoadUnits]
-  // and that kSize is at most the slots of the buckets in use. It is not checked that tables do not
-  // overlap.
+  // and that kSize is at most the slots of the buckets in use. Tables that overlap are not
+  // detected.
   void check_tables(const char* op) const {
     for (int64_t t = 0; t < num_tables; ++t) {
       const int64_t first = field(t, HashTableColumn::kFirstBucket),
@@ -126,12 +123,12 @@ struct HashIndex {
   }
 };
 
-// Return the order with the number `code`. Throws if there is none, or if it needs scores and
-// entries do not have three `words`.
-inline HashOrder parse_order(const char* op, int64_t code, int64_t words) {
+// Return the order with the number `code`. Throws if there is no such order, or if it needs scores
+// but `entry_words` is not 3.
+inline HashOrder parse_order(const char* op, int64_t code, int64_t entry_words) {
   const auto order = parse_choice<HashOrder>(op, "order", code, kHashOrders);
-  STD_TORCH_CHECK(!has_scores(order) || words == 3, op, ": order ", kHashOrders[code],
-                  " needs scores, so entries of 3 words, got ", words);
+  STD_TORCH_CHECK(!has_scores(order) || entry_words == 3, op, ": order ", kHashOrders[code],
+                  " needs scores, so entries of 3 words, got ", entry_words);
   return order;
 }
 
@@ -150,10 +147,10 @@ inline void check_num_keys(const char* op, int64_t n) {
 // A batch of n keys in segments: the ids [starts[f], starts[f + 1]) are keys of table tables[f].
 // All tensors are contiguous int64 vectors on one device.
 struct HashBatch {
-  const int64_t* ids;     // [n], any 64 bits each
-  const int64_t* starts;  // [segments + 1], from 0 to n, ascending
-  const int64_t* tables;  // [segments], in [0, T); a table may have several segments
-  int64_t n, segments;    // number of positions; of segments
+  const int64_t* ids;       // [n], any 64 bits each
+  const int64_t* starts;    // [num_segments + 1], from 0 to n, ascending
+  const int64_t* tables;    // [num_segments], in [0, T); a table may have several segments
+  int64_t n, num_segments;  // number of positions; of segments
 
   HashBatch(const char* op, const Tensor& ids_, const Tensor& starts_, const Tensor& tables_) {
     const auto check = [&](const char* name, const Tensor& tensor) {
@@ -166,11 +163,11 @@ struct HashBatch {
     check("starts", starts_);
     check("tables", tables_);
     n = ids_.numel();
-    segments = tables_.numel();
+    num_segments = tables_.numel();
     check_num_keys(op, n);
-    STD_TORCH_CHECK(starts_.numel() == segments + 1, op,
+    STD_TORCH_CHECK(starts_.numel() == num_segments + 1, op,
                     ": starts must have one entry more than tables, got ", starts_.numel(), " and ",
-                    segments);
+                    num_segments);
     ids = ids_.const_data_ptr<int64_t>();
     starts = starts_.const_data_ptr<int64_t>();
     tables = tables_.const_data_ptr<int64_t>();
@@ -178,14 +175,18 @@ struct HashBatch {
 
   // A batch with one segment per table. `tables_` must be 0 to num_tables - 1; nothing is checked.
   HashBatch(const int64_t* ids_, const int64_t* starts_, const int64_t* tables_, int64_t num_tables)
-      : ids(ids_), starts(starts_), tables(tables_), n(starts_[num_tables]), segments(num_tables) {}
+      : ids(ids_),
+        starts(starts_),
+        tables(tables_),
+        n(starts_[num_tables]),
+        num_segments(num_tables) {}
 
   // Check the contents of `starts` and `tables`; on the CPU only.
   void check_segments(const char* op, int64_t num_tables) const {
-    STD_TORCH_CHECK(starts[0] == 0 && starts[segments] == n, op,
+    STD_TORCH_CHECK(starts[0] == 0 && starts[num_segments] == n, op,
                     ": starts must begin with 0 and end with the number of ids, ", n, ", got ",
-                    starts[0], " and ", starts[segments]);
-    for (int64_t f = 0; f < segments; ++f) {
+                    starts[0], " and ", starts[num_segments]);
+    for (int64_t f = 0; f < num_segments; ++f) {
       STD_TORCH_CHECK(starts[f] <= starts[f + 1], op, ": starts must not decrease, got ",
                       starts[f + 1], " after ", starts[f]);
       STD_TORCH_CHECK(tables[f] >= 0 && tables[f] < num_tables, op, ": tables[", f,
@@ -210,7 +211,7 @@ const T* required_array(const char* op, const char* name, const Tensor& tensor, 
 
 // Return the data of an optional int64 tensor, checked as required_array does; null if the caller
 // does not pass it.
-inline const int64_t* optional_longs(const char* op, const char* name,
+inline const int64_t* optional_array(const char* op, const char* name,
                                      const std::optional<Tensor>& tensor, int64_t length,
                                      const Tensor& like) {
   return tensor ? required_array<int64_t>(op, name, *tensor, length, like) : nullptr;
@@ -234,9 +235,9 @@ struct HashCall {
   }
 };
 
-// Return whether the insert policy with the number `insert_policy` is kCompetes. Throws if there is
-// no such policy.
-inline bool parse_competes(const char* op, int64_t insert_policy) {
+// Return `must_compete` of HashInsertion: whether the insert policy with the number `insert_policy`
+// is kCompetes. Throws if there is no such policy.
+inline bool parse_must_compete(const char* op, int64_t insert_policy) {
   return parse_choice<InsertPolicy>(op, "insert_policy", insert_policy, kInsertPolicies) ==
          InsertPolicy::kCompetes;
 }
@@ -244,13 +245,13 @@ inline bool parse_competes(const char* op, int64_t insert_policy) {
 // How entries are ranked, and the scores that the caller assigns.
 struct HashScoring {
   HashOrder order;
-  const int64_t* batch_scores;  // [T], the score of this batch in each table; null for 0, which the
-                                // order "assigned" does not allow
+  // [T], the score of this batch in each table; null for 0. Not null for the order "assigned".
+  const int64_t* batch_scores;
 
   HashScoring(const char* op, const HashIndex& index, int64_t order_code,
               const std::optional<Tensor>& batch_scores_, const Tensor& like)
-      : order(parse_order(op, order_code, index.words)),
-        batch_scores(optional_longs(op, "batch_scores", batch_scores_, index.num_tables, like)) {
+      : order(parse_order(op, order_code, index.entry_words)),
+        batch_scores(optional_array(op, "batch_scores", batch_scores_, index.num_tables, like)) {
     STD_TORCH_CHECK(order != HashOrder::kAssigned || batch_scores != nullptr, op,
                     ": order assigned needs batch_scores, the score of the batch by table");
   }
@@ -344,7 +345,7 @@ struct TouchCall : HashCall {
             const std::optional<Tensor>& batch_scores, int64_t order)
       : HashCall("hash_touch_", tensors, ids, starts, tables),
         scoring(op, index, order, batch_scores, ids),
-        counts(optional_longs(op, "counts", counts_, batch.n, ids)),
+        counts(optional_array(op, "counts", counts_, batch.n, ids)),
         slots(allocate(ids, {batch.n})),
         first_positions(allocate(ids, {batch.n})),
         groups(allocate(ids, {batch.n}, ScalarType::Int)),
@@ -361,21 +362,21 @@ struct TouchCall : HashCall {
 //   status      uint8 [n], by miss: InsertStatus
 //   evicted     int64 [n, 3], by miss: key, stamp and score of the evicted entry; unspecified if
 //               the status is not kEvicting
-//   key_slots   int64 [positions], by position: the slot of the key, -1 if it has none
-//   key_status  uint8 [positions], by position: InsertStatus
-// The last two are wanted if the caller passes the `slots` and `groups` of the batch; otherwise
-// `positions` is 0 and they are empty.
+//   key_slots   int64 [num_positions], by position: the slot of the key, -1 if it has none
+//   key_status  uint8 [num_positions], by position: InsertStatus
+// If the caller passes the `slots` and `groups` of the batch, `num_positions` is n. Otherwise
+// `num_positions` is 0, and the last two results are empty.
 struct InsertCall {
   const char* op = "hash_insert_";
   HashIndex index;
   HashScoring scoring;
-  bool must_compete;                              // see parse_competes
+  bool must_compete;                              // see parse_must_compete
   int64_t n;                                      // positions of the batch
   const int64_t *ids, *first_positions, *totals;  // [n] each: by position, by miss, by miss
   Misses misses;
   const int64_t* slots;   // [n], by position, as hash_touch_ returns them; or null
   const int32_t* groups;  // [n], by position, as hash_touch_ returns them; or null
-  int64_t positions;      // n with `slots` and `groups`, else 0
+  int64_t num_positions;  // n with `slots` and `groups`, else 0
   Tensor inserted, status, evicted, key_slots, key_status;
 
   InsertCall(const std::vector<Tensor>& tensors, const Tensor& ids_, const Tensor& first_,
@@ -384,20 +385,20 @@ struct InsertCall {
              const std::optional<Tensor>& slots_, const std::optional<Tensor>& groups_)
       : index(op, tensors),
         scoring(op, index, order, batch_scores, ids_),
-        must_compete(parse_competes(op, insert_policy)),
+        must_compete(parse_must_compete(op, insert_policy)),
         n(ids_.numel()),
         ids(required_array<int64_t>(op, "ids", ids_, n, ids_)),
         first_positions(required_array<int64_t>(op, "first", first_, n, ids_)),
         totals(required_array<int64_t>(op, "totals", totals_, n, ids_)),
         misses(op, index, ids_, offsets, admitted),
-        slots(optional_longs(op, "slots", slots_, n, ids_)),
+        slots(optional_array(op, "slots", slots_, n, ids_)),
         groups(groups_ ? required_array<int32_t>(op, "groups", *groups_, n, ids_) : nullptr),
-        positions(slots_ ? n : 0),
+        num_positions(slots_ ? n : 0),
         inserted(allocate(ids_, {n})),
         status(allocate(ids_, {n}, ScalarType::Byte)),
         evicted(allocate(ids_, {n, 3})),
-        key_slots(allocate(ids_, {positions})),
-        key_status(allocate(ids_, {positions}, ScalarType::Byte)) {
+        key_slots(allocate(ids_, {num_positions})),
+        key_status(allocate(ids_, {num_positions}, ScalarType::Byte)) {
     check_same_device(op, "ids", ids_, tensors[0]);
     check_num_keys(op, n);
     STD_TORCH_CHECK(slots_.has_value() == groups_.has_value(), op,
@@ -413,7 +414,7 @@ struct InsertCall {
                       ": first must be positions in ids, got ", first_positions[i], " for ", n,
                       " ids");
     }
-    for (int64_t i = 0; i < positions; ++i) {
+    for (int64_t i = 0; i < num_positions; ++i) {
       STD_TORCH_CHECK(groups[i] < n, op, ": groups must be below the number of ids, ", n, ", got ",
                       groups[i]);
     }
@@ -425,21 +426,21 @@ struct InsertCall {
 };
 
 // The row buffers of all tables on the CPU: P buffers with rows by slot, which move with the
-// entries. `row_layout` is int64 [T, P, 2]: for each table and buffer the byte of the buffer at
-// which row 0 of the table begins, and the bytes per row.
+// entries. `row_layout` is int64 [T, P, 2]. For each table and buffer it has the byte of the buffer
+// at which row 0 of the table begins, and the number of bytes per row.
 struct RowBuffers {
-  int count;                       // P
+  int num_buffers;                 // P
   std::vector<RowBuffer> buffers;  // [T, P], pointing into the tensors
 
   // On the CPU only, after index.check_tables. Throws unless the rows of every table, for its
   // maximum number of buckets, lie inside the buffers.
   RowBuffers(const char* op, const HashIndex& index, const std::vector<Tensor>& row_buffers,
              const Tensor& row_layout)
-      : count(static_cast<int>(row_buffers.size())) {
-    check_form(op, index, row_buffers, row_layout);
+      : num_buffers(static_cast<int>(row_buffers.size())) {
+    check_dtypes_and_shapes(op, index, row_buffers, row_layout);
     const int64_t* layout = row_layout.const_data_ptr<int64_t>();
     for (int64_t t = 0; t < index.num_tables; ++t) {
-      for (int p = 0; p < count; ++p, layout += 2) {
+      for (int p = 0; p < num_buffers; ++p, layout += 2) {
         const int64_t max_slots = index.field(t, HashTableColumn::kMaxBuckets) * kBucketSlots;
         const int64_t nbytes = row_buffers[p].numel() * row_buffers[p].element_size();
         STD_TORCH_CHECK(layout[0] >= 0 && layout[1] >= 0 && layout[0] <= nbytes &&
@@ -452,8 +453,9 @@ struct RowBuffers {
   }
 
   // Check dtypes and shapes, for tensors on any device.
-  static void check_form(const char* op, const HashIndex& index,
-                         const std::vector<Tensor>& row_buffers, const Tensor& row_layout) {
+  static void check_dtypes_and_shapes(const char* op, const HashIndex& index,
+                                      const std::vector<Tensor>& row_buffers,
+                                      const Tensor& row_layout) {
     check_dtype(op, "row_layout", row_layout, ScalarType::Long, "int64");
     const auto buffers = static_cast<int64_t>(row_buffers.size());
     STD_TORCH_CHECK(
@@ -465,8 +467,8 @@ struct RowBuffers {
     }
   }
 
-  // Return the `count` row buffers of a table.
-  const RowBuffer* buffers_of(int64_t table) const { return buffers.data() + table * count; }
+  // Return the `num_buffers` row buffers of a table.
+  const RowBuffer* buffers_of(int64_t table) const { return buffers.data() + table * num_buffers; }
 };
 
 // The arguments of `hash_grow_`. The CUDA entry also checks the devices of the row buffers, and the
@@ -481,7 +483,7 @@ struct GrowCall : HashCall {
       : HashCall("hash_grow_", tensors, ids, starts, tables),
         misses(op, index, ids, offsets, admitted),
         slots(const_cast<int64_t*>(required_array<int64_t>(op, "slots", slots_, batch.n, ids))) {
-    RowBuffers::check_form(op, index, row_buffers, row_layout);
+    RowBuffers::check_dtypes_and_shapes(op, index, row_buffers, row_layout);
     check_same_device(op, "row_layout", row_layout, ids);
   }
 
@@ -491,16 +493,16 @@ struct GrowCall : HashCall {
   }
 };
 
-// A matrix of rows by slot, [count, dim], with contiguous rows that do not overlap. Elements of 2,
-// 4 or 8 bytes are allowed. Slots outside [0, count) have no row.
+// A matrix of rows by slot, [num_rows, dim], with contiguous rows that do not overlap. Elements of
+// 2, 4 or 8 bytes are allowed. Slots outside [0, num_rows) have no row.
 struct RowMatrix {
-  const Tensor& values;  // of the caller; must outlive this struct
-  int64_t count, dim;    // number of rows; of columns
+  const Tensor& values;   // of the caller; must outlive this struct
+  int64_t num_rows, dim;  // number of rows; of columns
 
   // Throws unless `values_` is such a matrix on the device of `like`.
   RowMatrix(const char* op, const Tensor& values_, const Tensor& like)
       : values(values_),
-        count(values_.dim() == 2 ? values_.size(0) : 0),
+        num_rows(values_.dim() == 2 ? values_.size(0) : 0),
         dim(values_.dim() == 2 ? values_.size(1) : 0) {
     const int64_t size = values.element_size();
     STD_TORCH_CHECK(
@@ -525,17 +527,17 @@ struct RowMatrix {
   // Return the matrix as bytes. Its alignment is that of all rows and of `other_addresses`, to or
   // from which rows are copied; an address may be null.
   RowBytes as_bytes(std::initializer_list<const void*> other_addresses) const {
-    const int64_t size = values.element_size(), stride = count > 1 ? values.stride(0) : dim;
+    const int64_t size = values.element_size(), stride = num_rows > 1 ? values.stride(0) : dim;
     void* data = const_cast<void*>(values.const_data_ptr());
     auto bits = reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(dim * size) |
                 static_cast<uintptr_t>(stride * size);
     for (const void* address : other_addresses) bits |= reinterpret_cast<uintptr_t>(address);
-    return {data, dim * size, stride * size, count, alignment_of(bits)};
+    return {data, dim * size, stride * size, num_rows, alignment_of(bits)};
   }
 
-  // Return a word of 32 bits with the default value in the dtype of the matrix, twice if the dtype
-  // has 16 bits. Throws unless the dtype is float32, float16 or bfloat16.
-  uint32_t fill(const char* op, double value) const {
+  // Return 32 bits with the default value `value` in the dtype of the matrix. They have the value
+  // twice if the dtype has 16 bits. Throws unless the dtype is float32, float16 or bfloat16.
+  uint32_t default_word(const char* op, double value) const {
     const auto number = static_cast<float>(value);
     switch (float_dtype(op, "values", values.scalar_type())) {
       case Dtype::kFloat:
@@ -550,26 +552,25 @@ struct RowMatrix {
 
 // The ops on rows. Results are allocated but not written.
 
-// The arguments and results of `hash_find_rows`. The rows of the matrix are numbered by the slots
-// of all tables together: the rows of table t begin with the row of the first slot of its first
-// bucket.
+// The arguments and results of `hash_find_rows`. The matrix has a row per slot of all tables: slot
+// s of table t has row kFirstBucket * kBucketSlots + s, with kFirstBucket of table t.
 struct FindRowsCall : HashCall {
   RowMatrix matrix;
-  uint32_t fill;  // the default value, see RowMatrix::fill
-  // `rows` is [n, dim], the row of each key, default values for a missing key. `found` is bool [n],
-  // whether the table has the key.
+  uint32_t default_word;  // the default value, see RowMatrix::default_word
+  // `rows` is [n, dim]: the row of each key, or default values for a missing key. `found` is bool
+  // [n]: whether the table has the key.
   Tensor rows, found;
 
   FindRowsCall(const std::vector<Tensor>& tensors, const Tensor& ids, const Tensor& starts,
                const Tensor& tables, const Tensor& values, double default_value)
       : HashCall("hash_find_rows", tensors, ids, starts, tables),
         matrix(op, values, ids),
-        fill(matrix.fill(op, default_value)),
+        default_word(matrix.default_word(op, default_value)),
         rows(allocate(values, {batch.n, matrix.dim})),
         found(allocate(ids, {batch.n}, ScalarType::Bool)) {}
 };
 
-// A matrix and a slot for each of n positions. Slots outside the matrix, such as -1, have no row.
+// A matrix, and the slot of each of n positions. Slots outside the matrix, such as -1, have no row.
 struct SlotRows {
   RowMatrix matrix;
   const int64_t* slots;  // [n], numbered over all tables, as the rows of the matrix
@@ -585,14 +586,14 @@ struct SlotRows {
 
 // The arguments and the result of `hash_read_rows`.
 struct ReadRowsCall : SlotRows {
-  uint32_t fill;  // the default value, see RowMatrix::fill
-  Tensor rows;    // [n, dim]: the row in each slot, default values if there is none; [0, dim]
-                  // unless `returns_rows`
+  uint32_t default_word;  // the default value, see RowMatrix::default_word
+  Tensor rows;  // [n, dim]: the row in each slot, default values if there is none; [0, dim]
+                // unless `returns_rows`
 
   ReadRowsCall(const char* op, const Tensor& values, const Tensor& slots_, double default_value,
                bool returns_rows = true)
       : SlotRows(op, values, slots_),
-        fill(matrix.fill(op, default_value)),
+        default_word(matrix.default_word(op, default_value)),
         rows(allocate(values, {returns_rows ? n : 0, matrix.dim})) {}
 };
 
@@ -633,8 +634,8 @@ struct WriteRowsCall : SlotRows {
 };
 
 // The arguments of `hash_add_rows_`. The positions of `rows` are grouped by slot, as the op `group`
-// returns them: `slots` is its result `unique`, by group, of which the first `*count` entries are
-// used. Group g has the rows permutation[j] for j in [segments[g], segments[g + 1]).
+// returns them. `slots` is the result `unique` of that op: its first `*count` entries have the slot
+// of each group. Group g has the rows permutation[j] for j in [segments[g], segments[g + 1]).
 struct AddRowsCall : WriteRowsCall {
   Dtype dtype;                                    // of matrix and rows
   const int32_t *segments, *permutation, *count;  // [n + 1], [n], [1]
@@ -664,9 +665,9 @@ struct AddRowsCall : WriteRowsCall {
 };
 
 // The arguments and results of `hash_evicted_rows`, which gathers the keys that an insertion
-// evicted, in the order of misses. It takes the results of `hash_insert_` and must run before the
-// rows of the new keys are written. All matrices, such as weights and optimizer states, are by
-// slot; there is at least one. The CPU also fills the rest of the results with 0.
+// evicted, in the order of misses. The op takes the results of `hash_insert_` and must run before
+// the rows of the new keys are written. All matrices, such as weights and optimizer states, have
+// rows by slot; there is at least one. The CPU also fills the rest of the results with 0.
 struct EvictedRowsCall {
   std::vector<RowMatrix> matrices;  // P
   const int64_t* slots;             // [n], by miss: the slot, which is its row in the matrices
@@ -711,9 +712,10 @@ struct EvictedRowsCall {
 // All tensors are contiguous and on one device.
 struct InitialInputs {
   std::vector<Tensor>& row_buffers;  // P float tensors: weights and states of all tables
-  // layout is int64 [T, P, 5], of InitialLayout, and rules float64 [T, P, 7], of InitialRule. ids
-  // is int64, the keys of the batch. first_positions and slots are int64, by miss: a position of
-  // the key in `ids`, and the slot in its table, -1 for none. offsets is int64 [T + 1], see Misses.
+  // layout is int64 [T, P, 5], see InitialLayout. rules is float64 [T, P, 7], see InitialRule. ids
+  // is int64 and has the keys of the batch. first_positions is int64, by miss: a position of the
+  // key in `ids`. slots is int64, by miss: the slot in its table, -1 for none. offsets is int64
+  // [T + 1], see Misses.
   const Tensor &layout, &rules, &ids, &first_positions, &offsets, &slots;
 
   int64_t num_tables() const { return offsets.numel() - 1; }

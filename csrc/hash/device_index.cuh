@@ -24,13 +24,13 @@ static_assert(kBucketSlots == kWarpLanes, "a warp that works on a bucket has one
 
 // The index in device memory; its contents are trusted.
 struct DeviceIndex {
-  uint8_t* tags;      // [S] for S slots of all tables, aligned to 16 bytes
-  int64_t* entries;   // [S, words]
-  int64_t* tables;    // [T, kHashTableColumns]
-  int64_t* clock;     // [1]
-  int64_t* counters;  // [T, kHashCounters]
-  int64_t words;      // words per entry, 2 or 3
-  int num_tables;     // T
+  uint8_t* tags;        // [S] for S slots of all tables, aligned to 16 bytes
+  int64_t* entries;     // [S, entry_words]
+  int64_t* tables;      // [T, kHashTableColumns]
+  int64_t* clock;       // [1]
+  int64_t* counters;    // [T, kHashCounters]
+  int64_t entry_words;  // words per entry, 2 or 3
+  int num_tables;       // T
 
   EMB_DEVICE int64_t& field(int t, HashTableColumn column) const {
     return tables[int64_t{t} * kHashTableColumns + static_cast<int>(column)];
@@ -39,12 +39,9 @@ struct DeviceIndex {
   EMB_DEVICE HashTable table(int t) const {
     const int64_t first_slot = field(t, HashTableColumn::kFirstBucket) * kBucketSlots,
                   buckets = field(t, HashTableColumn::kBuckets);
-    return {tags + first_slot,
-            entries + first_slot * words,
-            words,
-            buckets,
-            address_mask(buckets),
-            static_cast<uint64_t>(field(t, HashTableColumn::kHashKey))};
+    return {tags + first_slot,     entries + first_slot * entry_words,
+            entry_words,           buckets,
+            address_mask(buckets), static_cast<uint64_t>(field(t, HashTableColumn::kHashKey))};
   }
 };
 
@@ -54,13 +51,13 @@ struct DeviceIndex {
 // table, those from the last start on to the last segment, and positions of tables that do not
 // exist get no table.
 struct KeyBatch {
-  const int64_t *ids, *starts, *tables;  // [n], [segments + 1], [segments]
+  const int64_t *ids, *starts, *tables;  // [n], [num_segments + 1], [num_segments]
   int64_t n;                             // positions
-  int segments;                          // number of segments
+  int num_segments;                      // number of segments
 
   // Return the table of a position that is in a segment, by binary search.
   EMB_DEVICE int64_t table_at(int64_t position) const {
-    int low = 0, high = segments - 1;
+    int low = 0, high = num_segments - 1;
     while (low < high) {
       const int middle = low + (high - low + 1) / 2;
       if (starts[middle] <= position) {
@@ -181,8 +178,8 @@ struct GridSlice {
 // collectives; the last threads of a loop get x >= n with i = -1. `shared` is shared memory for two
 // ints.
 template <class Starts, class Body>
-EMB_DEVICE void for_each_of(const GridSlice& slice, const Starts& starts, int intervals, int64_t n,
-                            int* shared, const Body& body) {
+EMB_DEVICE void for_each_in_intervals(const GridSlice& slice, const Starts& starts, int intervals,
+                                      int64_t n, int* shared, const Body& body) {
   for (int64_t tile = slice.block * kTileThreads; tile < n; tile += slice.blocks * kTileThreads) {
     const int64_t end = tile + kTileThreads < n ? tile + kTileThreads : n, x = tile + threadIdx.x;
     const TileSearch search(starts, intervals, tile, end, shared);
@@ -192,21 +189,22 @@ EMB_DEVICE void for_each_of(const GridSlice& slice, const Starts& starts, int in
 
 // Do the same for the slice of this block in a loop over the whole grid.
 template <class Starts, class Body>
-EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int* shared,
-                            const Body& body) {
-  for_each_of(GridSlice{blockIdx.x, gridDim.x}, starts, intervals, n, shared, body);
+EMB_DEVICE void for_each_in_intervals(const Starts& starts, int intervals, int64_t n, int* shared,
+                                      const Body& body) {
+  for_each_in_intervals(GridSlice{blockIdx.x, gridDim.x}, starts, intervals, n, shared, body);
 }
 
 // Call `body(position, table)` for every position of a batch, as the whole grid divides them in
-// for_each_of. The table is -1 if the position is before the first segment or at least n, or if the
-// index has no such table.
+// for_each_in_intervals. The table is -1 if the position is before the first segment or at least n,
+// or if the index has no such table.
 template <class Body>
 EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared, const Body& body) {
   const auto start = [&](int f) { return batch.starts[f]; };
-  for_each_of(start, batch.segments, batch.n, shared, [&](int64_t position, int segment) {
-    const int64_t t = segment < 0 ? -1 : batch.tables[segment];
-    body(position, t >= 0 && t < num_tables ? static_cast<int>(t) : -1);
-  });
+  for_each_in_intervals(start, batch.num_segments, batch.n, shared,
+                        [&](int64_t position, int segment) {
+                          const int64_t t = segment < 0 ? -1 : batch.tables[segment];
+                          body(position, t >= 0 && t < num_tables ? static_cast<int>(t) : -1);
+                        });
 }
 
 // A counter per table in global memory, to which a warp adds. The warp adds up in registers while

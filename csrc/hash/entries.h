@@ -1,6 +1,7 @@
-// Parts of the hash ops on the CPU that hash_cpu.cpp and initial_cpu.cpp share with the insertion
-// of a whole batch (batch_cpu.cpp) and with the moves of rows to and from a store (tiers_cpu.cpp).
-// insert_misses and InitialRows::write check nothing; the caller must check the arguments.
+// What the hash ops on the CPU share: hash_cpu.cpp and initial_cpu.cpp define it, and it is also
+// used to insert whole batches (batch_cpu.cpp) and to move rows to and from a store
+// (tiers_cpu.cpp). insert_misses and InitialRows::write check nothing: the caller must have checked
+// the arguments.
 #pragma once
 
 #include <algorithm>
@@ -23,14 +24,15 @@ EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
 
 inline constexpr int64_t kKeyGrain = 2048;  // grain of parallel_balanced for lookups of keys
 
-// Call `body(segment, begin, end)` for ranges of positions that together are the whole batch. Each
-// is a non-empty range of one segment. HashBatch::check_segments must have accepted the batch.
-// Several threads call `body` at once, so it must not throw.
+// Divide the positions of a batch into non-empty ranges, each in one segment, and call
+// `body(segment, begin, end)` for every range. HashBatch::check_segments must have accepted the
+// batch. Several threads call `body` at once, so it must not throw.
 template <class Body>
 void parallel_segments(const HashBatch& batch, const Body& body) {
   parallel_balanced(batch.n, kKeyGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-    const int64_t* after = std::upper_bound(batch.starts, batch.starts + batch.segments, begin);
-    for (int64_t segment = after - batch.starts - 1; begin < end; ++segment) {
+    const int64_t* next_start =
+        std::upper_bound(batch.starts, batch.starts + batch.num_segments, begin);
+    for (int64_t segment = next_start - batch.starts - 1; begin < end; ++segment) {
       const int64_t stop = std::min(end, batch.starts[segment + 1]);
       if (begin < stop) body(segment, begin, stop);
       begin = std::max(begin, stop);
@@ -47,13 +49,15 @@ struct MissArrays {
   int64_t* evicted;                         // output, by miss, three words each; null if not wanted
 };
 
-// Insert the admitted misses of every table: change the index, its counters and queues, write the
-// slot and the status of every miss, and write the evicted entries unless arrays.evicted is null.
+// Insert the admitted misses of every table. This changes the index, with its counters and queues.
+// Write the slot and the status of every miss. Also write the evicted entries unless arrays.evicted
+// is null.
 void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must_compete,
                    const Misses& misses, const MissArrays& arrays);
 
-// The ops of these names, for `tier_put_`. hash_touch_ returns TouchCall::results(), hash_insert_
-// InsertCall::results() (check.h), and hash_erase_ the slots that it emptied (hash_cpu.cpp).
+// The ops with these names, which `tier_put_` calls. hash_touch_ returns TouchCall::results(), and
+// hash_insert_ returns InsertCall::results() (check.h). hash_erase_ returns the slots that it
+// emptied (hash_cpu.cpp).
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
     std::vector<Tensor> index, const Tensor& ids, const Tensor& starts, const Tensor& tables,
     std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order);
@@ -65,20 +69,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
 Tensor hash_erase_(std::vector<Tensor> index, const Tensor& ids, const Tensor& starts,
                    const Tensor& tables);
 
-// The row buffers of all tables, and the initial values of new rows. The tensors own the memory.
+// The row buffers of all tables, and the rules for the initial values of new rows. The tensors own
+// the memory.
 class InitialRows {
  public:
   // The caller must have called in.check(op). Throws unless the rows in `layout` lie inside their
   // row buffers and have strides from `dim` to INT32_MAX.
   InitialRows(const char* op, const InitialInputs& in);
 
-  // Write, in parallel, row slots[i] of each row buffer of table t for its misses i, which are
-  // offsets[t] to offsets[t + 1] - 1. The key of miss i is ids[first_positions[i]]. Row buffers
-  // without a row for the slot, such as all for -1, are skipped.
+  // Write the initial rows of the misses of all tables, in parallel. Table t has the misses
+  // offsets[t] to offsets[t + 1] - 1. The row of miss i is row slots[i] in each row buffer of its
+  // table, and its key is ids[first_positions[i]]. A row buffer that has no row for the slot is
+  // skipped. If the slot is -1, no row is written.
   void write(const int64_t* ids, const int64_t* first_positions, const int64_t* offsets,
              const int64_t* slots, int64_t seed) const;
 
-  // Return the rows of a table by slot, a matrix per row buffer. They are not copied.
+  // Return the rows of a table by slot: one matrix per row buffer, which points into the buffer.
   std::vector<RowBytes> rows_of(int64_t table) const;
 
  private:
@@ -94,19 +100,20 @@ class InitialRows {
   int64_t num_tables_;
 };
 
-// Rows as bytes. A *packed* row has the bytes of a slot in all row buffers, one after the other;
-// see emblib/ops/tiers.py.
+// Rows as bytes. A *packed* row is the concatenation of a slot's rows in all row buffers; see
+// emblib/ops/tiers.py.
 
-// Maximum number of bytes of a row that are prefetched; the hardware prefetches the rest.
+// No more bytes of a row are prefetched by instructions; the hardware prefetches the rest.
 inline constexpr int64_t kMaxPrefetchBytes = 16 * kCacheLineBytes;
 inline constexpr int64_t kRowsAhead = 8;        // rows between a prefetch and the copy
 inline constexpr int64_t kCopyGrain = 1 << 16;  // grain of parallel_balanced for copies
 
-// Prefetch at most the first kMaxPrefetchBytes of a row of `bytes` bytes, at any address.
-inline void prefetch_row(const char* row, int64_t bytes) {
-  const int64_t prefetched = std::min(bytes, kMaxPrefetchBytes);
-  for (int64_t i = 0; i < prefetched; i += kCacheLineBytes) __builtin_prefetch(row + i);
-  if (bytes > 0) __builtin_prefetch(row + prefetched - 1);
+// Prefetch the first kMaxPrefetchBytes of a row of `row_bytes` bytes, or the whole row if it is
+// shorter. `row` may have any alignment.
+inline void prefetch_row(const char* row, int64_t row_bytes) {
+  const int64_t prefetch_bytes = std::min(row_bytes, kMaxPrefetchBytes);
+  for (int64_t i = 0; i < prefetch_bytes; i += kCacheLineBytes) __builtin_prefetch(row + i);
+  if (row_bytes > 0) __builtin_prefetch(row + prefetch_bytes - 1);
 }
 
 // Return an uninitialised int64 tensor of these sizes on the device of `like`.
@@ -114,27 +121,30 @@ inline Tensor allocate_words(const Tensor& like, const std::vector<int64_t>& siz
   return allocate(like, sizes, ScalarType::Long);
 }
 
-// Return the data of the argument `name`. Throws unless it is a contiguous uint8 [n, bytes].
+// Return the data of `rows`, the argument `name` of the op. Throws unless it is a contiguous uint8
+// [n, row_bytes].
 inline char* byte_rows(const char* op, const char* name, const Tensor& rows, int64_t n,
-                       int64_t bytes) {
+                       int64_t row_bytes) {
   check_dtype(op, name, rows, ScalarType::Byte, "uint8");
   STD_TORCH_CHECK(
-      rows.dim() == 2 && rows.size(0) == n && rows.size(1) == bytes && rows.is_contiguous(), op,
-      ": ", name, " must be contiguous of shape [", n, ", ", bytes, "]");
+      rows.dim() == 2 && rows.size(0) == n && rows.size(1) == row_bytes && rows.is_contiguous(), op,
+      ": ", name, " must be contiguous of shape [", n, ", ", row_bytes, "]");
   return static_cast<char*>(rows.mutable_data_ptr());
 }
 
-// The row buffers of a table, each a matrix by slot, in the order of their bytes in a packed row.
-// The tensors own the memory. Slots are not checked: they must be in [0, slots).
+// The row buffers of a table, in the order in which a packed row concatenates their rows. Each is a
+// matrix of rows by slot. The tensors own the memory. Functions do not check slots, which must be
+// in [0, num_slots).
 struct PackedRows {
   std::vector<RowBytes> buffers;
-  int64_t row_bytes = 0;       // bytes of a packed row
-  int64_t slots = kUnlimited;  // number of slots of the smallest buffer; kUnlimited without buffers
+  int64_t row_bytes = 0;  // bytes of a packed row
+  // Number of slots of the smallest buffer; kUnlimited without buffers.
+  int64_t num_slots = kUnlimited;
 
   explicit PackedRows(std::vector<RowBytes> rows) : buffers(std::move(rows)) {
     for (const RowBytes& buffer : buffers) {
-      row_bytes += buffer.bytes;
-      slots = std::min(slots, buffer.count);
+      row_bytes += buffer.row_bytes;
+      num_slots = std::min(num_slots, buffer.num_rows);
     }
   }
   // Throws unless RowMatrix accepts each of `matrices`, and they are on the device of `like`.
@@ -143,22 +153,22 @@ struct PackedRows {
 
   // Prefetch the rows in a slot.
   void prefetch(int64_t slot) const {
-    for (const RowBytes& buffer : buffers) prefetch_row(row(buffer, slot), buffer.bytes);
+    for (const RowBytes& buffer : buffers) prefetch_row(row(buffer, slot), buffer.row_bytes);
   }
 
   // Copy the rows in a slot to `packed`, [row_bytes].
   void read(int64_t slot, char* packed) const {
     for (const RowBytes& buffer : buffers) {
-      std::memcpy(packed, row(buffer, slot), buffer.bytes);
-      packed += buffer.bytes;
+      std::memcpy(packed, row(buffer, slot), buffer.row_bytes);
+      packed += buffer.row_bytes;
     }
   }
 
   // Copy `packed`, [row_bytes], to the rows in a slot.
   void write(int64_t slot, const char* packed) const {
     for (const RowBytes& buffer : buffers) {
-      std::memcpy(row(buffer, slot), packed, buffer.bytes);
-      packed += buffer.bytes;
+      std::memcpy(row(buffer, slot), packed, buffer.row_bytes);
+      packed += buffer.row_bytes;
     }
   }
 
@@ -175,38 +185,38 @@ struct PackedRows {
   }
 };
 
-// The records of a store, uint8 [count, stride]. A record has as many words of 64 bits as fit
-// before a packed row, then the row, which may have no bytes. Records are in memory or in a mapped
-// file; the tensor owns them.
+// The records of a store, uint8 [num_records, record_bytes]. A record consists of a head, which has
+// as many 64-bit words as fit before the row, and a packed row, which may be empty. Records are in
+// memory or in a mapped file. The tensor owns them.
 struct Records {
   char* data;
-  int64_t count;      // records, one per slot of the store
-  int64_t stride;     // bytes per record
-  int64_t num_words;  // words before the row
+  int64_t num_records;   // one per slot of the store
+  int64_t record_bytes;  // bytes per record
+  int64_t num_words;     // words before the row
 
   // Throws unless `records` is a contiguous uint8 matrix with room for a row of `row_bytes` bytes.
   Records(const char* op, const Tensor& records, int64_t row_bytes) {
     STD_TORCH_CHECK(records.dim() == 2, op, ": records must be a matrix, got ", records.dim(),
                     " dimensions");
-    count = records.size(0);
-    stride = records.size(1);
-    data = byte_rows(op, "records", records, count, stride);
-    STD_TORCH_CHECK(row_bytes >= 0 && row_bytes <= stride, op, ": records must have a row of ",
-                    row_bytes, " bytes, got ", stride);
-    num_words = (stride - row_bytes) / kWordBytes;
+    num_records = records.size(0);
+    record_bytes = records.size(1);
+    data = byte_rows(op, "records", records, num_records, record_bytes);
+    STD_TORCH_CHECK(row_bytes >= 0 && row_bytes <= record_bytes, op,
+                    ": records must have a row of ", row_bytes, " bytes, got ", record_bytes);
+    num_words = (record_bytes - row_bytes) / kWordBytes;
   }
 
   static constexpr int64_t kWordBytes = sizeof(int64_t);
 
-  // Return the record in a slot in [0, count).
-  char* at(int64_t slot) const { return data + slot * stride; }
-  // Return the number of bytes before the row.
+  // Return the record in a slot in [0, num_records).
+  char* at(int64_t slot) const { return data + slot * record_bytes; }
+  // Return the size of the head of a record, in bytes. The row begins after it.
   int64_t head_bytes() const { return num_words * kWordBytes; }
 
-  // Throws unless a slot is in [-1, count).
+  // Throws unless a slot is in [-1, num_records).
   void check_slot(const char* op, int64_t slot) const {
-    STD_TORCH_CHECK(slot >= -1 && slot < count, op, ": slots must be records in [0, ", count,
-                    "), or -1 for none, got ", slot);
+    STD_TORCH_CHECK(slot >= -1 && slot < num_records, op, ": slots must be records in [0, ",
+                    num_records, "), or -1 for none, got ", slot);
   }
 };
 

@@ -24,15 +24,15 @@ struct KeyTouch {
   const int64_t self = simt::global_thread(), step = simt::threads_in_grid();
   if (self == 0) {
     *index.clock += 1;
-    *plan.taken_parts = 0;
+    *plan.num_taken_parts = 0;
   }
-  for (int64_t f = self; f < batch.segments; f += step) {
+  for (int64_t f = self; f < batch.num_segments; f += step) {
     const int64_t t = batch.tables[f];
     if (t < 0 || t >= index.num_tables) continue;
     simt::atomic_add(index.counters + t * kHashCounters + static_cast<int>(HashCounter::kLookups),
                      batch.starts[f + 1] - batch.starts[f]);
   }
-  for (int64_t t = self; t < index.num_tables; t += step) plan.misses[t] = 0;
+  for (int64_t t = self; t < index.num_tables; t += step) plan.num_misses[t] = 0;
   for (int64_t part = self; part < parts; part += step) plan.part_firsts[part] = 0;
   clear_cells(keys.cells, keys.mask);
   if (blockIdx.x == 0) plan_batch(batch, index.num_tables, plan);
@@ -63,14 +63,14 @@ EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry
   } else {
     const unsigned same =
         __match_any_sync(simt::kFullMask, reinterpret_cast<unsigned long long>(entry));
-    const bool leads = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
-    if (entry != nullptr && leads) add_uses_to(entry + HashEntry::kScore, __popc(same));
+    const bool is_leader = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
+    if (entry != nullptr && is_leader) add_uses_to(entry + HashEntry::kScore, __popc(same));
   }
 }
 
 // Find every key. Write its slot to `slots` [n], update the entry of a hit, and claim a cell for a
-// missing key; keys.cell_of of the other positions becomes kNoCell. Count hits in the index, and
-// distinct missing keys per table in `misses` [T].
+// missing key; keys.cell_of_position of the other positions becomes kNoCell. Count hits in the
+// index, and distinct missing keys per table in `misses` [T].
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch touch, KeyCells keys,
                       int64_t* misses, int64_t* slots) {
@@ -88,7 +88,7 @@ EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry
     if (t >= 0 && slot == kNoSlot) claim = keys.claim(batch, position, t);
     if (position < batch.n) {
       slots[position] = slot;
-      keys.cell_of[position] = claim.cell;
+      keys.cell_of_position[position] = claim.cell;
     }
     new_misses.add(t, claim.is_new);
     touch_entry(touch, stamp, entry, position,
@@ -119,7 +119,7 @@ void launch_hash_touch(Work& work, const DeviceIndex& index, const KeyBatch& bat
   launcher(hash_begin_batch_kernel, blocks, kTileThreads, index, batch, keys, plan,
            static_cast<int>(blocks));
   if (batch.n > 0) {
-    launcher(hash_touch_kernel, blocks, kTileThreads, index, batch, touch, keys, plan.misses,
+    launcher(hash_touch_kernel, blocks, kTileThreads, index, batch, touch, keys, plan.num_misses,
              slots);
   }
   launcher(hash_number_kernel, blocks, kTileThreads, batch, index.num_tables, plan, keys,

@@ -1,13 +1,13 @@
 // Finds keys on one CPU thread. Most searches read two cache lines at unpredictable addresses: the
-// tags of a bucket, and an entry. To hide their latency, each key passes through four steps, and
-// many other keys are processed between two steps of a key:
+// tags of a bucket, and an entry. To hide the latency of these reads, each key is processed in four
+// steps, and many other keys are processed between two steps of a key:
 //   prefetch_tags  prefetches the tags of the first bucket,
 //   probe_first    compares them and prefetches a candidate entry, or the tags of the second bucket
 //                  if there is none,
 //   probe_chosen   compares the tags of the chosen bucket and prefetches the candidate entry,
 //   compare        compares the key with that entry.
-// No step branches on its result. Keys that the last step neither finds nor shows to be missing are
-// collected, and resolved together once per chunk of keys.
+// No step branches on its result. After the last step, a key is found, known to be missing, or
+// *unresolved*. Unresolved keys are collected and resolved together once per chunk of keys.
 //
 // HashFindKernels in args.h describes `find` and `refresh`.
 #include "hash/match.h"
@@ -21,8 +21,8 @@ constexpr int kChunkKeys = 64;  // keys per chunk, which are hashed together
 constexpr int kKeysToProbeFirst = 16;                           // to probe_first
 constexpr int kKeysToProbeChosen = kKeysToProbeFirst + 24;      // to probe_chosen
 constexpr int kKeysToCompare = kKeysToProbeFirst + kChunkKeys;  // to compare
-// Keys whose state is kept, from the hash of their chunk until they are resolved: a key is resolved
-// at most two chunks after `compare`.
+// Keys whose state is kept. The state of a key is needed from the hash of its chunk until the key
+// is resolved, at most two chunks after `compare`.
 constexpr int kRingKeys = 4 * kChunkKeys;
 
 // The state of the keys in flight. The key at position i has the index ring_index(i). A *candidate*
@@ -45,7 +45,7 @@ struct Unresolved {
 
 // Return the slot of the lowest bit of `candidates` in a bucket, its last slot if there is none.
 EMB_HD int64_t lowest_slot(int64_t bucket, uint32_t candidates) {
-  return bucket * kBucketSlots + lowest(candidates | (uint32_t{1} << (kBucketSlots - 1)));
+  return bucket * kBucketSlots + lowest_bit(candidates | (uint32_t{1} << (kBucketSlots - 1)));
 }
 
 // Prefetch the tags of a bucket into the L1 cache, because they are read soon.
@@ -53,9 +53,10 @@ EMB_HD void prefetch_tags(const HashTable& table, int64_t bucket) {
   __builtin_prefetch(table.tags + bucket * kBucketSlots);
 }
 
-// Prefetch the entry in a slot if `wants_entry`, otherwise the tags of a bucket, into the L2 cache,
-// because too many entries are in flight for L1. The choice uses bit operations, because the
-// compiler would turn `?:` into a branch, and a misprediction takes as long as the remaining steps.
+// Prefetch the entry in a slot if `wants_entry`, otherwise the tags of a bucket. The target is the
+// L2 cache, because too many entries are in flight for L1. The choice uses bit operations, because
+// the compiler would turn `?:` into a branch, and a misprediction takes as long as the remaining
+// steps.
 EMB_HD void prefetch_either(bool wants_entry, const HashTable& table, int64_t slot,
                             int64_t bucket) {
   const auto entry = reinterpret_cast<uintptr_t>(table.entry(slot));
@@ -64,61 +65,64 @@ EMB_HD void prefetch_either(bool wants_entry, const HashTable& table, int64_t sl
   __builtin_prefetch(reinterpret_cast<const void*>(chosen), 0, 2);
 }
 
-// Write the buckets and tags of a chunk: the keys from position `begin` on, of n keys in all.
+// Write the buckets and tags of the chunk of keys that begins at position `begin`, of n keys in
+// all.
 EMB_HD void hash_keys(const HashTable& table, const int64_t* ids, int64_t begin, int64_t n,
-                      Probes* p) {
-  const int64_t buckets = table.buckets;
+                      Probes* probes) {
+  const int64_t buckets = table.num_buckets;
   const uint64_t mask = table.mask;
   const int size = static_cast<int>(n - begin < kChunkKeys ? n - begin : kChunkKeys);
-  const int base = Probes::ring_index(begin);  // a chunk does not wrap around in the ring
+  const int ring_begin = Probes::ring_index(begin);  // a chunk does not wrap around in the ring
   for (int i = 0; i < size; ++i) {
     const uint64_t mixed = table.hash(ids[begin + i]);
-    p->first[base + i] = bucket_address(first_hash(mixed), buckets, mask);
-    p->second[base + i] = bucket_address(second_hash(mixed), buckets, mask);
-    p->tag[base + i] = tag_of(mixed);
+    probes->first[ring_begin + i] = bucket_address(first_hash(mixed), buckets, mask);
+    probes->second[ring_begin + i] = bucket_address(second_hash(mixed), buckets, mask);
+    probes->tag[ring_begin + i] = tag_of(mixed);
   }
 }
 
 // Choose the first bucket of a key if it has a candidate, otherwise the second, and prefetch what
 // the next step reads.
-EMB_HD void probe_first(const HashTable& table, int64_t position, Probes* p) {
+EMB_HD void probe_first(const HashTable& table, int64_t position, Probes* probes) {
   const int i = Probes::ring_index(position);
-  const uint32_t candidates = match(table.tags + p->first[i] * kBucketSlots, p->tag[i]);
-  const int64_t slot = lowest_slot(p->first[i], candidates);
-  const int64_t second = p->second[i] * kBucketSlots;
-  p->slot[i] = second ^ ((slot ^ second) & -int64_t{candidates != 0});
-  prefetch_either(candidates != 0, table, slot, p->second[i]);
+  const uint32_t candidates =
+      match_tags(table.tags + probes->first[i] * kBucketSlots, probes->tag[i]);
+  const int64_t slot = lowest_slot(probes->first[i], candidates);
+  const int64_t second = probes->second[i] * kBucketSlots;
+  probes->slot[i] = second ^ ((slot ^ second) & -int64_t{candidates != 0});
+  prefetch_either(candidates != 0, table, slot, probes->second[i]);
 }
 
 // Return the slot whose entry is read: `slot` if there are candidates, otherwise slot 0. Its entry
 // is usually in the cache, and reading another entry would be a useless cache miss.
-EMB_HD int64_t read_slot(int64_t slot, uint32_t candidates) {
+EMB_HD int64_t slot_to_read(int64_t slot, uint32_t candidates) {
   return slot & -int64_t{candidates != 0};
 }
 
 // Compare the tags of the chosen bucket and prefetch the entry of the lowest candidate. Most keys
 // have chosen their first bucket, whose tags are still in the cache and are compared again.
-EMB_HD void probe_chosen(const HashTable& table, int64_t position, Probes* p) {
+EMB_HD void probe_chosen(const HashTable& table, int64_t position, Probes* probes) {
   const int i = Probes::ring_index(position);
-  const int64_t bucket = p->slot[i] / kBucketSlots;
-  p->candidates[i] = match(table.tags + bucket * kBucketSlots, p->tag[i]);
-  p->slot[i] = lowest_slot(bucket, p->candidates[i]);
-  __builtin_prefetch(table.entry(read_slot(p->slot[i], p->candidates[i])), 0, 2);
+  const int64_t bucket = probes->slot[i] / kBucketSlots;
+  probes->candidates[i] = match_tags(table.tags + bucket * kBucketSlots, probes->tag[i]);
+  probes->slot[i] = lowest_slot(bucket, probes->candidates[i]);
+  __builtin_prefetch(table.entry(slot_to_read(probes->slot[i], probes->candidates[i])), 0, 2);
 }
 
-// Return the slot of the lowest candidate if it has the key, else -1. If the result is -1 and the
-// key may be elsewhere, add the position to `unresolved`: it may be in another candidate, or in the
-// second bucket if the first was chosen.
-EMB_HD int64_t compare(const HashTable& table, int64_t position, int64_t key, const Probes& p,
+// Return the slot of the lowest candidate if it has the key, else -1. If the result is -1, the key
+// may still be in another candidate, or in the second bucket if the first was chosen. In these
+// cases add the position to `unresolved`.
+EMB_HD int64_t compare(const HashTable& table, int64_t position, int64_t key, const Probes& probes,
                        Unresolved* unresolved) {
   const int i = Probes::ring_index(position);
-  const int64_t slot = p.slot[i];
-  const uint32_t candidates = p.candidates[i];
-  const int64_t* entry = table.entry(read_slot(slot, candidates));
+  const int64_t slot = probes.slot[i];
+  const uint32_t candidates = probes.candidates[i];
+  const int64_t* entry = table.entry(slot_to_read(slot, candidates));
   const bool is_miss = (static_cast<uint64_t>(entry[HashEntry::kKey] ^ key) |
                         static_cast<uint64_t>(candidates == 0)) != 0;
-  const bool may_be_elsewhere = ((candidates & (candidates - 1)) |
-                                 static_cast<uint32_t>(slot / kBucketSlots == p.first[i])) != 0;
+  const bool may_be_elsewhere =
+      ((candidates & (candidates - 1)) |
+       static_cast<uint32_t>(slot / kBucketSlots == probes.first[i])) != 0;
   unresolved->positions[unresolved->count & (kChunkKeys - 1)] = position;
   unresolved->count += static_cast<int>(is_miss) & static_cast<int>(may_be_elsewhere);
   return slot | -static_cast<int64_t>(is_miss);
@@ -152,63 +156,66 @@ EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, in
 
 // Prefetch the line that `resolve` reads first for each unresolved key.
 EMB_HD void prefetch_unresolved(const HashTable& table, const Unresolved& unresolved,
-                                const Probes& p) {
+                                const Probes& probes) {
   for (int k = 0; k < unresolved.count; ++k) {
     const int i = Probes::ring_index(unresolved.positions[k]);
-    const uint32_t rest = p.candidates[i] & (p.candidates[i] - 1);
-    prefetch_either(rest != 0, table, lowest_slot(p.slot[i] / kBucketSlots, rest), p.second[i]);
+    const uint32_t other_candidates = probes.candidates[i] & (probes.candidates[i] - 1);
+    prefetch_either(other_candidates != 0, table,
+                    lowest_slot(probes.slot[i] / kBucketSlots, other_candidates), probes.second[i]);
   }
 }
 
 // Return the slot of an unresolved key, -1 if it has none: compare its other candidates, then
 // search its second bucket if the first was chosen.
-EMB_HD int64_t resolve(const HashTable& table, int64_t position, int64_t key, const Probes& p) {
+EMB_HD int64_t resolve(const HashTable& table, int64_t position, int64_t key,
+                       const Probes& probes) {
   const int i = Probes::ring_index(position);
-  const int64_t bucket = p.slot[i] / kBucketSlots;
-  const uint32_t rest = p.candidates[i] & (p.candidates[i] - 1);
-  const int64_t slot = find_among(table, bucket, rest, key);
-  if (slot != kNoSlot || bucket != p.first[i]) return slot;
-  return find_in(table, p.second[i], p.tag[i], key);
+  const int64_t bucket = probes.slot[i] / kBucketSlots;
+  const uint32_t other_candidates = probes.candidates[i] & (probes.candidates[i] - 1);
+  const int64_t slot = find_in_candidates(table, bucket, other_candidates, key);
+  if (slot != kNoSlot || bucket != probes.first[i]) return slot;
+  return find_in_bucket(table, probes.second[i], probes.tag[i], key);
 }
 
-// Do what `find` does; kTouches says whether `touch` is not null. Keys that are unresolved after a
-// chunk are resolved after the next chunk, when the lines that they need have been prefetched.
+// Do what `find` does. kTouches must be true if `touch` is not null. Keys that are unresolved after
+// a chunk are resolved after the next chunk, when the lines that they need have been prefetched.
 template <bool kTouches>
-int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const HashTouch* touch,
+int64_t find_all(const HashTable& table_, const int64_t* ids, int64_t n, const HashTouch* touch,
                  int64_t* slots) {
-  const HashTable table = shared;  // a local copy, which no store through a pointer can change
-  Probes p;
+  const HashTable table = table_;  // a local copy, which no store through a pointer can change
+  Probes probes;
   Unresolved unresolved[2];
-  int64_t hits = 0;
-  const auto report = [&](int64_t position, int64_t slot) {
+  int64_t num_hits = 0;
+  const auto record = [&](int64_t position, int64_t slot) {
     slots[position] = slot;
-    hits += slot != kNoSlot;
+    num_hits += slot != kNoSlot;
     if (kTouches && slot != kNoSlot) touch_entry(*touch, slot, table.entry(slot), position);
   };
-  const auto in_range = [&](int64_t position) { return position >= 0 && position < n; };
+  const auto is_position = [&](int64_t position) { return position >= 0 && position < n; };
   for (int64_t begin = 0; begin < n + kKeysToCompare + kChunkKeys; begin += kChunkKeys) {
     Unresolved& current = unresolved[begin / kChunkKeys % 2];
     current.count = 0;
-    if (begin < n) hash_keys(table, ids, begin, n, &p);
-    // Whether no step of this chunk goes beyond the n keys, so that positions need no check.
-    const bool all_steps = begin >= kKeysToCompare && begin + kChunkKeys <= n;
+    if (begin < n) hash_keys(table, ids, begin, n, &probes);
+    // Whether all steps of this chunk have positions of keys, so that positions need no check.
+    const bool is_inside = begin >= kKeysToCompare && begin + kChunkKeys <= n;
     for (int64_t i = begin; i < begin + kChunkKeys; ++i) {
-      if (all_steps || in_range(i)) prefetch_tags(table, p.first[Probes::ring_index(i)]);
-      if (all_steps || in_range(i - kKeysToProbeFirst))
-        probe_first(table, i - kKeysToProbeFirst, &p);
-      if (all_steps || in_range(i - kKeysToProbeChosen))
-        probe_chosen(table, i - kKeysToProbeChosen, &p);
-      const int64_t last = i - kKeysToCompare;
-      if (all_steps || in_range(last)) report(last, compare(table, last, ids[last], p, &current));
+      if (is_inside || is_position(i)) prefetch_tags(table, probes.first[Probes::ring_index(i)]);
+      if (is_inside || is_position(i - kKeysToProbeFirst))
+        probe_first(table, i - kKeysToProbeFirst, &probes);
+      if (is_inside || is_position(i - kKeysToProbeChosen))
+        probe_chosen(table, i - kKeysToProbeChosen, &probes);
+      const int64_t compared = i - kKeysToCompare;
+      if (is_inside || is_position(compared))
+        record(compared, compare(table, compared, ids[compared], probes, &current));
     }
-    prefetch_unresolved(table, current, p);
+    prefetch_unresolved(table, current, probes);
     const Unresolved& previous = unresolved[(begin / kChunkKeys + 1) % 2];
     for (int k = 0; k < previous.count; ++k) {
       const int64_t position = previous.positions[k];
-      report(position, resolve(table, position, ids[position], p));
+      record(position, resolve(table, position, ids[position], probes));
     }
   }
-  return hits;
+  return num_hits;
 }
 
 int64_t find(const HashTable& table, const int64_t* ids, int64_t n, const HashTouch* touch,
@@ -220,10 +227,10 @@ int64_t find(const HashTable& table, const int64_t* ids, int64_t n, const HashTo
 void refresh(const HashTable& table, const int64_t* ids, int64_t n, int64_t* slots) {
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] < 0) continue;
-    const bool is_in_slot = slots[i] < table.buckets * kBucketSlots &&
+    const bool is_in_slot = slots[i] < table.num_buckets * kBucketSlots &&
                             table.tags[slots[i]] != kEmptyTag &&
                             table.entry(slots[i])[HashEntry::kKey] == ids[i];
-    if (!is_in_slot) slots[i] = find_key(table, ids[i]);
+    if (!is_in_slot) slots[i] = find_slot(table, ids[i]);
   }
 }
 

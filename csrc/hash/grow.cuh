@@ -15,7 +15,7 @@ inline constexpr int kMaxRowBuffers = 16;
 // The row buffers of all tables: P buffers with rows by slot, which move with the entries.
 struct DeviceRowBuffers {
   uint8_t* data[kMaxRowBuffers];  // in device memory or mapped host memory
-  int count;                      // P
+  int num_buffers;                // P
   const int64_t* layout;  // [T, P, 2]: the byte of the buffer at which row 0 of the table begins,
                           // and the bytes per row
 };
@@ -39,9 +39,9 @@ struct Growth {
   const DeviceMisses& misses = growth.misses;
   const auto start = [&](int t) { return misses.offsets[t]; };
   TableTally admitted_misses(growth.admitted_misses, 1);
-  for_each_of(start, num_tables, misses.offsets[num_tables], range, [&](int64_t miss, int t) {
-    admitted_misses.add(t, t >= 0 && misses.admitted[miss]);
-  });
+  for_each_in_intervals(
+      start, num_tables, misses.offsets[num_tables], range,
+      [&](int64_t miss, int t) { admitted_misses.add(t, t >= 0 && misses.admitted[miss]); });
   admitted_misses.flush();
 }
 
@@ -114,8 +114,8 @@ EMB_DEVICE void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes) {
 // Copy the rows in slot `from` of table t to slot `to`, in all row buffers. All 32 lanes must call
 // this.
 EMB_DEVICE void copy_rows(const DeviceRowBuffers& buffers, int t, int64_t to, int64_t from) {
-  for (int p = 0; p < buffers.count; ++p) {
-    const int64_t* layout = buffers.layout + 2 * (int64_t{t} * buffers.count + p);
+  for (int p = 0; p < buffers.num_buffers; ++p) {
+    const int64_t* layout = buffers.layout + 2 * (int64_t{t} * buffers.num_buffers + p);
     uint8_t* rows = buffers.data[p] + layout[0];
     copy_row(rows + to * layout[1], rows + from * layout[1], layout[1]);
   }
@@ -142,7 +142,7 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
     const int64_t to = child * kBucketSlots + __popc(lower_movers);
     table.tags[to] = tag;
     table.tags[from] = kEmptyTag;
-    for (int64_t w = 0; w < table.words; ++w) table.entry(to)[w] = table.entry(from)[w];
+    for (int64_t w = 0; w < table.entry_words; ++w) table.entry(to)[w] = table.entry(from)[w];
   }
   for (int64_t to = child * kBucketSlots; movers != 0; movers &= movers - 1, ++to) {
     copy_rows(growth.buffers, t, to, parent * kBucketSlots + __ffs(static_cast<int>(movers)) - 1);
@@ -174,7 +174,8 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
     if (slot < 0) return;
     const HashTable table = growth.index.table(t);
     const int64_t key = batch.ids[position];
-    const bool is_in_slot = slot < table.buckets * kBucketSlots && table.tags[slot] != kEmptyTag &&
+    const bool is_in_slot = slot < table.num_buckets * kBucketSlots &&
+                            table.tags[slot] != kEmptyTag &&
                             table.entry(slot)[HashEntry::kKey] == key;
     if (!is_in_slot) slots[position] = find_slot(table, key);
   });

@@ -1,8 +1,8 @@
 // The ops of the hash index on the CPU: find and touch keys, list the misses of a batch, grow
 // tables, insert new keys, erase and expire keys, and read, write and add rows by slot. Every op
-// checks its arguments before it changes anything (check.h, which also describes the arguments and
-// results). No result depends on the number of threads. find_kernels.cpp and insert_kernels.cpp
-// have the kernels.
+// checks its arguments before it changes anything. check.h has these checks and describes the
+// arguments and results. No result depends on the number of threads. The kernels are in
+// find_kernels.cpp and insert_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -57,11 +57,11 @@ class MissSet {
 
   void prefetch(int64_t key) const { __builtin_prefetch(&numbers_[cell_of(key)], 1); }
 
-  // Return the number of `key`. A new key gets the number `next`, whose first position the caller
-  // must have written.
-  int32_t find_or_add(int64_t key, int32_t next) {
+  // Return the number of `key`. A new key gets the number `new_number`, whose first position the
+  // caller must have written.
+  int32_t find_or_add(int64_t key, int32_t new_number) {
     for (uint64_t i = cell_of(key);; i = (i + 1) & mask_) {
-      if (numbers_[i] < 0) return numbers_[i] = next;
+      if (numbers_[i] < 0) return numbers_[i] = new_number;
       if (ids_[first_positions_[numbers_[i]]] == key) return numbers_[i];
     }
   }
@@ -85,8 +85,8 @@ struct MissOutput {
 };
 
 // Add the misses of a segment to `out`, which has `count` misses so far. Return the new number of
-// misses. `slots` and `counts` are by position; `set` has the earlier misses of the segment's
-// table.
+// misses. `slots` and `counts` are by position. `set` has the misses of the segment's table that
+// are in `out`.
 int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots,
                    const int64_t* counts, int64_t count, const MissOutput& out, MissSet* set) {
   constexpr int64_t kKeysAhead = 16;  // keys between a prefetch and the read
@@ -114,17 +114,18 @@ void list_misses(const TouchCall& call, const int64_t* slots) {
                        call.groups.mutable_data_ptr<int32_t>(),
                        call.totals.mutable_data_ptr<int64_t>()};
   int64_t* offsets = call.offsets.mutable_data_ptr<int64_t>();
-  std::vector<int64_t> missing(num_tables, 0);  // by table: positions whose key is missing
-  for (int64_t f = 0; f < batch.segments; ++f) {
-    missing[batch.tables[f]] += std::count_if(slots + batch.starts[f], slots + batch.starts[f + 1],
-                                              [](int64_t slot) { return slot < 0; });
+  std::vector<int64_t> num_missing(num_tables, 0);  // by table: positions whose key is missing
+  for (int64_t f = 0; f < batch.num_segments; ++f) {
+    num_missing[batch.tables[f]] +=
+        std::count_if(slots + batch.starts[f], slots + batch.starts[f + 1],
+                      [](int64_t slot) { return slot < 0; });
   }
   int64_t count = offsets[0] = 0;
   for (int64_t t = 0; t < num_tables; ++t) {
-    MissSet set(batch.ids, out.first_positions, missing[t]);
+    MissSet set(batch.ids, out.first_positions, num_missing[t]);
     // This visits all segments for every table. A batch has about as many segments as features, few
     // compared with the keys.
-    for (int64_t f = 0; f < batch.segments; ++f) {
+    for (int64_t f = 0; f < batch.num_segments; ++f) {
       if (batch.tables[f] == t) count = add_misses(batch, f, slots, call.counts, count, out, &set);
     }
     offsets[t + 1] = count;
@@ -166,21 +167,23 @@ namespace {
 // Grains of parallel_balanced, for misses that choose in a round and for new buckets.
 constexpr int64_t kChooserGrain = 1024, kBucketGrain = 256;
 
-// Fill the new buckets of table t, which had `old` buckets, from the old buckets that are split,
-// and empty the eviction queues of both.
-void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer* buffers,
+// Fill the new buckets of table t, which had `old_buckets` buckets, from the old buckets that are
+// split, and empty the eviction queues of both.
+void grow_table(const HashIndex& index, int64_t t, int64_t old_buckets, const RowBuffer* buffers,
                 int num_buffers) {
   const HashTable table = index.table(t);
   const HashInsertKernels& kernels = hash_insert_kernels();
-  parallel_balanced(table.buckets - old, kBucketGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-    kernels.split(table, old, buffers, num_buffers, old + begin, old + end);
-  });
+  parallel_balanced(table.num_buckets - old_buckets, kBucketGrain, kUnitCost,
+                    [&](int64_t begin, int64_t end) {
+                      kernels.split(table, old_buckets, buffers, num_buffers, old_buckets + begin,
+                                    old_buckets + end);
+                    });
   EvictionQueue* queues = index.queues_of(t);
   if (queues == nullptr) return;
-  const uint64_t old_mask = address_mask(old);
-  for (int64_t bucket = old; bucket < table.buckets; ++bucket) {
+  const uint64_t old_mask = address_mask(old_buckets);
+  for (int64_t bucket = old_buckets; bucket < table.num_buckets; ++bucket) {
     queues[bucket] = {};
-    queues[bucket_address(static_cast<uint64_t>(bucket), old, old_mask)] = {};
+    queues[bucket_address(static_cast<uint64_t>(bucket), old_buckets, old_mask)] = {};
   }
 }
 
@@ -198,19 +201,19 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
   const HashBatch& batch = call.batch;
   const Misses& misses = call.misses;
   const RowBuffers buffers(call.op, index, row_buffers, row_layout);
-  std::vector<bool> grown(index.num_tables, false);
+  std::vector<bool> has_grown(index.num_tables, false);
   for (int64_t t = 0; t < index.num_tables; ++t) {
-    const int64_t old = index.field(t, HashTableColumn::kBuckets);
+    const int64_t old_buckets = index.field(t, HashTableColumn::kBuckets);
     const int64_t wanted = wanted_buckets(
-        index.field(t, HashTableColumn::kSize) + misses.num_admitted(t), old,
+        index.field(t, HashTableColumn::kSize) + misses.num_admitted(t), old_buckets,
         index.field(t, HashTableColumn::kMaxBuckets), index.field(t, HashTableColumn::kMaxLoad));
-    if (wanted == old) continue;
-    grown[t] = true;
+    if (wanted == old_buckets) continue;
+    has_grown[t] = true;
     index.field(t, HashTableColumn::kBuckets) = wanted;
-    grow_table(index, t, old, buffers.buffers_of(t), buffers.count);
+    grow_table(index, t, old_buckets, buffers.buffers_of(t), buffers.num_buffers);
   }
-  for (int64_t f = 0; f < batch.segments; ++f) {
-    if (!grown[batch.tables[f]]) continue;
+  for (int64_t f = 0; f < batch.num_segments; ++f) {
+    if (!has_grown[batch.tables[f]]) continue;
     const int64_t begin = batch.starts[f];
     hash_find_kernels().refresh(index.table(batch.tables[f]), batch.ids + begin,
                                 batch.starts[f + 1] - begin, call.slots + begin);
@@ -221,30 +224,30 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
 // both in parallel. Write `choices` [n] and the results in `insertion`.
 void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
   const HashInsertKernels& kernels = hash_insert_kernels();
-  const int64_t buckets = insertion.table.buckets;
+  const int64_t buckets = insertion.table.num_buckets;
   parallel_balanced(n, kChooserGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     const bool is_shared = end - begin < n;  // other threads choose too
     kernels.choose(insertion, is_shared, pending + begin, end - begin, choices + begin);
   });
-  const int64_t parts = std::clamp<int64_t>(n / kChooserGrain, 1, num_threads());
-  parallel_tasks(parts, [&](int64_t part) {
-    kernels.commit(insertion, pending, n, choices, buckets * part / parts,
-                   buckets * (part + 1) / parts);
+  const int64_t num_parts = std::clamp<int64_t>(n / kChooserGrain, 1, num_threads());
+  parallel_tasks(num_parts, [&](int64_t part) {
+    kernels.commit(insertion, pending, n, choices, buckets * part / num_parts,
+                   buckets * (part + 1) / num_parts);
   });
 }
 
-// Insert the admitted misses of a table, which has the misses [begin, end). In every round more of
-// them may choose (max_choosers), and misses that got no slot in earlier rounds choose again. The
+// Insert the admitted misses of a table, which has the misses [begin, end). In every round more
+// misses may choose (max_choosers), and misses that got no slot in earlier rounds choose again. The
 // rounds end when every admitted miss has a slot or is refused.
 void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t begin, int64_t end) {
   std::vector<int64_t> pending;
   std::vector<Choice> choices;
-  int64_t next = begin;
-  for (int round = 0; next < end || !pending.empty(); ++round) {
+  int64_t next_miss = begin;
+  for (int round = 0; next_miss < end || !pending.empty(); ++round) {
     const int64_t num_choosers =
-        std::min(max_choosers(insertion.table.buckets, round), end - begin);
-    for (; next < begin + num_choosers; ++next) {
-      if (misses.is_admitted(next)) pending.push_back(next);
+        std::min(max_choosers(insertion.table.num_buckets, round), end - begin);
+    for (; next_miss < begin + num_choosers; ++next_miss) {
+      if (misses.is_admitted(next_miss)) pending.push_back(next_miss);
     }
     const auto n = static_cast<int64_t>(pending.size());
     choices.resize(n);
@@ -269,13 +272,13 @@ void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, in
   static_assert(static_cast<int>(InsertStatus::kNotAdmitted) < kStatuses);
   int64_t counts[kStatuses] = {};
   for (int64_t i = 0; i < n; ++i) ++counts[status[i] & (kStatuses - 1)];
-  const auto num = [&](InsertStatus s) { return counts[static_cast<int>(s)]; };
+  const auto count_of = [&](InsertStatus s) { return counts[static_cast<int>(s)]; };
   index.counter(t, HashCounter::kInserted) +=
-      num(InsertStatus::kNew) + num(InsertStatus::kEvicting);
-  index.counter(t, HashCounter::kEvicted) += num(InsertStatus::kEvicting);
-  index.counter(t, HashCounter::kRefused) += num(InsertStatus::kRefused);
-  index.counter(t, HashCounter::kNotAdmitted) += num(InsertStatus::kNotAdmitted);
-  index.field(t, HashTableColumn::kSize) += num(InsertStatus::kNew);
+      count_of(InsertStatus::kNew) + count_of(InsertStatus::kEvicting);
+  index.counter(t, HashCounter::kEvicted) += count_of(InsertStatus::kEvicting);
+  index.counter(t, HashCounter::kRefused) += count_of(InsertStatus::kRefused);
+  index.counter(t, HashCounter::kNotAdmitted) += count_of(InsertStatus::kNotAdmitted);
+  index.field(t, HashTableColumn::kSize) += count_of(InsertStatus::kNew);
 }
 
 }  // namespace
@@ -319,14 +322,15 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must
 
 namespace {
 
-// Write the slot and the status of every position of the batch if the caller wants them: those of
-// its miss if its key was missing, otherwise its slot before the insertion and kHit.
+// Write the slot and the status of every position of the batch if the caller wants them. A position
+// whose key was missing gets the slot and status of its miss. Any other position keeps its slot
+// from before the insertion and gets the status kHit.
 void fill_positions(const InsertCall& call) {
   const auto* inserted = call.inserted.const_data_ptr<int64_t>();
   const auto* status = static_cast<const uint8_t*>(call.status.const_data_ptr());
   int64_t* key_slots = call.key_slots.mutable_data_ptr<int64_t>();
   auto* key_status = static_cast<uint8_t*>(call.key_status.mutable_data_ptr());
-  parallel_balanced(call.positions, kKeyGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(call.num_positions, kKeyGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int32_t group = call.groups[i];
       key_slots[i] = group < 0 ? call.slots[i] : inserted[group];
@@ -372,12 +376,12 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   const HashBatch& batch = call.batch;
   Tensor slots = allocate(ids, {batch.n});
   int64_t* out = slots.mutable_data_ptr<int64_t>();
-  for (int64_t f = 0; f < batch.segments; ++f) {
+  for (int64_t f = 0; f < batch.num_segments; ++f) {
     const int64_t t = batch.tables[f], begin = batch.starts[f], n = batch.starts[f + 1] - begin;
     const HashTable table = index.table(t);
     EvictionQueue* queues = index.queues_of(t);
     hash_find_kernels().find(table, batch.ids + begin, n, nullptr, out + begin);
-    int64_t erased = 0;
+    int64_t num_erased = 0;
     for (int64_t i = begin; i < begin + n; ++i) {
       if (out[i] == kNoSlot) continue;
       if (table.tags[out[i]] == kEmptyTag) {  // erased by an earlier position
@@ -386,10 +390,10 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
       }
       table.tags[out[i]] = kEmptyTag;
       if (queues != nullptr) queues[out[i] / kBucketSlots].size = 0;
-      ++erased;
+      ++num_erased;
     }
-    index.field(t, HashTableColumn::kSize) -= erased;
-    index.counter(t, HashCounter::kErased) += erased;
+    index.field(t, HashTableColumn::kSize) -= num_erased;
+    index.counter(t, HashCounter::kErased) += num_erased;
   }
   return slots;
 }
@@ -397,8 +401,8 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
 namespace {
 
 // Remove the keys of table t whose stamp is less than `before` from its buckets [first_bucket,
-// first_bucket + num_buckets), which must lie below its kMaxBuckets. Return bool [num_buckets *
-// 32]: which slots of these buckets were emptied; none in buckets that are not in use.
+// first_bucket + num_buckets), which must lie below its kMaxBuckets. Return whether each slot of
+// these buckets was emptied, bool [num_buckets * 32]; false in buckets that are not in use.
 Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
                     int64_t num_buckets, int64_t before) {
   const char* op = "hash_expire_";
@@ -407,58 +411,58 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   index.check_table(op, t);
   check_window(op, index.field(t, HashTableColumn::kMaxBuckets), first_bucket, num_buckets);
   Tensor removed = allocate_zeros(tensors[0], {num_buckets * kBucketSlots}, ScalarType::Bool);
-  bool* out = static_cast<bool*>(removed.mutable_data_ptr());
+  bool* is_removed = static_cast<bool*>(removed.mutable_data_ptr());
   const HashTable table = index.table(t);
   EvictionQueue* queues = index.queues_of(t);
   const int64_t begin = first_bucket * kBucketSlots;
-  const int64_t end = std::min(first_bucket + num_buckets, table.buckets) * kBucketSlots;
-  int64_t expired = 0;
+  const int64_t end = std::min(first_bucket + num_buckets, table.num_buckets) * kBucketSlots;
+  int64_t num_expired = 0;
   for (int64_t slot = begin; slot < end; ++slot) {
     if (table.tags[slot] == kEmptyTag || table.entry(slot)[HashEntry::kStamp] >= before) continue;
     table.tags[slot] = kEmptyTag;
     if (queues != nullptr) queues[slot / kBucketSlots].size = 0;
-    out[slot - begin] = true;
-    ++expired;
+    is_removed[slot - begin] = true;
+    ++num_expired;
   }
-  index.field(t, HashTableColumn::kSize) -= expired;
-  index.counter(t, HashCounter::kExpired) += expired;
+  index.field(t, HashTableColumn::kSize) -= num_expired;
+  index.counter(t, HashCounter::kExpired) += num_expired;
   return removed;
 }
 
-// Copy a row of `bytes` bytes from `from`. If that is null, write the word `fill` repeatedly (see
-// RowMatrix::fill).
-void copy_row(char* to, const char* from, int64_t bytes, uint32_t fill) {
+// Copy a row of `bytes` bytes from `from`, or write `default_word` (RowMatrix) repeatedly if `from`
+// is null.
+void copy_row(char* to, const char* from, int64_t bytes, uint32_t default_word) {
   if (from != nullptr) {
     std::memcpy(to, from, bytes);
     return;
   }
   for (int64_t i = 0; i < bytes; i += 2)
-    std::memcpy(to + i, reinterpret_cast<char*>(&fill) + i % 4, 2);
+    std::memcpy(to + i, reinterpret_cast<char*>(&default_word) + i % 4, 2);
 }
 
 // Return the row in a slot, null if the matrix has no such slot.
-char* row_in(const RowBytes& rows, int64_t slot) {
-  if (slot < 0 || slot >= rows.count) return nullptr;
+char* row_in_slot(const RowBytes& rows, int64_t slot) {
+  if (slot < 0 || slot >= rows.num_rows) return nullptr;
   return static_cast<char*>(rows.data) + slot * rows.stride;
 }
 
 constexpr int64_t kRowGrain = 1 << 15;  // grain of parallel_balanced for rows, in bytes
 constexpr int64_t kCopyCost = 16;       // fixed cost of the copy of a row, in bytes
 
-// Call `body(begin, end)` in parallel for ranges that together are [0, n); each number is the copy
-// of one row.
+// Divide n copies of rows into ranges, and call `body(begin, end)` for all ranges in parallel.
 template <class Body>
 void parallel_rows(int64_t n, const RowBytes& rows, const Body& body) {
-  parallel_balanced(n, kRowGrain, [&](int64_t i) { return i * (rows.bytes + kCopyCost); }, body);
+  parallel_balanced(
+      n, kRowGrain, [&](int64_t i) { return i * (rows.row_bytes + kCopyCost); }, body);
 }
 
-// Copy the rows in slots[begin] to slots[end - 1] to rows [begin, end) of `out`. For slots without
-// a row write `fill` (see copy_row).
-void read_range(const RowBytes& rows, const int64_t* slots, int64_t begin, int64_t end,
-                uint32_t fill, char* out) {
+// Copy the row in slots[i] to row i of `out`, for i in [begin, end). For a slot without a row,
+// write `default_word` repeatedly.
+void read_rows(const RowBytes& rows, const int64_t* slots, int64_t begin, int64_t end,
+               uint32_t default_word, char* out) {
   for (int64_t i = begin; i < end; ++i) {
-    if (i + kRowsAhead < end) __builtin_prefetch(row_in(rows, slots[i + kRowsAhead]));
-    copy_row(out + i * rows.bytes, row_in(rows, slots[i]), rows.bytes, fill);
+    if (i + kRowsAhead < end) __builtin_prefetch(row_in_slot(rows, slots[i + kRowsAhead]));
+    copy_row(out + i * rows.row_bytes, row_in_slot(rows, slots[i]), rows.row_bytes, default_word);
   }
 }
 
@@ -475,18 +479,18 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
   bool* is_found = static_cast<bool*>(call.found.mutable_data_ptr());
   const HashFindKernels& kernels = hash_find_kernels();
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
-    constexpr int64_t kBlock = 512;  // keys whose slots are on the stack
-    int64_t slots[kBlock];
+    constexpr int64_t kBlockKeys = 512;  // keys whose slots are on the stack
+    int64_t slots[kBlockKeys];
     const int64_t t = batch.tables[f],
                   first_slot = index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots;
-    for (; begin < end; begin += kBlock) {
-      const int64_t n = std::min(kBlock, end - begin);
+    for (; begin < end; begin += kBlockKeys) {
+      const int64_t n = std::min(kBlockKeys, end - begin);
       kernels.find(index.table(t), batch.ids + begin, n, nullptr, slots);
       for (int64_t i = 0; i < n; ++i) {
         is_found[begin + i] = slots[i] >= 0;
         if (slots[i] >= 0) slots[i] += first_slot;
       }
-      read_range(source, slots, 0, n, call.fill, out + begin * source.bytes);
+      read_rows(source, slots, 0, n, call.default_word, out + begin * source.row_bytes);
     }
   });
   return {call.rows, call.found};
@@ -498,7 +502,7 @@ Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_
   const RowBytes source = call.matrix.as_bytes({});
   auto* out = static_cast<char*>(call.rows.mutable_data_ptr());
   parallel_rows(call.n, source, [&](int64_t begin, int64_t end) {
-    read_range(source, call.slots, begin, end, call.fill, out);
+    read_rows(source, call.slots, begin, end, call.default_word, out);
   });
   return call.rows;
 }
@@ -515,36 +519,38 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
   auto* out = static_cast<char*>(call.rows.mutable_data_ptr());
   parallel_rows(call.n, target, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kRowsAhead < end) __builtin_prefetch(row_in(target, call.slots[i + kRowsAhead]));
-      char* row = row_in(target, call.slots[i]);
+      if (i + kRowsAhead < end) __builtin_prefetch(row_in_slot(target, call.slots[i + kRowsAhead]));
+      char* row = row_in_slot(target, call.slots[i]);
       const char* source = row;
       if (row != nullptr && call.groups[i] >= 0) {
         const int64_t first_position = call.first_positions[call.groups[i]];
-        source = starting_rows + first_position * target.bytes;
-        if (first_position == i) copy_row(row, source, target.bytes, 0);
+        source = starting_rows + first_position * target.row_bytes;
+        if (first_position == i) copy_row(row, source, target.row_bytes, 0);
       }
-      if (returns_rows) copy_row(out + i * target.bytes, source, target.bytes, call.fill);
+      if (returns_rows)
+        copy_row(out + i * target.row_bytes, source, target.row_bytes, call.default_word);
     }
   });
   return call.rows;
 }
 
 // Write a row to each slot. If a slot is repeated, its last row remains. Slots outside the matrix
-// are skipped. A hash assigns every slot to one part of the work, and every part visits all
-// positions in order.
+// are skipped. A hash of the slot assigns it to one part of the work. Every part visits all
+// positions in order, so the rows of a slot are written in order.
 void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   const WriteRowsCall call("hash_write_rows_", values, slots, rows);
   const RowBytes target = call.matrix.as_bytes({});
-  const auto* from = static_cast<const char*>(call.rows);
-  const int64_t parts =
-      std::clamp<int64_t>(call.n * (target.bytes + kCopyCost) / kRowGrain, 1, num_threads());
-  parallel_tasks(parts, [&](int64_t part) {
+  const auto* source = static_cast<const char*>(call.rows);
+  const int64_t num_parts =
+      std::clamp<int64_t>(call.n * (target.row_bytes + kCopyCost) / kRowGrain, 1, num_threads());
+  parallel_tasks(num_parts, [&](int64_t part) {
     for (int64_t i = 0; i < call.n; ++i) {
-      char* row = row_in(target, call.slots[i]);
-      const bool is_of_part =
-          parts == 1 || static_cast<int64_t>(mix(static_cast<uint64_t>(call.slots[i])) %
-                                             static_cast<uint64_t>(parts)) == part;
-      if (row != nullptr && is_of_part) std::memcpy(row, from + i * target.bytes, target.bytes);
+      char* row = row_in_slot(target, call.slots[i]);
+      const bool is_in_part =
+          num_parts == 1 || static_cast<int64_t>(mix(static_cast<uint64_t>(call.slots[i])) %
+                                                 static_cast<uint64_t>(num_parts)) == part;
+      if (row != nullptr && is_in_part)
+        std::memcpy(row, source + i * target.row_bytes, target.row_bytes);
     }
   });
 }
@@ -552,7 +558,7 @@ void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
 // Add the rows of group g to the row in its slot, one after the other. Round every sum to T.
 template <class T>
 void add_group(const AddRowsCall& call, const RowBytes& target, int64_t g) {
-  auto* row = reinterpret_cast<T*>(row_in(target, call.slots[g]));
+  auto* row = reinterpret_cast<T*>(row_in_slot(target, call.slots[g]));
   if (row == nullptr) return;
   for (int64_t j = call.segments[g]; j < call.segments[g + 1]; ++j) {
     const T* addend = static_cast<const T*>(call.rows) + call.permutation[j] * call.matrix.dim;
@@ -569,7 +575,9 @@ void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
   const AddRowsCall call(values, slots, segments, permutation, count, rows);
   call.check_contents();
   const RowBytes target = call.matrix.as_bytes({});
-  const auto cost = [&](int64_t g) { return (call.segments[g] + g) * (target.bytes + kCopyCost); };
+  const auto cost = [&](int64_t g) {
+    return (call.segments[g] + g) * (target.row_bytes + kCopyCost);
+  };
   parallel_balanced(*call.count, kRowGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t g = begin; g < end; ++g) {
       with_dtype(call.dtype,
@@ -578,8 +586,8 @@ void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
   });
 }
 
-// Gather the keys, stamps, scores and rows of the keys that an insertion evicted, and their number.
-// Entries after the last evicted key are 0. EvictedRowsCall describes the arguments and results.
+// Gather the keys that an insertion evicted, with their stamps, scores and rows, and count them.
+// Elements after the last evicted key are 0. EvictedRowsCall describes the arguments and results.
 std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_rows(
     std::vector<Tensor> values, const Tensor& slots, const Tensor& status, const Tensor& evicted) {
   EvictedRowsCall call(values, slots, status, evicted);
@@ -602,7 +610,8 @@ std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_row
     auto* out = static_cast<char*>(call.rows[p].mutable_data_ptr());
     parallel_rows(count, source, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        copy_row(out + i * source.bytes, row_in(source, call.slots[misses[i]]), source.bytes, 0);
+        copy_row(out + i * source.row_bytes, row_in_slot(source, call.slots[misses[i]]),
+                 source.row_bytes, 0);
       }
     });
   }

@@ -38,15 +38,15 @@ inline DeviceIndex device_index(const char* op, const HashIndex& index) {
           index.tables,
           index.clock,
           index.counters,
-          index.words,
+          index.entry_words,
           static_cast<int>(index.num_tables)};
 }
 
 // Return the batch in the form that kernels take. Throws for too many segments.
 inline KeyBatch key_batch(const char* op, const HashBatch& batch) {
-  STD_TORCH_CHECK(batch.segments <= kMaxLookups, op, ": at most ", kMaxLookups, " segments, got ",
-                  batch.segments);
-  return {batch.ids, batch.starts, batch.tables, batch.n, static_cast<int>(batch.segments)};
+  STD_TORCH_CHECK(batch.num_segments <= kMaxLookups, op, ": at most ", kMaxLookups,
+                  " segments, got ", batch.num_segments);
+  return {batch.ids, batch.starts, batch.tables, batch.n, static_cast<int>(batch.num_segments)};
 }
 
 inline DeviceIndex device_index(const HashCall& call) { return device_index(call.op, call.index); }
@@ -87,9 +87,9 @@ DeviceRowBuffers device_buffers(const char* op, std::vector<Tensor>& row_buffers
   STD_TORCH_CHECK(row_buffers.size() <= kMaxRowBuffers, op, ": at most ", kMaxRowBuffers,
                   " row buffers on a GPU, got ", row_buffers.size());
   DeviceRowBuffers buffers{};
-  buffers.count = static_cast<int>(row_buffers.size());
+  buffers.num_buffers = static_cast<int>(row_buffers.size());
   buffers.layout = row_layout.const_data_ptr<int64_t>();
-  for (int p = 0; p < buffers.count; ++p) {
+  for (int p = 0; p < buffers.num_buffers; ++p) {
     buffers.data[p] = static_cast<uint8_t*>(kernel_address(op, row_buffers[p], like));
   }
   return buffers;
@@ -133,7 +133,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   insertion.slots = call.inserted.mutable_data_ptr<int64_t>();
   insertion.status = static_cast<uint8_t*>(call.status.mutable_data_ptr());
   insertion.evicted = call.evicted.mutable_data_ptr<int64_t>();
-  const BatchSlots batch{call.slots, call.groups, call.positions,
+  const BatchSlots batch{call.slots, call.groups, call.num_positions,
                          call.key_slots.mutable_data_ptr<int64_t>(),
                          static_cast<uint8_t*>(call.key_status.mutable_data_ptr())};
   DeviceWork work(ids);
@@ -203,7 +203,7 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
   const FindRowsCall call(tensors, ids, starts, tables, values, default_value);
   void* out = call.rows.mutable_data_ptr();
   launch_find_rows(CudaLauncher(ids), device_index(call), key_batch(call),
-                   call.matrix.as_bytes({out}), call.fill, out,
+                   call.matrix.as_bytes({out}), call.default_word, out,
                    static_cast<bool*>(call.found.mutable_data_ptr()));
   return {call.rows, call.found};
 }
@@ -213,7 +213,7 @@ Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_
   const ReadRowsCall call("hash_read_rows", values, slots, default_value);
   void* out = call.rows.mutable_data_ptr();
   launch_read_rows(CudaLauncher(values), call.matrix.as_bytes({out}), call.slots, call.n, {},
-                   call.fill, out);
+                   call.default_word, out);
   return call.rows;
 }
 
@@ -225,7 +225,8 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
   const StartRowsCall call(values, slots, groups, first, starting, default_value, returns_rows);
   void* out = returns_rows ? call.rows.mutable_data_ptr() : nullptr;
   launch_read_rows(CudaLauncher(values), call.matrix.as_bytes({out, call.starting}), call.slots,
-                   call.n, {call.starting, call.groups, call.first_positions}, call.fill, out);
+                   call.n, {call.starting, call.groups, call.first_positions}, call.default_word,
+                   out);
   return call.rows;
 }
 

@@ -57,11 +57,11 @@ struct Insertion {
   int32_t* last_in_chain;      // by bucket: the last miss of its chain, or a ChainState
   int32_t* previous_in_chain;  // by miss: the previous miss of its chain, negative for the founder
   int32_t* chosen_bucket;      // by miss: the bucket that it chose last
-  int32_t* pending;         // by miss: from offsets[t] on, a list of pending misses of each table t
-  int32_t* num_pending;     // [T], the length of each list
-  int32_t* begun_blocks;    // [1], blocks of the last kernel that have begun
-  int32_t* done_blocks;     // [1], blocks of the last kernel that have finished their tables
-  ChosenSlot* chosen_slot;  // by miss
+  int32_t* pending;      // by miss: from offsets[t] on, a list of pending misses of each table t
+  int32_t* num_pending;  // [T], the length of each list
+  int32_t* num_begun_blocks;     // [1], blocks of the last kernel that have begun
+  int32_t* num_finished_blocks;  // [1], blocks of the last kernel that have finished their tables
+  ChosenSlot* chosen_slot;       // by miss
 
   EMB_DEVICE bool is_pending(int64_t miss) const {
     return status[miss] == static_cast<uint8_t>(InsertStatus::kMiss);
@@ -90,7 +90,7 @@ struct Candidate {
 // batch, whose clock is `stamp`, uses it, or the order evicts nothing.
 EMB_DEVICE Candidate lane_entry(const Insertion& insertion, int64_t bucket, int64_t stamp) {
   const int64_t slot = bucket * kBucketSlots + lane_in_warp();
-  const int64_t* entry = insertion.index.entries + slot * insertion.index.words;
+  const int64_t* entry = insertion.index.entries + slot * insertion.index.entry_words;
   const int64_t score = has_scores(insertion.order) ? entry[HashEntry::kScore] : 0;
   const bool can_evict = insertion.order != HashOrder::kNone && entry[HashEntry::kStamp] < stamp;
   return {entry_rank(insertion.order, entry[HashEntry::kKey], entry[HashEntry::kStamp], score),
@@ -257,7 +257,7 @@ EMB_DEVICE int32_t next_members(const Insertion& insertion, int64_t bucket, int3
 EMB_DEVICE void write_entry(const Insertion& insertion, int t, int64_t bucket, int way,
                             const NewEntry& entry, InsertStatus status) {
   const int64_t slot = bucket * kBucketSlots + way;
-  int64_t* words = insertion.index.entries + slot * insertion.index.words;
+  int64_t* words = insertion.index.entries + slot * insertion.index.entry_words;
   if (status == InsertStatus::kEvicting) {
     int64_t* evicted = insertion.evicted + 3 * entry.miss;
     evicted[HashEntry::kKey] = words[HashEntry::kKey];
@@ -423,7 +423,7 @@ EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool c
   }
   const int num_tables = insertion.index.num_tables;
   const auto start = [&](int t) { return insertion.misses.offsets[t]; };
-  for_each_of(start, num_tables, start(num_tables), shared, [&](int64_t miss, int t) {
+  for_each_in_intervals(start, num_tables, start(num_tables), shared, [&](int64_t miss, int t) {
     if (t < 0) return;
     const HashTable table = insertion.index.table(t);
     int32_t* chains =
@@ -442,7 +442,7 @@ EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool c
   const int64_t step = simt::threads_in_grid();
   const int64_t num_misses = misses.offsets[insertion.index.num_tables];
   clear_chains(insertion, buckets, clears_all, range);
-  if (simt::global_thread() == 0) *insertion.begun_blocks = *insertion.done_blocks = 0;
+  if (simt::global_thread() == 0) *insertion.num_begun_blocks = *insertion.num_finished_blocks = 0;
   for (int64_t t = simt::global_thread(); t < insertion.index.num_tables; t += step) {
     insertion.num_pending[t] = 0;
   }
@@ -651,45 +651,47 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridSlice& slice
   TableTally sizes = size_tally(index);
   const auto start = [&](int t) { return insertion.misses.offsets[t]; };
   const int64_t num_misses = insertion.misses.offsets[index.num_tables];
-  for_each_of(slice, start, index.num_tables, num_misses, shared, [&](int64_t miss, int t) {
-    const auto status =
-        t < 0 ? InsertStatus::kMiss : static_cast<InsertStatus>(insertion.status[miss]);
-    inserted.add(t, status == InsertStatus::kNew || status == InsertStatus::kEvicting);
-    evicted.add(t, status == InsertStatus::kEvicting);
-    refused.add(t, status == InsertStatus::kRefused);
-    not_admitted.add(t, status == InsertStatus::kNotAdmitted);
-    sizes.add(t, status == InsertStatus::kNew);
-  });
+  for_each_in_intervals(
+      slice, start, index.num_tables, num_misses, shared, [&](int64_t miss, int t) {
+        const auto status =
+            t < 0 ? InsertStatus::kMiss : static_cast<InsertStatus>(insertion.status[miss]);
+        inserted.add(t, status == InsertStatus::kNew || status == InsertStatus::kEvicting);
+        evicted.add(t, status == InsertStatus::kEvicting);
+        refused.add(t, status == InsertStatus::kRefused);
+        not_admitted.add(t, status == InsertStatus::kNotAdmitted);
+        sizes.add(t, status == InsertStatus::kNew);
+      });
   for (TableTally* tally : {&inserted, &evicted, &refused, &not_admitted, &sizes}) tally->flush();
 }
 
-// The last kernel, after `rounds` rounds. The first `finishers` blocks to begin finish the tables.
-// The other blocks, of which there must be at least one, wait for the finishers, count the results
-// of the misses in the index, and write the results of all positions. A block waits only for blocks
-// that began before it.
+// The last kernel, after `rounds` rounds. The first `num_finishers` blocks to begin finish the
+// tables. The other blocks, of which there must be at least one, wait for the num_finishers, count
+// the results of the misses in the index, and write the results of all positions. A block waits
+// only for blocks that began before it.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kOutcomeBlocksPerSm)
-    hash_outcome_kernel(Insertion insertion, BatchSlots batch, int rounds, int finishers) {
+    hash_outcome_kernel(Insertion insertion, BatchSlots batch, int rounds, int num_finishers) {
   __shared__ int range[2];
   __shared__ int shared;
-  if (threadIdx.x == 0) shared = atomicAdd(insertion.begun_blocks, 1);
+  if (threadIdx.x == 0) shared = atomicAdd(insertion.num_begun_blocks, 1);
   __syncthreads();
   const int block = shared;
   __syncthreads();
-  if (block < finishers) {
-    finish_tables(insertion, rounds, block, finishers, &shared);
+  if (block < num_finishers) {
+    finish_tables(insertion, rounds, block, num_finishers, &shared);
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(insertion.done_blocks, 1);
+    if (threadIdx.x == 0) atomicAdd(insertion.num_finished_blocks, 1);
     return;
   }
   if (threadIdx.x == 0) {
     // Volatile: memory is read at every iteration. The fences order the tables and results that the
     // finishing blocks wrote before their count, and what this block reads after it.
-    while (*static_cast<const volatile int32_t*>(insertion.done_blocks) < finishers) continue;
+    while (*static_cast<const volatile int32_t*>(insertion.num_finished_blocks) < num_finishers)
+      continue;
     __threadfence();
   }
   __syncthreads();
-  const GridSlice slice{block - finishers, static_cast<int>(gridDim.x) - finishers};
+  const GridSlice slice{block - num_finishers, static_cast<int>(gridDim.x) - num_finishers};
   count_outcome(insertion, slice, range);
   fill_positions(insertion, batch, slice);
 }
@@ -698,7 +700,7 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridSlice& slice
 // number of buckets in the memory of all tables. These are the rounds until all misses may choose,
 // supposed that all tables use all their buckets and that misses are distributed evenly, and one
 // more round for misses whose bucket had no slot left; at most kMaxWideRounds.
-inline int wide_rounds(int64_t n, int64_t buckets) {
+inline int num_wide_rounds(int64_t n, int64_t buckets) {
   int rounds = 1;
   while (rounds < kMaxWideRounds - 1 && max_choosers(buckets, rounds - 1) < n) ++rounds;
   return rounds + 1;
@@ -718,22 +720,22 @@ void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int
     take(insertion.chosen_bucket, n);
     take(insertion.pending, n);
     take(insertion.num_pending, num_tables);
-    take(insertion.begun_blocks, 1);
-    take(insertion.done_blocks, 1);
+    take(insertion.num_begun_blocks, 1);
+    take(insertion.num_finished_blocks, 1);
     take(insertion.chosen_slot, n);
   });
   const unsigned blocks = key_blocks(launcher, n);
   const bool clears_all = buckets <= kSparseBucketsPerKey * n;
   launcher(hash_begin_kernel, key_blocks(launcher, clears_all ? n + buckets : n), kTileThreads,
            insertion, n, buckets, clears_all);
-  const int rounds = wide_rounds(n, buckets);
+  const int rounds = num_wide_rounds(n, buckets);
   for (int round = 0; round < rounds; ++round) {
     launcher(hash_choose_kernel, blocks, kTileThreads, insertion, round, round + 1 == rounds);
     launcher(hash_serve_kernel, blocks, kTileThreads, insertion, round);
   }
-  const unsigned finishers = blocks_for(num_tables, 1, launcher.blocks(kOutcomeBlocksPerSm));
-  launcher(hash_outcome_kernel, finishers + blocks, kTileThreads, insertion, batch, rounds,
-           static_cast<int>(finishers));
+  const unsigned num_finishers = blocks_for(num_tables, 1, launcher.blocks(kOutcomeBlocksPerSm));
+  launcher(hash_outcome_kernel, num_finishers + blocks, kTileThreads, insertion, batch, rounds,
+           static_cast<int>(num_finishers));
 }
 
 }  // namespace emb::cuda

@@ -41,7 +41,7 @@ struct QueuedBucket {
   const HashInsertion& insertion;
   EvictionQueue* queue;
   int64_t first_slot;      // number of the bucket's first slot in the table
-  const int64_t* entries;  // [kBucketSlots, words], the entries of the bucket
+  const int64_t* entries;  // [kBucketSlots, entry_words], the entries of the bucket
 
   QueuedBucket(const HashInsertion& insertion_, int64_t bucket, EvictionQueue* queue_)
       : insertion(insertion_),
@@ -50,7 +50,7 @@ struct QueuedBucket {
         entries(insertion_.table.entry(first_slot)) {}
 
   const int64_t* entry(uint8_t element) const {
-    return entries + (element & kWayMask) * insertion.table.words;
+    return entries + (element & kWayMask) * insertion.table.entry_words;
   }
   EntryRank rank(uint8_t element) const { return rank_of(insertion.order, entry(element)); }
   // Return whether the entry of an element surely has its known rank.
@@ -69,12 +69,12 @@ struct QueuedBucket {
 EMB_HD void sort_queue(const QueuedBucket& bucket) {
   const HashInsertion& insertion = bucket.insertion;
   EvictionQueue& queue = *bucket.queue;
-  const int64_t words = insertion.table.words;
+  const int64_t entry_words = insertion.table.entry_words;
   const int word = has_scores(insertion.order) ? HashEntry::kScore : HashEntry::kStamp;
   constexpr uint64_t kMaxDistance = (uint64_t{1} << (31 - kWayBits)) - 1;
   int64_t values[kBucketSlots], min_value = INT64_MAX;
   for (int way = 0; way < kBucketSlots; ++way) {
-    values[way] = bucket.entries[way * words + word];
+    values[way] = bucket.entries[way * entry_words + word];
     min_value = values[way] < min_value ? values[way] : min_value;
   }
   int32_t sort_keys[kBucketSlots], num_lesser[kBucketSlots] = {};
@@ -240,11 +240,11 @@ EMB_HD EvictionCandidate candidate_of(const QueuedBucket& bucket) {
 // threads.
 template <class Body>
 EMB_HD bool with_queue(EvictionQueue* queue, bool is_shared, const Body& body) {
-  if (is_shared && __atomic_exchange_n(&queue->locked, uint8_t{1}, __ATOMIC_ACQUIRE) != 0) {
+  if (is_shared && __atomic_exchange_n(&queue->is_locked, uint8_t{1}, __ATOMIC_ACQUIRE) != 0) {
     return false;
   }
   body();
-  if (is_shared) __atomic_store_n(&queue->locked, uint8_t{0}, __ATOMIC_RELEASE);
+  if (is_shared) __atomic_store_n(&queue->is_locked, uint8_t{0}, __ATOMIC_RELEASE);
   return true;
 }
 
@@ -253,7 +253,8 @@ EMB_HD int count_evictable(const HashInsertion& insertion, int64_t bucket) {
   const int64_t* entries = insertion.table.entry(bucket * kBucketSlots);
   int count = 0;
   for (int way = 0; way < kBucketSlots; ++way) {
-    count += entries[way * insertion.table.words + HashEntry::kStamp] < insertion.stamp ? 1 : 0;
+    count +=
+        entries[way * insertion.table.entry_words + HashEntry::kStamp] < insertion.stamp ? 1 : 0;
   }
   return count;
 }
@@ -295,7 +296,7 @@ struct ChoosingBucket {
   }
   EMB_HD int count_empty(const HashInsertion& insertion) const {
     const uint8_t* tags = insertion.table.tags + bucket * kBucketSlots;
-    return __builtin_popcount(match(tags, kEmptyTag));
+    return __builtin_popcount(match_tags(tags, kEmptyTag));
   }
 
   // The prefetches are not in the lambdas, because the compiler would remove a lambda that only
@@ -327,10 +328,10 @@ struct ChoosingBucket {
       is_decided = true;
     });
     if (is_decided) return;
-    if (way >= 0) return __builtin_prefetch(queued.entries + way * insertion.table.words);
+    if (way >= 0) return __builtin_prefetch(queued.entries + way * insertion.table.entry_words);
     if (exhausted || insertion.order == HashOrder::kNone || count_empty(insertion) > 0) return;
     constexpr int64_t kLine = 64 / sizeof(int64_t);
-    for (int64_t w = 0; w < kBucketSlots * insertion.table.words; w += kLine) {
+    for (int64_t w = 0; w < kBucketSlots * insertion.table.entry_words; w += kLine) {
       __builtin_prefetch(queued.entries + w);
     }
   }
@@ -436,9 +437,9 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
   const HashTable& table = insertion.table;
   const int64_t bucket = choice.slot / kBucketSlots;
   if (choice.mode == Choice::kFree) {
-    const uint32_t empty = match(table.tags + bucket * kBucketSlots, kEmptyTag);
+    const uint32_t empty = match_tags(table.tags + bucket * kBucketSlots, kEmptyTag);
     if (__builtin_popcount(empty) > choice.min_empty) {
-      fill(insertion, miss, bucket * kBucketSlots + lowest(empty), InsertStatus::kNew);
+      fill(insertion, miss, bucket * kBucketSlots + lowest_bit(empty), InsertStatus::kNew);
     }
     return;
   }
@@ -447,17 +448,17 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
   // If the chosen entry has not been replaced in this round, it still has the lowest rank, and this
   // is the first miss that the bucket serves.
   if (table.entry(choice.slot)[HashEntry::kStamp] < insertion.stamp) {
-    queue.assignable = kUnknownAssignable;
+    queue.assignable_slots = kUnknownAssignable;
     return replace(queued, miss, choice.slot);
   }
-  if (queue.assignable == kUnknownAssignable) {
-    queue.assignable =
+  if (queue.assignable_slots == kUnknownAssignable) {
+    queue.assignable_slots =
         static_cast<uint8_t>(slots_per_round(count_evictable(insertion, bucket) + 1) - 1);
   }
-  if (queue.assignable == 0) return;
+  if (queue.assignable_slots == 0) return;
   const EvictionCandidate candidate = candidate_of(queued);
   if (!can_evict(insertion, miss, candidate)) return;
-  --queue.assignable;
+  --queue.assignable_slots;
   replace(queued, miss, candidate.slot);
 }
 
@@ -505,9 +506,9 @@ EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const R
                        int num_buffers) {
   table.tags[to] = table.tags[from];
   table.tags[from] = kEmptyTag;
-  for (int64_t w = 0; w < table.words; ++w) table.entry(to)[w] = table.entry(from)[w];
+  for (int64_t w = 0; w < table.entry_words; ++w) table.entry(to)[w] = table.entry(from)[w];
   for (int p = 0; p < num_buffers; ++p) {
-    const int64_t bytes = buffers[p].bytes;
+    const int64_t bytes = buffers[p].row_bytes;
     std::memcpy(buffers[p].data + to * bytes, buffers[p].data + from * bytes, bytes);
   }
 }
@@ -516,17 +517,17 @@ EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const R
 // grown to `table`.
 EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_t bucket,
                          const RowBuffer* buffers, int num_buffers) {
-  uint32_t used = ~match(table.tags + bucket * kBucketSlots, kEmptyTag);
+  uint32_t used = ~match_tags(table.tags + bucket * kBucketSlots, kEmptyTag);
   for (; used != 0; used &= used - 1) {
-    const int64_t slot = bucket * kBucketSlots + lowest(used);
+    const int64_t slot = bucket * kBucketSlots + lowest_bit(used);
     const uint64_t mixed = table.hash(table.entry(slot)[HashEntry::kKey]);
     const bool is_first = before.first_bucket(mixed) == bucket;
     const int64_t target = is_first ? table.first_bucket(mixed) : table.second_bucket(mixed);
     if (target == bucket) continue;
-    const uint32_t empty = match(table.tags + target * kBucketSlots, kEmptyTag);
+    const uint32_t empty = match_tags(table.tags + target * kBucketSlots, kEmptyTag);
     // The caller must pass empty new buckets. If they are not, still never write beyond the bucket.
     if (empty == 0) continue;
-    move_entry(table, slot, target * kBucketSlots + lowest(empty), buffers, num_buffers);
+    move_entry(table, slot, target * kBucketSlots + lowest_bit(empty), buffers, num_buffers);
   }
 }
 
@@ -535,7 +536,7 @@ EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_
 void split(const HashTable& table, int64_t old, const RowBuffer* buffers, int num_buffers,
            int64_t begin, int64_t end) {
   HashTable before = table;
-  before.buckets = old;
+  before.num_buckets = old;
   before.mask = address_mask(old);
   for (int64_t child = begin; child < end; ++child) {
     const int64_t parent = bucket_address(static_cast<uint64_t>(child), old, before.mask);

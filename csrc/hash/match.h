@@ -18,7 +18,7 @@ namespace emb::EMB_ISA {
 
 // Return a mask with one bit per slot of a bucket, set where its tag equals `tag`. `tags` are the
 // 32 tags of the bucket, at any address.
-EMB_HD uint32_t match(const uint8_t* tags, uint8_t tag) {
+EMB_HD uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
 #if defined(__AVX2__)
   const __m256i tags32 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tags));
   return static_cast<uint32_t>(
@@ -38,30 +38,32 @@ EMB_HD uint32_t match(const uint8_t* tags, uint8_t tag) {
 }
 
 // Return the number of the lowest set bit; `mask` is not 0.
-EMB_HD int lowest(uint32_t mask) { return __builtin_ctz(mask); }
+EMB_HD int lowest_bit(uint32_t mask) { return __builtin_ctz(mask); }
 
-// Return the slot of `key` if it is in a slot of the bucket whose bit is set in `candidates`, else
-// kNoSlot.
-EMB_HD int64_t find_among(const HashTable& table, int64_t bucket, uint32_t candidates,
-                          int64_t key) {
+// Return the slot of `key` if it is in one of the candidates, the slots of the bucket whose bits
+// are set in `candidates`. Otherwise return kNoSlot.
+EMB_HD int64_t find_in_candidates(const HashTable& table, int64_t bucket, uint32_t candidates,
+                                  int64_t key) {
   for (; candidates != 0; candidates &= candidates - 1) {
-    const int64_t slot = bucket * kBucketSlots + lowest(candidates);
+    const int64_t slot = bucket * kBucketSlots + lowest_bit(candidates);
     if (table.entry(slot)[HashEntry::kKey] == key) return slot;
   }
   return kNoSlot;
 }
 
-// Return the slot of `key`, which has the tag `tag`, in a bucket, kNoSlot if it has none there.
-EMB_HD int64_t find_in(const HashTable& table, int64_t bucket, uint8_t tag, int64_t key) {
-  return find_among(table, bucket, match(table.tags + bucket * kBucketSlots, tag), key);
+// Return the slot of `key`, which has the tag `tag`, in a bucket, or kNoSlot if the bucket does not
+// have the key.
+EMB_HD int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_t tag, int64_t key) {
+  return find_in_candidates(table, bucket, match_tags(table.tags + bucket * kBucketSlots, tag),
+                            key);
 }
 
-// Return the slot of `key` in a table, kNoSlot if it has none.
-EMB_HD int64_t find_key(const HashTable& table, int64_t key) {
+// Return the slot of `key` in a table, kNoSlot if the table does not have the key.
+EMB_HD int64_t find_slot(const HashTable& table, int64_t key) {
   const uint64_t mixed = table.hash(key);
   const uint8_t tag = tag_of(mixed);
-  const int64_t slot = find_in(table, table.first_bucket(mixed), tag, key);
-  return slot != kNoSlot ? slot : find_in(table, table.second_bucket(mixed), tag, key);
+  const int64_t slot = find_in_bucket(table, table.first_bucket(mixed), tag, key);
+  return slot != kNoSlot ? slot : find_in_bucket(table, table.second_bucket(mixed), tag, key);
 }
 
 }  // namespace emb::EMB_ISA

@@ -32,10 +32,10 @@ struct CellClaim {
 // A scratch hash table of pairs of a table and a key. A cell is kEmptyCell, or the lowest position
 // so far of its pair; after the pair is numbered, kNumberedCell | number of its miss.
 struct KeyCells {
-  uint32_t* cells;    // [mask + 1]
-  uint32_t mask;      // a mask of ones; there are at least as many cells as positions
-  uint32_t* cell_of;  // [n], by position: its cell; kNoCell for positions that claim none
-  uint64_t hash_key;  // random number that the hash of keys depends on
+  uint32_t* cells;             // [mask + 1]
+  uint32_t mask;               // a mask of ones; there are at least as many cells as positions
+  uint32_t* cell_of_position;  // [n], by position: its cell; kNoCell for positions that claim none
+  uint64_t hash_key;           // random number that the hash of keys depends on
 
   // Claim the cell of the key at `position`, which belongs to table t. The value of a claimed cell
   // only decreases, and all its values are positions of one key, so reading an old value is
@@ -81,14 +81,14 @@ struct MissOutput {
 struct BatchPlan {
   int32_t* segments;  // [F], the segments in the order of their tables; segments of no table last
   int64_t* starts;    // [F + 1], where each segment starts in the order of the plan, then the end
-  int32_t* next;      // [T + 1], used by plan_batch: the index in `segments` at which the next
-                      // segment of each table is written, then the next segment of no table
-  int64_t* misses;    // [T], the number of misses of each table
+  int32_t* next_indices;  // [T + 1], used by plan_batch: the index in `segments` at which the next
+                          // segment of each table is written, then the next segment of no table
+  int64_t* num_misses;    // [T], by table
   // [parts], 1 plus the number of first positions in each part of the batch; 0 until the part is
   // published.
   int32_t* part_firsts;
-  int32_t* taken_parts;  // [1], the number of parts that blocks have taken
-  int32_t* is_valid;     // [1], whether the segments cover the batch from starts[0] on, in order
+  int32_t* num_taken_parts;  // [1], the number of parts that blocks have taken
+  int32_t* is_valid;  // [1], whether the segments cover the batch from starts[0] on, in order
 };
 
 // Return the number of cells for a batch of n < 2^31 keys: a power of two from 64 to 2^31, at least
@@ -126,12 +126,12 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     const int64_t t = batch.tables[f];
     return t >= 0 && t < num_tables ? static_cast<int>(t) : num_tables;
   };
-  if (self == 0) is_valid = batch.starts[0] >= 0 && batch.starts[batch.segments] == batch.n;
+  if (self == 0) is_valid = batch.starts[0] >= 0 && batch.starts[batch.num_segments] == batch.n;
   // Count the segments of each table.
-  for (int t = self; t <= num_tables; t += kTileThreads) plan.next[t] = 0;
+  for (int t = self; t <= num_tables; t += kTileThreads) plan.next_indices[t] = 0;
   __syncthreads();
-  for (int f = self; f < batch.segments; f += kTileThreads) {
-    atomicAdd(plan.next + table_of(f), 1);
+  for (int f = self; f < batch.num_segments; f += kTileThreads) {
+    atomicAdd(plan.next_indices + table_of(f), 1);
     if (batch.starts[f] > batch.starts[f + 1]) is_valid = 0;
   }
   __syncthreads();
@@ -139,34 +139,35 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
   int64_t before = 0, total;
   for (int tile = 0; tile <= num_tables; tile += kTileThreads) {
     const int t = tile + self;
-    const int64_t first = before + exclusive_sum(t <= num_tables ? plan.next[t] : 0, sums, &total);
-    if (t <= num_tables) plan.next[t] = static_cast<int32_t>(first);
+    const int64_t first =
+        before + exclusive_sum(t <= num_tables ? plan.next_indices[t] : 0, sums, &total);
+    if (t <= num_tables) plan.next_indices[t] = static_cast<int32_t>(first);
     before += total;
   }
   // Number the segments, a tile at a time: a segment comes after the segments of its table in
   // earlier tiles and in earlier threads.
-  for (int tile = 0; tile < batch.segments; tile += kTileThreads) {
-    const int f = tile + self, t = f < batch.segments ? table_of(f) : -1;
+  for (int tile = 0; tile < batch.num_segments; tile += kTileThreads) {
+    const int f = tile + self, t = f < batch.num_segments ? table_of(f) : -1;
     tile_tables[self] = t;
     __syncthreads();
-    int number = t < 0 ? 0 : plan.next[t];
+    int number = t < 0 ? 0 : plan.next_indices[t];
     for (int other = 0; other < self; ++other) number += tile_tables[other] == t;
     if (t >= 0) plan.segments[number] = f;
     __syncthreads();
-    if (t >= 0) atomicAdd(plan.next + t, 1);
+    if (t >= 0) atomicAdd(plan.next_indices + t, 1);
   }
   __syncthreads();
   // Add up the lengths of the segments.
   before = 0;
-  for (int tile = 0; tile < batch.segments; tile += kTileThreads) {
-    const int i = tile + self, f = i < batch.segments ? plan.segments[i] : -1;
+  for (int tile = 0; tile < batch.num_segments; tile += kTileThreads) {
+    const int i = tile + self, f = i < batch.num_segments ? plan.segments[i] : -1;
     const int64_t length = f < 0 ? 0 : batch.starts[f + 1] - batch.starts[f];
     const int64_t start = before + exclusive_sum(length, sums, &total);
     if (f >= 0) plan.starts[i] = start;
     before += total;
   }
   if (self != 0) return;
-  plan.starts[batch.segments] = before;
+  plan.starts[batch.num_segments] = before;
   *plan.is_valid = is_valid;
 }
 
@@ -175,18 +176,18 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
 // plan is invalid, i is the position. All threads of the block must call this. `shared` is shared
 // memory for two ints.
 template <class Body>
-EMB_DEVICE void for_each_of_part(const KeyBatch& batch, const BatchPlan& plan, unsigned part,
+EMB_DEVICE void for_each_in_part(const KeyBatch& batch, const BatchPlan& plan, unsigned part,
                                  int* shared, const Body& body) {
   const auto start = [&](int i) { return plan.starts[i]; };
   const bool is_valid = *plan.is_valid != 0;
-  const int64_t num_in_segments = plan.starts[batch.segments];
+  const int64_t num_in_segments = plan.starts[batch.num_segments];
   const int64_t begin = block_begin(batch.n, part), stop = block_begin(batch.n, part + 1);
   for (int64_t tile = begin; tile < stop; tile += kTileThreads) {
     const int64_t end = tile + kTileThreads < batch.n ? tile + kTileThreads : batch.n;
     const int64_t i = tile + threadIdx.x;
     int64_t position = i < end ? i : -1;
     if (is_valid) {
-      const TileSearch search(start, batch.segments, tile, end, shared);
+      const TileSearch search(start, batch.num_segments, tile, end, shared);
       const int s = i < num_in_segments ? search.find(start, i) : -1;
       if (s >= 0) position = batch.starts[plan.segments[s]] + i - plan.starts[s];
       if (i >= num_in_segments && i < end) position = i - num_in_segments;
@@ -203,7 +204,7 @@ EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* of
   int64_t before = 0, total;
   for (int tile = 0; tile < num_tables; tile += kTileThreads) {
     const int t = tile + static_cast<int>(threadIdx.x);
-    const int64_t count = is_valid && t < num_tables ? plan.misses[t] : 0;
+    const int64_t count = is_valid && t < num_tables ? plan.num_misses[t] : 0;
     const int64_t begin = before + exclusive_sum(count, sums, &total);
     if (t < num_tables) offsets[t] = begin;
     before += total;
@@ -214,8 +215,8 @@ EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* of
 // Publish the number of first positions of a part, the sum of `firsts` over the block. Wait for the
 // earlier parts and return the sum of their numbers. All threads of the block must call this.
 // `sums` is shared memory, [kBlockWarps].
-EMB_DEVICE int64_t firsts_before(const BatchPlan& plan, unsigned part, int64_t firsts,
-                                 int64_t* sums) {
+EMB_DEVICE int64_t publish_and_sum_firsts(const BatchPlan& plan, unsigned part, int64_t firsts,
+                                          int64_t* sums) {
   int64_t total;
   exclusive_sum(firsts, sums, &total);
   if (threadIdx.x == 0) atomicExch(plan.part_firsts + part, static_cast<int32_t>(total + 1));
@@ -235,7 +236,8 @@ EMB_DEVICE int64_t firsts_before(const BatchPlan& plan, unsigned part, int64_t f
 // the miss of this lane's position, -1 for a lane that adds nothing. `uses` is by position; null
 // for 1 each: then one lane adds for all lanes of the warp with the same miss. All 32 lanes must
 // call this.
-EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position, int64_t* totals) {
+EMB_DEVICE void add_repeated_uses(int32_t group, const int64_t* uses, int64_t position,
+                                  int64_t* totals) {
   if (!__any_sync(simt::kFullMask, group >= 0)) return;
   __threadfence();  // the uses of the first position were written before its number
   if (uses != nullptr) {
@@ -243,8 +245,8 @@ EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position
     return;
   }
   const unsigned same = __match_any_sync(simt::kFullMask, group);
-  const bool leads = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
-  if (group >= 0 && leads) add_uses_to(totals + group, __popc(same));
+  const bool is_leader = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
+  if (group >= 0 && is_leader) add_uses_to(totals + group, __popc(same));
 }
 
 // Blocks per multiprocessor of the next kernel, which allows up to 40 registers per thread. Without
@@ -262,20 +264,20 @@ inline constexpr int kNumberBlocksPerSm = 6;
   __shared__ int64_t sums[kBlockWarps];
   __shared__ int counts[kBlockWarps];
   __shared__ int part_of_block;
-  if (threadIdx.x == 0) part_of_block = atomicAdd(plan.taken_parts, 1);
+  if (threadIdx.x == 0) part_of_block = atomicAdd(plan.num_taken_parts, 1);
   __syncthreads();
   const auto part = static_cast<unsigned>(part_of_block);
   if (part == 0) write_offsets(num_tables, plan, out.offsets, sums);
   const bool is_valid = *plan.is_valid != 0;
   const auto cell_at = [&](int64_t position) {
-    return is_valid && position >= 0 ? keys.cell_of[position] : kNoCell;
+    return is_valid && position >= 0 ? keys.cell_of_position[position] : kNoCell;
   };
   int64_t firsts = 0;
-  for_each_of_part(batch, plan, part, range, [&](int64_t, int64_t position) {
+  for_each_in_part(batch, plan, part, range, [&](int64_t, int64_t position) {
     firsts += keys.is_first(cell_at(position), position);
   });
-  int64_t before = firsts_before(plan, part, firsts, sums);
-  for_each_of_part(batch, plan, part, range, [&](int64_t i, int64_t position) {
+  int64_t before = publish_and_sum_firsts(plan, part, firsts, sums);
+  for_each_in_part(batch, plan, part, range, [&](int64_t i, int64_t position) {
     const uint32_t cell = cell_at(position);
     const bool is_first = keys.is_first(cell, position);
     int total;
@@ -293,7 +295,7 @@ inline constexpr int kNumberBlocksPerSm = 6;
     __syncthreads();  // the numbers of this tile are written before its threads wait for them
     const int32_t group = cell == kNoCell ? -1 : keys.wait_for_number(cell);
     if (position >= 0) out.groups[position] = group;
-    add_repeats(is_first ? -1 : group, uses, position, out.totals);
+    add_repeated_uses(is_first ? -1 : group, uses, position, out.totals);
   });
 }
 
@@ -310,12 +312,12 @@ template <class Work>
 BatchPlan batch_plan(Work& work, const KeyBatch& batch, int num_tables, unsigned parts) {
   BatchPlan plan{};
   allocate_arrays(work, [&](const auto& take) {
-    take(plan.segments, batch.segments);
-    take(plan.starts, int64_t{batch.segments} + 1);
-    take(plan.next, int64_t{num_tables} + 1);
-    take(plan.misses, num_tables);
+    take(plan.segments, batch.num_segments);
+    take(plan.starts, int64_t{batch.num_segments} + 1);
+    take(plan.next_indices, int64_t{num_tables} + 1);
+    take(plan.num_misses, num_tables);
     take(plan.part_firsts, parts);
-    take(plan.taken_parts, 1);
+    take(plan.num_taken_parts, 1);
     take(plan.is_valid, 1);
   });
   return plan;

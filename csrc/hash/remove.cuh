@@ -17,7 +17,7 @@ namespace emb::cuda {
     if (position >= batch.n) return;
     const int64_t slot = t < 0 ? kNoSlot : find_slot(index.table(t), batch.ids[position]);
     slots[position] = slot;
-    keys.cell_of[position] = slot >= 0 ? keys.claim(batch, position, t).cell : kNoCell;
+    keys.cell_of_position[position] = slot >= 0 ? keys.claim(batch, position, t).cell : kNoCell;
   });
 }
 
@@ -29,7 +29,7 @@ namespace emb::cuda {
   TableTally erased = counter_tally(index, HashCounter::kErased);
   TableTally sizes = size_tally(index);
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
-    const bool erases = t >= 0 && keys.is_first(keys.cell_of[position], position);
+    const bool erases = t >= 0 && keys.is_first(keys.cell_of_position[position], position);
     if (erases) {
       index.tags[index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots + slots[position]] =
           kEmptyTag;
@@ -63,7 +63,7 @@ struct ExpireWindow {
   // n is a multiple of 32, so whole warps enter the body, as the tallies require.
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
     const int64_t slot = begin + i;
-    const bool expires = slot < table.buckets * kBucketSlots && table.tags[slot] != kEmptyTag &&
+    const bool expires = slot < table.num_buckets * kBucketSlots && table.tags[slot] != kEmptyTag &&
                          table.entry(slot)[HashEntry::kStamp] < window.before;
     if (expires) table.tags[slot] = kEmptyTag;
     removed[i] = expires;

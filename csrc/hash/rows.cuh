@@ -60,7 +60,7 @@ struct RowCopy {
   Unit* second_target = nullptr;  // null for none
 };
 
-// Return a unit of a row of default values. `word` is the result of RowMatrix::fill.
+// Return a unit of a row of default values. `word` is the result of RowMatrix::default_word.
 template <class Unit>
 EMB_DEVICE Unit default_unit(uint32_t word) {
   if constexpr (std::is_integral_v<Unit>) {
@@ -105,10 +105,11 @@ EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
 }
 
 // Copy the rows of the warp's lanes; `copy` is the copy of this lane's row. kTwice says whether
-// second_target may be set, kStreams whether to store to `to` as data that is not read soon. `fill`
-// is the word of default values, see RowMatrix::fill. All 32 lanes must call this.
+// second_target may be set, kStreams whether to store to `to` as data that is not read soon.
+// `default_word` is the word of default values, see RowMatrix::default_word. All 32 lanes must call
+// this.
 template <bool kTwice, bool kStreams, class Unit>
-EMB_DEVICE void copy_lane_rows(const RowUnits& shape, RowCopy<Unit> copy, uint32_t fill) {
+EMB_DEVICE void copy_lane_rows(const RowUnits& shape, RowCopy<Unit> copy, uint32_t default_word) {
   const unsigned copies = __ballot_sync(simt::kFullMask, copy.to != nullptr);
   const int num_copies = __popc(copies);
   if (num_copies < kWarpLanes) {  // lane i takes over the i-th copy
@@ -118,7 +119,7 @@ EMB_DEVICE void copy_lane_rows(const RowUnits& shape, RowCopy<Unit> copy, uint32
     if constexpr (kTwice) copy.second_target = from_lane(copy.second_target, lane);
   }
   const LaneGroup group(shape.lanes);
-  const Unit empty = default_unit<Unit>(fill);
+  const Unit empty = default_unit<Unit>(default_word);
   for (int first = 0; first < num_copies; first += kRowsInFlight * group.groups_in_warp()) {
     RowCopy<Unit> rows[kRowsInFlight];
 #pragma unroll
@@ -154,7 +155,7 @@ EMB_DEVICE void copy_lane_rows(const RowUnits& shape, RowCopy<Unit> copy, uint32
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_find_rows_kernel(DeviceIndex index, KeyBatch batch, RowArray<const Unit> values,
-                          RowUnits shape, uint32_t fill, Unit* out, bool* found) {
+                          RowUnits shape, uint32_t default_word, Unit* out, bool* found) {
   __shared__ int range[2];
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
     RowCopy<Unit> copy;
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(kTileThreads)
         copy.from =
             values.in_slot(index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots + slot);
     }
-    copy_lane_rows<false, true>(shape, copy, fill);
+    copy_lane_rows<false, true>(shape, copy, default_word);
   });
 }
 
@@ -186,7 +187,8 @@ struct StartingRows {
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_read_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n,
-                          StartingRows<Unit> starting, RowUnits shape, uint32_t fill, Unit* out) {
+                          StartingRows<Unit> starting, RowUnits shape, uint32_t default_word,
+                          Unit* out) {
   for (int64_t tile = simt::global_warp() * kWarpLanes; tile < n;
        tile += simt::warps_in_grid() * kWarpLanes) {
     const int64_t position = tile + lane_in_warp();
@@ -202,15 +204,15 @@ __global__ void __launch_bounds__(kTileThreads)
         if (first == position) (out != nullptr ? copy.second_target : copy.to) = row;
       }
     }
-    copy_lane_rows<true, true>(shape, copy, fill);
+    copy_lane_rows<true, true>(shape, copy, default_word);
   }
 }
 
 // A scratch hash table of slots. A cell is -1, or the last position so far of its slot.
 struct SlotCells {
-  int32_t* cells;     // [mask + 1]
-  uint32_t mask;      // a mask of ones; there are at least as many cells as positions
-  uint32_t* cell_of;  // [n], by position: its cell; unset for negative slots
+  int32_t* cells;              // [mask + 1]
+  uint32_t mask;               // a mask of ones; there are at least as many cells as positions
+  uint32_t* cell_of_position;  // [n], by position: its cell; unset for negative slots
 };
 
 // Claim the cells of all positions. The cells must be empty before. The value of a claimed cell
@@ -231,7 +233,7 @@ struct SlotCells {
       if (position > other) atomicMax(slot_cells.cells + cell, position);
       break;
     }
-    slot_cells.cell_of[i] = cell;
+    slot_cells.cell_of_position[i] = cell;
   }
 }
 
@@ -246,7 +248,7 @@ __global__ void __launch_bounds__(kTileThreads)
     const int64_t position = tile + lane_in_warp();
     RowCopy<Unit> copy;
     if (position < n && slots[position] >= 0 &&
-        slot_cells.cells[slot_cells.cell_of[position]] == position) {
+        slot_cells.cells[slot_cells.cell_of_position[position]] == position) {
       copy.from = rows + position * shape.units;
       copy.to = values.in_slot(slots[position]);
     }
@@ -380,10 +382,10 @@ __global__ void __launch_bounds__(kTileThreads)
 // of such units per row.
 template <class Body>
 void with_unit(const RowBytes& rows, const Body& body) {
-  if (rows.alignment % 16 == 0) return body(Unit16{}, rows.bytes / 16);
-  if (rows.alignment % 8 == 0) return body(Unit8{}, rows.bytes / 8);
-  if (rows.alignment % 4 == 0) return body(uint32_t{}, rows.bytes / 4);
-  body(uint16_t{}, rows.bytes / 2);
+  if (rows.alignment % 16 == 0) return body(Unit16{}, rows.row_bytes / 16);
+  if (rows.alignment % 8 == 0) return body(Unit8{}, rows.row_bytes / 8);
+  if (rows.alignment % 4 == 0) return body(uint32_t{}, rows.row_bytes / 4);
+  body(uint16_t{}, rows.row_bytes / 2);
 }
 
 inline RowUnits row_units(int64_t units) { return {units, lanes_for(units, 1)}; }
@@ -394,18 +396,18 @@ RowArray<Unit> row_array(void* data, int64_t stride_bytes, int64_t rows) {
 }
 
 // The launches of the ops. `rows` is the matrix; its alignment must cover the addresses of the
-// other rows (RowMatrix::as_bytes). Rows by position are contiguous, of rows.bytes bytes each.
+// other rows (RowMatrix::as_bytes). Rows by position are contiguous, of rows.row_bytes bytes each.
 
 // Launch `hash_find_rows`: write `out` [n] and `found` [n].
 template <class Launcher>
 void launch_find_rows(const Launcher& launcher, const DeviceIndex& index, const KeyBatch& batch,
-                      const RowBytes& rows, uint32_t fill, void* out, bool* found) {
+                      const RowBytes& rows, uint32_t default_word, void* out, bool* found) {
   if (batch.n == 0) return;
   with_unit(rows, [&](auto unit, int64_t units) {
     using Unit = decltype(unit);
     launcher(hash_find_rows_kernel<Unit>, key_blocks(launcher, batch.n), kTileThreads, index, batch,
-             row_array<const Unit>(rows.data, rows.stride, rows.count), row_units(units), fill,
-             static_cast<Unit*>(out), found);
+             row_array<const Unit>(rows.data, rows.stride, rows.num_rows), row_units(units),
+             default_word, static_cast<Unit*>(out), found);
   });
 }
 
@@ -413,15 +415,16 @@ void launch_find_rows(const Launcher& launcher, const DeviceIndex& index, const 
 // null, and write `out` [n] unless that is null.
 template <class Launcher>
 void launch_read_rows(const Launcher& launcher, const RowBytes& rows, const int64_t* slots,
-                      int64_t n, const StartingRows<void>& starting, uint32_t fill, void* out) {
+                      int64_t n, const StartingRows<void>& starting, uint32_t default_word,
+                      void* out) {
   if (n == 0) return;
   with_unit(rows, [&](auto unit, int64_t units) {
     using Unit = decltype(unit);
     const StartingRows<Unit> from{static_cast<const Unit*>(starting.data), starting.groups,
                                   starting.first_positions};
     launcher(hash_read_rows_kernel<Unit>, key_blocks(launcher, n), kTileThreads,
-             row_array<Unit>(rows.data, rows.stride, rows.count), slots, n, from, row_units(units),
-             fill, static_cast<Unit*>(out));
+             row_array<Unit>(rows.data, rows.stride, rows.num_rows), slots, n, from,
+             row_units(units), default_word, static_cast<Unit*>(out));
   });
 }
 
@@ -442,7 +445,7 @@ void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, i
   with_unit(rows, [&](auto unit, int64_t units) {
     using Unit = decltype(unit);
     launcher(hash_write_rows_kernel<Unit>, blocks, kTileThreads,
-             row_array<Unit>(rows.data, rows.stride, rows.count), slots, n, slot_cells,
+             row_array<Unit>(rows.data, rows.stride, rows.num_rows), slots, n, slot_cells,
              row_units(units), static_cast<const Unit*>(from));
   });
 }
@@ -455,11 +458,11 @@ void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype
   with_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kColumns = 16 / static_cast<int>(sizeof(T));
-    const int64_t dim = rows.bytes / static_cast<int64_t>(sizeof(T));
+    const int64_t dim = rows.row_bytes / static_cast<int64_t>(sizeof(T));
     const int lanes = lanes_for(dim, kColumns);
     launcher(hash_add_rows_kernel<T>,
              blocks_for(groups.n, kTileThreads / lanes, launcher.blocks(kFullBlocksPerSm)),
-             kTileThreads, row_array<T>(rows.data, rows.stride, rows.count), groups, dim, lanes,
+             kTileThreads, row_array<T>(rows.data, rows.stride, rows.num_rows), groups, dim, lanes,
              static_cast<const T*>(from));
   });
 }
@@ -478,8 +481,8 @@ void launch_evicted_rows(Work& work, EvictedKeys evicted, EvictedEntries entries
     with_unit(rows, [&](auto unit, int64_t units) {
       using Unit = decltype(unit);
       launcher(hash_evicted_rows_kernel<Unit>, blocks, kTileThreads,
-               row_array<const Unit>(rows.data, rows.stride, rows.count), evicted, row_units(units),
-               entries, static_cast<Unit*>(matrices[m].out));
+               row_array<const Unit>(rows.data, rows.stride, rows.num_rows), evicted,
+               row_units(units), entries, static_cast<Unit*>(matrices[m].out));
     });
     entries = {};
   }

@@ -12,10 +12,10 @@ namespace emb {
 // A matrix of rows by slot; not owned.
 struct RowBytes {
   void* data;         // row 0, in host or device memory
-  int64_t bytes;      // bytes per row
+  int64_t row_bytes;  // bytes per row
   int64_t stride;     // bytes from one row to the next
-  int64_t count;      // rows
-  int64_t alignment;  // 16, 8, 4 or 2; divides `bytes`, `stride` and the addresses of all rows
+  int64_t num_rows;
+  int64_t alignment;  // 16, 8, 4 or 2; divides `row_bytes`, `stride` and the addresses of all rows
 };
 
 // Return the greatest of 16, 8, 4 and 2 that divides all numbers whose bitwise or is `bits`. All

@@ -68,8 +68,8 @@ struct SwapCall {
     check_dtype(kOp, "status", status_in, ScalarType::Byte, "uint8");
     STD_TORCH_CHECK(status_in.numel() == n && status_in.is_contiguous(), kOp,
                     ": status must be contiguous with ", n, " entries");
-    STD_TORCH_CHECK(first_overflow >= 0 && first_overflow <= table.slots, kOp,
-                    ": first_overflow must be in [0, ", table.slots, "], got ", first_overflow);
+    STD_TORCH_CHECK(first_overflow >= 0 && first_overflow <= table.num_slots, kOp,
+                    ": first_overflow must be in [0, ", table.num_slots, "], got ", first_overflow);
     slots = allocate_words(slots_in, {n});
     status = allocate(status_in, {n});
     assign_slots(miss_slots, static_cast<const uint8_t*>(status_in.const_data_ptr()),
@@ -101,9 +101,9 @@ struct SwapCall {
       slot[i] = is_refused ? first_overflow + static_cast<int64_t>(refused_misses.size()) - 1
                            : miss_slots[i];
       new_status[i] = is_refused ? static_cast<uint8_t>(InsertStatus::kNew) : miss_status[i];
-      STD_TORCH_CHECK(slot[i] >= (is_evicting || is_refused ? 0 : -1) && slot[i] < table.slots, kOp,
-                      ": slots of misses must be rows of the buffers, in [0, ", table.slots,
-                      "), or -1 for none, got ", slot[i]);
+      STD_TORCH_CHECK(slot[i] >= (is_evicting || is_refused ? 0 : -1) && slot[i] < table.num_slots,
+                      kOp, ": slots of misses must be rows of the buffers, in [0, ",
+                      table.num_slots, "), or -1 for none, got ", slot[i]);
       swaps[i] = {slot[i], is_evicting ? num_evicting++ : -1, -1};
     }
     const auto count = static_cast<int64_t>(refused_misses.size());
@@ -187,11 +187,11 @@ std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Ten
   }
   int64_t* words = words_out.mutable_data_ptr<int64_t>();
   auto* out = static_cast<char*>(values.mutable_data_ptr());
-  const auto cost = [&](int64_t i) { return records.stride * i; };
+  const auto cost = [&](int64_t i) { return records.record_bytes * i; };
   parallel_balanced(count, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kRowsAhead < end) {
-        prefetch_row(records.at(slots[position[i + kRowsAhead]]), records.stride);
+        prefetch_row(records.at(slots[position[i + kRowsAhead]]), records.record_bytes);
       }
       const char* record = records.at(slots[position[i]]);
       for (int64_t word = 0; word < records.num_words; ++word) {
@@ -217,11 +217,11 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_
       required_array<int64_t>(op, "words", words_in, records.num_words * n, records_in);
   const char* values = byte_rows(op, "values", values_in, n, bytes);
   for (int64_t i = 0; i < n; ++i) records.check_slot(op, slots[i]);
-  const auto cost = [&](int64_t i) { return records.stride * i; };
+  const auto cost = [&](int64_t i) { return records.record_bytes * i; };
   parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kRowsAhead < end && slots[i + kRowsAhead] >= 0) {
-        prefetch_row(records.at(slots[i + kRowsAhead]), records.stride);
+        prefetch_row(records.at(slots[i + kRowsAhead]), records.record_bytes);
       }
       if (slots[i] < 0) continue;
       char* record = records.at(slots[i]);
@@ -244,14 +244,14 @@ struct HostStore {
             int64_t row_bytes, int64_t order_code)
       : index(op, index_),
         records(op, records_, row_bytes),
-        order(parse_order(op, order_code, index.words)) {
+        order(parse_order(op, order_code, index.entry_words)) {
     index.check_tables(op);
     STD_TORCH_CHECK(index.num_tables == 1, op, ": a store has one table, got ", index.num_tables);
-    STD_TORCH_CHECK(records.stride == kHeadWords * Records::kWordBytes + row_bytes &&
-                        records.count >= index.num_slots,
+    STD_TORCH_CHECK(records.record_bytes == kHeadWords * Records::kWordBytes + row_bytes &&
+                        records.num_records >= index.num_slots,
                     op, ": records must have two words and a row of ", row_bytes,
-                    " bytes for each of ", index.num_slots, " slots, got [", records.count, ", ",
-                    records.stride, "]");
+                    " bytes for each of ", index.num_slots, " slots, got [", records.num_records,
+                    ", ", records.record_bytes, "]");
     STD_TORCH_CHECK(order != HashOrder::kNone && order != HashOrder::kAssigned, op,
                     ": a store evicts by stamps or by counts of uses");
   }
@@ -262,13 +262,13 @@ struct HostStore {
   void read(int64_t slot, int64_t* head, char* row) const {
     const char* record = records.at(slot);
     std::memcpy(head, record, records.head_bytes());
-    std::memcpy(row, record + records.head_bytes(), records.stride - records.head_bytes());
+    std::memcpy(row, record + records.head_bytes(), records.record_bytes - records.head_bytes());
   }
   // Write the record in a slot.
   void write(int64_t slot, const int64_t* head, const char* row) const {
     char* record = records.at(slot);
     std::memcpy(record, head, records.head_bytes());
-    std::memcpy(record + records.head_bytes(), row, records.stride - records.head_bytes());
+    std::memcpy(record + records.head_bytes(), row, records.record_bytes - records.head_bytes());
   }
 
   // Write `head`, stamp and score, to the entry in a slot. Its rank and stamp may fall, so the
@@ -293,7 +293,7 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* e
                                         const int64_t* miss_slots, const uint8_t* status,
                                         const int64_t* evicted, int64_t num_misses,
                                         const Tensor& like) {
-  const int64_t bytes = store.records.stride - store.records.head_bytes();
+  const int64_t bytes = store.records.record_bytes - store.records.head_bytes();
   const auto is_evicting = [&](int64_t miss) {
     return status[miss] == static_cast<uint8_t>(InsertStatus::kEvicting);
   };
@@ -382,11 +382,11 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                               static_cast<const uint8_t*>(status.const_data_ptr()),
                               evicted.const_data_ptr<int64_t>(), num_misses, lifted);
 
-  const auto cost = [&](int64_t i) { return store.records.stride * i; };
+  const auto cost = [&](int64_t i) { return store.records.record_bytes * i; };
   parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kRowsAhead < end && slots[i + kRowsAhead] >= 0) {
-        prefetch_row(store.records.at(slots[i + kRowsAhead]), store.records.stride);
+        prefetch_row(store.records.at(slots[i + kRowsAhead]), store.records.record_bytes);
       }
       if (slots[i] >= 0)
         store.write(slots[i], entries + 3 * i + HashEntry::kStamp, rows + i * bytes);

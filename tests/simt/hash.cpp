@@ -20,7 +20,7 @@ DeviceIndex read_index(Words* words, int64_t* buckets) {
   index.tables = words->pointer<int64_t>();
   index.clock = words->pointer<int64_t>();
   index.counters = words->pointer<int64_t>();
-  index.words = words->number();
+  index.entry_words = words->number();
   index.num_tables = static_cast<int>(words->number());
   *buckets = words->number() / kBucketSlots;
   return index;
@@ -33,7 +33,7 @@ KeyBatch read_batch(Words* words) {
   batch.starts = words->pointer<const int64_t>();
   batch.tables = words->pointer<const int64_t>();
   batch.n = words->number();
-  batch.segments = static_cast<int>(words->number());
+  batch.num_segments = static_cast<int>(words->number());
   return batch;
 }
 
@@ -51,9 +51,9 @@ const char* worked(const int64_t* call, const Body& body) {
 emb::RowBytes read_rows(Words* words) {
   emb::RowBytes rows{};
   rows.data = words->pointer<void>();
-  rows.bytes = words->number();
+  rows.row_bytes = words->number();
   rows.stride = words->number();
-  rows.count = words->number();
+  rows.num_rows = words->number();
   rows.alignment = words->number();
   return rows;
 }
@@ -103,8 +103,8 @@ extern "C" const char* simt_hash_grow(const int64_t* call) {
     growth.misses.offsets = words.pointer<const int64_t>();
     growth.misses.admitted = words.pointer<const bool>();
     growth.buffers.layout = words.pointer<const int64_t>();
-    growth.buffers.count = static_cast<int>(words.number());
-    for (int p = 0; p < growth.buffers.count; ++p)
+    growth.buffers.num_buffers = static_cast<int>(words.number());
+    for (int p = 0; p < growth.buffers.num_buffers; ++p)
       growth.buffers.data[p] = words.pointer<uint8_t>();
     launch_grow(work, growth, batch, slots, buckets);
   });
@@ -186,20 +186,20 @@ extern "C" const char* simt_hash_initial_rows(const int64_t* call) {
   });
 }
 
-// index, batch, rows, fill, out, found
+// index, batch, rows, default_word, out, found
 extern "C" const char* simt_hash_find_rows(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     int64_t buckets;
     const DeviceIndex index = read_index(&words, &buckets);
     const KeyBatch batch = read_batch(&words);
     const emb::RowBytes rows = read_rows(&words);
-    const auto fill = static_cast<uint32_t>(words.number());
+    const auto default_word = static_cast<uint32_t>(words.number());
     void* out = words.pointer<void>();
-    launch_find_rows(work.launcher(), index, batch, rows, fill, out, words.pointer<bool>());
+    launch_find_rows(work.launcher(), index, batch, rows, default_word, out, words.pointer<bool>());
   });
 }
 
-// rows, slots, n, starting rows, groups, first, fill, out
+// rows, slots, n, starting rows, groups, first, default_word, out
 extern "C" const char* simt_hash_read_rows(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     const emb::RowBytes rows = read_rows(&words);
@@ -209,8 +209,9 @@ extern "C" const char* simt_hash_read_rows(const int64_t* call) {
     starting.data = words.pointer<const void>();
     starting.groups = words.pointer<const int32_t>();
     starting.first_positions = words.pointer<const int64_t>();
-    const auto fill = static_cast<uint32_t>(words.number());
-    launch_read_rows(work.launcher(), rows, slots, n, starting, fill, words.pointer<void>());
+    const auto default_word = static_cast<uint32_t>(words.number());
+    launch_read_rows(work.launcher(), rows, slots, n, starting, default_word,
+                     words.pointer<void>());
   });
 }
 
