@@ -1,11 +1,11 @@
-// The hash index as GPU kernels access it, and the tools that all of them share: search for a key,
-// loops over keys that are stored table by table, sums over a block, and counters per table.
+// The hash index as GPU kernels access it, and the functions that these kernels share: search for a
+// key, loops over keys that are stored table by table, sums over a block, and counters per table.
 //
-// One thread searches for a key: it reads the 32 tags of a bucket, which are one sector of memory
-// if they are aligned to 32 bytes, and compares them with the key's tag in registers. Only the
+// One thread searches for a key. It reads the 32 tags of a bucket and compares them with the key's
+// tag in registers. The tags are one sector of memory if they are aligned to 32 bytes. Only the
 // device knows the numbers of keys and buckets. So the host sizes grids by upper bounds, and
-// kernels loop over what exists. All blocks have kTileThreads threads. All pointers are to device
-// memory of the caller.
+// kernels loop over the existing keys and buckets. All blocks have kTileThreads threads. All
+// pointers are to device memory of the caller.
 #pragma once
 
 #include <type_traits>
@@ -46,10 +46,10 @@ struct DeviceIndex {
 };
 
 // A batch of n keys in segments: the ids [starts[f], starts[f + 1]) are keys of table tables[f].
-// `starts` must ascend from 0 to n, and `tables` must be existing tables; not checked. Otherwise
-// loops with for_each_key still stay inside their memory: positions before starts[0] belong to no
-// table, those from the last start on to the last segment, and positions of tables that do not
-// exist get no table.
+// `starts` must ascend from 0 to n, and `tables` must be existing tables; not checked. With other
+// values, loops with for_each_key still stay inside their memory: a position before starts[0], or
+// in the segment of a table that does not exist, has no table, and a position from the last start
+// on belongs to the last segment.
 struct KeyBatch {
   const int64_t *ids, *starts, *tables;  // [n], [num_segments + 1], [num_segments]
   int64_t n;                             // positions
@@ -76,14 +76,15 @@ struct DeviceMisses {
   const bool* admitted;    // by miss; null if all are admitted
 };
 
-// Add n >= 0 uses to a sum in global memory that several threads change. The sum saturates: a
-// thread whose addition makes it wrap around sets it to the maximum afterwards. That may overwrite
-// additions of other threads, which is correct, because the saturated sum is the maximum with or
-// without them.
+// Add n >= 0 uses to a sum in global memory that several threads change. The sum saturates: the
+// thread whose addition makes the sum wrap around sets it to the maximum afterwards. This may
+// overwrite additions of other threads, but the saturated sum is the maximum with or without them.
 EMB_DEVICE void add_uses_to(int64_t* sum, int64_t n) {
-  auto* words = reinterpret_cast<unsigned long long*>(sum);
-  const auto before = static_cast<int64_t>(atomicAdd(words, static_cast<unsigned long long>(n)));
-  if (count_overflows(before, n)) atomicExch(words, static_cast<unsigned long long>(INT64_MAX));
+  auto* unsigned_sum = reinterpret_cast<unsigned long long*>(sum);
+  const auto before =
+      static_cast<int64_t>(atomicAdd(unsigned_sum, static_cast<unsigned long long>(n)));
+  if (count_overflows(before, n))
+    atomicExch(unsigned_sum, static_cast<unsigned long long>(INT64_MAX));
 }
 
 // Return a mask with one bit per slot of a bucket, set where its tag equals `tag`. `tags` are the
@@ -91,17 +92,19 @@ EMB_DEVICE void add_uses_to(int64_t* sum, int64_t n) {
 EMB_DEVICE uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
   const auto* packs = reinterpret_cast<const simt::Pack16*>(tags);
   const simt::Pack16 halves[] = {packs[0], packs[1]};
-  const uint32_t wanted = tag * 0x01010101u;
+  const uint32_t repeated_tag = tag * 0x01010101u;
   uint32_t mask = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const uint32_t equal = __vcmpeq4(halves[i / 4].word[i % 4], wanted) & 0x01010101u;
-    mask |= (((equal * 0x01020408u) >> 24) & 0xfu) << (4 * i);  // the product gathers four bits
+    const uint32_t equal_bytes = __vcmpeq4(halves[i / 4].word[i % 4], repeated_tag) & 0x01010101u;
+    // The product gathers the lowest bits of the four bytes.
+    mask |= (((equal_bytes * 0x01020408u) >> 24) & 0xfu) << (4 * i);
   }
   return mask;
 }
 
-// Return the slot of `key`, which has the tag `tag`, in a bucket, kNoSlot if it has none there.
+// Return the slot of `key`, which has the tag `tag`, in a bucket, or kNoSlot if the bucket does not
+// have the key.
 EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_t tag,
                                   int64_t key) {
   uint32_t candidates = match_tags(table.tags + bucket * kBucketSlots, tag);
@@ -112,7 +115,7 @@ EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_
   return kNoSlot;
 }
 
-// Return the slot of `key` in a table, kNoSlot if it has none.
+// Return the slot of `key` in a table, kNoSlot if the table does not have the key.
 EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
   const uint64_t mixed = table.hash(key);
   const int64_t slot = find_in_bucket(table, table.first_bucket(mixed), tag_of(mixed), key);
@@ -121,15 +124,14 @@ EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
 }
 
 // Return the sum of `value` over the threads of the block before this one, and write the sum over
-// all threads to `*total`. `shared` is shared memory, [kBlockWarps], which no thread may still use
-// at the call, and which may be used again when this returns. All threads of the block must call
-// this; it contains barriers.
+// all threads to `*total`. `shared` is shared memory, [kBlockWarps]. No other code may use it until
+// this returns. All threads of the block must call this; it contains barriers.
 EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total) {
   const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
   int64_t sum = value;
   for (unsigned offset = 1; offset < simt::kWarpLanes; offset *= 2) {
-    const int64_t other = __shfl_up_sync(simt::kFullMask, sum, offset);
-    if (lane >= static_cast<int>(offset)) sum += other;
+    const int64_t lower_sum = __shfl_up_sync(simt::kFullMask, sum, offset);
+    if (lane >= static_cast<int>(offset)) sum += lower_sum;
   }
   if (lane == kWarpLanes - 1) shared[warp] = sum;
   __syncthreads();
@@ -159,44 +161,45 @@ EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
   return count;
 }
 
-// Divide n positions into one part per block of the grid, in the order of the blocks. Return where
-// the part of `block` begins, a multiple of kTileThreads. If `block` is the number of blocks, the
-// result is at least n.
+// Divide n positions into one part per block of the grid, in the order of the blocks. Return the
+// first position of the part of `block`, a multiple of kTileThreads. If `block` is the number of
+// blocks, the result is at least n.
 EMB_DEVICE int64_t block_begin(int64_t n, unsigned block) {
   return (n + kTileThreads - 1) / kTileThreads * block / gridDim.x * kTileThreads;
 }
 
-// What a block does of a loop that some blocks of the grid, or all, divide among them: it is block
-// number `block` of `blocks`.
+// The share of a block in a loop that `num_blocks` blocks of the grid divide among them. `block` is
+// the number of the block among these blocks, from 0.
 struct GridSlice {
-  int64_t block, blocks;
+  int64_t block, num_blocks;
 };
 
 // Call `body(x, i)` for this block's slice of the numbers x in [0, n), one per thread at a time. i
-// is the interval that contains x: the last i in [0, intervals) with starts(i) <= x, or -1 if there
-// is none. All threads of the block must call this. Whole warps call `body`, so it may use
-// collectives; the last threads of a loop get x >= n with i = -1. `shared` is shared memory for two
-// ints.
+// is the interval that contains x: the last i in [0, num_intervals) with starts(i) <= x, or -1 if
+// there is none. All threads of the block must call this. Whole warps call `body`, so it may use
+// collectives. The last threads of a loop may get x >= n; their i is -1. `shared` is shared memory
+// for two ints.
 template <class Starts, class Body>
-EMB_DEVICE void for_each_in_intervals(const GridSlice& slice, const Starts& starts, int intervals,
-                                      int64_t n, int* shared, const Body& body) {
-  for (int64_t tile = slice.block * kTileThreads; tile < n; tile += slice.blocks * kTileThreads) {
+EMB_DEVICE void for_each_in_intervals(const GridSlice& slice, const Starts& starts,
+                                      int num_intervals, int64_t n, int* shared, const Body& body) {
+  for (int64_t tile = slice.block * kTileThreads; tile < n;
+       tile += slice.num_blocks * kTileThreads) {
     const int64_t end = tile + kTileThreads < n ? tile + kTileThreads : n, x = tile + threadIdx.x;
-    const TileSearch search(starts, intervals, tile, end, shared);
+    const TileSearch search(starts, num_intervals, tile, end, shared);
     body(x, x < end ? search.find(starts, x) : -1);
   }
 }
 
-// Do the same for the slice of this block in a loop over the whole grid.
+// Do the same for this block's slice of a loop that all blocks of the grid divide among them.
 template <class Starts, class Body>
-EMB_DEVICE void for_each_in_intervals(const Starts& starts, int intervals, int64_t n, int* shared,
-                                      const Body& body) {
-  for_each_in_intervals(GridSlice{blockIdx.x, gridDim.x}, starts, intervals, n, shared, body);
+EMB_DEVICE void for_each_in_intervals(const Starts& starts, int num_intervals, int64_t n,
+                                      int* shared, const Body& body) {
+  for_each_in_intervals(GridSlice{blockIdx.x, gridDim.x}, starts, num_intervals, n, shared, body);
 }
 
-// Call `body(position, table)` for every position of a batch, as the whole grid divides them in
-// for_each_in_intervals. The table is -1 if the position is before the first segment or at least n,
-// or if the index has no such table.
+// Call `body(position, table)` for every position of a batch, which all blocks of the grid divide
+// among them as in for_each_in_intervals. The table is -1 if the position is before the first
+// segment or at least n, or if the index has no such table.
 template <class Body>
 EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared, const Body& body) {
   const auto start = [&](int f) { return batch.starts[f]; };
@@ -208,9 +211,9 @@ EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared,
 }
 
 // A counter per table in global memory, to which a warp adds. The warp adds up in registers while
-// it works on one table, and adds the sum to memory when it changes to another table, or at
-// `flush`. That is rare, so there are few atomic additions. All 32 lanes must call every function,
-// and `flush` at the end.
+// it counts for one table. It adds the sum to memory when it counts for another table, and in
+// `flush`. This is rare, so there are few atomic additions. All 32 lanes must call every function,
+// and must call `flush` at the end.
 class TableTally {
  public:
   // `sums` is the address of the counter of table 0; the counter of the next table is `stride`
@@ -221,10 +224,11 @@ class TableTally {
   EMB_DEVICE void add(int table, bool counts) {
     unsigned lanes_left = __ballot_sync(simt::kFullMask, counts && table >= 0);
     while (lanes_left != 0) {
-      const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(lanes_left)) - 1);
-      const unsigned same = __ballot_sync(simt::kFullMask, counts && table == next);
-      add_all(next, __popc(same));
-      lanes_left &= ~same;
+      const int next_table =
+          __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(lanes_left)) - 1);
+      const unsigned lanes_of_table = __ballot_sync(simt::kFullMask, counts && table == next_table);
+      add_once(next_table, __popc(lanes_of_table));
+      lanes_left &= ~lanes_of_table;
     }
   }
 
@@ -232,15 +236,16 @@ class TableTally {
   EMB_DEVICE void add_each(int table, int count) {
     unsigned lanes_left = __ballot_sync(simt::kFullMask, count != 0 && table >= 0);
     while (lanes_left != 0) {
-      const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(lanes_left)) - 1);
-      const bool same = count != 0 && table == next;
-      lanes_left &= ~__ballot_sync(simt::kFullMask, same);
-      add_all(next, simt::group_sum(same ? count : 0, kWarpLanes));
+      const int next_table =
+          __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(lanes_left)) - 1);
+      const bool is_of_table = count != 0 && table == next_table;
+      lanes_left &= ~__ballot_sync(simt::kFullMask, is_of_table);
+      add_once(next_table, simt::group_sum(is_of_table ? count : 0, kWarpLanes));
     }
   }
 
-  // Add `count` once to the counter of one table; all lanes pass the same arguments.
-  EMB_DEVICE void add_all(int table, int count) {
+  // Add `count` once, not per lane, to the counter of one table. All lanes pass the same arguments.
+  EMB_DEVICE void add_once(int table, int count) {
     if (table != table_) flush();
     table_ = table;
     count_ += count;
@@ -279,10 +284,10 @@ void allocate_arrays(Work& work, const List& list) {
   };
   int64_t bytes = 0;
   list([&](auto*& array, int64_t n) { bytes += padded_bytes(sizeof(*array), n); });
-  auto* next = work.template scratch<uint8_t>(bytes);
+  auto* next_array = work.template scratch<uint8_t>(bytes);
   list([&](auto*& array, int64_t n) {
-    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(next);
-    next += padded_bytes(sizeof(*array), n);
+    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(next_array);
+    next_array += padded_bytes(sizeof(*array), n);
   });
 }
 

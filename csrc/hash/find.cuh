@@ -1,6 +1,6 @@
 // `hash_find` and `hash_touch_` on the GPU, with one thread per position. In `hash_touch_`, the
-// thread of a missing key also claims a scratch cell; misses.cuh numbers the misses by these cells.
-// All pointers are to device memory of the caller.
+// thread of a missing key also claims a scratch cell. misses.cuh uses these cells to number the
+// misses. All pointers are to device memory of the caller.
 #pragma once
 
 #include "hash/device_index.cuh"
@@ -61,22 +61,22 @@ EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry
   } else if (touch.counts != nullptr) {
     if (entry != nullptr) add_uses_to(entry + HashEntry::kScore, touch.counts[position]);
   } else {
-    const unsigned same =
+    const unsigned same_lanes =
         __match_any_sync(simt::kFullMask, reinterpret_cast<unsigned long long>(entry));
-    const bool is_leader = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
-    if (entry != nullptr && is_leader) add_uses_to(entry + HashEntry::kScore, __popc(same));
+    const bool is_leader = __ffs(static_cast<int>(same_lanes)) - 1 == lane_in_warp();
+    if (entry != nullptr && is_leader) add_uses_to(entry + HashEntry::kScore, __popc(same_lanes));
   }
 }
 
 // Find every key. Write its slot to `slots` [n], update the entry of a hit, and claim a cell for a
-// missing key; keys.cell_of_position of the other positions becomes kNoCell. Count hits in the
-// index, and distinct missing keys per table in `misses` [T].
+// missing key. Write keys.cell_of_position, kNoCell for positions that claim no cell. Count hits in
+// the index, and distinct missing keys per table in `num_misses` [T].
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch touch, KeyCells keys,
-                      int64_t* misses, int64_t* slots) {
+                      int64_t* num_misses, int64_t* slots) {
   __shared__ int range[2];
   const int64_t stamp = *index.clock;
-  TableTally hits = counter_tally(index, HashCounter::kHits), new_misses(misses, 1);
+  TableTally hits = counter_tally(index, HashCounter::kHits), new_misses(num_misses, 1);
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
     int64_t slot = kNoSlot, *entry = nullptr;
     if (t >= 0) {
@@ -107,8 +107,8 @@ void launch_hash_find(const Launcher& launcher, const DeviceIndex& index, const 
   launcher(hash_find_kernel, key_blocks(launcher, batch.n), kTileThreads, index, batch, slots);
 }
 
-// Launch `hash_touch_`: write `slots` [n] and `out`, and change the index. `work`, a DeviceWork or
-// its counterpart in tests, owns the scratch memory.
+// Launch `hash_touch_`: write `slots` [n] and `out`, and change the index. `work` owns the scratch
+// memory; it is a DeviceWork, or a HostWork in tests.
 template <class Work>
 void launch_hash_touch(Work& work, const DeviceIndex& index, const KeyBatch& batch,
                        const KeyTouch& touch, int64_t* slots, const MissOutput& out) {

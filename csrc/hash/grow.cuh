@@ -26,9 +26,9 @@ struct Growth {
   DeviceRowBuffers buffers;
   DeviceMisses misses;  // the misses for which the tables grow
   // Scratch.
-  int64_t* admitted_misses;  // [T], the number of admitted misses; unused if all are admitted
-  int64_t* old_buckets;      // [T], the number of buckets before
-  int64_t* first_new;        // [T + 1], the number of new buckets of the tables before, then of all
+  int64_t* admitted_misses;     // [T], the number of admitted misses; unused if all are admitted
+  int64_t* old_buckets;         // [T], the number of buckets before the op
+  int64_t* new_buckets_before;  // [T + 1], the number of new buckets of all earlier tables
 };
 
 // Add the admitted misses of every table to `admitted_misses`, which must be 0 before.
@@ -55,50 +55,50 @@ struct Growth {
 }
 
 // Set the new number of buckets of every table, save the old number in `old_buckets`, and write
-// `first_new`. The grid must be one block.
+// `new_buckets_before`. The grid must be one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_plan_kernel(Growth growth) {
   __shared__ int64_t sums[kBlockWarps];
   const DeviceIndex& index = growth.index;
-  int64_t before = 0;  // new buckets of the tables before
+  int64_t new_before = 0;  // new buckets of the tables before this tile
   for (int tile = 0; tile < index.num_tables; tile += kTileThreads) {
     const int t = tile + static_cast<int>(threadIdx.x);
-    int64_t gained = 0;
+    int64_t num_new = 0;
     if (t < index.num_tables) {
-      const int64_t old = index.field(t, HashTableColumn::kBuckets);
+      const int64_t old_buckets = index.field(t, HashTableColumn::kBuckets);
       const int64_t* offsets = growth.misses.offsets;
       const int64_t new_keys = growth.misses.admitted == nullptr ? offsets[t + 1] - offsets[t]
                                                                  : growth.admitted_misses[t];
-      const int64_t wanted = wanted_buckets(index.field(t, HashTableColumn::kSize) + new_keys, old,
-                                            index.field(t, HashTableColumn::kMaxBuckets),
-                                            index.field(t, HashTableColumn::kMaxLoad));
-      growth.old_buckets[t] = old;
+      const int64_t wanted = wanted_buckets(
+          index.field(t, HashTableColumn::kSize) + new_keys, old_buckets,
+          index.field(t, HashTableColumn::kMaxBuckets), index.field(t, HashTableColumn::kMaxLoad));
+      growth.old_buckets[t] = old_buckets;
       index.field(t, HashTableColumn::kBuckets) = wanted;
-      gained = wanted - old;
+      num_new = wanted - old_buckets;
     }
     int64_t total;
-    const int64_t first = before + exclusive_sum(gained, sums, &total);
-    if (t < index.num_tables) growth.first_new[t] = first;
-    before += total;
+    const int64_t first = new_before + exclusive_sum(num_new, sums, &total);
+    if (t < index.num_tables) growth.new_buckets_before[t] = first;
+    new_before += total;
   }
-  if (threadIdx.x == 0) growth.first_new[index.num_tables] = before;
+  if (threadIdx.x == 0) growth.new_buckets_before[index.num_tables] = new_before;
 }
 
-// Copy `bytes` bytes by the whole warp, in units of T. Both addresses and `bytes` must be multiples
-// of the size of T.
+// Copy `bytes` bytes with all lanes of the warp, in units of T. Both addresses and `bytes` must be
+// multiples of the size of T.
 template <class T>
 EMB_DEVICE void copy_units(uint8_t* to, const uint8_t* from, int64_t bytes) {
-  const auto units = bytes / static_cast<int64_t>(sizeof(T));
+  const auto num_units = bytes / static_cast<int64_t>(sizeof(T));
   // Few rows are wider than one iteration of the warp; an unrolled loop would cost registers for
   // all rows.
 #pragma unroll 1
-  for (int64_t i = lane_in_warp(); i < units; i += kWarpLanes) {
+  for (int64_t i = lane_in_warp(); i < num_units; i += kWarpLanes) {
     reinterpret_cast<T*>(to)[i] = reinterpret_cast<const T*>(from)[i];
   }
 }
 
-// Copy a row of `bytes` bytes by the whole warp, in units of 16, 4 or 1 bytes: the widest that
-// divide `bytes` and both addresses.
+// Copy a row of `bytes` bytes with all lanes of the warp, in units of 16, 4 or 1 bytes: the largest
+// of these sizes that divides `bytes` and both addresses.
 EMB_DEVICE void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
                     static_cast<uintptr_t>(bytes);
@@ -121,31 +121,33 @@ EMB_DEVICE void copy_rows(const DeviceRowBuffers& buffers, int t, int64_t to, in
   }
 }
 
-// Fill `child`, a new bucket of table t, which had `old` buckets: move the entries of its parent
-// that belong in the child, with their rows. All 32 lanes must call this. Other warps may fill
-// other children of the same parent at the same time, and empty slots of the parent. It does not
-// matter whether this lane still sees the tag of such a slot, because its key does not belong in
-// this child.
-EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t old) {
+// Fill `child`, a new bucket of table t, which had `old_buckets` buckets before: move the entries
+// of its parent that belong in the child, with their rows. All 32 lanes must call this. At the same
+// time other warps may fill other children of the same parent, and empty slots of the parent. This
+// lane may or may not see the old tag of such a slot. Both are correct, because the key of the slot
+// does not belong in this child.
+EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t old_buckets) {
   const HashTable table = growth.index.table(t);
-  const uint64_t old_mask = address_mask(old);
-  const int64_t parent = bucket_address(static_cast<uint64_t>(child), old, old_mask);
+  const uint64_t old_mask = address_mask(old_buckets);
+  const int64_t parent = bucket_address(static_cast<uint64_t>(child), old_buckets, old_mask);
   const int64_t from = parent * kBucketSlots + lane_in_warp();
   const uint8_t tag = table.tags[from];
   const uint64_t mixed = table.hash(table.entry(from)[HashEntry::kKey]);
-  const bool is_first = bucket_address(first_hash(mixed), old, old_mask) == parent;
+  const bool is_first = bucket_address(first_hash(mixed), old_buckets, old_mask) == parent;
   const bool moves = tag != kEmptyTag &&
                      (is_first ? table.first_bucket(mixed) : table.second_bucket(mixed)) == child;
-  unsigned movers = __ballot_sync(simt::kFullMask, moves);
+  unsigned moving_lanes = __ballot_sync(simt::kFullMask, moves);
   if (moves) {
-    const unsigned lower_movers = movers & ((1u << lane_in_warp()) - 1);
-    const int64_t to = child * kBucketSlots + __popc(lower_movers);
+    const unsigned lower_moving_lanes = moving_lanes & ((1u << lane_in_warp()) - 1);
+    const int64_t to = child * kBucketSlots + __popc(lower_moving_lanes);
     table.tags[to] = tag;
     table.tags[from] = kEmptyTag;
     for (int64_t w = 0; w < table.entry_words; ++w) table.entry(to)[w] = table.entry(from)[w];
   }
-  for (int64_t to = child * kBucketSlots; movers != 0; movers &= movers - 1, ++to) {
-    copy_rows(growth.buffers, t, to, parent * kBucketSlots + __ffs(static_cast<int>(movers)) - 1);
+  for (int64_t to = child * kBucketSlots; moving_lanes != 0;
+       moving_lanes &= moving_lanes - 1, ++to) {
+    copy_rows(growth.buffers, t, to,
+              parent * kBucketSlots + __ffs(static_cast<int>(moving_lanes)) - 1);
   }
 }
 
@@ -153,12 +155,12 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_split_kernel(Growth growth) {
   const int num_tables = growth.index.num_tables;
-  const int64_t count = growth.first_new[num_tables];
-  const auto start = [&](int t) { return growth.first_new[t]; };
-  for (int64_t i = simt::global_warp(); i < count; i += simt::warps_in_grid()) {
+  const int64_t num_new_buckets = growth.new_buckets_before[num_tables];
+  const auto start = [&](int t) { return growth.new_buckets_before[t]; };
+  for (int64_t i = simt::global_warp(); i < num_new_buckets; i += simt::warps_in_grid()) {
     const int t = warp_search(start, num_tables, i);
-    const int64_t old = growth.old_buckets[t];
-    fill_child(growth, t, old + i - growth.first_new[t], old);
+    const int64_t old_buckets = growth.old_buckets[t];
+    fill_child(growth, t, old_buckets + i - growth.new_buckets_before[t], old_buckets);
   }
 }
 
@@ -167,9 +169,9 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_refresh_kernel(Growth growth, KeyBatch batch, int64_t* slots) {
   __shared__ int range[2];
-  if (growth.first_new[growth.index.num_tables] == 0) return;
+  if (growth.new_buckets_before[growth.index.num_tables] == 0) return;
   for_each_key(batch, growth.index.num_tables, range, [&](int64_t position, int t) {
-    if (t < 0 || growth.first_new[t] == growth.first_new[t + 1]) return;
+    if (t < 0 || growth.new_buckets_before[t] == growth.new_buckets_before[t + 1]) return;
     const int64_t slot = slots[position];
     if (slot < 0) return;
     const HashTable table = growth.index.table(t);
@@ -192,7 +194,7 @@ void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slot
   if (num_tables == 0) return;
   growth.admitted_misses = work.template scratch<int64_t>(num_tables);
   growth.old_buckets = work.template scratch<int64_t>(num_tables);
-  growth.first_new = work.template scratch<int64_t>(num_tables + 1);
+  growth.new_buckets_before = work.template scratch<int64_t>(num_tables + 1);
   if (growth.misses.admitted != nullptr) {
     launcher(hash_clear_admitted_kernel, blocks_for(num_tables, kTileThreads, launcher.blocks(1)),
              kTileThreads, growth);

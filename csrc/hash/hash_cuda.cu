@@ -1,7 +1,8 @@
 // The ops of the hash index on the GPU: checks and launches. check.h describes arguments and
-// results, and the `*.cuh` files have the kernels. Results that are not unspecified are those of
-// the CPU. The contents of tensors stay on the device and are not checked: `tables` and segments
-// must come from the module that owns the index. Nothing here waits for the device.
+// results, and the `*.cuh` files have the kernels. The results are those of the CPU, except
+// elements that are unspecified. The contents of tensors stay on the device and are not checked:
+// `tables` and segments must come from the module that owns the index. No function here waits for
+// the device.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -25,8 +26,8 @@ namespace emb::cuda {
 // The maximum number of slots of all tables, because kernels number buckets with 32 bits.
 inline constexpr int64_t kMaxSlots = int64_t{kMaxLookups} * kBucketSlots;
 
-// Return the index in the form that kernels take. Throws if the tags are not aligned to 16 bytes,
-// or if there are too many buckets or tables for 32 bits.
+// Return the index as an argument of kernels. Throws if the tags are not aligned to 16 bytes, or if
+// there are too many buckets or tables for 32 bits.
 inline DeviceIndex device_index(const char* op, const HashIndex& index) {
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(index.tags) % 16 == 0, op,
                   ": tags must begin at a multiple of 16 bytes; do not slice them");
@@ -42,7 +43,7 @@ inline DeviceIndex device_index(const char* op, const HashIndex& index) {
           static_cast<int>(index.num_tables)};
 }
 
-// Return the batch in the form that kernels take. Throws for too many segments.
+// Return the batch as an argument of kernels. Throws if there are too many segments for 32 bits.
 inline KeyBatch key_batch(const char* op, const HashBatch& batch) {
   STD_TORCH_CHECK(batch.num_segments <= kMaxLookups, op, ": at most ", kMaxLookups,
                   " segments, got ", batch.num_segments);
@@ -80,8 +81,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   return call.results();
 }
 
-// Return the row buffers in the form that kernels take, at most kMaxRowBuffers. Each must be on the
-// device of `like` or in pinned host memory. The result points into the tensors.
+// Return the row buffers as an argument of kernels. Throws for more than kMaxRowBuffers, or if one
+// is neither on the device of `like` nor in pinned host memory. The result points into the tensors.
 DeviceRowBuffers device_buffers(const char* op, std::vector<Tensor>& row_buffers,
                                 const Tensor& row_layout, const Tensor& like) {
   STD_TORCH_CHECK(row_buffers.size() <= kMaxRowBuffers, op, ": at most ", kMaxRowBuffers,
@@ -153,8 +154,8 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
 }
 
 // Remove the keys of table t whose stamp is less than `before` from its buckets [first_bucket,
-// first_bucket + num_buckets). Return bool [num_buckets * 32]: which slots of these buckets were
-// emptied; none in buckets that table t does not use.
+// first_bucket + num_buckets). Return whether each slot of these buckets was emptied, bool
+// [num_buckets * 32]; false in buckets that table t does not use.
 Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
                     int64_t num_buckets, int64_t before) {
   const char* op = "hash_expire_";
@@ -169,9 +170,9 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   return removed;
 }
 
-// Write row slots[i] of each row buffer, at most kMaxInitialBuffers, for every miss i, except in
-// row buffers without a row for the slot, such as all for -1. InitialInputs describes the tensors;
-// `seed` selects the random numbers.
+// Write the initial row of every miss i: row slots[i] of each row buffer, at most
+// kMaxInitialBuffers. A row buffer that has no row for the slot is skipped; a miss with slot -1 has
+// no row. InitialInputs describes the tensors. `seed` selects the random numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
@@ -247,8 +248,8 @@ void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
                   {call.slots, call.segments, call.permutation, call.count, call.n}, call.rows);
 }
 
-// Gather the keys, stamps, scores and rows of the keys that an insertion evicted, and their number.
-// Unlike on the CPU, entries after the last evicted key are unspecified.
+// Gather the keys that an insertion evicted, with their stamps, scores and rows, and count them.
+// Unlike on the CPU, elements after the last evicted key are unspecified.
 std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_rows(
     std::vector<Tensor> values, const Tensor& slots, const Tensor& status, const Tensor& evicted) {
   const EvictedRowsCall call(values, slots, status, evicted);

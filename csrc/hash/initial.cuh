@@ -1,6 +1,6 @@
-// `hash_initial_rows_` on the GPU: writes the initial rows of new keys. A warp takes up to 32 new
+// `hash_initial_rows_` on the GPU: writes the initial rows of new keys. A warp writes up to 32 new
 // rows of one table, in one row buffer after the other. A lane computes four neighbouring elements
-// of a row at a time, for which random distributions take one Philox counter. All pointers are to
+// of a row at a time. Their random numbers are the words of one Philox counter. All pointers are to
 // device memory of the caller; their contents are not checked.
 #pragma once
 
@@ -73,22 +73,23 @@ EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, 
   }
 }
 
-// Write the rows of all misses. A warp takes 32 neighbouring misses, table by table.
+// Write the rows of all misses. A warp writes the rows of 32 neighbouring misses, table by table.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     initial_rows_kernel(DeviceInitialRows rows) {
   const auto start = [&](int t) { return rows.offsets[t]; };
   const int64_t begin = rows.offsets[0], end = rows.offsets[rows.num_tables];
-  constexpr int64_t kRows = simt::kWarpLanes;
-  for (int64_t tile = begin + simt::global_warp() * kRows; tile < end;
-       tile += simt::warps_in_grid() * kRows) {
-    const int64_t tile_end = tile + kRows < end ? tile + kRows : end;
+  constexpr int64_t kTileMisses = simt::kWarpLanes;
+  for (int64_t tile = begin + simt::global_warp() * kTileMisses; tile < end;
+       tile += simt::warps_in_grid() * kTileMisses) {
+    const int64_t tile_end = tile + kTileMisses < end ? tile + kTileMisses : end;
     for (int64_t miss = tile; miss < tile_end;) {
       const int t = warp_search(start, rows.num_tables, miss);
-      const int64_t next = rows.offsets[t + 1], stop = next < tile_end ? next : tile_end;
+      const int64_t table_end = rows.offsets[t + 1],
+                    end_of_run = table_end < tile_end ? table_end : tile_end;
       for (int buffer = 0; buffer < rows.num_buffers; ++buffer) {
-        write_initial(rows, t, buffer, miss, static_cast<int>(stop - miss));
+        write_initial(rows, t, buffer, miss, static_cast<int>(end_of_run - miss));
       }
-      miss = stop;
+      miss = end_of_run;
     }
   }
 }

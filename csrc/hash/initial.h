@@ -82,8 +82,8 @@ EMB_HD double log_of(double x) {
 }
 
 // Return the value below which the standard normal distribution has probability p in [0, 1], with a
-// relative error of about 1e-7; tails below 1e-300 count as 1e-300: PPND7 of Wichura, "Algorithm AS
-// 241: the percentage points of the normal distribution", 1988.
+// relative error of about 1e-7. A tail below 1e-300 is taken as 1e-300. This is PPND7 of Wichura,
+// "Algorithm AS 241: the percentage points of the normal distribution", 1988.
 EMB_HD double normal_quantile(double p) {
   const double q = p - 0.5;
   const double r = fma(-q, q, 0.180625);

@@ -19,22 +19,22 @@ constexpr int64_t kElementGrain = 4096;  // grain of parallel_balanced, in eleme
 // positions in `ids`. Slots need no check, because slots without a row are ignored.
 void check_misses(const char* op, const InitialInputs& in) {
   const auto* offsets = in.offsets.const_data_ptr<int64_t>();
-  bool ascending = offsets[0] >= 0 && offsets[in.num_tables()] <= in.first_positions.numel();
+  bool is_ascending = offsets[0] >= 0 && offsets[in.num_tables()] <= in.first_positions.numel();
   for (int64_t t = 0; t < in.num_tables(); ++t)
-    ascending = ascending && offsets[t] <= offsets[t + 1];
-  STD_TORCH_CHECK(ascending, op, ": offsets must ascend and lie in [0, ",
+    is_ascending = is_ascending && offsets[t] <= offsets[t + 1];
+  STD_TORCH_CHECK(is_ascending, op, ": offsets must ascend and lie in [0, ",
                   in.first_positions.numel(), "], as hash_touch_ returns them");
-  const auto* first = in.first_positions.const_data_ptr<int64_t>();
+  const auto* first_positions = in.first_positions.const_data_ptr<int64_t>();
   for (int64_t i = offsets[0]; i < offsets[in.num_tables()]; ++i) {
-    STD_TORCH_CHECK(first[i] >= 0 && first[i] < in.ids.numel(), op,
+    STD_TORCH_CHECK(first_positions[i] >= 0 && first_positions[i] < in.ids.numel(), op,
                     ": first must hold positions of ids, in [0, ", in.ids.numel(), "), got ",
-                    first[i]);
+                    first_positions[i]);
   }
 }
 
-// Write row slots[i] of each row buffer for every miss i, except in row buffers without a row for
-// the slot, such as all for -1. InitialInputs describes the tensors; `seed` selects the random
-// numbers.
+// Write the initial row of every miss i: row slots[i] of each row buffer. A row buffer that has no
+// row for the slot is skipped; a miss with slot -1 has no row. InitialInputs describes the tensors.
+// `seed` selects the random numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
@@ -58,16 +58,16 @@ InitialRows::InitialRows(const char* op, const InitialInputs& in)
                         float_dtype(op, "each row buffer", buffer.scalar_type()), buffer.numel()});
   }
   for (int64_t i = 0; i < num_tables_ * in.num_buffers(); ++i) {
-    const InitialLayout& x = layout_[i];
+    const InitialLayout& layout = layout_[i];
     const int64_t numel = buffers_[i % in.num_buffers()].numel;
-    STD_TORCH_CHECK(x.offset >= 0 && x.rows >= 0 && x.dim >= 0 && x.stride >= x.dim &&
-                        x.stride <= INT32_MAX && x.offset <= numel &&
-                        (x.rows == 0 || x.stride == 0 ||
-                         (x.rows - 1 <= (numel - x.offset) / x.stride &&
-                          (x.rows - 1) * x.stride + x.dim <= numel - x.offset)),
-                    op, ": layout must place the rows of table ", i / in.num_buffers(),
-                    " inside row buffer ", i % in.num_buffers(), ", which has ", numel,
-                    " elements");
+    STD_TORCH_CHECK(
+        layout.offset >= 0 && layout.rows >= 0 && layout.dim >= 0 && layout.stride >= layout.dim &&
+            layout.stride <= INT32_MAX && layout.offset <= numel &&
+            (layout.rows == 0 || layout.stride == 0 ||
+             (layout.rows - 1 <= (numel - layout.offset) / layout.stride &&
+              (layout.rows - 1) * layout.stride + layout.dim <= numel - layout.offset)),
+        op, ": layout must place the rows of table ", i / in.num_buffers(), " inside row buffer ",
+        i % in.num_buffers(), ", which has ", numel, " elements");
   }
 }
 
@@ -75,10 +75,10 @@ std::vector<RowBytes> InitialRows::rows_of(int64_t table) const {
   const auto num_buffers = static_cast<int64_t>(buffers_.size());
   std::vector<RowBytes> rows;
   for (int64_t p = 0; p < num_buffers; ++p) {
-    const InitialLayout& x = layout_[table * num_buffers + p];
+    const InitialLayout& layout = layout_[table * num_buffers + p];
     const int64_t size = element_bytes(buffers_[p].type);
-    rows.push_back({buffers_[p].data + x.offset * size, x.dim * size, x.stride * size, x.rows,
-                    alignment_of(static_cast<uintptr_t>(size))});
+    rows.push_back({buffers_[p].data + layout.offset * size, layout.dim * size,
+                    layout.stride * size, layout.rows, alignment_of(static_cast<uintptr_t>(size))});
   }
   return rows;
 }
@@ -89,18 +89,19 @@ void InitialRows::write(const int64_t* ids, const int64_t* first_positions, cons
   const auto num_buffers = static_cast<int64_t>(buffers_.size());
   // Return the row of miss i in a row buffer, null if it has none.
   const auto row_of = [&](int64_t p, int64_t i) -> char* {
-    const InitialLayout& x = layout_[p];
-    if (slots[i] < 0 || slots[i] >= x.rows) return nullptr;
+    const InitialLayout& layout = layout_[p];
+    if (slots[i] < 0 || slots[i] >= layout.rows) return nullptr;
     const Buffer& buffer = buffers_[p % num_buffers];
-    return buffer.data + (x.offset + slots[i] * x.stride) * element_bytes(buffer.type);
+    return buffer.data + (layout.offset + slots[i] * layout.stride) * element_bytes(buffer.type);
   };
   const auto write_row = [&](int64_t p, int64_t i) {
     char* const row = row_of(p, i);
     if (row == nullptr) return;
-    const InitialLayout& x = layout_[p];
+    const InitialLayout& layout = layout_[p];
     const Dtype type = buffers_[p % num_buffers].type;
     table.at[static_cast<int>(type)](
-        {row, x.dim, ids[first_positions[i]], x.stream, static_cast<uint64_t>(seed)}, rules_[p]);
+        {row, layout.dim, ids[first_positions[i]], layout.stream, static_cast<uint64_t>(seed)},
+        rules_[p]);
   };
   // The slots of new keys are in no order, so the lines of each row are prefetched.
   const auto prefetch = [&](int64_t p, int64_t i) {
@@ -109,15 +110,15 @@ void InitialRows::write(const int64_t* ids, const int64_t* first_positions, cons
       prefetch_row(row, layout_[p].dim * element_bytes(buffers_[p % num_buffers].type));
   };
   for (int64_t t = 0; t < num_tables_; ++t) {
-    int64_t elements = 1;
-    for (int64_t p = 0; p < num_buffers; ++p) elements += layout_[t * num_buffers + p].dim;
+    int64_t num_elements = 1;
+    for (int64_t p = 0; p < num_buffers; ++p) num_elements += layout_[t * num_buffers + p].dim;
     parallel_balanced(
-        offsets[t + 1] - offsets[t], kElementGrain, [&](int64_t i) { return i * elements; },
+        offsets[t + 1] - offsets[t], kElementGrain, [&](int64_t i) { return i * num_elements; },
         [&](int64_t begin, int64_t end) {
-          const int64_t last = offsets[t] + end;
-          for (int64_t i = offsets[t] + begin; i < last; ++i) {
+          const int64_t miss_end = offsets[t] + end;
+          for (int64_t i = offsets[t] + begin; i < miss_end; ++i) {
             for (int64_t p = t * num_buffers; p < (t + 1) * num_buffers; ++p) {
-              if (i + kRowsAhead < last) prefetch(p, i + kRowsAhead);
+              if (i + kRowsAhead < miss_end) prefetch(p, i + kRowsAhead);
               write_row(p, i);
             }
           }

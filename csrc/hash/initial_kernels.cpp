@@ -7,9 +7,9 @@ namespace emb::EMB_ISA {
 namespace {
 
 // Return the values of kLanes elements with the random words `words`, for kUniform, as
-// uniform_value does. In intrinsics, because GCC compiles a loop over so few elements one by one.
-// The values are not collected in an array of the whole row, because GCC would copy that by `rep
-// movs`, which takes longer than all the arithmetic.
+// uniform_value does. This uses intrinsics, because GCC does not vectorise a loop over so few
+// elements. The values are not collected in an array of the whole row, because GCC would copy the
+// array by `rep movs`, which takes longer than all the arithmetic.
 EMB_HD Vec uniform_values(const InitialRule& rule, const uint32_t* words) {
 #if defined(__AVX512F__)
   const __m512d unit = _mm512_set1_pd(0x1p-24);
@@ -60,8 +60,8 @@ void initial_row(const InitialRow& row, const InitialRule& shared_rule) {
     return;
   }
   for (int64_t first = 0; first < row.dim; first += kBlockWords) {
-    const int64_t rest = row.dim - first;
-    const int count = rest < kBlockWords ? static_cast<int>(rest) : kBlockWords;
+    const int64_t num_left = row.dim - first;
+    const int count = num_left < kBlockWords ? static_cast<int>(num_left) : kBlockWords;
     uint32_t words[kBlockWords];
     const int num_vecs = (count + kLanes - 1) / kLanes;
     const Counter4 counter = row_counter(row.stream, row.key, static_cast<uint32_t>(first / 4));

@@ -2,7 +2,7 @@
 // describes the rounds, args.h the statuses and ranks.
 //
 // A round has two kernels. In the first, pending misses choose buckets, one lane per miss. The
-// misses that choose a bucket form a chain in scratch memory, in any order; the miss whose thread
+// misses that choose a bucket form a chain in scratch memory, in any order. The miss whose thread
 // is the first to choose the bucket is the founder of the chain. In the second kernel the warp of
 // the founder serves the bucket: it assigns up to slots_per_round slots to the members of the
 // chain, in the order of misses. There are three cases:
@@ -11,10 +11,11 @@
 //   - more members, or evictions for several: the whole warp works on the bucket, with one lane per
 //     slot. For evictions it loads the entries of the next bucket at the same time.
 //
-// Only the device knows how many rounds are needed, and the host does not wait for it. The first
-// rounds, in which almost all misses get a slot, use all multiprocessors; the host estimates their
-// number. A last kernel finishes the tables with one block per table at a time, from a list of the
-// misses that are still pending. Its other blocks wait for that and write the results.
+// Only the device knows how many rounds are needed, and the host does not wait for it. Almost all
+// misses get a slot in the first rounds, which use all multiprocessors; the host estimates the
+// number of these rounds. A last kernel finishes the tables with one block per table at a time,
+// from a list of the misses that are still pending. Its other blocks wait until all tables are
+// finished, and then write the results.
 //
 // Buckets are numbered over all tables here, and misses over all tables of the batch. All pointers
 // are to device memory of the caller.
@@ -30,7 +31,7 @@ enum ChainState : int32_t {
   kExhaustedBucket = -2,  // no chain, and no entry that this batch may still evict
 };
 
-// The slot of the bucket that a miss chose, which it gets if no other miss chose the bucket.
+// The slot that a miss chose. The miss gets it if no other miss chose the same bucket.
 struct ChosenSlot {
   uint8_t way : 5;    // number of the slot in its bucket
   bool evicts : 1;    // whether the slot has an entry, which is evicted
@@ -38,7 +39,7 @@ struct ChosenSlot {
 };
 
 // The arguments of the kernels. n is the number of positions of the batch. Arrays by miss have n
-// entries; only entries of existing misses are used, but all entries of `slots` and `status` are
+// elements. Elements after the last miss are not used, but those of `slots` and `status` are
 // written.
 struct Insertion {
   DeviceIndex index;
@@ -86,8 +87,8 @@ struct Candidate {
   int way;  // number of its slot in the bucket; -1 for no entry
 };
 
-// Return the entry in this lane's slot of a full bucket, no entry if it may not be evicted: the
-// batch, whose clock is `stamp`, uses it, or the order evicts nothing.
+// Return the entry in this lane's slot of a full bucket. Return no entry if it may not be evicted,
+// because the batch, whose clock is `stamp`, uses it, or because the order evicts nothing.
 EMB_DEVICE Candidate lane_entry(const Insertion& insertion, int64_t bucket, int64_t stamp) {
   const int64_t slot = bucket * kBucketSlots + lane_in_warp();
   const int64_t* entry = insertion.index.entries + slot * insertion.index.entry_words;
@@ -102,8 +103,8 @@ EMB_DEVICE bool comes_before(const Candidate& a, const Candidate& b) {
   return a.way >= 0 && (b.way < 0 || ranks_below(a.rank, b.rank));
 }
 
-// Return the minimum of `value` over the lanes that take part, at least one. All 32 lanes must call
-// this.
+// Return the minimum of `value` over the lanes whose `takes_part` is true; there must be one. All
+// 32 lanes must call this.
 EMB_DEVICE int64_t min_of_lanes(int64_t value, bool takes_part) {
   const auto high = static_cast<int32_t>(value >> 32);
   const int32_t min_high = __reduce_min_sync(simt::kFullMask, takes_part ? high : INT32_MAX);
@@ -152,6 +153,7 @@ struct BucketPair {
   Candidate in_first, in_second;
 };
 
+// Load the entries in this lane's slot of two full buckets. `stamp` is the clock.
 EMB_DEVICE BucketPair load_pair(const Insertion& insertion, int32_t first, int32_t second,
                                 int64_t stamp) {
   return {first, second, lane_entry(insertion, first, stamp), lane_entry(insertion, second, stamp)};
@@ -163,8 +165,8 @@ struct DeviceChoice {
   ChosenSlot slot;
 };
 
-// Choose between two full buckets for the key of one lane. All 32 lanes must call this, but only
-// that lane passes its `entry` and uses the result.
+// Choose between two full buckets for the key of one lane. All 32 lanes must call this. The result
+// is meaningful only in the lane of the key, because each lane compares with its own `entry`.
 EMB_DEVICE DeviceChoice full_choice(const Insertion& insertion, const BucketPair& buckets,
                                     const NewEntry& entry) {
   Candidate lowest = min_over_warp(insertion.order, buckets.in_first);
@@ -183,14 +185,15 @@ EMB_DEVICE uint32_t empty_slots(const Insertion& insertion, int64_t bucket) {
   return match_tags(insertion.index.tags + bucket * kBucketSlots, kEmptyTag);
 }
 
-// Choose a bucket for this lane's miss of table t if `is_active`. Add the miss to the chain of the
-// bucket and return true, or set its status to kRefused and return false. Return false for a lane
-// that is not active. The table does not change. All 32 lanes must call this.
+// Choose a bucket for this lane's miss of table t if `is_active`. If a bucket is found, add the
+// miss to the chain of the bucket and return true. Otherwise set its status to kRefused and return
+// false. Return false also for a lane that is not active. The table does not change. All 32 lanes
+// must call this.
 EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, bool is_active) {
   NewEntry entry{};
   int32_t first = 0, second = 0;  // the buckets of the key
   DeviceChoice choice{-1, {}};
-  bool searches = false;  // whether both buckets are full, so that the warp must compare entries
+  bool needs_search = false;  // both buckets are full, so the warp must compare entries
   if (is_active) {
     entry = new_entry(insertion, miss, t);
     const HashTable table = insertion.index.table(t);
@@ -206,22 +209,24 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
       const auto way = static_cast<uint8_t>(__ffs(static_cast<int>(empty)) - 1);
       choice = {takes_second ? second : first, {way, false, false}};
     }
-    searches = empty == 0 && !(is_exhausted(insertion, first) && is_exhausted(insertion, second));
+    needs_search =
+        empty == 0 && !(is_exhausted(insertion, first) && is_exhausted(insertion, second));
   }
-  unsigned lanes_left = __ballot_sync(simt::kFullMask, searches);
+  unsigned lanes_left = __ballot_sync(simt::kFullMask, needs_search);
   const int64_t stamp = *insertion.index.clock;
-  const auto pair_of_lowest = [&](unsigned lanes) {
+  const auto pair_of_lowest_lane = [&](unsigned lanes) {
     const int lane = __ffs(static_cast<int>(lanes)) - 1;
     return load_pair(insertion, __shfl_sync(simt::kFullMask, first, lane),
                      __shfl_sync(simt::kFullMask, second, lane), stamp);
   };
-  BucketPair next{};
-  if (lanes_left != 0) next = pair_of_lowest(lanes_left);
+  BucketPair next_pair{};
+  if (lanes_left != 0) next_pair = pair_of_lowest_lane(lanes_left);
   while (lanes_left != 0) {
-    const BucketPair pair = next;
+    const BucketPair pair = next_pair;
     const int lane = __ffs(static_cast<int>(lanes_left)) - 1;
     lanes_left &= lanes_left - 1;
-    if (lanes_left != 0) next = pair_of_lowest(lanes_left);  // in flight during the search
+    // In flight during the search.
+    if (lanes_left != 0) next_pair = pair_of_lowest_lane(lanes_left);
     const DeviceChoice choice_of_lane = full_choice(insertion, pair, entry);
     if (lane_in_warp() == lane) choice = choice_of_lane;
   }
@@ -238,7 +243,7 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
 }
 
 // Return the 32 lowest misses greater than `last` in the chain of a bucket, one per lane in
-// ascending order; lanes without a miss get INT32_MAX. All 32 lanes must call this.
+// ascending order. If there are fewer, the last lanes get INT32_MAX. All 32 lanes must call this.
 EMB_DEVICE int32_t next_members(const Insertion& insertion, int64_t bucket, int32_t last) {
   int32_t lane_member = INT32_MAX;
   for (int32_t member = insertion.last_in_chain[bucket]; member >= 0;
@@ -273,8 +278,8 @@ EMB_DEVICE void write_entry(const Insertion& insertion, int t, int64_t bucket, i
   insertion.status[entry.miss] = static_cast<uint8_t>(status);
 }
 
-// Assign empty slots of a bucket, the mask `empty`, to the first members of its chain, up to
-// slots_per_round. All 32 lanes must call this.
+// Assign empty slots of a bucket to the first members of its chain, up to slots_per_round. `empty`
+// is the mask of the empty slots. All 32 lanes must call this.
 EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   const int32_t member = next_members(insertion, bucket, -1);
   const int assignable = slots_per_round(__popc(empty));
@@ -286,14 +291,14 @@ EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, u
   }
 }
 
-// Do what fill_bucket does, by one lane, if the chain has at most kLaneMembers members and all get
-// a slot; otherwise do nothing and return false.
+// Do what fill_bucket does, with this lane alone, if the chain has at most kLaneMembers members and
+// all get a slot. Otherwise do nothing and return false.
 EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   constexpr int kLaneMembers = 4;  // members that are kept in registers, sorted
   int32_t members[kLaneMembers] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};
-  for (int32_t next = insertion.last_in_chain[bucket]; next >= 0;
-       next = insertion.previous_in_chain[next]) {
-    int32_t member = next;
+  for (int32_t added = insertion.last_in_chain[bucket]; added >= 0;
+       added = insertion.previous_in_chain[added]) {
+    int32_t member = added;
 #pragma unroll
     for (int k = 0; k < kLaneMembers; ++k) {
       const int32_t greater = member < members[k] ? members[k] : member;
@@ -317,13 +322,14 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
   return true;
 }
 
-// Replace entries of a full bucket by the members of its chain in order, up to slots_per_round, the
-// entry of the lowest rank first. `self` is the entry in this lane's slot. Return whether the
-// bucket has no entry left that this batch may evict. All 32 lanes must call this.
+// Replace entries of a full bucket by the members of its chain in order, up to slots_per_round. The
+// entry of the lowest rank is replaced first. `lane_candidate` is the entry in this lane's slot.
+// Return whether the bucket has no entry left that this batch may evict. All 32 lanes must call
+// this.
 EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t bucket,
-                                  Candidate self) {
-  Candidate candidate = min_over_warp(insertion.order, self);
-  int assignable = slots_per_round(__popc(__ballot_sync(simt::kFullMask, self.way >= 0)));
+                                  Candidate lane_candidate) {
+  Candidate candidate = min_over_warp(insertion.order, lane_candidate);
+  int assignable = slots_per_round(__popc(__ballot_sync(simt::kFullMask, lane_candidate.way >= 0)));
   for (int32_t last = -1; assignable > 0;) {
     const int32_t member = next_members(insertion, bucket, last);
     const int num_members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
@@ -332,10 +338,10 @@ EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t buc
       if (!can_evict(insertion, candidate, entry)) continue;
       if (lane_in_warp() == candidate.way) {
         write_entry(insertion, t, bucket, candidate.way, entry, InsertStatus::kEvicting);
-        self.way = -1;  // the slot belongs to this batch now
+        lane_candidate.way = -1;  // the slot belongs to this batch now
       }
       --assignable;
-      candidate = min_over_warp(insertion.order, self);
+      candidate = min_over_warp(insertion.order, lane_candidate);
     }
     if (num_members < kWarpLanes) break;
     last = __shfl_sync(simt::kFullMask, member, kWarpLanes - 1);
@@ -344,8 +350,8 @@ EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t buc
 }
 
 // Give the only member of the chain of a bucket the slot that it chose.
-EMB_DEVICE void serve_single(const Insertion& insertion, int64_t miss, int t, int64_t bucket,
-                             ChosenSlot slot) {
+EMB_DEVICE void serve_single_member(const Insertion& insertion, int64_t miss, int t, int64_t bucket,
+                                    ChosenSlot slot) {
   write_entry(insertion, t, bucket, slot.way, new_entry(insertion, miss, t),
               slot.evicts ? InsertStatus::kEvicting : InsertStatus::kNew);
   insertion.last_in_chain[bucket] = slot.exhausts ? kExhaustedBucket : kEmptyChain;
@@ -357,23 +363,23 @@ EMB_DEVICE void serve_single(const Insertion& insertion, int64_t miss, int t, in
 EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool is_active) {
   const bool is_founder =
       is_active && insertion.is_pending(miss) && insertion.previous_in_chain[miss] < 0;
-  const int32_t chosen = is_founder ? insertion.chosen_bucket[miss] : 0;
+  const int32_t chosen_bucket = is_founder ? insertion.chosen_bucket[miss] : 0;
   bool fills = false, replaces = false;
   if (is_founder) {
     const ChosenSlot slot = insertion.chosen_slot[miss];
-    if (insertion.last_in_chain[chosen] == miss) {
-      serve_single(insertion, miss, t, chosen, slot);
+    if (insertion.last_in_chain[chosen_bucket] == miss) {
+      serve_single_member(insertion, miss, t, chosen_bucket, slot);
     } else if (slot.evicts) {
       replaces = true;
     } else {
-      fills = !fill_by_lane(insertion, t, chosen, empty_slots(insertion, chosen));
-      if (!fills) insertion.last_in_chain[chosen] = kEmptyChain;
+      fills = !fill_by_lane(insertion, t, chosen_bucket, empty_slots(insertion, chosen_bucket));
+      if (!fills) insertion.last_in_chain[chosen_bucket] = kEmptyChain;
     }
   }
-  unsigned filling = __ballot_sync(simt::kFullMask, fills);
-  for (; filling != 0; filling &= filling - 1) {
-    const int lane = __ffs(static_cast<int>(filling)) - 1;
-    const int32_t bucket = __shfl_sync(simt::kFullMask, chosen, lane);
+  unsigned filling_lanes = __ballot_sync(simt::kFullMask, fills);
+  for (; filling_lanes != 0; filling_lanes &= filling_lanes - 1) {
+    const int lane = __ffs(static_cast<int>(filling_lanes)) - 1;
+    const int32_t bucket = __shfl_sync(simt::kFullMask, chosen_bucket, lane);
     const int table = __shfl_sync(simt::kFullMask, t, lane);
     const uint32_t empty = empty_slots(insertion, bucket);
     __syncwarp();  // all lanes have read the tags before any lane writes one
@@ -381,23 +387,23 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
     __syncwarp();
     if (lane_in_warp() == 0) insertion.last_in_chain[bucket] = kEmptyChain;
   }
-  unsigned replacing = __ballot_sync(simt::kFullMask, replaces);
+  unsigned replacing_lanes = __ballot_sync(simt::kFullMask, replaces);
   const int64_t stamp = *insertion.index.clock;
-  const auto entry_of_lowest = [&](unsigned lanes) {
+  const auto entry_of_lowest_lane = [&](unsigned lanes) {
     const int lane = __ffs(static_cast<int>(lanes)) - 1;
-    return lane_entry(insertion, __shfl_sync(simt::kFullMask, chosen, lane), stamp);
+    return lane_entry(insertion, __shfl_sync(simt::kFullMask, chosen_bucket, lane), stamp);
   };
-  Candidate next{};
-  if (replacing != 0) next = entry_of_lowest(replacing);
-  while (replacing != 0) {
-    const Candidate self = next;
-    const int lane = __ffs(static_cast<int>(replacing)) - 1;
-    const int32_t bucket = __shfl_sync(simt::kFullMask, chosen, lane);
+  Candidate next_candidate{};
+  if (replacing_lanes != 0) next_candidate = entry_of_lowest_lane(replacing_lanes);
+  while (replacing_lanes != 0) {
+    const Candidate lane_candidate = next_candidate;
+    const int lane = __ffs(static_cast<int>(replacing_lanes)) - 1;
+    const int32_t bucket = __shfl_sync(simt::kFullMask, chosen_bucket, lane);
     const int table = __shfl_sync(simt::kFullMask, t, lane);
-    replacing &= replacing - 1;
+    replacing_lanes &= replacing_lanes - 1;
     // In flight during the work on this bucket. No other warp changes the next bucket.
-    if (replacing != 0) next = entry_of_lowest(replacing);
-    const bool exhausts = replace_in_bucket(insertion, table, bucket, self);
+    if (replacing_lanes != 0) next_candidate = entry_of_lowest_lane(replacing_lanes);
+    const bool exhausts = replace_in_bucket(insertion, table, bucket, lane_candidate);
     __syncwarp();
     if (lane_in_warp() == 0) {
       insertion.last_in_chain[bucket] = exhausts ? kExhaustedBucket : kEmptyChain;
@@ -406,9 +412,9 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
 }
 
 inline constexpr int kMaxWideRounds = 5;  // rounds on all multiprocessors
-// If there are more buckets per position of the batch than this, only the chains of buckets that a
-// miss may choose are cleared: two sectors of 32 bytes per miss instead of 4 bytes per bucket. The
-// two costs are equal for 16 buckets per miss.
+// If the index has more buckets per position of the batch than this, only the chains of buckets
+// that a miss may choose are cleared. This writes two sectors of 32 bytes per miss instead of 4
+// bytes per bucket. The two costs are equal for 16 buckets per miss.
 inline constexpr int64_t kSparseBucketsPerKey = 16;
 
 // Clear the chains of all `buckets` buckets if `clears_all`, otherwise of the buckets that misses
@@ -464,17 +470,18 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
   const int num_tables = insertion.index.num_tables;
   const int64_t* offsets = insertion.misses.offsets;
   const auto start = [&](int t) { return offsets[t]; };
-  const int64_t num_misses = offsets[num_tables], warps = simt::warps_in_grid();
-  const int64_t misses_of_warp = (num_misses + warps - 1) / warps;
+  const int64_t num_misses = offsets[num_tables], num_warps = simt::warps_in_grid();
+  const int64_t misses_per_warp = (num_misses + num_warps - 1) / num_warps;
   // Lanes of a warp that have a miss.
-  const int lanes = misses_of_warp < kWarpLanes ? static_cast<int>(misses_of_warp) : kWarpLanes;
-  const int64_t tile_size = int64_t{lanes} * kBlockWarps;
-  const int64_t self = threadIdx.x / simt::kWarpLanes * lanes + lane_in_warp();
+  const int num_lanes =
+      misses_per_warp < kWarpLanes ? static_cast<int>(misses_per_warp) : kWarpLanes;
+  const int64_t tile_size = int64_t{num_lanes} * kBlockWarps;
+  const int64_t index_in_tile = threadIdx.x / simt::kWarpLanes * num_lanes + lane_in_warp();
   for (int64_t tile = blockIdx.x * tile_size; tile < num_misses; tile += gridDim.x * tile_size) {
     const int64_t end = tile + tile_size < num_misses ? tile + tile_size : num_misses;
-    const int64_t miss = tile + self;
+    const int64_t miss = tile + index_in_tile;
     const TileSearch search(start, num_tables, tile, end, shared);
-    const int t = lane_in_warp() < lanes && miss < end ? search.find(start, miss) : -1;
+    const int t = lane_in_warp() < num_lanes && miss < end ? search.find(start, miss) : -1;
     body(miss, t,
          t >= 0 && miss - offsets[t] <
                        max_choosers(insertion.index.field(t, HashTableColumn::kBuckets), round));
@@ -489,18 +496,19 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
     const int leader = __ffs(static_cast<int>(lanes_left)) - 1;
     const int table = __shfl_sync(simt::kFullMask, t, leader);
     const bool is_of_table = is_listed && t == table;
-    const unsigned same = __ballot_sync(simt::kFullMask, is_of_table);
-    int32_t before = 0;
+    const unsigned lanes_of_table = __ballot_sync(simt::kFullMask, is_of_table);
+    int32_t first = 0;  // index on the list of the first miss that is added
     if (lane_in_warp() == leader) {
-      before = atomicAdd(insertion.num_pending + table, static_cast<int32_t>(__popc(same)));
+      first =
+          atomicAdd(insertion.num_pending + table, static_cast<int32_t>(__popc(lanes_of_table)));
     }
-    before = __shfl_sync(simt::kFullMask, before, leader);
+    first = __shfl_sync(simt::kFullMask, first, leader);
     if (is_of_table) {
-      const int lower = __popc(same & ((1u << lane_in_warp()) - 1));
-      insertion.pending[insertion.misses.offsets[table] + before + lower] =
+      const int num_lower = __popc(lanes_of_table & ((1u << lane_in_warp()) - 1));
+      insertion.pending[insertion.misses.offsets[table] + first + num_lower] =
           static_cast<int32_t>(miss);
     }
-    lanes_left &= ~same;
+    lanes_left &= ~lanes_of_table;
   }
 }
 
@@ -555,22 +563,23 @@ struct PendingList {
   }
 };
 
-// Run the remaining rounds, from `first_round` on, for the tables block, block + blocks, and so on,
-// until none of their misses is pending, including misses that may choose in later rounds only.
-// Neighbours on a list go to different warps. All threads of the block must call this; it contains
-// barriers. `list_size` is shared memory for one int.
-EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int block, int blocks,
-                              int* list_size) {
-  const auto self = static_cast<int>(threadIdx.x / simt::kWarpLanes) + lane_in_warp() * kBlockWarps;
+// Run the remaining rounds, from `first_round` on, for the tables block, block + num_blocks, and so
+// on. The rounds of a table end when none of its misses is pending, including the misses that may
+// choose in later rounds only. Neighbours on a list are assigned to different warps. All threads of
+// the block must call this; it contains barriers. `list_size` is shared memory for one int.
+EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int block,
+                              int num_blocks, int* list_size) {
+  const auto index_in_tile =
+      static_cast<int>(threadIdx.x / simt::kWarpLanes) + lane_in_warp() * kBlockWarps;
   const int64_t* offsets = insertion.misses.offsets;
-  for (int t = block; t < insertion.index.num_tables; t += blocks) {
+  for (int t = block; t < insertion.index.num_tables; t += num_blocks) {
     const auto first = static_cast<int>(offsets[t]);
     const int num_misses = static_cast<int>(offsets[t + 1]) - first;
     const int64_t buckets = insertion.index.field(t, HashTableColumn::kBuckets);
     PendingList list{insertion.pending + first, insertion.num_pending[t]};
     const auto choosers_in_round = [&](int round) {
-      const int64_t limit = max_choosers(buckets, round);
-      return limit < num_misses ? static_cast<int>(limit) : num_misses;
+      const int64_t max_misses = max_choosers(buckets, round);
+      return max_misses < num_misses ? static_cast<int>(max_misses) : num_misses;
     };
     int num_choosers = choosers_in_round(first_round - 1);  // misses that may have chosen so far
     list.compact(insertion, list_size);
@@ -583,13 +592,13 @@ EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int b
       num_choosers = end;
       __syncthreads();
       for (int tile = 0; tile < list.size; tile += kTileThreads) {
-        const int64_t miss = list.at(tile + self);
+        const int64_t miss = list.at(tile + index_in_tile);
         const bool is_active = miss >= 0 && insertion.is_pending(miss);
         if (__any_sync(simt::kFullMask, is_active)) choose_bucket(insertion, miss, t, is_active);
       }
       __syncthreads();
       for (int tile = 0; tile < list.size; tile += kTileThreads) {
-        const int64_t miss = list.at(tile + self);
+        const int64_t miss = list.at(tile + index_in_tile);
         serve_buckets(insertion, miss, t, miss >= 0);
       }
       __syncthreads();
@@ -608,13 +617,13 @@ struct BatchSlots {
   uint8_t* status;        // [n] output: InsertStatus
 };
 
-// Write the slot and the status of each position in this block's slice: those of its miss if its
-// key was missing, otherwise its slot before the insertion and kHit. The loads of kLoads positions
-// are in flight at once.
+// Write the slot and the status of each position in this block's slice. A position whose key was
+// missing gets the slot and status of its miss. Any other position keeps its slot from before the
+// insertion and gets the status kHit. The loads of kLoads positions are in flight at once.
 EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& batch,
                                const GridSlice& slice) {
   constexpr int kLoads = 4;
-  const int64_t step = slice.blocks * kTileThreads;
+  const int64_t step = slice.num_blocks * kTileThreads;
   for (int64_t i = slice.block * kTileThreads + threadIdx.x; i < batch.n; i += kLoads * step) {
     int32_t group[kLoads];
     int64_t slot[kLoads];
@@ -642,7 +651,7 @@ EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& bat
 
 // Add the results of this block's slice of the misses to the counters and the sizes of the tables.
 // `shared` is shared memory for two ints.
-EMB_DEVICE void count_outcome(const Insertion& insertion, const GridSlice& slice, int* shared) {
+EMB_DEVICE void count_statuses(const Insertion& insertion, const GridSlice& slice, int* shared) {
   const DeviceIndex& index = insertion.index;
   TableTally inserted = counter_tally(index, HashCounter::kInserted),
              evicted = counter_tally(index, HashCounter::kEvicted);
@@ -664,20 +673,20 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridSlice& slice
   for (TableTally* tally : {&inserted, &evicted, &refused, &not_admitted, &sizes}) tally->flush();
 }
 
-// The last kernel, after `rounds` rounds. The first `num_finishers` blocks to begin finish the
+// The last kernel, after `num_rounds` rounds. The first `num_finishers` blocks to begin finish the
 // tables. The other blocks, of which there must be at least one, wait for the num_finishers, count
 // the results of the misses in the index, and write the results of all positions. A block waits
 // only for blocks that began before it.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kOutcomeBlocksPerSm)
-    hash_outcome_kernel(Insertion insertion, BatchSlots batch, int rounds, int num_finishers) {
+    hash_outcome_kernel(Insertion insertion, BatchSlots batch, int num_rounds, int num_finishers) {
   __shared__ int range[2];
-  __shared__ int shared;
-  if (threadIdx.x == 0) shared = atomicAdd(insertion.num_begun_blocks, 1);
+  __shared__ int shared_number;
+  if (threadIdx.x == 0) shared_number = atomicAdd(insertion.num_begun_blocks, 1);
   __syncthreads();
-  const int block = shared;
+  const int block = shared_number;
   __syncthreads();
   if (block < num_finishers) {
-    finish_tables(insertion, rounds, block, num_finishers, &shared);
+    finish_tables(insertion, num_rounds, block, num_finishers, &shared_number);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) atomicAdd(insertion.num_finished_blocks, 1);
@@ -692,17 +701,17 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridSlice& slice
   }
   __syncthreads();
   const GridSlice slice{block - num_finishers, static_cast<int>(gridDim.x) - num_finishers};
-  count_outcome(insertion, slice, range);
+  count_statuses(insertion, slice, range);
   fill_positions(insertion, batch, slice);
 }
 
-// Return the number of rounds on all multiprocessors for a batch of n positions. `buckets` is the
-// number of buckets in the memory of all tables. These are the rounds until all misses may choose,
-// supposed that all tables use all their buckets and that misses are distributed evenly, and one
-// more round for misses whose bucket had no slot left; at most kMaxWideRounds.
-inline int num_wide_rounds(int64_t n, int64_t buckets) {
+// Return the number of rounds on all multiprocessors for a batch of n positions, at most
+// kMaxWideRounds. `num_buckets` is the number of buckets in the memory of all tables. The result
+// counts the rounds until all misses may choose, if all tables use all their buckets and misses are
+// distributed evenly. It includes one more round for misses whose bucket had no slot left.
+inline int num_wide_rounds(int64_t n, int64_t num_buckets) {
   int rounds = 1;
-  while (rounds < kMaxWideRounds - 1 && max_choosers(buckets, rounds - 1) < n) ++rounds;
+  while (rounds < kMaxWideRounds - 1 && max_choosers(num_buckets, rounds - 1) < n) ++rounds;
   return rounds + 1;
 }
 

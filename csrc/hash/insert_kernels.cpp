@@ -4,11 +4,11 @@
 // misses. A bucket assigns at most slots_per_round slots; the later misses that chose it stay
 // pending. HashInsertKernels in args.h describes the functions and their arguments.
 //
-// The eviction queue of a full bucket (args.h) tells which entry the bucket evicts first, usually
-// the entry of the first element. If that entry was used since it became an element, the element
-// moves to where its present rank belongs. If the queue is empty or its elements do not decide, all
-// entries of the bucket are sorted again. With any valid queue the result is the entry of the
-// lowest rank that the batch does not use.
+// The eviction queue of a full bucket (args.h) shows which entry the bucket evicts first: usually
+// the entry of the first element. If that entry was used after its element was added, the element
+// moves to the index that its present rank requires. If the queue is empty or its elements do not
+// decide, all entries of the bucket are sorted again. With any valid queue the result is the same:
+// the entry of the lowest rank that the batch does not use.
 
 #include <cstring>
 
@@ -17,16 +17,16 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Numbers of keys between the hash of a key and the later steps of its choice (ChoosingBucket),
-// which hide the latency of memory. No measurement of other numbers is recorded.
+// Numbers of other keys that are hashed between the hash of a key and the later steps of its choice
+// (ChoosingBucket). They hide the latency of memory. No measurement of other numbers is recorded.
 constexpr int kKeysToPeek = 10, kKeysToSettle = kKeysToPeek + 10;
 constexpr int kKeysToFinish = kKeysToSettle + 8;
 constexpr int kRingKeys = 32;  // keys whose buckets are kept, more than kKeysToFinish
 // Numbers of choices between a prefetch for a choice and its execution: kChoicesAhead for the
 // chosen entry, kChoicesToNeighbours for the entries that `add_element` compares.
 constexpr int kChoicesAhead = 12, kChoicesToNeighbours = 6;
-constexpr int kMaxSteps = 8;  // elements that a new element is compared with
-constexpr int kWayBits = 5;   // bits of `way`, the number of a slot in its bucket
+constexpr int kMaxComparisons = 8;  // most elements at the front to compare a new element with
+constexpr int kWayBits = 5;         // bits of `way`, the number of a slot in its bucket
 constexpr int kWayMask = kBucketSlots - 1;
 
 // Return the rank of the entry with the words `entry`.
@@ -35,8 +35,8 @@ EMB_HD EntryRank rank_of(HashOrder order, const int64_t* entry) {
                     has_scores(order) ? entry[HashEntry::kScore] : 0);
 }
 
-// A bucket with an eviction queue for it, which this thread may use (see EvictionQueue). Most
-// functions on queues in this file take it.
+// A bucket and an eviction queue for it, which this thread may use (see EvictionQueue). It is the
+// argument of most functions on queues in this file.
 struct QueuedBucket {
   const HashInsertion& insertion;
   EvictionQueue* queue;
@@ -61,11 +61,11 @@ struct QueuedBucket {
   }
 };
 
-// Sort all entries of a bucket into its queue; for LRU the queue keeps only the entries that the
-// batch does not use. The sort key of an entry is the first word that the order compares, as the
-// distance from the minimum, clipped to 26 bits, and then the number of the slot. The index of an
-// entry in the queue is the number of entries with lesser sort keys. Then entries with equal
-// distances are sorted by their ranks.
+// Sort all entries of a bucket into its queue. For LRU the queue keeps only the entries that the
+// batch does not use. The *distance* of an entry is the first word that the order compares minus
+// the minimum of these words, clipped to 26 bits. The sort key of an entry is its distance, then
+// its `way`. The index of an entry in the queue is the number of entries with lesser sort keys.
+// Then entries with equal distances are sorted by their ranks.
 EMB_HD void sort_queue(const QueuedBucket& bucket) {
   const HashInsertion& insertion = bucket.insertion;
   EvictionQueue& queue = *bucket.queue;
@@ -119,7 +119,7 @@ EMB_HD void remove_element(EvictionQueue* queue, int i) {
 }
 
 // Return an element for the entry in slot `way` of the bucket, which has the stamp `stamp`. This
-// may take a free age code of the queue. Return -1 if no code can stand for the stamp.
+// may assign a free age code of the queue. Return -1 if no code can represent the stamp.
 EMB_HD int make_element(EvictionQueue* queue, int way, int64_t stamp) {
   const int64_t age = stamp - queue->sorted_at;
   if (age <= 0) return way;
@@ -141,14 +141,16 @@ EMB_HD int make_element(EvictionQueue* queue, int way, int64_t stamp) {
   return -1;
 }
 
-// Return true only if the entry of an element has its known rank, and that is lower than `rank`.
+// Return whether the entry of an element surely ranks below `rank`: it has its known rank, and this
+// is lower.
 EMB_HD bool is_below(const QueuedBucket& bucket, uint8_t element, const EntryRank& rank) {
   return bucket.is_current(element) && ranks_below(bucket.rank(element), rank);
 }
 
-// Add the entry in slot `way`, which is no element because it is new or its rank rose. If its index
-// is not found within kMaxSteps, drop the elements from there on, because entries that are no
-// elements must rank above the last known rank. An empty queue and the queue of LRU do not change.
+// Add an element for the entry in slot `way`, which has no element because it is new or its rank
+// rose. If kMaxComparisons do not find the index of the element, drop the elements that were not
+// compared, because entries without an element must rank above the last known rank. An empty queue
+// and the queue of LRU do not change.
 EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   EvictionQueue& queue = *bucket.queue;
   const HashOrder order = bucket.insertion.order;
@@ -159,7 +161,8 @@ EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   // A new key mostly ranks above entries that are used as often, unless times are not compared.
   if (order != HashOrder::kLfu && is_below(bucket, queue.elements[queue.size - 1], rank)) return;
   int index = 0;
-  while (index < queue.size && index < kMaxSteps && is_below(bucket, queue.elements[index], rank)) {
+  while (index < queue.size && index < kMaxComparisons &&
+         is_below(bucket, queue.elements[index], rank)) {
     ++index;
   }
   int element = -1;
@@ -198,9 +201,10 @@ EMB_HD bool scan_queue(const QueuedBucket& bucket, EvictionCandidate* candidate)
   return queue.size == kBucketSlots;
 }
 
-// Empty the queue if it is of another order. If the entry of the first element may not have its
-// known rank, move the element to where the present rank belongs, or drop it, and return true.
-EMB_HD bool settle_first(const QueuedBucket& bucket) {
+// Empty the queue if its order is not that of the insertion. If the entry of the first element may
+// have changed its rank, move the element to the index that the present rank requires, or drop it,
+// and return true. Otherwise return false.
+EMB_HD bool update_first(const QueuedBucket& bucket) {
   EvictionQueue& queue = *bucket.queue;
   if (queue.order != static_cast<uint8_t>(bucket.insertion.order) || queue.size > kBucketSlots) {
     queue.size = 0;
@@ -212,8 +216,8 @@ EMB_HD bool settle_first(const QueuedBucket& bucket) {
   return true;
 }
 
-// Return whether the queue of a full bucket knows that no entry may be evicted. Within a batch no
-// entry becomes older, so this stays true until the next batch.
+// Return whether the queue of a full bucket has recorded that no entry may be evicted. Within a
+// batch no entry becomes older, so this stays true until the next batch.
 EMB_HD bool is_exhausted(const HashInsertion& insertion, const EvictionQueue& queue) {
   return queue.exhausted_at == insertion.stamp;
 }
@@ -224,7 +228,7 @@ EMB_HD EvictionCandidate candidate_of(const QueuedBucket& bucket) {
   EvictionQueue& queue = *bucket.queue;
   if (bucket.insertion.order == HashOrder::kNone || is_exhausted(bucket.insertion, queue))
     return {};
-  while (settle_first(bucket)) {
+  while (update_first(bucket)) {
   }
   EvictionCandidate candidate;
   if (queue.size == 0 || !scan_queue(bucket, &candidate)) {
@@ -269,17 +273,17 @@ EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
       candidate.rank);
 }
 
-// One of the two buckets of a key, while the key passes through these steps. Other keys are
-// processed between two steps of a key.
-//   begin   prefetches the queue,
-//   peek    prefetches the entry of the first element or, if there is none, the tags,
+// One of the two buckets of a key, and what the following steps have found out about it. Other keys
+// are processed between two steps of a key.
+//   begin   prefetches the queue.
+//   peek    prefetches the entry of the first element or, if the queue is empty, the tags.
 //   settle  reads that entry, which is usually the candidate. Otherwise it prefetches the entry of
-//           the next element, or all entries of a full bucket,
+//           the next element, or all entries of a full bucket.
 //   finish  determines the candidate of a full bucket, or the number of empty slots.
 // A bucket whose queue is not empty is full, so its tags are not read.
 struct ChoosingBucket {
-  int64_t bucket;               // its number
-  EvictionCandidate candidate;  // of a full bucket
+  int64_t bucket;               // number of the bucket
+  EvictionCandidate candidate;  // the entry that a full bucket evicts first
   int num_empty;                // empty slots, known after `finish`
   bool is_decided;              // whether `candidate` is known
 
@@ -315,11 +319,11 @@ struct ChoosingBucket {
     EvictionQueue* queue = insertion.queues + bucket;
     const QueuedBucket queued(insertion, bucket, queue);
     int way = -1;
-    bool exhausted = false;
+    bool has_no_candidate = false;
     with_queue(queue, is_shared, [&] {
-      exhausted = is_exhausted(insertion, *queue);
-      if (exhausted) return;
-      const bool has_moved = settle_first(queued);
+      has_no_candidate = is_exhausted(insertion, *queue);
+      if (has_no_candidate) return;
+      const bool has_moved = update_first(queued);
       if (queue->size == 0) return;
       const uint8_t first = queue->elements[0];
       way = first & kWayMask;
@@ -329,15 +333,16 @@ struct ChoosingBucket {
     });
     if (is_decided) return;
     if (way >= 0) return __builtin_prefetch(queued.entries + way * insertion.table.entry_words);
-    if (exhausted || insertion.order == HashOrder::kNone || count_empty(insertion) > 0) return;
-    constexpr int64_t kLine = 64 / sizeof(int64_t);
-    for (int64_t w = 0; w < kBucketSlots * insertion.table.entry_words; w += kLine) {
+    if (has_no_candidate || insertion.order == HashOrder::kNone || count_empty(insertion) > 0)
+      return;
+    constexpr int64_t kLineWords = 64 / sizeof(int64_t);
+    for (int64_t w = 0; w < kBucketSlots * insertion.table.entry_words; w += kLineWords) {
       __builtin_prefetch(queued.entries + w);
     }
   }
 
   // If another thread uses the queue of the bucket, this thread works with an empty queue on its
-  // stack, which gives the same result.
+  // stack. The result is the same.
   EMB_HD void finish(const HashInsertion& insertion, bool is_shared) {
     if (is_decided) return;
     num_empty = count_empty(insertion);
@@ -358,9 +363,9 @@ EMB_HD Choice free_choice(const ChoosingBucket& bucket) {
           bucket.num_empty - slots_per_round(bucket.num_empty)};
 }
 
-// Return the choice of a miss: the bucket with more empty slots, or the first bucket if it has as
-// many as the second or more than kPreferredFreeSlots. If both are full, the choice is the entry of
-// the lowest rank in them, or kRefused if the miss may not evict that entry.
+// Return the choice of a miss: the bucket with more empty slots. It is the first bucket if both
+// have as many, or if the first has more than kPreferredFreeSlots. If both buckets are full, the
+// choice is the entry of the lowest rank in them, or kRefused if the miss may not evict that entry.
 EMB_HD Choice choose_one(const HashInsertion& insertion, bool is_shared, int64_t miss,
                          ChoosingBucket* first, ChoosingBucket* second) {
   first->finish(insertion, is_shared);
@@ -403,7 +408,8 @@ void choose(const HashInsertion& insertion, bool is_shared, const int64_t* pendi
 
 // Write the entry of a miss into a slot, and the results of the miss. For the status kEvicting,
 // first copy the entry that is in the slot to `insertion.evicted` unless that is null.
-EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, InsertStatus status) {
+EMB_HD void write_entry(const HashInsertion& insertion, int64_t miss, int64_t slot,
+                        InsertStatus status) {
   const HashTable& table = insertion.table;
   int64_t* entry = table.entry(slot);
   if (status == InsertStatus::kEvicting && insertion.evicted != nullptr) {
@@ -421,8 +427,8 @@ EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, Ins
 }
 
 // Replace an entry of a full bucket by a miss, and update the queue of the bucket.
-EMB_HD void replace(const QueuedBucket& bucket, int64_t miss, int64_t slot) {
-  fill(bucket.insertion, miss, slot, InsertStatus::kEvicting);
+EMB_HD void replace_entry(const QueuedBucket& bucket, int64_t miss, int64_t slot) {
+  write_entry(bucket.insertion, miss, slot, InsertStatus::kEvicting);
   const int way = static_cast<int>(slot & kWayMask);
   EvictionQueue& queue = *bucket.queue;
   int i = 0;
@@ -439,17 +445,17 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
   if (choice.mode == Choice::kFree) {
     const uint32_t empty = match_tags(table.tags + bucket * kBucketSlots, kEmptyTag);
     if (__builtin_popcount(empty) > choice.min_empty) {
-      fill(insertion, miss, bucket * kBucketSlots + lowest_bit(empty), InsertStatus::kNew);
+      write_entry(insertion, miss, bucket * kBucketSlots + lowest_bit(empty), InsertStatus::kNew);
     }
     return;
   }
   const QueuedBucket queued(insertion, bucket, insertion.queues + bucket);
   EvictionQueue& queue = *queued.queue;
   // If the chosen entry has not been replaced in this round, it still has the lowest rank, and this
-  // is the first miss that the bucket serves.
+  // is the first choice of this bucket that is executed.
   if (table.entry(choice.slot)[HashEntry::kStamp] < insertion.stamp) {
     queue.assignable_slots = kUnknownAssignable;
-    return replace(queued, miss, choice.slot);
+    return replace_entry(queued, miss, choice.slot);
   }
   if (queue.assignable_slots == kUnknownAssignable) {
     queue.assignable_slots =
@@ -459,7 +465,7 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
   const EvictionCandidate candidate = candidate_of(queued);
   if (!can_evict(insertion, miss, candidate)) return;
   --queue.assignable_slots;
-  replace(queued, miss, candidate.slot);
+  replace_entry(queued, miss, candidate.slot);
 }
 
 // Prefetch the entries that `add_element` compares first after element 0 has been replaced.
@@ -494,10 +500,10 @@ void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
 }
 
 // Return whether bucket `child` is the first one that is split off bucket `parent` when a table of
-// `old` buckets grows; `old_mask` is address_mask(old).
-EMB_HD bool is_first_child(int64_t child, int64_t parent, int64_t old, uint64_t old_mask) {
+// `old_buckets` buckets grows; `old_mask` is address_mask(old_buckets).
+EMB_HD bool is_first_child(int64_t child, int64_t parent, int64_t old_buckets, uint64_t old_mask) {
   const int64_t half = static_cast<int64_t>(old_mask >> 1) + 1;
-  const bool is_undivided = parent < half && parent + half >= old && old > 1;
+  const bool is_undivided = parent < half && parent + half >= old_buckets && old_buckets > 1;
   return child == parent + (is_undivided ? half : static_cast<int64_t>(old_mask) + 1);
 }
 
@@ -513,15 +519,15 @@ EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const R
   }
 }
 
-// Move the entries that no longer belong in a bucket, with their rows, after the table `before` has
-// grown to `table`.
-EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_t bucket,
+// Move the entries of a bucket that have a new bucket, with their rows, after the table has grown
+// from `old_table` to `table`.
+EMB_HD void split_bucket(const HashTable& table, const HashTable& old_table, int64_t bucket,
                          const RowBuffer* buffers, int num_buffers) {
-  uint32_t used = ~match_tags(table.tags + bucket * kBucketSlots, kEmptyTag);
-  for (; used != 0; used &= used - 1) {
-    const int64_t slot = bucket * kBucketSlots + lowest_bit(used);
+  uint32_t occupied = ~match_tags(table.tags + bucket * kBucketSlots, kEmptyTag);
+  for (; occupied != 0; occupied &= occupied - 1) {
+    const int64_t slot = bucket * kBucketSlots + lowest_bit(occupied);
     const uint64_t mixed = table.hash(table.entry(slot)[HashEntry::kKey]);
-    const bool is_first = before.first_bucket(mixed) == bucket;
+    const bool is_first = old_table.first_bucket(mixed) == bucket;
     const int64_t target = is_first ? table.first_bucket(mixed) : table.second_bucket(mixed);
     if (target == bucket) continue;
     const uint32_t empty = match_tags(table.tags + target * kBucketSlots, kEmptyTag);
@@ -531,17 +537,19 @@ EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_
   }
 }
 
-// A parent may have several children, also in the ranges of other calls. The call with the first
-// child moves all entries of the parent, so that no two threads work on one parent.
-void split(const HashTable& table, int64_t old, const RowBuffer* buffers, int num_buffers,
+// Buckets that are split off a bucket are its children. They may be in the ranges of several calls.
+// The call with the first child moves all entries of the parent, so that no two threads work on one
+// parent.
+void split(const HashTable& table, int64_t old_buckets, const RowBuffer* buffers, int num_buffers,
            int64_t begin, int64_t end) {
-  HashTable before = table;
-  before.num_buckets = old;
-  before.mask = address_mask(old);
+  HashTable old_table = table;
+  old_table.num_buckets = old_buckets;
+  old_table.mask = address_mask(old_buckets);
   for (int64_t child = begin; child < end; ++child) {
-    const int64_t parent = bucket_address(static_cast<uint64_t>(child), old, before.mask);
-    if (is_first_child(child, parent, old, before.mask)) {
-      split_bucket(table, before, parent, buffers, num_buffers);
+    const int64_t parent =
+        bucket_address(static_cast<uint64_t>(child), old_buckets, old_table.mask);
+    if (is_first_child(child, parent, old_buckets, old_table.mask)) {
+      split_bucket(table, old_table, parent, buffers, num_buffers);
     }
   }
 }

@@ -1,15 +1,15 @@
-// Finds and numbers the misses of a batch on the GPU, its distinct missing keys, for `hash_touch_`.
+// Finds and numbers the misses of a batch, its distinct missing keys, on the GPU for `hash_touch_`.
 //
-// A scratch table with open addressing has a cell for every distinct missing key. The cell ends
-// with the first position of the key: whichever thread claims it, the lowest position remains, so
-// the result does not depend on the order of threads.
+// A scratch table with open addressing has a cell for every distinct missing key. In the end the
+// cell has the first position of the key: whichever thread claims it, the lowest position remains,
+// so the result does not depend on the order of threads.
 //
 // Misses are numbered by table and first position, without a sort. A plan of the batch lists its
-// segments in the order of their tables, which gives the positions an order. In this order, the
-// number of a miss is the number of first positions before its own. One kernel (hash_number_kernel)
-// counts them: the batch is divided into parts in the order of the plan, and blocks take parts in
-// order. A block publishes how many first positions its part has, waits for the counts of the
-// earlier parts, and writes the number of each of its misses into the cell, where later positions
+// segments, and thereby the positions, in the order of their tables. The number of a miss is the
+// number of first positions before its own in this order. One kernel (hash_number_kernel) counts
+// them. The batch is divided into parts in the order of the plan, and blocks take parts in order. A
+// block publishes how many first positions its part has, and waits for the counts of the earlier
+// parts. Then it writes the number of each of its misses into the cell, from which later positions
 // of the key read it. A block waits only for parts that were taken before its own, hence by blocks
 // that run or have finished.
 #pragma once
@@ -29,8 +29,9 @@ struct CellClaim {
   bool is_new;
 };
 
-// A scratch hash table of pairs of a table and a key. A cell is kEmptyCell, or the lowest position
-// so far of its pair; after the pair is numbered, kNumberedCell | number of its miss.
+// A scratch hash table whose keys are pairs of a table and a key. A cell is kEmptyCell or the
+// lowest position so far of its pair. After the pair is numbered, it is kNumberedCell | number of
+// the miss.
 struct KeyCells {
   uint32_t* cells;             // [mask + 1]
   uint32_t mask;               // a mask of ones; there are at least as many cells as positions
@@ -38,8 +39,8 @@ struct KeyCells {
   uint64_t hash_key;           // random number that the hash of keys depends on
 
   // Claim the cell of the key at `position`, which belongs to table t. The value of a claimed cell
-  // only decreases, and all its values are positions of one key, so reading an old value is
-  // harmless.
+  // only decreases, and all its values are positions of one key. So it is harmless if a thread
+  // reads an old value.
   EMB_DEVICE CellClaim claim(const KeyBatch& batch, int64_t position, int t) const {
     const auto self = static_cast<uint32_t>(position);
     const int64_t key = batch.ids[position];
@@ -55,8 +56,8 @@ struct KeyCells {
     }
   }
 
-  // Return whether `position` is the first one of the key in `cell`, which may be kNoCell. False
-  // once the cell is numbered.
+  // Return whether `position` is the first position of the key in `cell`. Return false if `cell` is
+  // kNoCell, or if it has been numbered.
   EMB_DEVICE bool is_first(uint32_t cell, int64_t position) const {
     return cell != kNoCell && cells[cell] == static_cast<uint32_t>(position);
   }
@@ -113,10 +114,10 @@ EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
   clear_cells(cells, mask);
 }
 
-// Write the plan of a batch: order its segments by table, stable (a counting sort). Positions
+// Write the plan of a batch: sort its segments by table with a stable counting sort. Positions
 // before the first segment come after all segments in the order of the plan. If the segments do not
-// cover the rest of the batch in order, the plan is invalid, and the batch has no misses. All
-// threads of one block must call this.
+// cover the rest of the batch in order, the plan is invalid, and hash_number_kernel finds no
+// misses. All threads of one block must call this.
 EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPlan& plan) {
   __shared__ int64_t sums[kBlockWarps];
   __shared__ int tile_tables[kTileThreads];
@@ -171,8 +172,8 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
   *plan.is_valid = is_valid;
 }
 
-// Call `body(i, position)` for the positions of part `part` of the batch, tile by tile: number i in
-// the order of the plan is position `position` of the batch, -1 beyond the end of the batch. If the
+// Call `body(i, position)` for the positions of part `part` of the batch, tile by tile. `position`
+// has the index i in the order of the plan; it is -1 if i is beyond the end of the batch. If the
 // plan is invalid, i is the position. All threads of the block must call this. `shared` is shared
 // memory for two ints.
 template <class Body>
@@ -212,9 +213,9 @@ EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* of
   if (threadIdx.x == 0) offsets[num_tables] = before;
 }
 
-// Publish the number of first positions of a part, the sum of `firsts` over the block. Wait for the
-// earlier parts and return the sum of their numbers. All threads of the block must call this.
-// `sums` is shared memory, [kBlockWarps].
+// Publish the number of first positions of a part, which is the sum of `firsts` over the block.
+// Wait for the earlier parts, and return the number of their first positions. All threads of the
+// block must call this. `sums` is shared memory, [kBlockWarps].
 EMB_DEVICE int64_t publish_and_sum_firsts(const BatchPlan& plan, unsigned part, int64_t firsts,
                                           int64_t* sums) {
   int64_t total;
@@ -234,8 +235,8 @@ EMB_DEVICE int64_t publish_and_sum_firsts(const BatchPlan& plan, unsigned part, 
 
 // Add the uses of positions that are not the first position of their key to `totals`. `group` is
 // the miss of this lane's position, -1 for a lane that adds nothing. `uses` is by position; null
-// for 1 each: then one lane adds for all lanes of the warp with the same miss. All 32 lanes must
-// call this.
+// for 1 each. If it is null, one lane adds for all lanes of the warp with the same miss. All 32
+// lanes must call this.
 EMB_DEVICE void add_repeated_uses(int32_t group, const int64_t* uses, int64_t position,
                                   int64_t* totals) {
   if (!__any_sync(simt::kFullMask, group >= 0)) return;
@@ -244,9 +245,9 @@ EMB_DEVICE void add_repeated_uses(int32_t group, const int64_t* uses, int64_t po
     if (group >= 0) add_uses_to(totals + group, uses[position]);
     return;
   }
-  const unsigned same = __match_any_sync(simt::kFullMask, group);
-  const bool is_leader = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
-  if (group >= 0 && is_leader) add_uses_to(totals + group, __popc(same));
+  const unsigned same_lanes = __match_any_sync(simt::kFullMask, group);
+  const bool is_leader = __ffs(static_cast<int>(same_lanes)) - 1 == lane_in_warp();
+  if (group >= 0 && is_leader) add_uses_to(totals + group, __popc(same_lanes));
 }
 
 // Blocks per multiprocessor of the next kernel, which allows up to 40 registers per thread. Without
@@ -255,8 +256,9 @@ inline constexpr int kNumberBlocksPerSm = 6;
 
 // Number the misses and write all of `out`. `uses` is [n], the uses of each position; null for 1
 // each. The grid must have one block per part, and all missing keys must have claimed their cells.
-// Entries of out.first_positions and out.totals after the last miss become 0: each position that is
-// not the first position of a miss writes one of them, counted from the end.
+// Elements of out.first_positions and out.totals after the last miss become 0. Each position that
+// is not the first position of a miss writes one of these zeros; the first such position writes the
+// last element.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kNumberBlocksPerSm)
     hash_number_kernel(KeyBatch batch, int num_tables, BatchPlan plan, KeyCells keys,
                        const int64_t* uses, MissOutput out) {

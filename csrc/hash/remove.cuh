@@ -1,6 +1,7 @@
 // `hash_erase_` and `hash_expire_` on the GPU. Both remove a key by writing kEmptyTag to its slot.
-// A batch may have a key several times: its positions claim a scratch cell (misses.cuh), and the
-// first position removes the key. All pointers are to device memory of the caller.
+// A batch of `hash_erase_` may repeat a key. So the positions of a key claim a scratch cell
+// (misses.cuh), and the first position removes the key. All pointers are to device memory of the
+// caller.
 #pragma once
 
 #include "hash/find.cuh"
@@ -52,8 +53,8 @@ struct ExpireWindow {
 };
 
 // Empty the slots of expired keys, one thread per slot. Write to `removed`, [num_buckets *
-// kBucketSlots], which slots of the window were emptied: none in buckets that the table does not
-// use.
+// kBucketSlots], whether each slot of the window was emptied; false in buckets that the table does
+// not use.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_expire_kernel(DeviceIndex index, ExpireWindow window, bool* removed) {
   const HashTable table = index.table(window.table);

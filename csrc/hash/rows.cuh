@@ -2,21 +2,23 @@
 // writes rows, adds to rows, and gathers the rows of evicted keys. check.h describes the arguments
 // of the ops. All pointers are to device memory of the caller.
 //
-// Copies: a warp takes 32 positions. Each lane computes, once, the source and the target address of
-// the row of its position. Then groups of lanes copy the rows and get the addresses by shuffles. A
-// group has a unit per lane of kRowsInFlight rows in registers before it stores the first. Rows are
-// copied as bytes, in units of 16 bytes if all addresses allow it, otherwise of 8, 4 or 2.
+// Copies: a warp copies the rows of 32 positions at a time. Each lane computes, once, the source
+// and the target address of the row of its position. Then groups of lanes copy the rows and get the
+// addresses by shuffles. The lanes of a group load a unit of kRowsInFlight rows each before they
+// store the first. Rows are copied as bytes, in units of 16 bytes if all addresses allow it,
+// otherwise of 8, 4 or 2.
 //
-// Writes: if a batch repeats a slot, the last of its rows is written. Positions claim cells of a
-// scratch table by slot. Whatever the order of threads, a cell ends with the last position of its
+// Writes: if a batch repeats a slot, its last row is written. Positions claim cells of a scratch
+// table by slot. Whatever the order of threads, in the end a cell has the last position of its
 // slot.
 //
 // Additions: the rows are grouped by slot. A group of lanes adds the rows of a slot in order, with
 // kRowsInFlight rows in registers.
 //
-// Evicted rows are gathered in the order of misses without a sort: every block counts the evicted
-// keys in its range of misses, and then writes from the sum of the counts before it. Each matrix
-// (weights or states) takes one kernel; the first one also gathers the entries.
+// Evicted rows are gathered in the order of misses without a sort. Every block counts the evicted
+// keys in its range of misses. The sum of the counts of earlier blocks is the index of its first
+// output. There is one kernel per matrix (weights or states); the first one also gathers the
+// entries.
 #pragma once
 
 #include <type_traits>
@@ -34,8 +36,8 @@ using Unit8 = simt::Pack8;
 
 // How a row is copied.
 struct RowUnits {
-  int64_t units;  // units per row
-  int lanes;      // lanes of the group that copies a row, see LaneGroup
+  int64_t num_units;  // units per row
+  int lanes;          // lanes of the group that copies a row, see LaneGroup
 };
 
 // A matrix of rows by slot.
@@ -43,12 +45,12 @@ template <class Unit>
 struct RowArray {
   Unit* data;      // row 0
   int64_t stride;  // units from one row to the next
-  int64_t rows;    // number of rows
+  int64_t num_rows;
 
   EMB_DEVICE Unit* row(int64_t number) const { return data + number * stride; }
   // Return the row in a slot, null if the matrix has no such slot.
   EMB_DEVICE Unit* in_slot(int64_t slot) const {
-    return slot >= 0 && slot < rows ? row(slot) : nullptr;
+    return slot >= 0 && slot < num_rows ? row(slot) : nullptr;
   }
 };
 
@@ -84,7 +86,7 @@ EMB_DEVICE void store_unit(Unit* target, const Unit& value) {
 
 // Return the pointer of another lane. All 32 lanes must call this.
 template <class T>
-EMB_DEVICE T* from_lane(T* pointer, int lane) {
+EMB_DEVICE T* pointer_of_lane(T* pointer, int lane) {
   const auto bits = reinterpret_cast<unsigned long long>(pointer);
   return reinterpret_cast<T*>(__shfl_sync(simt::kFullMask, bits, lane));
 }
@@ -104,75 +106,77 @@ EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
   return bit;
 }
 
-// Copy the rows of the warp's lanes; `copy` is the copy of this lane's row. kTwice says whether
-// second_target may be set, kStreams whether to store to `to` as data that is not read soon.
-// `default_word` is the word of default values, see RowMatrix::default_word. All 32 lanes must call
-// this.
-template <bool kTwice, bool kStreams, class Unit>
-EMB_DEVICE void copy_lane_rows(const RowUnits& shape, RowCopy<Unit> copy, uint32_t default_word) {
-  const unsigned copies = __ballot_sync(simt::kFullMask, copy.to != nullptr);
-  const int num_copies = __popc(copies);
+// Copy the rows of the warp's lanes; `copy` is the copy of this lane's row. kHasSecondTarget must
+// be true if second_target may be set. If kStreams, `to` is stored as data that is not read soon.
+// `default_word` has the default value, see RowMatrix. All 32 lanes must call this.
+template <bool kHasSecondTarget, bool kStreams, class Unit>
+EMB_DEVICE void copy_lane_rows(const RowUnits& row_units, RowCopy<Unit> copy,
+                               uint32_t default_word) {
+  const unsigned copying_lanes = __ballot_sync(simt::kFullMask, copy.to != nullptr);
+  const int num_copies = __popc(copying_lanes);
   if (num_copies < kWarpLanes) {  // lane i takes over the i-th copy
-    const int lane = nth_set_bit(copies, lane_in_warp());
-    copy.from = from_lane(copy.from, lane);
-    copy.to = from_lane(copy.to, lane);
-    if constexpr (kTwice) copy.second_target = from_lane(copy.second_target, lane);
+    const int lane = nth_set_bit(copying_lanes, lane_in_warp());
+    copy.from = pointer_of_lane(copy.from, lane);
+    copy.to = pointer_of_lane(copy.to, lane);
+    if constexpr (kHasSecondTarget) copy.second_target = pointer_of_lane(copy.second_target, lane);
   }
-  const LaneGroup group(shape.lanes);
-  const Unit empty = default_unit<Unit>(default_word);
+  const LaneGroup group(row_units.lanes);
+  const Unit default_value = default_unit<Unit>(default_word);
   for (int first = 0; first < num_copies; first += kRowsInFlight * group.groups_in_warp()) {
-    RowCopy<Unit> rows[kRowsInFlight];
+    RowCopy<Unit> copies[kRowsInFlight];
 #pragma unroll
     for (int r = 0; r < kRowsInFlight; ++r) {
       const int row = first + r * group.groups_in_warp() + group.group, lane = row % kWarpLanes;
-      rows[r].from = from_lane(copy.from, lane);
-      rows[r].to = from_lane(copy.to, lane);
-      if constexpr (kTwice) rows[r].second_target = from_lane(copy.second_target, lane);
-      if (row >= num_copies) rows[r] = {};
+      copies[r].from = pointer_of_lane(copy.from, lane);
+      copies[r].to = pointer_of_lane(copy.to, lane);
+      if constexpr (kHasSecondTarget)
+        copies[r].second_target = pointer_of_lane(copy.second_target, lane);
+      if (row >= num_copies) copies[r] = {};
     }
-    for (int64_t unit = group.rank; unit < shape.units; unit += group.lanes) {
+    for (int64_t unit = group.rank; unit < row_units.num_units; unit += group.lanes) {
       Unit values[kRowsInFlight];
 #pragma unroll
       for (int r = 0; r < kRowsInFlight; ++r) {
-        values[r] = rows[r].from != nullptr ? rows[r].from[unit] : empty;
+        values[r] = copies[r].from != nullptr ? copies[r].from[unit] : default_value;
       }
 #pragma unroll
       for (int r = 0; r < kRowsInFlight; ++r) {
-        if (kTwice && rows[r].second_target != nullptr) rows[r].second_target[unit] = values[r];
-        if (rows[r].to == nullptr) continue;
+        if (kHasSecondTarget && copies[r].second_target != nullptr)
+          copies[r].second_target[unit] = values[r];
+        if (copies[r].to == nullptr) continue;
         if constexpr (kStreams) {
-          store_unit(rows[r].to + unit, values[r]);
+          store_unit(copies[r].to + unit, values[r]);
         } else {
-          rows[r].to[unit] = values[r];
+          copies[r].to[unit] = values[r];
         }
       }
     }
   }
 }
 
-// Find keys. Write their rows to `out` [n], default values for missing keys, and to `found` [n]
-// whether the index has them. FindRowsCall describes the numbers of rows.
+// Find keys. Write their rows to `out` [n], default values for missing keys. Write to `found` [n]
+// whether the index has each key. FindRowsCall describes the numbers of rows.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_find_rows_kernel(DeviceIndex index, KeyBatch batch, RowArray<const Unit> values,
-                          RowUnits shape, uint32_t default_word, Unit* out, bool* found) {
+                          RowUnits row_units, uint32_t default_word, Unit* out, bool* found) {
   __shared__ int range[2];
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
     RowCopy<Unit> copy;
     if (position < batch.n) {
       const int64_t slot = t < 0 ? kNoSlot : find_slot(index.table(t), batch.ids[position]);
       found[position] = slot >= 0;
-      copy.to = out + position * shape.units;
+      copy.to = out + position * row_units.num_units;
       if (slot >= 0)
         copy.from =
             values.in_slot(index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots + slot);
     }
-    copy_lane_rows<false, true>(shape, copy, default_word);
+    copy_lane_rows<false, true>(row_units, copy, default_word);
   });
 }
 
-// The rows with which new keys start: the row of miss g starts as row first_positions[g] of `data`,
-// and the warp of that position writes it.
+// The rows with which new keys start. The row of miss g starts as row first_positions[g] of `data`.
+// The warp of this position writes it.
 template <class Unit>
 struct StartingRows {
   const Unit* data;       // [n], contiguous rows by position; null to start no rows
@@ -187,7 +191,7 @@ struct StartingRows {
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_read_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n,
-                          StartingRows<Unit> starting, RowUnits shape, uint32_t default_word,
+                          StartingRows<Unit> starting, RowUnits row_units, uint32_t default_word,
                           Unit* out) {
   for (int64_t tile = simt::global_warp() * kWarpLanes; tile < n;
        tile += simt::warps_in_grid() * kWarpLanes) {
@@ -196,15 +200,15 @@ __global__ void __launch_bounds__(kTileThreads)
     if (position < n) {
       Unit* row = values.in_slot(slots[position]);
       copy.from = row;
-      if (out != nullptr) copy.to = out + position * shape.units;
+      if (out != nullptr) copy.to = out + position * row_units.num_units;
       const int32_t group = starting.data == nullptr ? -1 : starting.groups[position];
       if (row != nullptr && group >= 0 && group < n) {
         const int64_t first = starting.first_positions[group];
-        copy.from = starting.data + first * shape.units;
+        copy.from = starting.data + first * row_units.num_units;
         if (first == position) (out != nullptr ? copy.second_target : copy.to) = row;
       }
     }
-    copy_lane_rows<true, true>(shape, copy, default_word);
+    copy_lane_rows<true, true>(row_units, copy, default_word);
   }
 }
 
@@ -242,17 +246,17 @@ struct SlotCells {
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_write_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n,
-                           SlotCells slot_cells, RowUnits shape, const Unit* rows) {
+                           SlotCells slot_cells, RowUnits row_units, const Unit* rows) {
   for (int64_t tile = simt::global_warp() * kWarpLanes; tile < n;
        tile += simt::warps_in_grid() * kWarpLanes) {
     const int64_t position = tile + lane_in_warp();
     RowCopy<Unit> copy;
     if (position < n && slots[position] >= 0 &&
         slot_cells.cells[slot_cells.cell_of_position[position]] == position) {
-      copy.from = rows + position * shape.units;
+      copy.from = rows + position * row_units.num_units;
       copy.to = values.in_slot(slots[position]);
     }
-    copy_lane_rows<false, false>(shape, copy, 0);
+    copy_lane_rows<false, false>(row_units, copy, 0);
   }
 }
 
@@ -280,15 +284,15 @@ __global__ void __launch_bounds__(kTileThreads)
     const int begin = groups.segments[g], end = groups.segments[g + 1];
     for (int64_t column = int64_t{lane.rank} * kColumns; column < dim;
          column += int64_t{lanes} * kColumns) {
-      const int valid = dim - column < kColumns ? static_cast<int>(dim - column) : kColumns;
+      const int num_columns = dim - column < kColumns ? static_cast<int>(dim - column) : kColumns;
       float sum[kColumns];
-      read_columns(row + column, valid, sum);
+      read_columns(row + column, num_columns, sum);
       for (int j = begin; j < end; j += kRowsInFlight) {
         float addends[kRowsInFlight][kColumns];
 #pragma unroll
         for (int r = 0; r < kRowsInFlight; ++r) {
           if (j + r >= end) break;
-          read_columns(rows + groups.permutation[j + r] * dim + column, valid, addends[r]);
+          read_columns(rows + groups.permutation[j + r] * dim + column, num_columns, addends[r]);
         }
 #pragma unroll
         for (int r = 0; r < kRowsInFlight; ++r) {
@@ -299,7 +303,7 @@ __global__ void __launch_bounds__(kTileThreads)
           }
         }
       }
-      write_columns(row + column, valid, sum);
+      write_columns(row + column, num_columns, sum);
     }
   }
 }
@@ -313,7 +317,7 @@ struct EvictedKeys {
   int32_t* counts;        // scratch, by block: the number of evicted keys in its range of misses
 
   // Return whether a miss has evicted a key.
-  EMB_DEVICE bool has(int64_t miss) const {
+  EMB_DEVICE bool is_evicting(int64_t miss) const {
     return miss < n && status[miss] == static_cast<uint8_t>(InsertStatus::kEvicting);
   }
 };
@@ -337,7 +341,7 @@ struct EvictedMatrix {
   int64_t num_evicted = 0, total;  // evicted keys of this thread, of the block
   const int64_t end = block_begin(evicted.n, blockIdx.x + 1);
   for (int64_t i = block_begin(evicted.n, blockIdx.x) + threadIdx.x; i < end; i += kTileThreads) {
-    num_evicted += evicted.has(i);
+    num_evicted += evicted.is_evicting(i);
   }
   exclusive_sum(num_evicted, sums, &total);
   if (threadIdx.x == 0) evicted.counts[blockIdx.x] = static_cast<int32_t>(total);
@@ -347,7 +351,7 @@ struct EvictedMatrix {
 // `entries` are null. The grid must have as many blocks as that of hash_count_evicted_kernel.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
-    hash_evicted_rows_kernel(RowArray<const Unit> values, EvictedKeys evicted, RowUnits shape,
+    hash_evicted_rows_kernel(RowArray<const Unit> values, EvictedKeys evicted, RowUnits row_units,
                              EvictedEntries entries, Unit* rows) {
   __shared__ int64_t sums[kBlockWarps];
   int64_t before = 0, total;
@@ -358,20 +362,20 @@ __global__ void __launch_bounds__(kTileThreads)
   const int64_t end = block_begin(evicted.n, blockIdx.x + 1);
   for (int64_t tile = block_begin(evicted.n, blockIdx.x); tile < end; tile += kTileThreads) {
     const int64_t miss = tile + threadIdx.x;
-    const bool has = evicted.has(miss);
-    const int64_t target = before + exclusive_sum(has, sums, &total);
+    const bool is_evicting = evicted.is_evicting(miss);
+    const int64_t target = before + exclusive_sum(is_evicting, sums, &total);
     before += total;
     RowCopy<Unit> copy;
-    if (has && entries.keys != nullptr) {
+    if (is_evicting && entries.keys != nullptr) {
       entries.keys[target] = evicted.words[3 * miss + HashEntry::kKey];
       entries.stamps[target] = evicted.words[3 * miss + HashEntry::kStamp];
       entries.scores[target] = evicted.words[3 * miss + HashEntry::kScore];
     }
-    if (has) {
+    if (is_evicting) {
       copy.from = values.in_slot(evicted.slots[miss]);
-      copy.to = rows + target * shape.units;
+      copy.to = rows + target * row_units.num_units;
     }
-    copy_lane_rows<false, true>(shape, copy, 0);
+    copy_lane_rows<false, true>(row_units, copy, 0);
   }
   if (entries.count != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {
     *entries.count = before;
@@ -388,11 +392,11 @@ void with_unit(const RowBytes& rows, const Body& body) {
   body(uint16_t{}, rows.row_bytes / 2);
 }
 
-inline RowUnits row_units(int64_t units) { return {units, lanes_for(units, 1)}; }
+inline RowUnits units_of_row(int64_t units) { return {units, lanes_for(units, 1)}; }
 
 template <class Unit>
-RowArray<Unit> row_array(void* data, int64_t stride_bytes, int64_t rows) {
-  return {static_cast<Unit*>(data), stride_bytes / static_cast<int64_t>(sizeof(Unit)), rows};
+RowArray<Unit> row_array(void* data, int64_t stride_bytes, int64_t num_rows) {
+  return {static_cast<Unit*>(data), stride_bytes / static_cast<int64_t>(sizeof(Unit)), num_rows};
 }
 
 // The launches of the ops. `rows` is the matrix; its alignment must cover the addresses of the
@@ -406,7 +410,7 @@ void launch_find_rows(const Launcher& launcher, const DeviceIndex& index, const 
   with_unit(rows, [&](auto unit, int64_t units) {
     using Unit = decltype(unit);
     launcher(hash_find_rows_kernel<Unit>, key_blocks(launcher, batch.n), kTileThreads, index, batch,
-             row_array<const Unit>(rows.data, rows.stride, rows.num_rows), row_units(units),
+             row_array<const Unit>(rows.data, rows.stride, rows.num_rows), units_of_row(units),
              default_word, static_cast<Unit*>(out), found);
   });
 }
@@ -424,12 +428,12 @@ void launch_read_rows(const Launcher& launcher, const RowBytes& rows, const int6
                                   starting.first_positions};
     launcher(hash_read_rows_kernel<Unit>, key_blocks(launcher, n), kTileThreads,
              row_array<Unit>(rows.data, rows.stride, rows.num_rows), slots, n, from,
-             row_units(units), default_word, static_cast<Unit*>(out));
+             units_of_row(units), default_word, static_cast<Unit*>(out));
   });
 }
 
-// Launch `hash_write_rows_`: write the rows `from` [n] to their slots, for a repeated slot the
-// last.
+// Launch `hash_write_rows_`: write the rows `from` [n] to their slots; for a repeated slot only the
+// last row.
 template <class Work>
 void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, int64_t n,
                        const void* from) {
@@ -446,7 +450,7 @@ void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, i
     using Unit = decltype(unit);
     launcher(hash_write_rows_kernel<Unit>, blocks, kTileThreads,
              row_array<Unit>(rows.data, rows.stride, rows.num_rows), slots, n, slot_cells,
-             row_units(units), static_cast<const Unit*>(from));
+             units_of_row(units), static_cast<const Unit*>(from));
   });
 }
 
@@ -482,7 +486,7 @@ void launch_evicted_rows(Work& work, EvictedKeys evicted, EvictedEntries entries
       using Unit = decltype(unit);
       launcher(hash_evicted_rows_kernel<Unit>, blocks, kTileThreads,
                row_array<const Unit>(rows.data, rows.stride, rows.num_rows), evicted,
-               row_units(units), entries, static_cast<Unit*>(matrices[m].out));
+               units_of_row(units), entries, static_cast<Unit*>(matrices[m].out));
     });
     entries = {};
   }

@@ -1,5 +1,5 @@
 // Rows as bytes, for the CPU and the CUDA entries of the ops on rows. Rows are copied without
-// regard to their dtype; on a GPU in units as wide as all addresses allow.
+// regard to their dtype. A GPU copies them in the largest units that all addresses allow.
 #pragma once
 
 #include <cstdint>

@@ -3,10 +3,10 @@
 // `tier_put_` for a store with an index in host memory. emblib/ops/tiers.py describes the arguments
 // and results.
 //
-// Between the tiers a row is packed: its bytes in all row buffers, weights then optimizer states,
-// one after the other. These ops copy it twice, out of one tier into a packed matrix, and from
-// there into the other tier. A swap visits each miss of a batch once: it copies the row of the
-// evicted key out of the slot and the stored row into the slot while the slot is in the cache. The
+// Between the tiers a row is packed: the concatenation of its bytes in all row buffers, weights
+// then optimizer states. These ops copy each row twice: out of one tier into a packed matrix, and
+// from there into the other tier. A swap visits each miss of a batch once. It copies the row of the
+// evicted key out of the slot, and the stored row into the slot while the slot is in the cache. The
 // addresses are random, so rows are prefetched some rows ahead.
 //
 // The slots that an op writes must be distinct, except -1; not checked. Then no result depends on
@@ -40,7 +40,7 @@ struct SwapCall {
 
   PackedRows table;               // the rows of the table, by slot
   int64_t n, num_found;           // numbers of misses, and of misses whose row is in the store
-  const int64_t* evicted;         // [n, 3], by miss: key, stamp and score of the entry it evicts;
+  const int64_t* evicted;         // [n, 3], by miss: key, stamp and score of the evicted entry;
                                   // read only where the status is kEvicting
   const int64_t* found;           // [num_found], the misses whose row is in the store
   const char* rows;               // [num_found, row_bytes], these rows
@@ -49,7 +49,7 @@ struct SwapCall {
   // Results for k evicted keys and r refused misses.
   Tensor slots;         // int64 [n], by miss: the slot, or the overflow row of a refused miss
   Tensor status;        // uint8 [n], by miss: kHit if the row is in the store, even if the miss
-                        // has no slot, else kNew if it was refused, else as the insertion says
+                        // has no slot, else kNew if it was refused, else the argument `status`
   Tensor demoted;       // int64 [3, k]: keys, stamps and scores of the evicted entries
   Tensor demoted_rows;  // uint8 [k, row_bytes], their rows
   Tensor refused;       // int64 [r]: the refused misses
@@ -142,22 +142,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
     }
   }
   auto* out = static_cast<char*>(call.demoted_rows.mutable_data_ptr());
-  const int64_t bytes = call.table.row_bytes;
+  const int64_t row_bytes = call.table.row_bytes;
   const auto has_rows = [&](const SlotSwap& swap) {
     return swap.demoted_row >= 0 || swap.stored_row >= 0;
   };
-  const auto cost = [&](int64_t i) { return 2 * bytes * i; };
+  const auto cost = [&](int64_t i) { return 2 * row_bytes * i; };
   parallel_balanced(call.n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const SlotSwap& swap = call.swaps[i];
       if (i + kRowsAhead < end) {
-        const SlotSwap& later = call.swaps[i + kRowsAhead];
-        if (has_rows(later) && later.slot >= 0) call.table.prefetch(later.slot);
-        if (later.stored_row >= 0) prefetch_row(call.rows + later.stored_row * bytes, bytes);
+        const SlotSwap& next_swap = call.swaps[i + kRowsAhead];
+        if (has_rows(next_swap) && next_swap.slot >= 0) call.table.prefetch(next_swap.slot);
+        if (next_swap.stored_row >= 0)
+          prefetch_row(call.rows + next_swap.stored_row * row_bytes, row_bytes);
       }
-      if (swap.demoted_row >= 0) call.table.read(swap.slot, out + swap.demoted_row * bytes);
+      if (swap.demoted_row >= 0) call.table.read(swap.slot, out + swap.demoted_row * row_bytes);
       if (swap.stored_row >= 0 && swap.slot >= 0) {
-        call.table.write(swap.slot, call.rows + swap.stored_row * bytes);
+        call.table.write(swap.slot, call.rows + swap.stored_row * row_bytes);
       }
     }
   });
@@ -210,12 +211,12 @@ std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Ten
 void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_in,
                  const Tensor& values_in) {
   const char* op = "tier_write_";
-  const int64_t n = slots_in.numel(), bytes = values_in.dim() == 2 ? values_in.size(1) : 0;
-  const Records records(op, records_in, bytes);
+  const int64_t n = slots_in.numel(), row_bytes = values_in.dim() == 2 ? values_in.size(1) : 0;
+  const Records records(op, records_in, row_bytes);
   const auto* slots = required_array<int64_t>(op, "slots", slots_in, n, records_in);
   const auto* words =
       required_array<int64_t>(op, "words", words_in, records.num_words * n, records_in);
-  const char* values = byte_rows(op, "values", values_in, n, bytes);
+  const char* values = byte_rows(op, "values", values_in, n, row_bytes);
   for (int64_t i = 0; i < n; ++i) records.check_slot(op, slots[i]);
   const auto cost = [&](int64_t i) { return records.record_bytes * i; };
   parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
@@ -225,7 +226,7 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_
       }
       if (slots[i] < 0) continue;
       char* record = records.at(slots[i]);
-      std::memcpy(record + records.head_bytes(), values + i * bytes, bytes);
+      std::memcpy(record + records.head_bytes(), values + i * row_bytes, row_bytes);
       for (int64_t word = 0; word < records.num_words; ++word) {
         std::memcpy(record + word * Records::kWordBytes, words + word * n + i, Records::kWordBytes);
       }
@@ -284,23 +285,23 @@ struct HostStore {
   }
 };
 
-// Return the entries, int64 [k, 3], and rows, uint8 [k, row_bytes], that a put of n `entries` with
-// their `rows` drops: the evicted entries, whose records must still be in their slots, then those
-// of the n entries that got no slot. `slots` is by entry; `miss_slots`, `status` and `evicted` are
-// results of hash_insert_, by miss.
+// Return the entries, int64 [k, 3], and rows, uint8 [k, row_bytes], that are dropped when n
+// `entries` with their `rows` are put into a store. First come the evicted entries, whose records
+// must still be in their slots, then those of `entries` that got no slot. `slots` is by entry.
+// `miss_slots`, `status` and `evicted` are results of hash_insert_, by miss.
 std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* entries,
                                         const char* rows, int64_t n, const int64_t* slots,
                                         const int64_t* miss_slots, const uint8_t* status,
                                         const int64_t* evicted, int64_t num_misses,
                                         const Tensor& like) {
-  const int64_t bytes = store.records.record_bytes - store.records.head_bytes();
+  const int64_t row_bytes = store.records.record_bytes - store.records.head_bytes();
   const auto is_evicting = [&](int64_t miss) {
     return status[miss] == static_cast<uint8_t>(InsertStatus::kEvicting);
   };
   int64_t count = std::count_if(slots, slots + n, [](int64_t slot) { return slot < 0; });
   for (int64_t miss = 0; miss < num_misses; ++miss) count += is_evicting(miss);
   Tensor dropped = allocate_words(like, {count, 3});
-  Tensor dropped_rows = allocate_output(like, {count, bytes}, ScalarType::Byte);
+  Tensor dropped_rows = allocate_output(like, {count, row_bytes}, ScalarType::Byte);
   auto* entry = dropped.mutable_data_ptr<int64_t>();
   auto* row = static_cast<char*>(dropped_rows.mutable_data_ptr());
   for (int64_t miss = 0; miss < num_misses; ++miss) {
@@ -308,14 +309,14 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* e
     entry[HashEntry::kKey] = evicted[3 * miss + HashEntry::kKey];
     store.read(miss_slots[miss], entry + HashEntry::kStamp, row);
     entry += 3;
-    row += bytes;
+    row += row_bytes;
   }
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] >= 0) continue;
     std::memcpy(entry, entries + 3 * i, 3 * sizeof(int64_t));
-    std::memcpy(row, rows + i * bytes, bytes);
+    std::memcpy(row, rows + i * row_bytes, row_bytes);
     entry += 3;
-    row += bytes;
+    row += row_bytes;
   }
   return {dropped, dropped_rows};
 }
@@ -332,10 +333,10 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                                      const Tensor& rows_in, int64_t order_code) {
   const char* op = "tier_put_";
   const int64_t n = entries_in.dim() == 2 ? entries_in.size(0) : 0;
-  const int64_t bytes = rows_in.dim() == 2 ? rows_in.size(1) : 0;
-  const HostStore store(op, index, records, bytes, order_code);
+  const int64_t row_bytes = rows_in.dim() == 2 ? rows_in.size(1) : 0;
+  const HostStore store(op, index, records, row_bytes, order_code);
   const auto* entries = required_array<int64_t>(op, "entries", entries_in, 3 * n, lifted);
-  const char* rows = byte_rows(op, "rows", rows_in, n, bytes);
+  const char* rows = byte_rows(op, "rows", rows_in, n, row_bytes);
   required_array<int64_t>(op, "lifted", lifted, lifted.numel(), entries_in);
   STD_TORCH_CHECK(lifted.dim() == 1 && entries_in.dim() == 2, op,
                   ": lifted must be [m] and entries [n, 3]");
@@ -349,19 +350,19 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
   const Tensor table_0 = allocate_zeros(lifted, {1}, ScalarType::Long);
   if (lifted.numel() > 0) hash_erase_(index, lifted, segment(lifted.numel()), table_0);
   if (n == 0) {
-    return {allocate_words(lifted, {0, 3}), allocate(lifted, {0, bytes}, ScalarType::Byte)};
+    return {allocate_words(lifted, {0, 3}), allocate(lifted, {0, row_bytes}, ScalarType::Byte)};
   }
 
   Tensor keys = allocate_words(lifted, {n});
   auto* key = keys.mutable_data_ptr<int64_t>();
-  int64_t newest = entries[HashEntry::kStamp];
+  int64_t max_stamp = entries[HashEntry::kStamp];
   for (int64_t i = 0; i < n; ++i) {
     key[i] = entries[3 * i + HashEntry::kKey];
-    newest = std::max(newest, entries[3 * i + HashEntry::kStamp]);
+    max_stamp = std::max(max_stamp, entries[3 * i + HashEntry::kStamp]);
   }
-  // hash_insert_ evicts only entries with stamps below the clock, which hash_touch_ increments: so
-  // it can evict every stored row whose key is not among `entries`.
-  *store.index.clock = std::max(*store.index.clock, newest);
+  // hash_insert_ evicts only entries with stamps below the clock, which hash_touch_ increments. So
+  // after this it can evict every stored row whose key is not among `entries`.
+  *store.index.clock = std::max(*store.index.clock, max_stamp);
   const bool counts_uses = order_counts_uses(store.order);
   std::optional<Tensor> no_uses, none;
   if (counts_uses) no_uses = allocate_zeros(lifted, {n}, ScalarType::Long);
@@ -389,7 +390,7 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
         prefetch_row(store.records.at(slots[i + kRowsAhead]), store.records.record_bytes);
       }
       if (slots[i] >= 0)
-        store.write(slots[i], entries + 3 * i + HashEntry::kStamp, rows + i * bytes);
+        store.write(slots[i], entries + 3 * i + HashEntry::kStamp, rows + i * row_bytes);
     }
   });
   for (int64_t i = 0; i < n; ++i) {
