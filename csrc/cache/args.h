@@ -1,15 +1,17 @@
-// The software cache in front of tables in slow memory: 32-way set-associative, with the same
-// results on CPU and GPU; emblib/reference/cache.py is the definition, emblib/ops/cache.py has the
-// shapes of the tensors. A batch takes three steps: (1) Every distinct cacheable row probes its
-// set, and a hit is *stamped*: it gets a new usage word. (2) The missing rows of a set, in the
-// order of the policy, take the ways of the set, in the order of way_order, as far as may_replace
-// allows it. (3) Rows that get no way stay in their tier (a *conflict*). No set depends on another,
-// so sets run in parallel in any order.
+// The software cache in front of tables in slow memory. It is 32-way set-associative and has the
+// same results on CPU and GPU. emblib/reference/cache.py is the definition, and emblib/ops/cache.py
+// has the shapes of the tensors. A batch is planned in three steps:
+//   (1) Every distinct cacheable row is searched in its set. A hit is *stamped*: its way gets a new
+//       usage word.
+//   (2) The ways of a set are assigned to its missing rows. The rows come in the order of the
+//       policy and the ways in the order of way_order, until may_replace returns false.
+//   (3) A row that gets no way stays in its tier; this is a *conflict*.
+// No set depends on another, so sets are processed in parallel in any order.
 //
 // This file has the arithmetic that CPU and GPU share, the arguments of the kernels, and the CPU's
-// function tables. A *row* is a linear row id; a row of a table with a cache is *cacheable*,
-// whether or not the cache has it. u counts the distinct rows of a batch. A slot is
-// set * kWays + way. Pointers are to memory of the caller that the op's device can access.
+// function tables. A *row* is a linear row id. A row of a table with a cache is *cacheable*,
+// whether or not the cache has it. u is the position of a row among the distinct rows of a batch. A
+// slot is set * kWays + way. Pointers are to memory of the caller that the op's device can access.
 #pragma once
 
 #include "core/dtype.h"
@@ -21,7 +23,7 @@ namespace emb {
 
 inline constexpr int kWays = 32;        // slots per set
 inline constexpr int64_t kNoRow = -1;   // tag and usage word of an empty way; in `evicted`: the row
-                                        // took an empty way
+                                        // got an empty way
 inline constexpr int64_t kNoMove = -2;  // in `evicted`: the row does not move
 
 // Columns of `counters`, int64 [T + 1, 8]: a row per table, then the totals. Lookups and rows of
@@ -49,21 +51,24 @@ struct CacheClock {
   };
 };
 
-// Return the set of a linear row; `sets` must be in [1, 2^32). A multiplication is cheaper than a
-// remainder.
-EMB_HD int64_t set_of(int64_t row, int64_t sets) {
+// Return the set of a linear row; `num_sets` must be in [1, 2^32). A multiplication is cheaper than
+// a remainder.
+EMB_HD int64_t set_of(int64_t row, int64_t num_sets) {
   return static_cast<int64_t>(
-      (finalise(static_cast<uint64_t>(row)) >> 32) * static_cast<uint64_t>(sets) >> 32);
+      (finalise(static_cast<uint64_t>(row)) >> 32) * static_cast<uint64_t>(num_sets) >> 32);
 }
 
-// Return the usage word of a way that batch `now` uses. LRU: the number of the batch (`lookups` is
-// ignored); the lowest is replaced first. LFU: the lookups of the row so far, at most
-// kMaxRowLookups, in the upper 32 bits, and the low 32 bits of the number of the batch; the way
-// with the fewest lookups is replaced first, and among ways of equally many lookups the way that
-// was used last. If the same batches are repeated, as in the next epoch, the rows that were used
-// earlier are needed sooner; if not, the choice makes no difference. The lookups of a row are
-// counted in the usage word while the row is in the cache, else in `counts`, so that neither a hit
-// nor the choice of a way reads `counts`.
+// Return the usage word of a way that batch `now` uses.
+//
+// For LRU this is the number of the batch, and `lookups` is ignored. The way with the lowest word
+// is replaced first.
+//
+// For LFU the upper 32 bits are the lookups of the row so far, at most kMaxRowLookups, and the
+// lower 32 bits those of the number of the batch. The way with the fewest lookups is replaced
+// first; among equals, the way that was used last. If the same batches are repeated, as in the next
+// epoch, the rows that were used earlier are needed sooner; if not, the choice makes no difference.
+// The lookups of a row are counted in the usage word while the row is in the cache, else in
+// `counts`. So neither a hit nor the choice of a way reads `counts`.
 EMB_HD int64_t usage_word(CachePolicy policy, int64_t lookups, int64_t now) {
   return policy == CachePolicy::kLru ? now : (lookups << 32) | (now & 0xffffffff);
 }
@@ -86,9 +91,9 @@ EMB_HD int64_t add_lookups(int64_t before, int64_t more) {
 // The order of a way that may not be replaced.
 inline constexpr int64_t kNotFree = INT64_MAX;
 
-// Return a number by which the ways of a set are ordered: they are replaced in ascending order,
-// empty ways first. A way that batch `oldest` or a later batch uses is in flight: its order is
-// kNotFree, and it is not replaced. For LFU `oldest` must be below 2^32.
+// Return the order of a way: the ways of a set are replaced in ascending order, empty ways first. A
+// way that batch `oldest` or a later batch uses is in flight. Its order is kNotFree, and it is not
+// replaced. For LFU `oldest` must be below 2^32.
 EMB_HD int64_t way_order(CachePolicy policy, int64_t word, int64_t oldest) {
   if (word < 0) return word;
   if (batch_of(policy, word) >= oldest) return kNotFree;
@@ -102,9 +107,9 @@ EMB_HD bool may_replace(CachePolicy policy, int64_t lookups, int64_t order) {
   return policy == CachePolicy::kLru || order < 0 || lookups >= lookups_of(order);
 }
 
-// Return the table of a linear row, or -1 if no table has it. Here and below, `tables` must ascend
-// by row_base, and the tables with a cache must be the last ones. On the CPU check_tables checks
-// both; on a GPU neither is checked.
+// Return the table of a linear row, or -1 if no table has the row. Here and below, `tables` must
+// ascend by row_base, and the tables with a cache must be the last ones. On the CPU check_tables
+// checks both; on a GPU neither is checked.
 EMB_HD int find_table(const Feature* tables, int num_tables, int64_t row) {
   // [low, high) contains the last table that begins at or before `row`.
   int low = -1, high = num_tables;
@@ -146,10 +151,10 @@ EMB_HD int64_t end_of_rows(const Feature* tables, int num_tables) {
 
 // The state of a cache.
 struct CacheState {
-  int64_t* tags;         // [sets, kWays] linear row of each way, negative for an empty one
-  int64_t* usage_words;  // [sets, kWays], see usage_word; the tensor `stamps` of the ops
+  int64_t* tags;         // [num_sets, kWays] linear row of each way, negative for an empty way
+  int64_t* usage_words;  // [num_sets, kWays], see usage_word; the tensor `stamps` of the ops
   int32_t* counts;       // [cacheable rows], LFU only: lookups so far of rows not in the cache
-  int64_t sets;
+  int64_t num_sets;
   int64_t first_row;  // first cacheable row, whose count is counts[0]
   CachePolicy policy;
 };
@@ -164,7 +169,7 @@ struct Miss {
 };
 
 // A plan on the CPU. The caller must have checked the contents of `rows` and `segments`. `locate`
-// reads and writes only cache.tags, cache.sets, rows and row_slots.
+// reads and writes only cache.tags, cache.num_sets, rows and row_slots.
 struct CachePlanArgs {
   CacheState cache;
   int64_t now, oldest;      // numbers of this batch, and of the oldest batch in flight
@@ -175,25 +180,26 @@ struct CachePlanArgs {
   int64_t end_row;          // one past the last linear row; tags from here on belong to no table
 };
 
-// The misses of a batch grouped by set: group g is the misses permutation[segments[g]], ...,
-// permutation[segments[g + 1] - 1] of set sets[g]; within a group positions ascend.
+// The misses of a batch grouped by set. Group g has the misses permutation[segments[g]], ...,
+// permutation[segments[g + 1] - 1] of set sets[g]. Within a group positions ascend.
 struct MissGroups {
   const Miss* misses;  // ascending by position
   const int32_t *sets, *segments, *permutation;
 };
 
-// The functions of the kernels for one instruction set. Calls for disjoint ranges may run at once.
+// The plan functions of the CPU for one instruction set. Calls for disjoint ranges may run at once.
 struct CachePlanTable {
   // Write row_slots of rows [begin, end), which must be cacheable: -1 for misses. Unless `misses`
-  // is null, list the misses in it. It must have room for end - begin misses; entries after the
-  // last miss may be overwritten. Return the number of misses, 0 if `misses` is null.
+  // is null, list the misses in it. `misses` must have room for end - begin misses; its elements
+  // after the last miss may be overwritten. Return the number of misses, 0 if `misses` is null.
   int64_t (*locate)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
   // Do what `locate` does; also set `evicted` to kNoMove and stamp the hits. For LFU also add the
   // lookups of the batch, to usage words of hits and to `counts` of misses. `misses` must not be
   // null.
   int64_t (*probe)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
-  // Assign ways to the misses of groups [begin, end): write row_slots and evicted of the misses
-  // that get a way, and the tags, usage words and, for LFU, counts of the replaced ways.
+  // Assign ways to the misses of groups [begin, end). Write row_slots and evicted of the misses
+  // that get a way, and the tags and usage words of these ways. For LFU also write `counts` of the
+  // evicted rows.
   void (*admit)(const CachePlanArgs&, const MissGroups&, int64_t begin, int64_t end);
 };
 
@@ -215,14 +221,14 @@ struct CacheMemory {
   int num_tables;
   int num_tensors;                               // tensor 0 is the weights, the others are states
   TierTensor tensors[kMaxCacheTensors][kTiers];  // data is null if a tier is not used
-  uint32_t by_row;                               // bit k: tensor k has one entry per row
+  uint32_t row_wise_tensors;                     // bit k: tensor k has one entry per row
   int64_t cache_elements;                        // elements of the weights in the cache tier
-  int64_t cache_rows;  // of the shortest row-wise state in the cache tier; INT64_MAX without one
+  int64_t cache_rows;  // rows of the shortest row-wise state in the cache tier; INT64_MAX without
   // The vector Hyper of the optimizer, read for stochastic rounding. Null, only for moves on a GPU:
   // nothing is rounded stochastically.
   const double* hyper;
 
-  EMB_HD bool is_by_row(int tensor) const { return by_row >> tensor & 1u; }
+  EMB_HD bool has_entry_per_row(int tensor) const { return row_wise_tensors >> tensor & 1u; }
 };
 
 // A row and its location in the tier of its table. dim is 0 if the row is not cacheable.
@@ -246,14 +252,14 @@ EMB_HD RowLocation slot_location(const TierRow& row, int64_t slot) {
 }
 
 // Return whether the row is cacheable and the slot lies inside the tensors of the cache.
-EMB_HD bool fits(const CacheMemory& memory, const TierRow& row, int64_t slot) {
+EMB_HD bool can_cache(const CacheMemory& memory, const TierRow& row, int64_t slot) {
   return row.dim > 0 && slot >= 0 && slot < memory.cache_rows &&
          (slot + 1) * row.stride <= memory.cache_elements;
 }
 
 // Return the position of a row's first entry in a tensor of the tier of `location`.
 EMB_HD int64_t first_entry(const CacheMemory& memory, int tensor, const RowLocation& location) {
-  return memory.is_by_row(tensor) ? location.state_row : location.element;
+  return memory.has_entry_per_row(tensor) ? location.state_row : location.element;
 }
 
 // Return the stream of random numbers that the write-back of a tensor uses.
@@ -262,8 +268,9 @@ EMB_HD uint32_t write_back_stream(int tensor) {
 }
 
 // The moves of a batch, as `cache_plan_` returns them. Unless evicted[u] is kNoMove, row rows[u]
-// moves to slot row_slots[u], and the row evicted[u] of this slot, if any, is written back to its
-// table. Rows must be distinct, and so must the slots of rows that move; neither is checked.
+// moves to slot row_slots[u]. If evicted[u] is a row, it is in this slot before, and is written
+// back to its table. Rows must be distinct, and so must the slots of rows that move; neither is
+// checked.
 struct CacheMoves {
   const int64_t* rows;       // [U]
   const int32_t* row_slots;  // [U]
@@ -272,39 +279,40 @@ struct CacheMoves {
 
 // On a GPU: fetches that are postponed while earlier batches are in flight, so that a prefetch need
 // not wait for the updates of these batches. A row without a way is updated in its table, and
-// `conflicts` records the batch for the row's set. If a row of a later batch takes a way of this
-// set, it may be the same row, whose update is still to come. So its fetch is listed in `rows` and
-// `slots`, and another call fetches it after the update. The row that it evicts is written back at
-// once.
+// `conflicts` records the batch for the row's set. If a row of a later batch gets a way of this
+// set, it may be the same row, and its update may still be missing. So its fetch is listed in
+// `rows` and `slots`, and another call fetches the row after the update. The row that it evicts is
+// written back at once.
 struct PostponedFetches {
   const int64_t* clock = nullptr;  // [2], see CacheClock
-  // [sets] last batch with a row without a way; null: nothing is recorded, and `count` is null too
+  // [num_sets] last batch with a row without a way. If this is null, nothing is recorded, and
+  // `count` must be null.
   int64_t* conflicts = nullptr;
-  int64_t sets = 0;
+  int64_t num_sets = 0;
   int64_t* rows = nullptr;   // [U], an output
   int32_t* slots = nullptr;  // [U], an output
-  // [1], must be 0 before, incremented per fetch; null: no fetch is postponed
+  // [1], must be 0 before; incremented per fetch. If this is null, no fetch is postponed.
   int32_t* count = nullptr;
 
-  // Return whether the row that gets this slot may be one that a batch in flight updates.
+  // Return whether the row that gets this slot may be a row that a batch in flight updates.
   EMB_HD bool may_be_updated(int64_t slot) const {
-    return count != nullptr && slot / kWays < sets &&
+    return count != nullptr && slot / kWays < num_sets &&
            conflicts[slot / kWays] >= clock[CacheClock::kOldest];
   }
   // Record that `row`, a cacheable row of the batch, got no way. `conflicts` must not be null.
-  EMB_HD void note_conflict(int64_t row) const {
-    conflicts[set_of(row, sets)] = clock[CacheClock::kNow];
+  EMB_HD void record_conflict(int64_t row) const {
+    conflicts[set_of(row, num_sets)] = clock[CacheClock::kNow];
   }
 };
 
 // The functions of the CPU kernels of `cache_move_` and `cache_flush_` for one instruction set.
 // Calls for disjoint ranges may run at once if their rows and slots are distinct (CacheMoves).
 struct CacheMoveTable {
-  // Write back the rows that rows [begin, end) of the batch evict, and fetch rows [begin, end).
-  // Entries with kNoMove, and entries whose row or slot does not exist, are skipped.
+  // Fetch rows [begin, end) of the batch, and before that write back the rows that they evict. Rows
+  // with kNoMove, and rows that do not exist or whose slot does not exist, are skipped.
   void (*move)(const CacheMemory&, const CacheMoves&, int64_t begin, int64_t end);
-  // Write back the rows in slots [begin, end), as named by `tags`, [slots]. They stay cached. Empty
-  // slots, and slots whose tag is no cacheable row, are skipped.
+  // Write back the rows in slots [begin, end). tags[slot] is the row in a slot. The rows stay in
+  // the cache. Empty slots, and slots whose tag is no cacheable row, are skipped.
   void (*flush)(const CacheMemory&, const int64_t* tags, int64_t begin, int64_t end);
 };
 

@@ -1,8 +1,8 @@
 // The cache ops on the GPU: plan (probe, group the misses by set, admit, count), locate, move,
-// flush, and a whole prefetch; `cache_evictions` has no GPU version. Nothing waits for the device.
-// The results are those of the CPU (plan_cpu.cpp, move_cpu.cpp and prefetch_cpu.cpp describe the
-// arguments), but contents of tensors are trusted, a cache without sets raises for every batch, and
-// cache_move_ and cache_prefetch_ do more.
+// flush, and a whole prefetch. `cache_evictions` has no GPU version. No op waits for the device.
+// plan_cpu.cpp, move_cpu.cpp and prefetch_cpu.cpp describe the arguments. The results are those of
+// the CPU, with these differences: the contents of tensors are trusted, a cache without sets raises
+// for every batch, and cache_move_ and cache_prefetch_ have the additions described below.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -39,19 +39,19 @@ struct DevicePlan {
              call.n,
              row_slots.mutable_data_ptr<int32_t>(),
              evicted.mutable_data_ptr<int64_t>()} {
-    STD_TORCH_CHECK(call.cache.sets > 0, call.op, ": a cache needs at least one set");
+    STD_TORCH_CHECK(call.cache.num_sets > 0, call.op, ": a cache needs at least one set");
   }
 
-  // Probe, group the misses by set, admit them and count the batch; advance the clock unless
-  // args.lag is negative. Write lookups.slots, unless `lookups` is the default. Throws
-  // AllocationError without memory for scratch. If the sort of a large batch throws it, the probe
-  // has already changed usage words and, for LFU, counts, but no tag.
+  // Probe, group the misses by set, admit them and count the batch. Advance the clock unless
+  // args.lag is negative. Write lookups.slots unless `lookups` is the default. Throws
+  // AllocationError if there is no memory for scratch. If the sort of a large batch throws it, the
+  // probe has already changed usage words and, for LFU, counts, but no tag.
   void run(const CudaLauncher& launcher, const LookupSlots& lookups = {}) const {
     const int64_t n = args.n;
     int32_t *sets, *segments, *num_groups;
     SortBuffers<uint32_t> sort{};
     sort.n = n;
-    sort.no_group_key = static_cast<uint32_t>(args.cache.sets);
+    sort.no_group_key = static_cast<uint32_t>(args.cache.num_sets);
     DeviceArrays scratch;
     scratch.add(&sets, n);
     scratch.add(&segments, n + 1);
@@ -83,17 +83,17 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts
   return {plan.row_slots, plan.evicted};
 }
 
-// Return the slot of each distinct row of a batch, int32 [L], -1 for one that is not in the cache
-// and after the last row; nothing changes.
+// Return the slot of each distinct row of a batch, int32 [L]: -1 for a row that is not in the
+// cache, and after the last row. Nothing changes.
 Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
                     const Tensor& count) {
   const char* op = "cache_locate";
   DevicePlanArgs plan{};
-  plan.cache.sets = check_tags(op, tags);
+  plan.cache.num_sets = check_tags(op, tags);
   check_rows(op, rows, count, tags);
   check_features(op, tables);
   check_same_device(op, "tables", tables, tags);
-  STD_TORCH_CHECK(plan.cache.sets > 0, op, ": a cache needs at least one set");
+  STD_TORCH_CHECK(plan.cache.num_sets > 0, op, ": a cache needs at least one set");
   Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);
   plan.cache.tags = const_cast<int64_t*>(tags.const_data_ptr<int64_t>());  // read only
   plan.tables = feature_array(tables);
@@ -149,7 +149,7 @@ enum PostponedTensor : int {
   kPostponedRows,
   kPostponedSlots,
   kPostponedCount,
-  kPostponedTensors
+  kNumPostponedTensors
 };
 
 // Check `postponed`, which is empty, [clock, conflicts] or [clock, conflicts, rows, slots, count]
@@ -160,15 +160,15 @@ PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& postpone
   PostponedFetches fetches{};
   if (postponed.empty()) return fetches;
   STD_TORCH_CHECK(
-      postponed.size() == kPostponedRows || postponed.size() == kPostponedTensors, op,
+      postponed.size() == kPostponedRows || postponed.size() == kNumPostponedTensors, op,
       ": postponed must be empty, [clock, conflicts] or [clock, conflicts, rows, slots, "
       "count], got ",
       postponed.size(), " tensors");
   check_cache_vector(op, "clock", postponed[kPostponedClock], ScalarType::Long, 2, rows);
   check_cache_tensor(op, "conflicts", postponed[kPostponedConflicts], ScalarType::Long, rows);
   fetches.clock = postponed[kPostponedClock].const_data_ptr<int64_t>();
-  fetches.sets = postponed[kPostponedConflicts].numel();
-  STD_TORCH_CHECK(fetches.sets > 0, op, ": conflicts needs an entry per set");
+  fetches.num_sets = postponed[kPostponedConflicts].numel();
+  STD_TORCH_CHECK(fetches.num_sets > 0, op, ": conflicts needs an entry per set");
   fetches.conflicts = postponed[kPostponedConflicts].mutable_data_ptr<int64_t>();
   if (postponed.size() == kPostponedRows) return fetches;
   check_cache_vector(op, "postponed rows", postponed[kPostponedRows], ScalarType::Long,
@@ -200,12 +200,12 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
               count.const_data_ptr<int32_t>(), rows.numel());
 }
 
-// Prefetch as on the CPU, but with a `check_mode` repair the offsets of an invalid batch (or trap,
-// in the mode "fatal") instead of returning no tensor; in the mode "warning" add its violations to
-// `violations`. Return the seven tensors of the CPU; after them, if `postpones`, the postponed
-// fetches (rows, slots, count); after them, with a `check_mode`, the repaired offsets. All
-// arguments are checked, and all memory is allocated, before tags change; see DevicePlan::run for
-// what may raise after the probe.
+// Prefetch as on the CPU, with two differences. With a `check_mode`, an invalid batch does not end
+// the op: its offsets are repaired, in the mode "warning" its violations are added to `violations`,
+// and in the mode "fatal" the kernel traps. With `postpones`, fetches may be postponed. Return the
+// seven tensors of the CPU, then, if `postpones`, the postponed fetches (rows, slots, count), then,
+// with a `check_mode`, the repaired offsets. All arguments are checked, and all memory is
+// allocated, before tags change. DevicePlan::run describes what may throw after the probe.
 std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
                                     const Tensor& hyper, std::vector<Tensor> cache,
                                     const Tensor& tables, int64_t policy, int64_t lag,

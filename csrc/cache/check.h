@@ -1,6 +1,6 @@
 // Argument checks that the cache ops share. `op` and `name` are the names of the op and of the
-// argument, for the message of the error. On a GPU contents are trusted: only shapes and dtypes are
-// checked, and devices unless a function says that it does not.
+// argument, for the message of the error. On a GPU contents are trusted. Only shapes and dtypes are
+// checked, and also devices unless the comment of a function excludes them.
 #pragma once
 
 #include <optional>
@@ -55,9 +55,9 @@ inline void check_segments(const char* op, const Tensor& segments, const Tensor&
   check_cache_vector(op, "segments", segments, ScalarType::Int, rows.numel() + 1, rows);
 }
 
-// The arguments of a plan on any device, in the form that the kernels take. Shapes, dtypes and
-// devices are checked. Contents are not, because they may be on a device. Pointers are to tensors
-// of the op's caller, which must keep them alive.
+// The arguments of a plan on any device, converted for the kernels. Shapes, dtypes and devices are
+// checked. Contents are not, because they may be on a device. Pointers are to tensors of the op's
+// caller, which must keep them alive.
 struct PlanCall {
   const char* op;
   Tensor tags, tables;
@@ -69,13 +69,14 @@ struct PlanCall {
   const int32_t *segments = nullptr, *count = nullptr;  // [n + 1], [1]
   int64_t n = 0;
 
-  // Check all but the rows, and but the length of `counts`, which follows from contents: HostPlan
-  // checks it, and nothing does on a GPU. `usage_words` (see usage_word) is the argument `stamps`.
+  // Check all arguments except the rows and the length of `counts`. This length depends on the
+  // contents of `tables`: HostPlan checks it on the CPU, and it is not checked on a GPU.
+  // `usage_words` (see usage_word) is the argument `stamps`.
   PlanCall(const char* op, const Tensor& tags, const Tensor& usage_words, const Tensor& counts,
            const Tensor& counters_in, const Tensor& clock_in, const Tensor& tables, int64_t policy)
       : op(op), tags(tags), tables(tables) {
     cache.policy = parse_choice<CachePolicy>(op, "policy", policy, kCachePolicies);
-    cache.sets = check_tags(op, tags);
+    cache.num_sets = check_tags(op, tags);
     check_cache_vector(op, "stamps", usage_words, ScalarType::Long, tags.numel(), tags);
     check_features(op, tables);
     check_same_device(op, "tables", tables, tags);
@@ -118,8 +119,8 @@ struct CacheTensor {
   };
 };
 
-// Check the arguments that only `cache_prefetch_` has: the length of `cache`, `lag` >= 0, and the
-// arguments of a bounds check.
+// Check the arguments that only `cache_prefetch_` has: `cache` must have all tensors, `lag` must be
+// at least 0, and check_bounds_arguments must accept the arguments of a bounds check.
 inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int64_t lag,
                            const std::optional<int64_t>& check_mode, const Tensor& violations) {
   STD_TORCH_CHECK(cache.size() == CacheTensor::kNumTensors, op,
@@ -129,9 +130,9 @@ inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int
   check_bounds_arguments(op, check_mode, violations);
 }
 
-// Check the contents of `tables`, which must be in host memory: they must ascend by row_base and
-// not overlap, and have a dim of at least 1. The cached ones must be the last, without gaps between
-// their rows, and have one stride, at least their dim.
+// Check the contents of `tables`, which must be in host memory. Tables must ascend by row_base, not
+// overlap, and have a dim of at least 1. The cached tables must be the last ones, without gaps
+// between their rows, and have one stride, at least their dim.
 inline void check_tables(const char* op, const Tensor& tables) {
   check_features(op, tables);
   const Feature* all_tables = feature_array(tables);
@@ -157,12 +158,12 @@ inline void check_tables(const char* op, const Tensor& tables) {
 }
 
 // Check the weights (four tensors, one per tier), states, `hyper` and `tables` of an op that moves
-// rows, and return pointers to them, which are valid as long as the tensors. `states` are
-// tier-major: all states of tier 0, then all of tier 1, and so on. A state that has fewer entries
-// in the cache tier than the weights has one per row, else one per element: the module pads cached
-// rows to a multiple of four elements. On a GPU `hyper` may be empty, which makes memory.hyper
-// null. Checks neither devices nor that the tables lie inside the tensors (host_memory does the
-// latter).
+// rows. Return pointers to them, which are valid as long as the tensors. `states` are tier-major:
+// all states of tier 0, then all of tier 1, and so on. A state has one entry per row if it has
+// fewer entries in the cache tier than the weights, else one per element. This is unambiguous,
+// because the module pads cached rows to a multiple of four elements. On a GPU `hyper` may be
+// empty; then memory.hyper is null. This function checks neither devices nor that the tables lie
+// inside the tensors; host_memory checks the latter.
 inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                                 std::vector<Tensor>& states, const Tensor& hyper,
                                 const Tensor& tables) {
@@ -197,7 +198,7 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
       STD_TORCH_CHECK(tensor.numel() < memory.cache_elements, op,
                       ": a state in the cache must be as long as the weights there = ",
                       memory.cache_elements, " or have one entry per slot, got ", tensor.numel());
-      memory.by_row |= 1u << k;
+      memory.row_wise_tensors |= 1u << k;
       memory.cache_rows = tensor.numel() < memory.cache_rows ? tensor.numel() : memory.cache_rows;
     }
   }

@@ -10,14 +10,14 @@ namespace emb {
 
 // Plan a batch, whose rows are set in `call`: check the contents of the arguments, then change the
 // cache and its counters. Return (row_slots, evicted), int32 [L] and int64 [L]: see CachePlanArgs.
-// Their entries after the last row, and those of rows that are not cacheable, are -1 and kNoMove.
-// Raises before any change if the contents are invalid. A plan that runs out of memory may have
-// stamped hits and, for LFU, added lookups, but has changed no tag.
+// For rows that are not cacheable, and after the last row, they are -1 and kNoMove. Throws before
+// any change if the contents are invalid. A plan that runs out of memory may have stamped hits and,
+// for LFU, added lookups, but has changed no tag.
 std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call);
 
-// Check weights, states, hyper and tables as cache_memory does, and also the tables with
-// check_tables, and that every cached table lies inside its tier. Devices are not checked. Return
-// the memory in which rows are moved; it points into the tensors.
+// Check weights, states, hyper and tables as cache_memory does. Also check the contents of the
+// tables (check_tables), and that every cached table lies inside its tier. Devices are not checked.
+// Return the memory in which rows are moved; it points into the tensors.
 CacheMemory host_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
                         const Tensor& hyper, const Tensor& tables);
 
@@ -27,8 +27,8 @@ void move_batch(const CacheMemory& memory, const CacheMoves& moves, int64_t coun
 
 // Return the slot of the row of every lookup, int32 [L], -1 for none. `row_slots` comes from
 // cache_plan_ or cache_locate; segments [L + 1], lookups [L] and count [1] come from tbe_group.
-// Raises if their contents are out of range; it is not checked that `lookups` has every position
-// once.
+// Throws if their contents are out of range, but not if `lookups` repeats a position and so lacks
+// another.
 Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const Tensor& lookups,
                           const Tensor& count);
 

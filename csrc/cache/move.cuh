@@ -1,15 +1,15 @@
 // Moves rows and their optimizer states between the cache and the tiers of their tables on the GPU.
 // An optimizer state is moved like the weights: all are tensors of CacheMemory.
 //
-// A warp takes 32 rows of the batch. Lane i computes once where row i comes from, where the row
-// that it evicts goes to, and whether it moves at all (RowMove). Then groups of 4 to 32 lanes,
-// depending on the width of a row, take the rows that move. If all rows of the warp are aligned
-// packs of the cache's dtype, a group takes kMoveRows rows at a time. It reads all of these before
-// it writes one of them, so that up to 2 KB per warp and direction are on the bus at once, and both
-// directions are busy. Otherwise a group takes one row at a time and converts it. For states with
-// one entry per row, the lane of the row moves the entry. A lane owns the same columns of the row
-// that leaves a slot and of the row that enters it: it reads a column of the slot before it
-// overwrites it, so no lane waits for another.
+// A warp moves 32 rows of the batch at a time. Lane i computes once whether row i moves, the source
+// of row i, and the target of the row that it evicts (RowMove). Then groups of 4 to 32 lanes,
+// depending on the width of a row, move the rows. If all rows of the warp are aligned packs of the
+// cache's dtype, a group moves kMoveRows rows at a time. It reads all of these rows before it
+// writes the first, so that up to 2 KB per warp and direction are on the bus at once, and both
+// directions are busy. Otherwise a group converts one row at a time. For states with one entry per
+// row, the lane of the row moves the entry. A lane moves the same columns of the row that leaves a
+// slot and of the row that enters the slot. It reads a column of the slot before it overwrites the
+// column, so no lane waits for another.
 #pragma once
 
 #include "cache/args.h"
@@ -41,15 +41,17 @@ EMB_DEVICE void round_columns(Dtype type, const Rounding& rounding, int64_t row,
   }
 }
 
-// The move of one row of the batch: `out` leaves a slot and `in` enters it. dim 0 stands for no
-// row, in either.
+// The move of one row of the batch: `fetched` enters a slot, and `written_back` was in it. A dim of
+// 0 means no row.
 struct RowMove {
-  TierRow out{kNoRow, 0, 0, {0, 0, 0}}, in{kNoRow, 0, 0, {0, 0, 0}};
+  TierRow written_back{kNoRow, 0, 0, {0, 0, 0}}, fetched{kNoRow, 0, 0, {0, 0, 0}};
   int64_t slot = 0;
 
-  EMB_DEVICE bool moves() const { return out.dim > 0 || in.dim > 0; }
+  EMB_DEVICE bool has_row() const { return written_back.dim > 0 || fetched.dim > 0; }
   // Return the elements between rows of the cache.
-  EMB_DEVICE int64_t stride() const { return out.dim > 0 ? out.stride : in.stride; }
+  EMB_DEVICE int64_t stride() const {
+    return written_back.dim > 0 ? written_back.stride : fetched.stride;
+  }
 };
 
 // Move the only entry of this lane's rows, the evicted and the fetched one, in a tensor with one
@@ -57,64 +59,68 @@ struct RowMove {
 EMB_DEVICE void move_entry(const CacheMemory& memory, int tensor, const RowMove& move,
                            const Rounding& rounding) {
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
-  const TierTensor out = memory.tensors[tensor][move.out.location.tier];
-  const TierTensor in = memory.tensors[tensor][move.in.location.tier];
-  float out_value[kMoveColumns] = {}, in_value[kMoveColumns] = {};
-  if (move.in.dim > 0) read_columns(in.data, in.type, move.in.location.state_row, 1, in_value);
-  if (move.out.dim > 0) {
-    read_columns(cache.data, cache.type, move.slot, 1, out_value);
-    if (rounding.is_stochastic && out.type != cache.type) {
-      round_columns(out.type, rounding, move.out.row, 0, tensor, out_value);
+  const TierTensor write_back_tensor = memory.tensors[tensor][move.written_back.location.tier];
+  const TierTensor fetch_tensor = memory.tensors[tensor][move.fetched.location.tier];
+  float write_back_value[kMoveColumns] = {}, fetched_value[kMoveColumns] = {};
+  if (move.fetched.dim > 0)
+    read_columns(fetch_tensor.data, fetch_tensor.type, move.fetched.location.state_row, 1,
+                 fetched_value);
+  if (move.written_back.dim > 0) {
+    read_columns(cache.data, cache.type, move.slot, 1, write_back_value);
+    if (rounding.is_stochastic && write_back_tensor.type != cache.type) {
+      round_columns(write_back_tensor.type, rounding, move.written_back.row, 0, tensor,
+                    write_back_value);
     }
-    write_columns(out.data, out.type, move.out.location.state_row, 1, out_value);
+    write_columns(write_back_tensor.data, write_back_tensor.type,
+                  move.written_back.location.state_row, 1, write_back_value);
   }
-  if (move.in.dim > 0) write_columns(cache.data, cache.type, move.slot, 1, in_value);
+  if (move.fetched.dim > 0) write_columns(cache.data, cache.type, move.slot, 1, fetched_value);
 }
 
-// Return the number of lanes, 4 to 32, of a group that moves rows of `accesses` accesses each.
-EMB_DEVICE int lanes_of_move(int accesses) {
+// Return the number of lanes, 4 to 32, of a group that moves rows of `num_accesses` accesses each.
+EMB_DEVICE int lanes_for_row(int num_accesses) {
   int lanes = 4;
-  while (lanes < kWarpLanes && lanes < accesses) lanes *= 2;
+  while (lanes < kWarpLanes && lanes < num_accesses) lanes *= 2;
   return lanes;
 }
 
-// A copy of the move of lane `source` for the lanes of a group. The whole warp calls the
-// constructor, each lane with its own move. If `source` is -1, both dims are 0.
+// A copy of the move of lane `source_lane` for the lanes of a group. The whole warp calls the
+// constructor, each lane with its own move. If `source_lane` is -1, both dims are 0.
 struct GroupMove {
-  int64_t out_element, in_element;  // first elements of the rows in their tiers
-  int64_t slot_element;             // first element of the slot in the cache
-  int out_dim, in_dim, out_tier, in_tier;
+  int64_t write_back_element, fetch_element;  // first elements of the rows in their tiers
+  int64_t slot_element;                       // first element of the slot in the cache
+  int write_back_dim, fetch_dim, write_back_tier, fetch_tier;
 
   GroupMove() = default;
-  EMB_DEVICE GroupMove(const RowMove& move, int source) {
+  EMB_DEVICE GroupMove(const RowMove& move, int source_lane) {
     constexpr unsigned kAll = simt::kFullMask;
-    const int from = source < 0 ? 0 : source;
-    const int tiers =
-        move.out.location.tier | (move.in.location.tier << 8);  // one shuffle for both
+    const int from = source_lane < 0 ? 0 : source_lane;
+    // One shuffle for both.
+    const int tiers = move.written_back.location.tier | (move.fetched.location.tier << 8);
     const int shared_tiers = __shfl_sync(kAll, tiers, from);
-    out_tier = shared_tiers & 255;
-    in_tier = shared_tiers >> 8;
-    out_element = __shfl_sync(kAll, move.out.location.element, from);
-    in_element = __shfl_sync(kAll, move.in.location.element, from);
+    write_back_tier = shared_tiers & 255;
+    fetch_tier = shared_tiers >> 8;
+    write_back_element = __shfl_sync(kAll, move.written_back.location.element, from);
+    fetch_element = __shfl_sync(kAll, move.fetched.location.element, from);
     slot_element = __shfl_sync(kAll, move.slot * move.stride(), from);
-    out_dim = __shfl_sync(kAll, static_cast<int>(move.out.dim), from);
-    in_dim = __shfl_sync(kAll, static_cast<int>(move.in.dim), from);
-    if (source < 0) out_dim = in_dim = 0;
+    write_back_dim = __shfl_sync(kAll, static_cast<int>(move.written_back.dim), from);
+    fetch_dim = __shfl_sync(kAll, static_cast<int>(move.fetched.dim), from);
+    if (source_lane < 0) write_back_dim = fetch_dim = 0;
   }
 };
 
-// Assign the next R rows that move to each group: remove their lanes from `pending`, the bit mask
-// of lanes whose rows have not been moved, which is the same in all lanes, and write the lanes of
-// this group's rows to `source`, -1 for none.
+// Assign R of the rows that move to each group. `pending` is the mask of the lanes whose rows have
+// not been assigned, the same in all lanes. Remove the lanes of the assigned rows from it. Write
+// the lanes of this group's rows to `source_lanes`, -1 for none.
 template <int R>
-EMB_DEVICE void take_rows(unsigned* pending, const LaneGroup& lane, int (&source)[R]) {
+EMB_DEVICE void take_rows(unsigned* pending, const LaneGroup& lane, int (&source_lanes)[R]) {
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    source[r] = -1;
+    source_lanes[r] = -1;
     for (int g = 0; g < lane.groups_in_warp(); ++g) {
-      const int next = __ffs(static_cast<int>(*pending)) - 1;
+      const int next_lane = __ffs(static_cast<int>(*pending)) - 1;
       *pending &= *pending - 1;
-      if (g == lane.group) source[r] = next;
+      if (g == lane.group) source_lanes[r] = next_lane;
     }
   }
 }
@@ -132,81 +138,88 @@ EMB_DEVICE void copy_packs(const CacheMemory& memory, int tensor, const RowMove&
   constexpr int R = kMoveRows;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
   const int size = static_cast<int>(element_bytes(cache.type));
-  const LaneGroup lane(lanes_of_move(packs));
+  const LaneGroup lane(lanes_for_row(packs));
   while (pending != 0) {
-    int source[R];
-    take_rows(&pending, lane, source);
-    const simt::Pack16* in_row[R];
-    simt::Pack16 *out_row[R], *slot[R];
-    int in_packs[R], out_packs[R];
+    int source_lanes[R];
+    take_rows(&pending, lane, source_lanes);
+    const simt::Pack16* fetch_row[R];
+    simt::Pack16 *write_back_row[R], *slot[R];
+    int fetch_packs[R], write_back_packs[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const GroupMove move(lane_move, source[r]);
-      in_row[r] = pack_at(memory.tensors[tensor][move.in_tier], move.in_element, lane.rank);
-      out_row[r] = pack_at(memory.tensors[tensor][move.out_tier], move.out_element, lane.rank);
+      const GroupMove move(lane_move, source_lanes[r]);
+      fetch_row[r] =
+          pack_at(memory.tensors[tensor][move.fetch_tier], move.fetch_element, lane.rank);
+      write_back_row[r] =
+          pack_at(memory.tensors[tensor][move.write_back_tier], move.write_back_element, lane.rank);
       slot[r] = pack_at(cache, move.slot_element, lane.rank);
-      in_packs[r] = move.in_dim * size / 16 - lane.rank;
-      out_packs[r] = move.out_dim * size / 16 - lane.rank;
+      fetch_packs[r] = move.fetch_dim * size / 16 - lane.rank;
+      write_back_packs[r] = move.write_back_dim * size / 16 - lane.rank;
     }
     for (int p = 0; p < packs; p += lane.lanes) {
-      simt::Pack16 in[R], out[R];
+      simt::Pack16 fetched[R], written_back[R];
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        if (p < in_packs[r]) in[r] = in_row[r][p];
+        if (p < fetch_packs[r]) fetched[r] = fetch_row[r][p];
       }
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        if (p < out_packs[r]) out[r] = slot[r][p];
+        if (p < write_back_packs[r]) written_back[r] = slot[r][p];
       }
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        if (p < out_packs[r]) out_row[r][p] = out[r];
+        if (p < write_back_packs[r]) write_back_row[r][p] = written_back[r];
       }
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        if (p < in_packs[r]) slot[r][p] = in[r];
+        if (p < fetch_packs[r]) slot[r][p] = fetched[r];
       }
     }
   }
 }
 
 // Move the rows of the lanes `pending` in an element-wise tensor, for any alignment and dtypes: a
-// row per group at a time, of at most `widest` columns.
+// row per group at a time, of at most `max_dim` columns.
 EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const RowMove& lane_move,
-                                unsigned pending, int widest, const Rounding& rounding) {
+                                unsigned pending, int max_dim, const Rounding& rounding) {
   constexpr int N = kMoveColumns;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
-  const LaneGroup lane(lanes_of_move((widest + N - 1) / N));
+  const LaneGroup lane(lanes_for_row((max_dim + N - 1) / N));
   while (pending != 0) {
-    int source[1];
-    take_rows(&pending, lane, source);
-    const GroupMove move(lane_move, source[0]);
-    const int64_t out_row =
-        __shfl_sync(simt::kFullMask, lane_move.out.row, source[0] < 0 ? 0 : source[0]);
-    const TierTensor out_tier = memory.tensors[tensor][move.out_tier];
-    const TierTensor in_tier = memory.tensors[tensor][move.in_tier];
-    for (int c = lane.rank * N; c < widest; c += lane.lanes * N) {
-      const int out_valid = move.out_dim - c, in_valid = move.in_dim - c;
-      float out[N], in[N];
-      if (in_valid > 0) {
-        read_columns(in_tier.data, in_tier.type, move.in_element + c, in_valid, in);
+    int source_lanes[1];
+    take_rows(&pending, lane, source_lanes);
+    const GroupMove move(lane_move, source_lanes[0]);
+    const int64_t write_back_row = __shfl_sync(simt::kFullMask, lane_move.written_back.row,
+                                               source_lanes[0] < 0 ? 0 : source_lanes[0]);
+    const TierTensor write_back_tensor = memory.tensors[tensor][move.write_back_tier];
+    const TierTensor fetch_tensor = memory.tensors[tensor][move.fetch_tier];
+    for (int c = lane.rank * N; c < max_dim; c += lane.lanes * N) {
+      const int write_back_columns = move.write_back_dim - c, fetch_columns = move.fetch_dim - c;
+      float written_back[N], fetched[N];
+      if (fetch_columns > 0) {
+        read_columns(fetch_tensor.data, fetch_tensor.type, move.fetch_element + c, fetch_columns,
+                     fetched);
       }
-      if (out_valid > 0) {
-        read_columns(cache.data, cache.type, move.slot_element + c, out_valid, out);
-        if (rounding.is_stochastic && out_tier.type != cache.type) {
-          round_columns(out_tier.type, rounding, out_row, c, tensor, out);
+      if (write_back_columns > 0) {
+        read_columns(cache.data, cache.type, move.slot_element + c, write_back_columns,
+                     written_back);
+        if (rounding.is_stochastic && write_back_tensor.type != cache.type) {
+          round_columns(write_back_tensor.type, rounding, write_back_row, c, tensor, written_back);
         }
-        write_columns(out_tier.data, out_tier.type, move.out_element + c, out_valid, out);
+        write_columns(write_back_tensor.data, write_back_tensor.type, move.write_back_element + c,
+                      write_back_columns, written_back);
       }
-      if (in_valid > 0) write_columns(cache.data, cache.type, move.slot_element + c, in_valid, in);
+      if (fetch_columns > 0)
+        write_columns(cache.data, cache.type, move.slot_element + c, fetch_columns, fetched);
     }
   }
 }
 
-// Return whether a row consists of aligned 16-byte packs, in a tensor of its tier and in the slot
-// of the cache that begins at slot_element, and both have one dtype. True if there is no row.
-EMB_DEVICE bool is_in_packs(const CacheMemory& memory, int tensor, const TierRow& row,
-                            int64_t slot_element) {
+// Return whether a row consists of aligned 16-byte packs, both in a tensor of its tier and in the
+// slot of the cache that begins at slot_element, and both tensors have one dtype. True if there is
+// no row.
+EMB_DEVICE bool has_aligned_packs(const CacheMemory& memory, int tensor, const TierRow& row,
+                                  int64_t slot_element) {
   if (row.dim == 0) return true;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
   const TierTensor tier = memory.tensors[tensor][row.location.tier];
@@ -215,51 +228,52 @@ EMB_DEVICE bool is_in_packs(const CacheMemory& memory, int tensor, const TierRow
          is_aligned(pack_at(cache, slot_element, 0), 16);
 }
 
-// Move the rows of a warp, one per lane, in all tensors. Called by the whole warp.
+// Move the rows of a warp, one per lane, in all tensors. All 32 lanes must call this.
 EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
                           const Rounding& rounding) {
-  const unsigned movers = __ballot_sync(simt::kFullMask, lane_move.moves());
-  if (movers == 0) return;
+  const unsigned moving_lanes = __ballot_sync(simt::kFullMask, lane_move.has_row());
+  if (moving_lanes == 0) return;
   const int64_t slot_element = lane_move.slot * lane_move.stride();
-  const int64_t in_dim = lane_move.in.dim, out_dim = lane_move.out.dim;
-  const int dim = static_cast<int>(in_dim > out_dim ? in_dim : out_dim);
-  const int widest = __reduce_max_sync(simt::kFullMask, dim);
+  const int64_t fetch_dim = lane_move.fetched.dim, write_back_dim = lane_move.written_back.dim;
+  const int dim = static_cast<int>(fetch_dim > write_back_dim ? fetch_dim : write_back_dim);
+  const int max_dim = __reduce_max_sync(simt::kFullMask, dim);
   for (int k = 0; k < memory.num_tensors; ++k) {
-    if (memory.is_by_row(k)) {
-      if (lane_move.moves()) move_entry(memory, k, lane_move, rounding);
+    if (memory.has_entry_per_row(k)) {
+      if (lane_move.has_row()) move_entry(memory, k, lane_move, rounding);
       continue;
     }
-    const bool are_in_packs = is_in_packs(memory, k, lane_move.in, slot_element) &&
-                              is_in_packs(memory, k, lane_move.out, slot_element);
-    if (__all_sync(simt::kFullMask, are_in_packs)) {
+    const bool is_in_packs = has_aligned_packs(memory, k, lane_move.fetched, slot_element) &&
+                             has_aligned_packs(memory, k, lane_move.written_back, slot_element);
+    if (__all_sync(simt::kFullMask, is_in_packs)) {
       const int64_t size = element_bytes(memory.tensors[k][kCacheTier].type);
-      copy_packs(memory, k, lane_move, movers, static_cast<int>(widest * size / 16));
+      copy_packs(memory, k, lane_move, moving_lanes, static_cast<int>(max_dim * size / 16));
     } else {
-      convert_columns(memory, k, lane_move, movers, widest, rounding);
+      convert_columns(memory, k, lane_move, moving_lanes, max_dim, rounding);
     }
   }
 }
 
 // If `is_postponed`, list the fetch of this lane's row in `fetches`, and remove the fetch from
-// `move`, which keeps the write-back. fetches.count must not be null. Called by the whole warp.
+// `move`, which keeps the write-back. fetches.count must not be null. All 32 lanes must call this.
 EMB_DEVICE void postpone(const PostponedFetches& fetches, RowMove* move, bool is_postponed) {
-  const unsigned lanes = __ballot_sync(simt::kFullMask, is_postponed);  // that postpone
-  if (lanes == 0) return;
+  const unsigned postponing_lanes = __ballot_sync(simt::kFullMask, is_postponed);
+  if (postponing_lanes == 0) return;
   const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
-  const int leader = __ffs(static_cast<int>(lanes)) - 1;
+  const int leader = __ffs(static_cast<int>(postponing_lanes)) - 1;
   int first = 0;
-  if (lane == leader) first = atomicAdd(fetches.count, __popc(lanes));
+  if (lane == leader) first = atomicAdd(fetches.count, __popc(postponing_lanes));
   first = __shfl_sync(simt::kFullMask, first, leader);
   if (!is_postponed) return;
-  const int position = first + __popc(lanes & ((1u << lane) - 1));
-  fetches.rows[position] = move->in.row;
+  const int position = first + __popc(postponing_lanes & ((1u << lane) - 1));
+  fetches.rows[position] = move->fetched.row;
   fetches.slots[position] = static_cast<int32_t>(move->slot);
-  move->in.dim = 0;
+  move->fetched.dim = 0;
 }
 
 // Move the first *num_rows rows of a batch. Fetches that are postponed are listed in `postponed`
-// instead, and rows that got no way are recorded in postponed.conflicts, unless that is null. A row
-// or slot that does not exist is skipped. A warp takes 32 rows, grid-stride.
+// instead. Rows that got no way are recorded in postponed.conflicts unless it is null. A row that
+// does not exist, or whose slot does not exist, is skipped. A warp moves 32 rows at a time, in a
+// grid-stride loop.
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
     move_kernel(CacheMemory memory, CacheMoves moves, PostponedFetches postponed,
                 const int32_t* num_rows) {
@@ -275,14 +289,14 @@ EMB_DEVICE void postpone(const PostponedFetches& fetches, RowMove* move, bool is
       const int64_t row = moves.rows[u];
       move.slot = moves.row_slots[u];
       if (evicted != kNoMove) {
-        const TierRow in = find_tier_row(memory, row);
-        if (fits(memory, in, move.slot)) {
-          move.in = in;
-          move.out = find_tier_row(memory, evicted);
+        const TierRow fetched = find_tier_row(memory, row);
+        if (can_cache(memory, fetched, move.slot)) {
+          move.fetched = fetched;
+          move.written_back = find_tier_row(memory, evicted);
           is_postponed = postponed.may_be_updated(move.slot);
         }
       } else if (move.slot < 0 && postponed.conflicts != nullptr) {
-        if (find_tier_row(memory, row).dim > 0) postponed.note_conflict(row);
+        if (find_tier_row(memory, row).dim > 0) postponed.record_conflict(row);
       }
     }
     if (postponed.count != nullptr) postpone(postponed, &move, is_postponed);
@@ -299,8 +313,8 @@ EMB_DEVICE void postpone(const PostponedFetches& fetches, RowMove* move, bool is
     RowMove move;
     move.slot = first + threadIdx.x % simt::kWarpLanes;
     if (move.slot < num_slots) {
-      const TierRow out = find_tier_row(memory, tags[move.slot]);
-      if (fits(memory, out, move.slot)) move.out = out;
+      const TierRow row = find_tier_row(memory, tags[move.slot]);
+      if (can_cache(memory, row, move.slot)) move.written_back = row;
     }
     move_rows(memory, move, rounding);
   }

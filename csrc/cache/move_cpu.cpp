@@ -1,6 +1,6 @@
 // `cache_move_` and `cache_flush_` on the CPU: check the arguments, then move rows, or flush slots,
-// in parallel. The rows of a plan have distinct slots, so moves may run in any order. Nothing
-// checks that slots are distinct: row_slots and evicted must come from cache_plan_.
+// in parallel. The rows of a plan have distinct slots, so moves may run in any order. It is not
+// checked that slots are distinct: row_slots and evicted must come from cache_plan_.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
@@ -33,12 +33,13 @@ void check_tier_rows(const char* op, const CacheMemory& memory, const std::vecto
     for (int k = 0; k < memory.num_tensors; ++k) {
       const Tensor& tensor =
           k == 0 ? weights[table.tier] : states[table.tier * (memory.num_tensors - 1) + k - 1];
-      const bool is_by_row = memory.is_by_row(k);
-      const int64_t first = is_by_row ? table.state_base : table.weight_offset;
-      STD_TORCH_CHECK(first <= tensor.numel() &&
-                          table.rows <= (tensor.numel() - first) / (is_by_row ? 1 : table.dim),
-                      op, ": table ", t, " lies outside the ", k == 0 ? "weights" : "states",
-                      " of tier ", table.tier, "; tables must come from the module that owns them");
+      const bool has_entry_per_row = memory.has_entry_per_row(k);
+      const int64_t first = has_entry_per_row ? table.state_base : table.weight_offset;
+      STD_TORCH_CHECK(
+          first <= tensor.numel() &&
+              table.rows <= (tensor.numel() - first) / (has_entry_per_row ? 1 : table.dim),
+          op, ": table ", t, " lies outside the ", k == 0 ? "weights" : "states", " of tier ",
+          table.tier, "; tables must come from the module that owns them");
     }
   }
 }

@@ -1,9 +1,9 @@
 // The plan of a batch on the GPU: probing, admission, counting, and the slots of lookups.
 //
-// A warp takes one row (probe_kernel), or one set with misses (admit_kernel), and each lane one of
-// the 32 ways, so that the tags of a set are one coalesced load. Between these two kernels, the
-// sort of group/ groups the misses by set. The last kernel counts the batch and, if the caller asks
-// for them, writes the slots of lookups. The order of launches is launch_probe, sort_and_group,
+// A warp works on one row (probe_kernel), or on one set with misses (admit_kernel). Each lane has
+// one of the 32 ways, so that the tags of a set are one coalesced load. Between these two kernels,
+// the sort of group/ groups the misses by set. The last kernel counts the batch and, if the caller
+// wants them, writes the slots of lookups. The order of launches is launch_probe, sort_and_group,
 // launch_admit.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace emb::cuda {
 
 inline constexpr int kCacheThreads = 256;
 inline constexpr int kCacheWarps = kCacheThreads / kWarpLanes;
-static_assert(kWays == kWarpLanes);  // where a warp takes a set, a lane has the way of its number
+static_assert(kWays == kWarpLanes);  // a warp that works on a set has one lane per way
 
 // The arguments of the kernels. All pointers are to device memory that must live until the kernels
 // have run.
@@ -33,9 +33,9 @@ struct DevicePlanArgs {
   int64_t n;
   int32_t* row_slots;  // [n], an output: slot of each row, -1 for none and from *count on
   int64_t* evicted;    // [n], an output: row that each row replaces, kNoRow or kNoMove
-  // Negative: `clock` has the numbers of this batch. Otherwise `clock` has those of the batch
-  // before: this batch has the next number, and the oldest batch in flight has this number minus
-  // `lag`. The last kernel of the plan writes both to `clock`.
+  // If `lag` is negative, `clock` has the numbers of this batch. Otherwise `clock` has the numbers
+  // of the previous batch: this batch has the next number, and the oldest batch in flight has this
+  // number minus `lag`. The last kernel of the plan writes both numbers to `clock`.
   int64_t lag = -1;
   int32_t* num_postponed = nullptr;  // [1], set to 0 by the last kernel; may be null
 
@@ -47,8 +47,8 @@ struct DevicePlanArgs {
   }
 };
 
-// The misses grouped by set: group g < *num_groups is the rows permutation[segments[g]], ...,
-// permutation[segments[g + 1] - 1], ascending, of set sets[g].
+// The misses grouped by set. Group g < *num_groups has the rows permutation[segments[g]], ...,
+// permutation[segments[g + 1] - 1] of set sets[g], in ascending order.
 struct DeviceMissGroups {
   const int32_t *sets, *segments, *permutation, *num_groups;
 };
@@ -58,17 +58,18 @@ EMB_DEVICE int64_t lookups_at(const DevicePlanArgs& plan, int64_t u) {
   return plan.segments[u + 1] - plan.segments[u];
 }
 
-// Return the way of set `set` that has `row`, the same in every lane; -1 if there is none. Called
-// by the whole warp.
+// Return the way of set `set` that has `row`, -1 if there is none. The result is the same in every
+// lane. All 32 lanes must call this.
 EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   const int64_t tag = cache.tags[set * kWays + lane_in_warp()];
   return __ffs(static_cast<int>(__ballot_sync(simt::kFullMask, tag == row))) - 1;
 }
 
-// For every row write row_slots (-1 for a miss and for a row that is not cacheable), set `evicted`
-// to kNoMove, and write the input of the sort that groups the misses: the key, which is the set of
-// a miss and sort.no_group_key for any other row, and the position. Also stamp the hits, and for
-// LFU add the lookups of the batch. A warp takes a row, grid-stride.
+// For every row write row_slots, -1 for a miss and for a row that is not cacheable, and set
+// `evicted` to kNoMove. Stamp the hits, and for LFU add the lookups of the batch. Also write the
+// input of the sort that groups the misses: the position of each row, and its key, which is the set
+// of a miss and sort.no_group_key for any other row. A warp works on one row, in a grid-stride
+// loop.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     probe_kernel(DevicePlanArgs plan, SortBuffers<uint32_t> sort) {
   const CacheState& cache = plan.cache;
@@ -77,7 +78,7 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   for (int64_t u = simt::global_warp(); u < plan.n; u += simt::warps_in_grid()) {
     const int64_t row = u < count ? plan.rows[u] : -1;
     const bool is_cacheable = u < count && row >= first_row;
-    const int64_t set = is_cacheable ? set_of(row, cache.sets) : 0;
+    const int64_t set = is_cacheable ? set_of(row, cache.num_sets) : 0;
     const int way = is_cacheable ? find_way(cache, set, row) : -1;
     if (lane_in_warp() != (way < 0 ? 0 : way)) continue;
     const int64_t slot = set * kWays + way;
@@ -99,15 +100,15 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   }
 }
 
-// Write row_slots of all rows and change nothing else. Of `plan` only cache.tags, cache.sets, the
-// tables, rows, count, n and row_slots are used.
+// Write row_slots of all rows and change nothing else. The kernel uses only these members of
+// `plan`: cache.tags, cache.num_sets, tables, num_tables, rows, count, n and row_slots.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     locate_kernel(DevicePlanArgs plan) {
   const int64_t first_row = first_cacheable_row(plan.tables, plan.num_tables), count = *plan.count;
   for (int64_t u = simt::global_warp(); u < plan.n; u += simt::warps_in_grid()) {
     const int64_t row = u < count ? plan.rows[u] : -1;
     const bool is_cacheable = u < count && row >= first_row;
-    const int64_t set = is_cacheable ? set_of(row, plan.cache.sets) : 0;
+    const int64_t set = is_cacheable ? set_of(row, plan.cache.num_sets) : 0;
     const int way = is_cacheable ? find_way(plan.cache, set, row) : -1;
     if (lane_in_warp() == 0)
       plan.row_slots[u] = way < 0 ? -1 : static_cast<int32_t>(set * kWays + way);
@@ -127,35 +128,35 @@ EMB_DEVICE int32_t index_of_miss(int64_t priority) {
   return INT32_MAX - static_cast<int32_t>(priority & 0xffffffff);
 }
 
-// Return how many of the first `num_lanes` lanes pass an `of_lane` that is higher than the
-// `priority` of this lane. Called by the whole warp.
-EMB_DEVICE int count_higher(int64_t priority, int64_t of_lane, int num_lanes) {
-  int higher = 0;
+// Return how many of the first `num_lanes` lanes have a `lane_priority` that is higher than the
+// `priority` of this lane. All 32 lanes must call this.
+EMB_DEVICE int count_higher(int64_t priority, int64_t lane_priority, int num_lanes) {
+  int num_higher = 0;
   for (int k = 0; k < num_lanes; ++k) {
-    higher += __shfl_sync(simt::kFullMask, of_lane, k) > priority;
+    num_higher += __shfl_sync(simt::kFullMask, lane_priority, k) > priority;
   }
-  return higher;
+  return num_higher;
 }
 
 // Write to `leaders`, [kWays], the kWays highest priorities of the misses of the group [begin,
-// end), the highest first. If there are fewer, the other entries are kNoMiss. Each count of lookups
-// is read once; 32 misses at a time are ranked against the leaders so far. `leaders` is shared
-// memory of this warp. Called by the whole warp.
+// end), the highest first. If there are fewer, the other elements are kNoMiss. Each count of
+// lookups is read once. 32 misses at a time are ranked against the leaders so far. `leaders` is
+// shared memory of this warp. All 32 lanes must call this.
 EMB_DEVICE void rank_by_lookups(const DevicePlanArgs& plan, const DeviceMissGroups& groups,
                                 int64_t first_row, int32_t begin, int32_t end, int64_t* leaders) {
-  int64_t leader = kNoMiss;  // of the leaders so far, the one whose rank is this lane's number
+  int64_t leader = kNoMiss;  // the leader so far whose rank is the number of this lane
   int num_leaders = 0;
   for (int32_t tile = begin; tile < end; tile += kWarpLanes) {
     const int32_t j = tile + lane_in_warp();
-    const int in_tile = end - tile < kWarpLanes ? end - tile : kWarpLanes;
+    const int num_in_tile = end - tile < kWarpLanes ? end - tile : kWarpLanes;
     int64_t priority = kNoMiss;
     if (j < end) {
       const int64_t row = plan.rows[groups.permutation[j]];
       priority = miss_priority(plan.cache.counts[row - first_row], j - begin);
     }
     const int rank =
-        count_higher(priority, priority, in_tile) + count_higher(priority, leader, num_leaders);
-    const int rank_of_leader = lane_in_warp() + count_higher(leader, priority, in_tile);
+        count_higher(priority, priority, num_in_tile) + count_higher(priority, leader, num_leaders);
+    const int rank_of_leader = lane_in_warp() + count_higher(leader, priority, num_in_tile);
     __syncwarp();  // all lanes have read the leaders so far
     leaders[lane_in_warp()] = kNoMiss;
     __syncwarp();
@@ -163,14 +164,14 @@ EMB_DEVICE void rank_by_lookups(const DevicePlanArgs& plan, const DeviceMissGrou
     if (j < end && rank < kWays) leaders[rank] = priority;
     __syncwarp();
     leader = leaders[lane_in_warp()];
-    num_leaders = num_leaders + in_tile < kWays ? num_leaders + in_tile : kWays;
+    num_leaders = num_leaders + num_in_tile < kWays ? num_leaders + num_in_tile : kWays;
   }
 }
 
-// Assign ways to the misses. A warp takes a set, grid-stride. Lane w decides whether way w is
-// replaced, and by which row: by the miss whose rank among the misses is the rank of way w among
-// the ways. For a row that gets a way, write row_slots, evicted, the tag and the usage word; for
-// LFU also write the lookups of the evicted row to `counts`.
+// Assign ways to the misses. A warp works on one set, in a grid-stride loop. Lane w decides whether
+// way w is replaced. The candidate is the miss whose rank among the misses is the rank of way w
+// among the ways. For a row that gets a way, write row_slots, evicted, the tag and the usage word.
+// For LFU also write the lookups of the evicted row to `counts`.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     admit_kernel(DevicePlanArgs plan, DeviceMissGroups groups) {
   __shared__ int64_t leaders_of_warps[kCacheWarps][kWays];
@@ -187,8 +188,8 @@ EMB_DEVICE void rank_by_lookups(const DevicePlanArgs& plan, const DeviceMissGrou
     const int64_t word = cache.usage_words[slot], order = way_order(cache.policy, word, oldest);
     int rank = 0;  // rank of this way among all ways
     for (int k = 0; k < kWays; ++k) {
-      const int64_t other = __shfl_sync(simt::kFullMask, order, k);
-      rank += other < order || (other == order && k < lane_in_warp());
+      const int64_t other_order = __shfl_sync(simt::kFullMask, order, k);
+      rank += other_order < order || (other_order == order && k < lane_in_warp());
     }
     if (is_lfu) rank_by_lookups(plan, groups, first_row, begin, end, leaders);
     if (rank < end - begin) {
@@ -226,7 +227,7 @@ EMB_DEVICE void add_counter(const DevicePlanArgs& plan, int table, CacheCounter:
 }
 
 // Add `counts` to the counters of its table and, except for calls, to the totals; clear the sums.
-// Called by the whole warp.
+// All 32 lanes must call this.
 EMB_DEVICE void flush_counts(const DevicePlanArgs& plan, TableCounts* counts) {
 #pragma unroll
   for (int c = 0; c < TableCounts::kCounters; ++c) {
@@ -235,7 +236,7 @@ EMB_DEVICE void flush_counts(const DevicePlanArgs& plan, TableCounts* counts) {
     counts->sums[c] = 0;
     if (lane_in_warp() != 0 || sum == 0) continue;
     add_counter(plan, counts->table, counter, sum);
-    // A call reaches several tables; finish_plan_kernel counts it once in the totals.
+    // A call may have rows of several tables; finish_plan_kernel counts it once in the totals.
     if (counter != CacheCounter::kCalls) add_counter(plan, plan.num_tables, counter, sum);
   }
 }
@@ -256,41 +257,43 @@ EMB_DEVICE void count_row(const DevicePlanArgs& plan, int64_t u, int64_t row_bas
 }
 
 // Count the cacheable rows of a plan and the rows that they evict. This is block `block` of the
-// `blocks` that count. Each warp takes a contiguous range of rows, 32 at a time. Since rows ascend,
-// their table seldom changes.
-EMB_DEVICE void count_rows(const DevicePlanArgs& plan, unsigned block, unsigned blocks) {
+// `num_blocks` blocks that count. Each warp counts a contiguous range of rows, 32 at a time. Rows
+// ascend, so their table seldom changes.
+EMB_DEVICE void count_rows(const DevicePlanArgs& plan, unsigned block, unsigned num_blocks) {
   const int64_t first_row = first_cacheable_row(plan.tables, plan.num_tables), count = *plan.count;
-  const int64_t tiles = (count + kWarpLanes - 1) / kWarpLanes,
-                warps = int64_t{blocks} * kCacheWarps;
+  const int64_t num_tiles = (count + kWarpLanes - 1) / kWarpLanes,
+                num_warps = int64_t{num_blocks} * kCacheWarps;
   const int64_t warp = int64_t{block} * kCacheWarps + threadIdx.x / simt::kWarpLanes;
-  const int64_t tiles_per_warp = (tiles + warps - 1) / warps, first = warp * tiles_per_warp;
+  const int64_t tiles_per_warp = (num_tiles + num_warps - 1) / num_warps,
+                first_tile = warp * tiles_per_warp;
   TableCounts counts;
-  for (int64_t tile = first; tile < first + tiles_per_warp && tile < tiles; ++tile) {
+  for (int64_t tile = first_tile; tile < first_tile + tiles_per_warp && tile < num_tiles; ++tile) {
     const int64_t u = tile * kWarpLanes + lane_in_warp();
     const bool is_cacheable = u < count && plan.rows[u] >= first_row;
     const int table = is_cacheable ? find_table(plan.tables, plan.num_tables, plan.rows[u]) : -1;
-    unsigned pending = __ballot_sync(simt::kFullMask, table >= 0);  // lanes not yet counted
-    while (pending != 0) {
-      const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(pending)) - 1);
-      if (next != counts.table) {
+    unsigned lanes_left = __ballot_sync(simt::kFullMask, table >= 0);  // lanes not yet counted
+    while (lanes_left != 0) {
+      const int next_table =
+          __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(lanes_left)) - 1);
+      if (next_table != counts.table) {
         if (counts.table >= 0) flush_counts(plan, &counts);
-        counts.table = next;
+        counts.table = next_table;
       }
-      if (table == next) count_row(plan, u, plan.tables[table].row_base, counts.sums);
-      pending &= ~__ballot_sync(simt::kFullMask, table == next);
+      if (table == next_table) count_row(plan, u, plan.tables[table].row_base, counts.sums);
+      lanes_left &= ~__ballot_sync(simt::kFullMask, table == next_table);
     }
     const int64_t evicted = is_cacheable ? plan.evicted[u] : -1;
     const int evicted_table = evicted >= 0 ? find_table(plan.tables, plan.num_tables, evicted) : -1;
-    pending = __ballot_sync(simt::kFullMask, evicted_table >= 0);
-    while (pending != 0) {
-      const int next =
-          __shfl_sync(simt::kFullMask, evicted_table, __ffs(static_cast<int>(pending)) - 1);
-      const unsigned same = __ballot_sync(simt::kFullMask, evicted_table == next);
+    lanes_left = __ballot_sync(simt::kFullMask, evicted_table >= 0);
+    while (lanes_left != 0) {
+      const int next_table =
+          __shfl_sync(simt::kFullMask, evicted_table, __ffs(static_cast<int>(lanes_left)) - 1);
+      const unsigned lanes_of_table = __ballot_sync(simt::kFullMask, evicted_table == next_table);
       if (lane_in_warp() == 0) {
-        add_counter(plan, next, CacheCounter::kWriteBacks, __popc(same));
-        add_counter(plan, plan.num_tables, CacheCounter::kWriteBacks, __popc(same));
+        add_counter(plan, next_table, CacheCounter::kWriteBacks, __popc(lanes_of_table));
+        add_counter(plan, plan.num_tables, CacheCounter::kWriteBacks, __popc(lanes_of_table));
       }
-      pending &= ~same;
+      lanes_left &= ~lanes_of_table;
     }
   }
   if (counts.table >= 0) flush_counts(plan, &counts);
@@ -304,15 +307,15 @@ struct LookupSlots {
   int32_t* slots;  // [n], an output: slot of the row of each lookup, -1 for none
 };
 
-// Write the slot of every lookup. This is block `block` of the `blocks` that write. All threads of
-// the block call it; `range` is shared memory for two ints.
-EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsigned blocks,
+// Write the slot of every lookup. This is block `block` of the `num_blocks` blocks that write. All
+// threads of the block must call this; `range` is shared memory for two ints.
+EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsigned num_blocks,
                                    int* range) {
   const int num_groups = *args.count;
   const int32_t num_grouped = args.segments[num_groups];  // lookups; the others have no slot
   const auto start = [&](int group) { return static_cast<int64_t>(args.segments[group]); };
   for (int64_t tile = int64_t{block} * kTileSize; tile < args.n;
-       tile += int64_t{blocks} * kTileSize) {
+       tile += int64_t{num_blocks} * kTileSize) {
     const int64_t end = tile + kTileSize < args.n ? tile + kTileSize : args.n;
     const TileSearch search(start, num_groups, tile, end, range);
     for (int64_t j = tile + threadIdx.x; j < end; j += kTileThreads) {
@@ -334,13 +337,13 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsi
 inline constexpr int kFinishBlocksPerSm = 6;
 // Rows per thread of a block that counts. A warp ends with an atomic addition per counter, so it
 // should count many rows. The number is not measured.
-inline constexpr int kCountedRows = 8;
+inline constexpr int kRowsPerCountingThread = 8;
 
-// The last kernel of a plan: the first `counting_blocks` blocks count the rows, the others write
-// the slots of `lookups`, if there are any. One thread counts the call, sets *num_postponed to 0
-// unless it is null, and advances the clock unless plan.lag is negative.
+// The last kernel of a plan: the first `num_counting_blocks` blocks count the rows, the others, if
+// any, write the slots of `lookups`. One thread counts the call, sets *num_postponed to 0 unless
+// that is null, and advances the clock unless plan.lag is negative.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, kFinishBlocksPerSm)
-    finish_plan_kernel(DevicePlanArgs plan, unsigned counting_blocks, LookupSlots lookups) {
+    finish_plan_kernel(DevicePlanArgs plan, unsigned num_counting_blocks, LookupSlots lookups) {
   __shared__ int range[2];
   if (simt::global_thread() == 0) {
     add_counter(plan, plan.num_tables, CacheCounter::kCalls, 1);
@@ -350,10 +353,11 @@ inline constexpr int kCountedRows = 8;
       plan.clock[CacheClock::kNow] += 1;
     }
   }
-  if (blockIdx.x < counting_blocks) {
-    count_rows(plan, blockIdx.x, counting_blocks);
+  if (blockIdx.x < num_counting_blocks) {
+    count_rows(plan, blockIdx.x, num_counting_blocks);
   } else {
-    write_lookup_slots(lookups, blockIdx.x - counting_blocks, gridDim.x - counting_blocks, range);
+    write_lookup_slots(lookups, blockIdx.x - num_counting_blocks, gridDim.x - num_counting_blocks,
+                       range);
   }
 }
 static_assert(kCacheThreads == kTileThreads);
@@ -375,21 +379,23 @@ void launch_locate(const Launcher& launcher, const DevicePlanArgs& plan) {
            kCacheThreads, plan);
 }
 
-// Admit the misses, which the caller has grouped by set, then do what finish_plan_kernel does, also
-// with n = 0.
+// Admit the misses, which the caller has grouped by set, then launch finish_plan_kernel, also if
+// n = 0.
 template <class Launcher>
 void launch_admit(const Launcher& launcher, const DevicePlanArgs& plan,
                   const DeviceMissGroups& groups, const LookupSlots& lookups = {}) {
   if (plan.n > 0) {
-    const int64_t max_sets = plan.n < plan.cache.sets ? plan.n : plan.cache.sets;
+    const int64_t max_sets = plan.n < plan.cache.num_sets ? plan.n : plan.cache.num_sets;
     launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(kResidentBlocksPerSm)),
              kCacheThreads, plan, groups);
   }
-  const unsigned counting = blocks_for(plan.n, kCountedRows * kCacheThreads,
-                                       launcher.blocks(kResidentThreads / kCacheThreads));
-  const unsigned writing =
+  const unsigned num_counting_blocks =
+      blocks_for(plan.n, kRowsPerCountingThread * kCacheThreads,
+                 launcher.blocks(kResidentThreads / kCacheThreads));
+  const unsigned num_writing_blocks =
       lookups.n == 0 ? 0 : blocks_for(lookups.n, kTileSize, launcher.blocks(kResidentBlocksPerSm));
-  launcher(finish_plan_kernel, counting + writing, kCacheThreads, plan, counting, lookups);
+  launcher(finish_plan_kernel, num_counting_blocks + num_writing_blocks, kCacheThreads, plan,
+           num_counting_blocks, lookups);
 }
 
 // Write the slot of every lookup.

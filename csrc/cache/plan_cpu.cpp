@@ -27,27 +27,29 @@ constexpr int64_t kPlanGrain = 2048;  // grain of parallel loops, in rows or mis
 constexpr int64_t kLookupGrain = 8 * kPlanGrain;
 constexpr int64_t kSetCost = 4;  // cost of a set with misses in units of one miss; not measured
 
-// The distinct rows of a batch, ascending. Those from position `first_cacheable` on are cacheable.
+// The distinct rows of a batch, ascending. The rows from position `first_cacheable` on are
+// cacheable.
 struct BatchRows {
   const int64_t* rows;      // [num_rows]
   const int32_t* segments;  // [num_rows + 1]; null if lookups are not counted
   int64_t first_cacheable, num_rows;
 
   int64_t num_cacheable() const { return num_rows - first_cacheable; }
-  // Return the number of chunks into which the cacheable rows are divided: as many as threads, but
-  // no more than leave kPlanGrain rows per chunk, and at least one.
+  // Return the number of chunks into which the cacheable rows are divided: one per thread, but
+  // fewer if a chunk would have less than kPlanGrain rows, and at least one.
   int64_t num_chunks() const {
     return std::clamp<int64_t>(num_cacheable() / kPlanGrain, 1, num_threads());
   }
 
   // Return the position of the first row that is at least `row`.
-  int64_t find(int64_t row) const { return std::lower_bound(rows, rows + num_rows, row) - rows; }
+  int64_t lower_bound(int64_t row) const {
+    return std::lower_bound(rows, rows + num_rows, row) - rows;
+  }
   // Divide the cacheable rows into num_chunks() chunks of about equal size; return their bounds.
   std::vector<int64_t> chunk_bounds() const {
-    const int64_t chunks = num_chunks();
-    std::vector<int64_t> bounds(chunks + 1);
-    for (int64_t c = 0; c <= chunks; ++c)
-      bounds[c] = first_cacheable + num_cacheable() * c / chunks;
+    const int64_t num = num_chunks();
+    std::vector<int64_t> bounds(num + 1);
+    for (int64_t c = 0; c <= num; ++c) bounds[c] = first_cacheable + num_cacheable() * c / num;
     return bounds;
   }
 };
@@ -64,24 +66,24 @@ BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
                   "], got ", count);
   // A negative number, or a negative difference of neighbours, sets the sign bit. So one check
   // after the loops suffices, and they have no branches.
-  int64_t signs = 0;
-  int32_t segment_signs = 0;
+  int64_t sign_bits = 0;
+  int32_t segment_sign_bits = 0;
   for (int64_t u = 1; u < batch.num_rows; ++u) {
-    signs |= batch.rows[u] | (batch.rows[u] - batch.rows[u - 1] - 1);
+    sign_bits |= batch.rows[u] | (batch.rows[u] - batch.rows[u - 1] - 1);
   }
   if (batch.segments != nullptr) {
-    segment_signs = batch.segments[0];
+    segment_sign_bits = batch.segments[0];
     for (int64_t u = 0; u < batch.num_rows; ++u) {
-      segment_signs |= batch.segments[u + 1] | (batch.segments[u + 1] - batch.segments[u]);
+      segment_sign_bits |= batch.segments[u + 1] | (batch.segments[u + 1] - batch.segments[u]);
     }
   }
   STD_TORCH_CHECK(
-      signs >= 0 && segment_signs >= 0 &&
+      sign_bits >= 0 && segment_sign_bits >= 0 &&
           (batch.num_rows == 0 ||
            (batch.rows[0] >= 0 && batch.rows[batch.num_rows - 1] < end_of_rows(table, num_tables))),
       op, ": rows must be distinct, ascending and of the tables, and segments must ",
       "not decrease: pass what tbe_group returns");
-  batch.first_cacheable = batch.find(first_cacheable_row(table, num_tables));
+  batch.first_cacheable = batch.lower_bound(first_cacheable_row(table, num_tables));
   return batch;
 }
 
@@ -94,8 +96,8 @@ void fill_uncacheable_and_tail(T* out, const BatchRows& batch, int64_t n, int64_
 }
 
 // Adds a batch to `counters`, [tables + 1, kCacheCounters]: a row per table, then the totals. Call
-// `reserve` before the plan changes anything. A plan that ran out of memory after it had changed
-// tags would leave tags whose rows are never fetched.
+// `reserve` before the plan changes anything. If a plan ran out of memory after it had changed
+// tags, there would be tags whose rows are never fetched.
 class BatchCounters {
  public:
   BatchCounters(int64_t* counters, const Feature* tables, int num_tables)
@@ -111,25 +113,26 @@ class BatchCounters {
   void add_lookups(const BatchRows& batch) {
     add(num_tables_, CacheCounter::kCalls, 1);
     for (int t = first_cached_table(tables_, num_tables_); t < num_tables_; ++t) {
-      const int64_t first = batch.find(tables_[t].row_base);
-      const int64_t last = batch.find(tables_[t].row_base + tables_[t].rows);
-      if (first == last) continue;
+      const int64_t begin = batch.lower_bound(tables_[t].row_base);
+      const int64_t end = batch.lower_bound(tables_[t].row_base + tables_[t].rows);
+      if (begin == end) continue;
       add(t, CacheCounter::kCalls, 1);
-      add_both(t, CacheCounter::kUnique, last - first);
-      add_both(t, CacheCounter::kLookups, batch.segments[last] - batch.segments[first]);
+      add_both(t, CacheCounter::kUnique, end - begin);
+      add_both(t, CacheCounter::kLookups, batch.segments[end] - batch.segments[begin]);
     }
   }
 
   // Count the n misses of a plan, which ascend by row, and the rows that they evict. `reserve` must
   // have been called.
   void add_misses(const CachePlanArgs& args, const Miss* misses, int64_t n) {
-    const int64_t chunks = std::clamp<int64_t>(n / kPlanGrain, 1, max_chunks_);
-    const int64_t size = (num_tables_ + 1) * kCacheCounters;
-    parallel_tasks(chunks, [&](int64_t c) {
-      BatchCounters partial(partial_counters_.data() + c * size, tables_, num_tables_);
-      partial.add_chunk(args, misses + n * c / chunks, misses + n * (c + 1) / chunks);
+    const int64_t num_chunks = std::clamp<int64_t>(n / kPlanGrain, 1, max_chunks_);
+    const int64_t num_counters = (num_tables_ + 1) * kCacheCounters;
+    parallel_tasks(num_chunks, [&](int64_t c) {
+      BatchCounters partial(partial_counters_.data() + c * num_counters, tables_, num_tables_);
+      partial.add_chunk(args, misses + n * c / num_chunks, misses + n * (c + 1) / num_chunks);
     });
-    for (int64_t i = 0; i < chunks * size; ++i) counters_[i % size] += partial_counters_[i];
+    for (int64_t i = 0; i < num_chunks * num_counters; ++i)
+      counters_[i % num_counters] += partial_counters_[i];
   }
 
  private:
@@ -175,7 +178,7 @@ class SavedSets {
   SavedSets(const CachePlanArgs& args, const BatchRows& batch) : args_(args), batch_(batch) {
     const CacheState& cache = args.cache;
     for (int64_t u = batch.first_cacheable; u < batch.num_rows; ++u) {
-      sets_.push_back(set_of(batch.rows[u], cache.sets));
+      sets_.push_back(set_of(batch.rows[u], cache.num_sets));
     }
     std::sort(sets_.begin(), sets_.end());
     sets_.erase(std::unique(sets_.begin(), sets_.end()), sets_.end());
@@ -193,7 +196,7 @@ class SavedSets {
     }
   }
 
-  // Write back what was saved.
+  // Write the saved values back to the cache.
   void restore() const {
     const CacheState& cache = args_.cache;
     for (size_t i = 0; i < sets_.size(); ++i) {
@@ -201,12 +204,12 @@ class SavedSets {
       std::copy_n(usage_words_.data() + i * kWays, kWays, cache.usage_words + sets_[i] * kWays);
     }
     if (cache.policy != CachePolicy::kLfu) return;
-    const int32_t* next = counts_.data();
+    const int32_t* next_count = counts_.data();
     for (int64_t u = batch_.first_cacheable; u < batch_.num_rows; ++u) {
-      cache.counts[batch_.rows[u] - cache.first_row] = *next++;
+      cache.counts[batch_.rows[u] - cache.first_row] = *next_count++;
     }
     for (const int64_t tag : tags_) {
-      if (is_counted(tag)) cache.counts[tag - cache.first_row] = *next++;
+      if (is_counted(tag)) cache.counts[tag - cache.first_row] = *next_count++;
     }
   }
 
@@ -220,18 +223,19 @@ class SavedSets {
   std::vector<int32_t> counts_;  // LFU: counts of the batch's rows, then of the rows in its sets
 };
 
-// Probe all cacheable rows, which stamps the hits, and list the misses in `misses`, ascending by
-// position. It must have room for all cacheable rows. Return where the misses of each chunk begin
-// in the list, and as the last entry the number of misses.
+// Probe all cacheable rows, which stamps the hits. List the misses in `misses`, ascending by
+// position; it must have room for all cacheable rows. Return the index in `misses` at which the
+// misses of each chunk begin, and then the number of misses.
 std::vector<int64_t> probe_all(const CachePlanArgs& args, const BatchRows& batch, Miss* misses) {
   const std::vector<int64_t> bounds = batch.chunk_bounds();
-  const int64_t chunks = static_cast<int64_t>(bounds.size()) - 1;
-  std::vector<int64_t> miss_begins(chunks + 1, 0);  // at first, entry c + 1 counts those of chunk c
-  parallel_tasks(chunks, [&](int64_t c) {
+  const int64_t num_chunks = static_cast<int64_t>(bounds.size()) - 1;
+  // At first, element c + 1 is the number of misses of chunk c.
+  std::vector<int64_t> miss_begins(num_chunks + 1, 0);
+  parallel_tasks(num_chunks, [&](int64_t c) {
     miss_begins[c + 1] = plan_table().probe(args, bounds[c], bounds[c + 1],
                                             misses + bounds[c] - batch.first_cacheable);
   });
-  for (int64_t c = 0; c < chunks; ++c) {
+  for (int64_t c = 0; c < num_chunks; ++c) {
     std::copy_n(misses + bounds[c] - batch.first_cacheable, miss_begins[c + 1],
                 misses + miss_begins[c]);
     miss_begins[c + 1] += miss_begins[c];
@@ -247,7 +251,7 @@ void admit_all(const CachePlanArgs& args, const Miss* misses,
   const std::unique_ptr<int32_t[]> sets(new int32_t[n]), permutation(new int32_t[n]);
   const std::unique_ptr<int32_t[]> segments(new int32_t[n + 1]);
   int32_t num_groups = 0;
-  const auto fill = [&](int64_t chunk, const auto& put) {
+  const auto put_sets = [&](int64_t chunk, const auto& put) {
     for (int64_t i = miss_begins[chunk]; i < miss_begins[chunk + 1]; ++i) put(i, misses[i].set);
   };
   const GroupOutput out{.unique = sets.get(),
@@ -255,17 +259,17 @@ void admit_all(const CachePlanArgs& args, const Miss* misses,
                         .segments = segments.get(),
                         .permutation = permutation.get(),
                         .num_groups = &num_groups};
-  group_items<Item32>(n, args.cache.sets, miss_begins, fill, out, [](int64_t, int64_t) {});
+  group_items<Item32>(n, args.cache.num_sets, miss_begins, put_sets, out, [](int64_t, int64_t) {});
   const MissGroups groups{misses, sets.get(), segments.get(), permutation.get()};
   parallel_balanced(
       num_groups, kPlanGrain, [&](int64_t g) { return kSetCost * g + segments[g]; },
       [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
 }
 
-// A plan, and its output: row_slots, int32 [L], and evicted, int64 [L], for the L entries of
-// `rows`. The first U of them are the [U] arrays of CachePlanArgs; the others are -1 and kNoMove.
-// The constructor checks the contents of tables, rows, segments and count, and throws if they are
-// invalid. The object points into the tensors of `call`.
+// A plan, and its output: row_slots, int32 [L], and evicted, int64 [L], where L is the length of
+// the argument `rows`. The first U elements are those of CachePlanArgs; the others are -1 and
+// kNoMove. The constructor checks the contents of tables, rows, segments and count, and throws if
+// they are invalid. The object points into the tensors of `call`.
 struct HostPlan {
   BatchRows batch;
   Tensor row_slots, evicted;
@@ -284,7 +288,7 @@ struct HostPlan {
                         call.num_counts >= end_of_rows(tables, num_tables) - first_row,
                     call.op, ": counts must have one entry per cached row = ",
                     end_of_rows(tables, num_tables) - first_row, ", got ", call.num_counts);
-    STD_TORCH_CHECK(call.cache.sets > 0 || batch.first_cacheable == batch.num_rows, call.op,
+    STD_TORCH_CHECK(call.cache.num_sets > 0 || batch.first_cacheable == batch.num_rows, call.op,
                     ": a cache needs at least one set");
     args = {call.cache,
             call.clock[CacheClock::kNow],
@@ -349,8 +353,8 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts
 }
 
 // Return `evicted`, int64 [L] as in HostPlan, of the plan that cache_plan_ would make for these
-// arguments, and leave all of them unchanged. The plan is made in place and undone before the op
-// ends, so nothing else may use the cache meanwhile.
+// arguments. After the op all arguments are unchanged. During the op the plan is made in place and
+// undone, so no other op may use the cache meanwhile.
 Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
                        const Tensor& clock, const Tensor& tables, const Tensor& rows,
                        const Tensor& segments, const Tensor& count, int64_t policy) {
@@ -358,29 +362,29 @@ Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counter
   call.set_rows(rows, segments, count);
   const HostPlan plan(call);
   const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.num_cacheable()]);
-  const SavedSets before(plan.args, plan.batch);
+  const SavedSets saved_sets(plan.args, plan.batch);
   try {
     plan.run(misses.get());
   } catch (...) {  // no memory for the misses
-    before.restore();
+    saved_sets.restore();
     throw;
   }
-  before.restore();
+  saved_sets.restore();
   return plan.evicted;
 }
 
-// Return the slot of each distinct row of a batch, int32 [L] as in HostPlan, -1 for one that is not
-// in the cache; nothing changes.
+// Return the slot of each distinct row of a batch, int32 [L] as in HostPlan, -1 for a row that is
+// not in the cache. Nothing changes.
 Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
                     const Tensor& count) {
   const char* op = "cache_locate";
   CachePlanArgs args{};
-  args.cache.sets = check_tags(op, tags);
+  args.cache.num_sets = check_tags(op, tags);
   check_rows(op, rows, count, tags);
   check_tables(op, tables);
   const BatchRows batch = check_batch(op, tables, rows.const_data_ptr<int64_t>(), nullptr,
                                       rows.numel(), *count.const_data_ptr<int32_t>());
-  STD_TORCH_CHECK(args.cache.sets > 0 || batch.first_cacheable == batch.num_rows, op,
+  STD_TORCH_CHECK(args.cache.num_sets > 0 || batch.first_cacheable == batch.num_rows, op,
                   ": a cache needs at least one set");
   Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);
   args.cache.tags = const_cast<int64_t*>(tags.const_data_ptr<int64_t>());  // read only
@@ -388,9 +392,8 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   args.row_slots = row_slots.mutable_data_ptr<int32_t>();
   fill_uncacheable_and_tail(args.row_slots, batch, rows.numel(), -1);
   const std::vector<int64_t> bounds = batch.chunk_bounds();
-  parallel_tasks(static_cast<int64_t>(bounds.size()) - 1, [&](int64_t part) {
-    plan_table().locate(args, bounds[part], bounds[part + 1], nullptr);
-  });
+  parallel_tasks(static_cast<int64_t>(bounds.size()) - 1,
+                 [&](int64_t c) { plan_table().locate(args, bounds[c], bounds[c + 1], nullptr); });
   return row_slots;
 }
 
@@ -413,14 +416,15 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
                       segment[num_groups] <= n,
                   op, ": count and segments must come from one call of tbe_group and row_slots ",
                   "must have an entry per row of it, got count ", num_groups);
-  int32_t signs = segment[0];  // negative if any of the numbers below is
+  int32_t sign_bits = segment[0];  // negative if any of the numbers below is
   for (int64_t g = 0; g < num_groups; ++g) {
-    signs |= segment[g + 1] | (segment[g + 1] - segment[g]);
+    sign_bits |= segment[g + 1] | (segment[g + 1] - segment[g]);
   }
   for (int64_t j = 0; j < n; ++j) {
-    signs |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
+    sign_bits |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
   }
-  STD_TORCH_CHECK(signs >= 0, op, ": segments and lookups must come from one call of tbe_group");
+  STD_TORCH_CHECK(sign_bits >= 0, op,
+                  ": segments and lookups must come from one call of tbe_group");
   Tensor slots = allocate(row_slots, {n}, ScalarType::Int);
   auto* out = slots.mutable_data_ptr<int32_t>();
   for (int64_t j = 0; j < segment[0]; ++j) out[position[j]] = -1;

@@ -1,15 +1,15 @@
 // Probing and admission on one CPU thread: the functions of CachePlanTable (cache/args.h). The tags
 // of a set are four cache lines, which are prefetched a block of rows ahead. A hit of `probe`
-// writes one usage word. Only the admission of misses reads all usage words of a set; it reads no
-// tags but those of the ways that it replaces. Sets with misses are in ascending order, so
-// admission walks forward through memory.
+// writes one usage word. Only the admission of misses reads all usage words of a set. It reads the
+// tags of the replaced ways only. Sets with misses are in ascending order, so admission reads
+// memory in ascending order.
 #include "cache/args.h"
 #include "core/vec.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
-constexpr int kBlock = 16;  // rows whose tags are prefetched while the previous block is probed
+constexpr int kBlockRows = 16;  // rows whose tags are prefetched while the previous block is probed
 
 // Prefetch a set of tags or of usage words; `first` is the array of all sets.
 EMB_HD void prefetch_set(const int64_t* first, int64_t set) {
@@ -20,16 +20,16 @@ EMB_HD void prefetch_set(const int64_t* first, int64_t set) {
 EMB_HD int find_way(const int64_t* words, int64_t value) {
   uint32_t equal_ways = 0;
 #if defined(__AVX512F__)
-  const __m512i all = _mm512_set1_epi64(value);
+  const __m512i repeated_value = _mm512_set1_epi64(value);
   for (int w = 0; w < kWays; w += 8) {
-    const __mmask8 equal = _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(words + w), all);
+    const __mmask8 equal = _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(words + w), repeated_value);
     equal_ways |= static_cast<uint32_t>(equal) << w;
   }
 #elif defined(__AVX2__)
-  const __m256i all = _mm256_set1_epi64x(value);
+  const __m256i repeated_value = _mm256_set1_epi64x(value);
   for (int w = 0; w < kWays; w += 4) {
-    const __m256i four = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + w));
-    const __m256d equal = _mm256_castsi256_pd(_mm256_cmpeq_epi64(four, all));
+    const __m256i four_words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + w));
+    const __m256d equal = _mm256_castsi256_pd(_mm256_cmpeq_epi64(four_words, repeated_value));
     equal_ways |= static_cast<uint32_t>(_mm256_movemask_pd(equal)) << w;
   }
 #else
@@ -43,8 +43,8 @@ EMB_HD int64_t lookups_at(const CachePlanArgs& args, int64_t u) {
   return args.segments[u + 1] - args.segments[u];
 }
 
-// Write the usage words of the hits among rows [begin, end): the number of the batch, and for LFU
-// the lookups of the row so far, with those of the batch.
+// Write the usage words of the hits among rows [begin, end). A word has the number of the batch,
+// and for LFU the lookups of the row so far, including those of the batch.
 EMB_HD void stamp_hits(const CachePlanArgs& args, int64_t begin, int64_t end) {
   const CacheState& cache = args.cache;
   for (int64_t u = begin; u < end; ++u) {
@@ -61,21 +61,21 @@ template <bool kStamps>
 int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misses) {
   const CacheState& cache = args.cache;
   int64_t num_misses = 0;
-  int64_t sets[2][kBlock];
+  int64_t sets[2][kBlockRows];
   const auto prefetch_block = [&](int64_t block, int64_t* sets_of_block) {
-    const int64_t block_end = block + kBlock < end ? block + kBlock : end;
+    const int64_t block_end = block + kBlockRows < end ? block + kBlockRows : end;
     for (int64_t u = block; u < block_end; ++u) {
-      sets_of_block[u - block] = set_of(args.rows[u], cache.sets);
+      sets_of_block[u - block] = set_of(args.rows[u], cache.num_sets);
       prefetch_set(cache.tags, sets_of_block[u - block]);
     }
   };
   prefetch_block(begin, sets[0]);
-  int64_t stamped = begin;  // hits before this row have their new usage words
-  for (int64_t block = begin, turn = 0; block < end; block += kBlock, turn ^= 1) {
-    prefetch_block(block + kBlock, sets[turn ^ 1]);
-    const int64_t block_end = block + kBlock < end ? block + kBlock : end;
+  int64_t stamped_end = begin;  // hits before this row have their new usage words
+  for (int64_t block = begin, parity = 0; block < end; block += kBlockRows, parity ^= 1) {
+    prefetch_block(block + kBlockRows, sets[parity ^ 1]);
+    const int64_t block_end = block + kBlockRows < end ? block + kBlockRows : end;
     for (int64_t u = block; u < block_end; ++u) {
-      const int64_t set = sets[turn][u - block], first_slot = set * kWays;
+      const int64_t set = sets[parity][u - block], first_slot = set * kWays;
       const int way = find_way(cache.tags + first_slot, args.rows[u]);
       const bool is_hit = way < kWays;
       args.row_slots[u] = is_hit ? static_cast<int32_t>(first_slot + way) : -1;
@@ -85,22 +85,23 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
       }
       if constexpr (kStamps) {
         args.evicted[u] = kNoMove;
-        // For a miss, prefetch the line of `evicted` that was just written: that needs no branch
+        // For a miss, prefetch the line of `evicted` that was just written. This avoids a branch
         // and causes no traffic.
         __builtin_prefetch(is_hit ? cache.usage_words + first_slot + way : args.evicted + u, 1);
       }
     }
-    if constexpr (kStamps) stamp_hits(args, stamped, block);
-    stamped = block;
+    if constexpr (kStamps) stamp_hits(args, stamped_end, block);
+    stamped_end = block;
   }
-  if constexpr (kStamps) stamp_hits(args, stamped, end);
+  if constexpr (kStamps) stamp_hits(args, stamped_end, end);
   if (kStamps && cache.policy == CachePolicy::kLfu) {
-    const auto count = [&](int64_t i) -> int32_t& {
+    const auto count_of = [&](int64_t i) -> int32_t& {
       return cache.counts[args.rows[misses[i].position] - cache.first_row];
     };
     for (int64_t i = 0; i < num_misses; ++i) {
-      if (i + kBlock < num_misses) __builtin_prefetch(&count(i + kBlock), 1);
-      count(i) = static_cast<int32_t>(add_lookups(count(i), lookups_at(args, misses[i].position)));
+      if (i + kBlockRows < num_misses) __builtin_prefetch(&count_of(i + kBlockRows), 1);
+      count_of(i) =
+          static_cast<int32_t>(add_lookups(count_of(i), lookups_at(args, misses[i].position)));
     }
   }
   return num_misses;
@@ -112,30 +113,30 @@ struct Candidate {
   int32_t lookups;   // so far, with those of the batch; 0 for LRU, which does not count them
 };
 
-// Write the misses of group g that come first in the order of the policy to `candidates`, [kWays]:
-// LRU in ascending order of rows, LFU in descending order of lookups and, among equals, ascending
-// order of rows. Return how many there are, at most kWays.
+// Write the misses of group g that come first in the order of the policy to `candidates`, [kWays].
+// The order of LRU is ascending rows. The order of LFU is descending lookups and, among equals,
+// ascending rows. Return the number of candidates, at most kWays.
 EMB_HD int first_candidates(const CachePlanArgs& args, const MissGroups& groups, int64_t g,
                             Candidate* candidates) {
   const CacheState& cache = args.cache;
-  int count = 0;
+  int num_candidates = 0;
   for (int32_t j = groups.segments[g]; j < groups.segments[g + 1]; ++j) {
     const int32_t position = groups.misses[groups.permutation[j]].position;
     if (cache.policy == CachePolicy::kLru) {
-      if (count == kWays) break;
-      candidates[count++] = {position, 0};
+      if (num_candidates == kWays) break;
+      candidates[num_candidates++] = {position, 0};
       continue;
     }
     const int32_t lookups = cache.counts[args.rows[position] - cache.first_row];
-    int rank = count;
+    int rank = num_candidates;
     while (rank > 0 && candidates[rank - 1].lookups < lookups) --rank;
     if (rank == kWays) continue;
-    const int last = count < kWays ? count : kWays - 1;
+    const int last = num_candidates < kWays ? num_candidates : kWays - 1;
     for (int k = last; k > rank; --k) candidates[k] = candidates[k - 1];
     candidates[rank] = {position, lookups};
-    count += count < kWays;
+    num_candidates += num_candidates < kWays;
   }
-  return count;
+  return num_candidates;
 }
 
 // CachePlanTable::admit.
@@ -146,22 +147,22 @@ void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, i
     if (g + kSetsAhead < end) prefetch_set(cache.usage_words, groups.sets[g + kSetsAhead]);
     const int64_t first_slot = int64_t{groups.sets[g]} * kWays;
     int64_t *tags = cache.tags + first_slot, *words = cache.usage_words + first_slot;
-    int64_t order[kWays];
+    int64_t orders[kWays];
     for (int w = 0; w < kWays; ++w) {
-      order[w] = way_order(cache.policy, words[w], args.oldest);
+      orders[w] = way_order(cache.policy, words[w], args.oldest);
     }
     Candidate candidates[kWays];
     const int num_candidates = first_candidates(args, groups, g, candidates);
     for (int k = 0; k < num_candidates; ++k) {
-      // Find the minimum first, then its position: both loops vectorise, one loop for both would
-      // not.
-      int64_t lowest = kNotFree;
-      for (int w = 0; w < kWays; ++w) lowest = order[w] < lowest ? order[w] : lowest;
-      const int way = find_way(order, lowest);
+      // Find the minimum first, then its way. Both loops are vectorised; one loop for both would
+      // not be.
+      int64_t min_order = kNotFree;
+      for (int w = 0; w < kWays; ++w) min_order = orders[w] < min_order ? orders[w] : min_order;
+      const int way = find_way(orders, min_order);
       // The remaining ways are no easier to replace, and the remaining rows have no higher
       // priority.
-      if (!may_replace(cache.policy, candidates[k].lookups, lowest)) break;
-      order[way] = kNotFree;
+      if (!may_replace(cache.policy, candidates[k].lookups, min_order)) break;
+      orders[way] = kNotFree;
       const int64_t u = candidates[k].position, evicted = tags[way];
       if (cache.policy == CachePolicy::kLfu && evicted >= cache.first_row &&
           evicted < args.end_row) {

@@ -1,5 +1,5 @@
 // `cache_prefetch_` on the CPU: check, group, plan and move a batch in one call. All arguments are
-// checked before the cache changes. So an op that raises for an argument leaves no tag whose row
+// checked before the cache changes. So if the op raises for an argument, there is no tag whose row
 // has not been fetched.
 #include <torch/csrc/stable/library.h>
 
@@ -16,8 +16,8 @@ namespace emb {
 namespace {
 
 // Return whether all indices and offsets of a batch are valid.
-bool is_valid(const char* op, const Tensor& features, const Tensor& indices_in,
-              const Tensor& offsets_in, const std::optional<Tensor>& bag_layout) {
+bool is_batch_valid(const char* op, const Tensor& features, const Tensor& indices_in,
+                    const Tensor& offsets_in, const std::optional<Tensor>& bag_layout) {
   const Tensor indices = as_contiguous(indices_in), offsets = as_contiguous(offsets_in);
   const FeatureBags feature_bags(op, features, offsets, bag_layout, Pooling::kNone, kUnlimited);
   const Bags bags{index_array(offsets), feature_bags.num_bags(), indices.numel()};
@@ -26,7 +26,7 @@ bool is_valid(const char* op, const Tensor& features, const Tensor& indices_in,
 
 // Advance the clock to the next batch, and plan this batch. The oldest batch in flight is `lag`
 // batches before it. Return what plan_batch returns. If the plan raises, the clock is reset.
-std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
+std::tuple<Tensor, Tensor> plan_next_batch(const PlanCall& call, int64_t lag) {
   const int64_t now = call.clock[CacheClock::kNow], oldest = call.clock[CacheClock::kOldest];
   call.clock[CacheClock::kNow] = now + 1;
   call.clock[CacheClock::kOldest] = now + 1 - lag;
@@ -44,9 +44,9 @@ std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
 //   rows, segments, lookups, bags, count   the grouping of the batch, as tbe_group returns it
 //   row_slots                              int32 [L]: the slot of each distinct row, -1 for none
 //   slots                                  int32 [L]: the slot of each lookup's row, -1 for none
-// With a `check_mode`, if the batch is invalid, return no tensor and change nothing: the caller
-// must report and repair the batch. Without it, indices and offsets are repaired as they are read.
-// See plan_batch for what a call without memory may change.
+// If the batch is invalid and there is a `check_mode`, return no tensor and change nothing: the
+// caller must report and repair the batch. Without a `check_mode`, indices and offsets are repaired
+// as they are read. plan_batch describes what a call that runs out of memory may have changed.
 //   weights, states   flat, per tier (device, host, disk, cache); states of all tiers, tier-major
 //   hyper       float64 of the optimizer, read for stochastic rounding of rows written back
 //   tables      int64 [T, 8], a Feature per table
@@ -81,11 +81,11 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
                 cache[CacheTensor::kCounts], cache[CacheTensor::kCounters],
                 cache[CacheTensor::kClock], tables, policy);
   const CacheMemory memory = host_memory(op, weights, states, hyper, tables);
-  if (is_checked && !is_valid(op, features, indices, offsets, bag_layout)) return {};
+  if (is_checked && !is_batch_valid(op, features, indices, offsets, bag_layout)) return {};
   const auto [rows, segments, lookups, bags, count] =
       tbe_group(features, indices, offsets, bag_layout, total_rows, repaired || is_checked);
   call.set_rows(rows, segments, count);
-  const auto [row_slots, evicted] = plan_next(call, lag);
+  const auto [row_slots, evicted] = plan_next_batch(call, lag);
   move_batch(memory,
              {call.rows, row_slots.const_data_ptr<int32_t>(), evicted.const_data_ptr<int64_t>()},
              *call.count);

@@ -22,7 +22,7 @@ CacheMemory read_memory(Words* words) {
   memory.hyper = words->pointer<const double>();
   read_tables(words, &memory.tables, &memory.num_tables);
   memory.num_tensors = static_cast<int>(words->number());
-  memory.by_row = static_cast<uint32_t>(words->number());
+  memory.row_wise_tensors = static_cast<uint32_t>(words->number());
   memory.cache_elements = words->number();
   memory.cache_rows = words->number();
   for (int tier = 0; tier < kTiers; ++tier) {
@@ -48,7 +48,7 @@ extern "C" const char* simt_cache_plan(const int64_t* call) {
     plan.cache.tags = words.pointer<int64_t>();
     plan.cache.usage_words = words.pointer<int64_t>();
     plan.cache.counts = words.pointer<int32_t>();
-    plan.cache.sets = words.number();
+    plan.cache.num_sets = words.number();
     plan.cache.policy = static_cast<emb::CachePolicy>(words.number());
     plan.clock = words.pointer<int64_t>();
     plan.counters = words.pointer<int64_t>();
@@ -61,7 +61,7 @@ extern "C" const char* simt_cache_plan(const int64_t* call) {
     plan.evicted = words.pointer<int64_t>();
     std::vector<int32_t> sets(plan.n), segments(plan.n + 1), permutation(plan.n);
     int32_t num_groups = 0;
-    HostSort<uint32_t> sort(plan.n, static_cast<uint64_t>(plan.cache.sets), permutation.data());
+    HostSort<uint32_t> sort(plan.n, static_cast<uint64_t>(plan.cache.num_sets), permutation.data());
     launch_probe(launcher, plan, sort.buffers);
     if (plan.n > 0) sort.run();
     const DeviceGroupOutput out{.unique = sets.data(),
@@ -80,7 +80,7 @@ extern "C" const char* simt_cache_locate(const int64_t* call) {
     Words words(call);
     DevicePlanArgs plan{};
     plan.cache.tags = words.pointer<int64_t>();
-    plan.cache.sets = words.number();
+    plan.cache.num_sets = words.number();
     read_tables(&words, &plan.tables, &plan.num_tables);
     plan.rows = words.pointer<const int64_t>();
     plan.count = words.pointer<const int32_t>();
@@ -118,7 +118,7 @@ extern "C" const char* simt_cache_move(const int64_t* call) {
     emb::PostponedFetches later{};
     later.clock = words.pointer<const int64_t>();
     later.conflicts = words.pointer<int64_t>();
-    later.sets = words.number();
+    later.num_sets = words.number();
     later.rows = words.pointer<int64_t>();
     later.slots = words.pointer<int32_t>();
     later.count = words.pointer<int32_t>();
