@@ -371,7 +371,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         counts = None if frequency_counters is None else self._counts(frequency_counters)
         if self.training:
             scores = self.bags.scores
-            values = None if scores is None else scores.of_next_batch()
+            values = None if scores is None else scores.batch_scores()
             if scores is not None:
                 scores.advance()
             self._prefetched.append(_Prefetched(values, counts))

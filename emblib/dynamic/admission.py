@@ -1,24 +1,24 @@
 """Admission of missing keys: exact or sketched counts of keys that have no row yet.
 
 `Admission.admit` counts the misses of a batch (`emblib.ops.hash.Misses`), and returns which of them
-have reached their threshold. On a GPU it is tensor code with static shapes, so the host does not
-wait, unless a table has a `FrequencyAdmission.rule`. Sums and maxima of integers do not depend on
+have reached their threshold. On a GPU all shapes are static, so the host does not wait for the
+device, unless a table has a `FrequencyAdmission.rule`. Sums and maxima of integers do not depend on
 their order, so all devices and numbers of threads decide alike.
 
-**Exact**: a table of keys without values, ordered by count (`Eviction.LFU`). An admitted
-key leaves it. A key that this table evicts, or rejects because its buckets are full of keys of the
-batch, is counted from zero again.
+**Exact**: a hash table of keys without values, ordered by count (`Eviction.LFU`). An admitted key
+is removed from this table. A key that the table evicts is counted from zero again. So is a key
+that it rejects because its buckets are full of keys of the batch.
 
 **Sketch** (count-min with conservative update: Cormode and Muthukrishnan, 2005; Estan and Varghese,
 2002): `depth` rows of `width` counters; a key has one counter per row, and its count is the
 smallest of them. A batch raises a counter at most to the new count of its keys. So a count is too
 large if other keys share all its counters. Counters stop at the largest threshold of the table.
-With `halve_every` each counter is halved once per that many training batches, some counters per
-batch, so that old counts fade; without it a count below the threshold is never too small.
+With `halve_every=n` old counts fade: every training batch halves about 1/n of the counters, so that
+each is halved once per n batches. Without it a count below the threshold is never too small.
 
 The hash key of a table selects the counters of its keys, so keys that share counters cannot be
-constructed without the seed. State dicts have the hash keys with the counters, which are
-meaningless under others; older state dicts of sketches lack them, which means 0.
+constructed without the seed. State dicts have the counters and their hash keys, because counters
+are meaningless under other hash keys. Older state dicts of sketches have no hash keys: these are 0.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,8 +49,8 @@ from emblib.specs import (
 )
 from emblib.tables import state_dicts
 
-_LOW_31 = 0x7FFFFFFF
-_ENTRIES = ("keys", "counts")  # state dict entries of an exact counter, per table
+_LOW_31_BITS = 0x7FFFFFFF
+_COUNTER_ENTRIES = ("keys", "counts")  # state dict entries of an exact counter, per table
 
 
 class _SketchColumn(IntEnum):
@@ -85,36 +85,36 @@ def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
     """
     first_positions, counts = misses.first, misses.counts
     if not ids.is_cuda:
-        count = int(misses.offsets[-1])
-        first_positions, counts = first_positions[:count], counts[:count]
-    numbers = torch.arange(first_positions.numel(), device=ids.device)
-    tables = torch.searchsorted(misses.offsets[1:], numbers, right=True)
+        num_missing = int(misses.offsets[-1])
+        first_positions, counts = first_positions[:num_missing], counts[:num_missing]
+    miss_indices = torch.arange(first_positions.numel(), device=ids.device)
+    tables = torch.searchsorted(misses.offsets[1:], miss_indices, right=True)
     return Missing(ids[first_positions], counts, tables)
 
 
-class _Picked(NamedTuple):
+class _SelectedMisses(NamedTuple):
     """Selected misses as a batch of L keys; padding is in the segment of the last table.
 
     Attributes:
         batch: the selected misses, sorted by table.
         counts: int64 `[L]`, count of each position of the batch.
-        targets: int64 `[L]`, position in the batch of each miss; L for one that was not selected.
+        positions: int64 `[L]`, position in the batch of each miss; L if it is not selected.
     """
 
     batch: hash.Keys
     counts: Tensor
-    targets: Tensor
+    positions: Tensor
 
 
-class _Counter(nn.Module):
+class _ExactCounters(nn.Module):
     """Exact counts for some of the tables of a module.
 
-    The index has one table per counted table, and one more with a single bucket: selected batches
-    are padded to the number of misses, and the padding is counted there.
+    `index` has one table per counted table, and a last table with a single bucket. That table
+    counts the padding, with which the selected misses fill up a batch of all misses.
     """
 
-    table_of: Tensor  # int64 `[T + 1]`, table of `index` for each table; the last one for uncounted
-    numbers: Tensor  # int64 `[counters + 1]`, the tables of `index`: 0, 1, 2, ...
+    counter_of_table: Tensor  # int64 `[T + 1]`, table of `index`; the last one if not counted
+    indices: Tensor  # int64 `[counters + 1]`, the tables of `index`: 0, 1, 2, ...
 
     def __init__(
         self,
@@ -126,95 +126,95 @@ class _Counter(nn.Module):
         super().__init__()
         counters = []
         for t in table_indices:
-            counter = _frequency(specs[t]).counter
-            assert isinstance(counter, ExactCounter)
-            counters.append(DynamicSpec(counter.capacity, 1, eviction=Eviction.LFU))
-        tail = DynamicSpec(1, 1, eviction=Eviction.LFU)
+            spec = _admission_of(specs[t]).counter
+            assert isinstance(spec, ExactCounter)
+            counters.append(DynamicSpec(spec.capacity, 1, eviction=Eviction.LFU))
+        padding_spec = DynamicSpec(1, 1, eviction=Eviction.LFU)
         self.index = HashIndex(
-            [*counters, tail], device, [*(hash_keys[t] for t in table_indices), 0]
+            [*counters, padding_spec], device, [*(hash_keys[t] for t in table_indices), 0]
         )
-        table_of = torch.full((len(specs) + 1,), len(table_indices))
-        table_of[list(table_indices)] = torch.arange(len(table_indices))
-        self.register_buffer("table_of", table_of.to(device), persistent=False)
-        numbers = torch.arange(len(table_indices) + 1, device=device)
-        self.register_buffer("numbers", numbers, persistent=False)
+        counter_of_table = torch.full((len(specs) + 1,), len(table_indices))
+        counter_of_table[list(table_indices)] = torch.arange(len(table_indices))
+        self.register_buffer("counter_of_table", counter_of_table.to(device), persistent=False)
+        indices = torch.arange(len(table_indices) + 1, device=device)
+        self.register_buffer("indices", indices, persistent=False)
 
-    def pick(self, missing_keys: Missing, mask: Tensor | None = None) -> _Picked:
+    def select(self, missing_keys: Missing, mask: Tensor | None = None) -> _SelectedMisses:
         """Select the misses of counted tables, sorted by table; with `mask`, only masked misses.
 
         `mask` is bool `[L]`.
         """
-        length, tail = missing_keys.keys.numel(), self.numbers.numel() - 1
-        tables = self.table_of[missing_keys.tables]
-        is_counted = tables < tail
+        length, padding_index = missing_keys.keys.numel(), self.indices.numel() - 1
+        tables = self.counter_of_table[missing_keys.tables]
+        is_counted = tables < padding_index
         if mask is not None:
             is_counted = is_counted & mask
-        targets = torch.where(is_counted, torch.cumsum(is_counted, 0) - 1, length)
+        positions = torch.where(is_counted, torch.cumsum(is_counted, 0) - 1, length)
         keys, counts = (
-            values.new_zeros(length + 1).scatter_(0, targets, values)[:length]
+            values.new_zeros(length + 1).scatter_(0, positions, values)[:length]
             for values in (missing_keys.keys, missing_keys.counts)
         )
-        counted = torch.where(is_counted, tables, tail)
-        sizes = torch.zeros_like(self.numbers).scatter_add_(0, counted, torch.ones_like(counted))
+        counters = torch.where(is_counted, tables, padding_index)
+        sizes = torch.zeros_like(self.indices).scatter_add_(0, counters, torch.ones_like(counters))
         ends = torch.cumsum(sizes, 0)
         starts = torch.cat([ends.new_zeros(1), ends])
-        return _Picked(hash.Keys(keys, starts, self.numbers), counts, targets)
+        return _SelectedMisses(hash.Keys(keys, starts, self.indices), counts, positions)
 
     def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
         """Count the misses; return the count of each so far, int64 `[L]`, 0 for other tables."""
-        picked = self.pick(missing_keys)
-        slots = self.index.insert(picked.batch, picked.counts, effects=effects).slots
+        selected = self.select(missing_keys)
+        slots = self.index.insert(selected.batch, selected.counts, effects=effects).slots
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
-        first_slots = first_buckets[hash.segments_of(picked.batch)] * hash.SLOTS
+        first_slots = first_buckets[hash.segments_of(selected.batch)] * hash.SLOTS
         scores = self.index.entries[first_slots + slots.clamp(min=0), HashEntryColumn.SCORE]
-        counts = effects.once(torch.ops.aten.where.self, slots < 0, picked.counts, scores)
-        return torch.cat([counts, counts.new_zeros(1)])[picked.targets]
+        counts = effects.once(torch.ops.aten.where.self, slots < 0, selected.counts, scores)
+        return torch.cat([counts, counts.new_zeros(1)])[selected.positions]
 
     def forget(self, missing_keys: Missing, mask: Tensor) -> None:
-        """Remove the keys of `mask` from the counts."""
-        self.index.erase(self.pick(missing_keys, mask).batch)
+        """Remove the missing keys that `mask`, bool `[L]`, selects from the counters."""
+        self.index.erase(self.select(missing_keys, mask).batch)
 
-    def counts(self, number: int) -> tuple[Tensor, Tensor]:
+    def counts(self, counter: int) -> tuple[Tensor, Tensor]:
         """Return keys and counts of one table of `index`, int64 `[n]` each, sorted by route."""
-        entries = self.index.export(number)
+        entries = self.index.export(counter)
         assert entries.scores is not None
         order = routing.canonical_order(entries.keys)
         return entries.keys[order], entries.scores[order]
 
     def set_counts(
-        self, number: int, keys: Tensor, counts: Tensor, hash_key: int | None = None
+        self, counter: int, keys: Tensor, counts: Tensor, hash_key: int | None = None
     ) -> None:
         """Replace the counts of one table of `index`; if not all fit, keep the largest.
 
         Args:
-            number: number of the table in `index`.
+            counter: number of the table in `index`.
             keys: int64 `[n]`, distinct.
             counts: int64 `[n]`.
             hash_key: new hash key of the table; None keeps the current one.
         """
         stamps = torch.full((keys.numel(),), self.index.tick)
-        target = loading.TableTarget(self.index, number, "the counter", {}, hash_key=hash_key)
+        target = loading.TableTarget(self.index, counter, "the counter", {}, hash_key=hash_key)
         loading.replace_unchecked(target, Entries(keys.cpu(), stamps, counts.cpu(), {}))
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for number in range(self.numbers.numel() - 1):
-            keys, counts = self.counts(number)
-            destination[f"{prefix}{number}.keys"] = keys
-            destination[f"{prefix}{number}.counts"] = counts
+        for counter in range(self.indices.numel() - 1):
+            keys, counts = self.counts(counter)
+            destination[f"{prefix}{counter}.keys"] = keys
+            destination[f"{prefix}{counter}.counts"] = counts
 
     @property
     @shows_attribute_errors
-    def _by_number(self) -> SimpleNamespace:
-        """Return the entries of a state dict as attributes."""
-        numbers = map(str, range(self.numbers.numel() - 1))
-        return SimpleNamespace(**dict.fromkeys(numbers, SimpleNamespace(keys=0, counts=0)))
+    def _entries_by_counter(self) -> SimpleNamespace:
+        """Return an object with one attribute per counter, as `_fqn_modifiers` needs."""
+        indices = map(str, range(self.indices.numel() - 1))
+        return SimpleNamespace(**dict.fromkeys(indices, SimpleNamespace(keys=0, counts=0)))
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
-        return dict.fromkeys(vars(self._by_number), "_by_number")
+        return dict.fromkeys(vars(self._entries_by_counter), "_entries_by_counter")
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
@@ -224,41 +224,41 @@ class _Counter(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         missing_names, unexpected = arguments[2], arguments[3]
         hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}", self.index.hash_keys)
-        for number in range(self.numbers.numel() - 1):
-            names = [f"{prefix}{number}.{entry}" for entry in _ENTRIES]
+        for counter in range(self.indices.numel() - 1):
+            names = [f"{prefix}{counter}.{entry}" for entry in _COUNTER_ENTRIES]
             absent_names = [name for name in names if name not in state_dict]
             missing_names.extend(absent_names)
             unexpected[:] = [name for name in unexpected if name not in names]
             if not absent_names:
                 keys, counts = (state_dict[name] for name in names)
-                self.set_counts(number, keys, counts, int(hash_keys[number]))
+                self.set_counts(counter, keys, counts, int(hash_keys[counter]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the counters in a state dict."""
-        word = torch.empty(0, dtype=torch.int64)
-        for number in range(self.numbers.numel() - 1):
-            key, size = f"{prefix}{number}.keys", 0
+        vector = torch.empty(0, dtype=torch.int64)
+        for counter in range(self.indices.numel() - 1):
+            key, size = f"{prefix}{counter}.keys", 0
             if key in state_dict:
                 keys = state_dict[key]
-                problem = state_dicts.tensor_problem(keys, word, (None,))
+                problem = state_dicts.tensor_problem(keys, vector, (None,))
                 if not problem and keys.unique().numel() < keys.numel():
                     problem = f"each key must occur once, got {keys}"
                 if problem:
                     yield f"{key}: {problem}"
                     continue
                 size = len(keys)
-            counts = {f"{prefix}{number}.counts": word.new_empty(size)}
+            counts = {f"{prefix}{counter}.counts": vector.new_empty(size)}
             yield from state_dicts.count_problems(state_dict, counts)
         hash_keys = f"{prefix}index.{HASH_KEYS}"
         yield from state_dicts.entry_problems(state_dict, {hash_keys: self.index.hash_keys})
 
 
-class _Fading(NamedTuple):
+class _FadingCounters(NamedTuple):
     """The counters of a sketch that are halved in turn, each once per `halve_every` batches."""
 
     begin: int  # first counter
     size: int  # number of counters
-    halve_every: int
+    halve_every: int  # in training batches
 
 
 class _Sketches(nn.Module):
@@ -276,18 +276,18 @@ class _Sketches(nn.Module):
         hash_keys: Sequence[int],
     ) -> None:
         super().__init__()
-        self._fading: list[_Fading] = []
+        self._fading: list[_FadingCounters] = []
         layout = torch.zeros(len(specs) + 1, len(_SketchColumn), dtype=torch.int64)
         begin = max_threshold = 0
         for t in table_indices:
-            frequency = _frequency(specs[t])
+            frequency = _admission_of(specs[t])
             sketch = frequency.counter
             assert isinstance(sketch, CountMinSketch)
             size = sketch.width * sketch.depth
             columns = begin, sketch.width, sketch.depth, frequency.max_threshold, hash_keys[t]
             layout[t] = torch.tensor(columns)  # see `_SketchColumn`
             if sketch.halve_every is not None:
-                self._fading.append(_Fading(begin, size, sketch.halve_every))
+                self._fading.append(_FadingCounters(begin, size, sketch.halve_every))
             begin, max_threshold = begin + size, max(max_threshold, frequency.max_threshold)
         self.depth = int(layout[:, _SketchColumn.DEPTH].max())
         if max_threshold < 2**8:
@@ -309,9 +309,9 @@ class _Sketches(nn.Module):
         self.fade(effects)
         begin, width, depth, threshold, hash_key = self.layout[missing_keys.tables].unbind(1)
         mixed = mix(missing_keys.keys ^ hash_key)
-        low, high = mixed & _LOW_31, mixed >> 33 & _LOW_31 | 1
+        hash_1, hash_2 = mixed & _LOW_31_BITS, mixed >> 33 & _LOW_31_BITS | 1
         rows = torch.arange(self.depth, device=mixed.device)[:, None]
-        column = ((low + rows * high & _LOW_31) * width) >> 31
+        column = ((hash_1 + rows * hash_2 & _LOW_31_BITS) * width) >> 31
         spare = self.counters.numel() - 1
         cells = torch.where(rows < depth, begin + rows * width + column, spare)
         num_seen = torch.where(rows < depth, self.counters[cells].long(), threshold).amin(0)
@@ -324,12 +324,12 @@ class _Sketches(nn.Module):
         return counts
 
     def fade(self, effects: Effects) -> None:
-        """Halve the counters whose turn it is, and count the batch."""
+        """Halve the next part of the counters, and count the batch."""
         num_batches = effects.once(torch.ops.aten.clone.default, self.batches)
         for begin, size, halve_every in self._fading:
-            turn = num_batches % halve_every
-            first_cell, end_cell = turn * size // halve_every, (turn + 1) * size // halve_every
-            cells = first_cell + torch.arange(-(-size // halve_every), device=turn.device)
+            part = num_batches % halve_every
+            first_cell, end_cell = part * size // halve_every, (part + 1) * size // halve_every
+            cells = first_cell + torch.arange(-(-size // halve_every), device=part.device)
             cells = torch.where(cells < end_cell, begin + cells, self.counters.numel() - 1)
             halved = effects.once(torch.ops.aten.clone.default, self.counters[cells] // 2)
             self.counters[cells] = halved
@@ -399,14 +399,14 @@ class Admission(nn.Module):
             for kind in (ExactCounter, CountMinSketch)
         )
         self._exact_tables = exact
-        self.counter = _Counter(exact, specs, device, hash_keys) if exact else None
+        self.counter = _ExactCounters(exact, specs, device, hash_keys) if exact else None
         self.sketches = _Sketches(sketched, specs, device, hash_keys) if sketched else None
         specified = [s.admission.threshold if s.admission else 0 for s in specs]
         self._is_per_feature = any(isinstance(value, PerFeature) for value in specified)
-        largest = [s.admission.max_threshold if s.admission else 0 for s in specs]
+        max_thresholds = [s.admission.max_threshold if s.admission else 0 for s in specs]
         for name, thresholds in (
             # The last threshold is for padding, whose result is ignored.
-            ("thresholds", [*largest, 0]),
+            ("thresholds", [*max_thresholds, 0]),
             ("feature_thresholds", values_by_feature(specified, feature_tables)),
         ):
             tensor = torch.tensor(thresholds, dtype=torch.int64, device=device)
@@ -421,7 +421,7 @@ class Admission(nn.Module):
     ) -> Tensor | None:
         """Count the misses of a batch and return which to admit, bool `[L]` by miss; None for all.
 
-        Values behind the number of misses are undefined. For a batch without misses call this or
+        Values behind the number of misses are undefined. For a batch without misses call `admit` or
         `skip_batch`.
 
         Args:
@@ -438,13 +438,15 @@ class Admission(nn.Module):
         if self.counter is None and self.sketches is None:
             return None
         missing_keys = missing_of(keys.ids, misses)
-        count = missing_keys.keys.numel()
+        length = missing_keys.keys.numel()
         if in_store is not None:
-            tables = torch.where(in_store[:count], len(self.specs), missing_keys.tables)
+            tables = torch.where(in_store[:length], len(self.specs), missing_keys.tables)
             missing_keys = missing_keys._replace(tables=tables)
-        thresholds = self._least_thresholds(keys, misses, count) if self._is_per_feature else None
+        thresholds = None
+        if self._is_per_feature:
+            thresholds = self._smallest_thresholds(keys, misses, length)
         decided = self.decide(missing_keys, effects, thresholds)
-        admitted = nn.functional.pad(decided, (0, keys.ids.numel() - count))
+        admitted = nn.functional.pad(decided, (0, keys.ids.numel() - length))
         return admitted if in_store is None else admitted | in_store
 
     def skip_batch(self, effects: Effects) -> None:
@@ -452,13 +454,13 @@ class Admission(nn.Module):
         if self.sketches is not None:
             self.sketches.fade(effects)
 
-    def _least_thresholds(self, keys: hash.Keys, misses: hash.Misses, count: int) -> Tensor:
-        """Return per miss the least threshold of the features that use it, int64 `[count]`."""
+    def _smallest_thresholds(self, keys: hash.Keys, misses: hash.Misses, length: int) -> Tensor:
+        """Return per miss the smallest threshold of the features that use it, int64 `[length]`."""
         groups = misses.groups.long()
         thresholds = self.feature_thresholds[hash.segments_of(keys)]
-        least = torch.full((count + 1,), hash.MAX_USES, device=groups.device)
-        least.scatter_reduce_(0, torch.where(groups < 0, count, groups), thresholds, "amin")
-        return least[:count]
+        smallest = torch.full((length + 1,), hash.MAX_USES, device=groups.device)
+        smallest.scatter_reduce_(0, torch.where(groups < 0, length, groups), thresholds, "amin")
+        return smallest[:length]
 
     def decide(
         self,
@@ -485,10 +487,10 @@ class Admission(nn.Module):
         admitted = counts >= thresholds
         for table, spec in enumerate(self.specs):
             if spec.admission is not None and spec.admission.rule is not None:
-                (chosen,) = (missing_keys.tables == table).nonzero(as_tuple=True)
-                answer = spec.admission.rule(missing_keys.keys[chosen], counts[chosen])
+                (selected,) = (missing_keys.tables == table).nonzero(as_tuple=True)
+                decisions = spec.admission.rule(missing_keys.keys[selected], counts[selected])
                 name = spec.name or table
-                admitted[chosen] = _checked_answer(name, answer, chosen)
+                admitted[selected] = _checked_decisions(name, decisions, selected)
         if self.counter is not None:
             self.counter.forget(missing_keys, admitted)
         return admitted
@@ -515,7 +517,7 @@ class Admission(nn.Module):
         """Return whether a table counts exactly, so that `counts` is defined."""
         return table in self._exact_tables
 
-    def _counter_of(self, table: int) -> _Counter:
+    def _counter_of(self, table: int) -> _ExactCounters:
         """Return the exact counter; raise ValueError if a table has none."""
         if self.counter is None or table not in self._exact_tables:
             raise ValueError(
@@ -536,13 +538,13 @@ class Admission(nn.Module):
 
     def check_snapshot(self, snapshot: Any) -> None:
         """Raise ValueError unless `restore` takes a snapshot."""
-        parts = dumps.check_entries("admission", snapshot, ("counter", "sketches"))
-        for name, part in (("counter", self.counter), ("sketches", self.sketches)):
-            dumps.check_presence(f"admission.{name}", parts[name], part)
+        entries = dumps.check_entries("admission", snapshot, ("counter", "sketches"))
+        for name, child in (("counter", self.counter), ("sketches", self.sketches)):
+            dumps.check_presence(f"admission.{name}", entries[name], child)
         if self.counter is not None:
-            self.counter.index.check_snapshot(parts["counter"])
+            self.counter.index.check_snapshot(entries["counter"])
         if self.sketches is not None:
-            _check_state("admission.sketches", parts["sketches"], self.sketches.state_dict())
+            _check_state("admission.sketches", entries["sketches"], self.sketches.state_dict())
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` takes a state as a whole."""
@@ -575,7 +577,7 @@ def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
         stem, _, entry = key.rpartition(".")
         if entry == HASH_KEYS and key not in entries:
             del expected_entries[key]
-        elif entry in _ENTRIES:
+        elif entry in _COUNTER_ENTRIES:
             keys = dumps.check_entries(name, entries, [f"{stem}.keys"])[f"{stem}.keys"]
             expected_entries[key] = dumps.check_tensor(
                 f"{name}.{stem}.keys", keys, torch.int64, (None,)
@@ -583,7 +585,7 @@ def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
     dumps.check_state(name, entries, expected_entries)
 
 
-def _checked_answer(name: str | int, answer: Any, keys: Tensor) -> Tensor:
+def _checked_decisions(name: str | int, answer: Any, keys: Tensor) -> Tensor:
     """Return the answer of a rule, bool `[n]`; raise ValueError unless it has one per key."""
     if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != keys.shape:
         described = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else answer
@@ -594,7 +596,7 @@ def _checked_answer(name: str | int, answer: Any, keys: Tensor) -> Tensor:
     return answer.to(keys.device)
 
 
-def _frequency(spec: DynamicSpec) -> FrequencyAdmission:
+def _admission_of(spec: DynamicSpec) -> FrequencyAdmission:
     assert spec.admission is not None
     return spec.admission
 

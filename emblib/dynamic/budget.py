@@ -5,11 +5,11 @@ limits and of the other tables together never exceed the budget. A table that gr
 (`HashIndex.grant`), which raises the limit as far as bytes are free. So tables grow on demand while
 there is room, and a step in which no table grows asks for nothing.
 
-Once the room is used up, each table evicts keys of its own. Then pressure is compared over all
-tables, every `interval` training forwards of a module: the *receiver* is, of the tables below their
-capacity, the one whose evicted keys had been unused for the shortest time, and the *donor* is the
-one whose lowest-ranked keys are unused for the longest. If the donor's age is more than `ratio`
-times the receiver's, the donor shrinks by a share of its rows, and the bytes are reserved for the
+Once no bytes are free, each table evicts keys of its own. Then pressure is compared over all
+tables, every `interval` training forwards of a module. The *receiver* is a table below its
+capacity: the one whose evicted keys had been unused for the shortest time. The *donor* is the table
+whose lowest-ranked keys are unused for the longest. If the donor's age is more than `ratio` times
+the receiver's, the donor shrinks by a share of its rows, and the freed bytes are reserved for the
 receiver until the next decision. Without `ratio`, tables of equal pressure would take rows from
 each other for ever.
 
@@ -66,8 +66,8 @@ class BudgetedTable(NamedTuple):
         name: name of the table in the model; of a sharded table, with the number of the shard.
         nbytes: bytes that the table may use now, without its fallback rows.
         rows: rows that it may use now, without its fallback rows.
-        pressure: the pressure as last published; None if it was not yet, and for the two tables of
-            a decision until they publish again.
+        pressure: the pressure as last published. None before the first publication; after a
+            decision None for its donor and receiver, until they publish again.
     """
 
     name: str
@@ -96,8 +96,9 @@ class MemoryBudget:
     Args:
         nbytes: the number of bytes.
         interval: number of training forwards of a module between two decisions.
-        share: share of its rows by which a table shrinks per decision: at least one bucket, and as
-            many bytes as one bucket of the receiver, but never below `initial_capacity`.
+        share: share of its rows by which a donor shrinks per decision. It shrinks by at least one
+            bucket, and by the bytes of one bucket of the receiver, but never below
+            `initial_capacity`.
         ratio: factor by which the donor's age must exceed the receiver's before rows move.
 
     Raises:
@@ -129,7 +130,7 @@ class MemoryBudget:
             raise ValueError(f"ratio must be above 1, or rows move for ever, got {ratio}")
         self.share, self.ratio = share, ratio
         self._lock = threading.Lock()
-        self._members: list[_Member] = []
+        self._modules: list[_BudgetedModule] = []
 
     def __reduce__(self) -> tuple[Callable[[int], MemoryBudget], tuple[int]]:
         """Make copies and pickles budgets of the same numbers, without tables."""
@@ -165,18 +166,22 @@ class MemoryBudget:
         if not handles:
             raise ValueError("a memory budget is for dynamic tables, and the model has none")
         for state in states.values():
-            _check(state)
-        added = [_Member.of(self, names[number], state) for number, state in states.items()]
+            _check_can_join(state)
+        new_modules = [
+            _BudgetedModule.from_state(self, names[number], state)
+            for number, state in states.items()
+        ]
         with self._lock:
-            used, needed = self._used(), sum(member.nbytes for member in added)
-            if used + needed > self.nbytes:
+            needed_bytes = sum(member.nbytes for member in new_modules)
+            free_bytes = self.nbytes - self._used_bytes()
+            if needed_bytes > free_bytes:
                 raise ValueError(
-                    f"the tables of {type(model).__name__} use {needed} bytes already, and the "
-                    f"budget of {self.nbytes} has {self.nbytes - used} left; choose a larger "
-                    "budget or a smaller initial_capacity"
+                    f"the tables of {type(model).__name__} use {needed_bytes} bytes already, and "
+                    f"the budget of {self.nbytes} has {free_bytes} left; choose a larger budget or "
+                    "a smaller initial_capacity"
                 )
-            self._members += added
-        for member, state in zip(added, states.values(), strict=True):
+            self._modules += new_modules
+        for member, state in zip(new_modules, states.values(), strict=True):
             if state.statistics is None:
                 track_statistics(state)
             for table in member.tables:
@@ -186,24 +191,24 @@ class MemoryBudget:
     def used(self) -> int:
         """Return the bytes that the tables may use now; never more than `nbytes`."""
         with self._lock:
-            return self._used()
+            return self._used_bytes()
 
     def tables(self) -> list[BudgetedTable]:
         """Return what each table that can grow may use now, in the order of `attach`."""
         with self._lock:
-            self._used()
+            self._used_bytes()
             return [
                 BudgetedTable(t.name, t.limit * t.bucket_bytes, t.limit * SLOTS, t.pressure)
                 for t in self._tables()
             ]
 
-    def _used(self) -> int:
+    def _used_bytes(self) -> int:
         """Drop deleted modules, and return the bytes that the tables of the others may use."""
-        self._members = [member for member in self._members if member.state() is not None]
-        return sum(member.nbytes for member in self._members)
+        self._modules = [member for member in self._modules if member.state() is not None]
+        return sum(member.nbytes for member in self._modules)
 
     def _tables(self) -> Iterator[_Table]:
-        return (table for member in self._members for table in member.tables)
+        return (table for member in self._modules for table in member.tables)
 
     def raise_limit(self, table: _Table, buckets: int) -> None:
         """Raise the limit of a table towards a number of buckets, as far as bytes are free.
@@ -212,13 +217,13 @@ class MemoryBudget:
         used first.
         """
         with self._lock:
-            reserved = sum(t.reserved_bytes for t in self._tables()) - table.reserved_bytes
-            free = max(0, self.nbytes - self._used() - reserved)
-            num_more = min(buckets - table.limit, free // table.bucket_bytes)
-            if num_more > 0:
-                taken = min(table.reserved_bytes, num_more * table.bucket_bytes)
-                table.reserved_bytes -= taken
-                table.limit += num_more
+            reserved_bytes = sum(t.reserved_bytes for t in self._tables()) - table.reserved_bytes
+            free_bytes = max(0, self.nbytes - self._used_bytes() - reserved_bytes)
+            num_new_buckets = min(buckets - table.limit, free_bytes // table.bucket_bytes)
+            if num_new_buckets > 0:
+                bytes_from_reserve = min(table.reserved_bytes, num_new_buckets * table.bucket_bytes)
+                table.reserved_bytes -= bytes_from_reserve
+                table.limit += num_new_buckets
 
     def lower_limit(self, table: _Table, buckets: int) -> None:
         """Lower the limit of a table that has shrunk, and end its part as a donor.
@@ -236,7 +241,7 @@ class MemoryBudget:
         Set `target` and `receiver` of the donor. All reservations end, in any case.
         """
         with self._lock:
-            free = self.nbytes - self._used()
+            free_bytes = self.nbytes - self._used_bytes()
             for table in self._tables():
                 table.reserved_bytes = 0  # what a receiver did not take is free for all
             published = [(t, t.pressure) for t in self._tables() if t.pressure is not None]
@@ -244,7 +249,7 @@ class MemoryBudget:
                 (pressure.evicted_age, table)
                 for table, pressure in published
                 if pressure.evicted_keys
-                and free < table.bucket_bytes
+                and free_bytes < table.bucket_bytes
                 and table.limit < table.max_buckets
             ]
             if not receivers:
@@ -256,17 +261,17 @@ class MemoryBudget:
                 if table is not receiver and table.can_shrink and table.limit > table.min_buckets
             ]
             donor_age, donor = max(donors, key=lambda pair: pair[0], default=(0.0, receiver))
-            if donor_age <= self.ratio * max(receiver_age, 1.0):  # ages below a step say nothing
+            if donor_age <= self.ratio * max(receiver_age, 1.0):  # less than a step means nothing
                 return
-            # At least as many bytes as one bucket of the receiver takes.
-            step = max(donor.step(self.share), -(-receiver.bucket_bytes // donor.bucket_bytes))
-            donor.target = max(donor.min_buckets, donor.limit - step)
+            enough_for_receiver = -(-receiver.bucket_bytes // donor.bucket_bytes)
+            num_buckets = max(donor.min_shrink(self.share), enough_for_receiver)
+            donor.target = max(donor.min_buckets, donor.limit - num_buckets)
             donor.receiver = receiver
-            # Neither takes part again before it has published.
+            # Neither table takes part again before it has published.
             donor.pressure = receiver.pressure = None
 
 
-def _check(state: DynamicState) -> None:
+def _check_can_join(state: DynamicState) -> None:
     """Raise ValueError if a budget cannot limit tables."""
     if state.budget is not None:
         raise ValueError(f"the tables {state.table_names} belong to a memory budget already")
@@ -282,7 +287,7 @@ def _check(state: DynamicState) -> None:
 class _Table:
     """A table of a budget that can grow.
 
-    The budget changes `limit`, `reserved_bytes`, `target` and `receiver` under its lock, and sets
+    The budget changes `limit`, `reserved_bytes`, `target` and `receiver` under its lock, and resets
     `pressure` to None. The thread that trains the module publishes `pressure` and `ages`, and reads
     `target`.
 
@@ -314,12 +319,12 @@ class _Table:
     pressure: Pressure | None = None
     ages: AgeHistogram = field(default_factory=AgeHistogram)
 
-    def step(self, share: float) -> int:
+    def min_shrink(self, share: float) -> int:
         """Return the least number of buckets by which a decision shrinks the table."""
         return min(self.limit - self.min_buckets, max(1, int(share * self.limit)))
 
 
-class _Member:
+class _BudgetedModule:
     """A module in a budget.
 
     The caller of `grant` and `begin_step` holds the lock of the module.
@@ -336,12 +341,14 @@ class _Member:
     ) -> None:
         self._budget, self.tables, self._fixed_bytes = budget, tables, fixed_bytes
         self.state = weakref.ref(state)
-        self._by_number = {table.number: table for table in tables}
+        self._table_of_number = {table.number: table for table in tables}
         self._num_steps = 0
 
     @classmethod
-    def of(cls, budget: MemoryBudget, names: dict[int, str], state: DynamicState) -> _Member:
-        """Make the member of a state; `names` are names of its tables by number. Change nothing."""
+    def from_state(
+        cls, budget: MemoryBudget, table_names: dict[int, str], state: DynamicState
+    ) -> _BudgetedModule:
+        """Make the member of a state, with names of its tables by number. Change nothing."""
         tables, fixed_bytes = [], 0
         for number, spec in enumerate(state.specs):
             buckets = state.index.buckets(number)
@@ -353,7 +360,7 @@ class _Member:
                 continue
             table = _Table(
                 number=number,
-                name=names.get(number, state.table_names[number]),
+                name=table_names.get(number, state.table_names[number]),
                 bucket_bytes=bucket_bytes,
                 min_buckets=spec.buckets,
                 max_buckets=spec.max_buckets,
@@ -377,7 +384,7 @@ class _Member:
 
         A table that cannot grow, or whose module was deleted, gets what it asks for.
         """
-        table, state = self._by_number.get(number), self.state()
+        table, state = self._table_of_number.get(number), self.state()
         if table is None or state is None:
             return buckets
         if buckets > table.limit:
@@ -415,9 +422,10 @@ class _Member:
         counts = [] if state.statistics is None else state.statistics.read()
         for table in self.tables if counts else ():
             ages = counts[table.number].eviction_ages
-            recent = ages.since(table.ages)
-            lowest = _lowest_age(state, table.number, table.step(self._budget.share))
-            table.pressure, table.ages = Pressure(recent.num_keys, recent.mean, lowest), ages
+            new_ages = ages.since(table.ages)
+            lowest_age = _lowest_age(state, table.number, table.min_shrink(self._budget.share))
+            table.pressure = Pressure(new_ages.num_keys, new_ages.mean, lowest_age)
+            table.ages = ages
 
     def _shrink(self, table: _Table, buckets: int, state: DynamicState) -> None:
         """Shrink a table, then lower its limit; after an interrupt the next step does the rest."""
@@ -428,20 +436,20 @@ class _Member:
         self._budget.lower_limit(table, buckets)
 
 
-def _lowest_age(state: DynamicState, table: int, step: int) -> float:
+def _lowest_age(state: DynamicState, table: int, num_freed: int) -> float:
     """Return the mean age of the lowest-ranked key per bucket, of evenly spaced buckets.
 
-    It is infinite if the table's keys would fit at its `max_load` without `step` buckets, or if
-    the sampled buckets are empty.
+    It is infinite if the table's keys would fit at its `max_load` without `num_freed` buckets, or
+    if the sampled buckets are empty.
     """
     index = state.index
     buckets, spec = index.buckets(table), state.specs[table]
-    if index.size(table) * 1024 <= (buckets - step) * SLOTS * spec.max_load_1024ths:
+    if index.size(table) * 1024 <= (buckets - num_freed) * SLOTS * spec.max_load_1024ths:
         return math.inf
-    count = min(buckets, _SAMPLED_BUCKETS)
-    numbers = torch.arange(count) * buckets // count
-    entries = index.table_entries(table).view(buckets, SLOTS, -1)[numbers]
-    is_used = index.table_tags(table).view(buckets, SLOTS)[numbers] != 0
+    num_sampled = min(buckets, _SAMPLED_BUCKETS)
+    bucket_indices = torch.arange(num_sampled) * buckets // num_sampled
+    entries = index.table_entries(table).view(buckets, SLOTS, -1)[bucket_indices]
+    is_used = index.table_tags(table).view(buckets, SLOTS)[bucket_indices] != 0
     return _mean_lowest_age(index, entries, is_used)
 
 
@@ -450,10 +458,10 @@ def _mean_lowest_age(index: HashIndex, entries: torch.Tensor, is_used: torch.Ten
 
     Entries are `[buckets, 32, 2 or 3]`. Of entries with the lowest score the oldest counts.
     """
-    largest = torch.iinfo(torch.int64).max
+    max_int64 = torch.iinfo(torch.int64).max
     if entries.shape[2] > HashEntryColumn.SCORE:
-        scores = entries[:, :, HashEntryColumn.SCORE].masked_fill(~is_used, largest)
+        scores = entries[:, :, HashEntryColumn.SCORE].masked_fill(~is_used, max_int64)
         is_used = is_used & (scores == scores.amin(1, keepdim=True))
-    stamps = entries[:, :, HashEntryColumn.STAMP].masked_fill(~is_used, largest).amin(1)
+    stamps = entries[:, :, HashEntryColumn.STAMP].masked_fill(~is_used, max_int64).amin(1)
     stamps = stamps[is_used.any(1)]
     return float((index.clock - stamps).double().mean()) if stamps.numel() else math.inf

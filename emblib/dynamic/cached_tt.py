@@ -78,26 +78,25 @@ class _Lookups(NamedTuple):
     """A batch split into lookups of cores and of stored rows.
 
     Attributes:
-        cold: int64 `[L]`, ids whose rows are computed from the cores, -1 for the others.
-        rows: int64 `[L]`, index of the id's stored row in its table, -1 for ids without one; empty
-            if no rows are stored.
-        counted: ids of all tables to count, -1 for none, in segments by feature.
+        core_ids: int64 `[L]`, ids whose rows are computed from the cores, -1 for the others.
+        row_indices: int64 `[L]`, index of the id's stored row in its table, -1 for ids without
+            one; empty if no rows are stored.
+        counted_keys: ids of all tables to count, -1 for none, in segments by feature.
     """
 
-    cold: Tensor
-    rows: Tensor
-    counted: Keys
+    core_ids: Tensor
+    row_indices: Tensor
+    counted_keys: Keys
 
 
 class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     """Look up tensor-train tables whose most used rows are stored dense.
 
-    A stored row replaces the row of the cores: lookups read it, and backward updates it alone;
-    `to_dense` has its values, and `state_dict` has both rows. Training lookups, those in training
-    mode with gradients enabled, count ids in a hash table; `populate` stores the rows of
-    the most used ids. Newly stored rows start with the cores' values and zero optimizer states. If
-    stored rows are added, removed or loaded between a lookup and its backward, backward raises
-    RuntimeError.
+    A stored row replaces the row of the cores: lookups and `to_dense` read the stored row alone,
+    and backward updates it alone. `state_dict` has both. Training lookups, those in training mode
+    with gradients enabled, count ids in a hash table; `populate` stores the rows of the most used
+    ids. Newly stored rows start with the cores' values and zero optimizer states. If stored rows
+    are added, removed or loaded between a lookup and its backward, backward raises RuntimeError.
 
     A *key* is an id plus the first key of its table, so that one hash table serves all. Threads may
     look up at the same time while none chooses rows; one thread trains (docs/threads.md). Methods
@@ -179,9 +178,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         options: dict[str, Any] = {
             "pooling": pooling,
             "feature_tables": feature_tables,
-            "precision": replace(
-                self.precision, output=torch.float32
-            ),  # the sum with cached rows is rounded once
+            # The sum with the stored rows is rounded once.
+            "precision": replace(self.precision, output=torch.float32),
             "bounds_check": BoundsCheck.NONE,  # this module checks, once for both
             "device": device,
         }
@@ -195,15 +193,15 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self.index, self.counts = (
             HashTable(spec, device=device, seed=0) for spec in cache.index_specs(self.tables)
         )
-        self._first_key = [0, *accumulate(spec.rows for spec in self.tables)]
-        self._first_row = [0, *accumulate(self.stored_rows)]
+        self._first_keys = [0, *accumulate(spec.rows for spec in self.tables)]
+        self._first_rows = [0, *accumulate(self.stored_rows)]
         self._register_buffers(device)
-        self._since = [0] * len(self.tables)  # training lookups since the last choice of rows
-        self._choice = 0  # number of the last choice of rows; backward checks it
+        self._lookups_since = [0] * len(self.tables)  # training lookups since the last choice
+        self._choice_number = 0  # number of the last choice of rows; backward checks it
         self._index_is_current = True  # whether `index` and `row_of_slot` agree with `key_of_row`
-        self._stores_rows = (0, False)  # number of a choice, and whether it stored any rows
-        self._step_offset: Tensor | None = None  # offset for skipped rows, see `_skip_rows`
-        self.register_load_state_dict_post_hook(_restart_if_loaded)
+        self._choice_with_rows = (0, False)  # a choice, and whether any rows are stored since
+        self._step_offset: Tensor | None = None  # offset for skipped rows, see `_skips_rows`
+        self.register_load_state_dict_post_hook(_finish_load)
 
     def _make_trains(
         self, optimizer: Optimizer | None, init: str, options: dict[str, Any]
@@ -225,13 +223,13 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def _feature_buffers(self) -> dict[str, list[Any]]:
         """Return the values of the buffers that depend on the constructor only, by name."""
-        features = self.trains.feature_tables
+        feature_tables = self.trains.feature_tables
         return {
-            "key_bases": [self._first_key[t] for t in features],
-            "rows_of_features": [self.tables[t].rows for t in features],
-            "tables_of_features": list(features),
-            "segment_tables": [0 for _ in features],  # index and counts have one table each
-            "id_tables": [id_table_row(self.tables[t].rows) for t in features],
+            "key_bases": [self._first_keys[t] for t in feature_tables],
+            "rows_of_features": [self.tables[t].rows for t in feature_tables],
+            "tables_of_features": list(feature_tables),
+            "segment_tables": [0 for _ in feature_tables],  # index and counts have one table each
+            "id_tables": [id_table_row(self.tables[t].rows) for t in feature_tables],
         }
 
     @property
@@ -254,14 +252,14 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def _register_buffers(self, device: torch.device | str | None) -> None:
         self.register_buffer("features", self.trains.id_features().clone(), persistent=False)
         for name, values in self._feature_buffers().items():
-            numbers = torch.tensor(values, dtype=torch.int64, device=device)
-            self.register_buffer(name, numbers, persistent=False)
-        slots = torch.full((self.index.capacity() + 1,), -1, device=device)  # the last is no slot
-        self.register_buffer("row_of_slot", slots, persistent=False)
+            tensor = torch.tensor(values, dtype=torch.int64, device=device)
+            self.register_buffer(name, tensor, persistent=False)
+        rows = torch.full((self.index.capacity() + 1,), -1, device=device)  # the last is no slot
+        self.register_buffer("row_of_slot", rows, persistent=False)
         violations = torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("bounds_violations", violations, persistent=False)
-        rows = torch.full((self._first_row[-1],), -1, device=device)
-        self.register_buffer("key_of_row", rows)
+        key_of_row = torch.full((self._first_rows[-1],), -1, device=device)
+        self.register_buffer("key_of_row", key_of_row)
         shape = (len(self.tables), len(TT_COUNTERS))
         counters = torch.zeros(shape, dtype=torch.int64, device=device)
         self.register_buffer("counters", counters)
@@ -309,28 +307,30 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             raise ValueError("1-dimensional indices need offsets: where each bag begins")
         elif not self.include_last_offset:
             offsets = append_last_offset(indices, offsets)
-        if padding := num_padding_ids(indices, offsets):  # which would be counted as an id
-            weights_of_ids = None if per_sample_weights is None else per_sample_weights[padding:]
-            offsets = (offsets if self.include_last_offset else offsets[:-1]) - padding
+        if num_padding := num_padding_ids(indices, offsets):  # which would be counted as an id
+            weights = None if per_sample_weights is None else per_sample_weights[num_padding:]
+            offsets = (offsets if self.include_last_offset else offsets[:-1]) - num_padding
             out: Tensor = self.forward(
-                indices[padding:], offsets, weights_of_ids, batch_sizes=batch_sizes
+                indices[num_padding:], offsets, weights, batch_sizes=batch_sizes
             )
             is_pooled = self.trains.pooling is not Pooling.NONE
-            return out if is_pooled else torch.cat([out.new_zeros(padding, out.shape[1]), out])
+            return out if is_pooled else torch.cat([out.new_zeros(num_padding, out.shape[1]), out])
         offsets = self._checked_offsets(indices, offsets, batch_sizes)
         is_counted = self._is_counted()
         batch = self._split_lookups(indices, offsets, batch_sizes)
-        skips_rows = self._skip_rows()
-        out = self.trains(batch.cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
-        missed_before = self._num_spilled_lookups()
+        skips_rows = self._skips_rows()
+        out = self.trains(batch.core_ids, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        num_spilled_before = self._num_spilled_lookups()
         if not skips_rows:
-            rows = batch.rows if self._has_stored_rows() else torch.full_like(batch.cold, -1)
+            rows = batch.row_indices
+            if not self._has_stored_rows():
+                rows = torch.full_like(batch.core_ids, -1)
             out = out + self.rows(rows, offsets, per_sample_weights, batch_sizes=batch_sizes)
         out = out.to(self.precision.output)
         if is_counted:
-            self._count(batch, missed_before)
+            self._count_ids(batch, num_spilled_before)
         if out.requires_grad:
-            out.register_hook(partial(self._check_choice, self._choice))
+            out.register_hook(partial(self._check_choice, self._choice_number))
         return out
 
     def _is_counted(self) -> bool:
@@ -352,36 +352,35 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                     "replay of a CUDA graph does not run: use every=None, call populate() between "
                     "steps, and capture again afterwards"
                 )
-            self._populate_in_time()
+            self._populate_due_tables()
         if running is not None:
-            running.note(self, self._choice)
+            running.note(self, self._choice_number)
         return is_counted
 
     def _has_stored_rows(self) -> bool:
         """Return whether any rows are stored; reads the device once per choice of rows."""
-        if self._stores_rows[0] != self._choice:
-            self._stores_rows = (self._choice, bool((self.key_of_row >= 0).any()))
-        return self._stores_rows[1]
+        if self._choice_with_rows[0] != self._choice_number:
+            self._choice_with_rows = (self._choice_number, bool((self.key_of_row >= 0).any()))
+        return self._choice_with_rows[1]
 
-    def _skip_rows(self) -> bool:
+    def _skips_rows(self) -> bool:
         """Return whether a lookup reads only the cores, because no rows are stored.
 
-        Its backward then counts a step of the cores only. This method stores the difference of the
-        steps, with which `_count_skipped_steps` later sets the step of the stored rows; if rows are
-        read with gradients, it calls that method now.
+        Its backward then counts a step of the cores only. So this method stores the difference of
+        the steps, with which `_count_skipped_steps` later sets the step of the stored rows. If the
+        lookup reads stored rows with gradients, that is done now.
         """
-        skips = not self._spills and not self._has_stored_rows()
+        skips_rows = not self._spills and not self._has_stored_rows()
         if not torch.is_grad_enabled():
-            return skips
-        skips = skips and updates_in_backward(self.optimizer)
-        frozen = self.trains.is_frozen or self.rows.is_frozen
-        if not skips or frozen or self.trains.untrained or self.rows.untrained:
+            return skips_rows
+        skips_rows = skips_rows and updates_in_backward(self.optimizer)
+        is_frozen = self.trains.is_frozen or self.rows.is_frozen
+        if not skips_rows or is_frozen or self.trains.untrained or self.rows.untrained:
             self._count_skipped_steps()
             return False
         if self._step_offset is None:
-            self._step_offset = (
-                self.rows.hyperparams[Hyper.STEP] - self.trains.hyperparams[Hyper.STEP]
-            )
+            steps = self.trains.hyperparams[Hyper.STEP]
+            self._step_offset = self.rows.hyperparams[Hyper.STEP] - steps
         return True
 
     @without_gradients
@@ -417,7 +416,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def _check_choice(self, choice: int | None, gradient: Tensor | None = None) -> None:
         """Raise RuntimeError if stored rows have changed since `choice`; also a gradient hook."""
-        if choice is not None and choice != self._choice:
+        if choice is not None and choice != self._choice_number:
             raise RuntimeError(
                 "rows of the cache were replaced between a lookup and its backward: call "
                 "populate() after backward; with TTCache(every=...), make one lookup per "
@@ -434,37 +433,37 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         starts = feature_starts(offsets, num_features, batch_sizes)
         keys = ids
         if num_features > 1 or self.trains.feature_tables[0] != 0:  # else its keys are its ids
-            keys = self._as_table_keys(ids, starts)
+            keys = self._to_keys(ids, starts)
         segments = Keys(keys, starts, self.segment_tables)
         if not self._index_is_current:
             self._rebuild_index()
         slots = self.index.find_slots(segments) if self._has_stored_rows() else None
-        cold, rows, counted = _ops.tt_stored(indices, ids, keys, slots, self.row_of_slot)
-        cold = ids if slots is None else cold
-        return _Lookups(cold, rows, segments._replace(ids=counted))
+        core_ids, rows, counted_ids = _ops.tt_stored(indices, ids, keys, slots, self.row_of_slot)
+        core_ids = ids if slots is None else core_ids
+        return _Lookups(core_ids, rows, segments._replace(ids=counted_ids))
 
-    def _as_table_keys(self, ids: Tensor, starts: Tensor) -> Tensor:
+    def _to_keys(self, ids: Tensor, starts: Tensor) -> Tensor:
         """Return keys, int64 `[L]`: each id plus the first key of its table; -1 stays."""
         position = torch.arange(ids.numel(), device=ids.device)
         feature = torch.bucketize(position, starts[1:-1], right=True)
         return torch.where(ids >= 0, ids + self.key_bases[feature], -1)
 
     @without_gradients
-    def _count(self, batch: _Lookups, missed_before: Tensor | None) -> None:
+    def _count_ids(self, batch: _Lookups, num_spilled_before: Tensor | None) -> None:
         """Count the ids of a training lookup.
 
-        `missed_before` is `_num_spilled_lookups` before it. Invalid ids and -1 are not counted.
+        `num_spilled_before` is `_num_spilled_lookups` before it. Invalid ids and -1 do not count.
         """
-        keys, numbers = batch.counted, (self.tables_of_features, self.counters)
-        calls = [partial(_count_, keys.ids, batch.rows, keys.starts, *numbers)]
-        missed = self._num_spilled_lookups()
-        if missed is not None and missed_before is not None:
-            missed -= missed_before
-            calls.append(partial(self.counters[:, TT_COUNTERS.index("spill_hits")].add_, missed))
+        keys, tables, counters = batch.counted_keys, self.tables_of_features, self.counters
+        calls = [partial(_count_, keys.ids, batch.row_indices, keys.starts, tables, counters)]
+        num_spilled = self._num_spilled_lookups()
+        if num_spilled is not None and num_spilled_before is not None:
+            num_spilled -= num_spilled_before
+            calls.append(partial(counters[:, TT_COUNTERS.index("spill_hits")].add_, num_spilled))
         self.counts.count(keys)
         in_one_call(*calls)
         if self.cache.every:
-            self._since = [since + 1 for since in self._since]
+            self._lookups_since = [since + 1 for since in self._lookups_since]
 
     def _num_spilled_lookups(self) -> Tensor | None:
         """Return the lookups of spilled rows so far, int64 `[T]`; None without SPILL."""
@@ -478,10 +477,10 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         Rows that are stored already keep their values. The host waits for the device. If stored
         rows change, backward of an earlier lookup raises.
         """
-        self._populate(self._numbers(table))
+        self._populate(self._table_numbers(table))
 
-    def _numbers(self, table: int | None) -> Sequence[int]:
-        """Return the number of a table in a list, of all (None); the class lists the errors."""
+    def _table_numbers(self, table: int | None) -> Sequence[int]:
+        """Return the number of a table in a list; None returns all. The class lists the errors."""
         if table is None:
             return range(len(self.tables))
         if not 0 <= index(table) < len(self.tables):
@@ -490,12 +489,12 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             )
         return [index(table)]
 
-    def _populate_in_time(self) -> None:
+    def _populate_due_tables(self) -> None:
         """Populate tables with `every` lookups since they were populated, except frozen ones."""
         period = self.cache.every or math.inf
         frozen = self.trains.untrained
         due_tables = [
-            t for t, since in enumerate(self._since) if since >= period and t not in frozen
+            t for t, since in enumerate(self._lookups_since) if since >= period and t not in frozen
         ]
         if due_tables:
             self._populate(due_tables)
@@ -504,99 +503,100 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def _populate(self, tables: Iterable[int]) -> None:
         """Store the most used rows of some tables, by the uses counted so far."""
         exported = list(self.counts.export())
-        keys = torch.cat([part.keys for part in exported]) if exported else self.key_of_row[:0]
-        uses = torch.cat([part.scores for part in exported]) if exported else keys
+        keys = torch.cat([self.key_of_row[:0], *(rows.keys for rows in exported)])
+        uses = torch.cat([self.key_of_row[:0], *(rows.scores for rows in exported)])
         for table in tables:
-            first_key, end_key = self._first_key[table : table + 2]
+            first_key, end_key = self._first_keys[table : table + 2]
             is_of_table = (keys >= first_key) & (keys < end_key)
             self._populate_table(table, keys[is_of_table], uses[is_of_table])
-            self._since[table] = 0
+            self._lookups_since[table] = 0
         if self._has_stored_rows():  # read it now: lookups in a CUDA graph cannot
             self._count_skipped_steps()
 
     def _populate_table(self, table: int, keys: Tensor, uses: Tensor) -> None:
         """Store the rows of the keys of a table with the most `uses`; int64 `[n]` each."""
-        keys, order = keys.sort()  # equal uses: the smaller id first
+        keys, order = keys.sort()  # among equal uses the smaller id is first
         uses = uses[order]
-        best = keys[uses.argsort(descending=True, stable=True)[: self.cache_rows[table]]]
+        top_keys = keys[uses.argsort(descending=True, stable=True)[: self.cache_rows[table]]]
         cached_keys = self._stored_keys(table)
-        new_keys = best[~torch.isin(best, cached_keys)]
-        leaving = ((cached_keys >= 0) & ~torch.isin(cached_keys, best)).nonzero().squeeze(1)
+        new_keys = top_keys[~torch.isin(top_keys, cached_keys)]
+        is_leaving = (cached_keys >= 0) & ~torch.isin(cached_keys, top_keys)
+        leaving_rows = is_leaving.nonzero().squeeze(1)
         if self._spills:  # only as many rows leave as host memory has no room for
             excess = max(len(new_keys) - int((cached_keys < 0).sum()), 0)
-            leaving = least_used(cached_keys, leaving, keys, uses)[:excess]
-        self._replace_rows(table, leaving, new_keys)
+            leaving_rows = least_used(cached_keys, leaving_rows, keys, uses)[:excess]
+        self._replace_rows(table, leaving_rows, new_keys)
 
     def _stored_keys(self, table: int) -> Tensor:
         """Return the keys of a table's stored rows, int64 `[stored rows]`, -1 for free ones."""
-        (table,) = self._numbers(table)
-        begin, end = self._first_row[table : table + 2]
+        (table,) = self._table_numbers(table)
+        begin, end = self._first_rows[table : table + 2]
         return self.key_of_row[begin:end]
 
-    def _replace_rows(self, table: int, leaving: Tensor, new_keys: Tensor) -> None:
-        """Remove stored rows (`leaving`: indices in a table); then store `new_keys`, which fit.
+    def _replace_rows(self, table: int, leaving_rows: Tensor, new_keys: Tensor) -> None:
+        """Remove stored rows, given by index in a table; then store `new_keys`, which must fit.
 
         One native call changes cores, stored rows and their keys. The index is derived from the
         keys, so the next lookup rebuilds it if an interrupt comes before it is updated.
         """
-        if not len(leaving) and not len(new_keys):
+        if not len(leaving_rows) and not len(new_keys):
             return
         if not self._index_is_current:  # also of other tables, which the update below leaves alone
             self._rebuild_index()
         cached_keys = self._stored_keys(table)
-        keys_after, removed_keys = cached_keys.clone(), cached_keys[leaving]
+        keys_after, removed_keys = cached_keys.clone(), cached_keys[leaving_rows]
         cores = [core.detach().float() for core in self.trains.table_cores(table)]
-        changes: list[partial[Any]] = []
-        if len(leaving):
-            cores, changes = self._plan_eviction(table, leaving, cores)
-            keys_after[leaving] = -1
-        free = (keys_after < 0).nonzero().squeeze(1)[: len(new_keys)]
-        keys_after[free] = new_keys
-        ids = new_keys - self._first_key[table]
+        calls: list[partial[Any]] = []
+        if len(leaving_rows):
+            cores, calls = self._plan_eviction(table, leaving_rows, cores)
+            keys_after[leaving_rows] = -1
+        free_rows = (keys_after < 0).nonzero().squeeze(1)[: len(new_keys)]
+        keys_after[free_rows] = new_keys
+        ids = new_keys - self._first_keys[table]
         new_rows = tt_projection.rows(self.tables[table], cores, ids) if len(new_keys) else None
         self.rows.settle()  # `overwriting` would drop newer rows in the row cache
         if new_rows is not None:
             for name, view in self.rows.table_views()[table].items():
-                free_rows = free.to(view.device)
+                device_rows = free_rows.to(view.device)
                 is_weight = name == "weight"
-                values = new_rows.to(view) if is_weight else torch.zeros_like(view[free_rows])
-                changes.append(partial(view.index_copy_, 0, free_rows, values))
+                values = new_rows.to(view) if is_weight else torch.zeros_like(view[device_rows])
+                calls.append(partial(view.index_copy_, 0, device_rows, values))
         self._invalidate_choice()
         with self.rows.overwriting():
-            in_one_call(*changes, partial(cached_keys.copy_, keys_after))
+            in_one_call(*calls, partial(cached_keys.copy_, keys_after))
         if len(removed_keys):
             self.row_of_slot[self.index.slots(removed_keys)] = -1
             self.index.erase(removed_keys)
         if len(new_keys):
             slots = self.index.find_or_insert_slots(new_keys).slots
-            self.row_of_slot[slots] = free
+            self.row_of_slot[slots] = free_rows
         self._index_is_current = True
 
     def _invalidate_choice(self) -> None:
         """Invalidate the index and earlier lookups, before `key_of_row` is written."""
-        self._choice, self._index_is_current = self._choice + 1, False
+        self._choice_number, self._index_is_current = self._choice_number + 1, False
 
     def _plan_eviction(
         self, table: int, rows: Tensor, cores: list[Tensor]
     ) -> tuple[list[Tensor], list[partial[Any]]]:
         """Return the float32 cores after `rows` have left, and the calls that change the module."""
-        spec, ids = self.tables[table], self._stored_keys(table)[rows] - self._first_key[table]
-        values, calls = self._values(table, rows), []
-        train_rows = tt_projection.rows(spec, cores, ids)
-        squared_change = float((values - train_rows).double().square().sum())
+        spec, ids = self.tables[table], self._stored_keys(table)[rows] - self._first_keys[table]
+        values, calls = self._row_values(table, rows), []
+        core_rows = tt_projection.rows(spec, cores, ids)
+        squared_change = float((values - core_rows).double().square().sum())
         if self.cache.eviction is not RowEviction.DROP:
             projected = tt_projection.project(spec, cores, ids, values)
             pairs = [*zip(self.trains.table_cores(table), projected, strict=True)]
             calls = [partial(core.copy_, value) for core, value in pairs]
             cores = [value.to(core.dtype).float() for core, value in pairs]
-            train_rows = tt_projection.rows(spec, cores, ids)
-        squared_loss = float((values - train_rows).double().square().sum())
+            core_rows = tt_projection.rows(spec, cores, ids)
+        squared_loss = float((values - core_rows).double().square().sum())
         sums = torch.tensor([squared_change, squared_loss], device=self.changes.device)
         calls.append(partial(self.changes[table].add_, sums))
-        evicted = self.counters[table, TT_COUNTERS.index("evicted")]
-        return cores, [*calls, partial(evicted.add_, len(rows))]
+        calls.append(partial(self.counters[table, TT_COUNTERS.index("evicted")].add_, len(rows)))
+        return cores, calls
 
-    def _values(self, table: int, rows: Tensor) -> Tensor:
+    def _row_values(self, table: int, rows: Tensor) -> Tensor:
         """Return the values of stored rows as float32, read from the cache if they are in it."""
         weight = self.rows.table_weights()[table].detach()
         return weight[rows.to(weight.device)].to(rows.device).float()
@@ -604,7 +604,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     @without_gradients
     def to_dense(self, table: int) -> Tensor:
         """Return a table as a new dense float32 `[rows, D]` matrix, stored rows included."""
-        (table,) = self._numbers(table)
+        (table,) = self._table_numbers(table)
         spec = self.tables[table]
         return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
 
@@ -612,26 +612,27 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         """Yield the rows of `to_dense` in blocks, in order; do not train or populate meanwhile."""
         keys = self._stored_keys(table)
         rows = (keys >= 0).nonzero().squeeze(1)
-        ids, first_id = keys[rows] - self._first_key[table], 0
+        ids, first_id = keys[rows] - self._first_keys[table], 0
         for block in self.trains.dense_blocks(table):
             is_in_block = (ids >= first_id) & (ids < first_id + len(block))
-            block[ids[is_in_block] - first_id] = self._values(table, rows[is_in_block]).to(block)
+            values = self._row_values(table, rows[is_in_block])
+            block[ids[is_in_block] - first_id] = values.to(block)
             yield block
             first_id += len(block)
 
     def cached_ids(self, table: int) -> Tensor:
         """Return the ids of stored rows, cached or spilled, int64 `[n]`, by ascending row."""
         keys = self._stored_keys(table)
-        return keys[keys >= 0] - self._first_key[table]
+        return keys[keys >= 0] - self._first_keys[table]
 
     def spilled_ids(self, table: int) -> Tensor:
         """Return the ids of rows stored but not in the cache, int64 `[n]`; empty without SPILL."""
         keys = self._stored_keys(table)
-        return keys[(keys >= 0) & self._is_spilled(table)] - self._first_key[table]
+        return keys[(keys >= 0) & self._is_spilled(table)] - self._first_keys[table]
 
     def _is_spilled(self, table: int) -> Tensor:
         """Return which of a table's stored rows are not in the cache, bool `[stored rows]`."""
-        begin, end = self._first_row[table : table + 2]
+        begin, end = self._first_rows[table : table + 2]
         cache = self.rows.row_cache
         if cache is None:
             return torch.zeros(end - begin, dtype=torch.bool, device=self.key_of_row.device)
@@ -641,10 +642,10 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def cache_stats(self) -> TTCacheStats:
         """Return counts since the last reset (reads the device)."""
         names = [f.name for f in fields(TTCacheStats)][:-1]
-        numbers = zip(self.counters.tolist(), self.changes.tolist(), strict=True)
+        sums = zip(self.counters.tolist(), self.changes.tolist(), strict=True)
         rows = [
             dict(zip(names, (*counts, *changes, self.spilled_ids(t).numel()), strict=True))
-            for t, (counts, changes) in enumerate(numbers)
+            for t, (counts, changes) in enumerate(sums)
         ]
         tables = [TTCacheStats(**row) for row in rows]
         totals = {name: sum(row[name] for row in rows) for name in names}
@@ -655,7 +656,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
         `spilled` is the current number of spilled rows and does not change.
         """
-        selected = list(self._numbers(table))
+        selected = list(self._table_numbers(table))
         self.counters[selected] = 0
         self.changes[selected] = 0.0
 
@@ -663,10 +664,10 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def empty_cache(self, table: int | None = None) -> None:
         """Remove all stored rows and forget all counts, of one table or (None) of all.
 
-        With `DROP` their values are lost; otherwise all, spilled ones included, leave as with
-        `PROJECT`.
+        With `DROP` their values are lost. Otherwise the values of all stored rows, spilled ones
+        included, move into the cores as with `PROJECT`.
         """
-        for t in self._numbers(table):
+        for t in self._table_numbers(table):
             rows = (self._stored_keys(t) >= 0).nonzero().squeeze(1)
             self._replace_rows(t, rows, self.key_of_row[:0])
             self._forget_counts(t)
@@ -680,9 +681,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def _counted_ids(self, table: int) -> TableRows:
         """Return the counted ids of a table as keys, with their number of uses as scores."""
         counted = self.counts.index.export(0)
-        is_of_table = (counted.keys >= self._first_key[table]) & (
-            counted.keys < self._first_key[table + 1]
-        )
+        first_key, end_key = self._first_keys[table : table + 2]
+        is_of_table = (counted.keys >= first_key) & (counted.keys < end_key)
         keys, stamps, uses = counted.keys[is_of_table], counted.stamps[is_of_table], counted.scores
         assert uses is not None
         return TableRows(
@@ -702,7 +702,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._count_skipped_steps()
-        self.since.copy_(torch.tensor(self._since))
+        self.since.copy_(torch.tensor(self._lookups_since))
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -714,11 +714,11 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             RuntimeError: more stored rows of a table than this module has; nothing was written.
         """
         self._count_skipped_steps()
-        self.since.copy_(torch.tensor(self._since))
+        self.since.copy_(torch.tensor(self._lookups_since))
         since = state_dict.get(f"{prefix}since")
         if isinstance(since, Tensor) and not since.dim():  # earlier versions had one for all tables
             state_dict[f"{prefix}since"] = since.expand(len(self.tables)).clone()
-        stored = StoredTables(self.rows.table_names, self._first_key, self.rows.table_views())
+        stored = StoredTables(self.rows.table_names, self._first_keys, self.rows.table_views())
         problems = [*stored.problems(state_dict, prefix)]
         if not problems:
             state_dict.update(stored.resized(state_dict, prefix))
@@ -751,7 +751,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def finish_load(self) -> None:
         """Rebuild the index after loading a state dict; do nothing if it was refused."""
         if not self._index_is_current:
-            self._since = self.since.tolist()
+            self._lookups_since = self.since.tolist()
             self._rebuild_index()
 
     def reset_parameters(self) -> None:
@@ -764,7 +764,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self._rebuild_index()
         self.counts.clear()
         self.reset_cache_stats()
-        self._since = [0] * len(self.tables)
+        self._lookups_since = [0] * len(self.tables)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of cores and stored rows, from the next backward on."""
@@ -780,8 +780,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         """Return bytes by use.
 
         `weights` are the cores, `cache` the stored rows and both hash tables, `optimizer_state` the
-        states of cores and stored rows, `spill` is 0. With `SPILL`, `spill` are the stored rows and
-        their states in host memory, `cache` those in the cache and both hash tables, and
+        states of cores and stored rows, and `spill` is 0. With `SPILL`, `spill` has the stored rows
+        and their states in host memory, `cache` the rows in the cache and both hash tables, and
         `optimizer_state` the states of the cores.
         """
         trains, rows = self.trains.nbytes(), self.rows.nbytes()
@@ -795,6 +795,6 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return {**nbytes, "cache": rows["weights"] + index, "spill": 0}
 
 
-def _restart_if_loaded(module: Any, incompatible: Any) -> None:
+def _finish_load(module: Any, incompatible: Any) -> None:
     """Finish a load; the hook of `load_state_dict`."""
     module.finish_load()

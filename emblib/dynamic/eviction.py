@@ -40,21 +40,21 @@ class EvictionScores(nn.Module):
         super().__init__()
         self._names = [spec.name or str(t) for t, spec in enumerate(specs)]
         self._evictions = [spec.eviction for spec in specs]
-        self._unset = {t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM}
+        self._unset_tables = {t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM}
         steps = [int(e is Eviction.STEP) for e in self._evictions]
-        tensor = torch.tensor(steps, dtype=torch.int64, device=device)
-        self.register_buffer("steps", tensor, persistent=False)
-        self.register_buffer("values", tensor.clone())
-        self.register_buffer("is_set", tensor.bool())
+        step_increments = torch.tensor(steps, dtype=torch.int64, device=device)
+        self.register_buffer("steps", step_increments, persistent=False)
+        self.register_buffer("values", step_increments.clone())
+        self.register_buffer("is_set", step_increments.bool())
 
-    def of_next_batch(self) -> Tensor:
+    def batch_scores(self) -> Tensor:
         """Return a copy of the scores of the next batch, int64 `[T]`.
 
         Raises:
             RuntimeError: no score was set for a table with `Eviction.CUSTOM`.
         """
-        if self._unset:
-            names = [self._names[t] for t in sorted(self._unset)]
+        if self._unset_tables:
+            names = [self._names[t] for t in sorted(self._unset_tables)]
             raise RuntimeError(
                 f"tables with Eviction.CUSTOM need a score before their first batch, got none for "
                 f"{names}; call set_eviction_score(...)"
@@ -83,11 +83,11 @@ class EvictionScores(nn.Module):
                     f"only tables with Eviction.CUSTOM take scores, table "
                     f"{self._names[table]!r} has {self._evictions[table]}"
                 )
-        numbers = {table: as_score(score) for table, score in scores.items()}
-        for table, score in numbers.items():
+        int64_scores = {table: as_score(score) for table, score in scores.items()}
+        for table, score in int64_scores.items():
             self.values[table].fill_(score)
             self.is_set[table].fill_(True)
-        self._unset -= set(scores)
+        self._unset_tables -= set(scores)
 
     def set_steps(self, steps: Mapping[int, int]) -> None:
         """Set the step of STEP tables, by number, which is the score of their next batch.
@@ -102,8 +102,8 @@ class EvictionScores(nn.Module):
                     f"only tables with Eviction.STEP count steps, table {self._names[table]!r} has "
                     f"{self._evictions[table]}"
                 )
-        numbers = {table: as_score(step) for table, step in steps.items()}
-        for table, step in numbers.items():
+        int64_steps = {table: as_score(step) for table, step in steps.items()}
+        for table, step in int64_steps.items():
             self.values[table].fill_(step)
 
     def clear(self) -> None:
@@ -115,7 +115,7 @@ class EvictionScores(nn.Module):
     def get(self) -> list[int | None]:
         """Return the next batch's score per table (reads the device); None if unset or unused."""
         return [
-            None if t in self._unset or eviction.order != "assigned" else value
+            None if t in self._unset_tables or eviction.order != "assigned" else value
             for t, (eviction, value) in enumerate(
                 zip(self._evictions, self.values.tolist(), strict=True)
             )
@@ -128,8 +128,8 @@ class EvictionScores(nn.Module):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         is_set = self.is_set.tolist()
-        custom = [t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM]
-        self._unset = {t for t in custom if not is_set[t]}
+        custom_tables = [t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM]
+        self._unset_tables = {t for t in custom_tables if not is_set[t]}
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the scores in a state dict."""
@@ -151,15 +151,15 @@ class Sweep(NamedTuple):
         table: number of the table.
         first_bucket: first bucket that is searched.
         num_buckets: number of buckets that are searched.
-        before: tick by time to live of the table (`DynamicSpec.lifetimes`). A key expires if for
-            each of these times its last use by a feature with at least this time was before the
-            tick.
+        first_alive_ticks: one tick per time to live of the table (`DynamicSpec.lifetimes`). A key
+            expires if it is too old for each of these times: its last use by a feature with this
+            or a longer time to live was before the tick.
     """
 
     table: int
     first_bucket: int
     num_buckets: int
-    before: tuple[int, ...]
+    first_alive_ticks: tuple[int, ...]
 
 
 class Expiry(nn.Module):
@@ -168,16 +168,16 @@ class Expiry(nn.Module):
     The ages of keys are known in ticks, the numbers of training batches. For a table whose `ttl` is
     a time, a list of (tick, time) pairs turns "not used for `ttl`" into "last used before tick k":
     keys with a stamp up to the tick of a pair were used no later than at its time. The list is
-    short: every second pair is at least a 16th of the ttl apart, and pairs older than the ttl are
-    dropped except for one. `times`, int64 `[N, 40, 2]`, has the pairs with ticks as 2^62 - tick, so
-    that the element-wise maximum over ranks holds for the keys of all ranks. A table whose features
-    have different times has one list per time (`lifetimes`).
+    short: a pair and the next but one are at least a 16th of the ttl apart, and of the pairs older
+    than the ttl only the newest is kept. `times`, int64 `[N, 40, 2]`, has the pairs with ticks as
+    2^62 - tick, so that the element-wise maximum over ranks holds for the keys of all ranks. A
+    table whose features have different times has one list per time (`lifetimes`).
 
     Every bucket of a table is searched at least once per eighth of its shortest ttl in steps, or
     16th of its shortest ttl in time. So a key that is not evicted stays for at least its ttl after
-    its last use, and at most an eighth, or one step, longer; in time at most an eighth and the
-    pause between two steps longer. Until then lookups find the key, and a use resets its age. A
-    clock that was set back makes keys look younger, never older.
+    its last use. It stays at most an eighth of the ttl or one step longer; where the ttl is a time,
+    an eighth and the pause between two steps longer. Until then lookups find the key, and a use
+    resets its age. A clock that was set back makes keys look younger, never older.
 
     Before a step the owner sets `now` from `read_clock`; it holds its lock around every call.
 
@@ -198,7 +198,7 @@ class Expiry(nn.Module):
         self._max_buckets = [spec.max_buckets for spec in specs]
         self._lifetimes = [spec.lifetimes for spec in specs]
         # The lists of (tick, time) pairs: durations in microseconds, and their tables.
-        self._lists = [
+        self._timed_ttls = [
             (t, ttl // _MICROSECOND)
             for t, lifetimes in enumerate(self._lifetimes)
             for ttl in lifetimes
@@ -207,13 +207,13 @@ class Expiry(nn.Module):
         # By table with a ttl that is a time: the next bucket to search, and the time in
         # microseconds by which the buckets before it were due.
         self._progress: dict[int, tuple[int, int]] = {}
-        times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(self._lists), dtype=torch.int64)
+        times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(self._timed_ttls), dtype=torch.int64)
         self.register_buffer("times", times.view(-1, _MAX_PAIRS, 2))
 
     @property
     def has_times(self) -> bool:
         """Return whether the ttl of a table is a time."""
-        return bool(self._lists)
+        return bool(self._timed_ttls)
 
     def read_clock(self) -> int:
         """Return the time of the clock in microseconds; 0 without asking it if no ttl is a time.
@@ -222,7 +222,7 @@ class Expiry(nn.Module):
             ValueError: the clock returned a number that is no time.
             Exception: the clock raised it, or returned no number.
         """
-        if not self._lists:
+        if not self._timed_ttls:
             return 0
         seconds = float(self.clock())
         if not 0 <= seconds < _MAX_SECONDS:
@@ -232,27 +232,27 @@ class Expiry(nn.Module):
             )
         return int(seconds * 1e6)
 
-    def before(self, table: int, tick: int) -> tuple[int, ...]:
+    def first_alive_ticks(self, table: int, tick: int) -> tuple[int, ...]:
         """Return per lifetime the first tick of use with which a key is alive at `tick` and `now`.
 
         The ticks of the second and later lifetimes are at least 1, since 0 stands for no use.
         """
-        numbers = self._numbers_of(table)
+        list_indices = self._list_indices(table)
         ticks = []
         for ttl in self._lifetimes[table]:
             if isinstance(ttl, timedelta):
-                number = numbers.pop(0)
-                latest = self.now - self._lists[number][1]
-                pairs = self._pairs(number)
-                expired = (stamp + 1 for stamp, time_us in pairs if time_us <= latest)
-                ticks.append(max(expired, default=0))
+                list_index = list_indices.pop(0)
+                latest_us = self.now - self._timed_ttls[list_index][1]
+                pairs = self._pairs(list_index)
+                first_ticks = (stamp + 1 for stamp, time_us in pairs if time_us <= latest_us)
+                ticks.append(max(first_ticks, default=0))
             else:
                 ticks.append(0 if ttl is None else tick - ttl)
         return ticks[0], *(max(first_tick, 1) for first_tick in ticks[1:])
 
-    def _numbers_of(self, table: int) -> list[int]:
+    def _list_indices(self, table: int) -> list[int]:
         """Return the numbers of the lists of a table."""
-        return [number for number, (t, _) in enumerate(self._lists) if t == table]
+        return [list_index for list_index, (t, _) in enumerate(self._timed_ttls) if t == table]
 
     def _shortest_lifetimes(self) -> dict[int, int | timedelta]:
         """Return the shortest time to live, in steps or as a time, of each table that has one."""
@@ -270,22 +270,23 @@ class Expiry(nn.Module):
                 num_buckets = math.ceil(max_buckets / max(1, ttl // _SWEEPS_PER_TTL))
                 first_bucket = step % math.ceil(max_buckets / num_buckets) * num_buckets
                 num_buckets = min(num_buckets, max_buckets - first_bucket)
-            to_end = min(num_buckets, max_buckets - first_bucket)
-            # After the last bucket the search goes on with the first.
-            for begin, count in ((first_bucket, to_end), (0, num_buckets - to_end)):
-                if count:
-                    sweeps.append(Sweep(table, begin, count, self.before(table, step)))
+            num_to_end = min(num_buckets, max_buckets - first_bucket)
+            # After the last bucket the search continues with bucket 0.
+            for begin, num_searched in ((first_bucket, num_to_end), (0, num_buckets - num_to_end)):
+                if num_searched:
+                    ticks = self.first_alive_ticks(table, step)
+                    sweeps.append(Sweep(table, begin, num_searched, ticks))
         return sweeps
 
     def all_sweeps(self, step: int) -> list[Sweep]:
         """Return sweeps of all buckets of all tables with a ttl."""
         return [
-            Sweep(table, 0, self._max_buckets[table], self.before(table, step))
+            Sweep(table, 0, self._max_buckets[table], self.first_alive_ticks(table, step))
             for table in self._shortest_lifetimes()
         ]
 
     def advance(self, step: int) -> None:
-        """Note that the sweeps of a step are done; repeated calls have no further effect."""
+        """Record that the sweeps of a step are done; repeated calls have no further effect."""
         for table, ttl in self._shortest_lifetimes().items():
             if not isinstance(ttl, timedelta):
                 continue
@@ -303,36 +304,36 @@ class Expiry(nn.Module):
         first_bucket, time_us = self._progress.get(table, (0, self.now))
         time_us = min(time_us, self.now)
         max_buckets = self._max_buckets[table]
-        due = (self.now - time_us) * max_buckets * _PAIRS_PER_TTL // (ttl // _MICROSECOND)
-        return first_bucket, time_us, min(due, max_buckets)
+        num_due = (self.now - time_us) * max_buckets * _PAIRS_PER_TTL // (ttl // _MICROSECOND)
+        return first_bucket, time_us, min(num_due, max_buckets)
 
     def record(self, tick: int) -> None:
-        """Note that keys with stamps up to `tick` were used no later than `now`."""
-        if not self._lists:
+        """Record that keys with stamps up to `tick` were used no later than `now`."""
+        if not self._timed_ttls:
             return
         now, lists = self.now, self.times.tolist()
-        for number, (_, duration) in enumerate(self._lists):
+        for list_index, (_, ttl_us) in enumerate(self._timed_ttls):
             # A clock that was set back makes later times now.
             pairs = [
                 (stamp, min(time_us, now))
-                for stamp, time_us in self._pairs(number)
+                for stamp, time_us in self._pairs(list_index)
                 if stamp <= tick
             ]
             if not pairs or pairs[-1][0] < tick:
                 # The new pair replaces the last one, unless the one before is a 16th of ttl ago.
-                if len(pairs) > 1 and (now - pairs[-2][1]) * _PAIRS_PER_TTL < duration:
+                if len(pairs) > 1 and (now - pairs[-2][1]) * _PAIRS_PER_TTL < ttl_us:
                     pairs.pop()
                 pairs.append((tick, now))
-            while len(pairs) > 1 and pairs[1][1] <= now - duration:
+            while len(pairs) > 1 and pairs[1][1] <= now - ttl_us:
                 pairs.pop(0)
-            newest = [(MAX_TICK - stamp, time_us) for stamp, time_us in pairs[-_MAX_PAIRS:]]
-            lists[number] = [_NO_PAIR] * (_MAX_PAIRS - len(newest)) + newest
+            newest_pairs = [(MAX_TICK - stamp, time_us) for stamp, time_us in pairs[-_MAX_PAIRS:]]
+            lists[list_index] = [_NO_PAIR] * (_MAX_PAIRS - len(newest_pairs)) + newest_pairs
         self.times = torch.tensor(lists)  # another tensor: state dicts have the old one
 
-    def _pairs(self, number: int) -> list[tuple[int, int]]:
+    def _pairs(self, list_index: int) -> list[tuple[int, int]]:
         """Return the (tick, time in microseconds) pairs of a list, both ascending."""
-        rows = self.times[number].tolist()
-        return [(MAX_TICK - code, time_us) for code, time_us in rows if code <= MAX_TICK]
+        codes_and_times = self.times[list_index].tolist()
+        return [(MAX_TICK - code, time_us) for code, time_us in codes_and_times if code <= MAX_TICK]
 
     def skip(self, duration: timedelta | None) -> None:
         """Leave a pause >= 0 out of the ages of all keys; None is the time since the last step.
@@ -344,10 +345,10 @@ class Expiry(nn.Module):
         """
         is_pair = self.times[..., 0] <= MAX_TICK
         if duration is None:
-            pause = self.read_clock() - int(self.times[..., 1].max())
+            pause_us = self.read_clock() - int(self.times[..., 1].max())
         else:
-            pause = min(duration // _MICROSECOND, MAX_TICK)
-        shifted = torch.where(is_pair, self.times[..., 1] + max(pause, 0), 0)
+            pause_us = min(duration // _MICROSECOND, MAX_TICK)
+        shifted = torch.where(is_pair, self.times[..., 1] + max(pause_us, 0), 0)
         self.times = torch.stack([self.times[..., 0], shifted], dim=-1)
 
     def forget(self, table: int | None = None) -> None:
@@ -356,7 +357,7 @@ class Expiry(nn.Module):
         `table` is the number of a table; None forgets the times of all tables.
         """
         times = self.times.clone()
-        times[slice(None) if table is None else self._numbers_of(table)] = torch.tensor(_NO_PAIR)
+        times[slice(None) if table is None else self._list_indices(table)] = torch.tensor(_NO_PAIR)
         self.times = times
 
     def copy_times(self, table: int, source: "Expiry", source_table: int) -> None:
@@ -365,10 +366,10 @@ class Expiry(nn.Module):
         If the tables differ in the number of ttls, the surplus ones of this table keep their times.
         """
         times = self.times.clone()
-        numbers = self._numbers_of(table)
-        source_numbers = source._numbers_of(source_table)  # noqa: SLF001 - of the same class
-        for number, source_number in zip(numbers, source_numbers, strict=False):
-            times[number] = source.times[source_number]
+        list_indices = self._list_indices(table)
+        source_indices = source._list_indices(source_table)  # noqa: SLF001 - of the same class
+        for list_index, source_index in zip(list_indices, source_indices, strict=False):
+            times[list_index] = source.times[source_index]
         self.times = times
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -393,7 +394,7 @@ class _LoggedKeys(NamedTuple):
 
     tick: int
     keys: Tensor
-    total: int
+    num_logged: int
 
 
 class EvictionLog:
@@ -426,19 +427,20 @@ class EvictionLog:
         self._max_keys = check_count("max_keys", max_keys)
         self._logs: list[deque[_LoggedKeys]] = [deque() for _ in range(num_tables)]
         self._complete_from = [tick] * num_tables
-        self._expected: dict[int, int] = {}  # by table the tick of keys that are not recorded yet
+        # By table the tick of keys that are not recorded yet.
+        self._expected_ticks: dict[int, int] = {}
 
     def restart(self, tick: int) -> None:
         """Clear the log; it is complete from this tick on."""
         self._complete_from = [tick] * len(self._logs)
         for log in self._logs:
             log.clear()
-        self._expected = {}
+        self._expected_ticks = {}
 
     def expect(self, table: int, tick: int) -> None:
         """Announce a call that removes keys at a tick; `record` must follow it."""
         self._complete_from[table] = self.complete_from(table)
-        self._expected[table] = tick
+        self._expected_ticks[table] = tick
 
     def record(self, table: int, keys: Tensor, tick: int) -> None:
         """Record keys, int64 `[n]`, that left a table at `tick`.
@@ -448,10 +450,10 @@ class EvictionLog:
         """
         log = self._logs[table]
         if keys.numel():
-            num_before = log[-1].total if log else 0
+            num_before = log[-1].num_logged if log else 0
             log.append(_LoggedKeys(tick, keys.detach().cpu().clone(), num_before + keys.numel()))
-        self._expected.pop(table, None)
-        while log and log[-1].total - log[0].total + log[0].keys.numel() > self._max_keys:
+        self._expected_ticks.pop(table, None)
+        while log and log[-1].num_logged - log[0].num_logged + log[0].keys.numel() > self._max_keys:
             self._complete_from[table] = max(self._complete_from[table], log[0].tick + 1)
             log.popleft()
 
@@ -473,8 +475,8 @@ class EvictionLog:
 
     def complete_from(self, table: int) -> int:
         """Return the first tick from which on all evictions of a table are in the log."""
-        expected = self._expected.get(table)
-        return max(self._complete_from[table], -1 if expected is None else expected + 1)
+        expected_tick = self._expected_ticks.get(table)
+        return max(self._complete_from[table], -1 if expected_tick is None else expected_tick + 1)
 
     def since(self, table: int, tick: int) -> Tensor:
         """Return the distinct keys that left at `tick` or later, ascending, int64 on the CPU.

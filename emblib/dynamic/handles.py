@@ -84,9 +84,9 @@ class DynamicTable:
     error on one rank is raised on all, on the others as a RuntimeError. Properties, `local_shards`,
     `reserve` and options (`set_score`, `set_step`, `set_clock`, `track_...`) do not communicate,
     but must be used in the same way on all ranks. Each rank passes any keys, possibly none, and
-    gets answers for these keys, on the CPU; other arguments must be equal on all ranks, as results
-    about the whole table are. `local` acts on the shards of this rank alone, possibly none. Keys
-    are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
+    gets results for these keys, on the CPU. Other arguments must be equal on all ranks, and
+    results about the whole table are equal. `local` acts on the shards of this rank alone, possibly
+    none. Keys are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
 
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
 
@@ -291,9 +291,9 @@ class DynamicTable:
 
         Each shard grows to its part; in a memory budget as far as bytes are free.
         """
-        rows_of_shard = self._divide(rows)
+        rows_per_shard = self._rows_per_shard(rows)
         for _, state, index in self.local_shards():
-            dynamic_state.reserve(state, index, rows_of_shard)
+            dynamic_state.reserve(state, index, rows_per_shard)
 
     def shrink(self, rows: int) -> int:
         """Shrink the table to `rows` rows, and return how many keys were evicted, over all shards.
@@ -304,14 +304,14 @@ class DynamicTable:
             TypeError: `rows` is no int.
             ValueError: less than `initial_capacity`, a table on CUDA, or one that evicts no keys.
         """
-        rows_of_shard = self._divide(rows)
+        rows_per_shard = self._rows_per_shard(rows)
         return sum(
             self._map_shards(
-                "shrink", lambda state, index: shrinking.shrink(state, index, rows_of_shard)
+                "shrink", lambda state, index: shrinking.shrink(state, index, rows_per_shard)
             )
         )
 
-    def _divide(self, rows: int) -> int:
+    def _rows_per_shard(self, rows: int) -> int:
         """Return the rows of each shard if the table has `rows`, rounded up."""
         return -(-check_count("rows", rows, minimum=0) // len(self.owners))
 
@@ -418,21 +418,20 @@ class DynamicTable:
         (table_changes,) = changes.changes.tables.values()
         fallback_rows = next(iter(changes.changes.fallback_rows.values()), {})
 
-        def owned(state: DynamicState, index: int, number: int) -> ChangeSet:
+        def owned_changes(state: DynamicState, index: int, number: int) -> ChangeSet:
             removed = table_changes.removed[self._is_owned(table_changes.removed, number)]
-            owned_changes = Changes(self._owned_entries(table_changes.upserts, number), removed)
+            owned_part = Changes(self._owned_entries(table_changes.upserts, number), removed)
             rows = fallback.owned(fallback_rows, number, len(self.owners))
             name = state.table_names[index]
-            return changes.changes._replace(
-                tables={name: owned_changes}, fallback_rows={name: rows}
-            )
+            return changes.changes._replace(tables={name: owned_part}, fallback_rows={name: rows})
 
         def check(state: DynamicState, index: int, number: int) -> None:
-            table_dumps.check_changes(state, owned(state, index, number))
+            table_dumps.check_changes(state, owned_changes(state, index, number))
 
         def apply(state: DynamicState, index: int, number: int) -> Loaded:
-            (applied,) = table_dumps.apply_changes(state, owned(state, index, number)).values()
-            return applied
+            shard_changes = owned_changes(state, index, number)
+            (loaded,) = table_dumps.apply_changes(state, shard_changes).values()
+            return loaded
 
         self._map_numbered_shards("apply_changes", check)
         return _sum_loaded(self._map_numbered_shards("apply_changes", apply))
@@ -452,7 +451,7 @@ class DynamicTable:
             ValueError: tables of one module share admission counters, scores or times.
         """
         identity = str(self.step())
-        count = len(self.owners)
+        num_shards = len(self.owners)
 
         def save_shard(state: DynamicState, index: int, number: int) -> int:
             return table_dumps.save_table(
@@ -461,7 +460,7 @@ class DynamicTable:
                 directory,
                 name=self.name,
                 since=since,
-                part=Part(number, count),
+                part=Part(number, num_shards),
                 identity=identity,
                 report=report,
             )
@@ -479,11 +478,11 @@ class DynamicTable:
             DumpError: there is no whole dump, or it is damaged.
             ValueError: it is of another table or optimizer, or of changes that do not follow.
         """
-        count = len(self.owners)
+        num_shards = len(self.owners)
         dumps: dict[int, table_dumps.TableDump] = {}
 
         def read(state: DynamicState, index: int, number: int) -> None:
-            part = Part(number, count)
+            part = Part(number, num_shards)
             dumps[number] = table_dumps.read_table(
                 state, index, directory, name=self.name, part=part
             )
@@ -522,11 +521,11 @@ class DynamicTable:
         if self.ranks is None:
             return [value]
         answers = self.ranks.gather_objects((f"{method} of {self.name!r}", value))
-        called = [call for call, _ in answers]
-        if len(set(called)) > 1:
+        methods = [rank_method for rank_method, _ in answers]
+        if len(set(methods)) > 1:
             raise RuntimeError(
                 "all ranks call the same method of the same table together, and these are called, "
-                f"by rank: {', '.join(called)}; `local` acts on the shards of one rank"
+                f"by rank: {', '.join(methods)}; `local` acts on the shards of one rank"
             )
         return [value for _, value in answers]
 
@@ -537,8 +536,8 @@ class DynamicTable:
             value = function()
         except Exception as raised:
             error = raised
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        answers = self._gather(method, (text, value))
+        own_problem = None if error is None else f"{type(error).__name__}: {error}"
+        answers = self._gather(method, (own_problem, value))
         if error is not None:
             raise error
         for rank, (problem, _) in enumerate(answers):
@@ -575,37 +574,37 @@ class DynamicTable:
         self,
         method: str,
         keys: Tensor,
-        answer: Callable[..., Tensor],
+        query: Callable[..., Tensor],
         default: bool | int,
         scores: Sequence[Any] = (),
     ) -> Tensor:
-        """Return the answer of the shard that owns each key; `default` if no shard here owns it.
+        """Return the answer of the shard that owns each key; `default` without such a shard here.
 
-        `answer(state, table index, keys)` is called for the keys of each shard; if `scores` has one
-        item, the scores of `keys`, with one score per key as a further argument.
+        `query(state, table index, keys)` is called for the keys of each shard. `scores` is empty,
+        or has one item, the scores of `keys`; then `query` gets one score per key as well.
         """
         asked_by_rank = self._run_on_all_ranks(method, lambda: _keys_with_scores(keys, *scores))
         columns = [torch.cat(column) for column in zip(*asked_by_rank, strict=True)]
-        all_keys, counts = columns[0], [asked[0].numel() for asked in asked_by_rank]
+        all_keys, num_keys = columns[0], [asked[0].numel() for asked in asked_by_rank]
         owner = routing.owner(all_keys, len(self.owners))
 
         def answers() -> Tensor:
             dtype = torch.bool if isinstance(default, bool) else torch.uint8
-            result = torch.full(all_keys.shape, default, dtype=dtype)
+            answers_by_key = torch.full(all_keys.shape, default, dtype=dtype)
             for number, state, index in self.local_shards():
                 positions = (owner == number).nonzero().view(-1)
-                shard_answers = answer(state, index, *(column[positions] for column in columns))
-                result[positions] = shard_answers.cpu()
-            return result
+                shard_answers = query(state, index, *(column[positions] for column in columns))
+                answers_by_key[positions] = shard_answers.cpu()
+            return answers_by_key
 
         by_rank = self._run_on_all_ranks(method, answers)
         if self.ranks is None:
             return by_rank[0]
-        begin, count = sum(counts[: self.ranks.rank]), counts[self.ranks.rank]
-        local = slice(begin, begin + count)  # the keys of this rank
-        local_answers = torch.stack([rank_answers[local] for rank_answers in by_rank])
-        rank_of_key = torch.tensor(self.owners)[owner[local]]
-        return local_answers[rank_of_key, torch.arange(count)]
+        begin, num_local = sum(num_keys[: self.ranks.rank]), num_keys[self.ranks.rank]
+        local_keys = slice(begin, begin + num_local)
+        local_answers = torch.stack([rank_answers[local_keys] for rank_answers in by_rank])
+        rank_of_key = torch.tensor(self.owners)[owner[local_keys]]
+        return local_answers[rank_of_key, torch.arange(num_local)]
 
 
 def _keys_with_scores(keys: Tensor, *scores: Tensor | int) -> list[Tensor]:
@@ -615,13 +614,13 @@ def _keys_with_scores(keys: Tensor, *scores: Tensor | int) -> list[Tensor]:
         TypeError, ValueError: see `DynamicTable.set_key_scores`.
     """
     columns = [routing.as_keys(keys).detach().cpu().view(-1)]
-    count = columns[0].numel()
-    for numbers in map(routing.as_scores, scores):
-        if numbers.dim() and numbers.numel() != count:
+    num_keys = columns[0].numel()
+    for values in map(routing.as_scores, scores):
+        if values.dim() and values.numel() != num_keys:
             raise ValueError(
-                f"scores must be one number, or one per key = {count}, got {numbers.numel()}"
+                f"scores must be one number, or one per key = {num_keys}, got {values.numel()}"
             )
-        columns.append(numbers.cpu().reshape(-1).expand(count).contiguous())
+        columns.append(values.cpu().reshape(-1).expand(num_keys).contiguous())
     return columns
 
 
@@ -638,8 +637,8 @@ def _on_cpu(entries: Entries) -> Entries:
 
 def _no_entries() -> Entries:
     """Return no entries, for a rank without a shard."""
-    none = torch.empty(0, dtype=torch.int64)
-    return Entries(none, none, None, {"weight": torch.empty(0, 0)})
+    no_keys = torch.empty(0, dtype=torch.int64)
+    return Entries(no_keys, no_keys, None, {"weight": torch.empty(0, 0)})
 
 
 def _merge_changes(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
@@ -704,7 +703,7 @@ class DynamicTables(Mapping[str, DynamicTable]):
     @classmethod
     def joined(cls, tables_by_path: Mapping[str, DynamicTables]) -> DynamicTables:
         """Merge the tables of several modules, given by the module's path in the model."""
-        names = [
+        all_names = [
             name
             for tables in tables_by_path.values()
             for name in (*tables, *tables._others)  # noqa: SLF001 - of the same class
@@ -714,7 +713,7 @@ class DynamicTables(Mapping[str, DynamicTable]):
             prefix = f"{path}." if path else ""
             for name, table in tables.items():
                 joined._by_path[prefix + name] = table
-                joined._tables[name if names.count(name) == 1 else prefix + name] = table
+                joined._tables[name if all_names.count(name) == 1 else prefix + name] = table
             for name, kind in tables._others.items():  # noqa: SLF001 - of the same class
                 joined._others.setdefault(name, kind)
                 joined._others[prefix + name] = kind
@@ -743,8 +742,9 @@ class DynamicTables(Mapping[str, DynamicTable]):
                 "parameters and optimizer states only"
             )
         names = [*self._tables, *self._by_path, *self._others]
-        near = difflib.get_close_matches(str(name), names, 3, 0.6)
-        hint = f"; did you mean {', '.join(map(repr, dict.fromkeys(near)))}?" if near else ""
+        close_names = difflib.get_close_matches(str(name), names, 3, 0.6)
+        suggestion = ", ".join(map(repr, dict.fromkeys(close_names)))
+        hint = f"; did you mean {suggestion}?" if suggestion else ""
         return f"there is no table {name!r}, the dynamic tables are {sorted(self._tables)}{hint}"
 
     def __iter__(self) -> Iterator[str]:
@@ -790,8 +790,8 @@ def tables_of(model: nn.Module) -> DynamicTables:
     In a model over ranks, handles are collectives, and names are the same on all ranks.
     """
     by_path: dict[str, DynamicTables] = {}
-    for path, part in model.named_modules():
-        is_inside = any(not outer or path.startswith(f"{outer}.") for outer in by_path)
-        if not is_inside and hasattr(part, "table_handles"):
-            by_path[path] = part.table_handles()
+    for path, module in model.named_modules():
+        is_covered = any(not outer or path.startswith(f"{outer}.") for outer in by_path)
+        if not is_covered and hasattr(module, "table_handles"):
+            by_path[path] = module.table_handles()
     return DynamicTables.joined(by_path)

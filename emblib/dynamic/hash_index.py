@@ -34,7 +34,7 @@ from emblib.tables.parameters import refuse_averages
 
 HASH_KEYS = "hash_keys"  # the name in state dicts
 MAX_TICK = 1 << 62  # ticks are less than this
-_SNAPSHOT = ("tables", "clock", "counters", "tags", "entries")
+_SNAPSHOT_ENTRIES = ("tables", "clock", "counters", "tags", "entries")
 
 
 def check_device(device: torch.device) -> None:
@@ -76,10 +76,11 @@ class HashIndex(nn.Module):
 
     A key keeps its slot while it is in its table, unless the table grows, shrinks or is loaded.
 
-    The index has no lock: the module that owns it holds its own lock around every call. Calls that
+    The index has no lock: the module that owns the index holds a lock around every call. Calls that
     read the device wait for it.
 
-    Code that changes `tensors()` without its methods must call `versions.advance()`; not checked.
+    Code that changes `tensors()` without methods of the index must call `versions.advance()`; not
+    checked.
 
     Args:
         specs: capacity, growth and eviction of each table; dims and other fields of values are
@@ -93,7 +94,7 @@ class HashIndex(nn.Module):
         order: order of eviction of all tables, one of `emblib.ops.hash.ORDERS`.
         limits: buckets up to which each table may grow now, see `set_limit`.
         grant: function of a memory budget: `grant(table, buckets)` returns to how many of these
-            buckets the table may grow; None grows without asking.
+            buckets the table may grow; None if there is no budget.
         grows: whether a table may grow.
 
     Raises:
@@ -118,14 +119,14 @@ class HashIndex(nn.Module):
         super().__init__()
         self.specs = tuple(specs)
         self._hash_keys = [0] * len(self.specs) if hash_keys is None else list(hash_keys)
-        kinds = {(spec.eviction.order, spec.insert_policy.value) for spec in self.specs}
-        if len(kinds) > 1:
-            kind_names = {f"{s.eviction.value} ({s.insert_policy.name})" for s in self.specs}
+        policies = {(spec.eviction.order, spec.insert_policy.value) for spec in self.specs}
+        if len(policies) > 1:
+            policy_names = {f"{s.eviction.value} ({s.insert_policy.name})" for s in self.specs}
             raise ValueError(
                 "the tables of a module must agree in eviction and insert_policy, got "
-                f"{', '.join(sorted(kind_names))}; make one module for each"
+                f"{', '.join(sorted(policy_names))}; make one module for each"
             )
-        self.order, self.insert_policy = kinds.pop() if kinds else ("none", "wins")
+        self.order, self.insert_policy = policies.pop() if policies else ("none", "wins")
         self.limits = [spec.max_buckets for spec in self.specs]
         self.grant: Callable[[int, int], int] | None = None
         self.grows = any(spec.buckets < spec.max_buckets for spec in self.specs)
@@ -141,20 +142,20 @@ class HashIndex(nn.Module):
         for spec in self.specs:
             self._first_slots.append(self._first_slots[-1] + spec.rows)
         self.versions = SlotVersions(self._first_slots)
-        words = 3 if self.order in SCORED else 2
+        num_columns = 3 if self.order in SCORED else 2
         used_share = sum(spec.buckets for spec in self.specs) * SLOTS / max(num_slots, 1)
-        entries = memory.reserve(num_slots * words, torch.int64, device, used_share).view(
-            num_slots, words
+        entries = memory.reserve(num_slots * num_columns, torch.int64, device, used_share).view(
+            num_slots, num_columns
         )
         num_tables = len(self.specs)
-        self._register("tags", memory.reserve(num_slots, torch.uint8, device, used_share))
-        self._register("entries", entries)
+        self._register_tensor("tags", memory.reserve(num_slots, torch.uint8, device, used_share))
+        self._register_tensor("entries", entries)
         for name, shape in (
             ("tables", (num_tables, len(TABLE_FIELDS))),
             ("clock", (1,)),
             ("counters", (num_tables, len(COUNTERS))),
         ):
-            self._register(name, torch.zeros(shape, dtype=torch.int64, device=device))
+            self._register_tensor(name, torch.zeros(shape, dtype=torch.int64, device=device))
         self._allocate_queues(used_share)
 
     def _allocate_queues(self, used_share: float = 0.0) -> None:
@@ -165,9 +166,9 @@ class HashIndex(nn.Module):
         if self.tags.device.type == "cpu":
             num_words = self.tags.numel() // SLOTS * QUEUE_WORDS
             queues = memory.reserve(num_words, torch.int64, self.tags.device, used_share)
-            self._register("queues", queues.view(-1, QUEUE_WORDS))
+            self._register_tensor("queues", queues.view(-1, QUEUE_WORDS))
 
-    def _register(self, name: str, tensor: Tensor) -> None:
+    def _register_tensor(self, name: str, tensor: Tensor) -> None:
         self.register_buffer(name, tensor, persistent=False)
 
     def tensors(self) -> list[Tensor]:
@@ -179,18 +180,18 @@ class HashIndex(nn.Module):
         self.versions.forget()
         for t, spec in enumerate(self.specs):
             first_slot = self._first_slots[t]
-            in_use = max(self.buckets(t), spec.buckets) * SLOTS
+            num_slots = max(self.buckets(t), spec.buckets) * SLOTS
             if self._has_queues:
-                self.queues[first_slot // SLOTS : (first_slot + in_use) // SLOTS].zero_()
-            self.tags[first_slot : first_slot + in_use].zero_()
+                self.queues[first_slot // SLOTS : (first_slot + num_slots) // SLOTS].zero_()
+            self.tags[first_slot : first_slot + num_slots].zero_()
             self._advise_growth(t, 0, spec.buckets * SLOTS)
-        rows = [
+        table_rows = [
             (first_slot // SLOTS, spec.buckets, limit, 0, spec.max_load_1024ths, hash_key)
             for first_slot, spec, limit, hash_key in zip(
                 self._first_slots, self.specs, self.limits, self._hash_keys, strict=False
             )
         ]
-        self.tables.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, len(TABLE_FIELDS)))
+        self.tables.copy_(torch.tensor(table_rows, dtype=torch.int64).view(-1, len(TABLE_FIELDS)))
         self.clock.zero_()
         self.counters.zero_()
 
@@ -225,20 +226,20 @@ class HashIndex(nn.Module):
         destination[prefix + HASH_KEYS] = self.hash_keys
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        # Only tables without keys can take another hash key, see `empty`.
+        # Only a table without keys can get another hash key, see `empty`.
         pass
 
     def _advise_growth(self, table: int, rows_before: int, rows: int) -> None:
-        for tensor, *numbers in self.memory_ranges(table, rows_before, rows):
-            memory.advise_growth(tensor, *numbers)
+        for tensor, *counts in self.memory_ranges(table, rows_before, rows):
+            memory.advise_growth(tensor, *counts)
 
     def memory_ranges(
-        self, table: int, before: int, now: int
+        self, table: int, slots_before: int, slots_now: int
     ) -> Iterator[tuple[Tensor, int, int, int]]:
         """Yield the arguments of `memory.advise_growth` for each tensor by slot, flat.
 
         These are the tensor, the first element of the table, and how many of its elements were in
-        use with `before` slots and are with `now` slots.
+        use with `slots_before` slots and are with `slots_now` slots.
         """
         first_slot = self._first_slots[table]
         # Each tensor has `elements` elements per `slots` slots.
@@ -249,7 +250,7 @@ class HashIndex(nn.Module):
             tensors.append((self.versions.by_slot, 1, 1))
         for tensor, elements, slots in tensors:
             first_element, num_before, num_now = (
-                count * elements // slots for count in (first_slot, before, now)
+                count * elements // slots for count in (first_slot, slots_before, slots_now)
             )
             yield tensor, first_element, num_before, num_now
 
@@ -294,12 +295,12 @@ class HashIndex(nn.Module):
         if not slots.is_cuda and misses.offsets.tolist()[-1] == 0:
             return InsertedBatch(slots)
         admitted = None
-        if admit is not None:  # it may change the counts, also where it runs again
+        if admit is not None:  # which may change the counts, also when it runs again
             misses = misses._replace(counts=misses.counts.clone())
             admitted = admit(keys, misses)
         if self.grows:
             self._grow(keys, slots, misses, admitted, rows, effects)
-        *inserted, slots, status = effects.once(
+        *result_tensors, slots, status = effects.once(
             hash.hash_insert_,
             index,
             keys.ids,
@@ -313,7 +314,7 @@ class HashIndex(nn.Module):
             slots,
             misses.groups,
         )
-        result = InsertResult(*inserted)
+        result = InsertResult(*result_tensors)
         return self.end_insertion(keys, InsertedBatch(slots, misses, result, status))
 
     def begin_insertion(self, effects: Effects) -> None:
@@ -323,7 +324,7 @@ class HashIndex(nn.Module):
             self.versions.advance()
 
     def end_insertion(self, keys: Keys, inserted: InsertedBatch) -> InsertedBatch:
-        """Note an insertion with misses for watchers of `versions`, and return it."""
+        """Record an insertion with misses for watchers of `versions`, and return it."""
         self.versions.note_batch(keys, inserted)
         return inserted
 
@@ -344,9 +345,9 @@ class HashIndex(nn.Module):
                 if num_new and admitted is not None:
                     num_new = int(admitted[offsets[t] : offsets[t + 1]].sum())
                 self._prepare_growth(t, self.size(t) + num_new, rows)
-        self._split(keys, slots, misses.offsets, admitted, rows, effects)
+        self._split_buckets(keys, slots, misses.offsets, admitted, rows, effects)
 
-    def _split(
+    def _split_buckets(
         self,
         keys: Keys,
         slots: Tensor,
@@ -404,7 +405,7 @@ class HashIndex(nn.Module):
         # A batch of `num_new` misses; the values of its keys do not matter.
         ids = torch.zeros(num_new, dtype=torch.int64, device=device)
         slots = torch.full_like(ids, -1)
-        self._split(Keys.of(ids, table), slots, offsets, None, rows, Effects())
+        self._split_buckets(Keys.of(ids, table), slots, offsets, None, rows, Effects())
 
     def erase(self, keys: Keys, effects: Effects | None = None) -> Tensor:
         """Remove keys; return the freed slots by position, int64 `[L]`, -1 for none.
@@ -433,8 +434,8 @@ class HashIndex(nn.Module):
         """
         self.versions.advance()
         first_bucket = min(first_bucket, self.limits[table])
-        num_left = self.limits[table] - first_bucket
-        num_buckets = num_left if num_buckets is None else min(num_buckets, num_left)
+        num_following = self.limits[table] - first_bucket
+        num_buckets = num_following if num_buckets is None else min(num_buckets, num_following)
         effects = Effects() if effects is None else effects
         is_freed = effects.once(
             hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before
@@ -552,9 +553,9 @@ class HashIndex(nn.Module):
     def nbytes(self) -> int:
         """Return the bytes of the slots in use (reads the device)."""
         num_slots = sum(self.capacity(t) for t in range(len(self.specs)))
-        words = self.entries.shape[1] + (self.versions.by_slot is not None)
-        queue_words = num_slots // SLOTS * QUEUE_WORDS * self._has_queues
-        return num_slots + (num_slots * words + queue_words) * self.entries.itemsize
+        num_words = self.entries.shape[1] + (self.versions.by_slot is not None)
+        num_queue_words = num_slots // SLOTS * QUEUE_WORDS * self._has_queues
+        return num_slots + (num_slots * num_words + num_queue_words) * self.entries.itemsize
 
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the index on the CPU, slot by slot; only the buckets in use.
@@ -580,7 +581,7 @@ class HashIndex(nn.Module):
                 has none or the reverse, or is malformed. Values of tags and entries are not
                 checked.
         """
-        entries = dumps.check_entries("index", snapshot, _SNAPSHOT)
+        entries = dumps.check_entries("index", snapshot, _SNAPSHOT_ENTRIES)
         tables = dumps.check_tensor("index.tables", entries["tables"], torch.int64, (None, None))
         saved = _with_hash_keys(tables)
         fixed = [

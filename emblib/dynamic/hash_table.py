@@ -72,12 +72,12 @@ class Insertion(NamedTuple):
 class HashTable(SentAsCopy, nn.Module):
     """Store vectors by key, any 64 bits; a key whose buckets are full evicts one or is refused.
 
-    Batches may repeat keys: of the values of a key that is assigned the last is stored. `scores`
-    depend on `spec.eviction`: for LFU and LRU_LFU they are numbers of uses, which are added up
-    (None: 1 each); for CUSTOM the score itself, of which a key's last one is stored. LRU and NONE
-    take none; STEP scores with the number of the batch. Only CUSTOM takes scores below 0, which a
-    device assert checks on a GPU. Threads may share a table: methods are atomic, except `export`
-    (docs/threads.md).
+    Batches may repeat keys: the last value of a repeated key is stored. The meaning of `scores`
+    depends on `spec.eviction`. For LFU and LRU_LFU they are numbers of uses, which are added up
+    (None: 1 each). For CUSTOM they are stored, the last one of a repeated key. For LRU, NONE and
+    STEP they must be None; STEP scores with the number of the batch. Only CUSTOM takes scores below
+    0, which a device assert checks on a GPU. Threads may share a table: methods are atomic, except
+    `export` (docs/threads.md).
 
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
     its device and dtype, scores `[n]` to its device and int64, and neither gets a gradient. Methods
@@ -128,7 +128,7 @@ class HashTable(SentAsCopy, nn.Module):
         self._lock = CompletingLock()
         self.spec, self.dtype = spec, dtype
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
-        # Both rank by score, then stamp, as LRU_LFU does, which takes a score per key (its uses).
+        # STEP and CUSTOM rank by score, then stamp, like LRU_LFU, whose scores are uses of keys.
         self._assigns_scores = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
         spec_fields = {
             **vars(spec),
@@ -139,7 +139,7 @@ class HashTable(SentAsCopy, nn.Module):
         values = memory.reserve(spec.rows * spec.dim, dtype, device)
         self.register_buffer("values", values.view(spec.rows, spec.dim), persistent=False)
         self._advise_growth(0, 0, self.index.capacity(0))
-        self._start: tuple[Tensor, Tensor] | None = None  # result of `_start_arguments`
+        self._initial_rule: tuple[Tensor, Tensor] | None = None  # result of `_make_initial_rule`
 
     @property
     def _has_scores(self) -> bool:
@@ -150,7 +150,7 @@ class HashTable(SentAsCopy, nn.Module):
             self.values.view(-1), 0, rows_before * self.spec.dim, rows * self.spec.dim
         )
 
-    def _rows(self) -> RowBuffers | None:
+    def _row_buffers(self) -> RowBuffers | None:
         """Return the rows that move when the table grows, None if it does not."""
         if not self.index.grows:
             return None
@@ -158,7 +158,7 @@ class HashTable(SentAsCopy, nn.Module):
         layout[..., 1] = self.spec.dim * self.values.itemsize  # a kernel writes it: no wait
         return RowBuffers([self.values], layout, self._advise_growth)
 
-    def _batch(self, keys: Tensor) -> Keys:
+    def _checked_keys(self, keys: Tensor) -> Keys:
         """Return checked keys as a batch, see the class for the errors."""
         keys = as_keys(keys)
         device = self.values.device
@@ -171,7 +171,7 @@ class HashTable(SentAsCopy, nn.Module):
             )
         return Keys.of(keys)
 
-    def _checked(self, keys: Keys, values: Tensor) -> Tensor:
+    def _checked_values(self, keys: Keys, values: Tensor) -> Tensor:
         if not isinstance(values, Tensor) or values.is_complex():
             kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
             raise TypeError(f"values must be a tensor of real numbers, got {kind}")
@@ -182,7 +182,7 @@ class HashTable(SentAsCopy, nn.Module):
             )
         return values.detach().to(self.values).contiguous()
 
-    def _counts(self, keys: Keys, scores: Tensor | int | None) -> Tensor | None:
+    def _insertion_counts(self, keys: Keys, scores: Tensor | int | None) -> Tensor | None:
         """Return the counts to pass to the index, per position: uses, or the scores."""
         eviction = self.spec.eviction
         if eviction is Eviction.CUSTOM:
@@ -194,9 +194,9 @@ class HashTable(SentAsCopy, nn.Module):
             )
         if eviction is Eviction.STEP:
             return (self.index.clock + 1).expand_as(keys.ids).contiguous()
-        return None if scores is None else self._by_position("scores", keys, scores)
+        return None if scores is None else self._per_position("scores", keys, scores)
 
-    def _by_position(self, name: str, keys: Keys, values: Tensor | int) -> Tensor:
+    def _per_position(self, name: str, keys: Keys, values: Tensor | int) -> Tensor:
         """Return scores or stamps per position, int64 `[n]`; see the class for the errors."""
         values = as_scores(values)
         if values.dim() and values.shape != keys.ids.shape:
@@ -216,11 +216,11 @@ class HashTable(SentAsCopy, nn.Module):
 
         Missing keys read `spec.default_value`.
         """
-        batch, index = self._batch(keys), self.index.tensors()
+        batch, index = self._checked_keys(keys), self.index.tensors()
         default_value = self.spec.default_value
         return hash.hash_find_rows(index, *batch, self.values, default_value)
 
-    def _read(self, slots: Tensor) -> Tensor:
+    def _read_rows(self, slots: Tensor) -> Tensor:
         rows: Tensor = hash.hash_read_rows(self.values, slots, self.spec.default_value)
         return rows
 
@@ -230,7 +230,7 @@ class HashTable(SentAsCopy, nn.Module):
 
         Writing to these rows of `values` changes the table.
         """
-        return self.index.find(self._batch(keys))
+        return self.index.find(self._checked_keys(keys))
 
     @atomic
     def contains(self, keys: Tensor) -> Tensor:
@@ -261,10 +261,10 @@ class HashTable(SentAsCopy, nn.Module):
             keys: keys `[n]`.
             values: values `[n, dim]`.
             scores: scores of the keys, as the class describes.
-            padded: whether `evicted` has n rows, of which the first `num_evicted` mean something,
+            padded: whether `evicted` has n rows, of which only the first `num_evicted` are defined,
                 so that the host does not wait for their number; `Insertion.trimmed` drops the rest.
         """
-        insertion = self._insert_values(keys, values, scores, with_evicted=True)
+        insertion = self._insert_values(keys, values, scores, returns_evicted=True)
         return insertion if padded else insertion.trimmed()
 
     def _insert_values(
@@ -273,20 +273,20 @@ class HashTable(SentAsCopy, nn.Module):
         values: Tensor,
         scores: Tensor | int | None,
         *,
-        with_evicted: bool = False,
+        returns_evicted: bool = False,
     ) -> Insertion:
-        batch, effects = self._batch(keys), Effects()
-        values, counts = self._checked(batch, values), self._counts(batch, scores)
+        batch, effects = self._checked_keys(keys), Effects()
+        values, counts = self._checked_values(batch, values), self._insertion_counts(batch, scores)
 
-        def make() -> Insertion:
+        def insert() -> Insertion:
             inserted = self._insert(batch, counts, effects)
             insertion = Insertion(inserted.slots, self._status(inserted))
-            if with_evicted:
-                insertion = self._with_evicted(insertion, inserted)
-            self._write(inserted.slots, values)
+            if returns_evicted:
+                insertion = self._add_evicted(insertion, inserted)
+            self._write_rows(inserted.slots, values)
             return insertion
 
-        return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
+        return self._lock.complete(insert, lambda: not effects.has_made(hash.hash_insert_))
 
     @without_gradients
     @atomic
@@ -311,12 +311,12 @@ class HashTable(SentAsCopy, nn.Module):
     def _find_or_insert(
         self, keys: Tensor, values: Tensor | None, scores: Tensor | int | None, *, reads: bool
     ) -> tuple[Tensor, Insertion]:
-        """Find or insert keys; return no rows if not `reads`."""
-        batch, effects = self._batch(keys), Effects()
-        counts = self._counts(batch, scores)
-        values = None if values is None else self._checked(batch, values)
+        """Find or insert keys; return no values unless `reads`."""
+        batch, effects = self._checked_keys(keys), Effects()
+        counts = self._insertion_counts(batch, scores)
+        values = None if values is None else self._checked_values(batch, values)
 
-        def make() -> tuple[Tensor, Insertion]:
+        def insert() -> tuple[Tensor, Insertion]:
             inserted = self._insert(batch, counts, effects)
             slots, misses, result = inserted.slots, inserted.misses, inserted.result
             insertion = Insertion(slots, self._status(inserted))
@@ -325,10 +325,10 @@ class HashTable(SentAsCopy, nn.Module):
                 starting = (misses.groups, misses.first, values, default_value, reads)
                 return hash.hash_start_rows_(self.values, slots, *starting), insertion
             if misses is not None and result is not None:
-                self._start_rows(batch, misses, result.slots)
-            return self._read(slots if reads else slots[:0]), insertion
+                self._write_initial_rows(batch, misses, result.slots)
+            return self._read_rows(slots if reads else slots[:0]), insertion
 
-        return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
+        return self._lock.complete(insert, lambda: not effects.has_made(hash.hash_insert_))
 
     @atomic
     def find_slots(self, keys: Keys) -> Tensor:
@@ -357,14 +357,15 @@ class HashTable(SentAsCopy, nn.Module):
             return torch.full_like(inserted.slots, hash.HIT, dtype=torch.uint8)
         return inserted.status
 
-    def _start_rows(self, batch: Keys, misses: Misses, slots: Tensor) -> None:
-        if self._start is None or self._start[0].device != self.values.device:
-            self._start = self._start_arguments()
-        layout, rule = self._start
-        flat = [self.values.view(-1)]
-        initial_rows_(flat, layout, rule, batch.ids, misses.first, misses.offsets, slots, self.seed)
+    def _write_initial_rows(self, batch: Keys, misses: Misses, slots: Tensor) -> None:
+        if self._initial_rule is None or self._initial_rule[0].device != self.values.device:
+            self._initial_rule = self._make_initial_rule()
+        layout, rule = self._initial_rule
+        buffers = [self.values.view(-1)]
+        ids, first, offsets = batch.ids, misses.first, misses.offsets
+        initial_rows_(buffers, layout, rule, ids, first, offsets, slots, self.seed)
 
-    def _start_arguments(self) -> tuple[Tensor, Tensor]:
+    def _make_initial_rule(self) -> tuple[Tensor, Tensor]:
         """Return the location and the initializer of new rows; the host waits for a GPU."""
         spec, device = self.spec, self.values.device
         layout = torch.tensor([[[0, spec.dim, spec.rows, spec.dim, 0]]], device=device)
@@ -372,44 +373,44 @@ class HashTable(SentAsCopy, nn.Module):
         return layout, rule
 
     def _insert(self, batch: Keys, counts: Tensor | None, effects: Effects) -> InsertedBatch:
-        """Touch or insert keys, with the result of `_counts`."""
+        """Touch or insert keys, with the result of `_insertion_counts`."""
         effects.restart()
         if not self._assigns_scores or counts is None:
-            return self.index.insert(batch, counts, rows=self._rows(), effects=effects)
-        given_counts = counts
+            return self.index.insert(batch, counts, rows=self._row_buffers(), effects=effects)
+        assigned_scores, no_uses = counts, torch.zeros_like(counts)
 
         # An `admit` that admits all: it replaces the summed counts of each miss by its last score.
-        def rank(keys: Keys, misses: Misses) -> None:
-            self._write_last(misses.counts, misses.groups.long(), given_counts)
+        def use_last_scores(keys: Keys, misses: Misses) -> None:
+            self._write_last(misses.counts, misses.groups.long(), assigned_scores)
 
         inserted = self.index.insert(
-            batch, torch.zeros_like(given_counts), admit=rank, rows=self._rows(), effects=effects
+            batch, no_uses, admit=use_last_scores, rows=self._row_buffers(), effects=effects
         )
-        self._write_column(HashEntryColumn.SCORE, inserted.slots, given_counts)
+        self._write_column(HashEntryColumn.SCORE, inserted.slots, assigned_scores)
         return inserted
 
-    def _entries(self, column: HashEntryColumn) -> Tensor:
+    def _entry_column(self, column: HashEntryColumn) -> Tensor:
         """Return a column of all entries as a view."""
         return self.index.entries[:, column]
 
     def _write_column(self, column: HashEntryColumn, slots: Tensor, values: Tensor) -> None:
         """Write stamps or scores of entries, as `_write_last` does."""
         self.index.forget_queues(0, slots)
-        self._write_last(self._entries(column), slots, values)
+        self._write_last(self._entry_column(column), slots, values)
 
-    def _write_last(self, into: Tensor, numbers: Tensor, values: Tensor) -> None:
-        """Write `values[i]` to entry `numbers[i]` (-1: none); of equal numbers the last wins."""
-        hash.hash_write_rows_(into.unsqueeze(1), numbers, values.unsqueeze(1))
+    def _write_last(self, target: Tensor, indices: Tensor, values: Tensor) -> None:
+        """Write `values[i]` to entry `indices[i]` (-1: none); of equal indices the last wins."""
+        hash.hash_write_rows_(target.unsqueeze(1), indices, values.unsqueeze(1))
 
-    def _write(self, slots: Tensor, values: Tensor) -> None:
+    def _write_rows(self, slots: Tensor, values: Tensor) -> None:
         hash.hash_write_rows_(self.values, slots, values)
 
-    def _with_evicted(self, insertion: Insertion, inserted: InsertedBatch) -> Insertion:
+    def _add_evicted(self, insertion: Insertion, inserted: InsertedBatch) -> Insertion:
         """Add the evicted rows to a result; call before their slots are overwritten."""
         result = inserted.result
         if result is None:
-            none = torch.zeros(1, dtype=torch.int64, device=self.values.device)
-            return insertion._replace(evicted=self._no_rows(), num_evicted=none)
+            zero = torch.zeros(1, dtype=torch.int64, device=self.values.device)
+            return insertion._replace(evicted=self._no_rows(), num_evicted=zero)
         keys, rows, stamps, scores, count = hash.hash_evicted_rows([self.values], *result)
         return insertion._replace(
             evicted=TableRows(keys, rows[0], stamps, scores), num_evicted=count
@@ -419,10 +420,10 @@ class HashTable(SentAsCopy, nn.Module):
     @atomic
     def assign(self, keys: Tensor, values: Tensor) -> Tensor:
         """Write the values of keys that are in the table; return which are, bool `[n]`."""
-        batch = self._batch(keys)
-        values = self._checked(batch, values)
+        batch = self._checked_keys(keys)
+        values = self._checked_values(batch, values)
         slots = self.index.find(batch)
-        self._write(slots, values)
+        self._write_rows(slots, values)
         return slots >= 0
 
     @without_gradients
@@ -432,8 +433,8 @@ class HashTable(SentAsCopy, nn.Module):
 
         The deltas of a key that repeats are added to it one after the other.
         """
-        batch = self._batch(keys)
-        deltas = self._checked(batch, deltas)
+        batch = self._checked_keys(keys)
+        deltas = self._checked_values(batch, deltas)
         slots = self.index.find(batch)
         groups = group(slots, self.values.shape[0])
         hash.hash_add_rows_(self.values, *groups, deltas)
@@ -449,7 +450,7 @@ class HashTable(SentAsCopy, nn.Module):
         is_present = slots >= 0
         if not self._has_scores:
             return torch.zeros_like(slots), is_present
-        scores = self._entries(HashEntryColumn.SCORE)[slots.clamp(min=0)]
+        scores = self._entry_column(HashEntryColumn.SCORE)[slots.clamp(min=0)]
         return torch.where(is_present, scores, 0), is_present
 
     @atomic
@@ -463,8 +464,8 @@ class HashTable(SentAsCopy, nn.Module):
         """
         if self.spec.eviction in (Eviction.LRU, Eviction.NONE):
             raise ValueError(f"a table with {self.spec.eviction} has no scores")
-        batch = self._batch(keys)
-        scores_of_keys = self._by_position("scores", batch, scores)
+        batch = self._checked_keys(keys)
+        scores_of_keys = self._per_position("scores", batch, scores)
         slots = self.index.find(batch)
         self._write_column(HashEntryColumn.SCORE, slots, scores_of_keys)
         return slots >= 0
@@ -472,7 +473,7 @@ class HashTable(SentAsCopy, nn.Module):
     @atomic
     def erase(self, keys: Tensor) -> Tensor:
         """Remove keys; return which were present, bool `[n]`, once per key."""
-        return self.index.erase(self._batch(keys)) >= 0
+        return self.index.erase(self._checked_keys(keys)) >= 0
 
     @atomic
     def expire(self, before: int) -> Tensor:
@@ -506,34 +507,34 @@ class HashTable(SentAsCopy, nn.Module):
         Raises:
             ValueError: stamps are not in `[0, 2^62)`; or see the class.
         """
-        batch = self._batch(rows.keys)
-        values = self._checked(batch, rows.values)
-        stamps = self._by_position("stamps", batch, rows.stamps)
-        scores = self._by_position("scores", batch, rows.scores)
+        batch = self._checked_keys(rows.keys)
+        values = self._checked_values(batch, rows.values)
+        stamps = self._per_position("stamps", batch, rows.stamps)
+        scores = self._per_position("scores", batch, rows.scores)
         if stamps.numel():
             oldest, newest = (int(stamp) for stamp in stamps.aminmax())
             if not 0 <= oldest <= newest < MAX_TICK:
                 raise ValueError(f"stamps must be ticks in [0, 2^62), got {oldest} to {newest}")
             self.index.set_tick(max(self.index.tick, newest))
 
-        def rank(keys: Keys, misses: Misses) -> None:
+        def use_last_scores(keys: Keys, misses: Misses) -> None:
             self._write_last(misses.counts, misses.groups.long(), scores)
 
         counts, effects = torch.zeros_like(scores), Effects()
 
-        def make() -> Insertion:
+        def insert() -> Insertion:
             effects.restart()
             inserted = self.index.insert(
-                batch, counts, admit=rank, rows=self._rows(), effects=effects
+                batch, counts, admit=use_last_scores, rows=self._row_buffers(), effects=effects
             )
             slots = inserted.slots
-            self._write(slots, values)
+            self._write_rows(slots, values)
             self._write_column(HashEntryColumn.STAMP, slots, stamps)
             if self._has_scores:
                 self._write_column(HashEntryColumn.SCORE, slots, scores)
             return Insertion(slots, self._status(inserted))
 
-        return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
+        return self._lock.complete(insert, lambda: not effects.has_made(hash.hash_insert_))
 
     @atomic
     def size(self) -> int:
@@ -553,7 +554,7 @@ class HashTable(SentAsCopy, nn.Module):
     @atomic
     def reserve(self, keys: int) -> None:
         """Grow to the size that a number of keys >= 0 needs, at most to the capacity."""
-        self.index.reserve(0, check_count("keys", keys, minimum=0), self._rows())
+        self.index.reserve(0, check_count("keys", keys, minimum=0), self._row_buffers())
 
     @atomic
     def stats(self) -> dict[str, int]:
@@ -592,7 +593,7 @@ class HashTable(SentAsCopy, nn.Module):
                 0,
                 "the table",
                 {WEIGHT: self.values},
-                self._rows(),
+                self._row_buffers(),
                 hash_key=None if hash_keys is None else int(hash_keys),
             )
             entries = Entries(
@@ -602,13 +603,13 @@ class HashTable(SentAsCopy, nn.Module):
                 {WEIGHT: values},
             )
 
-            def make() -> int:
+            def replace() -> int:
                 self.clear()
                 loaded = loading.replace_unchecked(target, entries)
                 self.index.set_tick(int(tick))
                 return loaded.left_out
 
-            left_out = self._lock.complete(make, lambda: True)
+            left_out = self._lock.complete(replace, lambda: True)
             if left_out:
                 name = f"hash table {prefix.rstrip('.')!r}" if prefix else "hash table"
                 warnings.warn(
@@ -657,14 +658,14 @@ class HashTable(SentAsCopy, nn.Module):
         return dict.fromkeys(vars(self._names_in_checkpoints), "_names_in_checkpoints")
 
     def _no_rows(self) -> TableRows:
-        none = torch.empty(0, dtype=torch.int64, device=self.values.device)
-        return TableRows(none, self.values[none], none, none)
+        no_indices = torch.empty(0, dtype=torch.int64, device=self.values.device)
+        return TableRows(no_indices, self.values[no_indices], no_indices, no_indices)
 
     @atomic
     def __reduce__(self) -> tuple[Any, ...]:
-        used = self.values[: self.capacity()].clone()
+        used_rows = self.values[: self.capacity()].clone()
         arguments = (self.spec, self.dtype, self.seed, str(self.values.device))
-        return _rebuild, (*arguments, self.index.snapshot(), used)
+        return _rebuild, (*arguments, self.index.snapshot(), used_rows)
 
     @atomic
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -180,22 +180,22 @@ class LastBatch(NamedTuple):
         is_of_table = hash.tables_of(self.keys) == table
         ids = self.keys.ids[is_of_table].cpu()
         status = status_by_position(self.inserted)[is_of_table].cpu()
-        result = torch.full(keys.shape, KeyStatus.ABSENT, dtype=torch.uint8)
+        status_of_keys = torch.full(keys.shape, KeyStatus.ABSENT, dtype=torch.uint8)
         if not ids.numel() or not keys.numel():
-            return result
-        ordered, order = ids.sort()
-        indices = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
-        is_match = ordered[indices] == keys
-        result[is_match] = status[order[indices[is_match]]]
-        return result
+            return status_of_keys
+        sorted_ids, order = ids.sort()
+        indices = torch.searchsorted(sorted_ids, keys).clamp_(max=sorted_ids.numel() - 1)
+        is_in_batch = sorted_ids[indices] == keys
+        status_of_keys[is_in_batch] = status[order[indices[is_in_batch]]]
+        return status_of_keys
 
 
-_SIGN = -(1 << 63)  # flips the order of signed numbers to that of unsigned ones, and back
+_SIGN_BIT = -(1 << 63)  # flips the order of signed numbers to that of unsigned ones, and back
 
 
 def route(keys: Tensor) -> Tensor:
     """Return the route of each key, a bijective hash, as int64 in the order of unsigned routes."""
-    return mix(mix(as_keys(keys))) ^ _SIGN
+    return mix(mix(as_keys(keys))) ^ _SIGN_BIT
 
 
 def owner(keys: Tensor, world_size: int) -> Tensor:
@@ -210,25 +210,26 @@ def owner(keys: Tensor, world_size: int) -> Tensor:
     return range_of(keys, world_size)
 
 
-def range_of(keys: Tensor, count: int | Tensor) -> Tensor:
-    """Return which of `count` equal ranges of routes has each key, int64 `[n]` in `[0, count)`.
+def range_of(keys: Tensor, num_ranges: int | Tensor) -> Tensor:
+    """Return the index of the range of routes of each key, among `num_ranges` equal ranges.
 
-    `count` is one number, or int64 `[n]`, one per key; below 2^31. For a count of 0 the result is
-    0.
+    The result is int64 `[n]` in `[0, num_ranges)`. `num_ranges` is one number, or int64 `[n]`, one
+    per key; below 2^31. For 0 ranges the result is 0.
     """
-    # The upper 32 bits of the unsigned route, scaled to [0, count).
-    return ((route(keys) ^ _SIGN) >> 32 & (1 << 32) - 1) * count >> 32
+    # The upper 32 bits of the unsigned route, scaled to [0, num_ranges).
+    return ((route(keys) ^ _SIGN_BIT) >> 32 & (1 << 32) - 1) * num_ranges >> 32
 
 
-def keys_of_ranges(count: int) -> Tensor:
-    """Return one key in each of `count` equal ranges of routes, int64 `[count]`.
+def keys_of_ranges(num_ranges: int) -> Tensor:
+    """Return one key in each of `num_ranges` equal ranges of routes, int64 `[num_ranges]`.
 
-    The upper half of the route of a key is the first in its range, the lower half is `count`, so
-    that another `count` has other keys.
+    The upper half of the route of a key is the first in its range. The lower half is `num_ranges`,
+    so that another number of ranges has other keys.
     """
-    numbers = torch.arange(count)
-    upper = ((numbers << 32) + count - 1).div(max(count, 1), rounding_mode="floor")
-    return unmix(unmix(upper << 32 | count))
+    range_indices = torch.arange(num_ranges)
+    scaled_indices = (range_indices << 32) + num_ranges - 1
+    upper_halves = scaled_indices.div(max(num_ranges, 1), rounding_mode="floor")
+    return unmix(unmix(upper_halves << 32 | num_ranges))
 
 
 def canonical_order(keys: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ that use it in the batch.
 
 A key is alive as long as some feature that used it did so within the ttl of that feature. The ttls
 of a table in ascending order are its *levels*. The stamp of a key is its last use by any feature,
-level 0; for each further level the table has the last use by a feature of that level or above, 8
-bytes per row. A key expires if its last use of each level is too old for the ttl of the level.
+level 0. For each further level the table records the last use by a feature of that level or above,
+in 8 bytes per row. A key expires if its last use of each level is too old for the ttl of the level.
 Tables whose features agree have one level and no further memory. A use writes the tick of its
 batch, so the order within a batch does not matter.
 """
@@ -57,7 +57,7 @@ class LastUses:
         device: the device of the tables.
 
     Attributes:
-        widths: number of levels above the first, by table.
+        num_further_levels: number of levels above the first, by table.
         buffer: int64, a `[rows, width]` block per table, 0 for no use, then a spare element.
         layout: int64 `[T, 1, 2]`, `buffer` as a row buffer, see `RowBuffers.layout`.
     """
@@ -66,20 +66,21 @@ class LastUses:
         self, specs: Sequence[DynamicSpec], feature_tables: Sequence[int], device: torch.device
     ) -> None:
         self._specs, self._feature_tables = tuple(specs), list(feature_tables)
-        self.widths = [len(spec.lifetimes) - 1 for spec in specs]
+        self.num_further_levels = [len(spec.lifetimes) - 1 for spec in specs]
         self._first_elements = [0]
-        for spec, width in zip(specs, self.widths, strict=True):
+        for spec, width in zip(specs, self.num_further_levels, strict=True):
             self._first_elements.append(self._first_elements[-1] + spec.rows * width)
         self.buffer = memory.reserve(
             self._first_elements[-1] + 1, torch.int64, device
         )  # with a spare entry
-        size = self.buffer.itemsize
+        element_bytes = self.buffer.itemsize
         layout = [
-            [[f * size, w * size]] for f, w in zip(self._first_elements, self.widths, strict=False)
+            [[first * element_bytes, width * element_bytes]]
+            for first, width in zip(self._first_elements, self.num_further_levels, strict=False)
         ]
         self.layout = torch.tensor(layout, device=device)
-        self._table_ranges = torch.tensor(
-            list(zip(self._first_elements, self.widths, strict=False)), device=device
+        self._table_layout = torch.tensor(
+            list(zip(self._first_elements, self.num_further_levels, strict=False)), device=device
         ).view(-1, 2)
         ttls = values_by_feature([spec.ttl for spec in specs], feature_tables)
         levels = [
@@ -90,7 +91,7 @@ class LastUses:
 
     def view(self, table: int) -> Tensor:
         """Return the last uses of a table by slot, int64 `[rows, levels - 1]`, as a view."""
-        rows, width = self._specs[table].rows, self.widths[table]
+        rows, width = self._specs[table].rows, self.num_further_levels[table]
         return self.buffer[self._first_elements[table] : self._first_elements[table + 1]].view(
             rows, width
         )
@@ -103,25 +104,25 @@ class LastUses:
         """
         tables, levels = tables_of(keys), self._levels[segments_of(keys)]
         slots = inserted.slots
-        first_element, width = self._table_ranges[tables].unbind(1)
-        first_uses, spare = first_element + slots * width, self.buffer.numel() - 1
+        first_element, width = self._table_layout[tables].unbind(1)
+        first_uses, spare_element = first_element + slots * width, self.buffer.numel() - 1
         is_new = torch.zeros_like(slots, dtype=torch.bool)
         if inserted.misses is not None and slots.numel():
             is_new = inserted.misses.groups >= 0
-        for level in range(1, max(self.widths) + 1):
+        for level in range(1, max(self.num_further_levels) + 1):
             # Positions without this level write to the spare element.
             has_level = (slots >= 0) & (level <= width)
             positions = first_uses + level - 1
-            self.buffer.index_fill_(0, torch.where(has_level & is_new, positions, spare), 0)
-            is_use = has_level & (levels >= level)
-            positions = torch.where(is_use, positions, spare)
+            self.buffer.index_fill_(0, torch.where(has_level & is_new, positions, spare_element), 0)
+            is_used = has_level & (levels >= level)
+            positions = torch.where(is_used, positions, spare_element)
             self.buffer.scatter_(0, positions, index.clock.expand(positions.numel()))
 
     def expire(
         self,
         index: HashIndex,
         table: int,
-        window: slice,
+        slots: slice,
         before: Sequence[int],
         effects: Effects,
     ) -> Tensor:
@@ -130,16 +131,16 @@ class LastUses:
         Args:
             index: the keys.
             table: number of the table.
-            window: slots of the table that are searched; those beyond its capacity are ignored.
+            slots: slots of the table to search; those beyond its capacity are ignored.
             before: first tick of use with which a key is alive, by level.
             effects: native calls that were made before an interruption.
 
         The host waits for the device.
         """
-        entries = index.table_entries(table)[window]
+        entries = index.table_entries(table)[slots]
         stamps = entries[:, HashEntryColumn.STAMP]
-        is_old = (index.table_tags(table)[window] != 0) & (stamps < before[0])
-        uses = self.view(table)[window][: is_old.numel()]
+        is_old = (index.table_tags(table)[slots] != 0) & (stamps < before[0])
+        uses = self.view(table)[slots][: is_old.numel()]
         for level, tick in enumerate(before[1:]):
             is_old &= uses[:, level] < tick
         # A copy: after an interruption the keys may be gone already.
@@ -163,22 +164,19 @@ class LastUses:
 
     def nbytes(self, capacities: Sequence[int]) -> int:
         """Return the bytes of the slots in use; `capacities` are their numbers by table."""
-        counts = zip(capacities, self.widths, strict=True)
+        counts = zip(capacities, self.num_further_levels, strict=True)
         return self.buffer.itemsize * sum(rows * width for rows, width in counts)
 
     def copy_to(self, device: torch.device, capacities: Sequence[int]) -> "LastUses":
         """Return a copy on a device."""
         return _rebuild(self._specs, self._feature_tables, device, self.snapshot(capacities))
 
-    def in_use(self, capacities: Sequence[int]) -> "LastUses":
-        """Return an object of which copies and pickles are `LastUses` of the slots in use alone.
-
-        It has no other use.
-        """
-        return _InUse(self, capacities)  # type: ignore[return-value]
+    def only_in_use(self, capacities: Sequence[int]) -> "LastUses":
+        """Return an object whose copies and pickles are `LastUses` of the slots in use alone."""
+        return _UsesOfSlotsInUse(self, capacities)  # type: ignore[return-value]
 
 
-class _InUse:
+class _UsesOfSlotsInUse:
     """Replacement of `LastUses` in a state to copy or pickle, see `LastUses.in_use`."""
 
     def __init__(self, uses: LastUses, capacities: Sequence[int]) -> None:

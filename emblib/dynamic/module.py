@@ -160,7 +160,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         self._lock = self.state.lock
         self.rows = self.state.layout
         self.total_rows = self.rows.total_rows
-        self._layout = self._feature_rows(self.rows.feature)
+        self._layout = self._feature_rows(self.rows.feature_row)
         self.index, self.row_initializer = self.state.index, self.state.row_initializer
         self.admission, self.scores = self.state.admission, self.state.scores
         self.expiry = self.state.parts().get("expiry")
@@ -182,7 +182,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
     def _bind_state(self) -> None:
         """Point the state at the module's current tensors."""
-        self._calls = None  # it references the tensors before
+        self._calls = None  # it references the previous tensors
         state = self.state
         state.weights, state.optimizer_states = self.weights, self._states()
         state.byte_layout, state.hyperparams = self.byte_layout, self.hyperparams
@@ -311,24 +311,25 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 pooling.
             Exception: the backing store raised it.
         """
-        if is_padded() and (padding := training.num_padding_ids(indices, offsets)):
-            weights, uses = (
-                None if part is None else part[padding:] for part in (per_sample_weights, counts)
+        if is_padded() and (num_padding := training.num_padding_ids(indices, offsets)):
+            weights, use_counts = (
+                None if values is None else values[num_padding:]
+                for values in (per_sample_weights, counts)
             )
-            ids = indices[padding:]
+            ids = indices[num_padding:]
             out = self.forward(
-                ids, offsets - padding, weights, batch_sizes=batch_sizes, counts=uses
+                ids, offsets - num_padding, weights, batch_sizes=batch_sizes, counts=use_counts
             )
             is_pooled = self.pooling is not Pooling.NONE
-            return out if is_pooled else torch.cat([out.new_zeros(padding, out.shape[1]), out])
+            return out if is_pooled else torch.cat([out.new_zeros(num_padding, out.shape[1]), out])
         if not is_compiling():
             self.check_layout()
         ids = as_keys(indices)
         if per_sample_weights is not None or counts is not None or ids.dim() != 1:
             training.check_batch(ids, per_sample_weights, counts, self.pooling)
-        is_plain = counts is None and batch_sizes is None and self.include_last_offset
-        is_plain = is_plain and isinstance(offsets, Tensor)  # else the check below raises
-        if is_plain and self.training and torch.is_grad_enabled() and not is_compiling():
+        is_simple = counts is None and batch_sizes is None and self.include_last_offset
+        is_simple = is_simple and isinstance(offsets, Tensor)  # else the check below raises
+        if is_simple and self.training and torch.is_grad_enabled() and not is_compiling():
             pooled = self._train_at_once(ids, offsets, per_sample_weights)
             if pooled is not None:
                 return pooled
@@ -379,15 +380,15 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         """Check the offsets of a batch; return it as keys, and as a `Lookup` without rows."""
         if not self.include_last_offset:
             offsets = append_last_offset(ids, offsets)
-        bag_layout, columns = None, self.output_dim
+        bag_layout, output_dim = None, self.output_dim
         if batch_sizes is not None:
-            bag_layout, columns = self.layout_of_bags(offsets, batch_sizes)
-        # Every id is valid, so only the offsets are checked, with zeros as ids. In padded batches
-        # it is -1, which the check accepts before the first bag too.
-        valid = torch.full_like(ids, -1) if is_padded() else self._zeros_like(ids)
+            bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes)
+        # Every id is valid, so only the offsets are checked, with zeros in place of the ids. In
+        # padded batches -1 is used, which the check also accepts before the first bag.
+        valid_ids = torch.full_like(ids, -1) if is_padded() else self._zeros_like(ids)
         message, features = _OFFSETS_MESSAGE, self.features
         offsets = check_bounds(
-            self, valid, offsets, features, bag_layout, message, is_prefetch=is_prefetch
+            self, valid_ids, offsets, features, bag_layout, message, is_prefetch=is_prefetch
         )
         starts = training.feature_starts(offsets, len(self.feature_tables), batch_sizes)
         keys = Keys(ids.contiguous(), starts, self.feature_table)
@@ -398,7 +399,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             bag_layout=bag_layout,
             pooling=self.pooling,
             total_rows=self.total_rows,
-            output_dim=columns,
+            output_dim=output_dim,
             repaired=self.bounds_check is not BoundsCheck.NONE,
         )
 
@@ -443,7 +444,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         if is_replicated:
             training.check_replicas(self.state.index.tags, self.weights)
         update = training.insert_or_repeat(self.state, keys, counts, running)
-        memory, dtype = calls.tiers, self.output_dtype
+        tiers, dtype = calls.tiers, self.output_dtype
         if torch.is_grad_enabled() and calls.can_serve(batch, sample_weights):
             return look_up(
                 self.grad_anchor,
@@ -454,10 +455,10 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 dtype,
                 batch.repaired,
             )
-        batch = update.reads.put_into(batch)
+        batch = update.reads.applied_to(batch)
         if not torch.is_grad_enabled():  # the repetition by checkpointing has gradients
-            return autograd.lookup_no_grad(memory.weights, batch, sample_weights, dtype)
-        update.weighted = sample_weights is not None and sample_weights.requires_grad
+            return autograd.lookup_no_grad(tiers.weights, batch, sample_weights, dtype)
+        update.has_weight_gradient = sample_weights is not None and sample_weights.requires_grad
         update.batch = batch  # without the update, which would be a cycle
         batch = batch._replace(hooks=update)
         if not self._updates_in_backward:
@@ -465,10 +466,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             return autograd.lookup(
                 self.weights, [self.weights], batch, self.optimizer, sample_weights, dtype
             )
-        memory = memory._replace(output_dtype=dtype)
-        return autograd.fused_lookup(
-            self.grad_anchor, memory, self.optimizer, batch, sample_weights
-        )
+        tiers = tiers._replace(output_dtype=dtype)
+        return autograd.fused_lookup(self.grad_anchor, tiers, self.optimizer, batch, sample_weights)
 
     def _prepare_calls(self) -> KeyedCalls:
         """Make the shared arguments of calls from the module's current tensors and options."""
@@ -485,11 +484,11 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         weights must also require them.
         """
         with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
-        is_wanted = self._updates_in_backward or self.weights.requires_grad
-        return self.training and with_grad and is_wanted
+        needs_update = self._updates_in_backward or self.weights.requires_grad
+        return self.training and with_grad and needs_update
 
     @without_gradients
-    def _find_keys(self, keys: Keys) -> BatchReads:
+    def _reads_of_keys(self, keys: Keys) -> BatchReads:
         state = self.state
         slots = state.index.find(keys) if state.backing is None else state.backing.search(keys)
         return state.row_initializer.reads_of_found(keys, slots)
@@ -508,7 +507,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 f"rows of {self.table_names} are in a backing store, which an exported program "
                 "lacks: load them into tables without one, see docs/tiers.md"
             )
-        batch = self._find_keys(keys).put_into(batch)
+        batch = self._reads_of_keys(keys).applied_to(batch)
         return autograd.lookup_no_grad([self.weights], batch, sample_weights, self.output_dtype)
 
     def _look_up_untrained(
@@ -519,15 +518,15 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         calls: KeyedCalls,
     ) -> Tensor:
         """Look up without insertion or update; sample weights get their gradient."""
-        reads = self._find_keys(keys)
-        batch = reads.put_into(batch)
-        memory = calls.tiers._replace(output_dtype=self.output_dtype)
+        reads = self._reads_of_keys(keys)
+        batch = reads.applied_to(batch)
+        tiers = calls.tiers._replace(output_dtype=self.output_dtype)
         if sample_weights is None or not torch.is_grad_enabled():
-            return autograd.lookup_no_grad(memory.weights, batch, sample_weights, self.output_dtype)
+            return autograd.lookup_no_grad(tiers.weights, batch, sample_weights, self.output_dtype)
         update = self.state.update_of(keys, reads.indices, reads)
         batch = batch._replace(hooks=WeightGradient(batch, update))
         return autograd.fused_lookup(
-            self.grad_anchor.detach(), memory, self.optimizer, batch, sample_weights
+            self.grad_anchor.detach(), tiers, self.optimizer, batch, sample_weights
         )
 
     def _tiers(self) -> autograd.Tiers:
@@ -646,9 +645,9 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 "owner; make a module with another store and load the state_dict of this one"
             )
         state = dict(self.__dict__)
-        names = [f"state_{s.name}" for s in self.optimizer.states]
+        state_names = [f"state_{s.name}" for s in self.optimizer.states]
         state["_parameters"] = {**self._parameters, "weights": None}
-        state["_buffers"] = {**self._buffers, **dict.fromkeys(names)}
+        state["_buffers"] = {**self._buffers, **dict.fromkeys(state_names)}
         state["_zeros"] = self._zeros[:0].clone()
         capacities = self.state.capacities()
         state["_rows_in_use"] = self.rows.snapshot(self.state.row_buffers, capacities)

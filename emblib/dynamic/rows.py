@@ -35,7 +35,7 @@ from emblib.tables.locks import ModuleLock
 class RowLayout:
     """Describe the row buffers of some tables: `weight`, then the states of the optimizer.
 
-    The layout has numbers only; the module owns the buffers.
+    The layout owns no memory; the module owns the buffers.
 
     Args:
         specs: specs of the tables.
@@ -66,7 +66,7 @@ class RowLayout:
         self._per_row = (False, *(state.per_row for state in states))
         dtypes = (torch.float32 if state.per_row else precision.states for state in states)
         self.dtypes = (precision.weights, *dtypes)
-        self._streams = [zlib.crc32(name.encode()) for name in table_names]
+        self._random_streams = [zlib.crc32(name.encode()) for name in table_names]
         self.has_fallback = any(spec.fallback_rows for spec in specs)
         self._first_rows, self._first_elements = [0], [0]
         for t, spec in enumerate(specs):
@@ -108,7 +108,7 @@ class RowLayout:
         """Return the elements per row of a table in buffer number `buffer`."""
         return 1 if self._per_row[buffer] else self.specs[table].dim
 
-    def per_row(self, buffer: int) -> bool:
+    def has_one_per_row(self, buffer: int) -> bool:
         """Return whether a buffer has one number per row."""
         return self._per_row[buffer]
 
@@ -126,7 +126,7 @@ class RowLayout:
         """Return the number of a table's row 0 among the rows of all tables."""
         return self._first_rows[table]
 
-    def feature(self, table: int, column: int) -> FeatureRow:
+    def feature_row(self, table: int, column: int) -> FeatureRow:
         """Return a table's row of the `features` tensor, for output columns from `column` on."""
         spec, first_row = self.specs[table], self._first_rows[table]
         return FeatureRow(
@@ -170,15 +170,15 @@ class RowLayout:
         return self._views(buffers, table, first_row, self.specs[table].fallback_rows)
 
     def _views(
-        self, buffers: Sequence[Tensor], table: int, first_row: int, count: int
+        self, buffers: Sequence[Tensor], table: int, first_row: int, num_rows: int
     ) -> dict[str, Tensor]:
-        """Return views of `count` rows from `first_row` of a table on, by name of the buffer."""
+        """Return views of `num_rows` rows from `first_row` of a table on, by name of the buffer."""
         views = {}
         for number, (name, buffer) in enumerate(zip(self.buffer_names, buffers, strict=True)):
             width = self.width(table, number)
             begin = self.first_element(table, number) + first_row * width
-            rows = buffer[begin : begin + count * width]
-            views[name] = rows if self._per_row[number] else rows.view(count, width)
+            rows = buffer[begin : begin + num_rows * width]
+            views[name] = rows if self._per_row[number] else rows.view(num_rows, width)
         return views
 
     def byte_layout(self, device: torch.device) -> Tensor:
@@ -201,7 +201,7 @@ class RowLayout:
                     self.width(t, p),
                     self._num_rows(t),
                     self.width(t, p),
-                    self._streams[t],
+                    self._random_streams[t],
                 )
                 for p in range(len(self.buffer_names))
             ]
@@ -228,7 +228,7 @@ class RowLayout:
         """
         layout = [
             [(0, self.stride, rows, spec.dim, stream)]
-            for spec, stream in zip(self.specs, self._streams, strict=True)
+            for spec, stream in zip(self.specs, self._random_streams, strict=True)
         ]
         return self._stack_fields(layout, 5, torch.int64, device)
 
@@ -246,14 +246,14 @@ class RowLayout:
         """
         return [
             [
-                torch.cat([view[:rows].detach(), fallback.detach()])
+                torch.cat([view[:num_rows].detach(), fallback.detach()])
                 for view, fallback in zip(
                     self.views(buffers, t).values(),
                     self.fallback_views(buffers, t).values(),
                     strict=True,
                 )
             ]
-            for t, rows in enumerate(capacities)
+            for t, num_rows in enumerate(capacities)
         ]
 
     def check_snapshot(self, snapshot: Any, capacities: Sequence[int]) -> None:
@@ -276,21 +276,21 @@ class RowLayout:
 
         The caller must call `check_snapshot` for a snapshot that it did not make.
         """
-        for t, parts in enumerate(snapshot):
+        for t, saved_rows in enumerate(snapshot):
             views = self.views(buffers, t).values()
             fallback_views = self.fallback_views(buffers, t).values()
-            rows = parts[0].shape[0] - self.specs[t].fallback_rows
-            self.advise_growth(buffers, t, 0, rows)
-            for view, fallback, part in zip(views, fallback_views, parts, strict=True):
-                view[:rows] = part[:rows].to(view.device)
-                fallback.copy_(part[rows:])
+            num_used = saved_rows[0].shape[0] - self.specs[t].fallback_rows
+            self.advise_growth(buffers, t, 0, num_used)
+            for view, fallback, saved in zip(views, fallback_views, saved_rows, strict=True):
+                view[:num_used] = saved[:num_used].to(view.device)
+                fallback.copy_(saved[num_used:])
 
     def nbytes(self, capacities: Sequence[int]) -> Iterator[int]:
         """Yield the bytes in use of each buffer, if tables have these rows in use."""
         for number, dtype in enumerate(self.dtypes):
             yield sum(
-                (rows + self.specs[t].fallback_rows) * self.width(t, number) * dtype.itemsize
-                for t, rows in enumerate(capacities)
+                (num_rows + self.specs[t].fallback_rows) * self.width(t, number) * dtype.itemsize
+                for t, num_rows in enumerate(capacities)
             )
 
 
@@ -310,8 +310,8 @@ class BatchReads(NamedTuple):
     Attributes:
         indices: int64 `[L]`, rows of tables; -1 for none, which reads zeros; 0 where a default row
             is read.
-        slots: int32 `[L]`, rows of `default_rows` that are read instead, -1 for none; None if no
-            lookup reads a default row.
+        slots: int32 `[L]`, index in `default_rows` of the row that is read instead, -1 for none;
+            None if no lookup reads a default row.
         default_rows: flat rows of `RowLayout.stride` elements each.
         is_fallback: bool `[L]`, the lookups that read fallback rows; None if the tables have none.
     """
@@ -321,8 +321,8 @@ class BatchReads(NamedTuple):
     default_rows: Tensor | None = None
     is_fallback: Tensor | None = None
 
-    def put_into(self, batch: autograd.Lookup) -> autograd.Lookup:
-        """Return a batch that reads these rows."""
+    def applied_to(self, batch: autograd.Lookup) -> autograd.Lookup:
+        """Return `batch` with these rows as the rows that it reads."""
         return batch._replace(
             indices=self.indices, slots=self.slots, default_rows=self.default_rows
         )
@@ -332,7 +332,7 @@ class BatchReads(NamedTuple):
         indices = self.indices.where(self.indices >= 0, 0)
         return self._replace(indices=indices, slots=slots, default_rows=default_rows)
 
-    def at(self, slots: Tensor) -> "BatchReads":
+    def with_slots(self, slots: Tensor) -> "BatchReads":
         """Return the same reads with the keys at new slots, int64 `[L]`."""
         if self.slots is None:
             return self._replace(indices=slots)
@@ -342,9 +342,9 @@ class BatchReads(NamedTuple):
 class RowInitializer(nn.Module):
     """Write the initial values of new rows, and choose what keys without a row read.
 
-    A key without a row reads, in this order: a fallback row, if its table has any; random values,
-    if this training lookup did not admit it and the admission names an initializer for that; else
-    the table's default value.
+    A key without a row reads a fallback row, if its table has any. Otherwise it reads random
+    values, if this training lookup did not admit it and the admission names an initializer for such
+    keys; else the table's default value.
 
     Args:
         layout: layout of the rows.
@@ -420,15 +420,15 @@ class RowInitializer(nn.Module):
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         tables = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
         positions = torch.arange(tables.numel(), device=counts.device)
-        numbers = positions - offsets[tables]
+        row_indices = positions - offsets[tables]
         hash.initial_rows_(
             buffers,
             self.row_layout,
             self.rules,
-            -1 - numbers,
+            -1 - row_indices,
             positions,
             offsets,
-            first_rows[tables] + numbers,
+            first_rows[tables] + row_indices,
             self.seed,
         )
 
@@ -452,15 +452,16 @@ class RowInitializer(nn.Module):
         if self._all_have_fallback:
             return reads
         default_slots = torch.where(slots < 0, tables_of(keys), -1)
-        rows = self.default_values.view(-1)
+        default_rows = self.default_values.view(-1)
         if self._draws_unadmitted and inserted.result is not None and slots.numel():
             status, groups = inserted.result.status, inserted.misses.groups
             unadmitted = status == hash.NOT_ADMITTED
-            rows = torch.cat([rows, self._draw(keys, inserted, unadmitted)])
-            numbers = groups.clamp(min=0).long()
-            drawn = (groups >= 0) & unadmitted[numbers]
-            default_slots = torch.where(drawn, self.default_values.size(0) + numbers, default_slots)
-        return reads.with_defaults(default_slots.to(torch.int32), rows)
+            default_rows = torch.cat([default_rows, self._draw_rows(keys, inserted, unadmitted)])
+            indices = groups.clamp(min=0).long()
+            is_drawn = (groups >= 0) & unadmitted[indices]
+            drawn_slots = self.default_values.size(0) + indices
+            default_slots = torch.where(is_drawn, drawn_slots, default_slots)
+        return reads.with_defaults(default_slots.to(torch.int32), default_rows)
 
     def reads_of_found(self, keys: Keys, slots: Tensor) -> BatchReads:
         """Return the rows that the lookups of a batch read without insertion."""
@@ -472,14 +473,14 @@ class RowInitializer(nn.Module):
         default_slots = torch.where(reads.indices < 0, tables_of(keys), -1).to(torch.int32)
         return reads.with_defaults(default_slots, self.default_values.view(-1))
 
-    def _draw(self, keys: Keys, inserted: InsertedBatch, unadmitted: Tensor) -> Tensor:
+    def _draw_rows(self, keys: Keys, inserted: InsertedBatch, unadmitted: Tensor) -> Tensor:
         """Draw flat default rows by miss, `[L * stride]`, for the keys that were not admitted."""
         assert inserted.misses is not None
-        count = unadmitted.numel()
-        rows = self.default_values.new_zeros(count * self._stride)
+        num_misses = unadmitted.numel()
+        rows = self.default_values.new_zeros(num_misses * self._stride)
         layout = self.unadmitted_layout.clone()
-        layout[:, :, InitialLayoutColumn.ROWS].fill_(count)
-        numbers = torch.arange(count, device=rows.device)
+        layout[:, :, InitialLayoutColumn.ROWS].fill_(num_misses)
+        indices = torch.arange(num_misses, device=rows.device)
         hash.initial_rows_(
             [rows],
             layout,
@@ -487,7 +488,7 @@ class RowInitializer(nn.Module):
             keys.ids,
             inserted.misses.first,
             inserted.misses.offsets,
-            torch.where(unadmitted, numbers, -1),
+            torch.where(unadmitted, indices, -1),
             self.seed,
         )
         return rows
@@ -513,8 +514,8 @@ class TrainingUpdate:
     inserted again, are not updated; each backward adds their lookups to `dropped_updates`. The
     index is watched as long as the autograd graph exists, since backward may run more than once.
 
-    A forward through `emblib.ops.autograd` sets `batch` and `weighted`, one through `KeyedLookup`
-    may set `groups`. The callers of methods hold `lock`.
+    A forward through `emblib.ops.autograd` sets `batch` and `has_weight_gradient`; a forward
+    through `KeyedLookup` may set `groups`. The callers of methods hold `lock`.
 
     Args:
         lock: lock of the tables, which backward takes around the update.
@@ -546,7 +547,7 @@ class TrainingUpdate:
         self.batch: autograd.Lookup | None = None
         # The lookups by row, the fields of `tbe.Groups`, if the insertion of the batch made them.
         self.groups: list[Tensor] | None = None
-        self.weighted = False  # whether sample weights get a gradient
+        self.has_weight_gradient = False  # whether sample weights get a gradient
 
     @classmethod
     def of_repetition(cls, first_update: "TrainingUpdate | None", keys: Keys) -> "TrainingUpdate":
@@ -579,7 +580,7 @@ class TrainingUpdate:
             first_update._index,  # noqa: SLF001 - of the same class
             keys,
             slots,
-            first_update.reads.at(slots),
+            first_update.reads.with_slots(slots),
             first_update._dropped_updates,  # noqa: SLF001 - of the same class
             backing,
         )
@@ -635,13 +636,13 @@ class TrainingUpdate:
         slots, is_lost = self.present_slots()
         if is_lost is None:
             return slots, self.reads.indices
-        if self.weighted and bool(is_lost.any()):
+        if self.has_weight_gradient and bool(is_lost.any()):
             raise RuntimeError(
                 "the gradient of per_sample_weights needs the rows that forward read, but keys of "
                 "the batch have left the table since; run backward before the next training forward"
             )
         self._dropped_updates += is_lost.sum()
-        return slots, self.reads.at(slots).indices
+        return slots, self.reads.with_slots(slots).indices
 
     def present_slots(self) -> tuple[Tensor, Tensor | None]:
         """Return current slots, int64 `[L]`, and which lookups lost their rows, bool `[L]`.
@@ -676,7 +677,7 @@ class WeightGradient:
     def __init__(self, batch: autograd.Lookup, update: TrainingUpdate) -> None:
         self.lock = update.lock
         self._batch, self._update = batch, update
-        update.weighted = True
+        update.has_weight_gradient = True
 
     def before_update(self) -> autograd.RowLocations:
         """Return the rows that were read; see `TrainingUpdate.locate` for the error."""

@@ -53,10 +53,11 @@ class KeyedCalls:
     ) -> None:
         self._optimizer, self._buffers = module.optimizer, tuple(module._buffers.values())
         self._weights = module.weights
-        self._address = module.weights.data_ptr()
+        self._weights_address = module.weights.data_ptr()
         self.tiers, self.rule = tiers, autograd.UpdateRule.of(module.optimizer)
-        self._code = codes.OPTIMIZER.get(self.rule.name)  # None if no op has the optimizer
-        self._updates = self.rule.gradient is None
+        # None if no op has the optimizer.
+        self._optimizer_code = codes.OPTIMIZER.get(self.rule.name)
+        self._updates_in_backward = self.rule.gradient is None
         self._features, self._num_features = module.features, module.features.shape[0]
         self._pooling, self._pooling_code = module.pooling, codes.POOLING[module.pooling.value]
         self._total_rows, self._output_dim = module.total_rows, module.output_dim
@@ -71,7 +72,7 @@ class KeyedCalls:
             self._optimizer is module.optimizer
             and self._pooling is module.pooling
             and module._parameters.get("weights") is self._weights
-            and self._weights.data_ptr() == self._address
+            and self._weights.data_ptr() == self._weights_address
             and len(module._buffers) == len(self._buffers)
             and all(map(operator.is_, module._buffers.values(), self._buffers))
         )
@@ -81,11 +82,12 @@ class KeyedCalls:
     ) -> bool:
         """Return whether one op can insert the keys of a lookup, and another be its backward.
 
-        False on a GPU, where the host knows too little, in transforms, checkpointed regions and
-        `DistributedDataParallel`, and for all that `can_serve` refuses but different batch sizes.
+        False on a GPU, where the host does not know the results of the op; in transforms,
+        checkpointed regions and `DistributedDataParallel`; and for whatever `can_serve` refuses,
+        except different batch sizes, which the caller must exclude.
         """
         return (
-            self._updates
+            self._updates_in_backward
             and self._weights.is_cpu
             and offsets.dim() == 1
             and 0 < self._num_features < offsets.numel()
@@ -100,11 +102,11 @@ class KeyedCalls:
     def can_serve(self, batch: autograd.Lookup, sample_weights: Tensor | None) -> bool:
         """Return whether one op can be the backward of a lookup.
 
-        False if gradients stay on the weights, sample weights need a gradient, batch sizes differ,
-        or the lookup is made only for its backward.
+        False in transforms, or if gradients stay on the weights, sample weights need a gradient,
+        batch sizes differ, or the lookup is made only for its backward.
         """
         return (
-            self._updates
+            self._updates_in_backward
             and batch.bag_layout is None
             and (sample_weights is None or not sample_weights.requires_grad)
             and torch._C._functorch.peek_interpreter_stack() is None
@@ -160,7 +162,7 @@ class KeyedCalls:
         """
         update_in_one_op(
             self.tiers,
-            self._code,
+            self._optimizer_code,
             self.rule.descent(autograd.clip_gradient(grad, self.rule)),
             self._features,
             slots,
@@ -207,8 +209,8 @@ class KeyedLookup(torch.autograd.Function):
         offsets, sample_weights = ctx.saved_tensors
         scale, is_finite, anchor_grad = scale_of_backward(), None, None
         if scale is not None:
-            grad, is_finite = divided = unscaled(grad, scale)
-            anchor_grad = divided.overflow()
+            grad, is_finite = unscaled_grad = unscaled(grad, scale)
+            anchor_grad = unscaled_grad.overflow()
         slots, groups = ctx.update.slots_to_update()
         calls: KeyedCalls = ctx.calls
         calls.update(
@@ -223,5 +225,5 @@ class KeyedLookup(torch.autograd.Function):
         return anchor_grad, None, None, None, None, None, None
 
 
-# Without the unwrapping that `Function.apply` does for functorch, whose transforms never come here.
+# Skips the unwrapping of `Function.apply` for functorch, whose transforms never use this lookup.
 look_up: Callable[..., Tensor] = super(torch.autograd.Function, KeyedLookup).apply

@@ -4,12 +4,12 @@ A table of n buckets shrinks to m: buckets m to n - 1 are dissolved. Entries in 
 their slots, because a key whose bucket is below m has the same bucket in the smaller table. Entries
 of dissolved buckets are inserted again, as the missing keys of a batch are: into an empty slot of
 one of their two buckets, else in place of the lowest-ranked entry of both. If x of the k entries of
-the table have no slot in the smaller one, the lowest-ranked share x / k of the dissolved entries is
-evicted from the beginning; the others evict as many entries as they lack slots. Since a hash
-selects the buckets, the dissolved entries are a sample of the table. Thus nearly the lowest-ranked
-entries of the whole table leave, and the work depends on the dissolved buckets, not on the size of
-the table. Rows and versions move with their entries. Evicted rows go to the backing store, if there
-is one. At the end the memory of the dissolved buckets is returned to the system.
+the table are too many for the smaller table, the lowest-ranked share x / k of the dissolved entries
+is evicted at once. The others are inserted, and evict as many entries as they lack slots. Since a
+hash selects the buckets, the dissolved entries are a sample of the table. Thus nearly the
+lowest-ranked entries of the whole table leave, and the work depends on the dissolved buckets, not
+on the size of the table. Rows and versions move with their entries. Evicted rows go to the backing
+store, if there is one. At the end the memory of the dissolved buckets is returned to the system.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def shrink(state: DynamicState, table: int | str, rows: int) -> int:
         TypeError: `rows` is no int.
         Exception: the backing store raised it.
     """
-    number = state.table_number(table)
-    check_shrinkable(state, number)
-    spec = state.specs[number]
+    table_number = state.table_number(table)
+    check_shrinkable(state, table_number)
+    spec = state.specs[table_number]
     buckets = -(-check_count("rows", rows) // SLOTS)
     if buckets < spec.buckets:
         raise ValueError(
-            f"table {state.table_names[number]!r} shrinks to its initial_capacity, "
+            f"table {state.table_names[table_number]!r} shrinks to its initial_capacity, "
             f"{spec.buckets * SLOTS} rows, and not to {rows}; choose a smaller initial_capacity"
         )
-    return shrink_to(state, number, buckets)
+    return shrink_to(state, table_number, buckets)
 
 
 def check_shrinkable(state: DynamicState, table: int) -> None:
@@ -92,15 +92,15 @@ def shrink_to(state: DynamicState, table: int, buckets: int) -> int:
     """
     if buckets >= state.index.buckets(table):
         return 0
-    change = _TableShrink(state, table, buckets)
-    return state.complete(change.run, change.is_optional)
+    table_shrink = _TableShrink(state, table, buckets)
+    return state.complete(table_shrink.run, table_shrink.is_optional)
 
 
 class _TableShrink:
     """A shrink, which `run` completes after an interruption.
 
-    All values are read before the first write. The insertion is made once (`Effects`); every other
-    write has values that follow from what was read before, so it can be repeated.
+    All values are read before the first write. The insertion is made once (`Effects`). Every other
+    write has values that follow from values read before, so it can be repeated.
     """
 
     def __init__(self, state: DynamicState, table: int, buckets: int) -> None:
@@ -116,19 +116,19 @@ class _TableShrink:
         self._row_views = [*_slot_bytes(state, table)]
         self._tags = index.table_tags(table)[buckets * SLOTS :]
         occupied = self._tags.nonzero().view(-1) + buckets * SLOTS
-        self._size_left = size - occupied.numel()
+        self._num_kept = size - occupied.numel()
         # The dissolved entries, the highest rank first. Entries from `_num_inserted` on are evicted
         # without an attempt to insert them.
-        slots = occupied[self._order(occupied)]
+        slots = occupied[self._best_first(occupied)]
         self._slot_values = [view[slots] for view in self._slot_views]
         self._row_values = [view[slots] for view in self._row_views]
         num_lacking = max(0, size - buckets * SLOTS)
         self._num_inserted = slots.numel() - num_lacking * slots.numel() // max(1, size)
         self._effects = Effects()
-        self._leaving: _Leaving | None = None
+        self._evicted_rows: _EvictedRows | None = None
         self._has_written = self._is_demoted = False
 
-    def _order(self, slots: Tensor) -> Tensor:
+    def _best_first(self, slots: Tensor) -> Tensor:
         """Return the permutation, int64 `[n]`, from the last entry to be evicted to the first."""
         columns = self._slot_views[0][slots].unbind(1)
         keys, stamps, *scores = columns
@@ -141,17 +141,17 @@ class _TableShrink:
 
     @without_gradients
     def run(self) -> int:
-        """Shrink the table, or complete that; return the number of evicted keys."""
+        """Shrink the table, or complete an interrupted run; return the number of evicted keys."""
         self._has_written = True
         state, index, table = self._state, self._state.index, self._table
         self._dissolve()
         self._effects.restart()
         inserted = self._insert()
-        if self._leaving is None:
-            self._leaving = self._rows_that_leave(inserted)
-        leaving, is_placed = self._leaving, inserted.slots >= 0
+        if self._evicted_rows is None:
+            self._evicted_rows = self._copy_evicted(inserted)
+        evicted_rows, is_placed = self._evicted_rows, inserted.slots >= 0
         slots = inserted.slots[is_placed]
-        index.forget_queues(table, slots)  # the entries rank lower than inserted ones
+        index.forget_queues(table, slots)  # other entries rank lower than inserted ones
         for views, values in (
             (self._slot_views, self._slot_values),
             (self._row_views, self._row_values),
@@ -159,34 +159,34 @@ class _TableShrink:
             for view, saved_rows in zip(views, values, strict=True):
                 view[slots] = saved_rows[: self._num_inserted][is_placed]
         counters = self._counters.clone()
-        counters[HashCounter.EVICTED] += len(leaving.keys)
+        counters[HashCounter.EVICTED] += len(evicted_rows.keys)
         index.counters[table] = counters
         index.versions.advance()
-        self._hand_over(leaving)
+        self._pass_on(evicted_rows)
         release_rows(state, table, self._rows_before, self._buckets * SLOTS)
-        return len(leaving.keys)
+        return len(evicted_rows.keys)
 
     def _dissolve(self) -> None:
-        """Remove the entries of the dissolved buckets, then these, from the index."""
+        """Remove the dissolved buckets and their entries from the index."""
         index, table = self._state.index, self._table
         if index.buckets(table) == self._buckets:
             return
         index.forget_queues(table, torch.arange(self._buckets * SLOTS, self._rows_before, SLOTS))
         self._tags.zero_()
-        index.tables[table, HashTableColumn.SIZE] = self._size_left
+        index.tables[table, HashTableColumn.SIZE] = self._num_kept
         index.tables[table, HashTableColumn.BUCKETS] = self._buckets
 
     def _insert(self) -> hash.InsertResult:
         """Insert the entries again; their uses are their scores, if the order counts uses."""
-        index, count = self._state.index, self._num_inserted
-        entries = self._slot_values[0][:count]
+        index, num_inserted = self._state.index, self._num_inserted
+        entries = self._slot_values[0][:num_inserted]
         offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64)
-        offsets[self._table + 1 :] = count
+        offsets[self._table + 1 :] = num_inserted
         result = self._effects.once(
             hash.hash_insert_,
             index.tensors(),
             entries[:, HashEntryColumn.KEY].contiguous(),
-            torch.arange(count),
+            torch.arange(num_inserted),
             entries[:, -1].contiguous(),
             offsets,
             None,
@@ -196,41 +196,41 @@ class _TableShrink:
         )
         return hash.InsertResult(*result[:3])
 
-    def _rows_that_leave(self, inserted: hash.InsertResult) -> _Leaving:
+    def _copy_evicted(self, inserted: hash.InsertResult) -> _EvictedRows:
         """Copy the entries that were evicted, and those that were not inserted, with their rows."""
         is_evicting = inserted.status == hash.EVICTING
         evicted, slots = inserted.evicted[is_evicting], inserted.slots[is_evicting]
         entries = self._slot_values[0]
         is_left_out = torch.ones(entries.shape[0], dtype=torch.bool)
         is_left_out[: self._num_inserted] = inserted.slots < 0
-        words = entries.shape[1]
-        return _Leaving(
-            torch.cat([evicted[:, :words], entries[is_left_out]]),
+        num_columns = entries.shape[1]
+        return _EvictedRows(
+            torch.cat([evicted[:, :num_columns], entries[is_left_out]]),
             [
                 torch.cat([view[slots], values[is_left_out]])
                 for view, values in zip(self._row_views, self._row_values, strict=True)
             ],
         )
 
-    def _hand_over(self, leaving: _Leaving) -> None:
-        """Give the evicted rows to the store, or to the log; count their ages."""
+    def _pass_on(self, evicted_rows: _EvictedRows) -> None:
+        """Pass the evicted rows on to the store, or to the eviction log; count their ages."""
         state, table = self._state, self._table
         if state.statistics is not None:
             state.statistics.record_evicted(
-                table, leaving.keys, leaving.stamps, state.index.clock, self._effects
+                table, evicted_rows.keys, evicted_rows.stamps, state.index.clock, self._effects
             )
         if state.backing is None:
-            state.record_evictions(table, leaving.keys)
+            state.record_evictions(table, evicted_rows.keys)
             return
         if not self._is_demoted:
-            total = self._num_demoted + len(leaving.keys)
+            num_demoted = self._num_demoted + len(evicted_rows.keys)
             num_buffers = len(state.row_buffers)
-            state.backing.demote(table, leaving.stored_rows(num_buffers), total)
+            state.backing.demote(table, evicted_rows.stored_rows(num_buffers), num_demoted)
             self._is_demoted = True
         state.backing.move_rows()
 
 
-class _Leaving(NamedTuple):
+class _EvictedRows(NamedTuple):
     """Evicted entries, int64 `[n, 2 or 3]`, see `HashEntryColumn`; uint8 rows per buffer."""
 
     entries: Tensor
@@ -253,11 +253,12 @@ class _Leaving(NamedTuple):
 
 
 def _slot_bytes(state: DynamicState, table: int) -> Iterator[Tensor]:
-    """Yield what moves with the slots of a table, per buffer as bytes, uint8 `[rows, n]`."""
+    """Yield the rows that move with the slots of a table, per buffer, as bytes `[rows, n]`."""
     rows = state.specs[table].rows
     buffers, layout, _ = state.slot_rows()
-    for buffer, (begin, nbytes) in zip(buffers, layout[table].tolist(), strict=True):
-        yield buffer.view(torch.uint8)[begin : begin + rows * nbytes].view(rows, nbytes)
+    for buffer, (first_byte, row_bytes) in zip(buffers, layout[table].tolist(), strict=True):
+        table_bytes = buffer.view(torch.uint8)[first_byte : first_byte + rows * row_bytes]
+        yield table_bytes.view(rows, row_bytes)
 
 
 def release_rows(state: DynamicState, table: int, rows_before: int, rows: int) -> None:
@@ -265,11 +266,11 @@ def release_rows(state: DynamicState, table: int, rows_before: int, rows: int) -
 
     Their content is unspecified afterwards.
     """
-    for tensor, *numbers in state.index.memory_ranges(table, rows_before, rows):
-        release_memory(tensor, *numbers)
+    for tensor, *range_numbers in state.index.memory_ranges(table, rows_before, rows):
+        release_memory(tensor, *range_numbers)
     for view in _slot_bytes(state, table):
-        nbytes = view.shape[1]
-        release_memory(view.view(-1), 0, rows_before * nbytes, rows * nbytes)
+        row_bytes = view.shape[1]
+        release_memory(view.view(-1), 0, rows_before * row_bytes, rows * row_bytes)
 
 
 def release_memory(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:

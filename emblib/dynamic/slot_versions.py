@@ -1,8 +1,8 @@
 """SlotVersions: the version of a hash index, and which keys have left it since an earlier one.
 
-A backward pass finds the rows of its batch again by their slots. Between its forward and itself
+A backward pass finds the rows of its batch again by their slots. Since its forward,
 other batches may have evicted keys, and even inserted the same keys again, with new rows. So the
-index counts its changes, and can tell for each key of a batch whether it has left since.
+index counts its changes, and can tell for each key of a batch whether the key has left since.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class LastInsertion(NamedTuple):
     Attributes:
         version: version of the index after the insertion.
         keys: the batch.
-        inserted: result of the insertion: of its misses or, if they are None, by position.
+        inserted: result of the insertion, by miss; by position if its misses are None.
     """
 
     version: int
     keys: Keys
     inserted: InsertedBatch
 
-    def changed(self) -> tuple[Tensor, Tensor]:
+    def changed_positions(self) -> tuple[Tensor, Tensor]:
         """Return which positions have a new key, and which a key that was missing; bool `[L]`."""
         misses, result, status = self.inserted[1:]
         if misses is None or result is None:
@@ -59,19 +59,19 @@ class LastInsertion(NamedTuple):
         return is_new, (misses.groups >= 0) & (is_new | (status == HIT))
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that `changed` reads."""
+        """Return the tensors that `changed_positions` reads."""
         misses, result, status = self.inserted[1:]
-        parts = (status, None if misses is None else misses.groups, result and result.status)
-        return [*self.keys, *(part for part in parts if part is not None)]
+        read_tensors = (status, None if misses is None else misses.groups, result and result.status)
+        return [*self.keys, *(tensor for tensor in read_tensors if tensor is not None)]
 
 
 class SlotVersions:
     """The version of an index, which each change of slots advances, and the versions of its slots.
 
     `has_left` tells an object that was registered by `watch` which keys have left since. For this
-    the version at which each slot got its key is stored, 8 bytes per slot, but lazily: the last
-    insertion is kept until the next one, and its versions are stored only if an earlier watcher is
-    still alive. So training steps that do not overlap cost nothing.
+    the version at which each slot got its key is stored, in 8 bytes per slot, but lazily. The last
+    insertion is remembered until the next one, and its versions are stored only if an earlier
+    watcher is still alive. So training steps that do not overlap cost nothing.
 
     Methods take the index, because a reference to it would be a cycle. They have no lock of their
     own: the owner of the index holds its lock.
@@ -131,7 +131,7 @@ class SlotVersions:
         if any(was_emptied) and not all(was_emptied):
             has_left |= torch.tensor(was_emptied, device=slots.device)[tables_of(keys)]
         if self.by_slot is not None:
-            has_left |= self.by_slot[self._positions(index, keys, slots)] > version
+            has_left |= self.by_slot[self._elements_of_slots(index, keys, slots)] > version
         return has_left
 
     def note_batch(self, keys: Keys, inserted: InsertedBatch) -> None:
@@ -143,45 +143,46 @@ class SlotVersions:
         """Note that keys of a table were put into these slots, int64; -1 for none."""
         self.settle(index)
         if self._watchers:
-            positions = slots[slots >= 0].to(index.tags.device) + self._first_slots[table]
-            self._allocated(index)[positions] = self.current
+            elements = slots[slots >= 0].to(index.tags.device) + self._first_slots[table]
+            self._allocate_versions(index)[elements] = self.current
 
     def settle(self, index: VersionedIndex) -> None:
         """Store the last insertion's version by slot if a watcher needs it, then forget it."""
         insertion = self._last_insertion
         if insertion is None:
             return
-        oldest = next(iter(self._watchers.values()), self.current)  # the first one registered
-        if oldest < insertion.version and insertion.keys.ids.numel():
-            self._store(index, insertion)
+        oldest_watched = next(iter(self._watchers.values()), self.current)  # in order of `watch`
+        if oldest_watched < insertion.version and insertion.keys.ids.numel():
+            self._store_versions(index, insertion)
             if index.tags.is_cuda:  # the insertion may have been on another stream
                 stream = torch.cuda.current_stream(index.tags.device)
                 for tensor in insertion.tensors():
                     tensor.record_stream(stream)
-        self._last_insertion = None  # not before: an interruption leaves it to the next call
+        self._last_insertion = None  # last, so that the next call repeats an interrupted one
 
-    def _store(self, index: VersionedIndex, insertion: LastInsertion) -> None:
-        keys, (is_new, was_missing) = insertion.keys, insertion.changed()
-        positions = self._positions(index, keys, torch.where(was_missing, index.find(keys), -1))
-        versions = self._allocated(index)
+    def _store_versions(self, index: VersionedIndex, insertion: LastInsertion) -> None:
+        keys, (is_new, was_missing) = insertion.keys, insertion.changed_positions()
+        slots = torch.where(was_missing, index.find(keys), -1)
+        elements = self._elements_of_slots(index, keys, slots)
+        versions = self._allocate_versions(index)
         # A promoted key was missing but never left its table: 0 replaces its slot's old version.
-        versions.scatter_(0, positions, torch.where(is_new, insertion.version, 0))
-        versions[-1:].zero_()  # positions that were not missing wrote to the spare entry
+        versions.scatter_(0, elements, torch.where(is_new, insertion.version, 0))
+        versions[-1:].zero_()  # keys that were not missing wrote to this spare entry
 
-    def _positions(self, index: VersionedIndex, keys: Keys, slots: Tensor) -> Tensor:
+    def _elements_of_slots(self, index: VersionedIndex, keys: Keys, slots: Tensor) -> Tensor:
         """Return the element of `by_slot` of each slot; -1 maps to the spare last entry."""
         tables = tables_of(keys)
-        rows = index.tables[:, HashTableColumn.MAX_BUCKETS][tables] * SLOTS
-        positions = index.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS + slots
-        return torch.where((slots >= 0) & (slots < rows), positions, self._first_slots[-1])
+        max_slots = index.tables[:, HashTableColumn.MAX_BUCKETS][tables] * SLOTS
+        elements = index.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS + slots
+        return torch.where((slots >= 0) & (slots < max_slots), elements, self._first_slots[-1])
 
-    def _allocated(self, index: VersionedIndex) -> Tensor:
+    def _allocate_versions(self, index: VersionedIndex) -> Tensor:
         """Return `by_slot`, allocated with zeros at first use."""
         if self.by_slot is None:
             device = index.tags.device
             versions = memory.reserve(self._first_slots[-1] + 1, torch.int64, device)
-            size = versions.itemsize
-            layout = [[[first * size, size]] for first in self._first_slots[:-1]]
+            nbytes = versions.itemsize
+            layout = [[[first * nbytes, nbytes]] for first in self._first_slots[:-1]]
             for t, first in enumerate(self._first_slots[:-1]):
                 memory.advise_growth(versions, first, 0, index.capacity(t))
             self.layout = torch.tensor(layout, device=device)

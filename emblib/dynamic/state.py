@@ -152,7 +152,7 @@ class DynamicState:
         memory = ("weights", "optimizer_states", "byte_layout", "hyperparams", "dropped_updates")
         state = {name: value for name, value in self.__dict__.items() if name not in memory}
         if self.last_uses is not None:
-            state["last_uses"] = self.last_uses.in_use(self.capacities())
+            state["last_uses"] = self.last_uses.only_in_use(self.capacities())
         return {**state, "last_batch": None, "owner": no_owner, "on_new_rows": []}
 
     @property

@@ -7,7 +7,7 @@ what a reader gets: numbers of one table on one rank, which `TableStatistics.mer
 Keys that return are recognised by the last evicted keys, which are stored in cells, one per hash
 value: a key replaces the previous key of its cell. So memory is bounded, old evictions are
 forgotten, and no key is recognised that was not evicted. With m cells, a key is still recognised
-with probability exp(-n / m) after n later evictions; the count is thus a lower bound.
+with probability exp(-n / m) after n later evictions, so the count is a lower bound.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class AgeHistogram:
 
         It is at most twice the exact quantile, or 1, and infinite in the last bin.
         """
-        seen, wanted = 0, share * self.num_keys
+        num_seen, num_wanted = 0, share * self.num_keys
         for bound, count in zip((*AGE_BOUNDS, math.inf), self.counts, strict=True):
-            seen += count
-            if count and seen >= wanted:
+            num_seen += count
+            if count and num_seen >= num_wanted:
                 return float(bound)
         return math.nan
 
@@ -83,8 +83,8 @@ class AgeHistogram:
         """
         counts = [a - b for a, b in zip(self.counts, earlier.counts, strict=True)]
         total_age = self.total_age - earlier.total_age
-        lowest = (0, *(bound + 1 for bound in AGE_BOUNDS))
-        min_total = sum(n * age for n, age in zip(counts, lowest, strict=True))
+        lowest_ages = (0, *(bound + 1 for bound in AGE_BOUNDS))
+        min_total = sum(n * age for n, age in zip(counts, lowest_ages, strict=True))
         max_total = math.inf if counts[-1] else sum(map(operator.mul, counts, AGE_BOUNDS))
         if min(counts) < 0 or not min_total <= total_age <= max_total:
             return self
@@ -237,12 +237,12 @@ class StatisticsCollector:
         if not self.remember:
             return
         device, num_cells = self._ages.device, 1 << self._cells_log2
-        numbers = torch.arange(num_cells, device=device)
-        cell_of_zero = self._cell_of(numbers[:1])
-        # Key 0 is in all cells except that of key 0, which gets the first key of another cell.
-        other_key = (self._cell_of(numbers) != cell_of_zero).int().argmax()
-        table_keys = torch.where(numbers == cell_of_zero, other_key, 0)
-        # A spare last cell takes what is masked on a GPU.
+        cell_indices = torch.arange(num_cells, device=device)
+        # Key 0 is written to all cells but its own, which gets the first key of another cell.
+        cell_of_zero = self._cell_of(cell_indices[:1])
+        other_key = (self._cell_of(cell_indices) != cell_of_zero).int().argmax()
+        table_keys = torch.where(cell_indices == cell_of_zero, other_key, 0)
+        # On a GPU keys of weight 0 are written to a spare last cell.
         evicted_keys = torch.cat([table_keys.repeat(self._num_tables), table_keys[:1]])
         if self._evicted_keys is None:
             self._evicted_keys = evicted_keys
@@ -293,18 +293,18 @@ class StatisticsCollector:
         status, offsets = result.status, misses.offsets
         if not status.is_cuda:
             status = status[: int(offsets[-1])]
-        numbers = torch.arange(status.numel(), device=status.device)
-        table_of = torch.searchsorted(offsets[1:], numbers, right=True)
-        table_of.clamp_(max=self._num_tables - 1)
+        miss_indices = torch.arange(status.numel(), device=status.device)
+        table_of_miss = torch.searchsorted(offsets[1:], miss_indices, right=True)
+        table_of_miss.clamp_(max=self._num_tables - 1)
         is_evicting = status == hash.EVICTING
         if self._evicted_keys is not None:
-            positions, weight = _selected(is_evicting | (status == hash.NEW))
+            positions, weights = _positions_where(is_evicting | (status == hash.NEW))
             inserted_keys = keys.ids[misses.first[: status.numel()][positions]]
-            cells = self._cells(table_of[positions], inserted_keys)
-            self._count_reinserted(cells, table_of[positions], weight, effects)
-        positions, weight = _selected(is_evicting)
+            cells = self._cells(table_of_miss[positions], inserted_keys)
+            self._count_reinserted(cells, table_of_miss[positions], weights, effects)
+        positions, weights = _positions_where(is_evicting)
         evicted_keys, stamps, _ = result.evicted[: status.numel()][positions].unbind(1)
-        self._add_evicted(table_of[positions], evicted_keys, clock - stamps, weight, effects)
+        self._add_evicted(table_of_miss[positions], evicted_keys, clock - stamps, weights, effects)
         self._count_lookups(keys, inserted, status, effects)
 
     def record_evicted(
@@ -323,37 +323,37 @@ class StatisticsCollector:
         """
         if self._ages.device != clock.device:
             self._move_to(clock.device)
-        tables, weight = torch.full_like(keys, table), torch.ones_like(keys)
-        self._add_evicted(tables, keys, clock - stamps, weight, effects)
+        tables, weights = torch.full_like(keys, table), torch.ones_like(keys)
+        self._add_evicted(tables, keys, clock - stamps, weights, effects)
 
     def _add_evicted(
-        self, tables: Tensor, keys: Tensor, ages: Tensor, weight: Tensor, effects: Effects
+        self, tables: Tensor, keys: Tensor, ages: Tensor, weights: Tensor, effects: Effects
     ) -> None:
         """Count evicted keys of weight 1 and remember them; all vectors have one entry per key."""
         bins = torch.bucketize(ages, self._bounds)
-        _add(effects, self._ages, tables * _NUM_BINS + bins, weight)
-        _add(effects, self._total_age, tables, torch.where(weight > 0, ages, 0))
+        _add_once(effects, self._ages, tables * _NUM_BINS + bins, weights)
+        _add_once(effects, self._total_age, tables, torch.where(weights > 0, ages, 0))
         if self._evicted_keys is not None:
-            self._remember(self._cells(tables, keys), weight)
+            self._remember(self._cells(tables, keys), weights)
 
     def _cells(self, tables: Tensor, keys: Tensor) -> _Cells:
-        """Return keys of some tables with their cells among those of all tables."""
+        """Return keys of some tables with their cells, numbered over all tables."""
         return _Cells((tables << self._cells_log2) + self._cell_of(keys), keys)
 
     def _count_reinserted(
-        self, cells: _Cells, tables: Tensor, weight: Tensor, effects: Effects
+        self, cells: _Cells, tables: Tensor, weights: Tensor, effects: Effects
     ) -> None:
         """Count the keys of weight 1 that are remembered as evicted."""
         assert self._evicted_keys is not None
-        is_known = self._evicted_keys[cells.numbers] == cells.keys
-        _add(effects, self._reinserted, tables, is_known * weight)
+        is_known = self._evicted_keys[cells.indices] == cells.keys
+        _add_once(effects, self._reinserted, tables, is_known * weights)
 
-    def _remember(self, cells: _Cells, weight: Tensor) -> None:
+    def _remember(self, cells: _Cells, weights: Tensor) -> None:
         """Store evicted keys; of several keys of one cell the largest, in any order of threads."""
         assert self._evicted_keys is not None
-        spare = self._evicted_keys.numel() - 1
-        numbers = torch.where(weight > 0, cells.numbers, spare)
-        self._evicted_keys.scatter_reduce_(0, numbers, cells.keys, "amax", include_self=False)
+        spare_cell = self._evicted_keys.numel() - 1
+        indices = torch.where(weights > 0, cells.indices, spare_cell)
+        self._evicted_keys.scatter_reduce_(0, indices, cells.keys, "amax", include_self=False)
 
     def _count_lookups(
         self, keys: Keys, inserted: InsertedBatch, status_of_misses: Tensor, effects: Effects
@@ -369,8 +369,8 @@ class StatisticsCollector:
             (self._refused, hash.REFUSED),
             (self._not_admitted, hash.NOT_ADMITTED),
         ):
-            positions, weight = _selected(status == code)
-            _add(effects, counts, tables[positions], weight)
+            positions, weights = _positions_where(status == code)
+            _add_once(effects, counts, tables[positions], weights)
 
     def read(self) -> list[TrackedCounts]:
         """Return the counts per table (reads the device)."""
@@ -390,13 +390,13 @@ class StatisticsCollector:
 
 
 class _Cells(NamedTuple):
-    """Keys, and the number of each one's cell in the memory of evicted keys; int64 `[n]` each."""
+    """Keys, and the index of the cell of each key among the evicted keys; int64 `[n]` each."""
 
-    numbers: Tensor
+    indices: Tensor
     keys: Tensor
 
 
-def _selected(mask: Tensor) -> tuple[Tensor, Tensor]:
+def _positions_where(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the positions of true entries and their weight 1, int64 `[n]` each.
 
     On a GPU their number is not known, so these are all positions, and false ones have weight 0.
@@ -407,6 +407,6 @@ def _selected(mask: Tensor) -> tuple[Tensor, Tensor]:
     return positions, torch.ones_like(positions)
 
 
-def _add(effects: Effects, counts: Tensor, positions: Tensor, values: Tensor) -> None:
+def _add_once(effects: Effects, counts: Tensor, positions: Tensor, values: Tensor) -> None:
     """Add values to counts once, though an interrupted caller may run again."""
     effects.once(torch.ops.aten.index_add_.default, counts, 0, positions, values)

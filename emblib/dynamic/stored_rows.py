@@ -34,8 +34,8 @@ class StoredTables(NamedTuple):
     def problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield messages of problems of stored rows in a state dict.
 
-        A table fits with any number of rows, if no more have keys than the module has rows. Missing
-        entries are no problem here, since torch reports them.
+        A saved table may have any number of rows, if at most as many of them have keys as the
+        module has rows. Missing entries are no problem here, since torch reports them.
 
         `<prefix>key_of_row`, int64, has the key of each stored row, of all tables one after the
         other, -1 for none.
@@ -71,14 +71,15 @@ class StoredTables(NamedTuple):
 
         The caller must have checked that they are distinct.
         """
-        low, high = self.first_keys[table : table + 2]
-        name, capacity = self.names[table], len(self.views[table]["weight"])
-        if bool(((used_keys < low) | (used_keys >= high)).any()):
-            yield f"key_of_row: keys of table {name!r} must be in [{low}, {high}), got {used_keys}"
-        if len(used_keys) > capacity:
+        first_key, end_key = self.first_keys[table : table + 2]
+        name, num_rows = self.names[table], len(self.views[table]["weight"])
+        if bool(((used_keys < first_key) | (used_keys >= end_key)).any()):
+            key_range = f"[{first_key}, {end_key})"
+            yield f"key_of_row: keys of table {name!r} must be in {key_range}, got {used_keys}"
+        if len(used_keys) > num_rows:
             yield (
                 f"the state dict has {len(used_keys)} stored rows of table {name!r}, this module "
-                f"has {capacity}: construct it with a larger TTCache, or call empty_cache() before "
+                f"has {num_rows}: construct it with a larger TTCache, or call empty_cache() before "
                 "saving"
             )
 

@@ -198,7 +198,7 @@ def insert_in_one_op(
         Exception: the backing store raised it.
     """
     # Raises before anything is changed.
-    scores = None if state.scores is None else state.scores.of_next_batch()
+    scores = None if state.scores is None else state.scores.batch_scores()
     index, backing, effects = state.index, state.backing, Effects()
     if backing is not None:  # raises errors of the last step's moves before this one begins
         backing.move_rows()
@@ -207,7 +207,7 @@ def insert_in_one_op(
 
     def insert() -> OneOpInsertion | None:
         nonlocal placement
-        # In another run `once` ignores its arguments, so the store need not make them again.
+        # When run again, `once` ignores its arguments, so the store need not make them again.
         store_arguments = () if backing is None or len(effects) else backing.begin_batch()
         effects.restart()
         index.begin_insertion(effects)
@@ -227,22 +227,22 @@ def insert_in_one_op(
         if not results:
             return None
         offsets32, starts, slots, *groups = results[:_NUM_RESULTS_OF_HITS]
-        results_of_misses = results[_NUM_RESULTS_OF_HITS:]
+        miss_results = results[_NUM_RESULTS_OF_HITS:]
         keys = Keys(ids, starts, arguments.tables)
         inserted = InsertedBatch(slots)
-        if results_of_misses and backing is None:
-            inserted = inserted._replace(status=results_of_misses[0])
-        elif results_of_misses and backing is not None:
+        if miss_results and backing is None:
+            inserted = inserted._replace(status=miss_results[0])
+        elif miss_results and backing is not None:
             if placement is None:
-                placement = backing.placement_of(results_of_misses, scores)
+                placement = backing.placement_of(miss_results, scores)
             inserted = inserted._replace(misses=placement.misses, result=placement.result)
             backing.take_at_once(placement)
-        if results_of_misses:
+        if miss_results:
             index.end_insertion(keys, inserted)
         if state.scores is not None:
             state.scores.advance(effects)
         state.last_batch = LastBatch(inserted, keys, version_of(ids))
-        if results_of_misses and backing is not None:
+        if miss_results and backing is not None:
             backing.start_moves()
         return OneOpInsertion(keys, offsets32, slots, groups)
 
@@ -273,12 +273,12 @@ class BatchInsertion:
         self._state, self._keys, self._counts = state, keys, counts
         self._statistics_effects = Effects()
         # Raises before anything is changed.
-        self._scores = None if state.scores is None else state.scores.of_next_batch()
+        self._scores = None if state.scores is None else state.scores.batch_scores()
         self._effects = Effects()
         self._admission_effects: Effects | None = None
         self._expiry_effects: Effects | None = None
         self._sweeps: list[Sweep] | None = None
-        self._now = 0 if state.expiry is None else state.expiry.read_clock()
+        self._time_us = 0 if state.expiry is None else state.expiry.read_clock()
         self._placement_effects = Effects()
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
@@ -300,7 +300,7 @@ class BatchInsertion:
         self._has_begun = True
         state, keys = self._state, self._keys
         if state.expiry is not None:
-            state.expiry.now = self._now
+            state.expiry.now = self._time_us
         if self._inserted is None:
             self._inserted = self._insert()
         inserted = self._inserted
@@ -324,13 +324,13 @@ class BatchInsertion:
     def _insert(self) -> InsertedBatch:
         """Make step 1, the index."""
         state = self._state
-        chooses = state.admission is not None or state.backing is not None
+        chooses_misses = state.admission is not None or state.backing is not None
         self._effects.restart()
         inserted = state.index.insert(
             self._keys,
             self._counts,
             batch_scores=self._scores,
-            admit=self._admit if chooses else None,
+            admit=self._admit if chooses_misses else None,
             rows=state.slot_rows() if state.index.grows else None,
             effects=self._effects,
         )
@@ -400,18 +400,18 @@ def _run_sweeps(state: DynamicState, sweeps: Sequence[Sweep], effects: Effects) 
     """
     effects.restart()
     counts = []
-    for table, first_bucket, num_buckets, before in sweeps:
-        if state.last_uses is None or len(before) == 1:
-            keys = state.index.expire(table, before[0], first_bucket, num_buckets, effects)
+    for table, first_bucket, num_buckets, ticks in sweeps:
+        if state.last_uses is None or len(ticks) == 1:
+            keys = state.index.expire(table, ticks[0], first_bucket, num_buckets, effects)
         else:
-            window = slice(first_bucket * SLOTS, (first_bucket + num_buckets) * SLOTS)
-            keys = state.last_uses.expire(state.index, table, window, before, effects)
+            slots = slice(first_bucket * SLOTS, (first_bucket + num_buckets) * SLOTS)
+            keys = state.last_uses.expire(state.index, table, slots, ticks, effects)
         state.record_evictions(table, keys)
         counts.append(keys.numel())
     if state.backing is not None:
-        for number, sweep in enumerate(sweeps):
+        for sweep_index, sweep in enumerate(sweeps):
             if sweep.first_bucket == 0:
-                counts[number] += state.backing.expire(sweep.table, sweep.before[0])
+                counts[sweep_index] += state.backing.expire(sweep.table, sweep.first_alive_ticks[0])
     return counts
 
 
@@ -432,15 +432,16 @@ def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str
         ValueError: the table has no ttl; or none has.
         KeyError, IndexError: there is no such table.
     """
-    number = None if table is None else state.table_number(table)
+    table_number = None if table is None else state.table_number(table)
     expiry, tick, effects, sweeps = state.expiry, state.index.tick, Effects(), list[Sweep]()
     if expiry is not None:
         expiry.now = expiry.read_clock()
         expiry.record(tick)
         sweeps = expiry.all_sweeps(tick)
-    sweeps = [sweep for sweep in sweeps if number in (None, sweep.table)]
+    sweeps = [sweep for sweep in sweeps if table_number in (None, sweep.table)]
     if expiry is None or not sweeps:
-        subject = state.table_names if number is None else repr(state.table_names[number])
+        names = state.table_names
+        subject = names if table_number is None else repr(names[table_number])
         raise ValueError(f"{subject} without ttl: keys expire in tables with DynamicSpec(ttl=...)")
     names = [state.table_names[sweep.table] for sweep in sweeps]
     counts = state.complete(lambda: _run_sweeps(state, sweeps, effects))
@@ -467,24 +468,24 @@ def erase(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
     table, effects = state.table_number(table), Effects()
     keys = state.keys_of(table, ids)
 
-    def make() -> Tensor:
+    def erase_keys() -> Tensor:
         effects.restart()
-        erased: Tensor = state.index.erase(keys, effects) >= 0
-        state.record_evictions(table, keys.ids[erased])
+        is_erased: Tensor = state.index.erase(keys, effects) >= 0
+        state.record_evictions(table, keys.ids[is_erased])
         if state.backing is not None:
-            erased |= state.backing.erase(table, keys.ids).to(erased.device)
-        return erased
+            is_erased |= state.backing.erase(table, keys.ids).to(is_erased.device)
+        return is_erased
 
-    return state.complete(make)
+    return state.complete(erase_keys)
 
 
 @of_state
 def clear(state: DynamicState) -> None:
     """Remove all keys, in both tiers; tables have their initial capacity again.
 
-    Counts of admission, the statistics, all their counters, those of the tiers too, and the times
-    of use are forgotten, and fallback rows have their initial values. The count of training steps
-    restarts, unless evictions are tracked. Scores of `Eviction.STEP` restart at 1; those of
+    Counts of admission, statistics, all counters of tables and tiers, and the times of use are
+    forgotten. Fallback rows have their initial values again. The count of training steps restarts,
+    unless evictions are tracked. Scores of `Eviction.STEP` restart at 1; those of
     `Eviction.CUSTOM` stay.
     """
     tick = 0
@@ -524,27 +525,25 @@ def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
         return
     assert inserted.misses is not None
     assert inserted.result is not None
-    refused = inserted.result.status == hash.REFUSED
-    if not bool(refused.any()):
+    is_refused = inserted.result.status == hash.REFUSED
+    if not bool(is_refused.any()):
         return
     offsets = inserted.misses.offsets.tolist()
     for t, spec in enumerate(specs):
-        count = int(refused[offsets[t] : offsets[t + 1]].sum())
-        if not count or spec.on_insert_failure is OnInsertFailure.IGNORE:
+        num_refused = int(is_refused[offsets[t] : offsets[t + 1]].sum())
+        if not num_refused or spec.on_insert_failure is OnInsertFailure.IGNORE:
             continue
-        reads = f"read {spec.default_value} and are not trained"
+        effect = f"read {spec.default_value} and are not trained"
         if spec.fallback_rows:
-            reads = "read and train fallback rows"
-        is_limited = state.index.limits[t] < spec.max_buckets
-        size = (
-            f"of {state.index.capacity(t)} rows in a memory budget"
-            if is_limited
-            else (f"of capacity {spec.rows}")
-        )
+            effect = "read and train fallback rows"
+        is_in_budget = state.index.limits[t] < spec.max_buckets
+        size = f"of capacity {spec.rows}"
+        if is_in_budget:
+            size = f"of {state.index.capacity(t)} rows in a memory budget"
         message = (
-            f"emblib: {count} keys found no slot in table {state.table_names[t]!r} {size} "
-            f"(eviction {spec.eviction.value}): they {reads}; choose a larger "
-            f"{'budget' if is_limited else 'capacity'}, or smaller batches"
+            f"emblib: {num_refused} keys found no slot in table {state.table_names[t]!r} {size} "
+            f"(eviction {spec.eviction.value}): they {effect}; choose a larger "
+            f"{'budget' if is_in_budget else 'capacity'}, or smaller batches"
         )
         if spec.on_insert_failure is OnInsertFailure.RAISE:
             raise RuntimeError(message)
@@ -562,15 +561,15 @@ def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
     if not grad.is_sparse:
         grad[rows] = 0
         return
-    stale = torch.isin(grad._indices()[0], rows)
+    is_stale = torch.isin(grad._indices()[0], rows)
     weights.grad = torch.sparse_coo_tensor(
-        grad._indices()[:, ~stale], grad._values()[~stale], grad.shape, check_invariants=False
+        grad._indices()[:, ~is_stale], grad._values()[~is_stale], grad.shape, check_invariants=False
     )
-    state.dropped_updates += stale.sum()
+    state.dropped_updates += is_stale.sum()
 
 
 def track_optimizer_state(state: DynamicState, optimizer: torch.optim.Optimizer) -> None:
-    """Reset the optimizer's state of a row whenever a new key gets the row.
+    """Have the optimizer's state of a row reset whenever a new key gets the row.
 
     Raises:
         ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
@@ -581,8 +580,8 @@ def track_optimizer_state(state: DynamicState, optimizer: torch.optim.Optimizer)
             "track_optimizer_state needs tables with optim.External and one dim, got "
             f"{state.optimizer_name} and dims {sorted({s.dim for s in state.specs})}"
         )
-    groups = optimizer.param_groups
-    if not any(p is weights for group in groups for p in group["params"]):
+    param_groups = optimizer.param_groups
+    if not any(p is weights for group in param_groups for p in group["params"]):
         raise ValueError("the optimizer must have the weights of this module among its own")
     state.on_new_rows.append(partial(_reset_states, optimizer, weights))
 
@@ -728,11 +727,11 @@ def check_replicas(tags: Tensor, weights: Tensor) -> None:
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:
         return
-    # Newer versions of torch have another name for it.
-    synced = getattr(ddp, "forward_sync_buffers", None)
-    if synced is None:
-        synced = ddp.broadcast_buffers
-    if synced and any(buffer is tags for buffer in ddp.modules_buffers):
+    # Newer versions of torch have another name for `broadcast_buffers`.
+    syncs_buffers = getattr(ddp, "forward_sync_buffers", None)
+    if syncs_buffers is None:
+        syncs_buffers = ddp.broadcast_buffers
+    if syncs_buffers and any(buffer is tags for buffer in ddp.modules_buffers):
         raise RuntimeError(
             "DistributedDataParallel overwrites the keys of dynamic tables with those of rank 0, "
             "while rows stay those of each rank; pass broadcast_buffers=False"

@@ -39,9 +39,9 @@ class RowEviction(Choice):
     """
 
     PROJECT = "project"
-    """The cores take on its values, as far as they can, by steps along their gradient."""
+    """The cores are moved towards its values, by a few steps along their gradient."""
     SPILL = "spill"
-    """Host memory keeps it with its optimizer state: it stays stored. See `TTCache`."""
+    """The row stays stored, with its optimizer state, in host memory. See `TTCache`."""
     DROP = "drop"
     """Its updates are lost: lookups compute the row from the cores again (FBTT)."""
 
@@ -99,7 +99,7 @@ class TTCache:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         for name, value, minimum in (("rows", self.rows, 1), ("spill_rows", self.spill_rows, 0)):
-            for number in _numbers(value):
+            for number in _as_sequence(value):
                 check_count(name, number, minimum=minimum)
         if self.spill_rows is not None and self.eviction is not RowEviction.SPILL:
             raise ValueError(
@@ -113,28 +113,28 @@ class TTCache:
 
     def stored_rows_of(self, tables: Sequence[TTSpec]) -> list[int]:
         """Return the number of stored rows per table, cached or spilled, at most its rows."""
-        cached = self.rows_of(tables)
+        num_cached = self.rows_of(tables)
         if self.eviction is not RowEviction.SPILL:
-            return cached
+            return num_cached
         if self.spill_rows is None:
-            spilled = [_SPILLED_PER_ROW * rows for rows in cached]
+            num_spilled = [_SPILLED_PER_ROW * cache_rows for cache_rows in num_cached]
         else:
-            spilled = _per_table("spill_rows", self.spill_rows, tables, minimum=0)
-        row_counts = zip(cached, spilled, tables, strict=True)
-        return [min(rows + num_spilled, spec.rows) for rows, num_spilled, spec in row_counts]
+            num_spilled = _per_table("spill_rows", self.spill_rows, tables, minimum=0)
+        row_counts = zip(num_cached, num_spilled, tables, strict=True)
+        return [min(cached + spilled, spec.rows) for cached, spilled, spec in row_counts]
 
     @property
     def placement(self) -> Placement:
         """Return the memory of stored rows."""
-        spills = self.eviction is RowEviction.SPILL
-        return Placement.MANAGED_CACHING if spills else Placement.DEVICE
+        is_spilling = self.eviction is RowEviction.SPILL
+        return Placement.MANAGED_CACHING if is_spilling else Placement.DEVICE
 
     def row_cache(self, tables: Sequence[TTSpec]) -> CacheConfig | None:
         """Return the cache options of stored rows in host memory; None if on the device."""
         if not self.placement.cached:
             return None
-        sets = math.ceil(sum(self.rows_of(tables)) / WAYS)
-        return CacheConfig(policy=CachePolicy.LFU, sets=sets)
+        num_sets = math.ceil(sum(self.rows_of(tables)) / WAYS)
+        return CacheConfig(policy=CachePolicy.LFU, sets=num_sets)
 
     def counted_of(self, tables: Sequence[TTSpec]) -> int:
         """Return the number of ids, of all tables, whose uses are counted."""
@@ -149,7 +149,7 @@ class TTCache:
         )
 
 
-def _numbers(value: Any) -> Sequence[Any]:
+def _as_sequence(value: Any) -> Sequence[Any]:
     """Return one number or several as a sequence."""
     if value is None:
         return ()
@@ -213,13 +213,13 @@ def least_used(cached_keys: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) ->
         keys: int64 `[m]`, counted keys, ascending; the others have 0 uses.
         uses: int64 `[m]`, uses of `keys`.
     """
-    candidates = cached_keys[rows]
-    counts = torch.zeros_like(candidates)
+    row_keys = cached_keys[rows]
+    counts = torch.zeros_like(row_keys)
     if len(keys):
-        indices = torch.searchsorted(keys, candidates).clamp(max=len(keys) - 1)
-        counts = torch.where(keys[indices] == candidates, uses[indices], 0)
-    by_key = candidates.argsort(descending=True)
-    return rows[by_key[counts[by_key].argsort(stable=True)]]
+        indices = torch.searchsorted(keys, row_keys).clamp(max=len(keys) - 1)
+        counts = torch.where(keys[indices] == row_keys, uses[indices], 0)
+    key_order = row_keys.argsort(descending=True)
+    return rows[key_order[counts[key_order].argsort(stable=True)]]
 
 
 def check_arguments(

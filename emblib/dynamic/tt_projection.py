@@ -14,16 +14,16 @@ from torch import Tensor
 from emblib.reference import tt as reference
 from emblib.specs import TTSpec
 
-_STEPS = 8  # gradient steps of a projection; not measured
-_SHORTEST_STEP = 1e-8  # a step that is halved below this ends the projection
-_CHUNK = 1 << 14  # rows computed at a time
-_MAX_ROWS_IN_INT64 = 1 << 31  # row id times multiplier fits into int64
+_MAX_STEPS = 8  # gradient steps of a projection; not measured
+_MIN_STEP_LENGTH = 1e-8  # a step that is halved below this ends the projection
+_ROWS_PER_CHUNK = 1 << 14  # rows computed at a time
+_MAX_ROWS_IN_INT64 = 1 << 31  # up to here row id times multiplier fits into int64
 
 
 def rows(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
     """Compute the rows `[n, dim]` of valid ids, int64 `[n]`, from the cores."""
     return torch.cat(
-        [_rows_at(spec, cores, _train_rows_of(spec, chunk)) for chunk in ids.split(_CHUNK)]
+        [_rows_at(spec, cores, _train_rows_of(spec, chunk)) for chunk in ids.split(_ROWS_PER_CHUNK)]
     )
 
 
@@ -44,22 +44,22 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
     """
     train_rows = _train_rows_of(spec, ids)
     squared_error = float((_rows_at(spec, cores, train_rows) - values).square().sum())
-    for _ in range(_STEPS):
+    for _ in range(_MAX_STEPS):
         residual = values - _rows_at(spec, cores, train_rows)
         grads = reference.core_grads(
             cores, train_rows, residual, spec.row_factors, spec.dim_factors
         )
         direction = _row_derivative(spec, cores, grads, train_rows)
         squared_norm = float(direction.square().sum())
-        step = float((direction * residual).sum()) / squared_norm if squared_norm else 0.0
-        while step > _SHORTEST_STEP:
-            new_cores = [c + step * g for c, g in zip(cores, grads, strict=True)]
+        step_length = float((direction * residual).sum()) / squared_norm if squared_norm else 0.0
+        while step_length > _MIN_STEP_LENGTH:
+            new_cores = [c + step_length * g for c, g in zip(cores, grads, strict=True)]
             new_squared_error = float(
                 (_rows_at(spec, new_cores, train_rows) - values).square().sum()
             )
             if new_squared_error < squared_error:
                 break
-            step /= 2
+            step_length /= 2
         else:
             break
         cores, squared_error = new_cores, new_squared_error
@@ -84,8 +84,8 @@ def _row_derivative(
 ) -> Tensor:
     """Return the derivative of the rows, `[n, dim]`, along the gradients of the cores."""
 
-    def rows_of_cores(*moving: Tensor) -> Tensor:
-        return _rows_at(spec, moving, train_rows)
+    def rows_of_cores(*moving_cores: Tensor) -> Tensor:
+        return _rows_at(spec, moving_cores, train_rows)
 
-    change: Tensor = torch.func.jvp(rows_of_cores, tuple(cores), tuple(grads))[1]
-    return change
+    derivative: Tensor = torch.func.jvp(rows_of_cores, tuple(cores), tuple(grads))[1]
+    return derivative

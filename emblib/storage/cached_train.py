@@ -185,7 +185,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
     def stored_ids(self, table: int) -> Tensor:
         """Return the id of each stored row of a table, int64 `[rows]`; -1 marks free rows."""
         keys = self._stored_keys(table)
-        return torch.where(keys < 0, keys, keys - self._first_key[table])
+        return torch.where(keys < 0, keys, keys - self._first_keys[table])
 
     @without_gradients
     def set_stored_ids(self, table: int, ids: Tensor) -> None:
@@ -194,7 +194,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         Backward through an earlier lookup raises afterwards.
         """
         stored_keys, ids = self._stored_keys(table), ids.to(self.key_of_row.device)
-        keys = torch.where(ids < 0, -1, ids + self._first_key[table])
+        keys = torch.where(ids < 0, -1, ids + self._first_keys[table])
         self._invalidate_choice()
         stored_keys.copy_(keys)
         self._rebuild_index()
@@ -202,7 +202,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
     def lookup_counts(self, table: int) -> dict[str, Tensor]:
         """Return `keys` (ids, ascending), `stamps` and `scores` (uses) of a table, int64 `[n]`."""
         rows = self._counted_ids(table)
-        ids = rows.keys - self._first_key[table]
+        ids = rows.keys - self._first_keys[table]
         order = ids.argsort()
         return {"keys": ids[order], "stamps": rows.stamps[order], "scores": rows.scores[order]}
 
@@ -217,7 +217,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         device = self.key_of_row.device
         keys, stamps, uses = (counts[name].to(device) for name in ("keys", "stamps", "scores"))
         values = torch.zeros(len(keys), 1, device=device)
-        self.counts.load(TableRows(keys + self._first_key[table], values, stamps, uses))
+        self.counts.load(TableRows(keys + self._first_keys[table], values, stamps, uses))
         self.counts.index.set_tick(tick)
 
     def statistics(self, table: int) -> dict[str, Tensor]:
@@ -227,7 +227,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         `[2]`, are squared norms of what evicted rows had learned and of what their cores lost of
         it. `since`, a new int64 scalar, is the number of training lookups since the last populate.
         """
-        since = torch.tensor(self._since[table])
+        since = torch.tensor(self._lookups_since[table])
         values = (self.counters[table], self.changes[table], since)
         return dict(zip(_STATISTICS, values, strict=True))
 
@@ -237,7 +237,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
             if name in statistics:
                 getattr(self, name)[table] = statistics[name].to(self.counters.device)
         if "since" in statistics:
-            self._since[table] = int(statistics["since"])
+            self._lookups_since[table] = int(statistics["since"])
 
     def _fill_layout(self) -> None:
         """Recompute buffers, and empty rows and hash tables, whose memory is new."""
@@ -248,7 +248,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self._rebuild_index()
         self.counts.clear()
         self.reset_cache_stats()
-        self._since = [0] * len(self.tables)
+        self._lookups_since = [0] * len(self.tables)
 
 
 def make_trains(

@@ -525,7 +525,7 @@ def test_a_module_without_values_takes_those_of_a_state_dict() -> None:
 
 def reads_rows_always(bags: CachedTTEmbeddingBags, patch: pytest.MonkeyPatch) -> None:
     """Have lookups read the stored rows also where there are none."""
-    patch.setattr(bags, "_skip_rows", lambda: False)
+    patch.setattr(bags, "_skips_rows", lambda: False)
 
 
 def assert_equal_modules(one: CachedTTEmbeddingBags, other: CachedTTEmbeddingBags) -> None:

@@ -49,7 +49,7 @@ def test_every_bucket_has_its_turn(ttl: int, buckets: int) -> None:
 
 def test_keys_leave_after_more_than_their_ttl() -> None:
     (sweep,) = Expiry([DynamicSpec(32, 4, ttl=10)]).sweeps(25)
-    assert sweep.before == (15,)  # last used in step 14: not for 11 steps
+    assert sweep.first_alive_ticks == (15,)  # last used in step 14: not for 11 steps
 
 
 def test_without_a_ttl_nothing_is_swept() -> None:
@@ -69,26 +69,26 @@ def test_steps_count_and_custom_scores_stay(device: torch.device) -> None:
     assert scores.get() == [1, None, None]
     scores.set(7)
     scores.set({2: -3})
-    given = scores.of_next_batch()
+    given = scores.batch_scores()
     scores.advance()
     assert given.tolist() == [1, 7, -3]
     assert scores.get() == [2, 7, -3]
     scores.set_steps({0: 40})
     scores.advance()
-    assert scores.of_next_batch().tolist() == [41, 7, -3]
+    assert scores.batch_scores().tolist() == [41, 7, -3]
 
 
 def test_custom_scores_must_be_set_before_the_first_batch(device: torch.device) -> None:
     scores = EvictionScores(SPECS, device)
     scores.set({1: 5})
     with pytest.raises(RuntimeError, match=r"need a score before their first batch.*'c'"):
-        scores.of_next_batch()
+        scores.batch_scores()
     again = EvictionScores(SPECS, device)
     again.load_state_dict(scores.state_dict())
     with pytest.raises(RuntimeError, match=r"\['c'\]"):
-        again.of_next_batch()
+        again.batch_scores()
     again.set({2: 6})
-    assert pickle.loads(pickle.dumps(again)).of_next_batch().tolist() == [1, 5, 6]
+    assert pickle.loads(pickle.dumps(again)).batch_scores().tolist() == [1, 5, 6]
 
 
 def test_scores_are_set_where_they_are_used(device: torch.device) -> None:
@@ -122,7 +122,7 @@ def test_the_sweep_keeps_its_promise(device: torch.device) -> None:
         last_used |= dict.fromkeys(drawn.tolist(), tick)
         for sweep in expiry.sweeps(tick):
             gone = index.expire(
-                sweep.table, sweep.before[0], sweep.first_bucket, sweep.num_buckets
+                sweep.table, sweep.first_alive_ticks[0], sweep.first_bucket, sweep.num_buckets
             ).tolist()
             ages |= {tick - last_used.pop(key) for key in gone}
             left += len(gone)
@@ -403,9 +403,9 @@ def test_the_maximum_over_ranks_is_true_of_each() -> None:
     for later in range(0, 2 * 3600, 60):
         for expiry in (joined, *ranks):
             expiry.now = now + later * 1_000_000
-        first_alive = [rank.before(0, 200)[0] for rank in ranks]
-        assert joined.before(0, 200)[0] <= min(first_alive)
-    assert joined.before(0, 200) == (200,)
+        first_alive = [rank.first_alive_ticks(0, 200)[0] for rank in ranks]
+        assert joined.first_alive_ticks(0, 200)[0] <= min(first_alive)
+    assert joined.first_alive_ticks(0, 200) == (200,)
 
 
 def test_wrong_times_are_refused() -> None:

@@ -124,7 +124,9 @@ def _check(state: DynamicState, snapshot: Any) -> None:
     dumps.check_presence("last_uses", entries.get("last_uses"), state.last_uses)
     if state.last_uses is not None:
         uses = dumps.check_list("last_uses", entries["last_uses"], len(capacities), "table")
-        for t, (rows, width) in enumerate(zip(capacities, state.last_uses.widths, strict=True)):
+        for t, (rows, width) in enumerate(
+            zip(capacities, state.last_uses.num_further_levels, strict=True)
+        ):
             dumps.check_tensor(f"last_uses of table {t}", uses[t], torch.int64, (rows, width))
     if state.admission is not None:
         state.admission.check_snapshot(entries["admission"])

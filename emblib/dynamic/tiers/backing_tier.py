@@ -255,7 +255,7 @@ class BackingTier:
         found, fast = self.store.read(table, keys), self.fast
         if fast.expiry is None:
             return found
-        is_alive = found.rows.stamps >= fast.expiry.before(table, fast.index.tick)[0]
+        is_alive = found.rows.stamps >= fast.expiry.first_alive_ticks(table, fast.index.tick)[0]
         expired = found.rows.keys[~is_alive]
         if erase_expired and expired.numel():
             self._expect_evictions(table)
@@ -624,7 +624,7 @@ class BackingTier:
         values_of_buffer = bytes_of_buffer.clone(memory_format=torch.contiguous_format).view(
             layout.dtypes[buffer]
         )
-        return values_of_buffer.view(-1) if layout.per_row(buffer) else values_of_buffer
+        return values_of_buffer.view(-1) if layout.has_one_per_row(buffer) else values_of_buffer
 
     def join_entries(self, table: int, fast: Entries, since: int | None) -> Entries:
         """Append the entries in the store to `fast`; rows in the store are read when indexed.
@@ -792,7 +792,7 @@ class _RowsInStore(SelectedRows):
         layout = tier.fast.layout
         self._tier, self._table, self._buffer, self._keys = tier, table, buffer, keys
         self.dtype = layout.dtypes[buffer]
-        shape = () if layout.per_row(buffer) else (layout.width(table, buffer),)
+        shape = () if layout.has_one_per_row(buffer) else (layout.width(table, buffer),)
         self.shape = (keys.numel(), *shape)
 
     def __getitem__(self, index: Tensor) -> Tensor:
