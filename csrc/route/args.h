@@ -42,7 +42,7 @@ struct Routing {
   int64_t num_features, num_blocks, num_copies, num_units;
 };
 
-// Return the block in [0, blocks) that stores a key. `owner` of emblib/dynamic/keys.py must give
+// Return the block in [0, blocks) that stores a key. `owner` of emblib/dynamic/keys.py must return
 // the same block.
 EMB_HD int64_t block_of_key(int64_t key, int64_t blocks) {
   const uint64_t route = mix(mix(static_cast<uint64_t>(key)));

@@ -83,8 +83,8 @@ struct RouteWeights {
     STD_TORCH_CHECK(total >= 0, op, ": total must not be negative, got ", total);
     if (!weights) return;
     check_sample_weights(op, tensor, in.ids);
-    static constexpr float kNone = 0.0f;  // an empty tensor may have a null address
-    data = tensor.numel() == 0 ? &kNone : tensor.const_data_ptr<float>();
+    static constexpr float kEmpty = 0.0f;  // an empty tensor may have a null address
+    data = tensor.numel() == 0 ? &kEmpty : tensor.const_data_ptr<float>();
   }
 };
 
@@ -127,7 +127,7 @@ struct CombineInputs {
   const Target* targets;                // [num_targets]
   const SourcePiece* pieces;            // [num_pieces]
   int64_t num_targets, num_pieces;
-  LocalPart local{};  // set by set_local or set_local_of
+  LocalPart local{};  // set by set_local or set_local_of_source
 
   CombineInputs(const char* op, const char* name, const Tensor& flat_in, const Tensor& target_rows,
                 const Tensor& piece_rows, const std::optional<Tensor>& rows_in,
@@ -154,7 +154,8 @@ struct CombineInputs {
   }
 
   // Set the local part: `tensor`, flat and of the dtype of the source, has the elements of the
-  // source from `begin` on; num_outside elements are outside of it. A null tensor has none.
+  // source from `begin` on; num_outside elements are outside of it. Without a tensor no element is
+  // local, and `begin` must be 0.
   void set_local(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
                  int64_t num_outside, ScalarType dtype) {
     if (!tensor) {
@@ -174,13 +175,15 @@ struct CombineInputs {
     local = {data, begin, begin + tensor->numel()};
   }
 
-  // Set the local part of a source that has `numel` elements with it; return how many are outside.
-  int64_t set_local_of(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
-                       int64_t numel, ScalarType dtype) {
-    STD_TORCH_CHECK(numel >= 0, op, ": source_numel must not be negative, got ", numel);
-    const int64_t num_outside = numel - (tensor ? tensor->numel() : 0);
-    STD_TORCH_CHECK(num_outside >= 0, op, ": local must be part of the ", numel,
-                    " elements of the source, got ", numel - num_outside);
+  // Set the local part of a source of `source_numel` elements in all. Return the number of elements
+  // outside of the local part. The other arguments are as in set_local.
+  int64_t set_local_of_source(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
+                              int64_t source_numel, ScalarType dtype) {
+    STD_TORCH_CHECK(source_numel >= 0, op, ": source_numel must not be negative, got ",
+                    source_numel);
+    const int64_t num_outside = source_numel - (tensor ? tensor->numel() : 0);
+    STD_TORCH_CHECK(num_outside >= 0, op, ": local must be part of the ", source_numel,
+                    " elements of the source, got ", source_numel - num_outside);
     set_local(op, tensor, begin, num_outside, dtype);
     return num_outside;
   }
@@ -213,10 +216,10 @@ inline void check_blocks(const char* op, const Routing& routing, const RouteFeat
                         blocks[k].first_copy <= routing.num_copies - blocks[k].num_copies,
                     op, ": block ", feature.first_block + k, " must name copies in [0, ",
                     routing.num_copies, ")");
-    const int64_t before = k == 0 ? 0 : blocks[k - 1].first_row;
-    STD_TORCH_CHECK(feature.rule == RouteRule::kByKey ||
-                        (blocks[k].first_row >= before && blocks[k].first_row <= feature.rows &&
-                         (k > 0 || blocks[k].first_row == 0)),
+    const int64_t previous_row = k == 0 ? 0 : blocks[k - 1].first_row;
+    STD_TORCH_CHECK(feature.rule == RouteRule::kByKey || (blocks[k].first_row >= previous_row &&
+                                                          blocks[k].first_row <= feature.rows &&
+                                                          (k > 0 || blocks[k].first_row == 0)),
                     op, ": the blocks of feature ", f,
                     " must begin at row 0 and ascend to at most ", feature.rows,
                     " rows, but block ", k, " of it begins at ", blocks[k].first_row);
@@ -225,7 +228,7 @@ inline void check_blocks(const char* op, const Routing& routing, const RouteFeat
 
 // Check that each unit is named once in `copies`, and has as many bags as the feature of its block.
 inline void check_units(const char* op, const Routing& routing) {
-  std::vector<bool> named(routing.num_units, false);
+  std::vector<bool> is_named(routing.num_units, false);
   STD_TORCH_CHECK(routing.units[0] == 0, op, ": units must begin at bag 0, got ", routing.units[0]);
   for (int64_t f = 0; f < routing.num_features; ++f) {
     const RouteFeature& feature = routing.features[f];
@@ -234,10 +237,10 @@ inline void check_units(const char* op, const Routing& routing) {
       const RouteBlock& block = routing.blocks[k];
       for (int64_t c = block.first_copy; c < block.first_copy + block.num_copies; ++c) {
         const int64_t unit = routing.copies[c];
-        STD_TORCH_CHECK(unit >= 0 && unit < routing.num_units && !named[unit], op,
+        STD_TORCH_CHECK(unit >= 0 && unit < routing.num_units && !is_named[unit], op,
                         ": copies must name each unit in [0, ", routing.num_units,
                         ") once, but block ", k, " names ", unit);
-        named[unit] = true;
+        is_named[unit] = true;
         STD_TORCH_CHECK(routing.units[unit + 1] - routing.units[unit] == bags, op, ": unit ", unit,
                         " must have the ", bags, " bags of feature ", f, ", got ",
                         routing.units[unit + 1] - routing.units[unit]);
@@ -245,7 +248,7 @@ inline void check_units(const char* op, const Routing& routing) {
     }
   }
   for (int64_t unit = 0; unit < routing.num_units; ++unit) {
-    STD_TORCH_CHECK(named[unit], op, ": unit ", unit, " is not named in copies by any block");
+    STD_TORCH_CHECK(is_named[unit], op, ": unit ", unit, " is not named in copies by any block");
   }
 }
 
@@ -284,8 +287,8 @@ inline bool piece_rows_fit(const CombineInputs& in, const SourcePiece& piece, in
                            int64_t width, int64_t source_numel) {
   if (!rows_fit(piece.offset, piece.stride, rows, width, source_numel)) return false;
   if (rows == 0 || width == 0) return true;
-  const int64_t last = piece.offset + (rows - 1) * piece.stride + width - 1;
-  return in.local.section(piece.offset) == in.local.section(last);
+  const int64_t last_element = piece.offset + (rows - 1) * piece.stride + width - 1;
+  return in.local.section(piece.offset) == in.local.section(last_element);
 }
 
 // Return whether all rows of a piece that its target uses lie in the source.
@@ -298,9 +301,9 @@ inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const 
     return false;
   // The address of a tensor costs a call into torch, so it is not taken per row.
   const int32_t* rows = in.row_data() + piece.first_row;
-  int32_t last = -1;
-  for (int64_t i = 0; i < target.rows; ++i) last = std::max(last, rows[i]);
-  return piece_rows_fit(in, piece, last + int64_t{1}, target.width, source_numel);
+  int32_t max_row = -1;
+  for (int64_t i = 0; i < target.rows; ++i) max_row = std::max(max_row, rows[i]);
+  return piece_rows_fit(in, piece, max_row + int64_t{1}, target.width, source_numel);
 }
 
 // Check the contents of targets and pieces: they must lie inside the output of `out_numel` elements
@@ -308,30 +311,31 @@ inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const 
 // checked that targets do not overlap, nor pieces: overlaps would be data races.
 inline void check_targets(const char* op, const CombineInputs& in, int64_t out_numel,
                           int64_t source_numel) {
-  int64_t covered = 0;
+  int64_t num_covered = 0;
   for (int64_t t = 0; t < in.num_targets; ++t) {
-    const Target& x = in.targets[t];
-    STD_TORCH_CHECK(rows_fit(x.offset, x.stride, x.rows, x.width, out_numel), op, ": target ", t,
-                    " of ", x.rows, " rows of ", x.width, " from ", x.offset, ", ", x.stride,
-                    " apart, does not lie in the ", out_numel, " elements of the output");
-    STD_TORCH_CHECK(
-        x.first_piece >= 0 && x.first_piece <= x.end_piece && x.end_piece <= in.num_pieces, op,
-        ": target ", t, " must name pieces in [0, ", in.num_pieces, ")");
-    STD_TORCH_CHECK(x.first_bag < 0 || (x.first_bag <= in.num_lengths() &&
-                                        x.rows <= in.num_lengths() - x.first_bag),
-                    op, ": target ", t, " divides by lengths from ", x.first_bag, " on, of ",
+    const Target& target = in.targets[t];
+    STD_TORCH_CHECK(rows_fit(target.offset, target.stride, target.rows, target.width, out_numel),
+                    op, ": target ", t, " of ", target.rows, " rows of ", target.width, " from ",
+                    target.offset, ", ", target.stride, " apart, does not lie in the ", out_numel,
+                    " elements of the output");
+    STD_TORCH_CHECK(target.first_piece >= 0 && target.first_piece <= target.end_piece &&
+                        target.end_piece <= in.num_pieces,
+                    op, ": target ", t, " must name pieces in [0, ", in.num_pieces, ")");
+    STD_TORCH_CHECK(target.first_bag < 0 || (target.first_bag <= in.num_lengths() &&
+                                             target.rows <= in.num_lengths() - target.first_bag),
+                    op, ": target ", t, " divides by lengths from ", target.first_bag, " on, of ",
                     in.num_lengths(), "; first_bag is -1 where nothing is divided");
-    for (int64_t p = x.first_piece; p < x.end_piece; ++p) {
+    for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
       STD_TORCH_CHECK(
-          piece_fits(in, in.pieces[p], x, source_numel), op, ": piece ", p, " of target ", t,
+          piece_fits(in, in.pieces[p], target, source_numel), op, ": piece ", p, " of target ", t,
           " does not lie in the ", source_numel,
           " elements of the source, crosses an end of local, or names entries that rows ",
           "does not have");
     }
-    covered += x.rows * x.width;
+    num_covered += target.rows * target.width;
   }
-  STD_TORCH_CHECK(covered == out_numel, op, ": targets must cover the output of ", out_numel,
-                  " elements, but have ", covered);
+  STD_TORCH_CHECK(num_covered == out_numel, op, ": targets must cover the output of ", out_numel,
+                  " elements, but have ", num_covered);
 }
 
 }  // namespace emb

@@ -1,5 +1,5 @@
 // `combine` on the GPU, and its adjoint `combine_backward`, which *spreads* gradients. blockIdx.y
-// iterates over targets, blockIdx.x over their rows; a group of 4 to 32 lanes takes a row, four
+// iterates over targets, blockIdx.x over their rows. A group of 4 to 32 lanes processes a row, four
 // columns per lane at a time. Layouts are on the device and have not been checked: rows of targets
 // and pieces that lie outside the tensors are skipped.
 #pragma once
@@ -11,7 +11,7 @@
 namespace emb::cuda {
 
 inline constexpr int kCombineThreads = 256;
-inline constexpr int kCombineBlocksPerSm = 4;      // they leave a thread 64 registers
+inline constexpr int kCombineBlocksPerSm = 4;      // so that a thread may have 64 registers
 inline constexpr int kCombineColumns = 4;          // columns per lane and access
 inline constexpr int64_t kMaxGridTargets = 65535;  // the maximum of gridDim.y
 
@@ -56,12 +56,13 @@ EMB_DEVICE int64_t piece_begin(const DeviceCombine& in, const SourcePiece& piece
   }
   const int64_t begin = piece.offset + row * piece.stride;
   if (!lies_inside(begin, target.width, in.source_numel)) return -1;
-  const bool is_in_one = in.local.section(begin) == in.local.section(begin + target.width - 1);
-  return is_in_one ? begin : -1;
+  const bool is_in_one_section =
+      in.local.section(begin) == in.local.section(begin + target.width - 1);
+  return is_in_one_section ? begin : -1;
 }
 
 // Call `body(target, row, group)` for the rows of all targets that lie inside the output. `group`
-// is the lanes that take the row.
+// is the lanes that process the row.
 template <class Body>
 EMB_DEVICE void for_rows(const DeviceCombine& in, const Body& body) {
   for (int64_t t = blockIdx.y; t < in.num_targets; t += gridDim.y) {
@@ -73,12 +74,12 @@ EMB_DEVICE void for_rows(const DeviceCombine& in, const Body& body) {
     int lanes = 4;
     while (lanes < 32 && int64_t{lanes} * kCombineColumns < target.width) lanes *= 2;
     const LaneGroup group(lanes);
-    const int groups = kCombineThreads / lanes;
+    const int num_groups = kCombineThreads / lanes;
     const int group_in_block = static_cast<int>(threadIdx.x) / lanes;
     // Rows do not overlap, which bounds their number.
-    for (int64_t row = int64_t{blockIdx.x} * groups + group_in_block;
+    for (int64_t row = int64_t{blockIdx.x} * num_groups + group_in_block;
          row < target.rows && row * target.width < in.out_numel;
-         row += int64_t{gridDim.x} * groups) {
+         row += int64_t{gridDim.x} * num_groups) {
       if (!lies_inside(target.offset + row * target.stride, target.width, in.out_numel)) continue;
       body(target, row, group);
     }
@@ -91,25 +92,25 @@ template <class S, class O>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
     combine_kernel(DeviceCombine in) {
   for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {
-    const float length = combine_divisor(in, target, row);
+    const float divisor = combine_divisor(in, target, row);
     const S* source = static_cast<const S*>(in.in);
     O* out = static_cast<O*>(in.out) + target.offset + row * target.stride;
     for (int64_t c = group.rank * kCombineColumns; c < target.width;
          c += group.lanes * kCombineColumns) {
-      const int valid =
+      const int num_valid =
           static_cast<int>(target.width - c < kCombineColumns ? target.width - c : kCombineColumns);
       float sum[kCombineColumns] = {};
       for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
         const int64_t begin = piece_begin(in, in.pieces[p], target, row);
         if (begin < 0) continue;
         float values[kCombineColumns];
-        read_columns(in.local.address(source, begin) + c, valid, values);
+        read_columns(in.local.address(source, begin) + c, num_valid, values);
 #pragma unroll
         for (int k = 0; k < kCombineColumns; ++k) sum[k] += values[k];
       }
 #pragma unroll
-      for (int k = 0; k < kCombineColumns; ++k) sum[k] = sum[k] / length * in.scale;
-      write_columns(out + c, valid, sum);
+      for (int k = 0; k < kCombineColumns; ++k) sum[k] = sum[k] / divisor * in.scale;
+      write_columns(out + c, num_valid, sum);
     }
   });
 }
@@ -120,20 +121,20 @@ template <class S, class O>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
     spread_kernel(DeviceCombine in) {
   for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {
-    const float length = combine_divisor(in, target, row);
+    const float divisor = combine_divisor(in, target, row);
     const S* grad = static_cast<const S*>(in.in) + target.offset + row * target.stride;
     O* out = static_cast<O*>(in.out);
     for (int64_t c = group.rank * kCombineColumns; c < target.width;
          c += group.lanes * kCombineColumns) {
-      const int valid =
+      const int num_valid =
           static_cast<int>(target.width - c < kCombineColumns ? target.width - c : kCombineColumns);
       float values[kCombineColumns];
-      read_columns(grad + c, valid, values);
+      read_columns(grad + c, num_valid, values);
 #pragma unroll
-      for (int k = 0; k < kCombineColumns; ++k) values[k] = values[k] / length * in.scale;
+      for (int k = 0; k < kCombineColumns; ++k) values[k] = values[k] / divisor * in.scale;
       for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
         const int64_t begin = piece_begin(in, in.pieces[p], target, row);
-        if (begin >= 0) write_columns(in.local.address(out, begin) + c, valid, values);
+        if (begin >= 0) write_columns(in.local.address(out, begin) + c, num_valid, values);
       }
     }
   });
@@ -142,24 +143,24 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
 // `combine`, or its adjoint.
 enum class Direction { kCombine, kSpread };
 
-// Launch for an input of dtype S.
+// Launch for an input of dtype S; `out_type` is the dtype of in.out.
 template <Direction kDirection, class S, class Launcher>
-void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtype to) {
+void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtype out_type) {
   // A thread has about four accesses, so that a block is worth its start (not measured).
   constexpr int64_t kElementsPerBlock = kCombineThreads * kCombineColumns * 4;
-  const auto targets =
+  const auto grid_targets =
       static_cast<unsigned>(in.num_targets < kMaxGridTargets ? in.num_targets : kMaxGridTargets);
   const int64_t elements_per_target = in.out_numel / in.num_targets + 1;
-  const int64_t max_blocks = launcher.blocks(kResidentBlocksPerSm) / targets + 1;
+  const int64_t max_blocks = launcher.blocks(kResidentBlocksPerSm) / grid_targets + 1;
   simt::Dim3 grid{};
   grid.x = blocks_for(elements_per_target, kElementsPerBlock, max_blocks);
-  grid.y = targets;
+  grid.y = grid_targets;
   grid.z = 1;
   constexpr bool kForward = kDirection == Direction::kCombine;
-  if (to == Dtype::kFloat) {
+  if (out_type == Dtype::kFloat) {
     launcher(kForward ? combine_kernel<S, float> : spread_kernel<S, float>, grid, kCombineThreads,
              in);
-  } else if (to == Dtype::kHalf) {
+  } else if (out_type == Dtype::kHalf) {
     launcher(kForward ? combine_kernel<S, half16> : spread_kernel<S, half16>, grid, kCombineThreads,
              in);
   } else {
@@ -168,17 +169,19 @@ void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtyp
   }
 }
 
-// Launch `combine`, or its adjoint. `from` and `to` are the dtypes of in.in and in.out. For the
-// adjoint, in.out and in.local must be zeros before, unless pieces name all of the source.
+// Launch `combine`, or its adjoint. `in_type` and `out_type` are the dtypes of in.in and in.out.
+// For the adjoint, in.out and in.local must be zeros before, unless pieces name every element of
+// the source.
 template <Direction kDirection, class Launcher>
-void launch_combine(const Launcher& launcher, const DeviceCombine& in, Dtype from, Dtype to) {
+void launch_combine(const Launcher& launcher, const DeviceCombine& in, Dtype in_type,
+                    Dtype out_type) {
   if (in.num_targets == 0) return;
-  if (from == Dtype::kFloat) {
-    launch_combine_from<kDirection, float>(launcher, in, to);
-  } else if (from == Dtype::kHalf) {
-    launch_combine_from<kDirection, half16>(launcher, in, to);
+  if (in_type == Dtype::kFloat) {
+    launch_combine_from<kDirection, float>(launcher, in, out_type);
+  } else if (in_type == Dtype::kHalf) {
+    launch_combine_from<kDirection, half16>(launcher, in, out_type);
   } else {
-    launch_combine_from<kDirection, bfloat16>(launcher, in, to);
+    launch_combine_from<kDirection, bfloat16>(launcher, in, out_type);
   }
 }
 

@@ -19,19 +19,19 @@ EMB_SELECT_KERNELS(CombineTable, kCombineTable, combine_table)
 namespace {
 
 constexpr int64_t kRowsPerCall = 16;          // rows per call if all targets have as many rows
-constexpr int64_t kCombineGrain = 32 * 1024;  // elements of a parallel loop (its grain)
+constexpr int64_t kCombineGrain = 32 * 1024;  // grain of parallel_balanced, in elements
 
-// Return whether the columns of `next` and of its pieces continue those of `target`.
-bool continues(const CombineInputs& in, const Target& target, const Target& next) {
+// Return whether the columns of `next_target` and of its pieces continue those of `target`.
+bool continues_target(const CombineInputs& in, const Target& target, const Target& next_target) {
   const SourcePiece* pieces = in.pieces;
-  const int64_t count = target.end_piece - target.first_piece;
-  if (target.rows != next.rows || target.stride != next.stride ||
-      target.offset + target.width != next.offset || target.first_bag >= 0 || next.first_bag >= 0 ||
-      next.end_piece - next.first_piece != count) {
+  const int64_t num_pieces = target.end_piece - target.first_piece;
+  if (target.rows != next_target.rows || target.stride != next_target.stride ||
+      target.offset + target.width != next_target.offset || target.first_bag >= 0 ||
+      next_target.first_bag >= 0 || next_target.end_piece - next_target.first_piece != num_pieces) {
     return false;
   }
-  for (int64_t p = 0; p < count; ++p) {
-    const SourcePiece &a = pieces[target.first_piece + p], &b = pieces[next.first_piece + p];
+  for (int64_t p = 0; p < num_pieces; ++p) {
+    const SourcePiece &a = pieces[target.first_piece + p], &b = pieces[next_target.first_piece + p];
     if (a.stride != b.stride || a.first_row != b.first_row || a.offset + target.width != b.offset ||
         in.local.section(a.offset) != in.local.section(b.offset)) {
       return false;
@@ -45,18 +45,18 @@ std::vector<Target> merge_neighbours(const CombineInputs& in) {
   std::vector<Target> targets;
   targets.reserve(in.num_targets);
   for (int64_t t = 0; t < in.num_targets; ++t) {
-    const Target& next = in.targets[t];
-    if (next.rows == 0 || next.width == 0) continue;
-    if (!targets.empty() && continues(in, targets.back(), next)) {
-      targets.back().width += next.width;
+    const Target& next_target = in.targets[t];
+    if (next_target.rows == 0 || next_target.width == 0) continue;
+    if (!targets.empty() && continues_target(in, targets.back(), next_target)) {
+      targets.back().width += next_target.width;
     } else {
-      targets.push_back(next);
+      targets.push_back(next_target);
     }
   }
   return targets;
 }
 
-// Return for how many of the `count` rows of a target the piece has a row.
+// Return the number of those of the `count` rows of a target for which the piece has a row.
 int64_t count_named_rows(const CombineInputs& in, const SourcePiece& piece, int64_t count) {
   if (piece.first_row < 0) return count;
   const int32_t* rows = in.row_data() + piece.first_row;
@@ -64,17 +64,17 @@ int64_t count_named_rows(const CombineInputs& in, const SourcePiece& piece, int6
 }
 
 // Run `kernel` over all rows of all targets, in parallel.
-void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& targets) {
+void run_kernel(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& targets) {
   const auto num_targets = static_cast<int64_t>(targets.size());
   bool has_equal_rows = true;
-  int64_t width = 0;  // of all targets together
+  int64_t total_width = 0;  // of all targets together
   for (const Target& target : targets) {
     has_equal_rows = has_equal_rows && target.rows == targets[0].rows;
-    width += target.width;
+    total_width += target.width;
   }
   if (has_equal_rows && num_targets > 0) {
     // Rows of all targets side by side: a thread writes one contiguous range of a [B, D] output.
-    const auto cost = [&](int64_t row) { return row * width; };
+    const auto cost = [&](int64_t row) { return row * total_width; };
     parallel_balanced(targets[0].rows, kCombineGrain, cost, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row += kRowsPerCall) {
         for (const Target& target : targets)
@@ -83,22 +83,25 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
     });
     return;
   }
-  std::vector<int64_t> begins(num_targets + 1, 0);  // number of elements of all earlier targets
+  // first_elements[t] is the number of elements of all targets before target t.
+  std::vector<int64_t> first_elements(num_targets + 1, 0);
   for (int64_t t = 0; t < num_targets; ++t)
-    begins[t + 1] = begins[t] + targets[t].rows * targets[t].width;
+    first_elements[t + 1] = first_elements[t] + targets[t].rows * targets[t].width;
   // Ranges may begin anywhere; a row belongs to the range of its first element.
-  parallel_balanced(begins[num_targets], kCombineGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-    int64_t t = std::upper_bound(begins.begin(), begins.end(), begin) - begins.begin() - 1;
-    for (; t < num_targets && begins[t] < end; ++t) {
-      const auto row_from = [&](int64_t element) {
-        return (std::max(element - begins[t], int64_t{0}) + targets[t].width - 1) /
-               targets[t].width;
-      };
-      const int64_t last = std::min(row_from(end), targets[t].rows);
-      const int64_t first = row_from(begin);
-      if (first < last) kernel(args, targets[t], first, last);
-    }
-  });
+  parallel_balanced(
+      first_elements[num_targets], kCombineGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+        int64_t t = std::upper_bound(first_elements.begin(), first_elements.end(), begin) -
+                    first_elements.begin() - 1;
+        for (; t < num_targets && first_elements[t] < end; ++t) {
+          const auto row_at_or_after = [&](int64_t element) {
+            return (std::max(element - first_elements[t], int64_t{0}) + targets[t].width - 1) /
+                   targets[t].width;
+          };
+          const int64_t end_row = std::min(row_at_or_after(end), targets[t].rows);
+          const int64_t first_row = row_at_or_after(begin);
+          if (first_row < end_row) kernel(args, targets[t], first_row, end_row);
+        }
+      });
 }
 
 // Return the flat output, [out_numel] of `dtype`: each target is the sum of its pieces in `source`,
@@ -114,8 +117,8 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   const char* op = "combine";
   CombineInputs in(op, "source", source, targets, pieces, rows, lengths);
   in.set_local(op, local, local_begin, in.flat.numel(), in.flat.scalar_type());
-  const Dtype from = float_dtype(op, "source", in.flat.scalar_type());
-  const Dtype to = float_dtype(op, "dtype", dtype);
+  const Dtype in_type = float_dtype(op, "source", in.flat.scalar_type());
+  const Dtype out_type = float_dtype(op, "dtype", dtype);
   check_targets(op, in, out_numel, in.flat.numel() + in.local.size());
   Tensor out = allocate_output(in.flat, {out_numel}, dtype);
   const CombineArgs args{in.flat.const_data_ptr(),
@@ -125,8 +128,8 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
                          in.length_array(),
                          in.row_data(),
                          static_cast<float>(scale)};
-  run(combine_table().combine[static_cast<int>(from)][static_cast<int>(to)], args,
-      merge_neighbours(in));
+  run_kernel(combine_table().combine[static_cast<int>(in_type)][static_cast<int>(out_type)], args,
+             merge_neighbours(in));
   return out;
 }
 
@@ -135,16 +138,16 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
 // one. Elements of the source in no piece get 0. Pieces must not overlap; this is not checked.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
-  const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
-  const Dtype to = float_dtype(op, "dtype", dtype);
-  const int64_t num_outside = in.set_local_of(op, local, local_begin, source_numel, dtype);
+  const Dtype in_type = float_dtype(op, "grad", in.flat.scalar_type());
+  const Dtype out_type = float_dtype(op, "dtype", dtype);
+  const int64_t num_outside = in.set_local_of_source(op, local, local_begin, source_numel, dtype);
   check_targets(op, in, in.flat.numel(), source_numel);
   Tensor out = allocate_output(in.flat, {num_outside}, dtype);
   int64_t num_named = 0;  // elements of the source that pieces name; pieces do not overlap
   for (int64_t t = 0; t < in.num_targets; ++t) {
-    const Target& x = in.targets[t];
-    for (int64_t p = x.first_piece; p < x.end_piece; ++p) {
-      num_named += count_named_rows(in, in.pieces[p], x.rows) * x.width;
+    const Target& target = in.targets[t];
+    for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
+      num_named += count_named_rows(in, in.pieces[p], target.rows) * target.width;
     }
   }
   if (num_named != source_numel) {
@@ -158,7 +161,8 @@ Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarTyp
                          in.length_array(),
                          in.row_data(),
                          static_cast<float>(scale)};
-  run(combine_table().combine_backward[static_cast<int>(from)][static_cast<int>(to)], args,
+  run_kernel(
+      combine_table().combine_backward[static_cast<int>(in_type)][static_cast<int>(out_type)], args,
       merge_neighbours(in));
   return out;
 }
@@ -173,8 +177,9 @@ Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor&
   return spread(op, in, source_numel, dtype, scale, std::nullopt, 0);
 }
 
-// Write the gradient of the local part of a source of source_numel elements in all to `local`, and
-// return the gradient of the other elements, of the dtype of `local`.
+// Compute the gradient of a source of source_numel elements in all. Write its local part to
+// `local`, and return the other elements, of the dtype of `local`. The other arguments are as in
+// `combine`.
 Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
                          std::optional<Tensor> rows, std::optional<Tensor> lengths,
                          int64_t source_numel, double scale, Tensor local, int64_t local_begin) {

@@ -1,6 +1,7 @@
 // `combine` and `combine_backward` for rows of one target on one CPU thread: the functions of
-// CombineTable (route/args.h). Rows of a piece without row numbers (first_row) whose values and
-// dtype do not change are copied as bytes, by `combine` only if the target has no other piece.
+// CombineTable (route/args.h). Rows of a piece without row numbers (first_row) are copied as bytes
+// if their values and dtype do not change. `combine` also requires that the target has no other
+// piece.
 #include <type_traits>
 
 #include "core/pool_bag.h"
@@ -11,7 +12,7 @@ namespace emb::EMB_ISA {
 namespace {
 
 // Return the divisor of a row of a target: the length of its bag, at least 1; 1 without lengths.
-EMB_HD float divisor(const CombineArgs& args, const Target& target, int64_t row) {
+EMB_HD float row_divisor(const CombineArgs& args, const Target& target, int64_t row) {
   if (target.first_bag < 0) return 1.0f;
   const int64_t length = args.lengths[target.first_bag + row];
   return length > 1 ? static_cast<float>(length) : 1.0f;
@@ -20,7 +21,7 @@ EMB_HD float divisor(const CombineArgs& args, const Target& target, int64_t row)
 // Return the address of the row of a piece for row `row` of its target, null if there is none.
 // `data` is the source without its local part.
 template <class T>
-EMB_HD T* row_of(const CombineArgs& args, const SourcePiece& piece, T* data, int64_t row) {
+EMB_HD T* piece_row(const CombineArgs& args, const SourcePiece& piece, T* data, int64_t row) {
   if (piece.first_row >= 0) row = args.rows[piece.first_row + row];
   return row < 0 ? nullptr : args.local.address(data, piece.offset) + row * piece.stride;
 }
@@ -43,13 +44,13 @@ void copy_rows(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64
   }
 }
 
-// The pieces of a target for its row `row`, in the form that `pool_bag` takes: row i of pool_bag is
-// piece i. core/pool_bag.h has the contract of the members.
+// The pieces of a target for its row `row`, as the `Rows` of pool_bag: row i of pool_bag is piece
+// i. core/pool_bag.h has the contract of the members.
 template <class S>
 struct PieceRows {
   const CombineArgs& args;
   int64_t width, row;
-  int64_t skipped = 0;  // columns
+  int64_t num_skipped = 0;  // columns
 
   struct Values {
     const S* address;
@@ -59,24 +60,24 @@ struct PieceRows {
 
   EMB_HD int64_t dim() const { return width; }
   EMB_HD static int64_t distance() { return 0; }
-  EMB_HD void skip_columns(int64_t count) { skipped += count; }
+  EMB_HD void skip_columns(int64_t count) { num_skipped += count; }
   EMB_HD const S* at(int64_t piece) const {
-    const S* address = row_of(args, args.pieces[piece], static_cast<const S*>(args.in), row);
-    return address == nullptr ? nullptr : address + skipped;
+    const S* address = piece_row(args, args.pieces[piece], static_cast<const S*>(args.in), row);
+    return address == nullptr ? nullptr : address + num_skipped;
   }
   EMB_HD static Values values(const S* address, int64_t) { return {address}; }
   EMB_HD static void prefetch(int64_t, int64_t) {}  // rows of a target are neighbours
 };
 
-// Write a row of a target to `out`: the sum of its pieces, divided by `length`, times the scale.
+// Write a row of a target to `out`: the sum of its pieces, divided by `divisor`, times the scale.
 template <class S, class O>
-void add_rows(const CombineArgs& args, const Target& target, int64_t row, float length, O* out) {
-  const auto scaled = [&](Vec sum) {
-    if (length != 1.0f) sum /= broadcast(length);
+void add_pieces(const CombineArgs& args, const Target& target, int64_t row, float divisor, O* out) {
+  const auto scale_sum = [&](Vec sum) {
+    if (divisor != 1.0f) sum /= broadcast(divisor);
     return args.scale != 1.0f ? sum * broadcast(args.scale) : sum;
   };
   const PieceRows<S> pieces{args, target.width, row};
-  pool_bag(pieces, target.first_piece, target.end_piece, scaled, out);
+  pool_bag(pieces, target.first_piece, target.end_piece, scale_sum, out);
 }
 
 // The CombineFn of `combine`.
@@ -94,7 +95,7 @@ void combine_rows(const CombineArgs& args, const Target& target, int64_t begin, 
     }
   }
   for (int64_t row = begin; row < end; ++row) {
-    add_rows<S>(args, target, row, divisor(args, target, row), out + row * target.stride);
+    add_pieces<S>(args, target, row, row_divisor(args, target, row), out + row * target.stride);
   }
 }
 
@@ -103,8 +104,9 @@ template <class S, class O, class Scale>
 void scale_row(const S* in, O* out, int64_t width, const Scale& scale) {
   int64_t c = 0;
   for (; c + kLanes <= width; c += kLanes) store(out + c, scale(load(in + c)));
-  const int rest = static_cast<int>(width - c);
-  if (rest > 0) store_first(out + c, scale(load_first(in + c, rest)), rest);
+  const int num_remaining = static_cast<int>(width - c);
+  if (num_remaining > 0)
+    store_first(out + c, scale(load_first(in + c, num_remaining)), num_remaining);
 }
 
 // The CombineFn of `combine_backward`.
@@ -125,15 +127,15 @@ void combine_backward_rows(const CombineArgs& args, const Target& target, int64_
       }
     }
     for (int64_t row = begin; row < end; ++row) {
-      O* line = row_of(args, piece, out, row);
-      if (line == nullptr) continue;
+      O* out_row = piece_row(args, piece, out, row);
+      if (out_row == nullptr) continue;
       const S* in = grad + row * target.stride;
-      const float length = divisor(args, target, row);
-      if (length == 1.0f) {
-        scale_row(in, line, width, [&](Vec v) { return v * broadcast(args.scale); });
+      const float divisor = row_divisor(args, target, row);
+      if (divisor == 1.0f) {
+        scale_row(in, out_row, width, [&](Vec v) { return v * broadcast(args.scale); });
       } else {
-        scale_row(in, line, width,
-                  [&](Vec v) { return v / broadcast(length) * broadcast(args.scale); });
+        scale_row(in, out_row, width,
+                  [&](Vec v) { return v / broadcast(divisor) * broadcast(args.scale); });
       }
     }
   }

@@ -1,9 +1,9 @@
-// Counting and moving ids on the GPU. In a batch of short bags, a lane takes a bag of up to
-// kShortBag ids. Any other bag takes a warp, 32 ids at a time: a match instruction finds the lanes
-// whose ids go to the same block, and the first of them counts for all. No two threads change the
-// count of one output bag at a time, so that no atomics are needed and ids keep their order.
-// Layouts are on the device and have not been checked: entries that lie outside the tensors are
-// skipped.
+// Counting and moving ids on the GPU. In a batch of short bags, a lane processes a bag of up to
+// kShortBag ids. A warp processes any other bag, 32 ids at a time: a match instruction finds the
+// lanes whose ids go to the same block, and the first of these lanes counts for all. No two threads
+// change the count of one output bag at a time, so that no atomics are needed and ids keep their
+// order. Layouts are on the device and have not been checked: entries that lie outside the tensors
+// are skipped.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -13,7 +13,7 @@
 namespace emb::cuda {
 
 inline constexpr int kRouteThreads = 256;
-inline constexpr int kRouteBlocksPerSm = 4;  // they leave a thread 64 registers
+inline constexpr int kRouteBlocksPerSm = 4;  // so that a thread may have 64 registers
 // No measurement of the next two is recorded.
 inline constexpr int kShortBag = 16;  // ids that one lane routes
 inline constexpr int kShortMean = 8;  // mean ids per bag up to which lanes take bags
@@ -72,10 +72,11 @@ struct BagRoute {
 
   // Return the number of copies of a block, 0 if its copies are out of range.
   EMB_DEVICE int64_t num_copies(const Routing& routing, int64_t block) const {
-    const RouteBlock& b = blocks[block];
-    const bool fits = b.first_copy >= 0 && b.num_copies <= routing.num_copies &&
-                      b.first_copy <= routing.num_copies - b.num_copies;
-    return fits && b.num_copies > 0 ? b.num_copies : 0;
+    const RouteBlock& route_block = blocks[block];
+    const bool is_in_range = route_block.first_copy >= 0 &&
+                             route_block.num_copies <= routing.num_copies &&
+                             route_block.first_copy <= routing.num_copies - route_block.num_copies;
+    return is_in_range && route_block.num_copies > 0 ? route_block.num_copies : 0;
   }
 
   // Return the output bag of this bag in copy `copy` of a block, -1 if the layout has none.
@@ -89,7 +90,7 @@ struct BagRoute {
   }
 };
 
-// The lanes of a warp whose ids go to the block of this lane's id.
+// The lanes of a warp whose ids go to the same block as this lane's id.
 struct BlockPeers {
   unsigned lanes;  // bit mask of these lanes
   int leader;      // the first of them
@@ -102,8 +103,8 @@ struct BlockPeers {
     const unsigned lane = threadIdx.x % simt::kWarpLanes;
     rank = __popc(lanes & ((1u << lane) - 1u));
   }
-  EMB_DEVICE bool leads() const { return rank == 0; }
-  EMB_DEVICE int count() const { return __popc(lanes); }
+  EMB_DEVICE bool is_leader() const { return rank == 0; }
+  EMB_DEVICE int num_lanes() const { return __popc(lanes); }
 };
 
 // Counts the ids [begin, end) of a bag: adds their number per block to the lengths in in.out. I is
@@ -111,8 +112,8 @@ struct BlockPeers {
 template <class I>
 struct CountIds {
   // Called by one lane.
-  EMB_DEVICE static void by_lane(const DeviceRoute& in, const BagRoute& route, int64_t begin,
-                                 int64_t end) {
+  EMB_DEVICE static void process_in_lane(const DeviceRoute& in, const BagRoute& route,
+                                         int64_t begin, int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
     for (int64_t i = begin; i < end; ++i) {
       const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
@@ -121,8 +122,8 @@ struct CountIds {
   }
 
   // Called by all lanes of a warp with the same arguments.
-  EMB_DEVICE static void by_warp(const DeviceRoute& in, const BagRoute& route, int64_t begin,
-                                 int64_t end) {
+  EMB_DEVICE static void process_in_warp(const DeviceRoute& in, const BagRoute& route,
+                                         int64_t begin, int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
     const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
     for (int64_t i = begin; i < end; i += simt::kWarpLanes) {
@@ -131,7 +132,7 @@ struct CountIds {
         block = static_cast<int>(route_id(route.feature, route.blocks, ids[i + lane]).block);
       }
       const BlockPeers peers(block);
-      if (block >= 0 && peers.leads()) add(in, route, block, peers.count());
+      if (block >= 0 && peers.is_leader()) add(in, route, block, peers.num_lanes());
       __syncwarp();  // the next ids of the block may have another leader
     }
   }
@@ -139,8 +140,8 @@ struct CountIds {
  private:
   EMB_DEVICE static void add(const DeviceRoute& in, const BagRoute& route, int64_t block,
                              int count) {
-    const int64_t copies = route.num_copies(in.routing, block);
-    for (int64_t copy = 0; copy < copies; ++copy) {
+    const int64_t num_copies = route.num_copies(in.routing, block);
+    for (int64_t copy = 0; copy < num_copies; ++copy) {
       const int64_t out_bag = route.out_bag(in, block, copy);
       if (out_bag >= 0) static_cast<I*>(in.out)[out_bag] += static_cast<I>(count);
     }
@@ -151,21 +152,21 @@ struct CountIds {
 template <class I>
 struct MoveIds {
   // Called by one lane.
-  EMB_DEVICE static void by_lane(const DeviceRoute& in, const BagRoute& route, int64_t begin,
-                                 int64_t end) {
+  EMB_DEVICE static void process_in_lane(const DeviceRoute& in, const BagRoute& route,
+                                         int64_t begin, int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
     for (int64_t i = begin; i < end; ++i) {
       const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
-      const int64_t copies = route.num_copies(in.routing, routed.block);
-      const int64_t first_out_bag = copies > 0 ? route.out_bag(in, routed.block, 0) : -1;
-      const int moved = first_out_bag >= 0 ? in.num_moved[first_out_bag]++ : 0;
-      put(in, route, routed, copies, first_out_bag, moved, i);
+      const int64_t num_copies = route.num_copies(in.routing, routed.block);
+      const int64_t first_out_bag = num_copies > 0 ? route.out_bag(in, routed.block, 0) : -1;
+      const int num_moved = first_out_bag >= 0 ? in.num_moved[first_out_bag]++ : 0;
+      write_id(in, route, routed, num_copies, first_out_bag, num_moved, i);
     }
   }
 
   // Called by all lanes of a warp with the same arguments.
-  EMB_DEVICE static void by_warp(const DeviceRoute& in, const BagRoute& route, int64_t begin,
-                                 int64_t end) {
+  EMB_DEVICE static void process_in_warp(const DeviceRoute& in, const BagRoute& route,
+                                         int64_t begin, int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
     const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
     for (int64_t i = begin; i < end; i += simt::kWarpLanes) {
@@ -173,64 +174,65 @@ struct MoveIds {
       RoutedId routed{-1, 0};
       if (has_id) routed = route_id(route.feature, route.blocks, ids[i + lane]);
       const BlockPeers peers(static_cast<int>(routed.block));
-      const int64_t copies = has_id ? route.num_copies(in.routing, routed.block) : 0;
-      const int64_t first_out_bag = copies > 0 ? route.out_bag(in, routed.block, 0) : -1;
-      int moved = 0;
-      if (first_out_bag >= 0 && peers.leads()) {
-        moved = in.num_moved[first_out_bag];
-        in.num_moved[first_out_bag] = moved + peers.count();
+      const int64_t num_copies = has_id ? route.num_copies(in.routing, routed.block) : 0;
+      const int64_t first_out_bag = num_copies > 0 ? route.out_bag(in, routed.block, 0) : -1;
+      int num_moved = 0;
+      if (first_out_bag >= 0 && peers.is_leader()) {
+        num_moved = in.num_moved[first_out_bag];
+        in.num_moved[first_out_bag] = num_moved + peers.num_lanes();
       }
-      moved = __shfl_sync(simt::kFullMask, moved, peers.leader) + peers.rank;
-      put(in, route, routed, copies, first_out_bag, moved, i + lane);
+      num_moved = __shfl_sync(simt::kFullMask, num_moved, peers.leader) + peers.rank;
+      write_id(in, route, routed, num_copies, first_out_bag, num_moved, i + lane);
       __syncwarp();
     }
   }
 
  private:
   // Write the id at `position` of the batch for each copy of its block, with its position and
-  // weight. first_out_bag is the output bag of copy 0, and `moved` is the number of ids that have
-  // been moved there.
-  EMB_DEVICE static void put(const DeviceRoute& in, const BagRoute& route, const RoutedId& routed,
-                             int64_t copies, int64_t first_out_bag, int moved, int64_t position) {
-    for (int64_t copy = 0; copy < copies; ++copy) {
+  // weight. first_out_bag is the output bag of copy 0, and `num_moved` is the number of ids that
+  // have been moved there.
+  EMB_DEVICE static void write_id(const DeviceRoute& in, const BagRoute& route,
+                                  const RoutedId& routed, int64_t num_copies, int64_t first_out_bag,
+                                  int num_moved, int64_t position) {
+    for (int64_t copy = 0; copy < num_copies; ++copy) {
       const int64_t out_bag = copy == 0 ? first_out_bag : route.out_bag(in, routed.block, copy);
       if (out_bag < 0) continue;
       const int64_t start = in.starts[out_bag];
-      if (start < 0 || moved >= in.total - start) continue;
-      const int64_t to = start + moved;
-      if (to >= in.starts[out_bag + 1]) continue;
-      static_cast<I*>(in.out)[to] = static_cast<I>(routed.id);
-      in.positions[to] = position;
-      if (in.weights != nullptr) in.out_weights[to] = in.weights[position];
+      if (start < 0 || num_moved >= in.total - start) continue;
+      const int64_t target = start + num_moved;
+      if (target >= in.starts[out_bag + 1]) continue;
+      static_cast<I*>(in.out)[target] = static_cast<I>(routed.id);
+      in.positions[target] = position;
+      if (in.weights != nullptr) in.out_weights[target] = in.weights[position];
     }
   }
 };
 
-// Process all bags with `Work` (CountIds or MoveIds), grid-stride. A warp takes `bags_of_warp`
-// bags, 1 or 32. All lanes process a single bag together. Of 32 bags, each lane processes one if it
-// is short; then all lanes process the long ones together, one after the other.
+// Process all bags with `Work` (CountIds or MoveIds), grid-stride. A warp processes `bags_per_warp`
+// bags, 1 or 32. All lanes process a single bag together. Of 32 bags, each lane processes one if
+// the bag is short. Then all lanes process the long bags together, one after the other.
 template <class Work>
-EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
+EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_per_warp) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
-  const bool lane_takes_bag = bags_of_warp > 1;
-  for (int64_t first = simt::global_warp() * bags_of_warp; first < in.bags.num_bags;
-       first += simt::warps_in_grid() * bags_of_warp) {
+  const bool has_bag_per_lane = bags_per_warp > 1;
+  for (int64_t first = simt::global_warp() * bags_per_warp; first < in.bags.num_bags;
+       first += simt::warps_in_grid() * bags_per_warp) {
     bool is_long = lane == 0;  // a single bag counts as long
-    if (lane_takes_bag) {
+    if (has_bag_per_lane) {
       is_long = false;
       const int64_t bag = first + lane;
       if (bag < in.bags.num_bags) {
         const int64_t begin = in.bags.begin(bag), end = in.bags.end(bag);
         is_long = end - begin > kShortBag;
         const BagRoute route(in.routing, bag);
-        if (!is_long && route.is_valid) Work::by_lane(in, route, begin, end);
+        if (!is_long && route.is_valid) Work::process_in_lane(in, route, begin, end);
       }
     }
     unsigned long_bags = __ballot_sync(simt::kFullMask, is_long);  // bit b: bag first + b
     for (; long_bags != 0; long_bags &= long_bags - 1) {
       const int64_t bag = first + __ffs(static_cast<int>(long_bags)) - 1;
       const BagRoute route(in.routing, bag);
-      if (route.is_valid) Work::by_warp(in, route, in.bags.begin(bag), in.bags.end(bag));
+      if (route.is_valid) Work::process_in_warp(in, route, in.bags.begin(bag), in.bags.end(bag));
     }
   }
 }
@@ -238,28 +240,28 @@ EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
 // Add the numbers of ids of every bag to the lengths in in.out, which must be 0 before.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, kRouteBlocksPerSm)
-    route_count_kernel(DeviceRoute in, int bags_of_warp) {
-  route_bags<CountIds<I>>(in, bags_of_warp);
+    route_count_kernel(DeviceRoute in, int bags_per_warp) {
+  route_bags<CountIds<I>>(in, bags_per_warp);
 }
 
 // Write the ids of every bag to in.out, from in.starts on; also in.positions and, with weights,
 // in.out_weights. in.num_moved must be 0 before.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, kRouteBlocksPerSm)
-    route_move_kernel(DeviceRoute in, int bags_of_warp) {
-  route_bags<MoveIds<I>>(in, bags_of_warp);
+    route_move_kernel(DeviceRoute in, int bags_per_warp) {
+  route_bags<MoveIds<I>>(in, bags_per_warp);
 }
 
 // Launch a kernel over all bags of the batch; nothing if there are no bags or no features.
 template <class Launcher, class Kernel>
 void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute& in) {
   if (in.bags.num_bags == 0 || in.routing.num_features == 0) return;
-  const bool short_bags = in.bags.num_lookups <= in.bags.num_bags * kShortMean;
-  const int bags_of_warp = short_bags ? kWarpLanes : 1;
-  const int64_t bags_of_block = int64_t{kRouteThreads / simt::kWarpLanes} * bags_of_warp;
+  const bool has_short_bags = in.bags.num_lookups <= in.bags.num_bags * kShortMean;
+  const int bags_per_warp = has_short_bags ? kWarpLanes : 1;
+  const int64_t bags_per_block = int64_t{kRouteThreads / simt::kWarpLanes} * bags_per_warp;
   const unsigned blocks =
-      blocks_for(in.bags.num_bags, bags_of_block, launcher.blocks(kResidentBlocksPerSm));
-  launcher(kernel, blocks, kRouteThreads, in, bags_of_warp);
+      blocks_for(in.bags.num_bags, bags_per_block, launcher.blocks(kResidentBlocksPerSm));
+  launcher(kernel, blocks, kRouteThreads, in, bags_per_warp);
 }
 
 // Add the numbers of ids of all bags to the lengths in in.out, which must be 0 before. `is_int64`:

@@ -18,36 +18,39 @@ EMB_SELECT_KERNELS(RouteTable, kRouteTable, route_table)
 
 namespace {
 
-constexpr int64_t kRouteGrain = 8192;  // ids plus bags of a parallel loop (its grain)
+constexpr int64_t kRouteGrain = 8192;  // grain of parallel_balanced, in ids plus bags
 
 // Run `kernel` over the bags of all features, in parallel; return false if one of its calls
 // returned false. Each range of bags gets separate scratch memory; throws without memory for it.
-bool run(const RouteArgs& args, RouteFn kernel) {
+bool run_kernel(const RouteArgs& args, RouteFn kernel) {
   const Routing& routing = args.routing;
   if (routing.num_features == 0) return true;
   int64_t max_blocks = 1;
   for (int64_t f = 0; f < routing.num_features; ++f) {
     max_blocks = std::max(max_blocks, routing.features[f].num_blocks);
   }
-  const int64_t first = routing.first_bags[0], last = routing.first_bags[routing.num_features];
-  const int64_t first_id = args.bags.offsets[first];
-  std::atomic<bool> fits{true};
-  const auto cost = [&](int64_t i) { return args.bags.offsets[first + i] - first_id + i; };
-  parallel_balanced(last - first, kRouteGrain, cost, [&](int64_t range_begin, int64_t range_end) {
-    const int64_t from = first + range_begin, to = first + range_end;
-    RouteArgs args_of_range = args;
-    const std::unique_ptr<int64_t[]> scratch(new int64_t[kRouteScratch * max_blocks]);
-    args_of_range.scratch = scratch.get();
-    const int64_t* next =
-        std::upper_bound(routing.first_bags, routing.first_bags + routing.num_features + 1, from);
-    for (int64_t f = next - routing.first_bags - 1;
-         f < routing.num_features && routing.first_bags[f] < to; ++f) {
-      const int64_t begin = std::max(from, routing.first_bags[f]);
-      const int64_t end = std::min(to, routing.first_bags[f + 1]);
-      if (begin < end && !kernel(args_of_range, f, begin, end)) fits = false;
-    }
-  });
-  return fits;
+  const int64_t first_bag = routing.first_bags[0],
+                end_bag = routing.first_bags[routing.num_features];
+  const int64_t first_id = args.bags.offsets[first_bag];
+  std::atomic<bool> is_consistent{true};
+  const auto cost = [&](int64_t i) { return args.bags.offsets[first_bag + i] - first_id + i; };
+  parallel_balanced(
+      end_bag - first_bag, kRouteGrain, cost, [&](int64_t range_begin, int64_t range_end) {
+        const int64_t range_first_bag = first_bag + range_begin,
+                      range_end_bag = first_bag + range_end;
+        RouteArgs args_of_range = args;
+        const std::unique_ptr<int64_t[]> scratch(new int64_t[kRouteScratch * max_blocks]);
+        args_of_range.scratch = scratch.get();
+        const int64_t* next_feature = std::upper_bound(
+            routing.first_bags, routing.first_bags + routing.num_features + 1, range_first_bag);
+        for (int64_t f = next_feature - routing.first_bags - 1;
+             f < routing.num_features && routing.first_bags[f] < range_end_bag; ++f) {
+          const int64_t begin = std::max(range_first_bag, routing.first_bags[f]);
+          const int64_t end = std::min(range_end_bag, routing.first_bags[f + 1]);
+          if (begin < end && !kernel(args_of_range, f, begin, end)) is_consistent = false;
+        }
+      });
+  return is_consistent;
 }
 
 // Return the arguments that both ops have; the outputs are set afterwards.
@@ -68,13 +71,13 @@ Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& fir
   const char* op = "route_lengths";
   const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
   check_routing(op, in);
-  const int64_t bags = in.routing.units[in.routing.num_units];
-  STD_TORCH_CHECK(num_bags == bags, op, ": num_bags must be the bags of all units, ", bags,
-                  ", got ", num_bags);
+  const int64_t num_output_bags = in.routing.units[in.routing.num_units];
+  STD_TORCH_CHECK(num_bags == num_output_bags, op, ": num_bags must be the bags of all units, ",
+                  num_output_bags, ", got ", num_bags);
   Tensor out = allocate(in.ids, {num_bags});
   RouteArgs args = route_args(in);
   args.out = out.mutable_data_ptr();
-  STD_TORCH_CHECK(run(args, route_table().count[in.id_array().is_int64]), op,
+  STD_TORCH_CHECK(run_kernel(args, route_table().count[in.id_array().is_int64]), op,
                   ": offsets must ascend from 0 to the number of ids, ", in.ids.numel());
   return out;
 }
@@ -94,10 +97,12 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   check_routing(op, in);
   const Tensor start_tensor = as_contiguous(starts);
   const RouteWeights route_weights(op, in, start_tensor, total, weights);
-  const IndexArray start = index_array(start_tensor);
-  const int64_t bags = in.routing.units[in.routing.num_units];
-  STD_TORCH_CHECK(start_tensor.numel() == bags + 1 && start[0] == 0 && start[bags] == total, op,
-                  ": starts must have ", bags + 1, " entries that run from 0 to total = ", total,
+  const IndexArray start_array = index_array(start_tensor);
+  const int64_t num_output_bags = in.routing.units[in.routing.num_units];
+  STD_TORCH_CHECK(start_tensor.numel() == num_output_bags + 1 && start_array[0] == 0 &&
+                      start_array[num_output_bags] == total,
+                  op, ": starts must have ", num_output_bags + 1,
+                  " entries that run from 0 to total = ", total,
                   ": the sums of what route_lengths returns");
   Tensor out = allocate(in.ids, {total});
   Tensor positions = allocate(in.ids, {total}, ScalarType::Long);
@@ -105,12 +110,12 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
       allocate(in.ids, {route_weights.data != nullptr ? total : 0}, ScalarType::Float);
   RouteArgs args = route_args(in);
   args.out = out.mutable_data_ptr();
-  args.starts = start;
+  args.starts = start_array;
   args.total = total;
   args.positions = positions.mutable_data_ptr<int64_t>();
   args.weights = route_weights.data;
   args.out_weights = out_weights.mutable_data_ptr<float>();
-  STD_TORCH_CHECK(run(args, route_table().move[in.id_array().is_int64]), op,
+  STD_TORCH_CHECK(run_kernel(args, route_table().move[in.id_array().is_int64]), op,
                   ": starts are not the sums of what route_lengths returns for these ids");
   return {out, positions, out_weights};
 }

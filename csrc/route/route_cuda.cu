@@ -87,17 +87,17 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
                        int64_t total) {
   const char* op = "gather_segments";
   const SegmentInputs in(op, values, starts, order, total);
-  const int64_t count = in.order.numel(), tiles = scan_tiles(count);
-  STD_TORCH_CHECK(count <= kMaxLookups, op, ": at most ", kMaxLookups, " segments per call, got ",
-                  count);
+  const int64_t num_wanted = in.order.numel(), num_tiles = num_scan_tiles(num_wanted);
+  STD_TORCH_CHECK(num_wanted <= kMaxLookups, op, ": at most ", kMaxLookups,
+                  " segments per call, got ", num_wanted);
   const CudaLauncher launcher(in.values);
   Tensor out = in.new_output(total);
-  Tensor scratch = allocate(in.values, {count + tiles + 1}, ScalarType::Long);
+  Tensor scratch = allocate(in.values, {num_wanted + num_tiles + 1}, ScalarType::Long);
   int64_t* sums_in_tile = scratch.mutable_data_ptr<int64_t>();
-  const Segments segments{index_array(in.starts), in.order.const_data_ptr<int64_t>(),
-                          in.starts.numel() - 1,  count,
-                          in.values.size(0),      sums_in_tile,
-                          sums_in_tile + count};
+  const Segments segments{index_array(in.starts),   in.order.const_data_ptr<int64_t>(),
+                          in.starts.numel() - 1,    num_wanted,
+                          in.values.size(0),        sums_in_tile,
+                          sums_in_tile + num_wanted};
   launch_gather_segments(launcher, segments, in.values.const_data_ptr(), out.mutable_data_ptr(),
                          total, in.row_nbytes);
   return out;
@@ -134,15 +134,15 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   const char* op = "combine";
   CombineInputs in(op, "source", source, targets, pieces, rows, lengths);
   in.set_local(op, local, local_begin, in.flat.numel(), in.flat.scalar_type());
-  const Dtype from = float_dtype(op, "source", in.flat.scalar_type());
-  const Dtype to = float_dtype(op, "dtype", dtype);
+  const Dtype in_type = float_dtype(op, "source", in.flat.scalar_type());
+  const Dtype out_type = float_dtype(op, "dtype", dtype);
   STD_TORCH_CHECK(out_numel >= 0, op, ": out_numel must not be negative, got ", out_numel);
   const CudaLauncher launcher(in.flat);
   Tensor out = allocate(in.flat, {out_numel}, dtype);
-  DeviceCombine work = device_combine(in, out, scale);
-  work.source_numel = in.flat.numel() + in.local.size();
-  work.out_numel = out_numel;
-  launch_combine<Direction::kCombine>(launcher, work, from, to);
+  DeviceCombine args = device_combine(in, out, scale);
+  args.source_numel = in.flat.numel() + in.local.size();
+  args.out_numel = out_numel;
+  launch_combine<Direction::kCombine>(launcher, args, in_type, out_type);
   return out;
 }
 
@@ -151,17 +151,17 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
 // one. Elements of the source in no piece get 0. Pieces must not overlap; this is not checked.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
-  const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
-  const Dtype to = float_dtype(op, "dtype", dtype);
-  const int64_t num_outside = in.set_local_of(op, local, local_begin, source_numel, dtype);
+  const Dtype in_type = float_dtype(op, "grad", in.flat.scalar_type());
+  const Dtype out_type = float_dtype(op, "dtype", dtype);
+  const int64_t num_outside = in.set_local_of_source(op, local, local_begin, source_numel, dtype);
   const CudaLauncher launcher(in.flat);
   Tensor out = allocate(in.flat, {num_outside}, dtype);
   torch::stable::zero_(out);
   if (local) torch::stable::zero_(*local);
-  DeviceCombine work = device_combine(in, out, scale);
-  work.source_numel = source_numel;
-  work.out_numel = in.flat.numel();
-  launch_combine<Direction::kSpread>(launcher, work, from, to);
+  DeviceCombine args = device_combine(in, out, scale);
+  args.source_numel = source_numel;
+  args.out_numel = in.flat.numel();
+  launch_combine<Direction::kSpread>(launcher, args, in_type, out_type);
   return out;
 }
 
@@ -175,8 +175,9 @@ Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor&
   return spread(op, in, source_numel, dtype, scale, std::nullopt, 0);
 }
 
-// Write the gradient of the local part of a source of source_numel elements in all to `local`, and
-// return the gradient of the other elements, of the dtype of `local`.
+// Compute the gradient of a source of source_numel elements in all. Write its local part to
+// `local`, and return the other elements, of the dtype of `local`. The other arguments are as in
+// `combine`.
 Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
                          std::optional<Tensor> rows, std::optional<Tensor> lengths,
                          int64_t source_numel, double scale, Tensor local, int64_t local_begin) {

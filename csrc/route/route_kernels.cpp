@@ -3,10 +3,10 @@
 //
 // The work is to find the block of each id. With few blocks, an id is compared with the start of
 // every block, which vectorises. With many blocks of equal size, of which the last may be smaller,
-// it is multiplied by the reciprocal of the size. Otherwise a binary search or a hash (route_id)
-// takes one id after the other. Counting processes long bags one by one, with a loop over the ids
-// per block, and short bags in chunks of ids. Moving writes the ids of each block at the block's
-// cursor, and copies the result for further copies of the block.
+// an id is multiplied by the reciprocal of the size. Otherwise route_id finds the block of one id
+// after the other, by a binary search or a hash. Counting processes long bags one by one, with a
+// loop over the ids per block, and short bags in chunks of ids. Moving writes the ids of each block
+// at the block's cursor, and copies the result for further copies of the block.
 #include <cstdint>
 
 #include "route/args.h"
@@ -16,24 +16,25 @@ namespace {
 
 // Up to this number of blocks, ids are compared with the start of every block, which vectorises.
 constexpr int64_t kFewBlocks = 12;
-// Up to this number of rows, products of doubles find the block of a row (see find_equal).
+// Up to this number of rows, products of doubles find the block of a row (see
+// find_in_equal_blocks).
 constexpr int64_t kMaxExactRows = int64_t{1} << 52;
 constexpr int64_t kLongBag = 8;  // mean ids per bag from which a loop per block pays
 constexpr int64_t kChunk = 512;  // ids whose blocks are found before they are counted or moved
 
 // Return whether an id of type I can be as large as `bound`, which must not be negative.
 template <class I>
-bool reaches(int64_t bound) {
+bool can_reach(int64_t bound) {
   return sizeof(I) == 8 || bound <= INT32_MAX;
 }
 
 // Return how many of n ids are at least `bound`.
 template <class I>
 int64_t count_at_least(const I* ids, int64_t n, int64_t bound) {
-  if (!reaches<I>(bound)) return 0;
-  const auto limit = static_cast<I>(bound);
+  if (!can_reach<I>(bound)) return 0;
+  const auto typed_bound = static_cast<I>(bound);
   I count = 0;
-  for (int64_t i = 0; i < n; ++i) count += ids[i] >= limit;
+  for (int64_t i = 0; i < n; ++i) count += ids[i] >= typed_bound;
   return count;
 }
 
@@ -43,23 +44,27 @@ struct FeatureRoute {
   const RouteBlock* blocks;
   const Routing& routing;
   int64_t begin, end;  // bags, relative to the first of the feature
-  int64_t step;        // rows per block for find_equal; 0 if it cannot find the blocks
+  // For find_in_equal_blocks; 0 if that function cannot find the blocks.
+  int64_t rows_per_block;
 
   // Bags [first, last) of the batch, all of feature f.
-  FeatureRoute(const Routing& all, int64_t f, int64_t first, int64_t last)
-      : feature(all.features[f]),
-        blocks(all.blocks + feature.first_block),
-        routing(all),
-        begin(first - all.first_bags[f]),
-        end(last - all.first_bags[f]),
-        step(has_few_blocks() || feature.rule == RouteRule::kByKey || feature.rows > kMaxExactRows
-                 ? 0
-                 : blocks[1].first_row) {
-    for (int64_t k = 2; k < feature.num_blocks && step > 0; ++k) {
-      const int64_t start = k * step;
-      if (blocks[k].first_row != (start < feature.rows ? start : feature.rows)) step = 0;
+  FeatureRoute(const Routing& batch_routing, int64_t f, int64_t first, int64_t last)
+      : feature(batch_routing.features[f]),
+        blocks(batch_routing.blocks + feature.first_block),
+        routing(batch_routing),
+        begin(first - batch_routing.first_bags[f]),
+        end(last - batch_routing.first_bags[f]),
+        rows_per_block(has_few_blocks() || feature.rule == RouteRule::kByKey ||
+                               feature.rows > kMaxExactRows
+                           ? 0
+                           : blocks[1].first_row) {
+    for (int64_t k = 2; k < feature.num_blocks && rows_per_block > 0; ++k) {
+      const int64_t start = k * rows_per_block;
+      if (blocks[k].first_row != (start < feature.rows ? start : feature.rows)) rows_per_block = 0;
     }
-    if (step > 0 && (feature.rows - 1) / step >= feature.num_blocks) step = 0;  // a larger last one
+    if (rows_per_block > 0 && (feature.rows - 1) / rows_per_block >= feature.num_blocks) {
+      rows_per_block = 0;  // the last block is larger
+    }
   }
 
   // Return whether ids are compared with the start of every block.
@@ -84,68 +89,68 @@ int64_t count_not_pruned(const I* ids, int64_t n, int64_t rows) {
 // Write how many of n ids go to each block to `counts`, [num_blocks], for a feature with few blocks
 // and the rule kByRange.
 template <class I>
-void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* counts) {
+void count_in_few_blocks(const FeatureRoute& route, const I* ids, int64_t n, int64_t* counts) {
   const int64_t num_blocks = route.feature.num_blocks;
-  const int64_t beyond = count_at_least(ids, n, route.feature.rows);
-  int64_t after = 0;  // ids of the blocks after this one
+  const int64_t num_beyond = count_at_least(ids, n, route.feature.rows);
+  int64_t num_after = 0;  // ids of the blocks after this one
   for (int64_t k = num_blocks - 1; k > 0; --k) {
     const int64_t first = route.blocks[k].first_row;
-    const int64_t from =  // ids of this block and of later blocks
-        first > 0 ? count_at_least(ids, n, first) - beyond
+    const int64_t num_from =  // ids of this block and of later blocks
+        first > 0 ? count_at_least(ids, n, first) - num_beyond
                   : count_not_pruned(ids, n, route.feature.rows);
-    counts[k] = from - after;
-    after = from;
+    counts[k] = num_from - num_after;
+    num_after = num_from;
   }
-  counts[0] = n - after;
+  counts[0] = n - num_after;
 }
 
-// The functions find*() write the block of each of n ids to `block`, and the id in the numbering of
-// the block's rank to `rank_id`, [n] each, as route_id defines them.
+// The functions find_*() write the block of each of n ids to `block`, [n], and the id in the
+// numbering of the block's rank to `rank_id`, [n]. The results are those of route_id.
 
-// find() for at most kMaxBlocks blocks. Blocks that do not exist begin where no id reaches them.
+// Find the blocks of ids of at most kMaxBlocks blocks, with a rule other than kByKey.
 template <class I, int kMaxBlocks>
-void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
+void find_in_max_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   const int64_t rows = route.feature.rows;
-  const I limit = reaches<I>(rows) ? static_cast<I>(rows) : INT32_MAX;
-  const bool has_no_limit = !reaches<I>(rows);  // no id is too large
+  const I typed_rows = can_reach<I>(rows) ? static_cast<I>(rows) : INT32_MAX;
+  const bool is_never_beyond = !can_reach<I>(rows);  // no id is too large
   const bool is_empty = rows == 0;
   const I row_of_invalid = is_empty ? -1 : 0;
-  I first[kMaxBlocks] = {};
+  I first_row[kMaxBlocks] = {};
   bool exists[kMaxBlocks] = {};
   for (int64_t k = 0; k < kMaxBlocks && k < route.feature.num_blocks; ++k) {
-    exists[k] = reaches<I>(route.blocks[k].first_row);
-    if (exists[k]) first[k] = static_cast<I>(route.blocks[k].first_row);
+    exists[k] = can_reach<I>(route.blocks[k].first_row);
+    if (exists[k]) first_row[k] = static_cast<I>(route.blocks[k].first_row);
   }
   for (int64_t i = 0; i < n; ++i) {
     const I id = ids[i];
-    const bool is_row = (id >= 0) & (has_no_limit | (id < limit));
+    const bool is_row = (id >= 0) & (is_never_beyond | (id < typed_rows));
     const I row = is_row ? id : (id == -1 ? I{-1} : row_of_invalid);
-    I number = 0, begin = 0;
+    I block_number = 0, begin = 0;
     for (int k = 1; k < kMaxBlocks; ++k) {
-      const bool reached = exists[k] & (row >= first[k]);
-      number = reached ? I{k} : number;
-      begin = reached ? first[k] : begin;
+      const bool is_reached = exists[k] & (row >= first_row[k]);
+      block_number = is_reached ? I{k} : block_number;
+      begin = is_reached ? first_row[k] : begin;
     }
-    block[i] = number;
+    block[i] = block_number;
     rank_id[i] = (is_row | is_empty) ? static_cast<I>(row - begin) : id;
   }
 }
 
-// find() for few blocks.
+// Find the blocks of ids of few blocks.
 template <class I>
-void find_few(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
+void find_in_few_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   static_assert(kFewBlocks == 12);
   const int64_t num_blocks = route.feature.num_blocks;
-  const auto find = num_blocks <= 1   ? find_up_to<I, 1>
-                    : num_blocks <= 4 ? find_up_to<I, 4>
-                    : num_blocks <= 8 ? find_up_to<I, 8>
-                                      : find_up_to<I, 12>;
+  const auto find = num_blocks <= 1   ? find_in_max_blocks<I, 1>
+                    : num_blocks <= 4 ? find_in_max_blocks<I, 4>
+                    : num_blocks <= 8 ? find_in_max_blocks<I, 8>
+                                      : find_in_max_blocks<I, 12>;
   find(route, ids, n, block, rank_id);
 }
 
-// find() for any blocks and rule.
+// Find the blocks of ids for any blocks and rule.
 template <class I>
-void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
+void find_one_by_one(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   for (int64_t i = 0; i < n; ++i) {
     const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
     block[i] = static_cast<I>(routed.block);
@@ -153,70 +158,71 @@ void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* 
   }
 }
 
-// find() for many blocks of equal size (FeatureRoute::step): the product of a row with the
-// reciprocal, rounded down, is the block or off by one, which is corrected. Ids that are no rows go
-// unchanged to block 0.
+// Find the blocks of ids of many blocks of equal size (FeatureRoute::rows_per_block). The product
+// of a row with the reciprocal, rounded down, is the block or off by one, which is corrected. Ids
+// that are no rows go unchanged to block 0.
 template <class I>
-void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
-  const int64_t step = route.step, rows = route.feature.rows;
-  const double per_row = 1.0 / static_cast<double>(step);
+void find_in_equal_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* block,
+                          I* rank_id) {
+  const int64_t rows_per_block = route.rows_per_block, rows = route.feature.rows;
+  const double blocks_per_row = 1.0 / static_cast<double>(rows_per_block);
   for (int64_t i = 0; i < n; ++i) {
     const int64_t id = ids[i];
-    const bool valid = (id >= 0) & (id < rows);
-    const int64_t row = valid ? id : 0;
-    int64_t number = static_cast<int64_t>(static_cast<double>(row) * per_row);
-    number -= number * step > row;
-    number += (number + 1) * step <= row;
-    block[i] = static_cast<I>(number);
-    rank_id[i] = static_cast<I>(valid ? row - number * step : id);
+    const bool is_row = (id >= 0) & (id < rows);
+    const int64_t row = is_row ? id : 0;
+    int64_t block_number = static_cast<int64_t>(static_cast<double>(row) * blocks_per_row);
+    block_number -= block_number * rows_per_block > row;
+    block_number += (block_number + 1) * rows_per_block <= row;
+    block[i] = static_cast<I>(block_number);
+    rank_id[i] = static_cast<I>(is_row ? row - block_number * rows_per_block : id);
   }
 }
 
 // Find the blocks of n ids with the fastest of these functions.
 template <class I>
-void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
+void find_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   const RouteFeature& feature = route.feature;
   if (feature.rule == RouteRule::kByRangeElseSpread && count_at_least(ids, n, feature.rows) > 0) {
-    find_many(route, ids, n, block, rank_id);
+    find_one_by_one(route, ids, n, block, rank_id);
   } else if (route.has_few_blocks()) {
-    find_few(route, ids, n, block, rank_id);
-  } else if (route.step > 0) {
-    find_equal(route, ids, n, block, rank_id);
+    find_in_few_blocks(route, ids, n, block, rank_id);
+  } else if (route.rows_per_block > 0) {
+    find_in_equal_blocks(route, ids, n, block, rank_id);
   } else {
-    find_many(route, ids, n, block, rank_id);
+    find_one_by_one(route, ids, n, block, rank_id);
   }
 }
 
-// Write the lengths of `bags` bags from bag `begin` of the batch on, by adding every id to the
+// Write the lengths of `num_bags` bags from bag `begin` of the batch on, by adding every id to the
 // length of its bag in its block. The lengths of block k begin at out[out_bags[k]], and are 0
 // before; out_bags[k] is negative for a block without copies. Return false for offsets that
 // descend.
 template <class I>
 bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const int64_t* out_bags,
-                      int64_t begin, int64_t bags) {
+                      int64_t begin, int64_t num_bags) {
   I* out = static_cast<I*>(args.out);
   const I* ids = static_cast<const I*>(args.ids);
-  const int64_t from = args.bags.offsets[begin], to = args.bags.offsets[begin + bags];
-  if (from < 0 || to < from || to > args.bags.num_lookups) return false;
+  const int64_t first_id = args.bags.offsets[begin], end_id = args.bags.offsets[begin + num_bags];
+  if (first_id < 0 || end_id < first_id || end_id > args.bags.num_lookups) return false;
   I block[kChunk], rank_id[kChunk];
-  int64_t bag = 0, last = from;  // ids before `last` belong to the first `bag` bags
-  for (int64_t i = from; i < to; i += kChunk) {
-    const int64_t n = to - i < kChunk ? to - i : kChunk;
-    find(route, ids + i, n, block, rank_id);
+  int64_t bag = 0, bag_end = first_id;  // ids before `bag_end` belong to the first `bag` bags
+  for (int64_t i = first_id; i < end_id; i += kChunk) {
+    const int64_t n = end_id - i < kChunk ? end_id - i : kChunk;
+    find_blocks(route, ids + i, n, block, rank_id);
     for (int64_t j = 0; j < n; ++j) {
-      while (i + j >= last && bag < bags) {
-        const int64_t next = args.bags.offsets[begin + ++bag];
-        if (next < last) return false;
-        last = next;
+      while (i + j >= bag_end && bag < num_bags) {
+        const int64_t next_end = args.bags.offsets[begin + ++bag];
+        if (next_end < bag_end) return false;
+        bag_end = next_end;
       }
       const int64_t out_bag = out_bags[block[j]];
       if (out_bag >= 0) ++out[out_bag + bag - 1];
     }
   }
-  for (; bag < bags; ++bag) {
-    const int64_t next = args.bags.offsets[begin + bag + 1];
-    if (next < last) return false;
-    last = next;
+  for (; bag < num_bags; ++bag) {
+    const int64_t next_end = args.bags.offsets[begin + bag + 1];
+    if (next_end < bag_end) return false;
+    bag_end = next_end;
   }
   return true;
 }
@@ -225,24 +231,24 @@ bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const in
 // feature must have one block, or few blocks and the rule kByRange.
 template <class I>
 bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const int64_t* out_bags,
-                      int64_t begin, int64_t bags) {
+                      int64_t begin, int64_t num_bags) {
   const int64_t num_blocks = route.feature.num_blocks;
   const I* ids = static_cast<const I*>(args.ids);
   I* out = static_cast<I*>(args.out);
   int64_t counts[kFewBlocks];
-  int64_t from = args.bags.offsets[begin];
-  for (int64_t bag = 0; bag < bags; ++bag) {
-    const int64_t to = args.bags.offsets[begin + bag + 1], n = to - from;
-    if (from < 0 || n < 0 || to > args.bags.num_lookups) return false;
+  int64_t bag_begin = args.bags.offsets[begin];
+  for (int64_t bag = 0; bag < num_bags; ++bag) {
+    const int64_t bag_end = args.bags.offsets[begin + bag + 1], n = bag_end - bag_begin;
+    if (bag_begin < 0 || n < 0 || bag_end > args.bags.num_lookups) return false;
     if (num_blocks == 1) {
       counts[0] = n;
     } else {
-      count_few(route, ids + from, n, counts);
+      count_in_few_blocks(route, ids + bag_begin, n, counts);
     }
     for (int64_t k = 0; k < num_blocks; ++k) {
       if (out_bags[k] >= 0) out[out_bags[k] + bag] = static_cast<I>(counts[k]);
     }
-    from = to;
+    bag_begin = bag_end;
   }
   return true;
 }
@@ -251,7 +257,7 @@ bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const in
 template <class I>
 bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   const FeatureRoute route(args.routing, f, begin, end);
-  const int64_t num_blocks = route.feature.num_blocks, bags = end - begin;
+  const int64_t num_blocks = route.feature.num_blocks, num_bags = end - begin;
   if (num_blocks == 0) return true;
   I* out = static_cast<I*>(args.out);
   int64_t* out_bags = args.scratch;  // of the first copy of each block
@@ -259,19 +265,19 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
     out_bags[k] = route.blocks[k].num_copies > 0 ? route.out_bag(k, 0) : -1;
   }
   const int64_t n = args.bags.offsets[end] - args.bags.offsets[begin];
-  const bool bag_by_bag =
-      num_blocks == 1 ||
-      (route.has_few_blocks() && route.feature.rule == RouteRule::kByRange && n >= kLongBag * bags);
-  if (!bag_by_bag) {
+  const bool is_bag_by_bag =
+      num_blocks == 1 || (route.has_few_blocks() && route.feature.rule == RouteRule::kByRange &&
+                          n >= kLongBag * num_bags);
+  if (!is_bag_by_bag) {
     for (int64_t k = 0; k < num_blocks; ++k) {
-      if (out_bags[k] >= 0) __builtin_memset(out + out_bags[k], 0, bags * sizeof(I));
+      if (out_bags[k] >= 0) __builtin_memset(out + out_bags[k], 0, num_bags * sizeof(I));
     }
   }
-  const auto kernel = bag_by_bag ? count_bag_by_bag<I> : count_one_by_one<I>;
-  if (!kernel(args, route, out_bags, begin, bags)) return false;
+  const auto kernel = is_bag_by_bag ? count_bag_by_bag<I> : count_one_by_one<I>;
+  if (!kernel(args, route, out_bags, begin, num_bags)) return false;
   for (int64_t k = 0; k < num_blocks; ++k) {
     for (int64_t copy = 1; copy < route.blocks[k].num_copies; ++copy) {
-      __builtin_memcpy(out + route.out_bag(k, copy), out + out_bags[k], bags * sizeof(I));
+      __builtin_memcpy(out + route.out_bag(k, copy), out + out_bags[k], num_bags * sizeof(I));
     }
   }
   return true;
@@ -315,20 +321,20 @@ bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const WriteCur
   I block[kChunk], rank_id[kChunk];
   const I* ids = static_cast<const I*>(args.ids) + first;
   I* out = static_cast<I*>(args.out);
-  find(route, ids, n, block, rank_id);
-  bool fits = true;
+  find_blocks(route, ids, n, block, rank_id);
+  bool has_room = true;
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t k = block[i], to = cursors.cursor[k];
-    if (to >= cursors.end[k]) {
-      fits = fits && route.blocks[k].num_copies == 0;
+    const int64_t k = block[i], target = cursors.cursor[k];
+    if (target >= cursors.end[k]) {
+      has_room = has_room && route.blocks[k].num_copies == 0;
       continue;
     }
-    cursors.cursor[k] = to + 1;
-    out[to] = rank_id[i];
-    args.positions[to] = first + i;
-    if (args.weights != nullptr) args.out_weights[to] = args.weights[first + i];
+    cursors.cursor[k] = target + 1;
+    out[target] = rank_id[i];
+    args.positions[target] = first + i;
+    if (args.weights != nullptr) args.out_weights[target] = args.weights[first + i];
   }
-  return fits;
+  return has_room;
 }
 
 // Move all n ids, from position `first` on, of a feature with one block, in which all ids stay in
@@ -338,22 +344,22 @@ bool move_all(const RouteArgs& args, const FeatureRoute& route, const WriteCurso
               int64_t first, int64_t n) {
   if (route.blocks[0].num_copies == 0) return true;
   if (cursors.end[0] - cursors.cursor[0] != n) return false;
-  const int64_t to = cursors.cursor[0];
+  const int64_t target = cursors.cursor[0];
   const I* ids = static_cast<const I*>(args.ids) + first;
-  I* out = static_cast<I*>(args.out) + to;
+  I* out = static_cast<I*>(args.out) + target;
   if (route.feature.rule == RouteRule::kByKey) {
     __builtin_memcpy(out, ids, n * sizeof(I));
   } else {
     I block[kChunk];
     for (int64_t i = 0; i < n; i += kChunk) {
-      find(route, ids + i, n - i < kChunk ? n - i : kChunk, block, out + i);
+      find_blocks(route, ids + i, n - i < kChunk ? n - i : kChunk, block, out + i);
     }
   }
-  for (int64_t i = 0; i < n; ++i) args.positions[to + i] = first + i;
+  for (int64_t i = 0; i < n; ++i) args.positions[target + i] = first + i;
   if (args.weights != nullptr) {
-    __builtin_memcpy(args.out_weights + to, args.weights + first, n * sizeof(float));
+    __builtin_memcpy(args.out_weights + target, args.weights + first, n * sizeof(float));
   }
-  cursors.cursor[0] = to + n;
+  cursors.cursor[0] = target + n;
   return true;
 }
 
@@ -363,32 +369,35 @@ bool move(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   const FeatureRoute route(args.routing, f, begin, end);
   const int64_t num_blocks = route.feature.num_blocks;
   if (num_blocks == 0) return true;
-  const int64_t from = args.bags.offsets[begin], to = args.bags.offsets[end];
-  if (from < 0 || to < from || to > args.bags.num_lookups) return false;
+  const int64_t first_id = args.bags.offsets[begin], end_id = args.bags.offsets[end];
+  if (first_id < 0 || end_id < first_id || end_id > args.bags.num_lookups) return false;
   WriteCursors cursors{};
   if (!cursors.set(args, route)) return false;
-  bool fits = true;
+  bool is_consistent = true;
   if (num_blocks == 1) {
-    fits = move_all<I>(args, route, cursors, from, to - from);
+    is_consistent = move_all<I>(args, route, cursors, first_id, end_id - first_id);
   } else {
-    for (int64_t i = from; i < to; i += kChunk) {
-      fits = move_chunk<I>(args, route, cursors, i, to - i < kChunk ? to - i : kChunk) && fits;
+    for (int64_t i = first_id; i < end_id; i += kChunk) {
+      is_consistent =
+          move_chunk<I>(args, route, cursors, i, end_id - i < kChunk ? end_id - i : kChunk) &&
+          is_consistent;
     }
   }
   I* out = static_cast<I*>(args.out);
   for (int64_t k = 0; k < num_blocks; ++k) {
-    fits = fits && cursors.cursor[k] == cursors.end[k];
+    is_consistent = is_consistent && cursors.cursor[k] == cursors.end[k];
     const int64_t first = cursors.start[k], n = cursors.end[k] - first;
-    for (int64_t copy = 1; copy < route.blocks[k].num_copies && fits; ++copy) {
-      const int64_t other = args.starts[route.out_bag(k, copy)];
-      __builtin_memcpy(out + other, out + first, n * sizeof(I));
-      __builtin_memcpy(args.positions + other, args.positions + first, n * sizeof(int64_t));
+    for (int64_t copy = 1; copy < route.blocks[k].num_copies && is_consistent; ++copy) {
+      const int64_t copy_begin = args.starts[route.out_bag(k, copy)];
+      __builtin_memcpy(out + copy_begin, out + first, n * sizeof(I));
+      __builtin_memcpy(args.positions + copy_begin, args.positions + first, n * sizeof(int64_t));
       if (args.weights != nullptr) {
-        __builtin_memcpy(args.out_weights + other, args.out_weights + first, n * sizeof(float));
+        __builtin_memcpy(args.out_weights + copy_begin, args.out_weights + first,
+                         n * sizeof(float));
       }
     }
   }
-  return fits;
+  return is_consistent;
 }
 
 }  // namespace

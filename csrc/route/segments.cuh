@@ -18,10 +18,11 @@ inline constexpr int kSegmentCopyBlocksPerSm = 4;
 // not be checked: starts are clamped to the rows of the values, and a segment that does not exist,
 // or whose starts descend, is empty.
 struct Segments {
-  IndexArray starts;                  // [num_segments + 1]
-  const int64_t* order;               // [count] the wanted segments
-  int64_t num_segments, count, rows;  // `rows` is the number of rows of the values
-  // Scratch, [count]: rows of the segment and of the segments before it in its tile.
+  IndexArray starts;     // [num_segments + 1]
+  const int64_t* order;  // [num_wanted] the wanted segments
+  int64_t num_segments, num_wanted;
+  int64_t num_rows;  // rows of the values
+  // Scratch, [num_wanted]: rows of the segment and of the segments before it in its tile.
   int64_t* sums_in_tile;
   int64_t* rows_before_tile;  // scratch, [tiles + 1]: rows of all segments before the tile
 
@@ -44,36 +45,38 @@ struct Segments {
 
  private:
   EMB_DEVICE int64_t clamp(int64_t x, int64_t low) const {
-    return x < low ? low : (x > rows ? rows : x);
+    return x < low ? low : (x > num_rows ? num_rows : x);
   }
 };
 
-// Return the number of tiles of `count` segments.
-inline int64_t scan_tiles(int64_t count) { return (count + kScanThreads - 1) / kScanThreads; }
+// Return the number of tiles of `num_segments` segments.
+inline int64_t num_scan_tiles(int64_t num_segments) {
+  return (num_segments + kScanThreads - 1) / kScanThreads;
+}
 
 // Return the sum of `value` over this thread and the earlier threads of the block. All threads must
-// call it; it has barriers. `shared` is shared memory for one number per warp.
-EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
+// call it; it has barriers. `warp_sums` is shared memory for one number per warp.
+EMB_DEVICE int64_t block_scan(int64_t value, int64_t* warp_sums) {
   const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
   for (unsigned step = 1; step < simt::kWarpLanes; step *= 2) {
-    const int64_t before = __shfl_up_sync(simt::kFullMask, value, step);
-    if (lane >= step) value += before;
+    const int64_t lower_sum = __shfl_up_sync(simt::kFullMask, value, step);
+    if (lane >= step) value += lower_sum;
   }
-  if (lane == simt::kWarpLanes - 1) shared[warp] = value;
+  if (lane == simt::kWarpLanes - 1) warp_sums[warp] = value;
   __syncthreads();
-  for (unsigned w = 0; w < warp; ++w) value += shared[w];
+  for (unsigned w = 0; w < warp; ++w) value += warp_sums[w];
   __syncthreads();
   return value;
 }
 
 // Write in.sums_in_tile, and the number of rows of each tile t to in.rows_before_tile[t + 1].
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
-    segment_sums_kernel(Segments in, int64_t tiles) {
-  __shared__ int64_t shared[kScanThreads / simt::kWarpLanes];
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    segment_sums_kernel(Segments in, int64_t num_tiles) {
+  __shared__ int64_t warp_sums[kScanThreads / simt::kWarpLanes];
+  for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
     const int64_t m = tile * kScanThreads + threadIdx.x;
-    const int64_t sum = block_scan(m < in.count ? in.size(m) : 0, shared);
-    if (m < in.count) in.sums_in_tile[m] = sum;
+    const int64_t sum = block_scan(m < in.num_wanted ? in.size(m) : 0, warp_sums);
+    if (m < in.num_wanted) in.sums_in_tile[m] = sum;
     if (threadIdx.x == kScanThreads - 1) in.rows_before_tile[tile + 1] = sum;
   }
 }
@@ -81,21 +84,21 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
 // Turn the number of rows of each tile, in in.rows_before_tile, into the number of rows before the
 // tile. The grid must be one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
-    segment_tiles_kernel(Segments in, int64_t tiles) {
-  __shared__ int64_t shared[kScanThreads / simt::kWarpLanes];
-  __shared__ int64_t carried;
+    segment_tiles_kernel(Segments in, int64_t num_tiles) {
+  __shared__ int64_t warp_sums[kScanThreads / simt::kWarpLanes];
+  __shared__ int64_t rows_so_far;
   if (threadIdx.x == 0) {
-    carried = 0;
+    rows_so_far = 0;
     in.rows_before_tile[0] = 0;
   }
   __syncthreads();
-  for (int64_t tile = 0; tile < tiles; tile += kScanThreads) {
+  for (int64_t tile = 0; tile < num_tiles; tile += kScanThreads) {
     const int64_t entry = tile + threadIdx.x + 1;
-    const int64_t before = carried;
+    const int64_t rows_before = rows_so_far;
     const int64_t sum =
-        before + block_scan(entry <= tiles ? in.rows_before_tile[entry] : 0, shared);
-    if (entry <= tiles) in.rows_before_tile[entry] = sum;
-    if (threadIdx.x == kScanThreads - 1) carried = sum;
+        rows_before + block_scan(entry <= num_tiles ? in.rows_before_tile[entry] : 0, warp_sums);
+    if (entry <= num_tiles) in.rows_before_tile[entry] = sum;
+    if (threadIdx.x == kScanThreads - 1) rows_so_far = sum;
     __syncthreads();
   }
 }
@@ -105,18 +108,18 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
 template <class Word>
 __global__ void __launch_bounds__(kTileThreads, kSegmentCopyBlocksPerSm)
     segment_copy_kernel(Segments in, const Word* values, Word* out, int64_t total, int64_t words) {
-  __shared__ int range[2];
+  __shared__ int search_range[2];
   const auto start = [&](int m) { return in.first_output_row(m) * words; };
   const int64_t n = total * words;
   for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < n;
        tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
     const int64_t end = tile + kTileSize < n ? tile + kTileSize : n;
-    const TileSearch search(start, static_cast<int>(in.count), tile, end, range);
+    const TileSearch search(start, static_cast<int>(in.num_wanted), tile, end, search_range);
     for (int64_t i = tile + threadIdx.x; i < end; i += kTileThreads) {
       const int m = search.find(start, i);
-      const int64_t inside = m < 0 ? 0 : i - start(m);
-      const bool filled = m >= 0 && inside < in.size(m) * words;
-      out[i] = filled ? values[in.begin(m) * words + inside] : Word{};
+      const int64_t word_in_segment = m < 0 ? 0 : i - start(m);
+      const bool is_filled = m >= 0 && word_in_segment < in.size(m) * words;
+      out[i] = is_filled ? values[in.begin(m) * words + word_in_segment] : Word{};
     }
   }
 }
@@ -132,26 +135,26 @@ void launch_segment_copy(const Launcher& launcher, const Segments& in, const voi
            words);
 }
 
-// Write the wanted segments of `values`, [in.rows] rows, one after the other to `out`, [total]
+// Write the wanted segments of `values`, [in.num_rows] rows, one after the other to `out`, [total]
 // rows, of row_nbytes bytes each: rows beyond the segments become 0, and rows beyond `total` are
 // not written. All arrays are in device memory and must live until the kernels have run.
 template <class Launcher>
 void launch_gather_segments(const Launcher& launcher, const Segments& in, const void* values,
                             void* out, int64_t total, int64_t row_nbytes) {
   if (total * row_nbytes == 0) return;
-  const int64_t tiles = scan_tiles(in.count);
-  launcher(segment_sums_kernel, blocks_for(tiles, 1, launcher.blocks(kResidentBlocksPerSm / 2)),
-           kScanThreads, in, tiles);
-  launcher(segment_tiles_kernel, 1, kScanThreads, in, tiles);
-  const auto bits = reinterpret_cast<uintptr_t>(values) | reinterpret_cast<uintptr_t>(out) |
-                    static_cast<uintptr_t>(row_nbytes);
-  if (bits % 16 == 0) {
+  const int64_t num_tiles = num_scan_tiles(in.num_wanted);
+  launcher(segment_sums_kernel, blocks_for(num_tiles, 1, launcher.blocks(kResidentBlocksPerSm / 2)),
+           kScanThreads, in, num_tiles);
+  launcher(segment_tiles_kernel, 1, kScanThreads, in, num_tiles);
+  const auto alignment_bits = reinterpret_cast<uintptr_t>(values) |
+                              reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(row_nbytes);
+  if (alignment_bits % 16 == 0) {
     launch_segment_copy<simt::Pack16>(launcher, in, values, out, total, row_nbytes);
-  } else if (bits % 8 == 0) {
+  } else if (alignment_bits % 8 == 0) {
     launch_segment_copy<uint64_t>(launcher, in, values, out, total, row_nbytes);
-  } else if (bits % 4 == 0) {
+  } else if (alignment_bits % 4 == 0) {
     launch_segment_copy<uint32_t>(launcher, in, values, out, total, row_nbytes);
-  } else if (bits % 2 == 0) {
+  } else if (alignment_bits % 2 == 0) {
     launch_segment_copy<uint16_t>(launcher, in, values, out, total, row_nbytes);
   } else {
     launch_segment_copy<uint8_t>(launcher, in, values, out, total, row_nbytes);

@@ -1,4 +1,4 @@
-// `gather_segments` on the CPU: copy segments of rows as bytes. Threads take ranges of the output
+// `gather_segments` on the CPU: copy segments of rows as bytes. Threads copy ranges of the output
 // of equal size, which may begin within a segment.
 #include <torch/csrc/stable/library.h>
 
@@ -12,7 +12,7 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kSegmentGrain = 64 * 1024;  // bytes of a parallel loop (its grain)
+constexpr int64_t kSegmentGrain = 64 * 1024;  // grain of parallel_balanced, in bytes
 
 // Copy bytes. Copies of 4 and 8 bytes are inlined, because a call costs more than the copy.
 inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
@@ -25,23 +25,24 @@ inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
   }
 }
 
-// Write the first output row of each wanted segment to `first_rows`, [count + 1], and to its last
-// entry the number of output rows. `order`, [count], names the segments. Throws unless they exist,
-// lie in the `rows` rows of the values, and have no negative length.
+// Write the first output row of each wanted segment to `first_rows`, [num_wanted + 1], and to its
+// last entry the number of output rows. `order`, [num_wanted], names the segments. Throws unless
+// they exist, lie in the `num_rows` rows of the values, and have no negative length.
 void write_first_rows(const char* op, IndexArray starts, int64_t num_segments, const int64_t* order,
-                      int64_t count, int64_t rows, int64_t* first_rows) {
-  int64_t next = 0;
-  for (int64_t m = 0; m < count; ++m) {
+                      int64_t num_wanted, int64_t num_rows, int64_t* first_rows) {
+  int64_t num_rows_before = 0;
+  for (int64_t m = 0; m < num_wanted; ++m) {
     const int64_t s = order[m];
     STD_TORCH_CHECK(s >= 0 && s < num_segments, op, ": order must name segments in [0, ",
                     num_segments, "), got ", s);
     const int64_t begin = starts[s], end = starts[s + 1];
-    STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= rows, op, ": segment ", s,
-                    " must lie in the ", rows, " rows of values, but is [", begin, ", ", end, ")");
-    first_rows[m] = next;
-    next += end - begin;
+    STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= num_rows, op, ": segment ", s,
+                    " must lie in the ", num_rows, " rows of values, but is [", begin, ", ", end,
+                    ")");
+    first_rows[m] = num_rows_before;
+    num_rows_before += end - begin;
   }
-  first_rows[count] = next;
+  first_rows[num_wanted] = num_rows_before;
 }
 
 // Return the segments values[starts[s]:starts[s + 1]] for s in `order`, one after the other:
@@ -51,30 +52,32 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
                        int64_t total) {
   const char* op = "gather_segments";
   const SegmentInputs in(op, values, starts, order, total);
-  const IndexArray start = index_array(in.starts);
+  const IndexArray start_array = index_array(in.starts);
   const int64_t* segments = in.order.const_data_ptr<int64_t>();
-  const int64_t count = in.order.numel();
-  const std::unique_ptr<int64_t[]> first_rows(new int64_t[count + 1]);
-  write_first_rows(op, start, in.starts.numel() - 1, segments, count, in.values.size(0),
+  const int64_t num_wanted = in.order.numel();
+  const std::unique_ptr<int64_t[]> first_rows(new int64_t[num_wanted + 1]);
+  write_first_rows(op, start_array, in.starts.numel() - 1, segments, num_wanted, in.values.size(0),
                    first_rows.get());
-  STD_TORCH_CHECK(first_rows[count] == total, op,
-                  ": total must be the rows of all segments of order, ", first_rows[count],
+  STD_TORCH_CHECK(first_rows[num_wanted] == total, op,
+                  ": total must be the rows of all segments of order, ", first_rows[num_wanted],
                   ", got ", total);
   Tensor out = in.new_output(total);
   const char* source = static_cast<const char*>(in.values.const_data_ptr());
   char* target = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t width = in.row_nbytes;
+  const int64_t row_bytes = in.row_nbytes;
   const auto copy_rows = [&](int64_t begin, int64_t end) {
-    int64_t m = std::upper_bound(first_rows.get(), first_rows.get() + count + 1, begin) -
+    int64_t m = std::upper_bound(first_rows.get(), first_rows.get() + num_wanted + 1, begin) -
                 first_rows.get() - 1;
     for (int64_t row = begin; row < end; ++m) {
-      const int64_t skipped = row - first_rows[m], n = std::min(end, first_rows[m + 1]) - row;
-      copy_bytes(target + row * width, source + (start[segments[m]] + skipped) * width, n * width);
+      const int64_t num_skipped = row - first_rows[m], n = std::min(end, first_rows[m + 1]) - row;
+      copy_bytes(target + row * row_bytes,
+                 source + (start_array[segments[m]] + num_skipped) * row_bytes, n * row_bytes);
       row += n;
     }
   };
-  if (width > 0) {
-    parallel_balanced(total, kSegmentGrain, [&](int64_t row) { return row * width; }, copy_rows);
+  if (row_bytes > 0) {
+    parallel_balanced(
+        total, kSegmentGrain, [&](int64_t row) { return row * row_bytes; }, copy_rows);
   }
   return out;
 }

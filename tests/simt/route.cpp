@@ -72,8 +72,8 @@ extern "C" const char* simt_gather_segments(const int64_t* call) {
     segments.starts = words.indices();
     segments.order = words.pointer<const int64_t>();
     segments.num_segments = words.number();
-    segments.count = words.number();
-    segments.rows = words.number();
+    segments.num_wanted = words.number();
+    segments.num_rows = words.number();
     segments.sums_in_tile = words.pointer<int64_t>();
     segments.rows_before_tile = words.pointer<int64_t>();
     const auto* values = words.pointer<const void>();
