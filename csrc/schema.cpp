@@ -110,10 +110,10 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor? groups=None) -> (Tensor inserted, Tensor status, Tensor evicted,"
       " Tensor key_slots, Tensor key_status)");
   // The insertion of a training batch in one call, on the CPU, and the groups of its lookups.
-  // csrc/hash/batch_cpu.cpp says which batches it serves; for others it returns [] and changes
-  // nothing. Returns [offsets, starts, slots, rows, segments, lookups, bags, count], then, if keys
-  // were missing, the status of every position. The groups are like those of `tbe_group`, but not
-  // in ascending order of rows; entries after the last group are unspecified.
+  // csrc/hash/batch_cpu.cpp lists the batches that it supports; for others it returns [] and
+  // changes nothing. Returns [offsets, starts, slots, rows, segments, lookups, bags, count], then,
+  // if keys were missing, the status of every position. The groups are like those of `tbe_group`,
+  // but not in ascending order of rows; entries after the last group are unspecified.
   m.def(
       "hash_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
       " Tensor ids,"
@@ -123,7 +123,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "hash_expire_(Tensor(a!)[] index, SymInt table, SymInt first_bucket, SymInt num_buckets,"
       " SymInt before) -> Tensor");
-  // Rows by slot: `values` is [slots, dim]; slots outside it, such as -1, have no row.
+  // The ops on rows by slot. `values` is [slots, dim]; slots outside of it, such as -1, have no
+  // row.
   m.def(
       "hash_find_rows(Tensor[] index, Tensor ids, Tensor starts, Tensor tables, Tensor values,"
       " float default_value) -> (Tensor rows, Tensor found)");
@@ -199,10 +200,10 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   // Passes in one call, see csrc/tt/batch_cpu.cpp and forward_backward_cuda.cu. `features` has F
   // rows for keys, F for ids, which a check reads, and F for the rows that a GPU computes. The
   // lookup checks its batch unless `check` is None. The CPU returns [] for an invalid batch.
-  // Otherwise the result is the output; then, if num_saved >= 0, the tensors that the backward pass
-  // takes as `kept`, 14 on the CPU and one on a GPU; then, on a GPU with `check`, the repaired
-  // offsets. `is_stale` says that the cores have changed since the lookup. If `is_finite`, a bool
-  // scalar, is false, the backward pass changes nothing.
+  // Otherwise the result is the output; then, if num_saved >= 0, the tensors `kept` of the backward
+  // pass, 14 on the CPU and one on a GPU; then, on a GPU with `check`, the repaired offsets.
+  // `is_stale` means that the cores have changed since the lookup. If `is_finite`, a bool scalar,
+  // is false, the backward pass changes nothing.
   m.def(
       "tt_lookup_checked_(Tensor[] cores, Tensor tables, Tensor feature_tables, Tensor features,"
       " Tensor indices, Tensor offsets, Tensor? bag_layout, Tensor? sample_weights, int pooling,"

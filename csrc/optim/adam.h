@@ -29,7 +29,7 @@ struct AdamMoments {
         correction2(as_float(1.0 / sqrt(1.0 - pow(hyper[kBeta2], hyper[Hyper::kStep])))) {}
 
  protected:
-  // Return the next first and second moment.
+  // Return the next first moment, and the next second moment.
   template <class F>
   EMB_HD F first_moment(F m, F g) const {
     return beta1 * m + one_minus_beta1 * g;
@@ -92,8 +92,8 @@ struct PartialRowwiseAdam : AdamMoments {
   }
 };
 
-// Return ||w|| / ||r|| from the squares of the norms; 1 if either is zero, so that a row of zeros
-// can leave zero by Adam's step.
+// Return the norm of the weights over the norm of Adam's step, from the squares of both norms.
+// Return 1 if either is zero, so that Adam's step can change a row of zeros.
 EMB_HD float trust_ratio(float weight_square, float step_square) {
   return weight_square > 0.0f && step_square > 0.0f ? sqrtf(weight_square) / sqrtf(step_square)
                                                     : 1.0f;
@@ -112,9 +112,9 @@ struct Lamb : AdamMoments {
       : AdamMoments(hyper), decay(as_float(hyper[kWeightDecay])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F w, F g, F m, F v, F* sums) const {
-    const F r = decayed_step<Math>(w, first_moment(m, g), second_moment(v, g * g));
+    const F adam_step = decayed_step<Math>(w, first_moment(m, g), second_moment(v, g * g));
     sums[0] += w * w;
-    sums[1] += r * r;
+    sums[1] += adam_step * adam_step;
   }
   EMB_HD RowFactors begin_row(float*, const float* sums, float) const {
     return {lr * trust_ratio(sums[0], sums[1]), 1.0f};
@@ -148,18 +148,19 @@ struct PartialRowwiseLamb : AdamMoments {
       : AdamMoments(hyper), decay(as_float(hyper[kWeightDecay])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F w, F g, F m, F, F* sums) const {
-    const F next = first_moment(m, g);
+    const F next_m = first_moment(m, g);
     sums[0] += g * g;
-    sums[1] += next * next;
-    sums[2] += next * w;
+    sums[1] += next_m * next_m;
+    sums[2] += next_m * w;
     sums[3] += w * w;
   }
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     states[0] = second_moment(states[0], sums[0] / dim);
-    const float q = momentum_scale(states[0]);
-    const float square = q * q * sums[1] + 2.0f * q * decay * sums[2] + decay * decay * sums[3];
-    const float length = lr * trust_ratio(sums[3], square);
-    return {length * q, 1.0f - length * decay};
+    const float q = momentum_scale(states[0]);  // Adam's step is q * m
+    const float step_square =
+        q * q * sums[1] + 2.0f * q * decay * sums[2] + decay * decay * sums[3];
+    const float row_lr = lr * trust_ratio(sums[3], step_square);
+    return {row_lr * q, 1.0f - row_lr * decay};
   }
   template <class Math, class F>
   EMB_HD F step(F w, F g, F* m, F*, RowFactors factors) const {

@@ -39,9 +39,9 @@ struct TierMemory {
 // the cache, negative for none; a slot outside the cache counts as none.
 EMB_HD RowLocation locate_update(const Feature& feature, int64_t row, int64_t slot,
                                  const TierMemory& cache) {
-  const bool in_cache = slot >= 0 && feature.cache_stride > 0 && slot < cache.rows &&
-                        slot < cache.elements / feature.cache_stride;
-  return locate_row(feature, row, in_cache ? slot : -1);
+  const bool is_in_cache = slot >= 0 && feature.cache_stride > 0 && slot < cache.rows &&
+                           slot < cache.elements / feature.cache_stride;
+  return locate_row(feature, row, is_in_cache ? slot : -1);
 }
 
 // The arguments of the CPU kernels of `update_rows_`.
@@ -61,20 +61,20 @@ inline constexpr int64_t kMatrixScratchRows = 2 + kMaxElementStates;
 // `scratch`, of this thread alone, is kMatrixScratchRows * width floats.
 using UpdateRowsFn = void (*)(const UpdateRowsArgs&, float* scratch, int64_t begin, int64_t end);
 
-// Rows of a matrix that are copied as floats: row rows[i] of `from` becomes row i of `to`.
+// Rows of a matrix that are copied as floats: row rows[i] of `source` becomes row i of `target`.
 struct WidenRowsArgs {
-  const void* from;  // [.., width] of 16-bit dtype `type`
+  const void* source;  // [.., width] of 16-bit dtype `type`
   Dtype type;
-  const int32_t* rows;  // source row of each row of `to`
+  const int32_t* rows;  // source row of each row of `target`
   int64_t width;
-  float* to;  // [.., width]
+  float* target;  // [.., width]
 };
 
 // The CPU kernels. Calls for disjoint ranges may run at once.
 struct UpdateRowsTable {
-  // Return the kernel of an optimizer, null if there is none of that number.
+  // Return the kernel of an optimizer; null if no optimizer has that number.
   UpdateRowsFn (*find)(int optimizer);
-  // Copy rows [begin, end) of `to`.
+  // Copy rows [begin, end) of `target`.
   void (*widen)(const WidenRowsArgs&, int64_t begin, int64_t end);
 };
 

@@ -12,14 +12,14 @@
 
 namespace emb {
 
-// How many state tensors, and how many entries of `hyper`, an optimizer needs.
+// The numbers of state tensors and of entries of `hyper` that an optimizer needs.
 struct OptimizerShape {
   const char* name = nullptr;
-  int element_states = 0, row_states = 0;  // numbers of states
-  int hyper = 0;                           // entries of `hyper`
-  bool counts_steps = false;               // needs the number of the step, from 1
+  int num_element_states = 0, num_row_states = 0;
+  int num_hyper = 0;          // entries of `hyper`
+  bool counts_steps = false;  // whether it needs the number of the step, from 1
 
-  int states() const { return element_states + row_states; }
+  int num_states() const { return num_element_states + num_row_states; }
 };
 
 // Return the shape of an optimizer. Throws if there is none of that number.
@@ -54,12 +54,12 @@ inline void check_has_step(const char* op, const Tensor& hyper) {
 // throws, uncount the step.
 template <class Update>
 void count_step(const Tensor& hyper, const Update& update) {
-  auto* numbers = static_cast<double*>(hyper.mutable_data_ptr());
-  numbers[Hyper::kStep] += 1.0;
+  double* step = static_cast<double*>(hyper.mutable_data_ptr()) + Hyper::kStep;
+  *step += 1.0;
   try {
     update();
   } catch (...) {
-    numbers[Hyper::kStep] -= 1.0;
+    *step -= 1.0;
     throw;
   }
 }
@@ -68,8 +68,8 @@ void count_step(const Tensor& hyper, const Update& update) {
 // of 1 or more if the optimizer needs one.
 inline void check_hyper(const char* op, const OptimizerShape& shape, const Tensor& hyper) {
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
-  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() == shape.hyper, op, ": ", shape.name,
-                  " needs a contiguous hyper vector of ", shape.hyper,
+  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() == shape.num_hyper, op, ": ", shape.name,
+                  " needs a contiguous hyper vector of ", shape.num_hyper,
                   " entries (see emblib.optim), got ", hyper.numel());
   // On the CPU only: on a GPU the numbers are in device memory.
   STD_TORCH_CHECK(
@@ -77,22 +77,23 @@ inline void check_hyper(const char* op, const OptimizerShape& shape, const Tenso
       op, ": ", shape.name, " counts its steps from 1; hyper[1] must be >= 1 at the first update");
 }
 
-// Check the states of one tier and set them in `tier`: element-wise ones need at least as many
-// entries as the weights have elements, row-wise ones at least `rows`. Row-wise states must be
-// float32, element-wise ones may be 16 bits. `states` has shape.states() tensors. tier->elements
-// and tier->rows must be set; tier->rows is lowered to the entries of the shortest row-wise state.
+// Check the states of one tier and set them in `tier`. Element-wise states need at least as many
+// entries as the weights have elements, row-wise states at least `rows`. Row-wise states must be
+// float32; element-wise states may also have 16 bits. `states` has shape.num_states() tensors.
+// tier->elements and tier->rows must be set; tier->rows is lowered to the entries of the shortest
+// row-wise state.
 inline void check_tier_states(const char* op, const OptimizerShape& shape, const Tensor* states,
                               int64_t rows, TierMemory* tier) {
-  for (int i = 0; i < shape.states(); ++i) {
-    const bool by_row = i >= shape.element_states;  // element-wise states come first
-    const int64_t entries = by_row ? rows : tier->elements;
+  for (int i = 0; i < shape.num_states(); ++i) {
+    const bool is_row_wise = i >= shape.num_element_states;  // element-wise states come first
+    const int64_t entries = is_row_wise ? rows : tier->elements;
     STD_TORCH_CHECK(states[i].is_contiguous() && states[i].numel() >= entries, op, ": state ", i,
                     " of ", shape.name, " must be contiguous with at least ", entries,
                     " entries, has ", states[i].numel());
-    if (by_row) {
+    if (is_row_wise) {
       check_dtype(op, "an optimizer state of one number per row", states[i], ScalarType::Float,
                   "float32");
-      tier->row_states[i - shape.element_states] =
+      tier->row_states[i - shape.num_element_states] =
           static_cast<float*>(states[i].mutable_data_ptr());
       if (states[i].numel() < tier->rows) tier->rows = states[i].numel();
     } else {
@@ -110,9 +111,9 @@ inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Ten
                         TierMemory (&tiers)[kTiers]) {
   const TierWeights layout(op, weights);
   const OptimizerShape shape = optimizer_shape(op, optimizer);
-  const auto num_states = static_cast<int>(weights.size()) * shape.states();
+  const auto num_states = static_cast<int>(weights.size()) * shape.num_states();
   STD_TORCH_CHECK(static_cast<int>(states.size()) == num_states, op, ": ", shape.name, " keeps ",
-                  shape.states(), " state tensors for each of ", weights.size(),
+                  shape.num_states(), " state tensors for each of ", weights.size(),
                   " tensors of weights, got ", states.size());
   for (size_t t = 0; t < weights.size(); ++t) {
     TierMemory& tier = tiers[t];
@@ -120,7 +121,7 @@ inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Ten
     tier.elements = weights[t].numel();
     tier.weight_type = t == kCacheTier ? layout.cache_type : layout.type;
     tier.rows = kUnlimited;
-    check_tier_states(op, shape, states.data() + t * shape.states(), rows[t], &tier);
+    check_tier_states(op, shape, states.data() + t * shape.num_states(), rows[t], &tier);
   }
 }
 

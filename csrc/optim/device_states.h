@@ -11,8 +11,9 @@
 
 namespace emb::cuda {
 
-// Set `address` to where kernels reach a tensor of memory tier `tier`, which must be on the device
-// of `hyper`; only the host tier may be in pinned host memory. An empty tensor changes nothing.
+// Set `*address` to the address at which kernels access `tensor`, the memory of tier `tier`. It
+// must be on the device of `hyper`; only the host tier may be in pinned host memory. An empty
+// tensor changes nothing.
 template <class T>
 void set_kernel_address(const char* op, const char* name, const Tensor& tensor, const Tensor& hyper,
                         int tier, T** address) {
@@ -36,13 +37,13 @@ inline OptimizerStepArgs optimizer_step_args(const char* op, const std::vector<T
   for (int t = 0; t < static_cast<int>(weights.size()); ++t) {
     TierMemory& tier = args.tiers[t];
     set_kernel_address(op, "weights", weights[t], hyper, t, &tier.weights);
-    for (int s = 0; s < shape.states(); ++s) {
-      const Tensor& state = states[t * shape.states() + s];
-      const int by_row = s - shape.element_states;  // element-wise states come first
-      if (by_row < 0) {
+    for (int s = 0; s < shape.num_states(); ++s) {
+      const Tensor& state = states[t * shape.num_states() + s];
+      const int row_state = s - shape.num_element_states;  // element-wise states come first
+      if (row_state < 0) {
         set_kernel_address(op, "an optimizer state", state, hyper, t, &tier.element_states[s]);
       } else {
-        set_kernel_address(op, "an optimizer state", state, hyper, t, &tier.row_states[by_row]);
+        set_kernel_address(op, "an optimizer state", state, hyper, t, &tier.row_states[row_state]);
       }
     }
   }

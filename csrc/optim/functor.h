@@ -1,13 +1,13 @@
 // The common part of the optimizers: the form of a functor, and weight decay.
 //
-// A functor is the arithmetic of an optimizer on registers: it knows no thread index, no device and
-// no dtype. It is built from `hyper`, the optimizer's float64 vector: the common entries that
+// A functor is the arithmetic of an optimizer on registers. It depends on no thread index, device
+// or dtype. It is built from `hyper`, the optimizer's float64 vector: the common entries that
 // core/codes.h names (learning rate, step, ..), then kNumHyper entries that only this functor
-// reads. A row is updated in three steps: `add_sums` is called for every element of the row and
-// adds the element's terms to up to kNumRowSums sums; `begin_row` turns these sums and the row-wise
-// states into two factors, and updates the row-wise states; `step` updates one element and the
-// states of this element. Optimizers without sums skip `add_sums`, and the CUDA drivers compute
-// sums[0] themselves where kSumsNeedGradientOnly.
+// reads. A row is updated in three steps. `add_sums` is called for every element of the row and
+// adds the element's terms to kNumRowSums sums. `begin_row` computes two factors from these sums
+// and the row-wise states, and updates the row-wise states. `step` updates one element and its
+// states. Optimizers without sums skip `add_sums`, and the CUDA drivers compute sums[0] themselves
+// where kSumsNeedGradientOnly.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ namespace emb {
 //   kNumHyper             the number of its arguments in `hyper`, after the common entries
 //   kElementStates        the number of states with one entry per element; they come first in the
 //                         list of states
-//   kSteppedStates        how many of these, from the first on, `step` updates; not the others
+//   kSteppedStates        the number of these, from the first on, that `step` updates
 //   kRowStates            the number of states of one float per row
 //   kNumRowSums           the number of sums over a row
 //   kSumsNeedGradientOnly whether there are no sums, or only sums[0], the sum of g * g
@@ -32,7 +32,7 @@ namespace emb {
 //                                        L2 penalty, m and v the element-wise states before the
 //                                        step; floats or vectors
 //   begin_row(states, sums, dim)         return the RowFactors of a row of `dim` columns
-//   step<Math>(w, g, &m, &v, factors)    return the new weight; w has had its decoupled decay
+//   step<Math>(w, g, &m, &v, factors)    return the new weight; w is after the decoupled decay
 
 // The maximum numbers over all optimizers.
 inline constexpr int kMaxElementStates = 2, kMaxRowStates = 3, kMaxRowSums = 4;
@@ -58,7 +58,7 @@ struct RowFactors {
   float gradient = 0.0f, weight = 1.0f;
 };
 
-// The arithmetic of `add_sums` and `step` on single elements; VecMath is the one on registers.
+// The arithmetic of `add_sums` and `step` on single elements; VecMath is that on registers.
 struct ScalarMath {
   EMB_HD static float root(float x) { return sqrtf(x); }
   EMB_HD static float ratio(float a, float b) { return b == 0.0f ? 0.0f : a / b; }

@@ -16,10 +16,11 @@
 
 namespace emb::cuda {
 
-// Without an optimizer the summed gradient is stored (float32) as the weights of tier 0.
+// Without an optimizer the summed gradient (float32) is stored as the weights of tier 0.
 inline constexpr int kNoOptimizer = -1;
 
-// Columns that a lane owns in the backward pass: as many as one counter of random numbers serves.
+// The number of columns that a lane owns in the backward pass, and of the random words of a
+// counter.
 inline constexpr int kColumns = 4;
 
 // The arguments of a kernel that updates weights. Pointers are to device memory (the host tier to
@@ -27,15 +28,15 @@ inline constexpr int kColumns = 4;
 struct OptimizerStepArgs {
   int optimizer = kNoOptimizer;  // number in Optimizers
   // Set by find_optimizer; see functor.h.
-  int stepped_states = 0;
-  int row_states = 0;
-  int sums = 0;
+  int num_stepped_states = 0;
+  int num_row_states = 0;
+  int num_row_sums = 0;
   bool sums_need_gradient_only = true;
   const double* hyper = nullptr;  // read on the device: a captured graph sees its current values
   TierMemory tiers[kTiers] = {};  // weights and states, which kernels write
 
   // Return whether the factors of a row depend on all of its columns or on a row-wise state.
-  EMB_HD bool by_row() const { return sums > 0 || row_states > 0; }
+  EMB_HD bool has_row_factors() const { return num_row_sums > 0 || num_row_states > 0; }
 };
 
 // Set the optimizer of `args` and its properties. Return false if there is none of that number.
@@ -43,21 +44,22 @@ inline bool find_optimizer(int optimizer, OptimizerStepArgs* args) {
   args->optimizer = optimizer;
   return Optimizers::visit(optimizer, [args](auto tag) {
     using Opt = typename decltype(tag)::type;
-    args->stepped_states = Opt::kSteppedStates;
-    args->row_states = Opt::kRowStates;
-    args->sums = Opt::kNumRowSums;
+    args->num_stepped_states = Opt::kSteppedStates;
+    args->num_row_states = Opt::kRowStates;
+    args->num_row_sums = Opt::kNumRowSums;
     args->sums_need_gradient_only = Opt::kSumsNeedGradientOnly;
   });
 }
 
 // The parts of the optimizer step that the rows of a block need, in shared memory: there the tiers
 // can be indexed, and the functor is built once per block (Adam's bias corrections take powers in
-// double). Without an optimizer only the tiers and `aligned` are set.
+// double). Without an optimizer only the tiers and `is_aligned` are set.
 struct BlockStep {
   WeightDecay decay;
   Rounding rounding;
   TierMemory tiers[kTiers];
-  bool aligned[kTiers];  // whether rows that start at a multiple of kColumns can be read in vectors
+  bool is_aligned[kTiers];  // whether rows that start at a multiple of kColumns can be read in
+                            // vectors
   alignas(16) unsigned char optimizer[Optimizers::max_bytes()];  // the functor
 };
 
@@ -74,15 +76,19 @@ struct alignas(16) BlockStepStorage {
 // without an optimizer use.
 struct AtRunTime {
   static constexpr bool kHasOptimizer = true, kHasSums = true, kScalesWeights = true;
-  EMB_DEVICE static int stepped_states(const OptimizerStepArgs& args) {
-    return args.stepped_states;
+  EMB_DEVICE static int num_stepped_states(const OptimizerStepArgs& args) {
+    return args.num_stepped_states;
   }
-  EMB_DEVICE static int row_states(const OptimizerStepArgs& args) { return args.row_states; }
-  EMB_DEVICE static int sums(const OptimizerStepArgs& args) { return args.sums; }
+  EMB_DEVICE static int num_row_states(const OptimizerStepArgs& args) {
+    return args.num_row_states;
+  }
+  EMB_DEVICE static int num_row_sums(const OptimizerStepArgs& args) { return args.num_row_sums; }
   EMB_DEVICE static bool sums_need_gradient_only(const OptimizerStepArgs& args) {
     return args.sums_need_gradient_only;
   }
-  EMB_DEVICE static bool by_row(const OptimizerStepArgs& args) { return args.by_row(); }
+  EMB_DEVICE static bool has_row_factors(const OptimizerStepArgs& args) {
+    return args.has_row_factors();
+  }
 
   // Call `visitor` with the functor of the block, which `build` made.
   template <class Visitor>
@@ -118,15 +124,19 @@ template <class Opt>
 struct Compiled {
   static constexpr bool kHasOptimizer = true, kHasSums = Opt::kNumRowSums > 0;
   static constexpr bool kScalesWeights = false;  // whether RowFactors::weight is used: not here
-  EMB_DEVICE static constexpr int stepped_states(const OptimizerStepArgs&) {
+  EMB_DEVICE static constexpr int num_stepped_states(const OptimizerStepArgs&) {
     return Opt::kSteppedStates;
   }
-  EMB_DEVICE static constexpr int row_states(const OptimizerStepArgs&) { return Opt::kRowStates; }
-  EMB_DEVICE static constexpr int sums(const OptimizerStepArgs&) { return Opt::kNumRowSums; }
+  EMB_DEVICE static constexpr int num_row_states(const OptimizerStepArgs&) {
+    return Opt::kRowStates;
+  }
+  EMB_DEVICE static constexpr int num_row_sums(const OptimizerStepArgs&) {
+    return Opt::kNumRowSums;
+  }
   EMB_DEVICE static constexpr bool sums_need_gradient_only(const OptimizerStepArgs&) {
     return Opt::kSumsNeedGradientOnly;
   }
-  EMB_DEVICE static constexpr bool by_row(const OptimizerStepArgs&) {
+  EMB_DEVICE static constexpr bool has_row_factors(const OptimizerStepArgs&) {
     return Opt::kNumRowSums > 0 || Opt::kRowStates > 0;
   }
 
@@ -144,7 +154,7 @@ struct Compiled {
 // No optimizer: the summed gradient itself is the result.
 struct GradientOnly {
   static constexpr bool kHasOptimizer = false, kHasSums = false;
-  EMB_DEVICE static constexpr int sums(const OptimizerStepArgs&) { return 0; }
+  EMB_DEVICE static constexpr int num_row_sums(const OptimizerStepArgs&) { return 0; }
   EMB_DEVICE static void build(const OptimizerStepArgs&, unsigned char*) {}
 };
 
@@ -203,7 +213,7 @@ EMB_DEVICE void build_step(const OptimizerStepArgs& args, BlockStepStorage* stor
 #pragma unroll
     for (int t = 0; t < kTiers; ++t) {
       step->tiers[t] = args.tiers[t];
-      step->aligned[t] = args.tiers[t].is_aligned(kColumns);
+      step->is_aligned[t] = args.tiers[t].is_aligned(kColumns);
     }
   }
   __syncthreads();
@@ -218,14 +228,14 @@ struct LaneColumns {
 // optimizer updates are loaded.
 template <class Selection>
 EMB_DEVICE void load_columns(const OptimizerStepArgs& args, const TierMemory& tier, int64_t element,
-                             int valid, LaneColumns* x) {
-  if (valid <= 0) return;
-  read_columns(tier.weights, tier.weight_type, element, valid, x->weights);
-  if (Selection::stepped_states(args) > 0) {
-    read_columns(tier.element_states[0], tier.state_types[0], element, valid, x->state0);
+                             int num_valid, LaneColumns* x) {
+  if (num_valid <= 0) return;
+  read_columns(tier.weights, tier.weight_type, element, num_valid, x->weights);
+  if (Selection::num_stepped_states(args) > 0) {
+    read_columns(tier.element_states[0], tier.state_types[0], element, num_valid, x->state0);
   }
-  if (Selection::stepped_states(args) > 1) {
-    read_columns(tier.element_states[1], tier.state_types[1], element, valid, x->state1);
+  if (Selection::num_stepped_states(args) > 1) {
+    read_columns(tier.element_states[1], tier.state_types[1], element, num_valid, x->state1);
   }
 }
 
@@ -259,9 +269,9 @@ EMB_DEVICE void add_penalty(const BlockStep& step, const LaneColumns& x,
 
 // The location of a lane's columns.
 struct ColumnLocation {
-  int64_t element;    // first element of the columns in the tier
-  int64_t row;        // linear row id, for random numbers
-  int column, valid;  // first column; columns from there to the end of the row
+  int64_t element;        // first element of the columns in the tier
+  int64_t row;            // linear row id, for random numbers
+  int column, num_valid;  // first column; columns from there to the end of the row
 };
 
 // Write columns of a tensor, `data` of dtype `type`, rounded as `rounding` says; `tensor` selects
@@ -279,7 +289,7 @@ EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& lo
                       : to_float(round_randomly<bfloat16>(values[k], random.word[k]));
     }
   }
-  write_columns(data, type, location.element, location.valid, values);
+  write_columns(data, type, location.element, location.num_valid, values);
 }
 
 // Update columns and their states, and write them. `gradient` includes the L2 penalty, `factors` is
@@ -297,11 +307,11 @@ EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const BlockStep& ste
     }
   });
   store_columns(step.rounding, location, kRoundWeights, tier.weights, tier.weight_type, x->weights);
-  if (Selection::stepped_states(args) > 0) {
+  if (Selection::num_stepped_states(args) > 0) {
     store_columns(step.rounding, location, kRoundState, tier.element_states[0], tier.state_types[0],
                   x->state0);
   }
-  if (Selection::stepped_states(args) > 1) {
+  if (Selection::num_stepped_states(args) > 1) {
     store_columns(step.rounding, location, kRoundState + 1, tier.element_states[1],
                   tier.state_types[1], x->state1);
   }

@@ -1,7 +1,7 @@
 // The step of an optimizer on one row of floats, with the functors of optimizers.h, and the
 // conversion of rows that are stored in 16 bits. For the CPU kernels of all ops that update
-// weights; only `*_kernels.cpp` may include it. A row takes, in this order: add_penalty, row_sums,
-// Opt::begin_row, decay_row, step_row.
+// weights; only `*_kernels.cpp` may include this header. The update of a row calls, in this order,
+// add_penalty, row_sums, Opt::begin_row, decay_row and step_row.
 #pragma once
 
 #include "core/dtype.h"
@@ -37,31 +37,33 @@ struct RowViews {
   float* __restrict state1;
 };
 
-// The columns of a row from `first` on that fill a register.
-struct WholeRegister {
-  int64_t first;
+// The columns of a row from `first_column` on that fill a register.
+struct FullRegister {
+  int64_t first_column;
 
-  EMB_HD Vec read(const float* row) const { return load(row + first); }
-  EMB_HD void write(float* row, Vec values) const { store(row + first, values); }
+  EMB_HD Vec read(const float* row) const { return load(row + first_column); }
+  EMB_HD void write(float* row, Vec values) const { store(row + first_column, values); }
 };
 
-// The last `count` columns of a row, from `first` on, fewer than a register has. The other lanes
-// are zeros where they are read.
-struct RestOfRow {
-  int64_t first;
-  int count;
+// The last `num_columns` columns of a row, from `first_column` on, fewer than a register has. The
+// other lanes are zeros where they are read.
+struct PartialRegister {
+  int64_t first_column;
+  int num_columns;
 
-  EMB_HD Vec read(const float* row) const { return load_first(row + first, count); }
-  EMB_HD void write(float* row, Vec values) const { store_first(row + first, values, count); }
+  EMB_HD Vec read(const float* row) const { return load_first(row + first_column, num_columns); }
+  EMB_HD void write(float* row, Vec values) const {
+    store_first(row + first_column, values, num_columns);
+  }
 };
 
-// Call `body` with the WholeRegisters and the RestOfRow of rows of `dim` columns. Explicit
-// registers, because GCC turns loops over a known number of columns into single elements.
+// Call `body` with each FullRegister and the PartialRegister of a row of `dim` columns. They are
+// explicit, because GCC compiles a loop over a known number of columns to single elements.
 template <class Body>
 EMB_HD void for_registers(int64_t dim, const Body& body) {
-  int64_t first = 0;
-  for (; first + kLanes <= dim; first += kLanes) body(WholeRegister{first});
-  if (first < dim) body(RestOfRow{first, static_cast<int>(dim - first)});
+  int64_t first_column = 0;
+  for (; first_column + kLanes <= dim; first_column += kLanes) body(FullRegister{first_column});
+  if (first_column < dim) body(PartialRegister{first_column, static_cast<int>(dim - first_column)});
 }
 
 // Write the sums over a row that `begin_row` needs to `sums`, [kNumRowSums]. Lanes beyond the end
@@ -113,14 +115,14 @@ EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row
 }
 
 // Store a row from element `element` on of `data`, of 16-bit dtype `type`, rounded as `rounding`
-// says. Linear row `id` and `tensor`, one of its tensors (RoundedTensor), select the random
+// says. Linear row `row_id` and `tensor`, one of its tensors (RoundedTensor), select the random
 // numbers.
 [[gnu::noinline]] inline void narrow_row(const float* values, int64_t dim, void* data, Dtype type,
-                                         int64_t element, const Rounding& rounding, int64_t id,
+                                         int64_t element, const Rounding& rounding, int64_t row_id,
                                          uint32_t tensor) {
   const auto store_as = [&](auto* row) {
     if (rounding.is_stochastic) {
-      round_row(values, dim, rounding, id, tensor, row + element);
+      round_row(values, dim, rounding, row_id, tensor, row + element);
     } else {
       convert_row(values, dim, row + element);
     }

@@ -1,9 +1,9 @@
 // Slices of several rows in registers, for the fused update (tbe/update.cuh).
 //
-// A group of lanes takes a row in *slices* of kColumns columns per lane. A lane that updated one
-// slice at a time would wait for the loads of each slice. Instead it takes a batch of kSlices
-// slices, of one row or of several, and has all their loads in flight at once. The dtype of a
-// tensor is known at run time only: values are loaded in the format of the memory and converted
+// A group of lanes processes a row in *slices* of kColumns columns per lane. A lane that updated
+// one slice at a time would wait for the loads of each slice. Instead it processes a batch of
+// kSlices slices, of one row or of several, and has all their loads in flight at once. The dtype of
+// a tensor is known at run time only: values are loaded in the format of the memory and converted
 // afterwards, so that there is one uniform branch per tensor and batch.
 #pragma once
 
@@ -23,10 +23,10 @@ struct RowLayout {
   bool uses_vectors;    // whether rows are read in vectors
 
   // Rows of `columns` columns, in batches of at most `max_slices` slices, a power of two.
-  EMB_DEVICE RowLayout(int columns, bool in_vectors, int max_slices)
-      : dim(columns), uses_vectors(in_vectors) {
+  EMB_DEVICE RowLayout(int columns, bool can_use_vectors, int max_slices)
+      : dim(columns), uses_vectors(can_use_vectors) {
     while (lanes < kWarpLanes && lanes * kColumns < dim) lanes *= 2;
-    while ((1 << log2_slices) < max_slices && (width() << log2_slices) < dim) ++log2_slices;
+    while ((1 << log2_slices) < max_slices && (slice_columns() << log2_slices) < dim) ++log2_slices;
   }
 
   // Return the number of the lane in its group.
@@ -35,8 +35,9 @@ struct RowLayout {
   EMB_DEVICE int lane_column() const { return uses_vectors ? rank() * kColumns : rank(); }
   // Return the distance between the columns of a lane in a slice.
   EMB_DEVICE int column_distance() const { return uses_vectors ? 1 : lanes; }
-  EMB_DEVICE int width() const { return lanes * kColumns; }          // columns of a slice
-  EMB_DEVICE int columns() const { return width() << log2_slices; }  // columns of a row in a batch
+  // Return the number of columns of a slice, and of a row's columns in a batch.
+  EMB_DEVICE int slice_columns() const { return lanes * kColumns; }
+  EMB_DEVICE int batch_columns() const { return slice_columns() << log2_slices; }
   // Return the number, within its row, of slice s of a batch.
   EMB_DEVICE int slice_of_row(int s) const { return s & ((1 << log2_slices) - 1); }
   EMB_DEVICE bool is_first_slice(int s) const { return slice_of_row(s) == 0; }
@@ -93,7 +94,7 @@ EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float 
   }
 }
 
-// Do what load_slices does, for elements of type T; half16 stands for both 16-bit dtypes.
+// Do what load_slices does, for elements of type T; half16 is used for both 16-bit dtypes.
 template <class T, bool kReadOnly, int kSlices, class LocationOf>
 EMB_DEVICE void load_slices_of(bool uses_vectors, int step, const T* data,
                                const LocationOf& location_of, Slices<kSlices>& x) {
@@ -225,8 +226,8 @@ EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& ro
   }
 }
 
-// The weights and element-wise states of a batch, of this lane: call load, convert, sum_rows (if
-// the optimizer has sums), apply, store.
+// This lane's weights and element-wise states of a batch. Call load, convert, sum_rows (if the
+// optimizer has sums), apply and store, in this order.
 template <int kSlices>
 struct RowBatch {
   Slices<kSlices> weights = {}, state0 = {}, state1 = {};
@@ -237,11 +238,11 @@ struct RowBatch {
                        const TierMemory& tier, const LocationOf& location_of) {
     load_slices<false, kSlices>(layout.uses_vectors, layout.column_distance(), tier.weights,
                                 tier.weight_type, location_of, weights);
-    if (Selection::stepped_states(args) > 0) {
+    if (Selection::num_stepped_states(args) > 0) {
       load_slices<false, kSlices>(layout.uses_vectors, layout.column_distance(),
                                   tier.element_states[0], tier.state_types[0], location_of, state0);
     }
-    if (Selection::stepped_states(args) > 1) {
+    if (Selection::num_stepped_states(args) > 1) {
       load_slices<false, kSlices>(layout.uses_vectors, layout.column_distance(),
                                   tier.element_states[1], tier.state_types[1], location_of, state1);
     }
@@ -251,8 +252,8 @@ struct RowBatch {
   template <class Selection>
   EMB_DEVICE void convert(Selection, const OptimizerStepArgs& args, const TierMemory& tier) {
     widen<kSlices>(tier.weight_type, weights);
-    if (Selection::stepped_states(args) > 0) widen<kSlices>(tier.state_types[0], state0);
-    if (Selection::stepped_states(args) > 1) widen<kSlices>(tier.state_types[1], state1);
+    if (Selection::num_stepped_states(args) > 0) widen<kSlices>(tier.state_types[0], state0);
+    if (Selection::num_stepped_states(args) > 1) widen<kSlices>(tier.state_types[1], state1);
   }
 
   // Add this lane's terms of the sums over each row to `sums`, slice by slice in order, so that the
@@ -283,7 +284,8 @@ struct RowBatch {
     for (int s = 1; s < kSlices; ++s) {
 #pragma unroll
       for (int k = 0; k < kMaxRowSums; ++k) {
-        if (k < Selection::sums(args) && !layout.is_first_slice(s)) sums[s][k] += sums[s - 1][k];
+        if (k < Selection::num_row_sums(args) && !layout.is_first_slice(s))
+          sums[s][k] += sums[s - 1][k];
       }
     }
   }
@@ -313,9 +315,9 @@ struct RowBatch {
   EMB_DEVICE void store(Selection, const OptimizerStepArgs& args, const TierMemory& tier,
                         const Store& store) const {
     store(kRoundWeights, tier.weights, tier.weight_type, weights);
-    if (Selection::stepped_states(args) > 0)
+    if (Selection::num_stepped_states(args) > 0)
       store(kRoundState, tier.element_states[0], tier.state_types[0], state0);
-    if (Selection::stepped_states(args) > 1)
+    if (Selection::num_stepped_states(args) > 1)
       store(kRoundState + 1, tier.element_states[1], tier.state_types[1], state1);
   }
 };

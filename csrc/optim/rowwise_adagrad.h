@@ -14,16 +14,16 @@
 
 namespace emb {
 
-// The number of a step as a row-wise state of one float, exact far beyond 2^24, where floats cannot
-// represent all integers: up to 2^24 it is the float of that value, and beyond it each step is the
+// The number of a step as a row-wise state of one float. Beyond 2^24 floats cannot represent all
+// integers. So up to 2^24 the state is the float of that value, and beyond 2^24 each step is the
 // next float (the next bit pattern). States that were saved as plain floats keep their meaning.
 inline constexpr float kLastPlainStep = 1 << 24;
 inline constexpr int32_t kBitsOfLastPlainStep = 0x4B800000, kBitsOfLargestFloat = 0x7F7FFFFF;
-// The step that the largest float stands for, about 8.9e8. Later steps are stored as this step.
+// The step that the largest float represents, about 8.9e8. Later steps are stored as this step.
 inline constexpr double kMaxStep =
     double{kLastPlainStep} + (kBitsOfLargestFloat - kBitsOfLastPlainStep);
 
-// Return the state that stands for a step, which is 0 or more.
+// Return the state that represents `step`, which must be 0 or more.
 EMB_HD float encode_step(double step) {
   if (step <= kLastPlainStep) return static_cast<float>(step);
   if (step > kMaxStep) step = kMaxStep;
@@ -116,13 +116,14 @@ struct RowwiseNorms {
   // no limit). The norm includes the decoupled decay that the driver applies to w.
   EMB_HD RowFactors limit_norm(RowFactors factors, const float* sums) const {
     if (max_norm <= 0.0f) return factors;
-    const float of_weight = factors.weight * decay_factor, of_grad = factors.gradient;
-    const float square = of_weight * of_weight * sums[2] - 2.0f * of_weight * of_grad * sums[1] +
-                         of_grad * of_grad * sums[0];
+    const float weight_factor = factors.weight * decay_factor, gradient_factor = factors.gradient;
+    const float square = weight_factor * weight_factor * sums[2] -
+                         2.0f * weight_factor * gradient_factor * sums[1] +
+                         gradient_factor * gradient_factor * sums[0];
     const float norm = sqrtf(square > 0.0f ? square : 0.0f);
     if (!(norm > max_norm)) return factors;
-    const float shrink = max_norm / norm;
-    return {factors.gradient * shrink, factors.weight * shrink};
+    const float norm_scale = max_norm / norm;
+    return {factors.gradient * norm_scale, factors.weight * norm_scale};
   }
 };
 
@@ -151,31 +152,32 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
   enum DecayColumn : int { kRate = kMaxNorm + 1, kMinFactor, kFirstStep };  // entries of `hyper`
   static constexpr const char* kName = "rowwise_adagrad_global_decay";
   static constexpr int kNumHyper = 5, kRowStates = 2;
-  float now;         // the step, as encode_step stores it
-  float log_factor;  // log of the decay of one step
-  float min_factor, decay_now;
+  float current_step;  // the step, as encode_step stores it
+  float log_factor;    // log of the decay of one step
+  float min_factor, step_decay_factor;
   bool has_started;
 
   EMB_HD explicit RowwiseAdagradGlobalDecay(const double* hyper)
       : RowwiseNorms(hyper),
-        now(encode_step(hyper[Hyper::kStep])),
+        current_step(encode_step(hyper[Hyper::kStep])),
         log_factor(log_decay_factor(hyper[Hyper::kLearningRate] * hyper[kRate])),
         min_factor(as_float(hyper[kMinFactor])),
-        decay_now(as_float(1.0 - hyper[Hyper::kLearningRate] * hyper[kRate])),
+        step_decay_factor(as_float(1.0 - hyper[Hyper::kLearningRate] * hyper[kRate])),
         has_started(hyper[Hyper::kStep] >= hyper[kFirstStep]) {}
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     states[RowwiseState::kSum] += sums[0] / dim;
     float catch_up = 1.0f;
     if (has_started) {
-      if (states[RowwiseState::kLastStep] != 0.0f && now != states[RowwiseState::kLastStep]) {
-        const float steps = steps_between(states[RowwiseState::kLastStep], now);
-        catch_up = expf((steps - 1.0f) * log_factor);
+      if (states[RowwiseState::kLastStep] != 0.0f &&
+          current_step != states[RowwiseState::kLastStep]) {
+        const float num_steps = steps_between(states[RowwiseState::kLastStep], current_step);
+        catch_up = expf((num_steps - 1.0f) * log_factor);
         catch_up = fminf(1.0f, catch_up > min_factor ? catch_up : min_factor);
       }
-      states[RowwiseState::kLastStep] = now;
+      states[RowwiseState::kLastStep] = current_step;
     }
-    return limit_norm({adagrad_scale(lr, states[RowwiseState::kSum], eps), catch_up * decay_now},
-                      sums);
+    return limit_norm(
+        {adagrad_scale(lr, states[RowwiseState::kSum], eps), catch_up * step_decay_factor}, sums);
   }
 };
 
@@ -183,33 +185,33 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
 // occurrences decay; with a negative one they do not; with 0 every row counts as 1.
 struct OccurrenceCounter : RowwiseNorms {
   enum CounterColumn : int { kHalflife = kMaxNorm + 1 };
-  float now;       // the step, as encode_step stores it
-  float halflife;  // steps
-  float forget;    // rate of the decay of a count per step
+  float current_step;  // the step, as encode_step stores it
+  float halflife;      // steps
+  float decay_rate;    // rate of the decay of a count per step
 
-  EMB_HD OccurrenceCounter(const double* hyper, double half)
+  EMB_HD OccurrenceCounter(const double* hyper, double halflife_steps)
       : RowwiseNorms(hyper),
-        now(encode_step(hyper[Hyper::kStep])),
-        halflife(as_float(half)),
-        forget(half > 0.0 ? as_float(log(2.0) / half) : 0.0f) {}
+        current_step(encode_step(hyper[Hyper::kStep])),
+        halflife(as_float(halflife_steps)),
+        decay_rate(halflife_steps > 0.0 ? as_float(log(2.0) / halflife_steps) : 0.0f) {}
 
  protected:
   // Return the steps since `previous`, the stored step at which the row occurred last; 1 for a new
   // row, whose stored step is 0.
   EMB_HD float steps_since(float previous) const {
-    return previous == 0.0f ? 1.0f : steps_between(previous, now);
+    return previous == 0.0f ? 1.0f : steps_between(previous, current_step);
   }
   // Return the next count of a row, whose count was `counter` at its last step `previous`.
-  EMB_HD float count(float counter, float previous) const {
+  EMB_HD float next_count(float counter, float previous) const {
     if (halflife == 0.0f) return 1.0f;
     return halflife < 0.0f ? counter + 1.0f
-                           : 1.0f + expf(-steps_since(previous) * forget) * counter;
+                           : 1.0f + expf(-steps_since(previous) * decay_rate) * counter;
   }
 };
 
-// Row-wise Adagrad that clips the norm of the gradient to kCoefficient times the norm of the row,
-// at least to kLowerBound, times how often the row occurred. The sum of squares takes the gradient
-// before it is clipped.
+// Row-wise Adagrad that clips the norm of the gradient. The bound is the count of the row times the
+// larger of kLowerBound and kCoefficient times the norm of the row. The sum of squares uses the
+// gradient before it is clipped.
 struct RowwiseAdagradCowClip : OccurrenceCounter {
   enum ClipColumn : int { kCoefficient = kHalflife + 1, kLowerBound };
   static constexpr const char* kName = "rowwise_adagrad_cowclip";
@@ -223,11 +225,11 @@ struct RowwiseAdagradCowClip : OccurrenceCounter {
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     states[RowwiseState::kSum] += sums[0] / dim;
     states[RowwiseState::kCounter] =
-        count(states[RowwiseState::kCounter], states[RowwiseState::kLastStep]);
-    states[RowwiseState::kLastStep] = now;
-    const float allowed = coefficient * sqrtf(sums[2]);
+        next_count(states[RowwiseState::kCounter], states[RowwiseState::kLastStep]);
+    states[RowwiseState::kLastStep] = current_step;
+    const float scaled_norm = coefficient * sqrtf(sums[2]);
     const float max_norm_of_grad =
-        states[RowwiseState::kCounter] * (allowed > lower_bound ? allowed : lower_bound);
+        states[RowwiseState::kCounter] * (scaled_norm > lower_bound ? scaled_norm : lower_bound);
     const float norm = sqrtf(sums[0]);
     const float clip = norm > max_norm_of_grad ? max_norm_of_grad / norm : 1.0f;
     return limit_norm({clip * adagrad_scale(lr, states[RowwiseState::kSum], eps), 1.0f}, sums);
@@ -258,9 +260,9 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   int decay, tail_rate;
   float rate;
   float steps_since_start;  // since kFirstStep
-  float bound, threshold, largest;
+  float bound, threshold, largest_count;
   float log_factor;  // log of the decay of one step
-  bool adjusts;      // whether rates are adjusted at this step
+  bool is_adjusted;  // whether rates are adjusted at this step
 
   EMB_HD explicit RowwiseAdagradCounter(const double* hyper)
       : OccurrenceCounter(hyper, hyper[kHalflife]),
@@ -272,35 +274,37 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
         threshold(as_float(hyper[kThresholdIsRelative] > 0.0
                                ? floor(hyper[kThreshold] * hyper[kLargestCount])
                                : hyper[kThreshold])),
-        largest(as_float(hyper[kLargestCount])),
+        largest_count(as_float(hyper[kLargestCount])),
         log_factor(log_decay_factor(hyper[Hyper::kLearningRate] * hyper[kRate])),
-        adjusts(hyper[kFirstStep] <= 0.0 || hyper[Hyper::kStep] > hyper[kFirstStep]) {}
+        is_adjusted(hyper[kFirstStep] <= 0.0 || hyper[Hyper::kStep] > hyper[kFirstStep]) {}
 
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     float squares = sums[0];
     if (decay == kCoupled) squares += rate * (2.0f * sums[1] + rate * sums[2]);
     states[RowwiseState::kSum] += (squares > 0.0f ? squares : 0.0f) / dim;
-    const float counter = count(states[RowwiseState::kCounter], states[RowwiseState::kLastStep]),
-                previous = states[RowwiseState::kLastStep];
-    const float plain = adagrad_scale(lr, states[RowwiseState::kSum], eps);
+    const float counter =
+                    next_count(states[RowwiseState::kCounter], states[RowwiseState::kLastStep]),
+                previous_step = states[RowwiseState::kLastStep];
+    const float plain_scale = adagrad_scale(lr, states[RowwiseState::kSum], eps);
     states[RowwiseState::kCounter] = counter;
-    states[RowwiseState::kLastStep] = now;
-    RowFactors factors{plain, 1.0f};
-    if (!adjusts) return limit_norm(factors, sums);
+    states[RowwiseState::kLastStep] = current_step;
+    RowFactors factors{plain_scale, 1.0f};
+    if (!is_adjusted) return limit_norm(factors, sums);
     if (tail_rate != kPlainRate && counter > threshold)
-      factors.gradient = tail_scale(plain, counter);
+      factors.gradient = tail_scale(plain_scale, counter);
     const float frequency = halflife / counter;
     if (decay == kDecoupled) factors.weight = 1.0f - frequency * rate * lr;
-    if (decay == kCoupled) factors.weight = 1.0f - frequency * rate * plain;
+    if (decay == kCoupled) factors.weight = 1.0f - frequency * rate * plain_scale;
     if (decay == kAdagradW) {
-      if (halflife == -1.0f) factors.gradient = plain * sqrtf(counter);
+      if (halflife == -1.0f) factors.gradient = plain_scale * sqrtf(counter);
       if (halflife == -2.0f) {
         factors.gradient = adagrad_scale(lr * counter < bound ? lr * counter : bound,
                                          states[RowwiseState::kSum], eps);
       }
-      const float steps = steps_since(previous);
-      const float missed_steps = (steps < steps_since_start ? steps : steps_since_start) - 1.0f;
-      const float catch_up = missed_steps == 0.0f ? 1.0f : expf(missed_steps * log_factor);
+      const float num_steps = steps_since(previous_step);
+      const float num_missed_steps =
+          (num_steps < steps_since_start ? num_steps : steps_since_start) - 1.0f;
+      const float catch_up = num_missed_steps == 0.0f ? 1.0f : expf(num_missed_steps * log_factor);
       factors.gradient *= catch_up;
       factors.weight = (1.0f - rate * lr) * catch_up;
     }
@@ -308,14 +312,18 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   }
 
  private:
-  // Return the factor of the gradient of a row in the tail; `plain` is the factor of other rows.
-  EMB_HD float tail_scale(float plain, float counter) const {
+  // Return the factor of the gradient of a row in the tail; `plain_scale` is the factor of other
+  // rows.
+  EMB_HD float tail_scale(float plain_scale, float counter) const {
     if (tail_rate == kByCount) return adagrad_scale(lr, bound * counter, eps);
     const bool is_raised = tail_rate == kRaised;
-    const float ratio = is_raised ? largest / (counter + 1.0f) : (counter + 1.0f) / largest;
+    const float ratio =
+        is_raised ? largest_count / (counter + 1.0f) : (counter + 1.0f) / largest_count;
     const float factor = powf(ratio, bound);
-    const float low = is_raised ? 1.0f : 0.1f, high = is_raised ? 10.0f : 1.0f;  // FBGEMM's bounds
-    return plain * (factor < low ? low : (factor > high ? high : factor));
+    const float min_factor = is_raised ? 1.0f : 0.1f,
+                max_factor = is_raised ? 10.0f : 1.0f;  // FBGEMM's bounds
+    return plain_scale *
+           (factor < min_factor ? min_factor : (factor > max_factor ? max_factor : factor));
   }
 };
 

@@ -81,8 +81,8 @@ struct Lars {
 
 // FTRL-Proximal per coordinate (McMahan et al., "Ad Click Prediction: a View from the Trenches",
 // 2013): `m` is the sum of squared gradients and `v` the linear term. RowFactors::gradient is 1 /
-// lr, or 0 at rate 0. `step` changes no element whose squared gradient is zero and, at rate 0, none
-// at all.
+// lr, or 0 at rate 0. `step` does not change an element whose squared gradient is zero. At rate 0
+// it changes no element.
 struct Ftrl {
   enum Column : int { kBeta = Hyper::kOptimizerArgs, kL1, kL2Term };
   static constexpr const char* kName = "ftrl";
@@ -104,15 +104,15 @@ struct Ftrl {
   template <class Math, class F>
   EMB_HD F step(F w, F g, F* m, F* v, RowFactors factors) const {
     if (factors.gradient == 0.0f) return w;
-    const F square = g * g, total = *m + square, root = Math::root(total);
+    const F square = g * g, square_sum = *m + square, root = Math::root(square_sum);
     const F linear = *v + g - (root - Math::root(*m)) * factors.gradient * w;
     const F excess = (linear < 0.0f ? -linear : linear) - l1;
     const F denominator = (beta + root) * factors.gradient + l2;
     // The comparison with l1 is false for NaN, which must not become 0.
-    const F next = excess <= 0.0f ? F{} : (linear < 0.0f ? excess : -excess) / denominator;
-    *m = square == 0.0f ? *m : total;
+    const F next_w = excess <= 0.0f ? F{} : (linear < 0.0f ? excess : -excess) / denominator;
+    *m = square == 0.0f ? *m : square_sum;
     *v = square == 0.0f ? *v : linear;
-    return square == 0.0f ? w : next;
+    return square == 0.0f ? w : next_w;
   }
 };
 

@@ -13,9 +13,9 @@ namespace {
 EMB_HD bool is_zero(const float* g, int64_t width) {
   int64_t d = 0;
   for (; d + kLanes <= width; d += kLanes) {
-    const auto differs = load(g + d) != Vec{};
+    const auto is_nonzero = load(g + d) != Vec{};
     for (int i = 0; i < kLanes; ++i) {
-      if (differs[i] != 0) return false;
+      if (is_nonzero[i] != 0) return false;
     }
   }
   for (; d < width; ++d) {
@@ -29,30 +29,30 @@ EMB_HD bool is_zero(const float* g, int64_t width) {
 template <class Opt>
 EMB_HD RowViews open_row(const TierMemory& tier, int64_t start, int64_t width, float* scratch) {
   RowViews views{nullptr, scratch, nullptr, nullptr};
-  const auto as_floats = [&](void* data, Dtype type) {
+  const auto to_floats = [&](void* data, Dtype type) {
     if (type == Dtype::kFloat) return static_cast<float*>(data) + start;
     scratch += width;
     widen_row(data, type, start, width, scratch);
     return scratch;
   };
-  views.weights = as_floats(tier.weights, tier.weight_type);
+  views.weights = to_floats(tier.weights, tier.weight_type);
   if constexpr (Opt::kSteppedStates > 0) {
-    views.state0 = as_floats(tier.element_states[0], tier.state_types[0]);
+    views.state0 = to_floats(tier.element_states[0], tier.state_types[0]);
   }
   if constexpr (Opt::kSteppedStates > 1) {
-    views.state1 = as_floats(tier.element_states[1], tier.state_types[1]);
+    views.state1 = to_floats(tier.element_states[1], tier.state_types[1]);
   }
   return views;
 }
 
-// Store the copies that open_row made of rows in 16 bits. `id` is the id of the row in the random
-// numbers.
+// Store the copies that open_row made of rows in 16 bits. `row_id` is the id of the row in the
+// random numbers.
 template <class Opt>
 EMB_HD void close_row(const TierMemory& tier, int64_t start, int64_t width, const RowViews& views,
-                      const Rounding& rounding, int64_t id) {
+                      const Rounding& rounding, int64_t row_id) {
   const auto store = [&](const float* values, void* data, Dtype type, uint32_t tensor) {
     if (type == Dtype::kFloat) return;
-    narrow_row(values, width, data, type, start, rounding, id, tensor);
+    narrow_row(values, width, data, type, start, rounding, row_id, tensor);
   };
   store(views.weights, tier.weights, tier.weight_type, kRoundWeights);
   if constexpr (Opt::kSteppedStates > 0) {
@@ -106,8 +106,8 @@ UpdateRowsFn find(int optimizer) {
 // UpdateRowsTable::widen.
 void widen(const WidenRowsArgs& args, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
-    widen_row(args.from, args.type, args.rows[i] * args.width, args.width,
-              args.to + i * args.width);
+    widen_row(args.source, args.type, args.rows[i] * args.width, args.width,
+              args.target + i * args.width);
   }
 }
 

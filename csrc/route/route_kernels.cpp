@@ -107,7 +107,8 @@ void count_in_few_blocks(const FeatureRoute& route, const I* ids, int64_t n, int
 // The functions find_*() write the block of each of n ids to `block`, [n], and the id in the
 // numbering of the block's rank to `rank_id`, [n]. The results are those of route_id.
 
-// Find the blocks of ids of at most kMaxBlocks blocks, with a rule other than kByKey.
+// Find the blocks of ids of at most kMaxBlocks blocks. The rule must be kByRange, or
+// kByRangeElseSpread without ids beyond the rows.
 template <class I, int kMaxBlocks>
 void find_in_max_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   const int64_t rows = route.feature.rows;
@@ -116,7 +117,7 @@ void find_in_max_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* b
   const bool is_empty = rows == 0;
   const I row_of_invalid = is_empty ? -1 : 0;
   I first_row[kMaxBlocks] = {};
-  bool exists[kMaxBlocks] = {};
+  bool exists[kMaxBlocks] = {};  // whether block k exists and an id of type I can reach it
   for (int64_t k = 0; k < kMaxBlocks && k < route.feature.num_blocks; ++k) {
     exists[k] = can_reach<I>(route.blocks[k].first_row);
     if (exists[k]) first_row[k] = static_cast<I>(route.blocks[k].first_row);

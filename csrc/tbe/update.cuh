@@ -148,14 +148,14 @@ struct TileRow {
       location = locate_update(feature, row - feature.row_base, slot, step.tiers[kCacheTier]);
 #pragma unroll
       for (int s = 0; s < kMaxRowStates; ++s) {
-        if (s < Selection::row_states(optimizer))
+        if (s < Selection::num_row_states(optimizer))
           states[s] = step.tiers[location.tier].row_states[s][location.state_row];
       }
     }
     // The row alone determines the columns of a lane, so that results are bitwise equal for aligned
     // and unaligned gradients.
     const bool uses_vectors =
-        (feature.dim | location.element) % kColumns == 0 && step.aligned[location.tier];
+        (feature.dim | location.element) % kColumns == 0 && step.is_aligned[location.tier];
     const int shift = uses_vectors ? kLog2Columns : 0;
     is_summed =
         to - from > 1 || (uses_vectors && !(grad_element % kColumns == 0 && reads_vectors(args)));
@@ -226,9 +226,9 @@ struct TileUpdate {
   // Return the number of columns from this lane's part of slice s, of the columns from `base` on,
   // to the end of the row that lane `holder` holds; 0 or less for none.
   EMB_DEVICE int columns_left(int s, int holder, int base) const {
-    return holder < 0
-               ? 0
-               : layout.dim - base - layout.slice_of_row(s) * layout.width() - layout.lane_column();
+    return holder < 0 ? 0
+                      : layout.dim - base - layout.slice_of_row(s) * layout.slice_columns() -
+                            layout.lane_column();
   }
 
   // Return the element at `column` of a row that starts at `units` units, low and high word.
@@ -419,7 +419,7 @@ struct TileUpdate {
       for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
         for (int k = 0; k < kMaxRowSums; ++k) {
-          if (k < Selection::sums(optimizer))
+          if (k < Selection::num_row_sums(optimizer))
             sums[s][k] += __shfl_xor_sync(simt::kFullMask, sums[s][k], offset);
         }
       }
@@ -435,12 +435,12 @@ struct TileUpdate {
     float states[kMaxRowStates] = {};
 #pragma unroll
     for (int s = 0; s < kMaxRowStates; ++s) {
-      if (s < Selection::row_states(optimizer)) states[s] = row.states[s];
+      if (s < Selection::num_row_states(optimizer)) states[s] = row.states[s];
     }
     const RowFactors factors = begin_row<Selection>(optimizer, step, states, held_sums, layout.dim);
 #pragma unroll
     for (int s = 0; s < kMaxRowStates; ++s) {
-      if (s < Selection::row_states(optimizer) && holds_row)
+      if (s < Selection::num_row_states(optimizer) && holds_row)
         tier.row_states[s][row.state] = states[s];
     }
     return factors;
@@ -521,7 +521,7 @@ struct TileUpdate {
       if (!pass.updates) return;
       const RowFactors lane_factors = *factors;
       batch.apply(Selection{}, optimizer, step, gradient, [&](int s) {
-        if (!Selection::by_row(optimizer)) return lane_factors;
+        if (!Selection::has_row_factors(optimizer)) return lane_factors;
         const int holder = holders[s] < 0 ? 0 : holders[s];
         RowFactors factors_of_row{__shfl_sync(simt::kFullMask, lane_factors.gradient, holder),
                                   1.0f};
@@ -547,15 +547,15 @@ struct TileUpdate {
   // which the second reads from the cache.
   EMB_DEVICE uint32_t update_batch(uint32_t lanes, bool is_summed) {
     const HoldersOfSlices holders = assign_slices(lanes);
-    const bool has_sums = Selection::sums(optimizer) > 0;
-    const bool has_two_passes = has_sums && layout.dim > layout.columns();
+    const bool has_sums = Selection::num_row_sums(optimizer) > 0;
+    const bool has_two_passes = has_sums && layout.dim > layout.batch_columns();
     if (has_two_passes) {
 #pragma unroll
       for (int k = 0; k < kMaxRowSums; ++k) row_sums[threadIdx.x][k] = 0.0f;
     }
     RowFactors factors;
-    const int first = static_cast<int>(blockIdx.y) * layout.columns();
-    const int stride = static_cast<int>(gridDim.y) * layout.columns();
+    const int first = static_cast<int>(blockIdx.y) * layout.batch_columns();
+    const int stride = static_cast<int>(gridDim.y) * layout.batch_columns();
 #pragma unroll 1
     for (int pass = has_two_passes ? 0 : 1; pass < 2; ++pass) {
 #pragma unroll 1
@@ -705,7 +705,8 @@ void launch_update(const Launcher& launcher, DeviceGradArgs args,
     const int64_t rows_of_block = int64_t{kUpdateWarps} * tile.num_rows();
     const unsigned blocks = blocks_for(args.num_lookups, rows_of_block, kUpdateWaves * resident);
     // Row-wise states are read and written once per row, so one stripe takes all columns.
-    const int64_t stripes = optimizer.by_row() ? 1 : std::max<int64_t>(resident / blocks, 1);
+    const int64_t stripes =
+        optimizer.has_row_factors() ? 1 : std::max<int64_t>(resident / blocks, 1);
     const int64_t batch_columns =
         int64_t{UpdateShape<Selection>::kSlices} * simt::kWarpLanes * kColumns;
     launcher(update_kernel<Selection>,
