@@ -620,17 +620,17 @@ class HashTable(SentAsCopy, nn.Module):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""
-        int64_scalar = torch.empty(0, dtype=torch.int64)
+        int64_vector = torch.empty(0, dtype=torch.int64)
         keys = state_dict.get(f"{prefix}keys")
-        size = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
-        rows = {
-            "keys": int64_scalar,
+        num_keys = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
+        expected_columns = {
+            "keys": int64_vector,
             "values": self.values,
-            "stamps": int64_scalar,
-            "scores": int64_scalar,
+            "stamps": int64_vector,
+            "scores": int64_vector,
         }
-        for name, expected in rows.items():
-            shape = (size, *self.values.shape[1:]) if name == "values" else (size,)
+        for name, expected in expected_columns.items():
+            shape = (num_keys, *self.values.shape[1:]) if name == "values" else (num_keys,)
             if prefix + name in state_dict:
                 value = state_dict[prefix + name]
                 problem = state_dicts.tensor_problem(value, expected, shape)

@@ -3,7 +3,7 @@
 A `DynamicEmbeddingBags` owns one state and looks rows up in it. Everything else is a function of
 the state: queries and settings are here, `training` inserts the keys of batches, and `saving` has
 checkpoints. `@of_state` makes such a function accept the module too, so it can be a method of it.
-For an unknown name or number of a table they raise KeyError or IndexError.
+For an unknown name or number of a table such a function raises KeyError or IndexError.
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ class DynamicState:
         self.hyperparams = optimizer.hyperparams().to(device)
         self.dropped_updates = torch.zeros(1, dtype=torch.int64, device=device)
         self.row_initializer = RowInitializer(self.layout, seed, device)
-        admits = any(spec.admission is not None for spec in self.specs)
+        has_admission = any(spec.admission is not None for spec in self.specs)
         self.admission = (
-            Admission(self.specs, device, hash_keys, feature_tables) if admits else None
+            Admission(self.specs, device, hash_keys, feature_tables) if has_admission else None
         )
         has_scores = self.index.order == "assigned"
         self.scores = EvictionScores(self.specs, device) if has_scores else None
-        expires = any(spec.lifetimes[0] is not None for spec in self.specs)
-        self.expiry = Expiry(self.specs) if expires else None
+        has_ttl = any(spec.lifetimes[0] is not None for spec in self.specs)
+        self.expiry = Expiry(self.specs) if has_ttl else None
         has_levels = any(len(spec.lifetimes) > 1 for spec in self.specs)
         self.last_uses = LastUses(self.specs, feature_tables, device) if has_levels else None
         self.eviction_log: EvictionLog | None = None
@@ -212,8 +212,8 @@ class DynamicState:
 
     def update_of(self, keys: Keys, slots: Tensor, reads: BatchReads) -> TrainingUpdate:
         """Return the hooks for the backward of a lookup that found `keys` at `slots`."""
-        lock, dropped, backing = self.lock, self.dropped_updates, self.backing
-        return TrainingUpdate(lock, self.index, keys, slots, reads, dropped, backing)
+        lock, dropped_updates, backing = self.lock, self.dropped_updates, self.backing
+        return TrainingUpdate(lock, self.index, keys, slots, reads, dropped_updates, backing)
 
     def check_hyperparams(self, values: Tensor) -> None:
         """Raise ValueError for numbers that the optimizer cannot have."""
@@ -246,7 +246,7 @@ class DynamicState:
             self.eviction_log.restart(self.index.tick)
 
     def complete(
-        self, make: Callable[[], _R], is_optional: Callable[[], bool] = lambda: True
+        self, change: Callable[[], _R], is_optional: Callable[[], bool] = lambda: True
     ) -> _R:
         """Make a change of the tables, see `CompletingLock.complete`.
 
@@ -255,7 +255,7 @@ class DynamicState:
         """
         if self.backing is not None:
             self.backing.move_rows()
-        return self.lock.complete(make, is_optional)
+        return self.lock.complete(change, is_optional)
 
 
 class StateOwner(Protocol):
@@ -429,8 +429,9 @@ def statistics(state: DynamicState, table: int | str) -> TableStatistics:
 def bucket_fill(state: DynamicState, table: int | str) -> list[int]:
     """Return how many buckets of a table have 0, 1, ... 32 keys (reads the device)."""
     tags = state.index.table_tags(state.table_number(table))
-    fill: list[int] = (tags != 0).view(-1, SLOTS).sum(1).bincount(minlength=SLOTS + 1).tolist()
-    return fill
+    num_keys = (tags != 0).view(-1, SLOTS).sum(1)
+    num_buckets: list[int] = num_keys.bincount(minlength=SLOTS + 1).tolist()
+    return num_buckets
 
 
 @of_state
@@ -540,21 +541,21 @@ def assign_key_scores(state: DynamicState, table: int, keys: Tensor, scores: Ten
             f"table {state.table_names[table]!r} evicts by {eviction.value}, and keys are given "
             "scores where eviction is CUSTOM or STEP"
         )
-    distinct, groups = keys.cpu().unique(return_inverse=True)
-    largest = torch.full_like(distinct, _INT64_MIN)
-    largest.scatter_reduce_(0, groups, scores.cpu(), "amax")
-    slots = state.index.find(state.keys_of(table, distinct))
+    distinct_keys, key_of_position = keys.cpu().unique(return_inverse=True)
+    max_scores = torch.full_like(distinct_keys, _INT64_MIN)
+    max_scores.scatter_reduce_(0, key_of_position, scores.cpu(), "amax")
+    slots = state.index.find(state.keys_of(table, distinct_keys))
     is_fast = slots >= 0
     state.index.forget_queues(table, slots[is_fast])
     entries = state.index.table_entries(table)
-    entries[slots[is_fast], HashEntryColumn.SCORE] = largest.to(slots.device)[is_fast]
+    entries[slots[is_fast], HashEntryColumn.SCORE] = max_scores.to(slots.device)[is_fast]
     is_present = is_fast.cpu()
     if state.backing is not None:
         is_absent = ~is_present
         is_present[is_absent] = state.backing.assign_scores(
-            table, distinct[is_absent], largest[is_absent]
+            table, distinct_keys[is_absent], max_scores[is_absent]
         )
-    return is_present[groups]
+    return is_present[key_of_position]
 
 
 # Expiry

@@ -33,7 +33,7 @@ from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
 from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.state import DynamicState, of_state
-from emblib.dynamic.tiers.backing_tier import BatchPlacement, BatchPlacementAtOnce
+from emblib.dynamic.tiers.backing_tier import BatchPlacement, OneOpPlacement
 from emblib.dynamic.tiers.store import FoundRows
 from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash, tiers
@@ -138,7 +138,7 @@ def can_insert_in_one_op(state: DynamicState) -> bool:
     """Return whether an insertion needs no decision between its steps, so that one op makes it."""
     return (
         state.admission is None
-        and (state.backing is None or state.backing.serves_at_once)
+        and (state.backing is None or state.backing.inserts_in_one_op)
         and state.expiry is None
         and state.eviction_log is None
         and state.statistics is None
@@ -203,7 +203,7 @@ def insert_in_one_op(
     if backing is not None:  # raises errors of the last step's moves before this one begins
         backing.move_rows()
     op = hash.hash_insert_batch_ if backing is None else tiers.tier_insert_batch_
-    placement: BatchPlacementAtOnce | None = None
+    placement: OneOpPlacement | None = None
 
     def insert() -> OneOpInsertion | None:
         nonlocal placement
@@ -234,9 +234,9 @@ def insert_in_one_op(
             inserted = inserted._replace(status=miss_results[0])
         elif miss_results and backing is not None:
             if placement is None:
-                placement = backing.placement_of(miss_results, scores)
+                placement = backing.one_op_placement(miss_results, scores)
             inserted = inserted._replace(misses=placement.misses, result=placement.result)
-            backing.take_at_once(placement)
+            backing.record_one_op(placement)
         if miss_results:
             index.end_insertion(keys, inserted)
         if state.scores is not None:
@@ -369,7 +369,7 @@ class BatchInsertion:
                 self._placement = state.backing.place(
                     keys, inserted, self._found_rows, self._scores, self._placement_effects
                 )
-            slots = state.backing.take(inserted, self._placement)
+            slots = state.backing.record(inserted, self._placement)
         elif state.eviction_log is not None:
             state.eviction_log.record_batch(inserted, state.index.tick)
         if slots is not None:

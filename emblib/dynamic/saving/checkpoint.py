@@ -1,14 +1,14 @@
 """State dicts of dynamic tables, and their entries as functions over a module.
 
 A state dict has entries (`emblib.dynamic.saving.entries`), sorted by route, so that equal contents
-are equal bytes and fit tables of any capacity, number of buckets and dtype: `<table>.keys`,
-`<table>.stamps` and `<table>.scores` (where eviction uses scores), by which eviction goes on after
-a reload, `<table>.last_uses` where features have several times to live, `<table>.weight` and
-`<table>.<state>`, each with one row per key, copied to the CPU; `hyper`, the tensor of the
-optimizer's hyperparameters, not a copy; `clock`, the tick; and `index.hash_keys`, by table the
-number on which its hash depends, so that the same keys share buckets after a reload. Tables keep
-their hash keys if it is absent. `<table>.fallback.keys`, `.weight` and `.<state>` are the fallback
-rows (`emblib.dynamic.saving.fallback`).
+are equal bytes and fit tables of any capacity, number of buckets and dtype. Each of these has one
+row per key, copied to the CPU: `<table>.keys`; `<table>.stamps` and, where eviction uses scores,
+`<table>.scores`, so that eviction continues after a reload; `<table>.last_uses` where features have
+several times to live; `<table>.weight` and `<table>.<state>`. `hyper` is the tensor of the
+optimizer's hyperparameters, not a copy, and `clock` the tick. `index.hash_keys` has the hash key of
+each table, so that the same keys share buckets after a reload; without it tables keep their hash
+keys. `<table>.fallback.keys`, `.weight` and `.<state>` are the fallback rows
+(`emblib.dynamic.saving.fallback`).
 """
 
 import contextlib
@@ -161,20 +161,20 @@ def write_state(state: DynamicState, destination: dict[str, Any], prefix: str) -
 
 def _gather(rows: Rows, order: Tensor) -> Tensor:
     """Copy rows in the given order to the CPU, 16 MiB at a time."""
-    out = torch.empty(order.numel(), *rows.shape[1:], dtype=rows.dtype)
-    num_done = 0
+    gathered = torch.empty(order.numel(), *rows.shape[1:], dtype=rows.dtype)
+    num_gathered = 0
     for slots in order.split(rows_at_a_time(rows)):
-        out[num_done : num_done + slots.numel()] = rows[slots].cpu()
-        num_done += slots.numel()
-    return out
+        gathered[num_gathered : num_gathered + slots.numel()] = rows[slots].cpu()
+        num_gathered += slots.numel()
+    return gathered
 
 
 def state_names(state: DynamicState) -> list[str]:
     """Return the names that `write_state` writes."""
-    kinds = ["keys", "stamps", *state.table_rows(0)] if state.specs else []
+    entry_names = ["keys", "stamps", *state.table_rows(0)] if state.specs else []
     if state.index.entries.shape[1] > HashEntryColumn.SCORE:
-        kinds.append("scores")
-    names = [f"{name}.{kind}" for name in state.table_names for kind in kinds]
+        entry_names.append("scores")
+    names = [f"{name}.{entry_name}" for name in state.table_names for entry_name in entry_names]
     for t, name in enumerate(state.table_names):
         names += [f"{name}.{LAST_USES}"] if len(state.specs[t].lifetimes) > 1 else []
         names += [f"{name}.{fallback.FALLBACK}.{key}" for key in fallback.names_of(state, t)]
@@ -204,11 +204,11 @@ def expected_names(state: DynamicState, state_dict: Mapping[str, Any]) -> dict[s
 
 def names_as_attributes(state: DynamicState) -> SimpleNamespace:
     """Return the state dict entries that are not parameters or buffers, as attributes."""
-    kinds = SimpleNamespace(stamps=0, keys=0, scores=0, last_uses=0)
+    table_attributes = SimpleNamespace(stamps=0, keys=0, scores=0, last_uses=0)
     for t in range(min(len(state.specs), 1)):
-        kinds = SimpleNamespace(**vars(kinds), **state.table_rows(t))
-        kinds.fallback = SimpleNamespace(keys=0, **state.table_rows(t))
-    return SimpleNamespace(**{CLOCK: 0, **dict.fromkeys(state.table_names, kinds)})
+        table_attributes = SimpleNamespace(**vars(table_attributes), **state.table_rows(t))
+        table_attributes.fallback = SimpleNamespace(keys=0, **state.table_rows(t))
+    return SimpleNamespace(**{CLOCK: 0, **dict.fromkeys(state.table_names, table_attributes)})
 
 
 def read_state(
@@ -253,7 +253,7 @@ def state_problems(
 ) -> Iterator[str]:
     """Yield messages of the invalid entries of a module in a state dict, without its children.
 
-    Tensors of a wrong dtype or shape have one each; of other problems only the first has one.
+    Each tensor of a wrong dtype or shape has a message; of other problems only the first has one.
     """
     saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
     problems = [
@@ -275,27 +275,27 @@ def state_problems(
 
 def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield one message per entry that is not a tensor of the tables' dtype and shape."""
-    int64_scalar = torch.empty(0, dtype=torch.int64)
+    int64_vector = torch.empty(0, dtype=torch.int64)
     for t, name in enumerate(state.table_names):
         keys = saved.get(f"{name}.keys")
-        size = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
-        for kind, view in {**dict.fromkeys(_COLUMNS, int64_scalar), **state.table_rows(t)}.items():
+        num_keys = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
+        for kind, view in {**dict.fromkeys(_COLUMNS, int64_vector), **state.table_rows(t)}.items():
             key = f"{name}.{kind}"
             if key in saved:
-                problem = state_dicts.tensor_problem(saved[key], view, (size, *view.shape[1:]))
+                problem = state_dicts.tensor_problem(saved[key], view, (num_keys, *view.shape[1:]))
                 if problem:
                     yield f"{key}: {problem}"
-        levels = len(state.specs[t].lifetimes) - 1
-        if levels and f"{name}.{LAST_USES}" in saved:
-            shape = (size, levels)
+        num_levels = len(state.specs[t].lifetimes) - 1
+        if num_levels and f"{name}.{LAST_USES}" in saved:
+            shape = (num_keys, num_levels)
             if problem := state_dicts.tensor_problem(
-                saved[f"{name}.{LAST_USES}"], int64_scalar, shape
+                saved[f"{name}.{LAST_USES}"], int64_vector, shape
             ):
                 yield f"{name}.{LAST_USES}: {problem}"
         for problem in fallback.problems(state, t, fallback.select(saved, name)):
             yield f"{name}.{problem}"
     if INDEX_HASH_KEYS in saved:
-        problem = state_dicts.tensor_problem(saved[INDEX_HASH_KEYS], int64_scalar)
+        problem = state_dicts.tensor_problem(saved[INDEX_HASH_KEYS], int64_vector)
         if problem:
             yield f"{INDEX_HASH_KEYS}: {problem}"
 
@@ -370,7 +370,7 @@ def replace_tables(
     """Replace tables, clock and hyperparameters; warn of entries that found no slot.
 
     If all tables are replaced, the tick becomes the largest of `clock` and the stamps, and counters
-    are reset. Else the tick also stays at least what it is.
+    are reset. Otherwise the tick does not decrease either.
 
     Args:
         state: the tables.
@@ -402,12 +402,12 @@ def replace_tables(
         }
         for t, name in enumerate(state.table_names):
             fallback.write(state, t, fallback.select(fallback_rows, name))
-        newest = [new_entries.newest_stamp() for new_entries in entries.values()]
+        newest_stamps = [new_entries.newest_stamp() for new_entries in entries.values()]
         if len(entries) == len(state.specs):
-            state.index.set_tick(max([clock, *newest]))
+            state.index.set_tick(max([clock, *newest_stamps]))
             reset_stats(state)
         else:
-            state.index.set_tick(max([clock, state.index.tick, *newest]))
+            state.index.set_tick(max([clock, state.index.tick, *newest_stamps]))
         if hyperparameters is not None:
             state.load_hyperparams(hyperparameters)
         state.restart_eviction_log()
@@ -448,7 +448,7 @@ def check_child_state(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the saved state of each child of a module, after checking it; {} for none.
 
-    `saved` has it by `<child>.<name>`. Times of use for other times to live are dropped.
+    `saved` has the states by `<child>.<name>`. Times of use for other times to live are dropped.
 
     Raises:
         DumpMismatchError: the state in `directory` does not fit.
@@ -469,7 +469,7 @@ def check_child_state(
         if by_child.get("expiry"):
             expected = state.parts()["expiry"].state_dict()
             times = by_child["expiry"].get("times", torch.empty(0))
-            if len(times) != len(expected["times"]):  # of other ttls: the ages are not known
+            if len(times) != len(expected["times"]):  # for other ttls: the ages are not known
                 by_child["expiry"] = {}
             else:
                 dumps.check_state("expiry", by_child["expiry"], expected)

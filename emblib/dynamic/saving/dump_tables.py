@@ -48,7 +48,7 @@ class Dump(NamedTuple):
         clock: largest tick of the parts.
         since: first tick of a dump of changes; None for whole tables.
         numbers: hyperparameters of the optimizer, of the first part.
-        others: further tensors of the writer, by name, joined over the parts for the rank.
+        others: other tensors that the writer saved, by name, joined over the parts for the rank.
     """
 
     tables: dict[str, DumpedTable]
@@ -83,17 +83,17 @@ def write(
         header: metadata of the dump.
         part: rank and number of parts.
         report: function that is called as rows are written; None for none.
-        others: further tensors by name, which `entries.combine` joins for a reader.
+        others: other tensors to save, by name; `entries.combine` joins them for a reader.
 
     Raises:
         ValueError, BlockingIOError, OSError: see `dumps.Writer`.
         Exception: `report` raised it; an older dump stays.
     """
     with Writer(directory, part) as writer:
-        described = [_write_table(writer, table, report) for table in tables]
-        named = {key: _write_array(writer, tensor) for key, tensor in (others or {}).items()}
-        described_header = {**header._asdict(), "numbers": list(header.numbers)}
-        writer.commit({**described_header, "tables": described, "others": named})
+        tables_entry = [_write_table(writer, table, report) for table in tables]
+        arrays = {key: _write_array(writer, tensor) for key, tensor in (others or {}).items()}
+        header_entry = {**header._asdict(), "numbers": list(header.numbers)}
+        writer.commit({**header_entry, "tables": tables_entry, "others": arrays})
 
 
 def _write_table(writer: Writer, table: DumpedTable, report: Report | None) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def _write_table(writer: Writer, table: DumpedTable, report: Report | None) -> d
         if column is not None
     }
     rows = {}
-    for name, source in entries.rows.items():
+    for name, column_rows in entries.rows.items():
         progress = None if report is None else (table.name, report)
-        rows[name] = _write_rows(writer, source, order, progress)
+        rows[name] = _write_rows(writer, column_rows, order, progress)
     return {
         "name": table.name,
         "order": table.order,
@@ -121,24 +121,24 @@ def _write_table(writer: Writer, table: DumpedTable, report: Report | None) -> d
     }
 
 
-def _write_array(writer: Writer, numbers: Tensor) -> dict[str, Any]:
+def _write_array(writer: Writer, tensor: Tensor) -> dict[str, Any]:
     """Write a whole tensor; return its entry of the manifest."""
-    with writer.array(numbers.dtype, tuple(numbers.shape)) as array:
-        array.append(numbers)
+    with writer.array(tensor.dtype, tuple(tensor.shape)) as array:
+        array.append(tensor)
     return array.description
 
 
 def _write_rows(
-    writer: Writer, source: Rows, order: Tensor, progress: tuple[str, Report] | None
+    writer: Writer, rows: Rows, order: Tensor, progress: tuple[str, Report] | None
 ) -> dict[str, Any]:
     """Write rows in the given order, in blocks; return their entry of the manifest.
 
     `progress` is the name of the table and the function that gets the number of written rows.
     """
     num_written = 0
-    with writer.array(source.dtype, (order.numel(), *source.shape[1:])) as array:
-        for index in order.split(rows_at_a_time(source)):
-            array.append(source[index])
+    with writer.array(rows.dtype, (order.numel(), *rows.shape[1:])) as array:
+        for index in order.split(rows_at_a_time(rows)):
+            array.append(rows[index])
             num_written += index.numel()
             if progress is not None:
                 progress[1](DumpProgress(progress[0], num_written, order.numel()))
@@ -232,7 +232,7 @@ def _check(part: PartReader) -> None:
 
 def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: int) -> DumpedTable:
     """Return the entries of a table that a rank owns, from all parts of a dump."""
-    owned, removed, order = [], [], "none"
+    owned_entries, removed_blocks, order = [], [], "none"
     for part in parts:
         for table in part.content["tables"]:
             if table["name"] != name:
@@ -241,15 +241,15 @@ def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: i
             rows = {key: part.array(value) for key, value in table["rows"].items()}
             columns = (arrays["keys"], arrays["stamps"], arrays.get("scores"))
             try:
-                entries = Entries(*columns, rows)
+                part_entries = Entries(*columns, rows)
             except (ValueError, TypeError) as error:
                 raise DumpError(f"{part.path} is malformed: table {name!r}: {error}") from error
-            owned.append(entries.owned(rank, world_size))
+            owned_entries.append(part_entries.owned(rank, world_size))
             removed_keys = part.array(table["removed"])
-            removed.append(removed_keys[keys.owner(removed_keys, world_size) == rank])
+            removed_blocks.append(removed_keys[keys.owner(removed_keys, world_size) == rank])
             order = table["order"]
     try:
-        joined = concatenate(owned)
+        entries = concatenate(owned_entries)
     except ValueError as error:
         raise DumpError(f"{parts[0].path.parent} is malformed: table {name!r}: {error}") from error
-    return DumpedTable(name, order, joined, torch.cat(removed))
+    return DumpedTable(name, order, entries, torch.cat(removed_blocks))

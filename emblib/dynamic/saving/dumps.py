@@ -147,7 +147,7 @@ class Writer:
             (
                 int(match[1])
                 for name in self._files_of_part()
-                if (match := _GENERATION.search(name))
+                if (match := _ARRAY_FILE.search(name))
             ),
             default=0,
         )
@@ -155,7 +155,7 @@ class Writer:
     def _check_directory(self) -> None:
         """Raise ValueError if the directory has other files, or a dump of other parts."""
         for name in sorted(os.listdir(self.directory)):
-            match = _PART.match(name)
+            match = _PART_FILE.match(name)
             if match is None:
                 raise ValueError(
                     f"the directory of a dump must be empty or hold one already; {self.directory} "
@@ -188,9 +188,10 @@ class Writer:
             writer.close()
 
     def commit(self, content: dict[str, Any]) -> None:
-        """Make the part valid, replacing an older one atomically; then delete files of that.
+        """Make the part valid, replacing an older one atomically, whose files are then deleted.
 
-        `content` is a JSON object, in which `ArrayWriter.description` stands for an array.
+        `content` is a JSON object, in which each array is represented by its
+        `ArrayWriter.description`.
         """
         manifest = {
             **content,
@@ -233,8 +234,8 @@ class ArrayWriter:
 
     def append(self, numbers: Tensor) -> None:
         """Append a tensor of any shape and device, converted to the dtype of the array."""
-        flat = numbers.detach().reshape(-1)
-        for chunk in flat.split(max(_CHUNK_BYTES // self.dtype.itemsize, 1)):
+        elements = numbers.detach().reshape(-1)
+        for chunk in elements.split(max(_CHUNK_BYTES // self.dtype.itemsize, 1)):
             if not chunk.numel():
                 continue
             buffer = bytearray(chunk.numel() * self.dtype.itemsize)
@@ -328,11 +329,11 @@ class PartReader:
                 raise ValueError("no such dtype or checksum")
             dtype: torch.dtype = getattr(torch, description["dtype"])
             nbytes = torch.empty(shape, dtype=dtype, device="meta").numel() * dtype.itemsize
-            is_of_part = os.path.basename(name) == name and name.startswith(self.part.name)
-            is_of_part = is_of_part and "\0" not in name
+            is_file_of_part = os.path.basename(name) == name and name.startswith(self.part.name)
+            is_file_of_part = is_file_of_part and "\0" not in name
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise DumpError(f"{self.path} is damaged: {description} is no array") from error
-        if not is_of_part:
+        if not is_file_of_part:
             raise DumpError(f"{self.path} is damaged: {name!r} is no file of {self.part.name}")
         path = self.path.parent / name
         size = path.stat().st_size if path.exists() else None
@@ -406,8 +407,8 @@ def _dump_identity(content: dict[str, Any]) -> str:
     return identity if since is None else f"{identity} (changes since {since})"
 
 
-_PART = re.compile(r"part_(\d{5})_of_(\d{5})\.")
-_GENERATION = re.compile(r"\.(\d+)\.\d+\.bin$")
+_PART_FILE = re.compile(r"part_(\d{5})_of_(\d{5})\.")
+_ARRAY_FILE = re.compile(r"\.(\d+)\.\d+\.bin$")
 
 
 def _checksum(content: dict[str, Any]) -> int:
@@ -439,7 +440,7 @@ def _manifest_names(path: Path) -> set[str]:
 
 
 def _write_all(handle: int, data: bytes | bytearray, offset: int) -> None:
-    """Write all bytes to a file, from byte `offset` on, however few one call of the OS takes."""
+    """Write all bytes to a file, from byte `offset` on, in as many calls as needed."""
     remaining = memoryview(data)
     while remaining:
         num_written = os.pwrite(handle, remaining, offset)
@@ -494,7 +495,7 @@ def read(directory: str | Path) -> Any:
 
 
 def _read_tree(part: PartReader, tree: Any) -> Any:
-    """Return the tree that a description of `_write_tree` stands for."""
+    """Return the tree that `_write_tree` described."""
     kind = next(iter(tree)) if isinstance(tree, dict) and len(tree) == 1 else ""
     if kind == "dict":
         branches = entry_of(part.path, tree, kind, dict)
@@ -518,8 +519,8 @@ def check_entries(name: str, tree: Any, expected_names: Collection[str]) -> Mapp
 def check_list(name: str, tree: Any, length: int, unit: str) -> Sequence[Any]:
     """Return `tree`; raise ValueError unless it is a list with `length` entries, one per `unit`."""
     if not isinstance(tree, list | tuple) or len(tree) != length:
-        length_found = len(tree) if isinstance(tree, list | tuple) else type(tree).__name__
-        raise ValueError(f"{name} must be a list of {length}, one per {unit}, got {length_found}")
+        actual_length = len(tree) if isinstance(tree, list | tuple) else type(tree).__name__
+        raise ValueError(f"{name} must be a list of {length}, one per {unit}, got {actual_length}")
     return tree
 
 
@@ -537,9 +538,9 @@ def check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Sequence[int 
     """
     type_name = type(value).__name__
     if isinstance(value, Tensor):
-        fits = value.dtype == dtype and value.dim() == len(shape)
+        has_type = value.dtype == dtype and value.dim() == len(shape)
         sizes = zip(shape, value.shape, strict=False)
-        if fits and all(expected in (size, None) for expected, size in sizes):
+        if has_type and all(expected in (size, None) for expected, size in sizes):
             return value
         type_name = f"{value.dtype} {list(value.shape)}"
     raise ValueError(

@@ -11,15 +11,16 @@ A table `t` of a directory is, for every rank of W, raw little-endian numbers wi
 - `t_counter_keys...`, `t_counter_frequencies...`: int64, keys that were not admitted, their counts
 - `t_opt_args.json`: numbers of the optimizer, `evict_strategy`, `dist_type`, `step_score`
 
-The format cannot show that a file was truncated. So reading compares the sizes of the files that it
-reads, and raises if a file of any rank is missing. Writing first stages the files of all tables and
+The format cannot show that a file was truncated. So a reader compares the sizes of the files, and
+raises if a file of any rank is missing. Writing first stages the files of all tables and
 ranks in `.t.new`, then moves the old files of all tables to `.t.old`, then moves the new ones into
 place. Keys are moved out first and in last, because neither emblib nor DynamicEmb reads a table
 without keys. So a killed process leaves each table old, new, or without keys, so that it cannot be
 read.
 
-`t_opt_args.json` has one entry more, `emblib_dump`: an id of the call that wrote the table, and
-all tables that it wrote. Loading compares them, see `check_one_dump`; DynamicEmb ignores the entry.
+emblib writes one more entry to `t_opt_args.json`, `emblib_dump`: an id of the call that wrote the
+table, and the names of all tables that the call wrote. Loading compares these entries, see
+`check_one_dump`; DynamicEmb ignores them.
 """
 
 import contextlib
@@ -134,11 +135,11 @@ def stage(
     `discard` must have deleted the files that an earlier call has staged, once for all ranks.
     """
     entries, order = table.entries, layout.order
-    staged = _staging_directory(directory, name)
-    staged.mkdir(parents=True, exist_ok=True)
+    staging_directory = _staging_directory(directory, name)
+    staging_directory.mkdir(parents=True, exist_ok=True)
 
     def path(item: str) -> Path:
-        return staged / file_name(name, item, *part)
+        return staging_directory / file_name(name, item, *part)
 
     _write_numbers(path("emb_keys"), entries.keys)
     _write_rows(path("emb_values"), [entries.rows[WEIGHT]], len(entries))
@@ -153,9 +154,9 @@ def stage(
         arguments = {"dist_type": "roundrobin", **table.arguments}
         if order in _STRATEGIES:
             arguments.setdefault("evict_strategy", _STRATEGIES[order])
-        with replacing(staged / f"{name}_opt_args.json") as file:
+        with replacing(staging_directory / f"{name}_opt_args.json") as file:
             file.write(json.dumps(arguments, indent=4).encode())
-    flush_directory(staged)
+    flush_directory(staging_directory)
 
 
 def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
@@ -172,47 +173,47 @@ def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
         DumpError: the keys of a rank are missing; the old files stay.
         OSError: a file could not be moved; the old files are restored, as far as they can be.
     """
-    moves = [_Move.of(Path(directory).expanduser(), name) for directory, name in tables]
+    moves = [_FileMove.from_staged(Path(folder).expanduser(), name) for folder, name in tables]
     for move in moves:
         for rank in range(world_size):
             if file_name(move.name, "emb_keys", rank, world_size) not in move.new_files:
                 raise DumpError(
-                    f"{move.staged} has no files of rank {rank} of {world_size}: all ranks must "
-                    "write to one directory, on a file system that all of them see"
+                    f"{move.staging_directory} has no files of rank {rank} of {world_size}: all "
+                    "ranks must write to one directory, on a file system that all of them see"
                 )
     for move in moves:
-        shutil.rmtree(move.replaced, ignore_errors=True)
-        move.replaced.mkdir()
+        shutil.rmtree(move.old_directory, ignore_errors=True)
+        move.old_directory.mkdir()
     try:
-        for step in (_Move.take_old, _Move.put_values, _Move.put_keys):
+        for step in (_FileMove.take_old, _FileMove.put_values, _FileMove.put_keys):
             for move in moves:
                 step(move)
             for move in moves:
                 flush_directory(move.directory)
     except BaseException:
-        for undo in (_Move.remove_new, _Move.put_back_old):
+        for undo in (_FileMove.remove_new, _FileMove.put_back_old):
             for move in moves:
                 undo(move)
         raise
     for move in moves:
-        shutil.rmtree(move.replaced, ignore_errors=True)
-        shutil.rmtree(move.staged, ignore_errors=True)
+        shutil.rmtree(move.old_directory, ignore_errors=True)
+        shutil.rmtree(move.staging_directory, ignore_errors=True)
         flush_directory(move.directory)
 
 
 @dataclass(frozen=True)
-class _Move:
+class _FileMove:
     """Files of one table: `commit` replaces `old_files` by the staged `new_files`."""
 
     directory: Path
     name: str
-    staged: Path
-    replaced: Path
+    staging_directory: Path
+    old_directory: Path
     old_files: Sequence[str]
     new_files: Sequence[str]
 
     @classmethod
-    def of(cls, directory: Path, name: str) -> "_Move":
+    def from_staged(cls, directory: Path, name: str) -> "_FileMove":
         """Return the move of the staged files of a table into its directory; nothing is moved."""
         staged = _staging_directory(directory, name)
         old_files, new_files = (
@@ -223,7 +224,7 @@ class _Move:
     def take_old(self) -> None:
         """Move the old files aside."""
         for file in self.old_files:
-            os.rename(self.directory / file, self.replaced / file)
+            os.rename(self.directory / file, self.old_directory / file)
 
     def put_values(self) -> None:
         """Move the staged files into place, except those of keys."""
@@ -235,7 +236,7 @@ class _Move:
 
     def _move_new_files(self, files: Iterator[str]) -> None:
         for file in files:
-            os.rename(self.staged / file, self.directory / file)
+            os.rename(self.staging_directory / file, self.directory / file)
 
     def remove_new(self) -> None:
         """Delete the new files that were moved into place, but no old file of the same name.
@@ -243,7 +244,7 @@ class _Move:
         Errors are ignored, so that as many old files as possible are restored.
         """
         for file in self.new_files:
-            if file not in self.old_files or (self.replaced / file).exists():
+            if file not in self.old_files or (self.old_directory / file).exists():
                 with contextlib.suppress(OSError):
                     (self.directory / file).unlink(missing_ok=True)
 
@@ -251,10 +252,10 @@ class _Move:
         """Move the old files back; errors are ignored, so that as many as possible return."""
         for file in reversed(self.old_files):
             with contextlib.suppress(OSError):
-                if (self.replaced / file).exists():
-                    os.rename(self.replaced / file, self.directory / file)
+                if (self.old_directory / file).exists():
+                    os.rename(self.old_directory / file, self.directory / file)
         with contextlib.suppress(OSError):
-            self.replaced.rmdir()  # fails, and stays, if a file could not be put back
+            self.old_directory.rmdir()  # fails, and stays, if a file could not be put back
 
 
 def discard(directory: str | Path, name: str) -> None:
@@ -293,7 +294,7 @@ def read(
             belong to another optimizer.
     """
     directory = Path(directory).expanduser()
-    files = _Files(directory, name, world_size(directory, name), rank)
+    files = _TableFiles(directory, name, world_size(directory, name), rank)
     keys, values = files.read("emb_keys", torch.int64), files.read("emb_values", torch.float32)
     scores = files.read("emb_scores", torch.int64)
     state_values = files.read("emb_opt_values", torch.float32) if states else None
@@ -364,25 +365,25 @@ def _write_numbers(path: Path, numbers: Tensor) -> None:
     _write_blocks(path, numbers.reshape(-1).split(_NUMBERS_PER_WRITE))
 
 
-def _write_rows(path: Path, rows: Sequence[Rows], count: int) -> None:
+def _write_rows(path: Path, rows: Sequence[Rows], num_rows: int) -> None:
     """Write the rows of tensors, concatenated per row, as float32."""
-    size = min(rows_at_a_time(tensor) for tensor in rows)
+    block_rows = min(rows_at_a_time(tensor) for tensor in rows)
 
     def rows_at(index: Tensor) -> Tensor:
         parts = [tensor[index].detach().cpu().float() for tensor in rows]
         return torch.cat([part[:, None] if part.dim() == 1 else part for part in parts], 1)
 
-    _write_blocks(path, (rows_at(index) for index in torch.arange(count).split(size)))
+    _write_blocks(path, (rows_at(index) for index in torch.arange(num_rows).split(block_rows)))
 
 
 def _write_blocks(path: Path, blocks: Iterable[Tensor]) -> None:
     """Write the elements of tensors to a file under a temporary name, then rename it."""
     with replacing(path) as file:
         for block in blocks:
-            flat = block.cpu().contiguous().reshape(-1)
-            if flat.numel():
-                buffer = bytearray(flat.numel() * flat.dtype.itemsize)
-                torch.frombuffer(buffer, dtype=flat.dtype).copy_(flat)
+            elements = block.cpu().contiguous().reshape(-1)
+            if elements.numel():
+                buffer = bytearray(elements.numel() * elements.dtype.itemsize)
+                torch.frombuffer(buffer, dtype=elements.dtype).copy_(elements)
                 file.write(buffer)
 
 
@@ -401,22 +402,23 @@ def world_size(directory: str | Path, name: str) -> int:
             f"{directory} has no keys of a table {name!r}; name the directory of its collection"
             + _interruption_hint(directory, name)
         )
-    sizes = {int(size) for _, size in ranks}
-    largest = max(sizes)
-    if len(sizes) > 1 or {int(rank) for rank, _ in ranks} != set(range(largest)):
+    world_sizes = {int(size) for _, size in ranks}
+    num_ranks = max(world_sizes)
+    if len(world_sizes) > 1 or {int(rank) for rank, _ in ranks} != set(range(num_ranks)):
         raise DumpError(
-            f"{directory} has {len(ranks)} files of keys of {name!r}, of {sorted(sizes)} ranks; "
-            "the dump is not whole" + _interruption_hint(directory, name)
+            f"{directory} has {len(ranks)} files of keys of {name!r}, of {sorted(world_sizes)} "
+            "ranks; the dump is not whole" + _interruption_hint(directory, name)
         )
-    return largest
+    return num_ranks
 
 
 def _interruption_hint(directory: Path, name: str) -> str:
     """Return the sentence of an error that says where an interrupted `commit` left old files."""
-    replaced = directory / f".{name}.old"
-    if not replaced.is_dir():
+    old_directory = directory / f".{name}.old"
+    if not old_directory.is_dir():
         return ""
-    return f". Writing over a dump was cut short there; the old one's files are in {replaced}"
+    text = ". Writing over a dump was cut short there; the old one's files are in"
+    return f"{text} {old_directory}"
 
 
 def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
@@ -505,7 +507,7 @@ def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> N
 
 
 @dataclass(frozen=True)
-class _Files:
+class _TableFiles:
     """The files of a table, for `rank` or, if None, for all ranks."""
 
     directory: Path
@@ -540,10 +542,10 @@ def _map_numbers(path: Path, dtype: torch.dtype) -> Tensor:
     nbytes = path.stat().st_size
     if nbytes % dtype.itemsize:
         raise DumpError(f"{path} has {nbytes} bytes, which are no {dtype} numbers; it is cut short")
-    count = nbytes // dtype.itemsize
-    if not count:
+    num_numbers = nbytes // dtype.itemsize
+    if not num_numbers:
         return torch.empty(0, dtype=dtype)
-    return torch.from_file(str(path), size=count, dtype=dtype)
+    return torch.from_file(str(path), size=num_numbers, dtype=dtype)
 
 
 def _length(numbers: Tensor | None) -> int:
@@ -563,8 +565,8 @@ def _split_states(
     widths = [math.prod(shape) for shape in states.values()]
     expected_columns = sum(widths)
     width = numbers.numel() // count if count else expected_columns
-    padded = width == _PADDED_STATE_WIDTH and expected_columns == 1
-    if numbers.numel() != count * width or not (padded or width == expected_columns):
+    is_padded = width == _PADDED_STATE_WIDTH and expected_columns == 1
+    if numbers.numel() != count * width or not (is_padded or width == expected_columns):
         raise DumpError(
             f"the optimizer states of {name!r} have {width} numbers per row, those of this table "
             f"{dict(zip(states, widths, strict=True))}; load without states, or into a table of "
@@ -596,7 +598,7 @@ def _stamps_and_scores(
     """Return stamps and scores of `count` entries, int64 `[n]`; stamps are 1 without times of use.
 
     `scores` are as in the files, None without one; with `has_ages` they are times since the last
-    use. The result gives the eviction order of DynamicEmb's strategy; scores are None for orders
+    use. Eviction by the result has the order of DynamicEmb's strategy; scores are None for orders
     that have none.
 
     Raises:

@@ -55,20 +55,20 @@ class ConcatenatedRows:
     def __init__(self, parts: Sequence["Rows"]) -> None:
         self._parts = parts
         self.dtype = parts[0].dtype
-        lengths = [part.shape[0] for part in parts]
-        self._ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-        self.shape = (sum(lengths), *parts[0].shape[1:])
+        part_lengths = [part.shape[0] for part in parts]
+        self._part_ends = torch.tensor(part_lengths, dtype=torch.int64).cumsum(0)
+        self.shape = (sum(part_lengths), *parts[0].shape[1:])
 
     def __getitem__(self, index: Tensor) -> Tensor:
         index = index.to("cpu")
-        part_of = torch.bucketize(index, self._ends, right=True)
-        out = torch.empty(index.numel(), *self.shape[1:], dtype=self.dtype)
-        for number, part in enumerate(self._parts):
-            selected = (part_of == number).nonzero().view(-1)
-            if selected.numel():
-                begin = int(self._ends[number]) - part.shape[0]
-                out[selected] = part[index[selected] - begin].to(out)
-        return out
+        part_of_position = torch.bucketize(index, self._part_ends, right=True)
+        rows = torch.empty(index.numel(), *self.shape[1:], dtype=self.dtype)
+        for part_index, part in enumerate(self._parts):
+            positions = (part_of_position == part_index).nonzero().view(-1)
+            if positions.numel():
+                begin = int(self._part_ends[part_index]) - part.shape[0]
+                rows[positions] = part[index[positions] - begin].to(rows)
+        return rows
 
 
 Rows = Tensor | SelectedRows | ConcatenatedRows
@@ -98,21 +98,21 @@ class Entries:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keys", routing.as_keys(self.keys))
-        count = self.keys.numel()
+        num_keys = self.keys.numel()
         columns = {"stamps": self.stamps, "scores": self.scores}
         for name, column in columns.items():
             if column is not None and (column.dtype, tuple(column.shape)) != (
                 torch.int64,
-                (count,),
+                (num_keys,),
             ):
                 raise ValueError(
-                    f"{name} must be int64, one per key = [{count}], got {column.dtype} "
+                    f"{name} must be int64, one per key = [{num_keys}], got {column.dtype} "
                     f"{list(column.shape)}"
                 )
         for name, rows in self.rows.items():
-            if rows.shape[0] != count:
+            if rows.shape[0] != num_keys:
                 raise ValueError(
-                    f"{name} must have one row per key = {count}, got shape {list(rows.shape)}"
+                    f"{name} must have one row per key = {num_keys}, got shape {list(rows.shape)}"
                 )
 
     def __len__(self) -> int:
@@ -129,8 +129,8 @@ class Entries:
 
     def view(self, index: Tensor) -> "Entries":
         """Return the entries at `index`, int64 `[n]`; rows are copied when they are indexed."""
-        everything = torch.arange(len(self))
-        if index.numel() == len(self) and bool((index.cpu() == everything).all()):
+        all_positions = torch.arange(len(self))
+        if index.numel() == len(self) and bool((index.cpu() == all_positions).all()):
             return self
         return Entries(
             self.keys[index],
@@ -156,12 +156,12 @@ class Entries:
 
     def check_distinct(self) -> None:
         """Raise ValueError if a key occurs twice."""
-        ordered = self.keys.sort().values
-        twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if twice.numel():
+        sorted_keys = self.keys.sort().values
+        repeated_keys = sorted_keys[1:][sorted_keys[1:] == sorted_keys[:-1]]
+        if repeated_keys.numel():
             raise ValueError(
-                f"the keys of a table must be distinct; {twice.numel()} come again, "
-                f"e.g. {int(twice[0])}"
+                f"the keys of a table must be distinct; {repeated_keys.numel()} come again, "
+                f"e.g. {int(repeated_keys[0])}"
             )
 
 
@@ -223,8 +223,8 @@ def best_first(entries: Entries, order: str) -> Tensor:
         columns.append(entries.scores)
     permutation = torch.arange(len(entries), device=entries.keys.device)
     for column in columns:
-        by_column = torch.argsort(column[permutation], descending=True, stable=True)
-        permutation = permutation[by_column]
+        column_order = torch.argsort(column[permutation], descending=True, stable=True)
+        permutation = permutation[column_order]
     return permutation
 
 
@@ -241,21 +241,21 @@ def as_part(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str
     Raises:
         ValueError: it has keys that another rank owns, where lookups would not find them.
     """
-    owned = dict(state)
+    part = dict(state)
     for stem in _stems(state):
         keys = state[f"{stem}keys"]
-        if stem.endswith(_FALLBACK):  # every rank has all of them, and uses some
-            by_key = [key for key in state if _is_by_key(state, stem, key) and key.startswith(stem)]
-            owned |= {key: _owned(state, stem, key, rank, world_size) for key in by_key}
+        if stem.endswith(_FALLBACK):  # every rank has all fallback rows, and uses some
+            names = [key for key in state if _is_by_key(state, stem, key) and key.startswith(stem)]
+            part |= {key: _owned(state, stem, key, rank, world_size) for key in names}
             continue
-        strangers = keys[routing.owner(keys, world_size) != rank]
-        if strangers.numel():
+        foreign_keys = keys[routing.owner(keys, world_size) != rank]
+        if foreign_keys.numel():
             raise ValueError(
-                f"a part has the keys that its rank owns; {strangers.numel()} of {stem}keys belong "
-                f"to others than rank {rank} of {world_size}, e.g. {int(strangers[0])}: send ids "
-                "where emblib.checkpoints.owner says"
+                f"a part has the keys that its rank owns; {foreign_keys.numel()} of {stem}keys "
+                f"belong to others than rank {rank} of {world_size}, e.g. {int(foreign_keys[0])}: "
+                "send ids where emblib.checkpoints.owner says"
             )
-    return {f"part_{rank}_of_{world_size}.{key}": value for key, value in owned.items()}
+    return {f"part_{rank}_of_{world_size}.{key}": value for key, value in part.items()}
 
 
 def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Tensor]:
@@ -289,16 +289,16 @@ def join_parts(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
         ValueError: there are parts of checkpoints of different numbers of ranks, or none.
     """
     parts: dict[int, dict[str, Tensor]] = {}
-    worlds = set()
+    world_sizes = set()
     for key, value in state.items():
         match = _PART.fullmatch(key)
         if match is not None:
-            worlds.add(int(match[2]))
+            world_sizes.add(int(match[2]))
             parts.setdefault(int(match[1]), {})[match[3]] = value
-    if len(worlds) != 1:
+    if len(world_sizes) != 1:
         raise ValueError(
-            f"parts must be of one checkpoint, got those of {sorted(worlds) or 'none'} ranks; save "
-            "with as_part, each checkpoint to a path of its own"
+            f"parts must be of one checkpoint, got those of {sorted(world_sizes) or 'none'} ranks; "
+            "save with as_part, each checkpoint to a path of its own"
         )
     return combine([parts[number] for number in sorted(parts)], rank, world_size)
 
@@ -310,24 +310,24 @@ def combine(
 
     The result has the rows of the keys that the rank owns. Other integers, e.g. clocks and counts,
     are the element-wise maximum, so a count is at least the count on the rank that saw the key.
-    Floating-point values, e.g. hyperparameters, are from the first part that has them. So are hash
-    keys that differ between parts, with the counters that depend on them, because counts under
-    different hashes cannot be combined.
+    Floating-point values, e.g. hyperparameters, are from the first part that has them. Hash keys
+    that differ between parts, and the counters that depend on them, are from the first part too,
+    because counts under different hashes cannot be combined.
     """
     joined: dict[str, Tensor] = {}
-    by_key = {stem for state in states for stem in _stems(state)}
-    unlike = _stems_of_unlike_hashes(states)
+    row_stems = {stem for state in states for stem in _stems(state)}
+    unlike_stems = _stems_of_unlike_hashes(states)
     for key in dict.fromkeys(key for state in states for key in state):
         stem = f"{key.rpartition('.')[0]}."
-        holders = [state for state in states if key in state]
-        if stem in by_key and all(_is_by_key(state, stem, key) for state in holders):
+        states_with_key = [state for state in states if key in state]
+        if stem in row_stems and all(_is_by_key(state, stem, key) for state in states_with_key):
             joined[key] = torch.cat(
-                [_owned(state, stem, key, rank, world_size) for state in holders]
+                [_owned(state, stem, key, rank, world_size) for state in states_with_key]
             )
-        elif holders[0][key].dtype.is_floating_point or stem in unlike:
-            joined[key] = holders[0][key]
+        elif states_with_key[0][key].dtype.is_floating_point or stem in unlike_stems:
+            joined[key] = states_with_key[0][key]
         else:
-            joined[key] = _elementwise_max(state[key] for state in holders)
+            joined[key] = _elementwise_max(state[key] for state in states_with_key)
     return joined
 
 

@@ -1,9 +1,9 @@
 """Fallback rows in checkpoints, in a form that shards divide and join like entries.
 
 Fallback row f of F serves the keys in the f-th of F equal ranges of routes, and a shard of W has
-the keys in one of W ranges. So if F is a multiple of W, each fallback row is used by one shard.
-Saved rows have a key of their range, `fallback.keys`, by which every reader of rows by key finds
-the shard; no other F has the same keys. All shards have memory for all F rows.
+the keys in one of W ranges. So if F is a multiple of W, one shard uses each fallback row. A saved
+row has a key of its range, in `fallback.keys`, so readers find the row's shard like that of any
+key; another F has other keys. All shards have memory for all F rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,12 +25,12 @@ FallbackRows = Mapping[str, Tensor]
 
 def rows_of(state: DynamicState, table: int) -> dict[str, Tensor]:
     """Return copies of the fallback rows of a table on the CPU; {} if it has none."""
-    count = state.specs[table].fallback_rows
-    if not count:
+    num_rows = state.specs[table].fallback_rows
+    if not num_rows:
         return {}
     views = state.layout.fallback_views(state.row_buffers, table)
     rows = {name: view.detach().cpu().clone() for name, view in views.items()}
-    return {KEYS: routing.keys_of_ranges(count), **rows}
+    return {KEYS: routing.keys_of_ranges(num_rows), **rows}
 
 
 def named_rows(state: DynamicState) -> dict[str, Tensor]:
@@ -55,29 +55,29 @@ def select(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
 
 
-def owned(rows: FallbackRows, number: int, count: int) -> dict[str, Tensor]:
-    """Return the fallback rows whose keys shard `number` of `count` owns."""
-    if not rows or count == 1:
+def owned(rows: FallbackRows, shard: int, num_shards: int) -> dict[str, Tensor]:
+    """Return the fallback rows whose keys shard `shard` of `num_shards` owns."""
+    if not rows or num_shards == 1:
         return dict(rows)
-    is_owned = routing.owner(rows[KEYS], count) == number
+    is_owned = routing.owner(rows[KEYS], num_shards) == shard
     return {name: values[is_owned] for name, values in rows.items()}
 
 
-def owned_by_name(named: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
+def owned_by_name(named: Mapping[str, Tensor], shard: int, num_shards: int) -> dict[str, Tensor]:
     """Return named tensors without the fallback rows of other shards."""
     result = dict(named)
     for key in named:
         if key.endswith(f".{FALLBACK}.{KEYS}"):
             name = key.removesuffix(f".{FALLBACK}.{KEYS}")
-            rows = owned(select(named, name), number, count)
+            rows = owned(select(named, name), shard, num_shards)
             result.update({f"{name}.{FALLBACK}.{k}": v for k, v in rows.items()})
     return result
 
 
-def are_keys(keys: Tensor, count: int) -> bool:
-    """Return whether all keys are keys of fallback rows in a table with `count` such rows."""
+def are_keys(keys: Tensor, num_rows: int) -> bool:
+    """Return whether all keys are keys of fallback rows in a table with `num_rows` such rows."""
     keys = keys.cpu()
-    return torch.equal(routing.keys_of_ranges(count)[routing.range_of(keys, count)], keys)
+    return torch.equal(routing.keys_of_ranges(num_rows)[routing.range_of(keys, num_rows)], keys)
 
 
 def problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[str]:
@@ -85,8 +85,8 @@ def problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[st
 
     There are none if there are no rows, or if the table has no fallback rows.
     """
-    count = state.specs[table].fallback_rows
-    if not rows or not count:
+    num_rows = state.specs[table].fallback_rows
+    if not rows or not num_rows:
         return
     views = state.layout.fallback_views(state.row_buffers, table)
     for name in (KEYS, WEIGHT):
@@ -97,10 +97,10 @@ def problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[st
     if problem := state_dicts.tensor_problem(keys, torch.empty(0, dtype=torch.int64), (None,)):
         yield f"{FALLBACK}.{KEYS}: {problem}"
         return
-    if not are_keys(keys, count):
+    if not are_keys(keys, num_rows):
         yield (
             f"{FALLBACK}.{KEYS}: the rows are of a table with another number of fallback rows than "
-            f"{count}: choose DynamicSpec.fallback_rows as there, or leave these entries out"
+            f"{num_rows}: choose DynamicSpec.fallback_rows as there, or leave these entries out"
         )
     for name, view in views.items():
         if name in rows:
@@ -124,10 +124,10 @@ def write(state: DynamicState, table: int, rows: FallbackRows) -> None:
     """
     if not rows or not state.specs[table].fallback_rows:
         return
-    numbers = routing.range_of(rows[KEYS].cpu(), state.specs[table].fallback_rows)
+    row_indices = routing.range_of(rows[KEYS].cpu(), state.specs[table].fallback_rows)
     for name, view in state.layout.fallback_views(state.row_buffers, table).items():
-        rows_on_device = numbers.to(view.device)
+        indices = row_indices.to(view.device)
         if name in rows:
-            view[rows_on_device] = rows[name].to(view)
+            view[indices] = rows[name].to(view)
         else:
-            view[rows_on_device] = state.specs[table].initial_state
+            view[indices] = state.specs[table].initial_state

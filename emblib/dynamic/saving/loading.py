@@ -1,9 +1,9 @@
 """Export the entries of one dynamic table, and import them into a table of any capacity.
 
 Entries are inserted with the native op first, in blocks. If some find both buckets full although
-the table has empty slots, `assign_slots` computes a better assignment, by cuckoo hashing: an entry
-that waits takes a slot whose entry moves to its other bucket. Rounds of such moves run vectorised;
-the last few entries search for the shortest chain of moves one by one.
+the table has empty slots, `assign_slots` computes a better assignment, by cuckoo hashing: a waiting
+entry gets a slot whose entry moves to its other bucket. Rounds of such moves are vectorised. For
+the last few entries the shortest chains of moves are searched one by one.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic.hash_index import MAX_TICK, HashIndex, RowBuffers
-from emblib.dynamic.saving import entries as of_entries
+from emblib.dynamic.saving import entries as entries_module
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import LAST_USES, WEIGHT, Entries, Rows, SelectedRows
@@ -59,27 +59,27 @@ def assign_slots(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Te
     """
     assignment = _Assignment(buckets_of(keys, buckets, hash_key), slots.clone(), buckets)
     waiting = (slots < 0).nonzero().view(-1)
-    idle_rounds = step = 0
-    while waiting.numel() and idle_rounds < _MAX_IDLE_ROUNDS and int(assignment.free.sum()):
-        step += 1
-        block, waiting_later = waiting[:_ENTRIES_PER_ROUND], waiting[_ENTRIES_PER_ROUND:]
-        settled = assignment.assign_within_one_move(block, step)
-        unsettled = block[~settled]
-        if unsettled.numel() and not bool(settled.any()):
-            idle_rounds += 1
-            unsettled = assignment.swap_neighbours(unsettled, step)
+    num_idle_rounds = round_index = 0
+    while waiting.numel() and num_idle_rounds < _MAX_IDLE_ROUNDS and int(assignment.num_free.sum()):
+        round_index += 1
+        block, later_entries = waiting[:_ENTRIES_PER_ROUND], waiting[_ENTRIES_PER_ROUND:]
+        is_settled = assignment.assign_within_one_move(block, round_index)
+        unsettled = block[~is_settled]
+        if unsettled.numel() and not bool(is_settled.any()):
+            num_idle_rounds += 1
+            unsettled = assignment.swap_neighbours(unsettled, round_index)
         else:
-            idle_rounds = 0
-        waiting = torch.cat([unsettled, waiting_later])
+            num_idle_rounds = 0
+        waiting = torch.cat([unsettled, later_entries])
     for entry in waiting.sort().values.tolist():
-        if not int(assignment.free.sum()):
+        if not int(assignment.num_free.sum()):
             break
         assignment.search(entry)
     return assignment.slots
 
 
 class _Assignment:
-    """The assignment of entries to slots. Entries are numbers in [0, N); `step` seeds choices.
+    """The assignment of entries to slots. Entries are numbers in [0, N).
 
     Args:
         bucket_pairs: int64 `[2, N]`, the buckets of each entry.
@@ -88,83 +88,84 @@ class _Assignment:
 
     Attributes:
         slots: the slots so far.
-        free: int64 `[buckets]`, number of empty slots.
+        num_free: int64 `[buckets]`, number of empty slots.
     """
 
     def __init__(self, bucket_pairs: Tensor, slots: Tensor, buckets: int) -> None:
         self._bucket_pairs, self.slots = bucket_pairs, slots
-        self._entry_in = torch.full((buckets, SLOTS), -1)  # by slot, -1 for empty
-        with_slot = (slots >= 0).nonzero().view(-1)
-        self._entry_in.view(-1)[slots[with_slot]] = with_slot
-        self.free = (self._entry_in < 0).sum(1)
+        self._entry_in_slot = torch.full((buckets, SLOTS), -1)  # by slot, -1 for empty
+        placed = (slots >= 0).nonzero().view(-1)
+        self._entry_in_slot.view(-1)[slots[placed]] = placed
+        self.num_free = (self._entry_in_slot < 0).sum(1)
         # Buckets from which no chain of moves leads to an empty slot. They stay closed, since no
         # entry of another bucket moves into them.
         self._closed = torch.zeros(buckets, dtype=torch.bool)
 
-    def assign_within_one_move(self, waiting: Tensor, step: int) -> Tensor:
+    def assign_within_one_move(self, waiting: Tensor, round_index: int) -> Tensor:
         """Assign slots to waiting entries by at most one move each; return which got one, bool."""
-        neighbours = self._entry_in[self._bucket_pairs[:, waiting].T].reshape(waiting.numel(), -1)
+        own_buckets = self._bucket_pairs[:, waiting].T
+        neighbours = self._entry_in_slot[own_buckets].reshape(waiting.numel(), -1)
         # The bucket that each neighbour could move to; empty slots need no move.
-        empty = neighbours < 0
-        elsewhere = self._other_bucket(neighbours.clamp(min=0))
-        elsewhere = torch.where(
-            empty, self._bucket_pairs[:, waiting].T.repeat_interleave(SLOTS, 1), elsewhere
-        )
-        possible = self.free[elsewhere] > 0
-        column = (_noise(possible.shape, step) * possible).argmax(1, keepdim=True)
+        is_empty = neighbours < 0
+        other_buckets = self._other_bucket(neighbours.clamp(min=0))
+        other_buckets = own_buckets.repeat_interleave(SLOTS, 1).where(is_empty, other_buckets)
+        has_room = self.num_free[other_buckets] > 0
+        column = (_random_ints(has_room.shape, round_index) * has_room).argmax(1, keepdim=True)
         neighbour = neighbours.gather(1, column)[:, 0]
-        target = elsewhere.gather(1, column)[:, 0]  # bucket of an empty slot
-        settled = possible.gather(1, column)[:, 0] & _first_of_each(target, possible.any(1))
-        needs_move = settled & (neighbour >= 0)
+        target = other_buckets.gather(1, column)[:, 0]  # bucket of an empty slot
+        is_settled = has_room.gather(1, column)[:, 0]
+        is_settled &= _first_of_each(target, has_room.any(1))
+        needs_move = is_settled & (neighbour >= 0)
         movers = neighbour[needs_move]
         freed_slots = self.slots[movers]
-        self._put(movers, target[needs_move])
+        self._put_in_empty(movers, target[needs_move])
         self._occupy(waiting[needs_move], freed_slots)
-        fits = settled & (neighbour < 0)
-        self._put(waiting[fits], target[fits])
-        return settled
+        needs_no_move = is_settled & (neighbour < 0)
+        self._put_in_empty(waiting[needs_no_move], target[needs_no_move])
+        return is_settled
 
-    def swap_neighbours(self, waiting: Tensor, step: int) -> Tensor:
-        """Give each waiting entry another entry's slot; return those that wait now, int64 `[n]`."""
-        slots = self._bucket_pairs[0, waiting] * SLOTS + (_noise((waiting.numel(),), step) % SLOTS)
-        once = _first_of_each(slots, torch.ones_like(waiting, dtype=torch.bool))
-        displaced = self._entry_in.view(-1)[slots[once]]
+    def swap_neighbours(self, waiting: Tensor, round_index: int) -> Tensor:
+        """Give waiting entries slots of others; return the entries that then wait, int64 `[n]`."""
+        offsets = _random_ints((waiting.numel(),), round_index) % SLOTS
+        slots = self._bucket_pairs[0, waiting] * SLOTS + offsets
+        is_first = _first_of_each(slots, torch.ones_like(waiting, dtype=torch.bool))
+        displaced = self._entry_in_slot.view(-1)[slots[is_first]]
         self.slots[displaced] = -1
-        self._occupy(waiting[once], slots[once])
-        # They try their other bucket next time.
+        self._occupy(waiting[is_first], slots[is_first])
+        # Waiting entries try their other bucket in the next round.
         self._bucket_pairs[:, waiting] = self._bucket_pairs[:, waiting].flip(0)
-        return torch.cat([displaced, waiting[~once]])
+        return torch.cat([displaced, waiting[~is_first]])
 
     def search(self, entry: int) -> None:
         """Assign a slot to a waiting entry by the shortest chain of moves, if there is one."""
-        is_visited, mover = self._closed.clone(), torch.full_like(self.free, -1)
+        is_visited, mover_into = self._closed.clone(), torch.full_like(self.num_free, -1)
         frontier = self._bucket_pairs[:, entry].unique()
         frontier = frontier[~is_visited[frontier]]
-        mover[frontier] = entry  # the entry that moves into each bucket of the chain
+        mover_into[frontier] = entry  # the entry that moves into each bucket of the chain
         while frontier.numel():
             is_visited[frontier] = True
-            empty = frontier[self.free[frontier] > 0]
-            if empty.numel():
-                self._shift(int(empty[0]), mover, entry)
+            with_room = frontier[self.num_free[frontier] > 0]
+            if with_room.numel():
+                self._shift(int(with_room[0]), mover_into, entry)
                 return
-            members = self._entry_in[frontier].view(-1)
-            reached = self._other_bucket(members)
-            is_fresh = ~is_visited[reached]
-            mover.scatter_reduce_(
-                0, reached[is_fresh], members[is_fresh], "amin", include_self=False
+            members = self._entry_in_slot[frontier].view(-1)
+            next_buckets = self._other_bucket(members)
+            is_unvisited = ~is_visited[next_buckets]
+            mover_into.scatter_reduce_(
+                0, next_buckets[is_unvisited], members[is_unvisited], "amin", include_self=False
             )
-            frontier = reached[is_fresh].unique()
+            frontier = next_buckets[is_unvisited].unique()
         self._closed = is_visited
 
-    def _shift(self, bucket: int, mover: Tensor, entry: int) -> None:
+    def _shift(self, bucket: int, mover_into: Tensor, entry: int) -> None:
         """Move every entry of a chain to the slot that the next one frees."""
-        current = int(mover[bucket])
-        slot = bucket * SLOTS + int((self._entry_in[bucket] < 0).int().argmax())
-        self.free[bucket] -= 1
+        current = int(mover_into[bucket])
+        slot = bucket * SLOTS + int((self._entry_in_slot[bucket] < 0).int().argmax())
+        self.num_free[bucket] -= 1
         while current != entry:
             freed_slot = int(self.slots[current])
             self._occupy(torch.tensor([current]), torch.tensor([slot]))
-            slot, current = freed_slot, int(mover[freed_slot // SLOTS])
+            slot, current = freed_slot, int(mover_into[freed_slot // SLOTS])
         self._occupy(torch.tensor([entry]), torch.tensor([slot]))
 
     def _other_bucket(self, entries: Tensor) -> Tensor:
@@ -175,40 +176,40 @@ class _Assignment:
             - self.slots[entries] // SLOTS
         )
 
-    def _put(self, entries: Tensor, buckets: Tensor) -> None:
+    def _put_in_empty(self, entries: Tensor, buckets: Tensor) -> None:
         """Put entries into the first empty slots of distinct buckets."""
-        first_empty = (self._entry_in[buckets] < 0).int().argmax(1)
+        first_empty = (self._entry_in_slot[buckets] < 0).int().argmax(1)
         self._occupy(entries, buckets * SLOTS + first_empty)
-        self.free[buckets] -= 1
+        self.num_free[buckets] -= 1
 
     def _occupy(self, entries: Tensor, slots: Tensor) -> None:
         """Record that entries are in these slots now."""
-        self._entry_in.view(-1)[slots] = entries
+        self._entry_in_slot.view(-1)[slots] = entries
         self.slots[entries] = slots
 
 
-def _first_of_each(values: Tensor, valid: Tensor) -> Tensor:
+def _first_of_each(values: Tensor, is_valid: Tensor) -> Tensor:
     """Return which elements are the first valid ones of their value, bool `[n]`."""
-    numbers = torch.arange(values.numel())
+    positions = torch.arange(values.numel())
     num_values = int(values.max()) + 1 if values.numel() else 0
     first_positions = torch.full((num_values,), values.numel())
-    first_positions.scatter_reduce_(0, values[valid], numbers[valid], "amin")
-    return valid & (first_positions[values] == numbers)
+    first_positions.scatter_reduce_(0, values[is_valid], positions[is_valid], "amin")
+    return is_valid & (first_positions[values] == positions)
 
 
-def _noise(shape: tuple[int, ...], step: int) -> Tensor:
+def _random_ints(shape: tuple[int, ...], step: int) -> Tensor:
     """Return positive pseudo-random int64 that are the same on every machine."""
-    count = 1
+    num_values = 1
     for size in shape:
-        count *= size
-    numbers = torch.arange(count) + (step << 40)
+        num_values *= size
+    numbers = torch.arange(num_values) + (step << 40)
     return (mix(numbers) >> 2 & 0x3FFFFFFFFFFFFFFF).view(shape) + 1
 
 
 _KEYS_PER_CALL = 1 << 22  # keys that one call inserts, which bounds its memory; not measured
 
 
-def run(function: Callable[[], None]) -> None:
+def call_once(function: Callable[[], None]) -> None:
     """Call a function: the default of `TableTarget.complete`."""
     function()
 
@@ -237,16 +238,16 @@ class TableTarget(NamedTuple):
     initial_state: float = 0.0
     last_uses: Tensor | None = None
     hash_key: int | None = None
-    complete: Callable[[Callable[[], None]], None] = run
+    complete: Callable[[Callable[[], None]], None] = call_once
 
 
 class Loaded(NamedTuple):
     """The result of loading entries.
 
     Attributes:
-        loaded: number of the other entries, those that are not `left_out`.
-        left_out: number of entries that found no slot. With a backing store, the rows that it
-            dropped, which may be rows that it had before.
+        loaded: number of entries that are not `left_out`.
+        left_out: number of entries that found no slot. With a backing store, the number of rows
+            that the store dropped, which may be rows that it had before.
         displaced: number of entries of the table that were evicted; 0 with a backing store.
     """
 
@@ -295,7 +296,7 @@ def check(target: TableTarget, entries: Entries) -> None:
 
 def _check_rows(target: TableTarget, entries: Entries) -> None:
     """Raise ValueError unless names, shapes and last uses of rows fit a table."""
-    names = entries.rows.keys() - {LAST_USES}  # of a table with another ttl they are ignored
+    names = entries.rows.keys() - {LAST_USES}  # ignored if they are of a table with another ttl
     unknown = sorted(names - target.views.keys())
     missing_names = sorted(target.views.keys() - names)
     if unknown or (missing_names and len(names) > 1) or WEIGHT not in names:
@@ -336,8 +337,8 @@ def _has_levels_of(uses: Rows | None, target: TableTarget) -> TypeGuard[Rows]:
 def replace(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
     """Replace the entries of a table; if not all fit, keep those that would be evicted last.
 
-    A table takes as many entries as it has rows, unless too few keys hash to one of its buckets.
-    Raises ValueError for entries that do not fit, before anything is written.
+    All rows of a table are filled, unless too few keys hash to one of its buckets. Raises
+    ValueError for entries that do not fit, before anything is written.
     """
     check(target, entries)
     return replace_unchecked(target, entries, report)
@@ -348,7 +349,7 @@ def replace_unchecked(
 ) -> Loaded:
     """Replace the entries of a table by others, which the caller has checked; see `replace`."""
     target.index.empty(target.table, target.hash_key)
-    return _put(target, entries, report, _replace_all)
+    return _write_entries(target, entries, report, _place_all)
 
 
 def put(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
@@ -360,10 +361,10 @@ def put(target: TableTarget, entries: Entries, report: Report | None = None) -> 
     ValueError for entries that do not fit, before anything is written.
     """
     check(target, entries)
-    return _put(target, entries, report, _place_among)
+    return _write_entries(target, entries, report, _place_missing)
 
 
-def _put(
+def _write_entries(
     target: TableTarget,
     entries: Entries,
     report: Report | None,
@@ -377,25 +378,25 @@ def _put(
     try:
         # `reserve` grows the table at most to its capacity.
         index.reserve(table, index.size(table) + len(entries), target.rows)
-        slots, displaced = place(target, entries)
+        slots, num_displaced = place(target, entries)
         _write(target, entries, slots, report)
     finally:
         index.counters[table] = counters
         index.set_tick(tick)
     left_out = int((slots < 0).sum())
-    return Loaded(len(entries) - left_out, left_out, displaced)
+    return Loaded(len(entries) - left_out, left_out, num_displaced)
 
 
-def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
+def _place_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     """Insert entries into an empty table; return their slots, int64 `[N]`, and 0 evictions.
 
     Slots are on the CPU, -1 for entries that are left out.
     """
     index, table = target.index, target.table
     device = index.tags.device
-    order = of_entries.best_first(entries, index.order).cpu()
-    best = order[: index.capacity(table)]
-    keys = entries.keys[best]
+    order = entries_module.best_first(entries, index.order).cpu()
+    best_entries = order[: index.capacity(table)]
+    keys = entries.keys[best_entries]
     slots = torch.cat(
         [
             _insert_block(index, table, key_block.to(device), "none")[0]
@@ -413,12 +414,12 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
         tags[new_slots] = tags_of(keys[has_slot], hash_key).to(device)
         index.table_entries(table)[new_slots, HashEntryColumn.KEY] = keys[has_slot].to(device)
         index.tables[table, HashTableColumn.SIZE] = int(has_slot.sum())
-    placed = torch.full_like(order, -1)
-    placed[best] = slots
-    return placed, 0
+    slot_of_entry = torch.full_like(order, -1)
+    slot_of_entry[best_entries] = slots
+    return slot_of_entry, 0
 
 
-def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
+def _place_missing(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     """Insert entries that are missing; return all slots, int64 `[N]`, and how many were evicted.
 
     Slots are on the CPU, -1 for entries that are left out.
@@ -426,29 +427,29 @@ def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     index, table = target.index, target.table
     device = index.tags.device
     slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
-    order = of_entries.best_first(entries, index.order).cpu()
+    order = entries_module.best_first(entries, index.order).cpu()
     missing_entries = order[slots[order] < 0]
-    displaced = 0
+    num_displaced = 0
     for block in missing_entries.split(_KEYS_PER_CALL):
         slots[block] = _insert_block(index, table, entries.keys[block].to(device), "none")[0]
         index.versions.note_inserted(index, table, slots[block])
-    refused = missing_entries[slots[missing_entries] < 0]
-    if refused.numel() and index.size(table) < index.capacity(table):
-        displaced = _rearrange(target, entries.keys[refused])
+    refused_entries = missing_entries[slots[missing_entries] < 0]
+    if refused_entries.numel() and index.size(table) < index.capacity(table):
+        num_displaced = _rearrange(target, entries.keys[refused_entries])
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
-        refused = refused[slots[refused] < 0]
-    for block in refused.split(_KEYS_PER_CALL) if index.order != "none" else ():
+        refused_entries = refused_entries[slots[refused_entries] < 0]
+    for block in refused_entries.split(_KEYS_PER_CALL) if index.order != "none" else ():
         block_slots, num_evicted = _insert_block(
             index, table, entries.keys[block].to(device), index.order
         )
         index.versions.note_inserted(index, table, block_slots)
-        slots[block], displaced = block_slots, displaced + num_evicted
-    if displaced:  # entries whose slots were found above may be displaced
+        slots[block], num_displaced = block_slots, num_displaced + num_evicted
+    if num_displaced:  # entries whose slots were found above may be displaced
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
-    return slots, displaced
+    return slots, num_displaced
 
 
-def _rearrange(target: TableTarget, refused: Tensor) -> int:
+def _rearrange(target: TableTarget, refused_keys: Tensor) -> int:
     """Move entries to their other buckets until refused keys have slots as well.
 
     Returns how many entries of the table lost their slot, because not all fit.
@@ -456,8 +457,8 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     index, table = target.index, target.table
     exported = index.export(table)
     device, num_slots = exported.keys.device, exported.slots.numel()
-    keys = torch.cat([exported.keys.cpu(), refused])
-    slots_before = torch.cat([exported.slots.cpu(), torch.full_like(refused, -1)])
+    keys = torch.cat([exported.keys.cpu(), refused_keys])
+    slots_before = torch.cat([exported.slots.cpu(), torch.full_like(refused_keys, -1)])
     hash_key = index.hash_key(table)
     slots_after = assign_slots(keys, slots_before, index.buckets(table), hash_key)
     moved = (
@@ -466,8 +467,8 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
         .view(-1)
     )
     old_slots, moved_slots = slots_before[moved].to(device), slots_after[moved].to(device)
-    with_slot = (slots_after >= 0).nonzero().view(-1)
-    new_entries = with_slot[with_slot >= num_slots]
+    placed = (slots_after >= 0).nonzero().view(-1)
+    new_entries = placed[placed >= num_slots]
     new_slots = slots_after[new_entries].to(device)
     # All values are computed before the first write, so an interrupted write can be repeated.
     views = [*index.views_by_slot(table), *(view.detach() for view in target.views.values())]
@@ -475,7 +476,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
         views.append(target.last_uses)
     rows = [view[old_slots] for view in views]
     tags = torch.zeros_like(index.table_tags(table))
-    tags[slots_after[with_slot].to(device)] = tags_of(keys[with_slot], hash_key).to(device)
+    tags[slots_after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
     tick = index.tick
 
     def write() -> None:
@@ -487,7 +488,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
         entries = index.table_entries(table)
         entries[new_slots, HashEntryColumn.KEY] = keys[new_entries].to(device)
         entries[new_slots, HashEntryColumn.STAMP] = tick
-        index.tables[table, HashTableColumn.SIZE] = with_slot.numel()
+        index.tables[table, HashTableColumn.SIZE] = placed.numel()
         index.versions.note_inserted(index, table, new_slots)
 
     target.complete(write)
@@ -497,10 +498,10 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
 def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
     """Insert missing keys; return their slots, int64 on the CPU, and how many others they evict."""
     index.versions.advance()
-    device, count = keys.device, keys.numel()
-    positions = torch.arange(count, device=device)
+    device, num_keys = keys.device, keys.numel()
+    positions = torch.arange(num_keys, device=device)
     offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64, device=device)
-    offsets[table + 1 :] = count
+    offsets[table + 1 :] = num_keys
     batch_scores = torch.zeros(len(index.specs), dtype=torch.int64, device=device)
     result = hash.InsertResult(
         *hash.hash_insert_(
@@ -522,24 +523,24 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
 def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report | None) -> None:
     """Write stamps, scores and rows of the entries that have a slot."""
     index, device = target.index, target.index.tags.device
-    with_slot = (slots >= 0).nonzero().view(-1)
+    placed = (slots >= 0).nonzero().view(-1)
     scores = entries.scores if index.order in SCORED else None
     index.set_entries(
         target.table,
-        slots[with_slot].to(device),
-        entries.stamps[with_slot].to(device),
-        None if scores is None else scores[with_slot].to(device),
+        slots[placed].to(device),
+        entries.stamps[placed].to(device),
+        None if scores is None else scores[placed].to(device),
     )
     if target.last_uses is not None and target.last_uses.size(1):
         uses = entries.rows.get(LAST_USES)
         if _has_levels_of(uses, target):
-            used = uses[with_slot]
-        else:  # which feature used them is not known: count every level; 0 would mean no use
-            used = entries.stamps[with_slot][:, None].clamp(min=1)
-        target.last_uses[slots[with_slot].to(device)] = used.to(device)
+            values = uses[placed]
+        else:  # the feature is not known: write the stamp to every level; 0 would mean no use
+            values = entries.stamps[placed][:, None].clamp(min=1)
+        target.last_uses[slots[placed].to(device)] = values.to(device)
     for name, view in target.views.items():
         rows, num_written = entries.rows.get(name), 0
-        for block in with_slot.split(rows_at_a_time(view)):
+        for block in placed.split(rows_at_a_time(view)):
             block_slots = slots[block].to(view.device)
             if rows is None:
                 view[block_slots] = target.initial_state
@@ -547,7 +548,7 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
                 view[block_slots] = rows[block].to(view)
             num_written += block.numel()
             if report is not None:
-                report(DumpProgress(target.name, num_written, with_slot.numel()))
+                report(DumpProgress(target.name, num_written, placed.numel()))
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:

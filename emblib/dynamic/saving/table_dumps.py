@@ -89,11 +89,11 @@ def _write(
     `others` is the state of the children of the module; a dump of changes has only its hash keys.
     `fallback_rows` are named as in state dicts.
     """
-    saved = [DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()]
+    dumped = [DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()]
     if header.since is not None:
         others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
     others = {**others, **fallback.owned_by_name(fallback_rows, *part)}
-    dump_tables.write(directory, saved, header, part, report, others)
+    dump_tables.write(directory, dumped, header, part, report, others)
     return header.clock
 
 
@@ -167,7 +167,7 @@ def _load_whole(
         fallback.check(state, t, fallback.select(dump.others, state.table_names[t]))
     hash_keys = hash_keys_in(state, entries, dump.others.get(INDEX_HASH_KEYS))
     if state.expiry is not None:
-        state.expiry.forget()  # a dump without times is of tables whose ttl was none
+        state.expiry.forget()  # a dump without times is of tables without a ttl that is a time
     set_child_state(state, dump.others, directory)
     return replace_tables(
         state,
@@ -223,8 +223,8 @@ def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
         )
     if state.backing is not None:
         state.backing.write_back()  # the store may drop rows for those that it takes
-    log = state.eviction_log.since(table, since)
-    removed = loading.absent(target_of(state, table), log)
+    logged_keys = state.eviction_log.since(table, since)
+    removed = loading.absent(target_of(state, table), logged_keys)
     return removed if state.backing is None else state.backing.absent(table, removed)
 
 
@@ -400,8 +400,8 @@ def save_table(
     others, changes = _state_of_table(state, table), _changes_of(state, table, since)
     header = Header(identity, state.index.tick, since, state.hyperparams.tolist())
     rows = fallback.rows_of(state, table)
-    named = {f"{name}.{fallback.FALLBACK}.{key}": value for key, value in rows.items()}
-    return _write(state, directory, {name: changes}, header, part, report, others, named)
+    named_rows = {f"{name}.{fallback.FALLBACK}.{key}": value for key, value in rows.items()}
+    return _write(state, directory, {name: changes}, header, part, report, others, named_rows)
 
 
 def _state_of_table(state: DynamicState, table: int) -> dict[str, Tensor]:
@@ -443,27 +443,27 @@ def read_table(
     dump = dump_tables.read(directory, *part)
     if name not in dump.tables:
         raise ValueError(f"{directory} has no table {name!r}, it has {sorted(dump.tables)}")
-    dumped, hyper = dump.tables[name], torch.tensor(dump.numbers, dtype=torch.float64)
+    dumped_table, hyper = dump.tables[name], torch.tensor(dump.numbers, dtype=torch.float64)
     check_hyperparameters(state, hyper)
     hash_keys = dump.others.get(INDEX_HASH_KEYS)
     if hash_keys is not None and len(dump.tables) > 1:
-        number = list(dump.tables).index(name)
-        hash_keys = hash_keys[number : number + 1]
+        table_index = list(dump.tables).index(name)
+        hash_keys = hash_keys[table_index : table_index + 1]
     hash_key = None if hash_keys is None else int(hash_keys[0])
     others = dump.others if len(dump.tables) == len(state.specs) == 1 else {}
     rows = fallback.select(dump.others, name)
     changes = None
     if dump.since is None:
-        loading.check(target_of(state, table), dumped.entries)
+        loading.check(target_of(state, table), dumped_table.entries)
         fallback.check(state, table, rows)
         check_child_state(state, others, directory)
     else:
-        tables = {state.table_names[table]: Changes(dumped.entries, dumped.removed)}
+        tables = {state.table_names[table]: Changes(dumped_table.entries, dumped_table.removed)}
         fallback_rows = {state.table_names[table]: rows}
         changes = ChangeSet(dump.since, dump.clock, tables, hyper, hash_keys, fallback_rows)
         check_changes(state, changes)
     return TableDump(
-        Path(directory), dumped.entries, changes, dump.clock, hyper, hash_key, others, rows
+        Path(directory), dumped_table.entries, changes, dump.clock, hyper, hash_key, others, rows
     )
 
 

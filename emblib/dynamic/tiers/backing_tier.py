@@ -10,11 +10,11 @@ rows that it could replace, or the batch itself fills its buckets) it is served 
 reads and updates a copy in an overflow row (`RowLayout.overflow_rows`), and the copy is written
 back before another batch reads the store. A new key that finds no slot gets an overflow row, too.
 
-A training step calls, in this order: `find_in_store`, `add_stored_uses`, `place`, `take`,
-`start_moves`. If the store is a `HostRows`, one native op makes the step, and these are
-`begin_batch`, `placement_of`, `take_at_once`, `start_moves`. `place` and `placement_of` compute a
-placement and change only rows; `take` and `take_at_once` then record it and can be repeated. So an
-interrupted step can be completed (`emblib.dynamic.training.BatchInsertion`).
+A training step calls, in this order: `find_in_store`, `add_stored_uses`, `place`, `record`,
+`start_moves`. If the store is a `HostRows`, one native op makes the step, and the calls are
+`begin_batch`, `one_op_placement`, `record_one_op`, `start_moves`. `place` and `one_op_placement`
+compute a placement and change only rows; `record` and `record_one_op` then record the placement and
+can be repeated. So an interrupted step can be completed (`emblib.dynamic.training.BatchInsertion`).
 """
 
 import base64
@@ -95,7 +95,7 @@ class BatchPlacement(NamedTuple):
     counts: list[dict[str, int]]
 
 
-class BatchPlacementAtOnce(NamedTuple):
+class OneOpPlacement(NamedTuple):
     """Placement of a batch with misses that one op inserted.
 
     Attributes:
@@ -143,7 +143,7 @@ class BackingTier:
         ]
         self.store = PrefetchedRows(backing.store, tables)
         self.generation = 0
-        # By table: the keys in overflow rows, in the order of the rows; a batch leaves out values.
+        # By table: the keys in overflow rows, in row order; without values after a batch.
         self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
         self._overflow_is_dirty = False  # whether overflow rows differ from those in the store
         self._no_rows = StoredRows.none(0)
@@ -155,7 +155,7 @@ class BackingTier:
             self._resume(json.loads(self.store.note))
 
     def __del__(self) -> None:
-        # Its thread may be in a call, and would keep the store open. It may also be this thread.
+        # The store's thread, which may be this one, may be in a call and keep the store open.
         with contextlib.suppress(AttributeError, RuntimeError):
             self.store.stop()
 
@@ -174,8 +174,8 @@ class BackingTier:
         """Return the optimizer, and name and dtype of each value in the bytes of a row."""
         layout = self.fast.layout
         values = zip(layout.buffer_names, layout.dtypes, strict=True)
-        named = [[name, str(dtype).removeprefix("torch.")] for name, dtype in values]
-        return [[self.fast.optimizer_name], *named]
+        value_fields = [[name, str(dtype).removeprefix("torch.")] for name, dtype in values]
+        return [[self.fast.optimizer_name], *value_fields]
 
     def _resume(self, note: dict[str, Any]) -> None:
         """Restore what `flush` wrote into the store's note.
@@ -214,8 +214,8 @@ class BackingTier:
         """Return the counts by table (reads the device)."""
         named = zip(self.fast.table_names, self.fast.index.stats(), self._counts, strict=True)
         return {
-            name: TierStats(lookups=line["lookups"], hits=line["hits"], **counts)
-            for name, line, counts in named
+            name: TierStats(lookups=index_counts["lookups"], hits=index_counts["hits"], **counts)
+            for name, index_counts, counts in named
         }
 
     # Before the keys of a batch are inserted
@@ -236,21 +236,21 @@ class BackingTier:
         for t in range(len(self._row_bytes)):
             self._check_overflow(t, offsets[t + 1] - offsets[t])
         return [
-            self._read(t, missing_keys[offsets[t] : offsets[t + 1]], erase_expired=True)
+            self._read_alive(t, missing_keys[offsets[t] : offsets[t + 1]], erase_expired=True)
             for t in range(len(self._row_bytes))
         ]
 
-    def _check_overflow(self, table: int, count: int) -> None:
+    def _check_overflow(self, table: int, num_misses: int) -> None:
         """Raise RuntimeError if a batch has more misses of a table than overflow rows."""
-        limit = self.fast.layout.overflow_rows
-        if count > limit:
+        max_misses = self.fast.layout.overflow_rows
+        if num_misses > max_misses:
             raise RuntimeError(
-                f"a batch may have {limit} ids of a table that are not in the fast tier, got "
-                f"{count} of {self.fast.table_names[table]!r}; choose smaller batches, or a "
+                f"a batch may have {max_misses} ids of a table that are not in the fast tier, got "
+                f"{num_misses} of {self.fast.table_names[table]!r}; choose smaller batches, or a "
                 "larger BackingStore(max_misses=...)"
             )
 
-    def _read(self, table: int, keys: Tensor, *, erase_expired: bool = False) -> FoundRows:
+    def _read_alive(self, table: int, keys: Tensor, *, erase_expired: bool = False) -> FoundRows:
         """Return the rows of keys in the store that have not expired."""
         found, fast = self.store.read(table, keys), self.fast
         if fast.expiry is None:
@@ -280,15 +280,15 @@ class BackingTier:
             return
         offsets, counts = misses.offsets.tolist(), misses.counts
         for t, found in enumerate(found_rows):
-            numbers = (offsets[t] + found.positions).to(counts.device)  # of the misses in the store
+            miss_indices = (offsets[t] + found.positions).to(counts.device)
             stored_uses = found.rows.scores.to(counts.device)
-            new_uses = torch.minimum(counts[numbers], hash.MAX_USES - stored_uses)
-            counts[numbers] = stored_uses + new_uses
+            new_uses = torch.minimum(counts[miss_indices], hash.MAX_USES - stored_uses)
+            counts[miss_indices] = stored_uses + new_uses
 
     # Batches that one op inserts
 
     @property
-    def serves_at_once(self) -> bool:
+    def inserts_in_one_op(self) -> bool:
         """Return whether `tier_insert_batch_` can read the store: all rows are in a `HostRows`.
 
         Not in an object of a subclass, which may have other methods.
@@ -306,9 +306,9 @@ class BackingTier:
         assert isinstance(store, HostRows)
         return *store.op_arguments(), [spec.rows for spec in self.fast.specs]
 
-    def placement_of(
+    def one_op_placement(
         self, results: Sequence[Tensor], batch_scores: Tensor | None
-    ) -> BatchPlacementAtOnce:
+    ) -> OneOpPlacement:
         """Return the placement of a batch with misses; change nothing.
 
         Args:
@@ -332,9 +332,9 @@ class BackingTier:
         misses = Misses(inserted.first, inserted.groups, inserted.uses, inserted.offsets)
         evicted = inserted.slots.new_empty(0, 3)  # the demoted rows have them
         result = InsertResult(inserted.slots, inserted.status, evicted)
-        return BatchPlacementAtOnce(misses, result, overflow, moves, all_counts)
+        return OneOpPlacement(misses, result, overflow, moves, all_counts)
 
-    def take_at_once(self, placement: BatchPlacementAtOnce) -> None:
+    def record_one_op(self, placement: OneOpPlacement) -> None:
         """Record the placement of a batch; repeated calls have no further effect."""
         self._counts, self._overflow = placement.counts, placement.overflow
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
@@ -370,12 +370,12 @@ class BackingTier:
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
             moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)
-            promoted, refused_rows = swapped.found_slots >= 0, self._no_rows
+            is_promoted, refused_rows = swapped.found_slots >= 0, self._no_rows
             if swapped.refused.numel():
-                promoted &= swapped.found_slots < specs[t].rows
+                is_promoted &= swapped.found_slots < specs[t].rows
                 refused_rows = self._refused_rows(t, keys, misses, swapped.refused, batch_scores)
             overflow.append(refused_rows)
-            moves.promoted[t] = found.rows.keys[promoted]
+            moves.promoted[t] = found.rows.keys[is_promoted]
             counts = dict(self._counts[t])
             counts["backing_hits"] += found.positions.numel()
             counts["prefetched"] += self.store.num_prefetched(t, found.rows.keys)
@@ -411,7 +411,7 @@ class BackingTier:
         if not keys.numel():
             return StoredRows.none(0)
         stamps = torch.full_like(keys, self.fast.index.tick)
-        scores = self._scores(table, uses, batch_scores)
+        scores = self._new_scores(table, uses, batch_scores)
         return StoredRows(keys, stamps, scores, torch.empty(keys.numel(), 0, dtype=torch.uint8))
 
     def _swap(
@@ -429,12 +429,12 @@ class BackingTier:
         if not slots.is_cuda:
             arguments = (buffers, slots, status, evicted, positions, rows, first_overflow)
             return SwappedRows(*effects.once(tiers.tier_swap_, *arguments))
-        keys, values, stamps, scores, count = effects.once(
+        keys, values, stamps, scores, num_evicted = effects.once(
             hash.hash_evicted_rows, buffers, slots, status, evicted
         )
-        used = slice(int(count))
-        demoted = torch.stack([keys, stamps, scores])[:, used].cpu()
-        demoted_rows = as_bytes([column[used] for column in values])
+        valid_rows = slice(int(num_evicted))
+        demoted = torch.stack([keys, stamps, scores])[:, valid_rows].cpu()
+        demoted_rows = as_bytes([column[valid_rows] for column in values])
         slots, status = slots.clone(), status.clone()
         refused = (status == hash.REFUSED).nonzero().view(-1)
         slots[refused] = self._overflow_slots(table, refused.numel()).to(slots.device)
@@ -445,7 +445,7 @@ class BackingTier:
         self._fast_rows.scatter(table, found_slots[has_row], rows[has_row])
         return SwappedRows(slots, status, demoted, demoted_rows, refused, found_slots)
 
-    def take(self, inserted: InsertedBatch, placement: BatchPlacement) -> Tensor | None:
+    def record(self, inserted: InsertedBatch, placement: BatchPlacement) -> Tensor | None:
         """Record the placement of a batch; repeated calls have no further effect.
 
         Returns:
@@ -468,7 +468,7 @@ class BackingTier:
             return None
         return torch.where(result.status == hash.HIT, -1, result.slots)
 
-    def _scores(self, table: int, counts: Tensor, batch_scores: Tensor | None) -> Tensor:
+    def _new_scores(self, table: int, counts: Tensor, batch_scores: Tensor | None) -> Tensor:
         """Return the scores, int64 `[n]`, of keys with these use counts in the fast tier."""
         order = self.fast.index.order
         if order == "assigned":
@@ -526,7 +526,7 @@ class BackingTier:
                 del moves.dropped[0]
         self._moves = None
 
-    def _put(self, table: int, rows: StoredRows, *, from_overflow: bool = False) -> None:
+    def _put_in_store(self, table: int, rows: StoredRows, *, from_overflow: bool = False) -> None:
         """Put rows into the store, and record the keys that it drops."""
         if not rows.keys.numel():
             return
@@ -561,10 +561,10 @@ class BackingTier:
         tables = tables_of(keys)
         for t in range(len(self._row_bytes)):
             positions = (is_missing & (tables == t)).nonzero().view(-1)
-            distinct, groups = keys.ids[positions].cpu().unique(return_inverse=True)
-            found = self._read(t, distinct)
+            distinct_keys, groups = keys.ids[positions].cpu().unique(return_inverse=True)
+            found = self._read_alive(t, distinct_keys)
             self._check_overflow(t, found.positions.numel())
-            overflow_slots = torch.full_like(distinct, -1)
+            overflow_slots = torch.full_like(distinct_keys, -1)
             overflow_slots[found.positions] = self._overflow_slots(t, found.positions.numel())
             self._fast_rows.scatter(t, overflow_slots[found.positions], found.rows.values)
             slots[positions] = overflow_slots[groups].to(slots.device)
@@ -580,7 +580,7 @@ class BackingTier:
         for t, rows in enumerate(self._overflow):
             if rows.keys.numel():
                 values = self._fast_rows.gather(t, self._overflow_slots(t, rows.keys.numel()))
-                self._put(t, rows._replace(values=values), from_overflow=True)
+                self._put_in_store(t, rows._replace(values=values), from_overflow=True)
         self._overflow_is_dirty = False
 
     def will_update(self) -> None:
@@ -633,8 +633,8 @@ class BackingTier:
         """
         columns: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int64)] for _ in range(3)]
         for rows in self.store.iterate(table):
-            changed = rows if since is None else rows.at(rows.stamps >= since)
-            for column, values in zip(columns, changed[:3], strict=True):
+            selected_rows = rows if since is None else rows.at(rows.stamps >= since)
+            for column, values in zip(columns, selected_rows[:3], strict=True):
                 column.append(values)
         keys, stamps, scores = (torch.cat(column) for column in columns)
         joined = {
@@ -658,27 +658,27 @@ class BackingTier:
         """
         index = self.fast.index
         index.set_tick(max(index.tick, entries.newest_stamp()))
-        dropped = num_done = 0
+        dropped = num_loaded = 0
         order = best_first(entries, index.order).cpu()
         for block in reversed(order.split(BATCH)):
-            dropped += self._load(table, entries.take(block))
-            num_done += block.numel()
+            dropped += self._load_block(table, entries.take(block))
+            num_loaded += block.numel()
             if report is not None:
-                report(DumpProgress(self.fast.table_names[table], num_done, len(entries)))
+                report(DumpProgress(self.fast.table_names[table], num_loaded, len(entries)))
         return Loaded(len(entries) - dropped, dropped, 0)
 
-    def _load(self, table: int, entries: Entries) -> int:
+    def _load_block(self, table: int, entries: Entries) -> int:
         """Put entries into the store; return how many rows were dropped."""
         layout, values = self.fast.layout, []
-        kinds = zip(layout.buffer_names, layout.dtypes, strict=True)
-        for number, (name, dtype) in enumerate(kinds):
+        buffer_fields = zip(layout.buffer_names, layout.dtypes, strict=True)
+        for number, (name, dtype) in enumerate(buffer_fields):
             shape = (len(entries), layout.width(table, number))
             rows = entries.rows.get(name)
             if rows is None:
-                value = torch.full(shape, self.fast.specs[table].initial_state, dtype=dtype)
+                buffer_values = torch.full(shape, self.fast.specs[table].initial_state, dtype=dtype)
             else:
-                value = rows[torch.arange(len(entries))].to("cpu", dtype).view(shape)
-            values.append(value.contiguous().view(torch.uint8))
+                buffer_values = rows[torch.arange(len(entries))].to("cpu", dtype).view(shape)
+            values.append(buffer_values.contiguous().view(torch.uint8))
         scores = torch.zeros_like(entries.keys) if entries.scores is None else entries.scores
         stored_rows = StoredRows(
             entries.keys.cpu(), entries.stamps.cpu(), scores.cpu(), torch.cat(values, dim=1)
@@ -688,9 +688,9 @@ class BackingTier:
     def absent(self, table: int, keys: Tensor) -> Tensor:
         """Write overflow rows back; return those of `keys`, on the CPU, that the store lacks."""
         self.write_back()
-        in_store = torch.zeros(keys.numel(), dtype=torch.bool)
-        in_store[self.store.read(table, keys).positions] = True
-        return keys[~in_store]
+        is_stored = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_stored[self.store.read(table, keys).positions] = True
+        return keys[~is_stored]
 
     # All rows
 
@@ -738,14 +738,14 @@ class BackingTier:
         """
         self.drop_overflow_rows()
         keys = keys.cpu()
-        distinct, groups = keys.unique(return_inverse=True)
-        first_positions = torch.full_like(distinct, keys.numel())
+        distinct_keys, groups = keys.unique(return_inverse=True)
+        first_positions = torch.full_like(distinct_keys, keys.numel())
         first_positions.scatter_reduce_(0, groups, torch.arange(keys.numel()), "amin")
-        erased = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
         self._expect_evictions(table)
-        erased[first_positions] = self.store.erase(table, distinct)
-        self.fast.record_evictions(table, keys[erased])
-        return erased
+        is_erased[first_positions] = self.store.erase(table, distinct_keys)
+        self.fast.record_evictions(table, keys[is_erased])
+        return is_erased
 
     def _expect_evictions(self, table: int) -> None:
         """Announce to the eviction log, if any, that keys of a table may leave."""
@@ -758,7 +758,7 @@ class BackingTier:
         """Set the scores of distinct keys in the store; return which have a row, bool `[n]`."""
         self.drop_overflow_rows()
         found = self.store.read(table, keys)
-        self._put(table, found.rows._replace(scores=scores[found.positions]))
+        self._put_in_store(table, found.rows._replace(scores=scores[found.positions]))
         is_present = torch.zeros(keys.numel(), dtype=torch.bool)
         is_present[found.positions] = True
         return is_present

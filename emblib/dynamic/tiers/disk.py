@@ -83,7 +83,7 @@ class GrowingFile:
         self.mapped: mmap.mmap | None = None
         self.rows = torch.empty(0, width, dtype=torch.uint8)
 
-    def begin(self, count: int) -> None:
+    def map_committed(self, count: int) -> None:
         """Map the first `count` rows and truncate the rest of the file.
 
         Raises RuntimeError if the file is shorter.
@@ -98,19 +98,19 @@ class GrowingFile:
         Raises:
             OSError: the disk is full; the rows are unchanged.
         """
-        size = count * self.width
-        if not size:
+        nbytes = count * self.width
+        if not nbytes:
             return
-        begin = os.fstat(self._handle).st_size
-        if begin < size:
-            durable_files.allocate(self._handle, begin, size - begin)
-        self.mapped = mmap.mmap(self._handle, size)
+        old_nbytes = os.fstat(self._handle).st_size
+        if old_nbytes < nbytes:
+            durable_files.allocate(self._handle, old_nbytes, nbytes - old_nbytes)
+        self.mapped = mmap.mmap(self._handle, nbytes)
         self.mapped.madvise(mmap.MADV_RANDOM)
         self.rows = torch.frombuffer(self.mapped, dtype=torch.uint8).view(count, self.width)
 
-    def _check_length(self, count: int, way_out: str) -> None:
+    def _check_length(self, count: int, remedy: str) -> None:
         if os.fstat(self._handle).st_size < count * self.width:
-            raise RuntimeError(f"{self.path} is shorter than its {count} rows; {way_out}")
+            raise RuntimeError(f"{self.path} is shorter than its {count} rows; {remedy}")
 
     def check_length(self) -> None:
         """Raise RuntimeError if the file was cut off: using its mapping would end the process."""
@@ -177,7 +177,7 @@ class RowFile:
         # The result of the last read, unless slots were assigned or freed since.
         self._last_read: _SlotsOfKeys | None = None
 
-    def begin(self, committed: int) -> None:
+    def map_committed(self, committed: int) -> None:
         """Map the slots of the last commit, before the journal is rolled back."""
         self.committed = committed
         self.allocator = SlotAllocator()
@@ -190,7 +190,7 @@ class RowFile:
 
     def find_keys(self) -> None:
         """Read the slot of each key from the heads."""
-        heads = self._words()[: self.committed]
+        heads = self._head_words()[: self.committed]
         slots = (heads[:, 0] != 0).nonzero().squeeze(1)
         self.allocator = SlotAllocator()
         self.allocator.restore(heads[slots, 1], slots, self.committed)
@@ -204,7 +204,7 @@ class RowFile:
         if not self.is_changing:
             return
         self._last_read = None
-        heads = self._words()[: self.count]
+        heads = self._head_words()[: self.count]
         is_used = heads[:, 0] != 0
         slots = is_used.nonzero().squeeze(1)
         self.in_fast_tier[: self.count] *= is_used
@@ -218,8 +218,8 @@ class RowFile:
         """Grow the files to `count` slots; with `begin`, map those of the last commit first."""
         for file, sum_file in zip(self._files, self._sum_files, strict=True):
             if begin:
-                file.begin(self.committed)
-                sum_file.begin(num_pages(self.committed * file.width))
+                file.map_committed(self.committed)
+                sum_file.map_committed(num_pages(self.committed * file.width))
             file.grow(count)
             sum_file.grow(num_pages(count * file.width))
         for file, sum_file, sums in zip(self._files, self._sum_files, self.sums, strict=True):
@@ -232,7 +232,7 @@ class RowFile:
         journaled[self.committed if begin else max(self.committed, self.count) :] = 1
         self.journaled, self.in_fast_tier, self.count = journaled, in_fast_tier, count
 
-    def _words(self) -> Tensor:
+    def _head_words(self) -> Tensor:
         """Return the heads of all slots as words, int64 `[count, 4]`, as a view."""
         return self.heads.rows.view(torch.int64)
 
@@ -317,7 +317,7 @@ class RowFile:
         tiers.tier_write_(self.values.rows, slots, _NO_WORDS, rows.values)
         tiers.tier_write_(self.heads.rows, slots, heads, rows.values[:, :0])
 
-    def rows(self, slots: Tensor) -> StoredRows:
+    def rows_at(self, slots: Tensor) -> StoredRows:
         """Return the rows at slots, after verifying their pages at first use."""
         return self.find_rows(slots).rows
 
@@ -330,12 +330,12 @@ class RowFile:
         _, _, rows = tiers.tier_read(self.values.rows, slots, self.row_bytes)
         return FoundRows(positions, StoredRows.from_words(words[1:], rows))
 
-    def differing(self, slots: Tensor, rows: StoredRows) -> Tensor:
+    def is_changed(self, slots: Tensor, rows: StoredRows) -> Tensor:
         """Return which of `rows`, keys included, differ from those in their slots, bool `[n]`."""
-        current = self.rows(slots)
+        current = self.rows_at(slots)
         is_equal = (current.keys == rows.keys) & (current.values == rows.values).all(dim=1)
         is_equal &= (current.stamps == rows.stamps) & (current.scores == rows.scores)
-        return ~(is_equal & (self._words()[slots, 0] != 0))
+        return ~(is_equal & (self._head_words()[slots, 0] != 0))
 
     def find_stored(self, keys: Tensor) -> Tensor:
         """Return the slots of `keys`, int64 `[n]`; -1 if not stored, or in the fast tier."""
@@ -348,12 +348,12 @@ class RowFile:
 
     def stored_slots(self) -> Tensor:
         """Return the slots of all rows that are not in the fast tier, int64, ascending."""
-        used = self._words()[: self.end_slot, 0] != 0
-        return (used & (self.in_fast_tier[: self.end_slot] == 0)).nonzero().squeeze(1)
+        is_used = self._head_words()[: self.end_slot, 0] != 0
+        return (is_used & (self.in_fast_tier[: self.end_slot] == 0)).nonzero().squeeze(1)
 
     def stored_before(self, tick: int) -> tuple[Tensor, Tensor]:
         """Return slots and keys, int64 `[n]` each, of the stored rows with a stamp below `tick`."""
-        slots, words = self.stored_slots(), self._words()
+        slots, words = self.stored_slots(), self._head_words()
         slots = slots[words[slots, 2] < tick]
         return slots, words[slots, 1]
 
@@ -381,7 +381,7 @@ class RowFile:
 
     def free(self, slots: Tensor) -> None:
         """Free distinct slots with rows; the caller must have changed and journaled the slots."""
-        words = self._words()
+        words = self._head_words()
         self._last_read = None
         self.allocator.remove(words[slots, 1])
         words[slots, 0] = 0
@@ -448,7 +448,7 @@ class DiskRows:
         self._lock: int | None = None
         self._process = -1
         self.directory = Path(directory).expanduser()
-        self._syncs = SyncGuard(self.directory)
+        self._sync_guard = SyncGuard(self.directory)
         self.note = ""
         self._tables: list[StoredTable] = []
         self._is_committing = False  # whether a commit may have replaced `rows.json`
@@ -471,7 +471,7 @@ class DiskRows:
             OSError: the files cannot be made, read or written.
         """
         self.close()
-        self._syncs = SyncGuard(self.directory)
+        self._sync_guard = SyncGuard(self.directory)
         self._is_committing = self._is_committed = False
         self._tables = list(tables)
         make_directory(self.directory, _CLASS_NAME)
@@ -479,27 +479,27 @@ class DiskRows:
             check_directory(self.directory, _CLASS_NAME, _STORE)
         self._lock, self._process = lock(self.directory / LOCK, _CLASS_NAME), os.getpid()
         try:
-            self._begin()
+            self._open_files()
         except BaseException:
             self.close()
             raise
 
-    def _begin(self) -> None:
+    def _open_files(self) -> None:
         """Open the files, creating missing ones, and roll back to the last commit."""
         if not (self.directory / _STORE).exists():
-            self._epoch, self._roots = 0, [[0, 0] for _ in self._tables]
+            self._commit_number, self._roots = 0, [[0, 0] for _ in self._tables]
             self._write_store(0, [0] * len(self._tables), "")
             flush_directory(self.directory)
         slots = self._read_store()
         for t, (table, committed) in enumerate(zip(self._tables, slots, strict=True)):
             row_file = RowFile(self.directory, t, table)
             self._row_files.append(row_file)
-            if self._unchecked or self._verify is Verify.OFF:
+            if self._lacks_sums or self._verify is Verify.OFF:
                 row_file.add_sums(committed)
-            row_file.begin(committed)
+            row_file.map_committed(committed)
         self._journal = Journal(self.directory / _JOURNAL, self._blocks())
         flush_directory(self.directory)  # makes the names of the files durable
-        if self._epoch:
+        if self._commit_number:
             self._recover()
         self._journal.clear()
         for row_file in self._row_files:
@@ -512,7 +512,7 @@ class DiskRows:
 
     def _recover(self) -> None:
         """Roll back to the last commit, and verify checksums as `verify` requires on opening."""
-        if self._journal.roll_back(self._epoch):
+        if self._journal.roll_back(self._commit_number):
             for row_file in self._row_files:
                 row_file.flush()
         if self._verify is Verify.OFF:
@@ -540,17 +540,17 @@ class DiskRows:
         """Read the file of the store; return the number of committed slots per table."""
         path = self.directory / _STORE
         with reading(path):
-            saved = json.loads(path.read_text())
-            layout = saved["layout"]
-            self._unchecked = layout["format"] == FORMAT_WITHOUT_SUMS
-            if self._unchecked:
+            content = json.loads(path.read_text())
+            layout = content["layout"]
+            self._lacks_sums = layout["format"] == FORMAT_WITHOUT_SUMS
+            if self._lacks_sums:
                 layout = {**layout, **CHECKSUM_FORMAT, "format": _FORMAT}
             else:
-                saved = unseal(saved)
-                self._roots = [[int(root) for root in pair] for pair in saved["checksums"]]
-            self._epoch, self.note = int(saved["commit"]), str(saved["note"])
-            slots = [int(count) for count in saved["places"]]
-        if self._unchecked:
+                content = unseal(content)
+                self._roots = [[int(root) for root in pair] for pair in content["checksums"]]
+            self._commit_number, self.note = int(content["commit"]), str(content["note"])
+            slots = [int(count) for count in content["places"]]
+        if self._lacks_sums:
             check_upgrade(self.directory, self._verify)
         if layout != self._layout():
             raise ValueError(
@@ -559,10 +559,10 @@ class DiskRows:
             )
         return slots
 
-    def _write_store(self, epoch: int, slots: list[int], note: str) -> None:
+    def _write_store(self, commit_number: int, slots: list[int], note: str) -> None:
         """Replace `rows.json` atomically."""
         content = {
-            "commit": epoch,
+            "commit": commit_number,
             "places": slots,
             "note": note,
             "checksums": self._roots,
@@ -585,12 +585,12 @@ class DiskRows:
 
     def _protect(self, table: int, slots: Tensor) -> None:
         """Journal the last commit's content of slots, once between two commits."""
-        self._syncs.check()
+        self._sync_guard.check()
         row_file = self._row_files[table]
         slots = row_file.unjournaled(slots)
         if slots.numel():
-            with self._syncs.watch():
-                self._journal.begin(self._epoch)
+            with self._sync_guard.watch():
+                self._journal.begin(self._commit_number)
                 self._journal.blocks = self._blocks()
                 for journaled_slots in self._journal.append(table, slots):
                     row_file.journaled[journaled_slots] = 1
@@ -653,7 +653,7 @@ class DiskRows:
         row_file = self._row_file(table)
         for slots in row_file.stored_slots().split(batch):
             if slots.numel():
-                yield row_file.rows(slots)
+                yield row_file.rows_at(slots)
 
     def size(self, table: int) -> int:
         """See `RowStore`."""
@@ -682,8 +682,8 @@ class DiskRows:
         row_file.is_changing = True
         slots, new_keys = row_file.assign(rows.keys)
         row_file.in_fast_tier[slots] = 1  # before the heads are written, which mark slots as used
-        differing = row_file.differing(slots, rows)
-        self._write(table, slots[differing], new_keys, rows.at(differing))
+        is_changed = row_file.is_changed(slots, rows)
+        self._write(table, slots[is_changed], new_keys, rows.at(is_changed))
         row_file.is_changing = False
         if was_in_fast_tier.numel() < row_file.count:
             was_in_fast_tier = torch.cat(
@@ -697,8 +697,8 @@ class DiskRows:
 
     def _commit(self, note: str) -> None:
         """Make the rows durable, with a note; a failure leaves the last commit."""
-        self._syncs.check()
-        with self._syncs.watch():
+        self._sync_guard.check()
+        with self._sync_guard.watch():
             for t, row_file in enumerate(self._row_files):
                 for kind, pages, new_sums in row_file.sums_to_renew():
                     self._journal_sums(t, kind, pages)
@@ -709,7 +709,7 @@ class DiskRows:
                 row_file.flush()
             self._roots = [row_file.roots() for row_file in self._row_files]
             self._is_committing = True
-            self._write_store(self._epoch + 1, [s.end_slot for s in self._row_files], note)
+            self._write_store(self._commit_number + 1, [s.end_slot for s in self._row_files], note)
             self._finish_commit()
 
     def _finish_commit(self) -> None:
@@ -717,17 +717,17 @@ class DiskRows:
 
         Before this the journal would roll back to the previous commit.
         """
-        if not self._is_committing or self._syncs.has_failed:
+        if not self._is_committing or self._sync_guard.has_failed:
             return
         path = self.directory / _STORE
         with reading(path):
-            saved = unseal(json.loads(path.read_text()))
-            epoch, note = int(saved["commit"]), str(saved["note"])
-        if epoch > self._epoch or self._is_committed:
+            content = unseal(json.loads(path.read_text()))
+            commit_number, note = int(content["commit"]), str(content["note"])
+        if commit_number > self._commit_number or self._is_committed:
             self._is_committed = True
-            with self._syncs.watch():
+            with self._sync_guard.watch():
                 flush_directory(self.directory)
-            self._epoch, self.note = epoch, note
+            self._commit_number, self.note = commit_number, note
             for row_file in self._row_files:
                 row_file.after_commit()
             self._journal.clear()
@@ -738,7 +738,7 @@ class DiskRows:
         sums = self._row_files[table].sums[kind]
         pages = sums.unjournaled(pages)
         if pages.numel():
-            self._journal.begin(self._epoch)
+            self._journal.begin(self._commit_number)
             self._journal.blocks = self._blocks()
             block = len(self._row_files) + 2 * table + kind  # see `_blocks`
             for journaled_pages in self._journal.append(block, pages):

@@ -56,10 +56,10 @@ class FastRows:
         """Yield each row buffer of a table, overflow rows included, as `[rows, width]`."""
         fast = self._fast
         layout = fast.layout
-        rows = fast.specs[table].rows + layout.overflow_rows
-        for number, buffer in enumerate(fast.row_buffers):
-            begin, width = layout.first_element(table, number), layout.width(table, number)
-            yield buffer[begin : begin + rows * width].view(rows, width)
+        num_rows = fast.specs[table].rows + layout.overflow_rows
+        for b, buffer in enumerate(fast.row_buffers):
+            begin, width = layout.first_element(table, b), layout.width(table, b)
+            yield buffer[begin : begin + num_rows * width].view(num_rows, width)
 
     def gather(self, table: int, slots: Tensor) -> Tensor:
         """Return copies of the rows in slots, int64 `[n]`, as uint8 `[n, row_bytes]` on the CPU."""
@@ -70,11 +70,12 @@ class FastRows:
         """Write rows, uint8 `[n, row_bytes]` on the CPU, into slots, int64 `[n]`."""
         begin, slots = 0, slots.to(self._fast.index.tags.device)
         for buffer in self.buffers_of(table):
-            width = buffer.shape[1] * buffer.itemsize
+            row_bytes = buffer.shape[1] * buffer.itemsize
             # A copy even of one row: a view of another dtype needs aligned bytes.
-            rows = values[:, begin : begin + width].clone(memory_format=torch.contiguous_format)
+            rows = values[:, begin : begin + row_bytes]
+            rows = rows.clone(memory_format=torch.contiguous_format)
             hash.hash_write_rows_(buffer, slots, rows.view(buffer.dtype).to(buffer.device))
-            begin += width
+            begin += row_bytes
 
     def fallback(self, table: int) -> bytes:
         """Return the bytes of a table's fallback rows, which no row of the store has."""
@@ -96,10 +97,10 @@ class FastRows:
                 f"{self._fast.table_names[table]!r}, this module {nbytes}: choose "
                 "DynamicSpec.fallback_rows as there, or name another store"
             )
-        begin = 0
+        first_byte = 0
         for view in views:
             if view.numel():
-                row_bytes = bytearray(packed_rows[begin : begin + view.nbytes])
+                row_bytes = bytearray(packed_rows[first_byte : first_byte + view.nbytes])
                 rows = torch.frombuffer(row_bytes, dtype=view.dtype)
                 view.copy_(rows.view(view.shape))
-            begin += view.nbytes
+            first_byte += view.nbytes

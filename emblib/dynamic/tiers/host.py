@@ -109,14 +109,15 @@ class HostRows:
                 )
             return
         capacity = self.capacity
-        sizes = [capacity] * len(tables) if isinstance(capacity, int) else list(capacity)
-        if len(sizes) != len(tables):
+        capacities = [capacity] * len(tables) if isinstance(capacity, int) else list(capacity)
+        if len(capacities) != len(tables):
             raise ValueError(
-                f"capacity must be one number, or one per table = {len(tables)}, got {len(sizes)}"
+                f"capacity must be one number, or one per table = {len(tables)}, got "
+                f"{len(capacities)}"
             )
         assigns_scores = self.eviction in (Eviction.STEP, Eviction.CUSTOM)
-        order = Eviction.LRU_LFU if assigns_scores else self.eviction  # by score, then stamp
-        specs = [DynamicSpec(size, 1, eviction=order) for size in sizes]
+        eviction = Eviction.LRU_LFU if assigns_scores else self.eviction  # by score, then stamp
+        specs = [DynamicSpec(num_rows, 1, eviction=eviction) for num_rows in capacities]
         hash_keys = hash_keys_of(self.seed, [table.name for table in tables])
         indices = [
             HashIndex([spec], "cpu", [hash_key])
@@ -124,11 +125,11 @@ class HostRows:
         ]
         records = []
         for spec, table in zip(specs, tables, strict=True):
-            stride = RECORD_HEAD_BYTES + table.row_bytes
-            nbytes = spec.rows * stride
+            record_bytes = RECORD_HEAD_BYTES + table.row_bytes
+            nbytes = spec.rows * record_bytes
             buffer = memory.reserve(nbytes, torch.uint8, torch.device("cpu"))
             memory.advise_growth(buffer, 0, 0, nbytes)
-            records.append(buffer.view(spec.rows, stride))
+            records.append(buffer.view(spec.rows, record_bytes))
         self._tables, self._indices, self._records = list(tables), indices, records
 
     def _index(self, table: int) -> HashIndex:

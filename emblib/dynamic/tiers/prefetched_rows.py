@@ -1,9 +1,8 @@
 """PrefetchedRows: a store with a thread that reads rows in advance and moves rows between tiers.
 
-A training step leaves its `RowMoves`: keys to remove from the store, and rows to put into it. They
-are applied by the store's thread, if `BackingStore.write_behind` asks for that (`start_moves`), or
-by the next call that depends on them (`apply_moves`). Likewise `start_prefetch` has the thread call
-`prefetch`.
+A training step produces `RowMoves`: keys to remove from the store, and rows to put into it. With
+`BackingStore.write_behind` the store's thread applies the moves (`start_moves`), otherwise the next
+call that depends on them (`apply_moves`). Likewise `start_prefetch` has the thread call `prefetch`.
 """
 
 import concurrent.futures
@@ -78,10 +77,10 @@ class PrefetchedRows:
     """A `RowStore` in front of another that reads prefetched rows from memory.
 
     Another thread, started at first use, prefetches and moves rows. It changes nothing but the
-    store, this object and `RowMoves`. Both threads hold `_lock` around each call to the store, but
-    for `iterate`, `clear` and `close`. These wait for prefetches first, and must not be called
-    while another thread uses the store, or before started moves are applied. The thread has only a
-    weak reference to this object; `stop` ends it.
+    store, this object and `RowMoves`. Both threads hold `_lock` around each call to the store,
+    except for `iterate`, `clear` and `close`. These three wait for prefetches first, and must not
+    be called while another thread uses the store, or before started moves are applied. The thread
+    has only a weak reference to this object; `stop` ends the thread.
 
     Two kinds of rows are in memory in front of the store. *Prefetched* rows are copies of rows that
     stay in the store, so prefetching changes no result. The newest blocks stay, of about
@@ -105,7 +104,7 @@ class PrefetchedRows:
 
     def __init__(self, store: RowStore, tables: Sequence[StoredTable]) -> None:
         if _is_in_use(store):
-            gc.collect()  # a deleted module may still be there
+            gc.collect()  # a deleted module may still be in memory
             if _is_in_use(store):
                 raise BlockingIOError(
                     f"this {type(store).__name__} is open in another module, whose rows would get "
@@ -120,17 +119,17 @@ class PrefetchedRows:
         self._unstored: list[list[StoredRows]] = [[] for _ in tables]  # blocks by table
         self._prefetched: list[list[StoredRows]] = [[] for _ in tables]  # blocks, oldest first
         self._lock = threading.RLock()
-        self._thread: ThreadPoolExecutor | None = None
+        self._executor: ThreadPoolExecutor | None = None
         self._futures: list[Future[None]] = []  # prefetches whose errors were not raised yet
-        self._started: RowMoves | None = None  # moves of the thread that may not be applied yet
+        self._started_moves: RowMoves | None = None  # for the thread; may not be applied yet
         _stores.add(self)
         call_in_forks(self)
 
     def before_fork(self) -> None:
         """Apply the moves that were started; no other thread is in the store until `release`."""
         self._lock.acquire()
-        if self._started is not None:
-            self.try_moves(self._started)
+        if self._started_moves is not None:
+            self.try_moves(self._started_moves)
 
     def release(self) -> None:
         """Let other threads use the store again, after a fork, in either process."""
@@ -138,14 +137,14 @@ class PrefetchedRows:
 
     def after_fork(self) -> None:
         """Drop the thread of the parent, and its work."""
-        self._thread, self._futures = None, []
+        self._executor, self._futures = None, []
 
     def start_moves(self, moves: RowMoves) -> None:
         """Have the thread apply moves.
 
         The caller must call `apply_moves` before anything that depends on them.
         """
-        self._started = moves
+        self._started_moves = moves
         # Without a thread (at exit, or since there are too many) the next call applies them.
         with contextlib.suppress(RuntimeError):
             self._submit(_try_moves_in_thread, moves)
@@ -173,7 +172,7 @@ class PrefetchedRows:
         except Exception:
             moves.errors = []
             raise
-        self._started = None
+        self._started_moves = None
         if moves.errors:
             errors, moves.errors = moves.errors, []
             raise errors[0]
@@ -242,9 +241,9 @@ class PrefetchedRows:
 
     def _submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
         """Call a function in the store's thread, with a weak reference to this object."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "emblib rows")
-        return self._thread.submit(function, weakref.ref(self), *arguments)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "emblib rows")
+        return self._executor.submit(function, weakref.ref(self), *arguments)
 
     def wait(self) -> None:
         """Wait until no prefetch is running.
@@ -277,13 +276,13 @@ class PrefetchedRows:
     def prefetch(self, table: int, keys: Tensor) -> None:
         """Read the rows of keys that are not prefetched yet; drop the oldest if too many."""
         keys, prefetched = keys.unique(), self._prefetched[table]
-        present_keys = _keys_of(prefetched)
-        rows = self.behind.read(table, keys[~torch.isin(keys, present_keys)]).rows
-        count = present_keys.numel() + rows.keys.numel()
+        prefetched_keys = _keys_of(prefetched)
+        rows = self.behind.read(table, keys[~torch.isin(keys, prefetched_keys)]).rows
+        num_prefetched = prefetched_keys.numel() + rows.keys.numel()
         if rows.keys.numel():
             prefetched.append(rows)
-        while count > MAX_PREFETCHED and len(prefetched) > 1:
-            count -= prefetched.pop(0).keys.numel()
+        while num_prefetched > MAX_PREFETCHED and len(prefetched) > 1:
+            num_prefetched -= prefetched.pop(0).keys.numel()
 
     def _drop_from_memory(self, table: int, keys: Tensor) -> None:
         """Drop the prefetched and the unstored rows of keys."""
@@ -309,9 +308,9 @@ class PrefetchedRows:
         for rows in blocks:
             found = match_keys(keys[remaining], rows)
             all_found.append(FoundRows(remaining[found.positions], found.rows))
-            is_left = torch.ones_like(remaining, dtype=torch.bool)
-            is_left[found.positions] = False
-            remaining = remaining[is_left]
+            is_remaining = torch.ones_like(remaining, dtype=torch.bool)
+            is_remaining[found.positions] = False
+            remaining = remaining[is_remaining]
         found = self.behind.read(table, keys[remaining])
         all_found.append(FoundRows(remaining[found.positions], found.rows))
         rows = StoredRows.concatenate((found.rows for found in all_found), self._row_bytes[table])
@@ -358,9 +357,9 @@ class PrefetchedRows:
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
         expired_keys = [rows.keys[rows.stamps < before] for rows in self._unstored[table]]
-        expired = torch.cat([*expired_keys, self.behind.expire(table, before)])
-        self._drop_from_memory(table, expired)
-        return expired
+        all_expired = torch.cat([*expired_keys, self.behind.expire(table, before)])
+        self._drop_from_memory(table, all_expired)
+        return all_expired
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`; unstored rows are views, no copies."""
@@ -402,9 +401,9 @@ class PrefetchedRows:
 
     def stop(self) -> None:
         """Let the thread finish its work, end it, and wait for that."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
 
     def close(self) -> None:
         """See `RowStore`."""
@@ -425,12 +424,12 @@ def _keys_of(blocks: Sequence[StoredRows]) -> Tensor:
 
 def _drop_keys(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
     """Return blocks without the rows of some keys, and without blocks that become empty."""
-    remaining = []
+    kept_blocks = []
     for rows in blocks:
-        stays = ~torch.isin(rows.keys, keys)
-        if stays.any():
-            remaining.append(rows if stays.all() else rows.at(stays))
-    return remaining
+        is_kept = ~torch.isin(rows.keys, keys)
+        if is_kept.any():
+            kept_blocks.append(rows if is_kept.all() else rows.at(is_kept))
+    return kept_blocks
 
 
 def _raise_first(futures: Sequence[Future[None]]) -> None:
@@ -454,14 +453,14 @@ def _try_moves_in_thread(store: "weakref.ref[PrefetchedRows]", moves: RowMoves) 
 
 
 _stores: "weakref.WeakSet[PrefetchedRows]" = weakref.WeakSet()
-_forking = threading.RLock()  # held by the forking thread
+_fork_lock = threading.RLock()  # held by the forking thread
 _stores_at_fork: list[PrefetchedRows] = []  # stores whose locks the forking thread holds
 _collects_garbage: list[bool] = []  # empty, or whether the collector was enabled before the fork
 
 
 def _before_fork() -> None:
     """Wait until no store is in a call, and keep their locks over the fork."""
-    _forking.acquire()
+    _fork_lock.acquire()
     # A collected `BackingTier` waits for its thread, which may wait for a lock taken below.
     _collects_garbage.append(gc.isenabled())
     gc.disable()
@@ -474,7 +473,7 @@ def _after_fork() -> None:
     """Release the locks that `_before_fork` took, in parent and child."""
     if _collects_garbage and _collects_garbage.pop():
         gc.enable()
-    releases = [_forking.release, *(store.release for store in _stores_at_fork)]
+    releases = [_fork_lock.release, *(store.release for store in _stores_at_fork)]
     _stores_at_fork.clear()
     for release in reversed(releases):
         with contextlib.suppress(RuntimeError):  # Ctrl-C has ended `_before_fork`

@@ -14,9 +14,9 @@ from emblib.tables import memory
 # An index reserves address space for its full capacity, and limits on the address space or data of
 # a process count all of it. So an index starts small, and is replaced by larger ones as it fills.
 _MIN_CAPACITY = 1 << 16
-_GROWTH = 16  # factor from one capacity to the next; not measured
+_GROWTH_FACTOR = 16  # factor from one capacity to the next; not measured
 _MAX_LOAD = 0.75  # keys per slot of an index; below, few keys find both of their buckets full
-_MIN_FREE = 1024  # entries of the smallest stack of free slots
+_MIN_FREE_SLOTS = 1024  # entries of the smallest stack of free slots
 
 
 class SlotAllocator:
@@ -34,7 +34,7 @@ class SlotAllocator:
 
     def __init__(self) -> None:
         self._make_index(_MIN_CAPACITY)
-        self._free = torch.empty(_MIN_FREE, dtype=torch.int64)  # a stack of free slots
+        self._free_slots = torch.empty(_MIN_FREE_SLOTS, dtype=torch.int64)  # a stack of free slots
         self._num_free = 0
         self.high = 0
 
@@ -50,14 +50,14 @@ class SlotAllocator:
         self._records = self._by_slot.view(torch.uint8).view(spec.rows, 8)
         self._overflow_keys: dict[int, int] = {}  # keys both of whose buckets are full
 
-    def _reserve(self, keys: int) -> None:
-        """Move to a larger index if `keys` further keys would exceed the maximum load."""
-        wanted_slots = (self.size + keys) / _MAX_LOAD
+    def _reserve(self, num_keys: int) -> None:
+        """Move to a larger index if `num_keys` further keys would exceed the maximum load."""
+        wanted_slots = (self.size + num_keys) / _MAX_LOAD
         capacity = self._by_slot.numel()
         if wanted_slots <= capacity:
             return
         while capacity < wanted_slots:
-            capacity *= _GROWTH
+            capacity *= _GROWTH_FACTOR
         entries = self._index.export(0)
         overflow = torch.tensor([*self._overflow_keys.items()], dtype=torch.int64).view(-1, 2)
         all_keys = torch.cat([entries.keys, overflow[:, 0]])
@@ -91,14 +91,14 @@ class SlotAllocator:
 
     def add(self, keys: Tensor) -> Tensor:
         """Assign slots to keys, which must be distinct and have none; return them, int64 `[n]`."""
-        count = keys.numel()
-        self._reserve(count)
-        num_reused = min(count, self._num_free)
+        num_keys = keys.numel()
+        self._reserve(num_keys)
+        num_reused = min(num_keys, self._num_free)
         self._num_free -= num_reused
-        reused = self._free[self._num_free : self._num_free + num_reused].flip(0)
-        unused = torch.arange(self.high, self.high + count - num_reused)
-        self.high += unused.numel()
-        file_slots = torch.cat([reused, unused])
+        reused_slots = self._free_slots[self._num_free : self._num_free + num_reused].flip(0)
+        new_slots = torch.arange(self.high, self.high + num_keys - num_reused)
+        self.high += new_slots.numel()
+        file_slots = torch.cat([reused_slots, new_slots])
         self._insert_file_slots(keys, file_slots)
         return file_slots
 
@@ -118,19 +118,19 @@ class SlotAllocator:
 
     def remove(self, keys: Tensor) -> None:
         """Free the slots of keys, which must be distinct and have one each."""
-        self._push(self.find(keys))
+        self._push_free(self.find(keys))
         slots = self._index.erase(Keys.of(keys))
         for key in keys[slots < 0].tolist():
             del self._overflow_keys[key]
 
-    def _push(self, slots: Tensor) -> None:
+    def _push_free(self, slots: Tensor) -> None:
         """Add slots to the stack of free ones; the last one is reused first."""
         num_free = self._num_free + slots.numel()
-        if num_free > self._free.numel():
-            larger = torch.empty(max(num_free, 2 * self._free.numel()), dtype=torch.int64)
-            larger[: self._num_free] = self._free[: self._num_free]
-            self._free = larger
-        self._free[self._num_free : num_free] = slots
+        if num_free > self._free_slots.numel():
+            stack = torch.empty(max(num_free, 2 * self._free_slots.numel()), dtype=torch.int64)
+            stack[: self._num_free] = self._free_slots[: self._num_free]
+            self._free_slots = stack
+        self._free_slots[self._num_free : num_free] = slots
         self._num_free = num_free
 
     def restore(self, keys: Tensor, file_slots: Tensor, high: int) -> None:
@@ -141,8 +141,8 @@ class SlotAllocator:
         self._make_index(_MIN_CAPACITY)
         self._reserve(keys.numel())
         self._insert_file_slots(keys, file_slots)
-        free = torch.ones(high, dtype=torch.bool)
-        free[file_slots] = False
+        is_free = torch.ones(high, dtype=torch.bool)
+        is_free[file_slots] = False
         self._num_free = 0
-        self._push(free.nonzero().squeeze(1).flip(0))
+        self._push_free(is_free.nonzero().squeeze(1).flip(0))
         self.high = high

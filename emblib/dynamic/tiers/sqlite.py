@@ -41,7 +41,7 @@ from emblib.tables.locks import call_in_forks
 _KEYS_PER_QUERY = 512  # SQLite before 3.32 takes at most 999 variables per statement
 _MIN_DATABASE_BYTES = 512  # a database has at least one page, the smallest has 512 bytes
 _FORMAT = "2"
-_UNCHECKED = "1"  # the format before rows had checksums
+_FORMAT_WITHOUT_CHECKSUMS = "1"  # the format before rows had checksums
 _CHECKSUM = "checksum"  # checksum over the other entries of `emblib`
 _COLUMNS = "key, stamp, score, value, checksum"
 _CHECKED_NUMBERS = struct.Struct("<qqq")  # key, stamp and score, before the bytes of the row
@@ -218,13 +218,13 @@ class SqliteRows:
             )
         folder = self.path.parent
         if self.path.is_dir():
-            number, reason = errno.EISDIR, "it is a directory; name a file, e.g. one in it"
+            code, reason = errno.EISDIR, "it is a directory; name a file, e.g. one in it"
         elif not folder.is_dir():
-            number, reason = errno.ENOENT, f"there is no directory {folder}; make it"
+            code, reason = errno.ENOENT, f"there is no directory {folder}; make it"
         else:
-            number = errno.EACCES
+            code = errno.EACCES
             reason = "the file and its directory must be writable; name another file"
-        return OSError(number, f"the database cannot be opened ({error}): {reason}", str(self.path))
+        return OSError(code, f"the database cannot be opened ({error}): {reason}", str(self.path))
 
     def _create_tables(self) -> None:
         """Create the tables, or check existing ones and move the rows of `above_<t>` down."""
@@ -232,13 +232,14 @@ class SqliteRows:
         run("CREATE TABLE IF NOT EXISTS emblib (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         saved = dict(run("SELECT name, value FROM emblib"))
         checksum = saved.pop(_CHECKSUM, None)
-        unchecked = saved.get("format") == _UNCHECKED
-        if saved and not unchecked and self._verify is not Verify.OFF:
+        is_unchecked = saved.get("format") == _FORMAT_WITHOUT_CHECKSUMS
+        if saved and not is_unchecked and self._verify is not Verify.OFF:
             self._verify_entries(saved, checksum)
         expected = {"format": _FORMAT, "byteorder": sys.byteorder}
         expected |= {f"table {t}": f"{s.name} {s.row_bytes}" for t, s in enumerate(self._tables)}
         layout = {name: value for name, value in saved.items() if name != "note"}
-        if layout and layout | {"format": _FORMAT if unchecked else saved["format"]} != expected:
+        saved_format = _FORMAT if is_unchecked else saved.get("format")
+        if layout and layout | {"format": saved_format} != expected:
             raise ValueError(
                 f"{self.path} holds tables of another layout: {layout}, asked for are {expected}; "
                 "name another file"
@@ -253,7 +254,7 @@ class SqliteRows:
         for t in range(len(self._tables)):
             for kind in ("rows", "above"):
                 run(f"CREATE TABLE IF NOT EXISTS {kind}_{t} {columns}")
-                if unchecked:
+                if is_unchecked:
                     self._add_checksums(f"{kind}_{t}")
             run(f"INSERT OR REPLACE INTO rows_{t} SELECT * FROM above_{t}")
             run(f"DELETE FROM above_{t}")
@@ -364,8 +365,8 @@ class SqliteRows:
             values = key_block.tolist()
             # All queries have the same text, so Python's cache of prepared statements has them.
             values += values[-1:] * (_KEYS_PER_QUERY - len(values))
-            marks = ",".join("?" * len(values))
-            query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({marks})"
+            placeholders = ",".join("?" * len(values))
+            query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({placeholders})"
             records += self._fetch(query, values) if key_block.numel() else ()
         return match_keys(keys, self._verified_rows(table, records))
 
@@ -406,9 +407,9 @@ class SqliteRows:
         expired_blocks = self._read_in_batches(
             f"rows_{table} WHERE stamp < {int(before)}", table, BATCH
         )
-        expired = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in expired_blocks)]
+        expired_keys = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in expired_blocks)]
         self._run(f"DELETE FROM rows_{table} WHERE stamp < ?", (before,))
-        return torch.cat(expired)
+        return torch.cat(expired_keys)
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`; rows are in ascending order of keys."""
@@ -469,27 +470,28 @@ def _checksum(key: int, stamp: int, score: int, value: bytes | memoryview) -> in
 
 def _to_records(rows: StoredRows) -> Iterator[tuple[int, int, int, memoryview, int]]:
     """Yield rows as tuples of the columns of the database: key, stamp, score, value, checksum."""
-    width = rows.values.shape[1]
+    row_bytes = rows.values.shape[1]
     for block in rows.split():
         value_bytes = bytearray(block.values.numel())
         if value_bytes:
             torch.frombuffer(value_bytes, dtype=torch.uint8).copy_(block.values.flatten())
-        view = memoryview(value_bytes)
+        memory = memoryview(value_bytes)
         words = zip(block.keys.tolist(), block.stamps.tolist(), block.scores.tolist(), strict=True)
         for i, (key, stamp, score) in enumerate(words):
-            value = view[i * width : (i + 1) * width]
+            value = memory[i * row_bytes : (i + 1) * row_bytes]
             yield key, stamp, score, value, _checksum(key, stamp, score, value)
 
 
-def _to_rows(records: Sequence[_Record], width: int) -> StoredRows:
-    """Return the rows of records of the database, of `width` bytes each."""
+def _to_rows(records: Sequence[_Record], row_bytes: int) -> StoredRows:
+    """Return the rows of records of the database, of `row_bytes` bytes each."""
     if not records:
-        return StoredRows.none(width)
+        return StoredRows.none(row_bytes)
     words = torch.tensor([record[:3] for record in records], dtype=torch.int64).T.contiguous()
     value_bytes = bytearray(b"".join(record[3] for record in records))
-    if len(value_bytes) != len(records) * width:
+    if len(value_bytes) != len(records) * row_bytes:
         raise RuntimeError(
-            f"the database has rows of other sizes than {width} bytes; only emblib may write to it"
+            f"the database has rows of other sizes than {row_bytes} bytes; only emblib may write "
+            "to it"
         )
-    values = torch.frombuffer(value_bytes, dtype=torch.uint8) if width else torch.empty(0)
-    return StoredRows.from_words(words, values.to(torch.uint8).view(len(records), width))
+    values = torch.frombuffer(value_bytes, dtype=torch.uint8) if row_bytes else torch.empty(0)
+    return StoredRows.from_words(words, values.to(torch.uint8).view(len(records), row_bytes))

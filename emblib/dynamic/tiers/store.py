@@ -188,11 +188,11 @@ def match_keys(keys: Tensor, rows: StoredRows) -> FoundRows:
     """
     if not rows.keys.numel():
         return FoundRows(rows.keys, rows)
-    ordered, order = rows.keys, None
-    if not bool((ordered[1:] > ordered[:-1]).all()):  # prefetched rows often ascend
-        ordered, order = ordered.sort()
-    indices = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
-    positions = (ordered[indices] == keys).nonzero().squeeze(1)
+    sorted_keys, order = rows.keys, None
+    if not bool((sorted_keys[1:] > sorted_keys[:-1]).all()):  # prefetched rows often ascend
+        sorted_keys, order = sorted_keys.sort()
+    indices = torch.searchsorted(sorted_keys, keys).clamp_(max=sorted_keys.numel() - 1)
+    positions = (sorted_keys[indices] == keys).nonzero().squeeze(1)
     indices = indices[positions]
     return FoundRows(positions, rows.at(indices if order is None else order[indices]))
 
@@ -227,10 +227,10 @@ class StoreShard(NamedTuple):
         if self.shard is None or self.shard[0] or not directory.is_dir():
             return
         pattern = re.compile(rf"{re.escape(self.name)}\.\d+_of_(\d+)(\.|$)")
-        counts = {
+        shard_counts = {
             int(match[1]) for path in directory.iterdir() if (match := pattern.match(path.name))
         }
-        other_counts = sorted(counts - {self.shard[1]})
+        other_counts = sorted(shard_counts - {self.shard[1]})
         if other_counts:
             warnings.warn(
                 f"emblib: {directory} has stores of table {self.name!r} for {other_counts} shards, "
