@@ -2,9 +2,9 @@
 
 `prometheus_text` walks a model and writes the counters of its tables: dynamic tables with their
 tiers, caches of dense tables, and caches of tensor-train tables. It communicates with no other
-rank: each rank exports its shards, the caller gives it a label with the rank, and the monitoring
-system adds them up. Reading counters waits for the device, so call it from time to time, not in
-every step.
+rank: each rank exports its shards under a label with the rank, and the monitoring system adds up
+their numbers. Reading counters waits for the device, so call it from time to time, not in every
+step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["append_csv", "local_statistics", "prometheus_text", "write_textfile"
 
 Labels = Mapping[str, str | int]
 _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_RESERVED = ("module", "table", "reason", "le")
+_RESERVED_LABELS = ("module", "table", "reason", "le")
 AGE_METRIC = "emblib_eviction_age_steps"
 
 
@@ -55,8 +55,8 @@ def local_statistics(model: nn.Module) -> dict[tuple[str, str], TableStatistics]
     statistics: dict[tuple[str, str], TableStatistics] = {}
     paths: list[str] = []
     for path, module in unwrapped(model).named_modules():
-        is_inside = any(not outer or path.startswith(f"{outer}.") for outer in paths)
-        if is_inside or not hasattr(module, "table_handles"):
+        is_covered = any(not outer or path.startswith(f"{outer}.") for outer in paths)
+        if is_covered or not hasattr(module, "table_handles"):
             continue
         paths.append(path)
         for name, handle in module.table_handles().items():
@@ -91,8 +91,8 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
         _add_dynamic(metrics, {**labels, "module": path, "table": table}, statistics)
     for path, module in unwrapped(model).named_modules():
         # The modules of a collection's tables are not among its submodules.
-        inner = module.table_modules() if isinstance(module, TableGroups) else ()
-        for tables in (module, *inner):
+        inner_modules = module.table_modules() if isinstance(module, TableGroups) else ()
+        for tables in (module, *inner_modules):
             _add_caches(metrics, {**labels, "module": path}, tables)
     return "".join(line for metric in metrics.values() for line in metric.lines())
 
@@ -103,17 +103,17 @@ def _check_labels(labels: Labels | None) -> dict[str, str]:
     Raises:
         TypeError, ValueError: see `prometheus_text`.
     """
-    texts = {}
+    label_texts = {}
     for name, value in ({} if labels is None else dict(labels)).items():
-        if not isinstance(name, str) or not _LABEL_NAME.fullmatch(name) or name in _RESERVED:
+        if not isinstance(name, str) or not _LABEL_NAME.fullmatch(name) or name in _RESERVED_LABELS:
             raise ValueError(
                 "a label is letters, digits and _, without __ in front, and none of "
-                f"{', '.join(_RESERVED)}; got {name!r}"
+                f"{', '.join(_RESERVED_LABELS)}; got {name!r}"
             )
         if not isinstance(value, str | SupportsIndex):
             raise TypeError(f"the label {name!r} must be a string or an int, got {value!r}")
-        texts[name] = value if isinstance(value, str) else str(operator.index(value))
-    return texts
+        label_texts[name] = value if isinstance(value, str) else str(operator.index(value))
+    return label_texts
 
 
 def write_textfile(model: nn.Module, path: str | Path, labels: Labels | None = None) -> None:
@@ -161,18 +161,18 @@ class _Metric:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the metric."""
-        yield f"# HELP {self.name} {_escaped(self.help)}\n# TYPE {self.name} {self.kind}\n"
+        yield f"# HELP {self.name} {_escape(self.help)}\n# TYPE {self.name} {self.kind}\n"
         for (suffix, labels), value in self.samples.items():
-            pairs = ",".join(f'{name}="{_escaped(v, quotes=True)}"' for name, v in labels)
-            yield f"{self.name}{suffix}{{{pairs}}} {_number(value)}\n"
+            pairs = ",".join(f'{name}="{_escape(v, quotes=True)}"' for name, v in labels)
+            yield f"{self.name}{suffix}{{{pairs}}} {_format_number(value)}\n"
 
 
-def _escaped(text: str, *, quotes: bool = False) -> str:
+def _escape(text: str, *, quotes: bool = False) -> str:
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
     return text.replace('"', '\\"') if quotes else text
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -197,7 +197,7 @@ _GAUGES = {
     "load": "Keys per row in use.",
 }
 _GAUGE_NAMES = {"capacity": "capacity_rows", "nbytes": "table_bytes", "load": "load_ratio"}
-_TIERS = {
+_TIER_COUNTERS = {
     "backing_hits": "Missing keys that were in the backing store.",
     "prefetched": "Backing hits whose rows had been prefetched.",
     "new": "Missing keys that were in neither tier.",
@@ -206,7 +206,7 @@ _TIERS = {
     "served_in_place": "Rows read and trained in the backing store.",
     "dropped": "Rows dropped by a full backing store.",
 }
-_CACHE = {
+_CACHE_COUNTERS = {
     "lookups": "Lookups of cached tables.",
     "lookup_misses": "Lookups of rows that were not in the cache.",
     "unique": "Distinct rows per batch.",
@@ -215,7 +215,7 @@ _CACHE = {
     "conflict_misses": "Lookups of rows that found no way in the cache.",
     "write_backs": "Evicted rows.",
 }
-_TT_CACHE = {
+_TT_CACHE_COUNTERS = {
     "lookups": "Lookups of tensor-train tables with a cache.",
     "hits": "Lookups whose row was stored.",
     "spill_hits": "Lookups whose row was spilled.",
@@ -223,7 +223,7 @@ _TT_CACHE = {
 }
 
 
-def _add(
+def _add_sample(
     metrics: dict[str, _Metric],
     name: str,
     text: str,
@@ -242,72 +242,72 @@ def _add_dynamic(
 ) -> None:
     """Add the numbers of a dynamic table to the metrics."""
     text = "Training forwards."
-    _add(metrics, "emblib_training_steps_total", text, labels, statistics.step)
+    _add_sample(metrics, "emblib_training_steps_total", text, labels, statistics.step)
     for name, text in _GAUGES.items():
         value = getattr(statistics, name)
-        _add(metrics, f"emblib_{_GAUGE_NAMES.get(name, name)}", text, labels, value)
+        _add_sample(metrics, f"emblib_{_GAUGE_NAMES.get(name, name)}", text, labels, value)
     for name, text in _COUNTERS.items():
         unit = "" if name in ("lookups", "hits") else "_keys"
-        _add(metrics, f"emblib_{name}{unit}_total", text, labels, getattr(statistics, name))
+        _add_sample(metrics, f"emblib_{name}{unit}_total", text, labels, getattr(statistics, name))
     for reason, keys, lookups in (
         ("no_slot", statistics.refused, statistics.refused_lookups),
         ("admission", statistics.not_admitted, statistics.not_admitted_lookups),
     ):
         reason_labels = {**labels, "reason": reason}
         text = "Keys per batch that got no row."
-        _add(metrics, "emblib_refused_keys_total", text, reason_labels, keys)
+        _add_sample(metrics, "emblib_refused_keys_total", text, reason_labels, keys)
         text = "Lookups of keys that got no row."
-        _add(metrics, "emblib_refused_lookups_total", text, reason_labels, lookups)
+        _add_sample(metrics, "emblib_refused_lookups_total", text, reason_labels, lookups)
     if statistics.eviction_ages is not None:
         _add_ages(metrics, labels, statistics.eviction_ages)
     if statistics.tiers is not None:
-        for name, text in _TIERS.items():
+        for name, text in _TIER_COUNTERS.items():
             value = getattr(statistics.tiers, name)
-            _add(metrics, f"emblib_tier_{name}_total", text, labels, value)
+            _add_sample(metrics, f"emblib_tier_{name}_total", text, labels, value)
 
 
 def _add_ages(metrics: dict[str, _Metric], labels: dict[str, str], ages: AgeHistogram) -> None:
     """Add a histogram of ages, with cumulative buckets, to the metrics."""
     text = "Steps from the last use of evicted keys to their eviction."
     metric = metrics.setdefault(AGE_METRIC, _Metric(AGE_METRIC, "histogram", text))
-    total = 0
+    num_keys = 0
     for bound, count in zip((*AGE_BOUNDS, math.inf), ages.counts, strict=True):
-        total += count
-        metric.add({**labels, "le": _number(float(bound))}, total, "_bucket")
+        num_keys += count
+        metric.add({**labels, "le": _format_number(float(bound))}, num_keys, "_bucket")
     metric.add(labels, ages.total_age, "_sum")
-    metric.add(labels, total, "_count")
+    metric.add(labels, num_keys, "_count")
 
 
 def _add_caches(metrics: dict[str, _Metric], labels: dict[str, str], module: nn.Module) -> None:
     """Add the counters of the cache of one module, by table."""
     tables: Mapping[str, Any] = {}
-    prefix, names = "emblib_cache", _CACHE
+    prefix, names = "emblib_cache", _CACHE_COUNTERS
     if isinstance(module, TableBatchedEmbeddingBags) and module.row_cache is not None:
         tables = module.cache_stats().tables
     elif isinstance(module, CachedTTEmbeddingBags):
-        tables, prefix, names = module.cache_stats().tables, "emblib_tt_cache", _TT_CACHE
+        tables, prefix, names = module.cache_stats().tables, "emblib_tt_cache", _TT_CACHE_COUNTERS
         for table, stats in tables.items():
             table_labels = {**labels, "table": table}
             text = "Stored rows that are not in the cache."
-            _add(metrics, "emblib_tt_cache_spilled_rows", text, table_labels, stats.spilled)
+            _add_sample(metrics, "emblib_tt_cache_spilled_rows", text, table_labels, stats.spilled)
     for table, stats in tables.items():
         for name, text in names.items():
             table_labels = {**labels, "table": table}
-            _add(metrics, f"{prefix}_{name}_total", text, table_labels, getattr(stats, name))
+            _add_sample(metrics, f"{prefix}_{name}_total", text, table_labels, getattr(stats, name))
 
 
 # Series
 
-_LINE_COLUMNS = ("time_s", "labels", "module", "table")  # before the numbers of a table
-_AGE_COLUMN = "age_"  # then the upper bound of the bin
+_KEY_COLUMNS = ("time_s", "labels", "module", "table")  # the columns before the numbers of a table
+_AGE_COLUMN = "age_"  # prefix; the upper bound of the bin follows
 
 
 def csv_columns() -> list[str]:
     """Return the columns of a series: time, labels, numbers of a table, then bins of ages."""
     numbers = ["step", *_GAUGES, *_COUNTERS, "refused", "not_admitted"]
     lookups = ["refused_lookups", "not_admitted_lookups"]
-    ages = [f"{_AGE_COLUMN}{_number(bound)}" for bound in (*AGE_BOUNDS, math.inf)]
-    return [*_LINE_COLUMNS, *numbers, *lookups, *ages]
+    ages = [f"{_AGE_COLUMN}{_format_number(bound)}" for bound in (*AGE_BOUNDS, math.inf)]
+    return [*_KEY_COLUMNS, *numbers, *lookups, *ages]
 
 
 def append_csv(
@@ -334,36 +334,36 @@ def append_csv(
             or a value with ";".
     """
     path, columns = Path(path), csv_columns()
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    size = path.stat().st_size if path.exists() else 0
-    if size:
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    num_bytes = path.stat().st_size if path.exists() else 0
+    if num_bytes:
         with path.open("rb") as file:
             (header,) = csv.reader([file.readline().decode()])
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":  # a process ended within a line
-                text.write("\n")
+                lines.write("\n")
         if header != columns:
             raise ValueError(f"{path} is no series, its columns are {header}; name another file")
     else:
         writer.writerow(columns)
-    now = time.time() if time_s is None else float(time_s)
+    seconds = time.time() if time_s is None else float(time_s)
     label_texts = [f"{name}={value}" for name, value in _check_labels(labels).items()]
     if any(";" in text for text in label_texts):
         raise ValueError(f"';' separates the labels of a series, so none may contain it: {labels}")
     for (module, table), statistics in local_statistics(model).items():
-        writer.writerow([now, ";".join(label_texts), module, table, *_csv_numbers(statistics)])
+        writer.writerow([seconds, ";".join(label_texts), module, table, *_csv_numbers(statistics)])
     try:
         with path.open("a", newline="", encoding="utf-8") as file:
-            file.write(text.getvalue())
+            file.write(lines.getvalue())
     except OSError:  # e.g. a full disk: no part of a line stays
         if path.is_file():
-            os.truncate(path, size)
+            os.truncate(path, num_bytes)
         raise
 
 
 def _csv_numbers(statistics: TableStatistics) -> Sequence[Any]:
-    names = csv_columns()[len(_LINE_COLUMNS) :]
+    names = csv_columns()[len(_KEY_COLUMNS) :]
     ages = statistics.eviction_ages
     numbers = [getattr(statistics, n) for n in names if not n.startswith(_AGE_COLUMN)]
     bins: Sequence[Any] = [None] * (len(AGE_BOUNDS) + 1) if ages is None else ages.counts

@@ -25,7 +25,7 @@ from emblib.specs import BoundsCheck, DynamicSpec, TableSpec, check_count
 from emblib.tables import QuantizedEmbeddingBags, RowFormat
 from emblib.tables.quantized import FloatTables, Formats
 
-_CHUNK = 1 << 16  # rows that are compared at a time
+_BLOCK_ROWS = 1 << 16  # rows that are compared at a time
 
 Collections = InferenceEmbeddingBagCollection | InferenceEmbeddingCollection
 
@@ -82,7 +82,7 @@ def for_inference(
     if isinstance(source, ReadOnly | InferenceCollection):
         raise TypeError("the tables are read-only already; convert those that they were made of")
     if isinstance(source, DynamicEmbeddingBags):
-        return _of_dynamic(source, formats, output_dtype)
+        return _convert_dynamic(source, formats, output_dtype)
     if is_collection(source):
         return convert(source, formats, output_dtype)
     tables = _float_tables(source)
@@ -114,7 +114,7 @@ def _formats_of(tables: FloatTables) -> list[RowFormat]:
     return [FORMAT_OF.get(dtype, RowFormat.FP32) for dtype in tables.dtypes()]
 
 
-def _of_dynamic(
+def _convert_dynamic(
     source: DynamicEmbeddingBags, formats: Formats | None, output_dtype: torch.dtype | None
 ) -> InferenceEmbeddingBags:
     """Copy the rows of dynamic tables in the order of their keys, and make an index of the keys."""
@@ -202,10 +202,10 @@ def quantization_errors(
         for block in blocks:
             if block.size(1) != dim:
                 raise ValueError(f"table {name!r} has dim {dim}, in the source {block.size(1)}")
-            if sums.rows + block.size(0) > module.tables[table].rows:
+            if sums.num_rows + block.size(0) > module.tables[table].rows:
                 raise ValueError(f"table {name!r} has fewer rows than the source: was it pruned?")
-            sums.add(block, module.dense_rows(table, sums.rows, block.size(0)))
-        if max(sums.rows + num_shared, 1) < module.tables[table].rows:
+            sums.add(block, module.dense_rows(table, sums.num_rows, block.size(0)))
+        if max(sums.num_rows + num_shared, 1) < module.tables[table].rows:
             raise ValueError(f"table {name!r} has more rows than the source: is it of another one?")
         errors.append(sums.result(name, module, table))
     return errors
@@ -222,7 +222,7 @@ def _tables_to_compare(
     if isinstance(served, InferenceCollection):
         readers = readers_of(source)
         for part in served.parts:
-            module = _stored_rows(part)
+            module = _rows_module(part)
             any_part: Any = part
             names = module.table_names
             if isinstance(part, ComposedEmbeddingBags):
@@ -234,7 +234,7 @@ def _tables_to_compare(
                 num_shared = 0 if keyed is None else keyed.shared.size(0)
                 yield name, readers[name].blocks(), module, table, num_shared
         return
-    module = _stored_rows(served)
+    module = _rows_module(served)
     tables = None if isinstance(source, DynamicEmbeddingBags) else _float_tables(source)
     num_tables = len(source.tables if tables is None else tables.specs)
     if num_tables != len(module.tables):
@@ -242,13 +242,14 @@ def _tables_to_compare(
     if tables is None:
         for table, (keyed, _) in enumerate(_dynamic_tables(source)):
             num_shared = keyed.shared.size(0)
-            yield module.table_names[table], keyed.rows.split(_CHUNK), module, table, num_shared
+            blocks = keyed.rows.split(_BLOCK_ROWS)
+            yield module.table_names[table], blocks, module, table, num_shared
         return
     for table, name in enumerate(module.table_names):
         yield name, tables.blocks(table), module, table, 0
 
 
-def _stored_rows(part: Any) -> QuantizedEmbeddingBags:
+def _rows_module(part: Any) -> QuantizedEmbeddingBags:
     """Return the module that stores the rows of read-only tables."""
     rows: QuantizedEmbeddingBags = getattr(part, "rows", part)
     return rows
@@ -259,28 +260,32 @@ class _ErrorSums:
 
     def __init__(self, generator: torch.Generator, bag: int) -> None:
         self._generator, self._bag = generator, bag
-        self.rows = self._values = 0
-        # The largest error, then sums of squares.
-        self._largest = self._errors = self._pooled_errors = self._pooled = 0.0
+        self.num_rows = self._num_values = 0
+        # The largest error, and sums of squares.
+        self._max_error = self._error_squares = 0.0
+        self._pooled_error_squares = self._pooled_squares = 0.0
 
     def add(self, exact: Tensor, served: Tensor) -> None:
         """Add the trained and the read-only values, `[n, dim]`, of a block of rows."""
         exact = exact.detach().double().cpu()
-        error = served.double().cpu() - exact
-        self.rows += exact.size(0)
-        self._values += exact.numel()
+        errors = served.double().cpu() - exact
+        self.num_rows += exact.size(0)
+        self._num_values += exact.numel()
         if exact.numel():
-            self._largest = max(self._largest, float(error.abs().amax()))
-        self._errors += float(error.square().sum())
+            self._max_error = max(self._max_error, float(errors.abs().amax()))
+        self._error_squares += float(errors.square().sum())
         order = torch.randperm(exact.size(0), generator=self._generator)
         bags = order[: len(order) // self._bag * self._bag].view(-1, self._bag)
-        self._pooled_errors += float(error[bags].sum(1).square().sum())
-        self._pooled += float(exact[bags].sum(1).square().sum())
+        self._pooled_error_squares += float(errors[bags].sum(1).square().sum())
+        self._pooled_squares += float(exact[bags].sum(1).square().sum())
 
     def result(self, name: str, module: QuantizedEmbeddingBags, table: int) -> QuantizationError:
         """Return the errors of the table."""
         nbytes = module.table_views()[table]["packed"].nbytes
-        rms = (self._errors / max(self._values, 1)) ** 0.5
-        relative = (self._pooled_errors / self._pooled) ** 0.5 if self._pooled else 0.0
+        rms = (self._error_squares / max(self._num_values, 1)) ** 0.5
+        relative = 0.0
+        if self._pooled_squares:
+            relative = (self._pooled_error_squares / self._pooled_squares) ** 0.5
         format = module.formats[table]
-        return QuantizationError(name, format, self.rows, nbytes, self._largest, rms, relative)
+        num_rows, max_error = self.num_rows, self._max_error
+        return QuantizationError(name, format, num_rows, nbytes, max_error, rms, relative)

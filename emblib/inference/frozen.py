@@ -182,10 +182,11 @@ def _open_tables(config: dict[str, Any], tensors: dict[str, Tensor], prefix: str
     if "storages" in config:
         return _open_composed(config, tensors[f"{prefix}rows"])
     rows = _open_rows(config, tensors[f"{prefix}rows"])
-    memory = tensors.get(f"{prefix}index")
-    if memory is None:
+    index_memory = tensors.get(f"{prefix}index")
+    if index_memory is None:
         return rows
-    return InferenceEmbeddingBags(rows, _open_indexes(config["indexes"], memory), memory)
+    indexes = _open_indexes(config["indexes"], index_memory)
+    return InferenceEmbeddingBags(rows, indexes, index_memory)
 
 
 def _collection_content(
@@ -305,7 +306,7 @@ def _index_config(index: RowIndex | None) -> dict[str, Any] | None:
     if index is None:
         return None
     config = {name: value for name, value in vars(index).items() if name != "entries"}
-    if not index.fallback:  # which earlier versions do not know
+    if not index.fallback:  # earlier versions refuse the field
         del config["fallback"]
     return {**config, "kind": index.kind.name, "entries": index.entries.numel()}
 

@@ -3,9 +3,10 @@
     magic (8 bytes) | version, CRC-32 and bytes of the header (uint32, uint32, uint64) | header
     sections, each from a multiple of 4096 bytes on
 
-The header is a JSON object: `kind` and `config` say what the tensors are, `sections` has `name`,
-`dtype`, `shape`, first byte (`begin`), `nbytes` and `crc32` of each, and `nbytes` is the size of
-the file. A file is complete or absent: it is written under another name, synced, and renamed.
+The header is a JSON object: `kind` and `config` describe the tensors, `sections` has `name`,
+`dtype`, `shape`, first byte (`begin`), `nbytes` and `crc32` of each tensor, and `nbytes` is the
+size of the file. A file is complete or absent: it is written under another name, synced, and
+renamed.
 Nothing in it is unpickled.
 """
 
@@ -24,14 +25,14 @@ from torch import Tensor
 
 from emblib.tables.durable_files import ChecksumError, saving
 
-MAGIC = b"\x93emblib\n"  # no text: a transfer as text changes it
+MAGIC = b"\x93emblib\n"  # no text, so that a transfer in text mode damages it
 VERSION = 1
 ALIGNMENT = 4096  # a page, so that sections may be advised and shared separately
 _PREFIX = struct.Struct("<8sIIQ")
-_BLOCK = 1 << 24  # bytes that are checked and written at a time
-_MAX_HEADER = 1 << 30  # bytes; a longer one is damage
-_DIGITS_PER_NUMBER = 32  # bytes that a number may add to the header, which is sized with zeros
-_WAY_OUT = "freeze the tables again, or copy the file again"
+_BLOCK_BYTES = 1 << 24  # bytes that are checked and written at a time
+_MAX_HEADER_BYTES = 1 << 30  # bytes; a longer one is damage
+_DIGITS_PER_NUMBER = 32  # bytes to reserve in the header per number that is not known yet
+_REMEDY = "freeze the tables again, or copy the file again"
 
 
 class FrozenFile(NamedTuple):
@@ -63,7 +64,7 @@ def write(
         OSError: the file could not be written; `path` has its old content, or the new one if only
             the sync of its directory failed.
     """
-    content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    tensors_on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     sections: list[dict[str, Any]] = [
         {
             "name": name,
@@ -71,24 +72,24 @@ def write(
             "shape": list(tensor.shape),
             "begin": 0,
             "nbytes": tensor.nbytes,
-            "crc32": _checksum(_bytes(tensor)),
+            "crc32": _checksum(_bytes_of(tensor)),
         }
-        for name, tensor in content.items()
+        for name, tensor in tensors_on_cpu.items()
     ]
     header: dict[str, Any] = {"kind": kind, "config": config, "sections": sections, "nbytes": 0}
-    numbers = len(sections) + 1  # `begin` of each section, and `nbytes` of the file, are 0 so far
-    end = _PREFIX.size + len(_json(header)) + _DIGITS_PER_NUMBER * numbers
+    num_unknown = len(sections) + 1  # `begin` of sections and `nbytes` of the file are 0 so far
+    end = _PREFIX.size + len(_json(header)) + _DIGITS_PER_NUMBER * num_unknown
     for section in sections:
         section["begin"] = begin = _align(end)
         end = begin + section["nbytes"]
     header["nbytes"] = end
-    text = _json(header)
+    header_bytes = _json(header)
     with saving(path) as file:
-        file.write(_PREFIX.pack(MAGIC, VERSION, zlib.crc32(text), len(text)))
-        file.write(text)
-        for section, tensor in zip(sections, content.values(), strict=True):
+        file.write(_PREFIX.pack(MAGIC, VERSION, zlib.crc32(header_bytes), len(header_bytes)))
+        file.write(header_bytes)
+        for section, tensor in zip(sections, tensors_on_cpu.values(), strict=True):
             file.write(bytes(section["begin"] - file.tell()))
-            _write(file, _bytes(tensor))
+            _write_blocks(file, _bytes_of(tensor))
         file.write(bytes(end - file.tell()))
 
 
@@ -100,20 +101,20 @@ def _align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU; the tensor must outlive the view."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _write(file: BinaryIO, content: memoryview) -> None:
-    for begin in range(0, len(content), _BLOCK):
-        file.write(content[begin : begin + _BLOCK])
+def _write_blocks(file: BinaryIO, content: memoryview) -> None:
+    for begin in range(0, len(content), _BLOCK_BYTES):
+        file.write(content[begin : begin + _BLOCK_BYTES])
 
 
 def _checksum(content: memoryview) -> int:
     crc = 0
-    for begin in range(0, len(content), _BLOCK):
-        crc = zlib.crc32(content[begin : begin + _BLOCK], crc)
+    for begin in range(0, len(content), _BLOCK_BYTES):
+        crc = zlib.crc32(content[begin : begin + _BLOCK_BYTES], crc)
     return crc
 
 
@@ -142,15 +143,15 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
         content = memoryview(memory)[begin : begin + nbytes]
         if verify and _checksum(content) != section["crc32"]:
             raise ChecksumError(
-                f"{path} is damaged: the checksum of its section {name!r} is wrong; {_WAY_OUT}"
+                f"{path} is damaged: the checksum of its section {name!r} is wrong; {_REMEDY}"
             )
         dtype = getattr(torch, section["dtype"])
         tensor = torch.empty(0, dtype=dtype)
         if nbytes:
-            count = nbytes // dtype.itemsize
-            tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
+            num_elements = nbytes // dtype.itemsize
+            tensor = torch.frombuffer(memory, dtype=dtype, count=num_elements, offset=begin)
         tensors[name] = tensor.view(section["shape"])
-    memory.madvise(mmap.MADV_RANDOM)  # a lookup reads a page or two: do not read their neighbours
+    memory.madvise(mmap.MADV_RANDOM)  # a lookup reads one or two pages: no reading ahead
     return FrozenFile(header["kind"], header["config"], tensors)
 
 
@@ -160,19 +161,19 @@ def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:
     if not prefix.startswith(MAGIC):
         raise ValueError(f"{path} is no frozen file of emblib: it does not begin as one")
     if len(prefix) < _PREFIX.size:
-        raise ChecksumError(f"{path} is truncated in its header; {_WAY_OUT}")
-    _, version, crc, length = _PREFIX.unpack(prefix)
+        raise ChecksumError(f"{path} is truncated in its header; {_REMEDY}")
+    _, version, crc, num_bytes = _PREFIX.unpack(prefix)
     if version != VERSION:
         raise ValueError(
             f"{path} has version {version} of the format, this emblib reads version {VERSION}: "
             "open it with the emblib that wrote it, and freeze the tables again"
         )
-    text = file.read(length) if length <= _MAX_HEADER else b""
-    if len(text) < length:
-        raise ChecksumError(f"{path} is truncated in its header; {_WAY_OUT}")
-    if zlib.crc32(text) != crc:
-        raise ChecksumError(f"{path} is damaged: the checksum of its header is wrong; {_WAY_OUT}")
-    header: dict[str, Any] = json.loads(text)
+    header_bytes = file.read(num_bytes) if num_bytes <= _MAX_HEADER_BYTES else b""
+    if len(header_bytes) < num_bytes:
+        raise ChecksumError(f"{path} is truncated in its header; {_REMEDY}")
+    if zlib.crc32(header_bytes) != crc:
+        raise ChecksumError(f"{path} is damaged: the checksum of its header is wrong; {_REMEDY}")
+    header: dict[str, Any] = json.loads(header_bytes)
     return header
 
 
@@ -182,9 +183,9 @@ def _check_size(path: Path, header: dict[str, Any], size: int) -> None:
         if end > size:
             raise ChecksumError(
                 f"{path} is truncated: its section {section['name']!r} ends at byte {end}, the "
-                f"file at {size}; {_WAY_OUT}"
+                f"file at {size}; {_REMEDY}"
             )
     if size != header["nbytes"]:
         raise ChecksumError(
-            f"{path} is damaged: it has {size} bytes instead of {header['nbytes']}; {_WAY_OUT}"
+            f"{path} is damaged: it has {size} bytes instead of {header['nbytes']}; {_REMEDY}"
         )

@@ -69,9 +69,9 @@ class HostEmbeddingBags(nn.Module):
             )
         if not tables.packed.is_cpu:
             raise ValueError(f"tables must be on the CPU, got {tables.packed.device}")
-        if missing := [name for name in tables.table_names if name not in stored]:
+        if unmasked_tables := [name for name in tables.table_names if name not in stored]:
             raise ValueError(
-                f"stored must have a mask for every table, {missing} have none: "
+                f"stored must have a mask for every table, {unmasked_tables} have none: "
                 "top_rows(uses, share) makes one"
             )
         self.output_dtype = tables.output_dtype
@@ -80,8 +80,8 @@ class HostEmbeddingBags(nn.Module):
         indexes = [replace(index, num_ids=-1) for index in pruned.indexes if index is not None]
         self.stored = InferenceEmbeddingBags(pruned.rows, indexes).to(device)
         self.device = self.stored.index.device
-        sizes = [spec.rows for spec in tables.tables]
-        self.rows = tables.with_rows(sizes, device="meta")
+        row_counts = [spec.rows for spec in tables.tables]
+        self.rows = tables.with_rows(row_counts, device="meta")
         packed = tables.packed
         if self.device.type == "cuda":
             packed = map_pinned(packed.pin_memory(), self.device)

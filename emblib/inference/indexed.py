@@ -154,14 +154,14 @@ class InferenceEmbeddingBags(nn.Module):
                 rows_by_table.append(index.table_row(begin))
                 begin += index.entries.numel()
         table_rows = torch.tensor(rows_by_table, dtype=torch.int64).view(-1, 6)
-        by_feature = table_rows[torch.tensor(rows.feature_tables, dtype=torch.int64)]
+        feature_rows = table_rows[torch.tensor(rows.feature_tables, dtype=torch.int64)]
         self.register_buffer("index", memory)
-        self.register_buffer("index_tables", by_feature.to(device))
+        self.register_buffer("index_tables", feature_rows.to(device))
         shared = [(-1, 0) if x is None else (x.missing, x.fallback) for x in indexes]
         self._has_fallback = any(count for _, count in shared)
         shared_rows = torch.tensor([shared[table] for table in rows.feature_tables]).view(-1, 2)
         self.register_buffer("shared_rows", shared_rows.to(device), persistent=False)
-        self.indexes = self._bound_indexes()
+        self.indexes = self._bind_indexes()
 
     def forward(
         self,
@@ -224,19 +224,19 @@ class InferenceEmbeddingBags(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self.indexes = self._bound_indexes()
+        self.indexes = self._bind_indexes()
         return self
 
-    def _bound_indexes(self) -> tuple[RowIndex | None, ...]:
+    def _bind_indexes(self) -> tuple[RowIndex | None, ...]:
         """Return the indexes with entries that are parts of the buffer `index`."""
-        begin, bound = 0, list[RowIndex | None]()
+        begin, bound_indexes = 0, list[RowIndex | None]()
         for index in self.indexes:
             if index is not None:
-                size = index.entries.numel()
-                index = replace(index, entries=self.index[begin : begin + size])
-                begin += size
-            bound.append(index)
-        return tuple(bound)
+                num_words = index.entries.numel()
+                index = replace(index, entries=self.index[begin : begin + num_words])
+                begin += num_words
+            bound_indexes.append(index)
+        return tuple(bound_indexes)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
@@ -247,8 +247,8 @@ class InferenceEmbeddingBags(nn.Module):
             RuntimeError: the state dict has another index.
         """
         for name in ("index", "index_tables"):
-            saved, present = state_dict.get(prefix + name), getattr(self, name)
-            if saved is not None and not torch.equal(saved.to(present.device), present):
+            saved, current = state_dict.get(prefix + name), getattr(self, name)
+            if saved is not None and not torch.equal(saved.to(current.device), current):
                 raise RuntimeError(
                     f"{prefix}{name}: the state dict is of tables with another index; freeze() and "
                     "open_frozen() keep rows and index together"
@@ -283,8 +283,8 @@ def top_rows(scores: Tensor, share: float) -> Tensor:
         raise ValueError("scores must not be NaN; scores.nan_to_num() makes them so")
     keep = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
     # 0.07 of 100 rows are 7, though 100 * 0.07 is more in floating point.
-    count = math.ceil(Fraction(str(float(share))) * scores.numel())
-    keep[scores.argsort(descending=True, stable=True)[:count]] = True
+    num_kept = math.ceil(Fraction(str(float(share))) * scores.numel())
+    keep[scores.argsort(descending=True, stable=True)[:num_kept]] = True
     return keep
 
 
@@ -320,19 +320,21 @@ def prune(
     unknown = sorted(keep.keys() - set(tables.table_names))
     if unknown:
         raise KeyError(f"there are no tables {unknown}, only {tables.table_names}")
-    masks = [_mask(tables, table, keep) for table in range(len(tables.tables))]
+    masks = [_mask_of(tables, table, keep) for table in range(len(tables.tables))]
     indexes = [None if mask is None else _make_index(mask, index) for mask in masks]
-    sizes = [
+    row_counts = [
         spec.rows if mask is None else int(mask.sum())
         for spec, mask in zip(tables.tables, masks, strict=True)
     ]
-    rows = tables.with_rows(sizes)
-    for view, old, mask in zip(rows.table_views(), tables.table_views(), masks, strict=True):
-        view["packed"].copy_(old["packed"] if mask is None else old["packed"][mask])
+    rows = tables.with_rows(row_counts)
+    for view, old_view, mask in zip(rows.table_views(), tables.table_views(), masks, strict=True):
+        view["packed"].copy_(old_view["packed"] if mask is None else old_view["packed"][mask])
     return InferenceEmbeddingBags(rows, indexes)
 
 
-def _mask(tables: QuantizedEmbeddingBags, table: int, keep: Mapping[str, Tensor]) -> Tensor | None:
+def _mask_of(
+    tables: QuantizedEmbeddingBags, table: int, keep: Mapping[str, Tensor]
+) -> Tensor | None:
     """Return the checked mask of a table, bool `[rows]`, on the device of its rows."""
     name = tables.table_names[table]
     if name not in keep:

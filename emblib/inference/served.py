@@ -30,7 +30,7 @@ from emblib.storage.composed import ComposedStorage
 from emblib.tables import QuantizedEmbeddingBags, RowFormat
 from emblib.tables.quantized import FloatTables, Formats, formats_of
 
-_BLOCK = 1 << 16  # rows that are converted at a time
+_ROWS_PER_BLOCK = 1 << 16  # rows that are converted at a time
 FORMAT_OF = {
     torch.float32: RowFormat.FP32,
     torch.float16: RowFormat.FP16,
@@ -65,8 +65,8 @@ class RowsByKey(NamedTuple):
         rows = rows[order].detach()
         if fallback:
             return cls(entries.keys[order], rows, fallback["weight"], True)
-        default = rows.new_full((int(default_value != 0.0), rows.size(1)), default_value)
-        return cls(entries.keys[order], rows, default, False)
+        default_rows = rows.new_full((int(default_value != 0.0), rows.size(1)), default_value)
+        return cls(entries.keys[order], rows, default_rows, False)
 
     def indexed(self) -> tuple[RowIndex, Tensor]:
         """Return the index, and the rows that it refers to: the shared ones come last."""
@@ -112,9 +112,9 @@ def is_collection(source: Any) -> bool:
 
 def configs_of(source: Any) -> Sequence[Any]:
     """Return the configurations of the tables of a collection."""
-    pooled = hasattr(source, "embedding_bag_configs")
+    is_pooled = hasattr(source, "embedding_bag_configs")
     configs: Sequence[Any] = (
-        source.embedding_bag_configs() if pooled else source.embedding_configs()
+        source.embedding_bag_configs() if is_pooled else source.embedding_configs()
     )
     return configs
 
@@ -132,7 +132,7 @@ def readers_of(source: Any) -> dict[str, RowReader]:
     for config in configs_of(source):
         if config.storage.is_keyed:
             keyed = RowsByKey.of(keyed_tables[config.name], config.storage.default_value)
-            blocks = partial(keyed.rows.split, _BLOCK)
+            blocks = partial(keyed.rows.split, _ROWS_PER_BLOCK)
             readers[config.name] = RowReader(FORMAT_OF[keyed.rows.dtype], blocks, keyed)
             continue
         if not isinstance(source, TableCollection):
@@ -151,7 +151,7 @@ def _readers_of_table(config: Any, handle: Any) -> dict[str, RowReader]:
         views = handle.views()
         return {
             f"{config.name}.{component.name}": RowReader(
-                format, partial(views[component.name].split, _BLOCK)
+                format, partial(views[component.name].split, _ROWS_PER_BLOCK)
             )
             for component in storage.components(config.num_embeddings)
         }
@@ -225,7 +225,7 @@ class InferenceCollection(nn.Module):
                 total[name] = total.get(name, 0) + count
         return total
 
-    def _inputs(self, features: Any) -> Iterator[tuple[Any, list[int], KeyedJaggedTensor]]:
+    def _part_batches(self, features: Any) -> Iterator[tuple[Any, list[int], KeyedJaggedTensor]]:
         """Yield each part, the positions of its features, and the batch of these features."""
         batch = KeyedJaggedTensor.adopt(features)
         if batch.variable_stride_per_key():
@@ -287,7 +287,7 @@ class InferenceEmbeddingBagCollection(InferenceCollection):
                 [], [], torch.empty(batch.stride(), 0, dtype=torch.float32, device=batch.device())
             )
         blocks: dict[int, Tensor] = {}
-        for tables, positions, batch in self._inputs(features):
+        for tables, positions, batch in self._part_batches(features):
             weights = batch.weights_or_none() if self.is_weighted else None
             if self.is_weighted and weights is None:
                 raise ValueError(
@@ -330,7 +330,7 @@ class InferenceEmbeddingCollection(InferenceCollection):
                 one-dimensional.
         """
         by_position: dict[int, JaggedTensor] = {}
-        for tables, positions, batch in self._inputs(features):
+        for tables, positions, batch in self._part_batches(features):
             sizes = batch.length_per_key()
             vectors = tables(batch.values(), batch.offsets()).split(sizes)
             ids = batch.values().split(sizes)
@@ -362,17 +362,17 @@ def convert(
     """
     configs, readers = configs_of(source), readers_of(source)
     features = table_features(configs)
-    pooled = hasattr(source, "embedding_bag_configs")
+    is_pooled = hasattr(source, "embedding_bag_configs")
     row_formats = (
         [None] * len(configs) if formats is None else formats_of(len(configs), None, formats)
     )
     groups: dict[Any, list[int]] = {}  # tables by what the tables of a part have in common
     for table, config in enumerate(configs):
-        pooling = config.pooling if pooled else Pooling.NONE
-        key: tuple[Any, ...] = (pooling, 0 if pooled else config.embedding_dim)
+        pooling = config.pooling if is_pooled else Pooling.NONE
+        part_key: tuple[Any, ...] = (pooling, 0 if is_pooled else config.embedding_dim)
         if isinstance(config.storage, ComposedStorage):
-            key = (*key, composed_key(config.storage, config.embedding_dim, pooling))
-        groups.setdefault(key, []).append(table)
+            part_key = (*part_key, composed_key(config.storage, config.embedding_dim, pooling))
+        groups.setdefault(part_key, []).append(table)
     dtype, device = torch.float32, torch.device("cpu")  # where entries of all ranks are
     if isinstance(source, TableCollection):
         dtype, device = source.groups.output_dtype, source.device
@@ -394,7 +394,7 @@ def convert(
         ServedFeature(feature.feature, feature.name, configs[feature.table].embedding_dim)
         for feature in features
     ]
-    if not pooled:
+    if not is_pooled:
         sequences = InferenceEmbeddingCollection(served, parts)
         sequences.need_indices = source.need_indices()
         return sequences
@@ -421,15 +421,15 @@ def _convert_part(
         tables = FloatTables(specs, [], pooling, feature_tables, output_dtype, device)
         return _store(tables, [readers[c.name] for c in configs], formats, bounds_check)
     options = lookup_options(specs, storages, feature_tables, pooling)
-    stored = component_specs(specs, storages)
+    stored_specs = component_specs(specs, storages)
     formats = [
         format
         for spec, storage, format in zip(specs, storages, formats, strict=True)
         for _ in storage.components(spec.rows)
     ]
-    tables = FloatTables(stored, [], output_dtype=torch.float32, device=device, **options)
-    used = [readers[name] for name in component_names(specs, storages)]
-    rows: Any = _store(tables, used, formats, BoundsCheck.NONE)
+    tables = FloatTables(stored_specs, [], output_dtype=torch.float32, device=device, **options)
+    component_readers = [readers[name] for name in component_names(specs, storages)]
+    rows: Any = _store(tables, component_readers, formats, BoundsCheck.NONE)
     return ComposedEmbeddingBags(
         rows,
         specs,
@@ -453,20 +453,21 @@ def _store(
     """
     specs, blocks, indexes = [], [], list[RowIndex | None]()
     for spec, reader, format in zip(tables.specs, readers, formats, strict=True):
-        index, yield_blocks, size = None, reader.blocks, spec.rows
+        index, row_blocks, num_rows = None, reader.blocks, spec.rows
         if reader.keyed is not None:
-            index, stored = reader.keyed.indexed()
+            index, keyed_rows = reader.keyed.indexed()
             # At least one row, of zeros, so that no table is without memory.
-            yield_blocks, size = partial(stored.split, _BLOCK), max(len(stored), 1)
+            num_rows = max(len(keyed_rows), 1)
+            row_blocks = partial(keyed_rows.split, _ROWS_PER_BLOCK)
         if reader.packed is not None:
             if format not in (None, reader.format):
                 raise ValueError(
                     f"table {spec.name!r} has rows in {reader.format.value} already: leave its "
                     f"format at that, or convert the collection that it was quantised from"
                 )
-            yield_blocks = tuple  # none: its bytes are copied
-        specs.append(TableSpec(size, spec.dim, spec.name))
-        blocks.append(yield_blocks)
+            row_blocks = tuple  # no blocks: the bytes are copied below
+        specs.append(TableSpec(num_rows, spec.dim, spec.name))
+        blocks.append(row_blocks)
         indexes.append(index)
     any_blocks: Any = _RowBlocks(blocks)
     rows = QuantizedEmbeddingBags.from_float(
@@ -477,5 +478,5 @@ def _store(
     for view, reader in zip(rows.table_views(), readers, strict=True):
         if reader.packed is not None:
             view["packed"].copy_(reader.packed)
-    is_plain = all(index is None for index in indexes)
-    return rows if is_plain else InferenceEmbeddingBags(rows, indexes)
+    has_no_index = all(index is None for index in indexes)
+    return rows if has_no_index else InferenceEmbeddingBags(rows, indexes)

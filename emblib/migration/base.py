@@ -63,11 +63,11 @@ class TrainingMemory:
         )
 
     def __str__(self) -> str:
-        parts = {"states": self.states, "gradient": self.gradient, "cache": self.cache}
-        other_parts = "".join(f" + {format_size(n)} {name}" for name, n in parts.items() if n)
+        bytes_by_use = {"states": self.states, "gradient": self.gradient, "cache": self.cache}
+        other_uses = "".join(f" + {format_size(n)} {name}" for name, n in bytes_by_use.items() if n)
         return (
-            f"{format_size(self.total)} (rows {format_size(self.rows)}{other_parts})"
-            if other_parts
+            f"{format_size(self.total)} (rows {format_size(self.rows)}{other_uses})"
+            if other_uses
             else format_size(self.rows)
         )
 
@@ -168,8 +168,8 @@ def counterpart(trained: Trained) -> tuple[Optimizer | None, str]:
         return optim.SGD(lr), ""
     if kind is torch.optim.Adagrad and not group["lr_decay"]:
         return optim.Adagrad(lr, eps=group["eps"]), ""
-    is_torchrec = kind.__module__.startswith("torchrec.") and kind.__name__ == "RowWiseAdagrad"
-    if is_torchrec and not group["lr_decay"]:
+    is_rowwise = kind.__module__.startswith("torchrec.") and kind.__name__ == "RowWiseAdagrad"
+    if is_rowwise and not group["lr_decay"]:
         return optim.RowwiseAdagrad(lr, eps=group["eps"]), ""
     if kind is torch.optim.SparseAdam:
         note = "eps is added after the bias correction of the second moment, in SparseAdam before"
@@ -190,14 +190,14 @@ def optimizer_for(
     """
     if tables is not None or trained is None or not weight.requires_grad:
         return tables, ""
-    fused, note = counterpart(trained)
-    if fused is None and trained.in_backward:
+    fused_optimizer, note = counterpart(trained)
+    if fused_optimizer is None and trained.in_backward:
         raise NotMigrated(
             f"{type(trained.optimizer).__name__} with its settings is applied in backward and has "
             "no counterpart: pass tables=, e.g. emblib.optim.Adam(lr), which updates the rows of a "
             "batch alone"
         )
-    return fused, note
+    return fused_optimizer, note
 
 
 @dataclass(frozen=True)
@@ -274,9 +274,9 @@ class TorchWeight:
             return TrainingMemory(weight.nbytes, 0, gradient)
         states = sum(value.nbytes for value in self._states(trained.state).values())
         if not trained.state and weight.requires_grad:
-            count = _STATES_PER_WEIGHT.get(type(trained.optimizer), 0)
-            count += sum(bool(trained.group.get(name)) for name in _OPTIONAL_STATES)
-            states = count * weight.nbytes
+            num_states = _STATES_PER_WEIGHT.get(type(trained.optimizer), 0)
+            num_states += sum(bool(trained.group.get(name)) for name in _OPTIONAL_STATES)
+            states = num_states * weight.nbytes
         return TrainingMemory(weight.nbytes, states, gradient)
 
     def _states(self, state: dict[str, Any]) -> dict[str, Tensor]:
@@ -330,9 +330,9 @@ class TorchWeight:
     def _common_states(self, table: MigratedTable) -> set[str]:
         """Return the names of states that both a fused table and the optimizer of torch have."""
         assert self.trained is not None
-        fused = counterpart(self.trained)[0]
-        if fused is not None:
-            names = {state.name for state in fused.states}
+        fused_optimizer = counterpart(self.trained)[0]
+        if fused_optimizer is not None:
+            names = {state.name for state in fused_optimizer.states}
         elif self.trained.state:
             names = set(self.trained.state)
         else:
@@ -358,10 +358,10 @@ class TorchWeight:
         for name in names:
             shape = state[name].shape if name in state else self.weight.shape
             state[name] = _in_shape(table.states[name], shape).clone()
-        sampled = self._states(state)
+        row_states = self._states(state)
         return {
             name: value[rows].clone()
-            if rows is not None and name in sampled
+            if rows is not None and name in row_states
             else copy.deepcopy(value)
             for name, value in state.items()
         }
@@ -373,10 +373,10 @@ def _in_shape(state: Tensor, shape: torch.Size) -> Tensor:
     The number of a row is the mean of its elements, as optimizers with one per row count it.
     """
     rows = state.reshape(len(state), math.prod(state.shape[1:]))
-    width = math.prod(shape[1:])
-    if width < rows.shape[1]:
+    num_columns = math.prod(shape[1:])
+    if num_columns < rows.shape[1]:
         rows = rows.mean(1, keepdim=True)
-    return rows.expand(-1, width).reshape(shape)
+    return rows.expand(-1, num_columns).reshape(shape)
 
 
 class Replaced(ABC):
@@ -461,8 +461,8 @@ class Replaced(ABC):
         """Return a copy of the old module with the current rows and states, and its optimizers.
 
         Args:
-            max_rows: number of rows per table, about; None copies all. FBGEMM's dense module, whose
-                states are of all tables, is copied whole.
+            max_rows: approximate number of rows per table; None copies all. FBGEMM's dense module,
+                whose states are of all tables, is copied whole.
             seed: seed of the selection of rows.
         """
 
@@ -480,9 +480,9 @@ class Replaced(ABC):
 
 
 def chosen_rows(count: int, max_rows: int | None, seed: int) -> Tensor:
-    """Return at most `max_rows` distinct random numbers below `count`, int64; None: all, in order.
+    """Return at most `max_rows` distinct random row numbers below `count`; None: all, ascending.
 
-    Fewer than `max_rows` are returned if `count` is less.
+    Fewer than `max_rows` are returned if `count` is smaller.
     """
     if max_rows is None:
         return torch.arange(count)

@@ -117,7 +117,7 @@ class MigrationCost:
         return "\n".join(lines)
 
 
-class _Twins:
+class _OldAndNew:
     """Two copies of an old module, of which "new" is migrated, with optimizers in equal states.
 
     Args:
@@ -166,22 +166,22 @@ def compare(replaced: Replaced, migrate: Migrate, seed: int) -> Difference:
 
     A training step is compared if the old module was trained, else a lookup.
     """
-    twins = _Twins(replaced, migrate, _CHECKED_ROWS, seed)
+    copies = _OldAndNew(replaced, migrate, _CHECKED_ROWS, seed)
     generator = torch.Generator().manual_seed(seed)
-    rows, bags = twins.rows("old"), []
+    rows, bags = copies.rows("old"), []
     num_ids: dict[tuple[str, ...], int] = {}  # the least, since a feature may read several tables
     for names, table in replaced.features():
         num_ids[names] = min(len(rows[table]), num_ids.get(names, len(rows[table])))
     for names, _ in replaced.features():
-        count = _CHECKED_BAGS * _IDS_PER_BAG
-        ids = torch.randint(num_ids[names], (count,), generator=generator)
-        lengths = torch.full((_CHECKED_BAGS,), _IDS_PER_BAG, device=twins.device)
-        bags.append((ids.to(twins.device), lengths))
-    call = twins.step if replaced.is_trained else twins.look_up
+        num_lookups = _CHECKED_BAGS * _IDS_PER_BAG
+        ids = torch.randint(num_ids[names], (num_lookups,), generator=generator)
+        lengths = torch.full((_CHECKED_BAGS,), _IDS_PER_BAG, device=copies.device)
+        bags.append((ids.to(copies.device), lengths))
+    call = copies.step if replaced.is_trained else copies.look_up
     output = _max_difference([(call("old", bags), call("new", bags))])
     if not replaced.is_trained:
         return Difference(replaced.paths[0], output, None)
-    pairs = list(zip(twins.rows("old"), twins.rows("new"), strict=True))
+    pairs = list(zip(copies.rows("old"), copies.rows("new"), strict=True))
     return Difference(replaced.paths[0], output, _max_difference(pairs))
 
 
@@ -201,31 +201,31 @@ def measure(
     `rounds` is the number of timed lookups of each, and of timed training steps. The modules are
     called in turn, and begin in turn.
     """
-    batches = _batches(trace, replaced, batch_size)
+    batches = _full_batches(trace, replaced, batch_size)
     if not batches:
         return None
-    twins = _Twins(replaced, migrate, None, 0)
+    copies = _OldAndNew(replaced, migrate, None, 0)
 
-    def time_both(call: Callable[..., Any]) -> Times:
+    def time_alternately(call: Callable[..., Any]) -> Times:
         seconds: dict[str, list[float]] = {"old": [], "new": []}
-        for round_ in range(-_WARM_UP_ROUNDS, rounds):
-            for side in ("old", "new") if round_ % 2 else ("new", "old"):
+        for round_index in range(-_WARM_UP_ROUNDS, rounds):
+            for side in ("old", "new") if round_index % 2 else ("new", "old"):
                 start = time.perf_counter()
-                call(side, batches[round_ % len(batches)])
-                if twins.device.type == "cuda":
-                    torch.cuda.synchronize(twins.device)
-                if round_ >= 0:
+                call(side, batches[round_index % len(batches)])
+                if copies.device.type == "cuda":
+                    torch.cuda.synchronize(copies.device)
+                if round_index >= 0:
                     seconds[side].append(time.perf_counter() - start)
         ratios = [old / new for old, new in zip(seconds["old"], seconds["new"], strict=True)]
         quartiles = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
         old_s, new_s = (statistics.median(seconds[side]) for side in ("old", "new"))
         return Times(old_s, new_s, statistics.median(ratios), quartiles[0], quartiles[2])
 
-    step = time_both(twins.step) if replaced.is_trained else None
-    return Speed(replaced.paths[0], time_both(twins.look_up), step)
+    step_times = time_alternately(copies.step) if replaced.is_trained else None
+    return Speed(replaced.paths[0], time_alternately(copies.look_up), step_times)
 
 
-def _batches(trace: LookupTrace, replaced: Replaced, batch_size: int) -> list[list[Bags]]:
+def _full_batches(trace: LookupTrace, replaced: Replaced, batch_size: int) -> list[list[Bags]]:
     """Return the full batches of a trace, for all features of a module; [] if one is missing."""
     names = [feature.name for feature in trace.features]
     device = replaced.rows(replaced.old)[0].device

@@ -100,10 +100,10 @@ class Migration:
             for optimizer in optimizers
             if hasattr(optimizer.step, "_wrapped_by_lr_sched")
         ]
-        single = sum(isinstance(replaced, ReplacedEmbedding) for replaced in fused)
-        if single > 1:
+        num_single = sum(isinstance(replaced, ReplacedEmbedding) for replaced in fused)
+        if num_single > 1:
             warnings.append(
-                f"{single} tables are called one by one: one TableBatchedEmbeddingBags or "
+                f"{num_single} tables are called one by one: one TableBatchedEmbeddingBags or "
                 "EmbeddingBagCollection looks all of them up in one kernel (and only a collection "
                 "can be sharded)"
             )
@@ -170,11 +170,11 @@ class Migration:
             )
         batch_size = check_count("batch_size", batch_size)
         rounds = check_count("rounds", rounds)
-        measured = (
+        measured_speeds = (
             checks.measure(replaced, self._migrate_sample, trace, batch_size, rounds)
             for replaced in self.replaced
         )
-        speeds = [speed for speed in measured if speed is not None]
+        speeds = [speed for speed in measured_speeds if speed is not None]
         if not speeds:
             names = [feature.name for feature in trace.features]
             raise ValueError(f"the trace has no {batch_size} samples of a module; it has {names}")
@@ -221,11 +221,11 @@ class Migration:
         old_tensors = [
             tensor for replaced in self.replaced for tensor in replaced.old.state_dict().values()
         ]
-        memory = {tensor.untyped_storage().data_ptr() for tensor in old_tensors}
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in old_tensors}
         # `copy_values` below overwrites the old modules, so values in their memory are cloned.
         state_dict = {
             name: value.clone()
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in addresses
             else value
             for name, value in state_dict.items()
         }
@@ -327,15 +327,15 @@ def migrate(
                 f"{type(torch_optimizer).__name__} names its parameters, which would be stale: "
                 "migrate with the optimizer inside it, then wrap that one again"
             )
-    embeddings = _embeddings(model)
+    embeddings = _find_embeddings(model)
     if any("" in paths for _, paths, _ in embeddings):
         raise TypeError("model is an embedding itself: put it into a module, e.g. nn.ModuleList")
-    owners = _owners(model)
+    owners = _count_owners(model)
     replaced, left_modules = [], []
     with torch.random.fork_rng(devices=[]):  # initial values are drawn, and overwritten
         for module, paths, factory in embeddings:
             try:
-                _check_alone(module, owners)
+                _check_unshared(module, owners)
                 replaced.append(factory(paths, module, optimizers, tables))
             except NotMigrated as reason:
                 left_modules.append(Left(paths[0], str(reason)))
@@ -360,7 +360,7 @@ def _as_list(optimizer: Any) -> list[TorchOptimizer]:
     return optimizers
 
 
-def _factory(module: nn.Module) -> Factory | None:
+def _factory_of(module: nn.Module) -> Factory | None:
     """Return the class or function that replaces a module; None if it is no embedding."""
     if isinstance(module, nn.EmbeddingBag | nn.Embedding):
         return ReplacedEmbedding
@@ -385,30 +385,30 @@ def _refuse(reason: str) -> Factory:
     return refuse
 
 
-def _embeddings(model: nn.Module) -> list[tuple[nn.Module, list[str], Factory]]:
+def _find_embeddings(model: nn.Module) -> list[tuple[nn.Module, list[str], Factory]]:
     """Return the outermost embeddings of a model, each with its names and its factory."""
     embeddings: dict[nn.Module, tuple[list[str], Factory]] = {}
     inner_prefixes: tuple[str, ...] = ()
     for path, module in model.named_modules(remove_duplicate=False):
         if path.startswith(inner_prefixes):
             continue
-        factory = _factory(module)
+        factory = _factory_of(module)
         if factory is not None:
             embeddings.setdefault(module, ([], factory))[0].append(path)
             inner_prefixes = (*inner_prefixes, f"{path}." if path else "")
     return [(module, paths, factory) for module, (paths, factory) in embeddings.items()]
 
 
-def _owners(model: nn.Module) -> dict[int, int]:
+def _count_owners(model: nn.Module) -> dict[int, int]:
     """Return the number of modules that have each parameter, by id, to find tied weights."""
-    owners: dict[int, int] = {}
+    num_owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return owners
+            num_owners[id(parameter)] = num_owners.get(id(parameter), 0) + 1
+    return num_owners
 
 
-def _check_alone(module: nn.Module, owners: dict[int, int]) -> None:
+def _check_unshared(module: nn.Module, owners: dict[int, int]) -> None:
     """Raise NotMigrated for a module that shares weights with another, or has hooks on calls.
 
     Hooks of its state dict are not looked for.

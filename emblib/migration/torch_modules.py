@@ -142,8 +142,8 @@ class MigratedEmbeddingBag(_DropIn):
                 f"{tuple(input.shape)} and {'no ' * (offsets is None)}offsets"
             )
         if offsets is None:
-            num_bags, width = input.shape
-            offsets = torch.arange(num_bags + 1, device=input.device, dtype=input.dtype) * width
+            num_bags, bag_size = input.shape
+            offsets = torch.arange(num_bags + 1, device=input.device, dtype=input.dtype) * bag_size
             input = input.flatten()
             if per_sample_weights is not None:
                 per_sample_weights = per_sample_weights.flatten()
@@ -170,8 +170,8 @@ class MigratedEmbedding(_DropIn):
         ids = input.flatten()
         if self.padding_idx is not None:  # whose row is zeros and is not trained
             ids = torch.where(ids == self.padding_idx, -1, ids)
-        bounds = torch.arange(2, device=ids.device, dtype=ids.dtype) * ids.numel()
-        out: Tensor = self.table(ids, bounds)
+        offsets = torch.arange(2, device=ids.device, dtype=ids.dtype) * ids.numel()
+        out: Tensor = self.table(ids, offsets)
         return out.view(*input.shape, self.embedding_dim)
 
 

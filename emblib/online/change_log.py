@@ -2,8 +2,8 @@
 
 `record` copies the changed rows; a thread encodes them and appends the bytes to the sink. If that
 fails, the entry stays in memory; the next call raises, and lets the thread try again. Snapshots and
-compactions have all rows; when one is written, the entries before the previous one that this log
-has written are dropped.
+compactions have all rows. When such an entry is written, the entries before the previous such entry
+of this log are dropped.
 """
 
 import threading
@@ -62,10 +62,10 @@ class ChangeLog:
         step: number of the training step that the tables are at.
         states: whether entries have optimizer states.
         compact_every: number of steps after which all rows are written again, and entries before
-            the last ones with all rows are dropped. None: `snapshot` alone does so, the log does
-            not begin with one, and the sink must be empty.
+            the last ones with all rows are dropped. None: only `snapshot` writes all rows, the log
+            does not begin with a snapshot, and the sink must be empty.
         max_pending: number of entries that may wait to be written; one more where all rows are due.
-        when_full: reaction of `record` where so many wait.
+        when_full: reaction of `record` while `max_pending` entries wait.
 
     Raises:
         TypeError: there are tensor trains or quantised tables in the model, or a
@@ -125,7 +125,7 @@ class ChangeLog:
             compact_every = check_count("compact_every", compact_every)
         self._compact_every, self._when_full = compact_every, WhenFull(when_full)
         max_pending = check_count("max_pending", max_pending)
-        self._generation, self._sequence = _last_of(check_sink(sink))
+        self._generation, self._sequence = _read_last_numbers(check_sink(sink))
         if compact_every is None and self._sequence:
             raise ValueError(
                 "the sink has the records of another log, which a snapshot must follow: choose "
@@ -134,8 +134,8 @@ class ChangeLog:
         if not model_tables.calls and model_tables.num_ranks == 1:
             raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
         _check_names(model_tables.tables, tables_of(model))
-        self._plain = PlainChanges(model_tables, states=states)
-        self._keyed = KeyedChanges(model, states=states)
+        self._plain_changes = PlainChanges(model_tables, states=states)
+        self._keyed_changes = KeyedChanges(model, states=states)
         self._writer = _Writer(sink, max_pending)
         self._lookups = Lookups(model_tables)
         self._last_whole_step = self.step
@@ -143,7 +143,7 @@ class ChangeLog:
             if compact_every is not None:
                 self.snapshot(self.step)
             else:
-                self._write_changes(RecordKind.DELTA, self.step)  # says where the log begins
+                self._write_changes(RecordKind.DELTA, self.step)  # marks the first step of the log
         except BaseException:
             self.close()
             raise
@@ -177,7 +177,7 @@ class ChangeLog:
         if self._when_full is WhenFull.MERGE and not is_due and self._writer.is_full():
             return False
         self._writer.wait_for_space()
-        self._keyed.check()
+        self._keyed_changes.check()
         self._lookups.check()
         self._write_changes(RecordKind.DELTA, step)
         if is_due:
@@ -203,7 +203,7 @@ class ChangeLog:
     def _write_changes(self, kind: RecordKind, step: int) -> None:
         """Append a record of the changes, or of all rows, as of a step."""
         lookups = self._lookups if kind is RecordKind.DELTA else None
-        changes = {**self._plain.collect(lookups), **self._keyed.collect(lookups)}
+        changes = {**self._plain_changes.collect(lookups), **self._keyed_changes.collect(lookups)}
         generation = self._generation + (kind is RecordKind.SNAPSHOT)
         record = Record(
             kind=kind,
@@ -220,7 +220,7 @@ class ChangeLog:
         if lookups is None:
             self._last_whole_step = step
         self._lookups.commit()
-        self._keyed.commit()
+        self._keyed_changes.commit()
 
     def flush(self) -> None:
         """Wait until all entries are written.
@@ -240,7 +240,7 @@ class ChangeLog:
         """
         self._writer.close()
         self._lookups.close()
-        self._keyed.close()
+        self._keyed_changes.close()
 
     def __enter__(self) -> "ChangeLog":
         return self
@@ -254,7 +254,7 @@ class ChangeLog:
         self.close()
 
 
-def _last_of(sink: Sink) -> tuple[int, int]:
+def _read_last_numbers(sink: Sink) -> tuple[int, int]:
     """Return generation and sequence of the last record in a sink; (0, 0) if it is empty.
 
     Reads the whole sink.
@@ -272,9 +272,9 @@ def _check_names(tables: Sequence[PlainTable], keyed_names: Collection[str]) -> 
     Shards of one table have one name, but differ in their first row or column. A table by row
     number and a dynamic one must not have the same name.
     """
-    corners = [(table.name, table.first_row, table.first_column) for table in tables]
+    origins = [(table.name, table.first_row, table.first_column) for table in tables]
     repeated_names = sorted(
-        {corner[0] for corner in corners if corners.count(corner) > 1}
+        {origin[0] for origin in origins if origins.count(origin) > 1}
         | ({table.name for table in tables} & set(keyed_names))
     )
     if repeated_names:
@@ -287,13 +287,13 @@ def _check_names(tables: Sequence[PlainTable], keyed_names: Collection[str]) -> 
 class _Writer:
     """The thread that writes records, and the queue of records to write.
 
-    `_changed` guards the queue and the error. Only the thread calls the sink until it has ended.
+    `_condition` guards the queue and the error. Only the thread calls the sink until it has ended.
     """
 
     def __init__(self, sink: Sink, max_pending: int) -> None:
         self._sink, self._max_pending = sink, max_pending
         self._queue: deque[Record] = deque()
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._error: Exception | None = None  # the thread waits until `raise_error` clears it
         self._is_closing = self._is_closed = False
         self._last_whole_position: str | None = None
@@ -303,8 +303,8 @@ class _Writer:
     def _run(self) -> None:
         """Write the queued records, in the writer's thread."""
         while True:
-            with self._changed:
-                self._changed.wait_for(
+            with self._condition:
+                self._condition.wait_for(
                     lambda: self._is_closing or (self._queue and self._error is None)
                 )
                 if not self._queue:
@@ -313,13 +313,13 @@ class _Writer:
             try:
                 self._write(record)
             except Exception as error:
-                with self._changed:
+                with self._condition:
                     self._error = error
-                    self._changed.notify_all()
+                    self._condition.notify_all()
                 continue
-            with self._changed:
+            with self._condition:
                 self._queue.popleft()
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     def _write(self, record: Record) -> None:
         """Append a record; if it has all rows, drop the records before the previous such one."""
@@ -338,26 +338,26 @@ class _Writer:
         """
         if self._is_closing:
             raise RuntimeError("the change log is closed: make another one for the same sink")
-        with self._changed:
+        with self._condition:
             error, self._error = self._error, None
-            waiting = len(self._queue)
-            self._changed.notify_all()
+            num_waiting = len(self._queue)
+            self._condition.notify_all()
         if error is not None:
             raise ChangeLogError(
                 f"the change log could not write an entry: {type(error).__name__}: {error}. It "
-                f"keeps {waiting} entries in memory and tries again from now on: mend the cause, "
-                "e.g. a full disk, then repeat this call"
+                f"keeps {num_waiting} entries in memory and tries again from now on: mend the "
+                "cause, e.g. a full disk, then repeat this call"
             ) from error
 
     def is_full(self) -> bool:
         """Return whether another record must wait."""
-        with self._changed:
+        with self._condition:
             return len(self._queue) >= self._max_pending
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Wait until `is_done()` or an error of the thread; raise as `raise_error`."""
-        with self._changed:
-            self._changed.wait_for(lambda: is_done() or self._error is not None)
+        with self._condition:
+            self._condition.wait_for(lambda: is_done() or self._error is not None)
         self.raise_error()
 
     def wait_for_space(self) -> None:
@@ -366,9 +366,9 @@ class _Writer:
 
     def put(self, record: Record) -> None:
         """Add a record to the queue, also if it is full."""
-        with self._changed:
+        with self._condition:
             self._queue.append(record)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def flush(self) -> None:
         """Wait until the queue is empty."""
@@ -383,9 +383,9 @@ class _Writer:
             return
         if not self._is_closing:
             self.flush()
-        with self._changed:
+        with self._condition:
             self._is_closing = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         self._thread.join()
         self._sink.close()
         self._is_closed = True

@@ -1,8 +1,8 @@
 """The rows of a model that changed since the last entry of its log, and their copies.
 
-Hooks on the lookups note the ids of training forwards, so nothing is compared, and tables are
-scanned only where their rows may be in a backing store: for keys used since a tick, as dumps of
-changes are. Keys that left are those that an eviction log has seen. `collect` returns a change
+Hooks on the lookups note the ids of training forwards, so no rows are compared. Only tables with a
+backing store are scanned, for keys used since a tick, as for a dump of changes. An eviction log
+records the keys that left. `collect` returns a change
 again until `commit` is called, so no change is lost if an error comes between the two.
 """
 
@@ -89,18 +89,18 @@ class LookupHook:
 
     def _make_distinct(self) -> None:
         """Replace the recorded batches by the distinct rows of each table."""
-        parts: dict[Identity, list[Tensor]] = {k: [r] for k, r in self._rows.items()}
+        rows_by_table: dict[Identity, list[Tensor]] = {k: [r] for k, r in self._rows.items()}
         for ids, offsets, batch_sizes in self._batches:
-            repaired = repair_offsets(offsets, ids.numel())
-            num_bags = (repaired.numel() - 1) // len(self.tables)
+            valid_offsets = repair_offsets(offsets, ids.numel())
+            num_bags = (valid_offsets.numel() - 1) // len(self.tables)
             sizes = [sum(s) for s in batch_sizes] if batch_sizes else [num_bags] * len(self.tables)
-            begins = repaired[[0, *accumulate(sizes)]].tolist()
+            begins = valid_offsets[[0, *accumulate(sizes)]].tolist()
             for table, begin, end in zip(self.tables, begins, begins[1:], strict=False):
                 rows = as_keys(ids[begin:end])
                 if not table.is_keyed:
                     rows = rows[(rows >= 0) & (rows < table.num_rows)]
-                parts.setdefault(table.identity, []).append(rows)
-        self._rows = {key: torch.cat(rows).unique() for key, rows in parts.items()}
+                rows_by_table.setdefault(table.identity, []).append(rows)
+        self._rows = {key: torch.cat(rows).unique() for key, rows in rows_by_table.items()}
         self._batches = []
 
     def rows(self, identity: Identity) -> list[Tensor]:
@@ -127,7 +127,7 @@ class Lookups:
 
     def __init__(self, model_tables: ModelTables) -> None:
         self._hooks = [(module, LookupHook(tables)) for module, tables in model_tables.calls]
-        self._registered = [
+        self._hook_handles = [
             module.register_forward_hook(hook, with_kwargs=True) for module, hook in self._hooks
         ]
         tables = [table for _, hook in self._hooks for table in hook.tables]
@@ -142,10 +142,10 @@ class Lookups:
 
         They are on the device of the table.
         """
-        none = torch.empty(0, dtype=torch.int64, device=module.hyperparams.device)
-        return torch.cat(
-            [none, *(part for _, hook in self._hooks for part in hook.rows((id(module), number)))]
-        ).unique()
+        empty = torch.empty(0, dtype=torch.int64, device=module.hyperparams.device)
+        identity = id(module), number
+        rows = [rows for _, hook in self._hooks for rows in hook.rows(identity)]
+        return torch.cat([empty, *rows]).unique()
 
     def check(self) -> None:
         """Raise RuntimeError if rows may have changed that no hook has seen."""
@@ -165,14 +165,14 @@ class Lookups:
         steps = self._current_steps()
         for _, hook in self._hooks:
             modules = {id(table.module): table.module for table in hook.tables}
-            unchanged = [m for key, m in modules.items() if steps[key] == self._steps[key]]
-            if not any(module.optimizer.deferred for module in unchanged):
+            unstepped = [m for key, m in modules.items() if steps[key] == self._steps[key]]
+            if not any(module.optimizer.deferred for module in unstepped):
                 hook.forget()
         self._steps = steps
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._registered:
+        for hook in self._hook_handles:
             hook.remove()
 
 
@@ -287,8 +287,8 @@ class KeyedChanges:
                     "before track_evictions(), which then returns its record"
                 )
         states_by_id = {id(s.location.module.state): s.location.module.state for s in self._shards}
-        self._tracked: list[DynamicState] = [*states_by_id.values()]
-        for state in self._tracked:
+        self._tracked_states: list[DynamicState] = [*states_by_id.values()]
+        for state in self._tracked_states:
             if state.eviction_log is None:
                 state.eviction_log = WatchedEvictions(len(state.specs), state.index.tick)
             assert isinstance(state.eviction_log, WatchedEvictions)
@@ -297,8 +297,8 @@ class KeyedChanges:
 
     def close(self) -> None:
         """Stop tracking evictions, unless another log or the program needs them."""
-        while self._tracked:
-            state = self._tracked.pop()
+        while self._tracked_states:
+            state = self._tracked_states.pop()
             log = state.eviction_log
             assert isinstance(log, WatchedEvictions)
             log.num_users -= 1
@@ -306,7 +306,7 @@ class KeyedChanges:
                 state.eviction_log = None
 
     def commit(self) -> None:
-        """Note that the copied changes are in the log; later copies begin here."""
+        """Record that the copied changes are in the log; later copies begin here."""
         states = [shard.location.module.state for shard in self._shards]
         self._ticks = [state.index.tick for state in states]
         self._num_replacements = [state.eviction_log.num_replacements for state in states]

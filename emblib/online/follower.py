@@ -21,8 +21,8 @@ from emblib.online.served import ServedTable, concatenate, join_columns, served_
 from emblib.online.sinks import Sink, check_sink
 from emblib.specs import check_count
 
-# Pending records at which a log that is not behind another reads no more, and the maximum number of
-# records that one poll reads.
+# The maximum number of records that one poll reads. A log that is not behind another log reads no
+# more records while as many are pending.
 _MAX_PENDING = 64
 
 Key = tuple[int, int]  # generation and step of a record
@@ -115,7 +115,7 @@ class LogFollower:
         self._key: Key | None = None  # of the last boundary; None if the tables are at none
         self._has_base = step is not None  # whether the tables are at `_step` without a boundary
         self._lock = ReaderLock()
-        self._applying = threading.Lock()  # held while the logs are read or applied
+        self._apply_lock = threading.Lock()  # held while the logs are read or applied
 
     @property
     def step(self) -> int | None:
@@ -144,7 +144,7 @@ class LogFollower:
             LogError: a record is damaged.
             OSError: a source cannot be read; sinks may raise errors of other types.
         """
-        with self._applying:
+        with self._apply_lock:
             unapplied = [*filter(None, (log.unapplied(self._is_new) for log in self._logs))]
         seconds = max((time.time() - oldest.time for oldest, _ in unapplied), default=0.0)
         if self._step is None:
@@ -171,14 +171,15 @@ class LogFollower:
             Exception: writing a table raised it; the tables are at no boundary until the next
                 record with all rows is applied.
         """
-        with self._applying:
+        with self._apply_lock:
             has_more = True
             while has_more:
                 has_more = self._poll()
                 while (key := self._next_boundary()) is not None:
                     self._apply(key)
-            skips = any(log.has_skipped for log in self._logs)
-            if skips and not any(log.pending for log in self._logs):  # another rank may be late
+            has_skipped = any(log.has_skipped for log in self._logs)
+            has_pending = any(log.pending for log in self._logs)  # another rank may be late
+            if has_skipped and not has_pending:
                 raise LogError(
                     "the log has no snapshot to begin with: freeze the tables and pass the step= "
                     "of the file, or have the trainer call snapshot(step)"
@@ -228,22 +229,22 @@ class LogFollower:
 
         If changes after it are missing, the logs are read again, for records with all rows.
         """
-        heads = [log.pending[0] for log in self._logs if log.pending]
-        if len(heads) < len(self._logs) or self._step is None:
+        first_records = [log.pending[0] for log in self._logs if log.pending]
+        if len(first_records) < len(self._logs) or self._step is None:
             return
-        log_starts = [record for record in heads if record.is_whole or record.sequence == 1]
+        log_starts = [record for record in first_records if record.is_whole or record.sequence == 1]
         if any(record.step > self._step for record in log_starts):
             self._has_base = False  # records after the base were dropped, or never made
             for log in self._logs:
                 log.restart()
         else:
-            self._key = max(record.generation for record in heads), self._step
+            self._key = max(record.generation for record in first_records), self._step
 
     def _check_ranks(self) -> None:
         """Raise LogError unless pending records are of different ranks, of as many as the logs."""
-        heads = [log.pending[0] for log in self._logs if log.pending]
-        ranks = sorted(record.rank for record in heads)
-        for record in heads:
+        first_records = [log.pending[0] for log in self._logs if log.pending]
+        ranks = sorted(record.rank for record in first_records)
+        for record in first_records:
             if record.num_ranks != len(self._logs) or len(set(ranks)) < len(ranks):
                 raise LogError(
                     f"the trainer has {record.num_ranks} ranks, and the {len(self._logs)} sources "
@@ -276,10 +277,10 @@ class LogFollower:
                 "snapshot(step) with the same step"
             )
         all_records = [record for records in records_by_log for record in records]
-        writes = self._prepare(all_records, is_whole=is_whole)
+        write_functions = self._prepare(all_records, is_whole=is_whole)
         with self._lock.writing():
             try:
-                for write in writes:
+                for write in write_functions:
                     write()
                 self._key, self._step = key, key[1]
             except BaseException:
@@ -305,17 +306,17 @@ class LogFollower:
             if record.is_whole is is_whole:
                 for name, table_changes in record.tables.items():
                     changes.setdefault(name, []).extend(table_changes)
-        writes: list[Callable[[], None]] = []
+        write_functions: list[Callable[[], None]] = []
         for name, table_changes in changes.items():
             table = self._table(name)
             if table is None:
                 continue
             joined = join_columns(table_changes)
             if is_whole:
-                writes.append(table.prepare_whole(concatenate(joined)))
+                write_functions.append(table.prepare_whole(concatenate(joined)))
             else:
-                writes.extend(table.prepare(change) for change in joined)
-        return writes
+                write_functions.extend(table.prepare(change) for change in joined)
+        return write_functions
 
     def _table(self, name: str) -> ServedTable | None:
         """Return the table that a log names; None if it is not followed.
@@ -367,7 +368,7 @@ class _Log:
         Raises:
             LogError: a record is damaged, or records before it are missing and it has changes only.
         """
-        count = 0
+        num_read = 0
         is_ahead = newest is None or self.newest is None or self.newest >= newest
         if is_ahead and len(self.pending) >= _MAX_PENDING:
             return False
@@ -385,13 +386,13 @@ class _Log:
                 self.has_gap = True
                 self.pending.clear()
             self._position, self._last = stored.position, (record.sequence, record.time)
-            self.newest, count = record.key, count + 1
+            self.newest, num_read = record.key, num_read + 1
             self.has_skipped = needs_whole and not record.is_whole and not self.pending
             if not self.has_skipped:
                 self.pending.append(record)
-            if count >= _MAX_PENDING:
+            if num_read >= _MAX_PENDING:
                 break
-        return count > 0
+        return num_read > 0
 
     def up_to(self, key: Key) -> list[Record]:
         """Return the pending records up to a boundary."""
@@ -426,25 +427,25 @@ class ReaderLock:
         self._changed = threading.Condition()
         self._num_readers = 0
         self._is_writing = False
-        self._of_thread = threading.local()
+        self._thread_state = threading.local()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Enter when no writer is inside or waits, or this thread reads already."""
-        depth = getattr(self._of_thread, "depth", 0)
+        depth = getattr(self._thread_state, "depth", 0)
         if depth == 0:
             with self._changed:
                 self._changed.wait_for(lambda: not self._is_writing)
                 self._num_readers += 1
-        self._of_thread.depth = depth + 1
+        self._thread_state.depth = depth + 1
         try:
             yield
         finally:
-            self._of_thread.depth = depth
+            self._thread_state.depth = depth
             if depth == 0:
-                self._leave()
+                self._end_reading()
 
-    def _leave(self) -> None:
+    def _end_reading(self) -> None:
         """End a reader, and wake a waiting writer."""
         with self._changed:
             self._num_readers -= 1
@@ -457,7 +458,7 @@ class ReaderLock:
         Raises:
             RuntimeError: this thread is a reader.
         """
-        if getattr(self._of_thread, "depth", 0):
+        if getattr(self._thread_state, "depth", 0):
             raise RuntimeError("apply() would wait for this thread: leave reading() first")
         with self._changed:
             self._is_writing = True

@@ -83,7 +83,7 @@ class _Prefix(NamedTuple):
     body_crc: int
 
     @classmethod
-    def of(cls, data: bytes) -> "_Prefix":
+    def from_bytes(cls, data: bytes) -> "_Prefix":
         """Return the prefix that data begins with; it is not checked."""
         return cls(*_FIELDS.unpack(data[: _FIELDS.size]))
 
@@ -189,19 +189,19 @@ def encode(record: Record) -> bytes:
             tensors_by_name |= {_STATE + name: rows for name, rows in change.states.items()}
             tensors_by_name |= {n: t for n in _OPTIONAL if (t := getattr(change, n)) is not None}
             tensors_by_name |= {_FALLBACK + name: rows for name, rows in change.fallback.items()}
-            listed = [
+            tensor_entries = [
                 [n, str(t.dtype).removeprefix("torch."), list(t.shape)]
                 for n, t in tensors_by_name.items()
             ]
-            fields = [change.first_column, change.dim, change.tick, change.hash_key]
-            tables.append({"name": name, "numbers": fields, "tensors": listed})
+            numbers = [change.first_column, change.dim, change.tick, change.hash_key]
+            tables.append({"name": name, "numbers": numbers, "tensors": tensor_entries})
             tensors.extend(tensors_by_name.values())
-    text = json.dumps({"tables": tables}).encode()
-    begin = PREFIX_BYTES + _LENGTH.size + _aligned(len(text))
+    header_bytes = json.dumps({"tables": tables}).encode()
+    begin = PREFIX_BYTES + _LENGTH.size + _aligned(len(header_bytes))
     data = bytearray(begin + sum(_aligned(tensor.nbytes) for tensor in tensors))
-    _LENGTH.pack_into(data, PREFIX_BYTES, len(text))
+    _LENGTH.pack_into(data, PREFIX_BYTES, len(header_bytes))
     offset = PREFIX_BYTES + _LENGTH.size
-    data[offset : offset + len(text)] = text
+    data[offset : offset + len(header_bytes)] = header_bytes
     offset = begin
     for tensor in tensors:
         if tensor.numel():
@@ -241,17 +241,17 @@ def body_bytes(prefix: bytes, location: str) -> int:
     fields = prefix[: _FIELDS.size]
     (crc,) = _CRC.unpack(prefix[_FIELDS.size : PREFIX_BYTES])
     if zlib.crc32(fields) != crc or not fields.startswith(MAGIC):
-        raise LogError(f"{location} is damaged: no record begins here; {_WAY_OUT}")
-    version = _Prefix.of(fields).version
+        raise LogError(f"{location} is damaged: no record begins here; {_REMEDY}")
+    version = _Prefix.from_bytes(fields).version
     if version != VERSION:
         raise LogError(
             f"{location} has version {version} of the format, this emblib reads version {VERSION}: "
             "update the older of trainer and follower"
         )
-    return _Prefix.of(fields).body_bytes
+    return _Prefix.from_bytes(fields).body_bytes
 
 
-_WAY_OUT = "start the trainer's log in another place, or copy the log again from where it is whole"
+_REMEDY = "start the trainer's log in another place, or copy the log again from where it is whole"
 
 
 def is_complete(data: bytes) -> bool:
@@ -259,7 +259,7 @@ def is_complete(data: bytes) -> bool:
 
     `data` must begin with a prefix of `PREFIX_BYTES`; the body may be cut off.
     """
-    prefix, body = _Prefix.of(data), memoryview(data)[PREFIX_BYTES:]
+    prefix, body = _Prefix.from_bytes(data), memoryview(data)[PREFIX_BYTES:]
     return len(body) == prefix.body_bytes and zlib.crc32(body) == prefix.body_crc
 
 
@@ -270,14 +270,14 @@ def decode(data: bytes, location: str) -> Record:
         LogError: it is cut off, damaged, or of another version; the message begins with `location`.
     """
     if len(data) < PREFIX_BYTES:
-        raise LogError(f"{location} is truncated; {_WAY_OUT}")
+        raise LogError(f"{location} is truncated; {_REMEDY}")
     body_bytes(data[:PREFIX_BYTES], location)
     if not is_complete(data):
-        raise LogError(f"{location} is damaged: the checksum of a record is wrong; {_WAY_OUT}")
-    prefix = _Prefix.of(data)
+        raise LogError(f"{location} is damaged: the checksum of a record is wrong; {_REMEDY}")
+    prefix = _Prefix.from_bytes(data)
     tables: dict[str, list[TableChange]] = {}
     try:
-        for name, change in _tables(memoryview(bytearray(data))[PREFIX_BYTES:]):
+        for name, change in _read_tables(memoryview(bytearray(data))[PREFIX_BYTES:]):
             tables.setdefault(name, []).append(change)
         return Record(
             kind=RecordKind(prefix.kind),
@@ -290,14 +290,14 @@ def decode(data: bytes, location: str) -> Record:
             tables=tables,
         )
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise LogError(f"{location} is malformed ({error}); {_WAY_OUT}") from error
+        raise LogError(f"{location} is malformed ({error}); {_REMEDY}") from error
 
 
-def _tables(body: memoryview) -> Iterator[tuple[str, TableChange]]:
+def _read_tables(body: memoryview) -> Iterator[tuple[str, TableChange]]:
     """Yield the changes of each table in the body of a record, as views of it."""
-    (length,) = _LENGTH.unpack(body[: _LENGTH.size])
-    offset = _LENGTH.size + _aligned(length)
-    header: dict[str, Any] = json.loads(bytes(body[_LENGTH.size : _LENGTH.size + length]))
+    (header_bytes,) = _LENGTH.unpack(body[: _LENGTH.size])
+    offset = _LENGTH.size + _aligned(header_bytes)
+    header: dict[str, Any] = json.loads(bytes(body[_LENGTH.size : _LENGTH.size + header_bytes]))
     for table in header["tables"]:
         tensors: dict[str, Tensor] = {}
         for name, dtype_name, shape in table["tensors"]:

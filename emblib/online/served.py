@@ -40,7 +40,7 @@ It may raise, e.g. for lack of memory, and then may have written a part of the c
 # Not measured.
 _SPARE_ENTRIES = 64  # empty entries at the end of a hash table, for keys that hash there
 _MAX_LOAD = 0.7  # used entries per value of the hash, above which a larger table is built
-_GROWTH = 1.5  # factor by which the number of rows grows, at least
+_GROWTH_FACTOR = 1.5  # factor by which the number of rows grows, at least
 
 _KEY, _ROW = 0, 1  # columns of the entries of a hash table; the row is -1 for an empty entry
 
@@ -263,12 +263,12 @@ class IndexedRows:
         removed, keys = change.removed.to(device), change.keys.to(device)
         if not change.fallback:
             return lambda: self._apply(removed, keys, packed)
-        numbers = range_of(change.fallback["keys"], self._index.fallback).to(device)
+        fallback_indices = range_of(change.fallback["keys"], self._index.fallback).to(device)
         fallback_rows = _pack_rows(rows, self._table, change.fallback["weight"])
 
         def write() -> None:
             self._apply(removed, keys, packed)
-            self._view()[self._index.missing + numbers] = fallback_rows
+            self._view()[self._index.missing + fallback_indices] = fallback_rows
 
         return write
 
@@ -329,13 +329,13 @@ class IndexedRows:
 
     def _take_rows(self, count: int) -> Tensor:
         """Return rows without a key, int64 `[count]`: first the rows of removed keys."""
-        freed, self._freed_rows = self._freed_rows[:count], self._freed_rows[count:]
+        freed_rows, self._freed_rows = self._freed_rows[:count], self._freed_rows[count:]
         assert self._unused_rows is not None
-        count -= freed.numel()
+        count -= freed_rows.numel()
         if count > self._unused_rows.numel():
             self._grow(count - self._unused_rows.numel())
         fresh_rows, self._unused_rows = self._unused_rows[:count], self._unused_rows[count:]
-        return torch.cat([freed, fresh_rows])
+        return torch.cat([freed_rows, fresh_rows])
 
     def _find_free_rows(self) -> None:
         """Find the rows without a key, and a row for removed keys."""
@@ -368,7 +368,7 @@ class IndexedRows:
         assert free_rows is not None
         sizes = [spec.rows for spec in old_rows.tables]
         rows_before = sizes[self._table]
-        sizes[self._table] = max(int(rows_before * _GROWTH), rows_before + num_rows)
+        sizes[self._table] = max(int(rows_before * _GROWTH_FACTOR), rows_before + num_rows)
         rows = old_rows.with_rows(sizes)
         for view, old_view in zip(rows.table_views(), old_rows.table_views(), strict=True):
             view["packed"][: old_view["packed"].size(0)] = old_view["packed"]
@@ -417,10 +417,10 @@ def _search_entries(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, T
     is_found = torch.zeros_like(keys, dtype=torch.bool)
     open_searches = torch.arange(keys.numel(), device=keys.device)
     while open_searches.numel():
-        entry = entries[positions[open_searches]]
-        is_key = (entry[:, _ROW] >= 0) & (entry[:, _KEY] == keys[open_searches])
+        reached_entries = entries[positions[open_searches]]
+        is_key = (reached_entries[:, _ROW] >= 0) & (reached_entries[:, _KEY] == keys[open_searches])
         is_found[open_searches[is_key]] = True
-        open_searches = open_searches[(entry[:, _ROW] >= 0) & ~is_key]
+        open_searches = open_searches[(reached_entries[:, _ROW] >= 0) & ~is_key]
         positions[open_searches] += 1
         open_searches = open_searches[positions[open_searches] < entries.size(0)]
     return positions, is_found
@@ -441,8 +441,8 @@ def _insert_entries(entries: Tensor, bits: int, keys: Tensor, rows: Tensor) -> b
         is_first[1:] = positions[order[1:]] != positions[order[:-1]]
         inserted = order[is_first]
         entries[positions[inserted]] = torch.stack([keys[inserted], rows[inserted]], dim=1)
-        later = order[~is_first]
-        keys, rows = keys[later], rows[later]
+        postponed = order[~is_first]
+        keys, rows = keys[postponed], rows[postponed]
     return True
 
 
@@ -472,9 +472,9 @@ class DynamicRows:
 
     def _hyperparams(self, change: TableChange) -> Tensor:
         """Return the hyperparameters of a change if they fit the optimizer, else the present."""
-        present = self._location.module.state.hyperparams.cpu()
-        changed = change.hyperparams
-        return present if changed is None or changed.shape != present.shape else changed
+        current = self._location.module.state.hyperparams.cpu()
+        saved = change.hyperparams
+        return current if saved is None or saved.shape != current.shape else saved
 
     def prepare(self, change: TableChange) -> Write:
         """Check the entries."""
@@ -482,13 +482,13 @@ class DynamicRows:
 
         def write() -> None:
             state, table = self._location.module.state, self._location.index
-            key = change.hash_key
+            hash_key = change.hash_key
             changes = ChangeSet(
                 0,
                 max(change.tick, state.index.tick),
                 {state.table_names[table]: Changes(entries, change.removed)},
                 self._hyperparams(change),
-                None if key is None else torch.tensor([key]),
+                None if hash_key is None else torch.tensor([hash_key]),
                 {state.table_names[table]: change.fallback},
             )
             apply_changes(state, changes)
@@ -541,10 +541,10 @@ def _newest(changes: Sequence[TableChange]) -> TableChange:
     """Return one change with the last row of each key."""
     keys = torch.cat([change.keys for change in changes])
     weight = torch.cat([change.weight for change in changes])
-    distinct, numbers = keys.unique(return_inverse=True)
-    last_rows = torch.zeros_like(distinct)
-    last_rows.scatter_reduce_(0, numbers, torch.arange(keys.numel()), "amax")
-    return changes[0]._replace(keys=distinct, weight=weight[last_rows])
+    distinct_keys, key_of_row = keys.unique(return_inverse=True)
+    last_rows = torch.zeros_like(distinct_keys)
+    last_rows.scatter_reduce_(0, key_of_row, torch.arange(keys.numel()), "amax")
+    return changes[0]._replace(keys=distinct_keys, weight=weight[last_rows])
 
 
 def concatenate(changes: Sequence[TableChange]) -> TableChange:
@@ -555,10 +555,10 @@ def concatenate(changes: Sequence[TableChange]) -> TableChange:
     if len(changes) == 1:
         return changes[0]
     first_change = changes[0]
-    optional: dict[str, Any] = {}
+    optional_columns: dict[str, Any] = {}
     for name in ("stamps", "scores"):
-        parts = [t for change in changes if (t := getattr(change, name)) is not None]
-        optional[name] = torch.cat(parts) if len(parts) == len(changes) else None
+        columns = [t for change in changes if (t := getattr(change, name)) is not None]
+        optional_columns[name] = torch.cat(columns) if len(columns) == len(changes) else None
     hash_keys = {change.hash_key for change in changes}
     fallback_rows = {
         name: torch.cat([change.fallback[name] for change in changes])
@@ -573,5 +573,5 @@ def concatenate(changes: Sequence[TableChange]) -> TableChange:
         tick=max(change.tick for change in changes),
         hash_key=first_change.hash_key if len(hash_keys) == 1 else None,
         fallback=fallback_rows,
-        **optional,
+        **optional_columns,
     )

@@ -109,16 +109,16 @@ class DirectorySink:
         self.directory = Path(directory).expanduser()
         self._segment_bytes = check_count("segment_bytes", segment_bytes)
         self._file = self._lock = -1  # handles of the last segment and of the lock; -1 if not open
-        self._segment, self._size = 0, 0  # number of the last segment, and its bytes
+        self._segment_number, self._segment_size = 0, 0  # number of the last segment, and its bytes
 
     def append(self, record: bytes, *, starts_segment: bool = False) -> str:
         """See `Sink`; the record is synced to the disk."""
         if self._lock < 0:
             self._open()
-        is_full = self._size > 0 and self._size + len(record) > self._segment_bytes
-        if self._file < 0 or is_full or (starts_segment and self._size):
+        is_full = self._segment_size > 0 and self._segment_size + len(record) > self._segment_bytes
+        if self._file < 0 or is_full or (starts_segment and self._segment_size):
             self._next_segment()
-        os.ftruncate(self._file, self._size)  # where an earlier error could not
+        os.ftruncate(self._file, self._segment_size)  # where an earlier error could not
         try:
             remaining = memoryview(record)
             while remaining:
@@ -126,10 +126,10 @@ class DirectorySink:
             os.fsync(self._file)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._size)
+                os.ftruncate(self._file, self._segment_size)
             raise
-        self._size += len(record)
-        return f"{self._segment}:{self._size}"
+        self._segment_size += len(record)
+        return f"{self._segment_number}:{self._segment_size}"
 
     def _open(self) -> None:
         """Take the lock of the writer, and cut off the record that the last one left behind."""
@@ -145,10 +145,10 @@ class DirectorySink:
         try:
             segments = self._segments()
             if segments:
-                self._segment, end = segments[-1], 0
-                for stored in self._read_segment(self._segment, 0, is_last=True):
+                self._segment_number, end = segments[-1], 0
+                for stored in self._read_segment(self._segment_number, 0, is_last=True):
                     end = int(stored.position.split(":")[1])
-                os.truncate(self._segment_path(self._segment), end)
+                os.truncate(self._segment_path(self._segment_number), end)
         except BaseException:
             os.close(lock)
             raise
@@ -156,7 +156,7 @@ class DirectorySink:
 
     def _next_segment(self) -> None:
         """Start a new file, whose name is durable before a record is in it."""
-        path = self._segment_path(self._segment + 1)
+        path = self._segment_path(self._segment_number + 1)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         try:
             sync_directory(self.directory)
@@ -166,7 +166,7 @@ class DirectorySink:
             raise
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._segment, self._size = file, self._segment + 1, 0
+        self._file, self._segment_number, self._segment_size = file, self._segment_number + 1, 0
 
     def read(self, after: str | None = None) -> Iterator[Stored]:
         """See `Sink`; a position behind the end of the log begins with the oldest record.
@@ -176,15 +176,15 @@ class DirectorySink:
             OSError: a file cannot be read.
         """
         segments = self._segments()
-        segment, end = (int(number) for number in after.split(":")) if after else (0, 0)
-        if segments and (segment, end) > (
+        first_segment, end = map(int, after.split(":")) if after else (0, 0)
+        if segments and (first_segment, end) > (
             segments[-1],
             self._segment_path(segments[-1]).stat().st_size,
         ):
-            segment, end = 0, 0  # the directory was emptied, and has another log
+            first_segment, end = 0, 0  # the directory was emptied, and has another log
         for number in segments:
-            if number >= segment:
-                begin = end if number == segment else 0
+            if number >= first_segment:
+                begin = end if number == first_segment else 0
                 yield from self._read_segment(number, begin, is_last=number == segments[-1])
 
     def _read_segment(self, number: int, begin: int, *, is_last: bool) -> Iterator[Stored]:
@@ -201,9 +201,9 @@ class DirectorySink:
                 location = f"{path} at byte {offset}"
                 prefix = file.read(PREFIX_BYTES)
                 is_torn = len(prefix) < PREFIX_BYTES
-                length = 0 if is_torn else body_bytes(prefix, location)
-                data = prefix + file.read(length)
-                end = offset + PREFIX_BYTES + length
+                num_body_bytes = 0 if is_torn else body_bytes(prefix, location)
+                data = prefix + file.read(num_body_bytes)
+                end = offset + PREFIX_BYTES + num_body_bytes
                 if is_torn or end > size or not is_complete(data):
                     if is_last and end >= size:
                         return
@@ -231,7 +231,7 @@ class DirectorySink:
             if handle >= 0:
                 os.close(handle)
         self._file = self._lock = -1
-        self._size = 0
+        self._segment_size = 0
 
     def _segments(self) -> list[int]:
         """Return the numbers of the files; the writer may delete some while they are listed."""
@@ -292,8 +292,8 @@ class RedisSink:
     def read(self, after: str | None = None) -> Iterator[Stored]:
         """See `Sink`; a position behind the end of the stream yields nothing."""
         after = after or "0-0"
-        while answer := self._client.xread({self.stream: after}, count=self._BATCH):
-            for position, fields in dict(answer)[self.stream.encode()]:
+        while response := self._client.xread({self.stream: after}, count=self._BATCH):
+            for position, fields in dict(response)[self.stream.encode()]:
                 after = position.decode()
                 yield Stored(after, fields[b"record"], f"{self.stream} at {after}")
 
