@@ -92,14 +92,14 @@ def work(directory: Path, board: Board, dumps: int = 1 << 30) -> None:
 
 def watch_growth(board: Board) -> None:
     """Tell the board while a table grows."""
-    split: Callable[..., None] = HashIndex._split
+    split: Callable[..., None] = HashIndex._split_buckets
 
     def told(index: HashIndex, *arguments: object) -> None:
         board.write(board.acknowledged, Phase.GROWING)
         split(index, *arguments)
         board.write(board.acknowledged, Phase.TRAINING)
 
-    HashIndex._split = told  # type: ignore[method-assign]
+    HashIndex._split_buckets = told  # type: ignore[method-assign]
 
 
 class Reference:
@@ -133,7 +133,7 @@ def at_calls(directory: Path) -> Counter[str]:
             def watched(board: Board = board, kill: SelfKill = kill) -> None:
                 for name in ("pwrite", "fsync", "replace", "unlink"):
                     kill.watch(os, name)
-                kill.watch(HashIndex, "_split")
+                kill.watch(HashIndex, "_split_buckets")
                 work(directory, board, dumps=3)
 
             killed = killed_at_call(watched)

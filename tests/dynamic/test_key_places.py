@@ -10,7 +10,7 @@ from emblib.dynamic.tiers.slots import SlotAllocator
 @pytest.mark.parametrize("least", [256, 1 << 16])
 def test_places_are_those_of_a_dict(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "_MIN_CAPACITY", least)
-    monkeypatch.setattr(slots, "_GROWTH", 4)
+    monkeypatch.setattr(slots, "_GROWTH_FACTOR", 4)
     random = torch.Generator().manual_seed(3)
     places, expected = SlotAllocator(), {}
     for count in (0, 1, 100, 150, 700, 3000, 9000):

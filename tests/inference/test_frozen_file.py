@@ -123,7 +123,7 @@ def test_a_failed_write_leaves_the_old_file(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if step == "write":
-        monkeypatch.setattr(frozen_file, "_write", fail)
+        monkeypatch.setattr(frozen_file, "_write_blocks", fail)
     elif step == "sync":
         monkeypatch.setattr(durable_files, "_fsync", fail)
     else:
