@@ -1,11 +1,11 @@
 // The arguments and function tables of the CPU kernels of table-batched embeddings.
 //
-// An entry (`*_cpu.cpp`) checks its tensors, fills one of these structs, and lets several threads
-// call a kernel (`*_kernels.cpp`), each on its own range of bags or of unique rows. The structs own
-// nothing: all pointers are to host memory of the op's tensors or of the entry's scratch, and are
-// valid until the op returns. Kernels of the forward repair indices and clamp offsets as they read
-// them, and take a row without a valid slot as not cached; they check nothing else. L is the number
-// of lookups, U the number of unique rows.
+// An entry (`*_cpu.cpp`) checks its tensors and fills one of these structs. Then several threads
+// call a kernel (`*_kernels.cpp`), each for its own range of bags or of unique rows. The structs
+// own nothing: all pointers are to host memory of the op's tensors or of the entry's scratch, and
+// are valid until the op returns. Kernels of the forward repair indices and clamp offsets as they
+// read them. A row without a valid slot counts as not cached. Nothing else is checked. L is the
+// number of lookups, U the number of unique rows.
 #pragma once
 
 #include "core/dtype.h"
@@ -18,17 +18,17 @@ namespace emb {
 // The cache in front of a table: none, one of the table's dtype, or one of another dtype.
 enum class Caching : int { kNone = 0, kSame = 1, kMixed = 2 };
 
-// The rows that the lookups of one feature read: rows of its table or, where a row is cached, of
-// the cache in front of the table.
+// The rows that the lookups of one feature read. A cached row is read from the cache in front of
+// the feature's table, any other row from the table.
 struct TableRows {
-  const void* table;   // [rows, dim], row-major: the feature's table
-  int64_t rows, dim;   // rows may be 0: then every lookup is skipped
-  IndexArray indices;  // [L] of all features, not checked: see repair_index
+  const void* table;      // [num_rows, dim], row-major: the feature's table
+  int64_t num_rows, dim;  // num_rows may be 0: then every lookup is skipped
+  IndexArray indices;     // [L] of all features, not checked: see repair_index
   Caching caching = Caching::kNone;
   // The other members are set only if `caching` is not kNone.
   Dtype table_type = Dtype::kFloat, cache_type = Dtype::kFloat;  // of `table` and of `cache`
   const void* cache = nullptr;              // [num_slots, cache_stride], row-major
-  const int32_t* slots = nullptr;           // [L]; a number outside [0, num_slots): not cached
+  const int32_t* slots = nullptr;           // [L]; outside [0, num_slots) if the row is not cached
   int64_t num_slots = 0, cache_stride = 0;  // the stride is in elements, at least `dim`
 };
 
@@ -80,7 +80,7 @@ struct SampleWeightTable {
 // never depends on the number of threads.
 inline constexpr int64_t kChunkLookups = 1024;
 
-// The gradient of every sorted lookup: its location and its factor.
+// Where the gradients of sorted lookups are, and by which factors they are multiplied.
 struct GradArgs {
   const void* grad;         // [B, columns]; [columns] of a variable batch; [L, D] without pooling
   int64_t grad_stride;      // elements between rows of `grad`
@@ -94,13 +94,13 @@ struct GradArgs {
   const float* bag_scale;       // [bags] 1 / length for MEAN, 0 for an empty bag; else null
   const float* sample_weights;  // [L] by lookup, or null
   bool is_unpooled;             // no pooling: row i of `grad` belongs to lookup i
-  bool prefetches_grads;        // prefetch gradients: `grad` is too large for the caches
+  bool prefetches_grads;        // whether to prefetch gradients: `grad` exceeds the caches
 
   EMB_HD int64_t element_size() const { return element_bytes(type); }
 };
 
-// The groups longer than kChunkLookups. The chunk sums of groups[i] are rows [first_chunks[i],
-// first_chunks[i + 1]) of `chunk_sums`.
+// The groups of more than kChunkLookups lookups. The chunk sums of groups[i] are rows
+// [first_chunks[i], first_chunks[i + 1]) of `chunk_sums`.
 struct LongSegments {
   const int64_t *groups, *first_chunks;  // [num_groups], ascending; [num_groups + 1]
   int64_t num_groups;
@@ -108,11 +108,11 @@ struct LongSegments {
   int64_t stride;           // floats per chunk sum, at least the dim of every group
 };
 
-// The rows of one table without a cache. `first_row` and `rows` count linear row ids. Row r, a
+// The rows of one table without a cache. `first_row` and `num_rows` count linear row ids. Row r, a
 // linear row id, is at element `element_base + r * dim` and row-wise state `state_base + r` of
 // `tier`.
 struct TableSpan {
-  int64_t first_row, rows, dim, tier, element_base, state_base;
+  int64_t first_row, num_rows, dim, tier, element_base, state_base;
   int64_t feature;  // the only feature that reads the table, -1 if there are several
 };
 
@@ -121,7 +121,7 @@ struct UpdateArgs {
   GradArgs grads;
   LongSegments long_segments = {};
   const TableSpan* tables = nullptr;   // [num_tables], disjoint, in the order of their groups
-  int64_t num_tables = 0;              // 0: `tables` is not set, so use UpdateTable::update
+  int64_t num_tables = 0;              // if 0, `tables` is not set: use UpdateTable::update
   const int64_t* rows = nullptr;       // [U] linear row id of each group, in any order
   const int32_t* row_slots = nullptr;  // [U] cache slot of each row, -1 for none; null: no cache
   TierMemory tiers[kTiers] = {};       // weights and states, which the kernels write
@@ -141,16 +141,17 @@ inline constexpr int kRowBatch = 4;
 // Rows of scratch per unique row: its gradient, and weights and states stored in 16 bits.
 inline constexpr int kScratchRows = 2 + kMaxElementStates;
 
-// Update the rows of groups [begin, end), whose gradients SumFn sums. No row has more than `widest`
-// columns; `scratch`, of this thread alone, is kRowBatch * kScratchRows * widest floats.
-using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t widest, int64_t begin,
+// Update the rows of groups [begin, end), whose gradients SumFn sums. No row has more than
+// `max_dim` columns; `scratch`, of this thread alone, is kRowBatch * kScratchRows * max_dim floats.
+using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t max_dim, int64_t begin,
                           int64_t end);
 
 // The CPU kernels of the backward. Calls for disjoint ranges may run at once.
 struct UpdateTable {
   SumFn sum[kNumDtypes];  // [gradient dtype]
-  // Return the kernel of an optimizer, null if there is none of that number. `update` locates every
-  // row by its first lookup; `update_tables`, which is faster, by args.tables.
+  // Return the kernel of an optimizer, null if there is no optimizer with this number. The kernel
+  // of `update` locates every row by its first lookup. The kernel of `update_tables` locates rows
+  // by args.tables, which is faster.
   UpdateFn (*update)(int optimizer);
   UpdateFn (*update_tables)(int optimizer);
   // Write the sum of the gradients of a group to sum[0, dim), from chunk sums if it is long.

@@ -1,7 +1,7 @@
 // Bounds check of indices and offsets on the GPU, in one launch: the kernel that makes the keys of
-// lookups (tbe/keys.cuh) runs without writing keys. Repaired offsets go to a new array; invalid
-// indices are only counted, since every kernel repairs those it reads. Violations are counted on
-// the device; in the fatal mode the kernel traps, as an assert does.
+// lookups (tbe/keys.cuh) runs without writing keys. Repaired offsets are written to a new array.
+// Invalid indices are only counted, because every kernel repairs the indices that it reads.
+// Violations are counted on the device. In the fatal mode the kernel traps, as an assert does.
 #pragma once
 
 #include "tbe/keys.cuh"
@@ -18,7 +18,7 @@ struct BoundsArgs {
   bool is_fatal;                   // trap at a violation
   unsigned long long* progress;    // [2], scratch; may be null if `checks_with_one_block`
   int32_t* repaired;               // [num_bags + 1], an output
-  unsigned long long* violations;  // [2], as in BatchCheck; null: not counted
+  unsigned long long* violations;  // [2], as in BatchCheck; null if they are not counted
   bool adds_counts = true;         // add to `violations`, else overwrite it
 };
 

@@ -1,6 +1,6 @@
 // `bounds_check` and `bounds_check_` on the CPU. They read every index and offset of every batch.
-// Usually all are valid: branch-free loops, which vectorise, find that out. Only if there are
-// violations are they counted one by one, and located for the error message.
+// Branch-free loops, which vectorise, find out whether all are valid, as they usually are. If some
+// are not, violations are counted one by one, and located for the error message.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -21,9 +21,9 @@ namespace {
 template <class I>
 int64_t count_invalid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
   if (indices_are_valid(indices, begin, end, rows)) return 0;
-  int64_t invalid = 0;
-  for (int64_t i = begin; i < end; ++i) invalid += indices[i] < -1 || indices[i] >= rows;
-  return invalid;
+  int64_t num_invalid = 0;
+  for (int64_t i = begin; i < end; ++i) num_invalid += indices[i] < -1 || indices[i] >= rows;
+  return num_invalid;
 }
 
 int64_t count_invalid(IndexArray indices, int64_t begin, int64_t end, int64_t rows) {
@@ -32,9 +32,9 @@ int64_t count_invalid(IndexArray indices, int64_t begin, int64_t end, int64_t ro
              : count_invalid(static_cast<const int32_t*>(indices.data), begin, end, rows);
 }
 
-// Throw for the first invalid index; `offsets`, [bags + 1], have been repaired.
-[[noreturn]] void fail_index(const Feature* features, IndexArray indices, const int32_t* offsets,
-                             const FeatureBags& bags) {
+// Throw an error for the first invalid index. `offsets`, [bags + 1], must have been repaired.
+[[noreturn]] void throw_for_index(const Feature* features, IndexArray indices,
+                                  const int32_t* offsets, const FeatureBags& bags) {
   for (int64_t f = 0; f < bags.num_features(); ++f) {
     for (int64_t bag = bags.first_bags[f]; bag < bags.first_bags[f + 1]; ++bag) {
       for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
@@ -75,19 +75,19 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
                              count_lost(index_values, offset_array, num_bags, num_lookups));
 
   const Feature* feature = feature_array(features);
-  const int64_t parts = std::clamp<int64_t>(num_lookups / kCheckGrain, 1, num_threads());
-  std::vector<int64_t> num_invalid(parts, 0);  // indices, per part
-  parallel_tasks(parts, [&](int64_t part) {
+  const int64_t num_parts = std::clamp<int64_t>(num_lookups / kCheckGrain, 1, num_threads());
+  std::vector<int64_t> num_invalid(num_parts, 0);  // indices, per part
+  parallel_tasks(num_parts, [&](int64_t part) {
     for (int64_t f = 0; f < bags.num_features(); ++f) {
-      const int64_t first = repaired_offsets[bags.first_bags[f]],
-                    length = repaired_offsets[bags.first_bags[f + 1]] - first;
-      num_invalid[part] += count_invalid(index_values, first + length * part / parts,
-                                         first + length * (part + 1) / parts, feature[f].rows);
+      const int64_t begin = repaired_offsets[bags.first_bags[f]],
+                    length = repaired_offsets[bags.first_bags[f + 1]] - begin;
+      num_invalid[part] += count_invalid(index_values, begin + length * part / num_parts,
+                                         begin + length * (part + 1) / num_parts, feature[f].rows);
     }
   });
   for (const int64_t count : num_invalid) counts[0] += count;
   if (counts[0] > 0 && mode == BoundsMode::kFatal)
-    fail_index(feature, index_values, repaired_offsets, bags);
+    throw_for_index(feature, index_values, repaired_offsets, bags);
   return {repaired, violations};
 }
 

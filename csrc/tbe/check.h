@@ -1,12 +1,13 @@
-// Checks of the lookup ops on the CPU, and the repair of offsets to the form that the kernels need:
-// int32, clamped to [0, L], never decreasing, the last equal to L. One branch-free loop finds out
-// whether all offsets are valid, as they usually are; only otherwise does the repair run.
+// Checks of the lookup ops on the CPU, and the repair of offsets. Repaired offsets have the form
+// that the kernels need: int32, clamped to [0, L], never decreasing, the last equal to L. One
+// branch-free loop finds out whether all offsets are valid, as they usually are. The repair runs
+// only if they are not.
 //
 // Lookups before the first offset, if that is above 0, belong to no bag. An index of -1 there is
-// padding, which lets batches of different sizes share the shape of a captured step; any other
-// index there is *lost*. In a fixed batch of one feature a last offset below L is taken for a
-// format that leaves the last offset out, which would lose a bag. Both point to another format
-// rather than to a wrong number, so the mode "warning" throws for them instead of repairing them.
+// padding: with it, batches of different sizes can have the shape of one captured step. Any other
+// index there is *lost*. In a fixed batch of one feature, a last offset below L probably means that
+// the caller's format omits the last offset. The repair would then lose a bag. In both cases the
+// format is wrong rather than a single number, so the mode "warning" throws instead of repairing.
 // The mode "fatal" throws for every violation; "ignore" repairs all of them.
 #pragma once
 
@@ -27,25 +28,25 @@ namespace emb {
 inline constexpr int64_t kCheckGrain = 65536;
 
 // The remedy for a missing last offset, for messages.
-inline constexpr const char* kLastOffset =
+inline constexpr const char* kLastOffsetRemedy =
     "; append it where it is left out (in a KeyedJaggedTensor it never is), or make the module "
     "with include_last_offset=False, which takes offsets in the form of nn.EmbeddingBag (are they "
     "offsets, not lengths?)";
 
 // Copy offsets, [num_bags + 1], to `repaired`, and return whether they begin with 0, do not
-// decrease, and end with num_lookups. If not, the copy is meaningless. A negative sign anywhere in
-// the differences or in the offsets means invalid, so that the loop needs only subtraction and or.
+// decrease, and end with num_lookups. If they do not, the copy is meaningless. A negative offset or
+// difference of neighbours sets the sign bit, so that the loop needs only subtraction and or.
 template <class I>
 bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups, int32_t* repaired) {
   using U = std::make_unsigned_t<I>;
-  U signs = 0;
+  U sign_bits = 0;
   for (int64_t i = 0; i < num_bags; ++i) {
-    signs |= static_cast<U>(offsets[i + 1]) |
-             (static_cast<U>(offsets[i + 1]) - static_cast<U>(offsets[i]));
+    sign_bits |= static_cast<U>(offsets[i + 1]) |
+                 (static_cast<U>(offsets[i + 1]) - static_cast<U>(offsets[i]));
     repaired[i] = static_cast<int32_t>(offsets[i]);
   }
   repaired[num_bags] = static_cast<int32_t>(offsets[num_bags]);
-  return static_cast<I>(signs) >= 0 && offsets[0] == 0 &&
+  return static_cast<I>(sign_bits) >= 0 && offsets[0] == 0 &&
          (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
 }
 
@@ -53,12 +54,12 @@ bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups, int3
 template <class I>
 bool offsets_are_valid(const I* offsets, int64_t num_bags, int64_t num_lookups) {
   using U = std::make_unsigned_t<I>;
-  U signs = 0;
+  U sign_bits = 0;
   for (int64_t i = 0; i < num_bags; ++i) {
-    signs |= static_cast<U>(offsets[i + 1]) |
-             (static_cast<U>(offsets[i + 1]) - static_cast<U>(offsets[i]));
+    sign_bits |= static_cast<U>(offsets[i + 1]) |
+                 (static_cast<U>(offsets[i + 1]) - static_cast<U>(offsets[i]));
   }
-  return static_cast<I>(signs) >= 0 && offsets[0] == 0 &&
+  return static_cast<I>(sign_bits) >= 0 && offsets[0] == 0 &&
          (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
 }
 
@@ -69,16 +70,16 @@ inline bool offsets_are_valid(IndexArray offsets, int64_t num_bags, int64_t num_
 }
 
 // Return whether indices [begin, end) are all rows of a table of `rows` rows, or -1. An invalid
-// one sets the sign of (index + 1) or of (rows - 1 - index); 64-bit comparisons would not
-// vectorise.
+// index sets the sign of (index + 1) or of (rows - 1 - index). A loop with 64-bit comparisons would
+// not vectorise.
 template <class I>
 bool indices_are_valid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
-  uint64_t signs = 0;
+  uint64_t sign_bits = 0;
   for (int64_t i = begin; i < end; ++i) {
     const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
-    signs |= (index + 1) | (static_cast<uint64_t>(rows) - 1 - index);
+    sign_bits |= (index + 1) | (static_cast<uint64_t>(rows) - 1 - index);
   }
-  return static_cast<int64_t>(signs) >= 0;
+  return static_cast<int64_t>(sign_bits) >= 0;
 }
 
 inline bool indices_are_valid(IndexArray indices, int64_t begin, int64_t end, int64_t rows) {
@@ -91,48 +92,48 @@ inline bool indices_are_valid(IndexArray indices, int64_t begin, int64_t end, in
 inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_bags,
                           int64_t num_lookups) {
   if (num_bags == 0) return 0;
-  const int64_t first = std::min(offsets[0], num_lookups);
-  int64_t lost = 0;
-  for (int64_t i = 0; i < first; ++i) lost += indices[i] != -1;
-  return lost;
+  const int64_t first_offset = std::min(offsets[0], num_lookups);
+  int64_t num_lost = 0;
+  for (int64_t i = 0; i < first_offset; ++i) num_lost += indices[i] != -1;
+  return num_lost;
 }
 
-// Write the repaired offsets to `repaired`, [num_bags + 1], and return how many differ from
-// `offsets`, plus `lost`, the result of count_lost. kFatal throws for the first invalid offset and
-// for lost indices. kWarning throws for lost indices and for a last offset that is left out. The
-// latter is looked for only in a fixed batch of one feature (`has_one_feature`): with several
-// features the number of offsets is then not F * B + 1, which an earlier check refuses.
+// Write the repaired offsets to `repaired`, [num_bags + 1]. Return how many of them differ from
+// `offsets`, plus `num_lost`, the result of count_lost. kFatal throws for the first invalid offset
+// and for lost indices. kWarning throws for lost indices and for an omitted last offset. The latter
+// is detected only in a fixed batch of one feature (`has_one_feature`). With several features an
+// earlier check refuses it, because the number of offsets is not F * B + 1.
 inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_lookups,
                               BoundsMode mode, bool has_one_feature, int32_t* repaired,
-                              int64_t lost = 0) {
-  const bool valid = offsets.is_int64 ? copy_if_valid(static_cast<const int64_t*>(offsets.data),
-                                                      num_bags, num_lookups, repaired)
-                                      : copy_if_valid(static_cast<const int32_t*>(offsets.data),
-                                                      num_bags, num_lookups, repaired);
-  if (valid) return 0;
-  const bool fatal = mode == BoundsMode::kFatal, warning = mode == BoundsMode::kWarning;
-  STD_TORCH_CHECK(!warning || lost == 0, "bounds_check: offsets must begin with 0, got ",
+                              int64_t num_lost = 0) {
+  const bool is_valid = offsets.is_int64 ? copy_if_valid(static_cast<const int64_t*>(offsets.data),
+                                                         num_bags, num_lookups, repaired)
+                                         : copy_if_valid(static_cast<const int32_t*>(offsets.data),
+                                                         num_bags, num_lookups, repaired);
+  if (is_valid) return 0;
+  const bool is_fatal = mode == BoundsMode::kFatal, is_warning = mode == BoundsMode::kWarning;
+  STD_TORCH_CHECK(!is_warning || num_lost == 0, "bounds_check: offsets must begin with 0, got ",
                   offsets[0],
                   ": no bag would have the ids before it; leave them out of the indices, or make "
                   "them -1 if they are padding (are they offsets, not lengths?)");
-  int64_t maximum = 0, changed = 0;  // of the offsets so far
+  int64_t maximum = 0, num_changed = 0;  // of the offsets so far
   for (int64_t i = 0; i <= num_bags; ++i) {
     maximum = std::max(maximum, std::min(offsets[i], num_lookups));
     if (i == num_bags && num_bags > 0) {
-      STD_TORCH_CHECK(!warning || !has_one_feature || maximum == num_lookups,
+      STD_TORCH_CHECK(!is_warning || !has_one_feature || maximum == num_lookups,
                       "bounds_check: offsets must end with the number of indices = ", num_lookups,
-                      ", got ", offsets[i], ": the last bag would be lost", kLastOffset);
+                      ", got ", offsets[i], ": the last bag would be lost", kLastOffsetRemedy);
       maximum = num_lookups;
     }
-    const bool is_valid = maximum == offsets[i];
-    STD_TORCH_CHECK((is_valid && (i > 0 || lost == 0)) || !fatal,
+    const bool is_unchanged = maximum == offsets[i];
+    STD_TORCH_CHECK((is_unchanged && (i > 0 || num_lost == 0)) || !is_fatal,
                     "bounds_check: offsets must start at 0, not decrease, and end at the number of "
                     "indices = ",
-                    num_lookups, "; got ", offsets[i], " at position ", i, kLastOffset);
-    changed += !is_valid;
+                    num_lookups, "; got ", offsets[i], " at position ", i, kLastOffsetRemedy);
+    num_changed += !is_unchanged;
     repaired[i] = static_cast<int32_t>(maximum);
   }
-  return changed + lost;
+  return num_changed + num_lost;
 }
 
 // The checked arguments that the lookup ops share on the CPU. The object keeps the (contiguous)
@@ -146,31 +147,31 @@ struct LookupInputs {
   FeatureBags feature_bags;
   Bags bags;
 
-  // Throws unless everything holds that a kernel relies on: shapes, dtypes, that each feature lies
-  // within its tier of the weights, and that the output rows lie within `columns`. That is the
-  // number of columns of a row of the output or its gradient; in a variable batch it is the number
-  // of elements of all rows together. The contents of indices, offsets and slots are not checked:
-  // kernels repair them as they read them.
+  // Check what the kernels rely on: shapes and dtypes, that each feature lies within its tier of
+  // the weights, and that the output rows lie within `columns`. `columns` is the number of columns
+  // of a row of the output or its gradient; in a variable batch it is the number of elements of all
+  // rows together. The contents of indices, offsets and slots are not checked: kernels repair them
+  // as they read them.
   LookupInputs(const char* op, const std::vector<Tensor>& weights_in, const Tensor& features_in,
                const Tensor& indices_in, const Tensor& offsets_in,
                const std::optional<Tensor>& slots_in, const std::optional<Tensor>& bag_layout,
                int64_t pooling_code, int64_t columns)
       : weights(op, weights_in),
         pooling(parse_pooling(op, pooling_code)),
-        features(checked(op, features_in, indices_in, offsets_in)),
+        features(checked_features(op, features_in, indices_in, offsets_in)),
         indices(as_contiguous(indices_in)),
         offsets(as_contiguous(offsets_in)),
         slots(slots_in),
         feature_bags(op, features, offsets, bag_layout, pooling, columns),
         bags{index_array(offsets), feature_bags.num_bags(), indices.numel()} {
     check_slots(op, slots, indices);
-    const bool variable = bag_layout && pooling != Pooling::kNone;
-    check_layout(op, features, weights, columns_of(variable, columns), kUnlimited,
-                 variable ? Pooling::kNone : pooling);
+    const bool is_variable = bag_layout && pooling != Pooling::kNone;
+    check_layout(op, features, weights, columns_of(is_variable, columns), kUnlimited,
+                 is_variable ? Pooling::kNone : pooling);
   }
 
-  // Return the rows that `feature`, one of `features`, reads; valid as long as this object and the
-  // weights.
+  // Return the rows that `feature`, one of `features`, reads. The result is valid as long as this
+  // object and the weights.
   TableRows rows_of(const Feature& feature) const {
     const auto* table = static_cast<const char*>(weights.data[feature.tier]);
     TableRows rows{table + feature.weight_offset * element_bytes(weights.type), feature.rows,
@@ -190,11 +191,11 @@ struct LookupInputs {
  private:
   // In a variable batch every bag is checked against the columns, so that a feature without bags
   // may be wider than the whole output.
-  static int64_t columns_of(bool variable, int64_t columns) {
-    return variable ? kUnlimited : columns;
+  static int64_t columns_of(bool is_variable, int64_t columns) {
+    return is_variable ? kUnlimited : columns;
   }
-  static const Tensor& checked(const char* op, const Tensor& features, const Tensor& indices,
-                               const Tensor& offsets) {
+  static const Tensor& checked_features(const char* op, const Tensor& features,
+                                        const Tensor& indices, const Tensor& offsets) {
     check_features(op, features);
     check_lookups(op, indices, offsets);
     return features;

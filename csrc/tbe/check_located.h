@@ -13,8 +13,8 @@ namespace emb {
 // prefetched the batch, the cache slot of each row.
 inline constexpr int kLocatedRowSlots = kGroupTensors, kLocatedTensors = kGroupTensors + 1;
 
-// Check the length of `located`; `needs_slots` refuses a list without row_slots. The functions that
-// use the tensors check them.
+// Check the length of `located`. If `needs_slots`, a list without row_slots is refused. The
+// functions that use the tensors check them.
 inline void check_located(const char* op, const std::vector<Tensor>& located,
                           bool needs_slots = true) {
   STD_TORCH_CHECK(

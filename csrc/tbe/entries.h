@@ -31,24 +31,25 @@ struct Grouping {
 };
 
 // Check indices and offsets of a batch; `mode` is a code of BoundsMode. Return the repaired
-// offsets, int32 [bags + 1], and the numbers of violations, int64 [2]: invalid indices, and offsets
-// that the repair changed plus lost indices (tbe/check.h). Indices are not changed, since every
-// kernel repairs those it reads. The mode "fatal" throws for a violation (a GPU traps); on the CPU
-// "warning" throws for some offsets (tbe/check.h).
+// offsets, int32 [bags + 1], and two numbers of violations, int64 [2]. The first counts invalid
+// indices. The second counts offsets that the repair changed, plus lost indices (tbe/check.h).
+// Indices are not changed, because every kernel repairs the indices that it reads. In the mode
+// "fatal" the CPU throws for a violation, and a GPU traps. In the mode "warning" the CPU throws for
+// some offsets (tbe/check.h).
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
                                         int64_t mode);
 
-// Sort the lookups of a batch by linear row id, stably. Ids must be below `total_rows`: the CPU
-// throws for a table that ends beyond it, a GPU skips lookups of larger ids. Return
+// Sort the lookups of a batch by linear row id, stably. Ids must be below `total_rows`. The CPU
+// throws for a table that ends beyond `total_rows`; a GPU skips lookups of larger ids. Return
 //   rows      int64 [L]: the distinct ids, ascending; elements from U on are 0
 //   segments  int32 [L + 1]: group g is sorted lookups [segments[g], segments[g + 1]), which is
 //             empty from group U on
 //   lookups   int32 [L]: the position of each sorted lookup in `indices`
 //   bags      int32 [L]: the bag of each sorted lookup
 //   count     int32 [1]: the number of groups U
-// Skipped lookups are in no group and sort to the end. `repaired` states that `bounds_check`
-// returned `offsets`, which is not checked; otherwise offsets are repaired without a report.
+// Skipped lookups are in no group and come last. If `repaired` is true, `offsets` must be a result
+// of `bounds_check`; not checked. If it is false, offsets are repaired without a report.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,
@@ -56,15 +57,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
                                                              int64_t total_rows, bool repaired);
 
 // Pool the rows of every bag; `pooling` is a code of Pooling. Return [B, columns], in a variable
-// batch [columns], without pooling [L, columns], of output_dtype. An empty bag and a skipped lookup
-// give zeros. With pooling the rows of features, or of bag_layout, must cover the output once.
+// batch [columns], without pooling [L, columns], of output_dtype. The output row of an empty bag
+// is zeros. A skipped lookup counts as a row of zeros. With pooling the columns of the features, or
+// the rows in bag_layout, must cover the output exactly once.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
                   int64_t pooling, int64_t columns, ScalarType output_dtype);
 
-// Return the mode of a bounds check, nothing if `mode` is null (no check). Throws if `mode` is no
-// code of BoundsMode, or if `violations`, to which the check adds its counts, is not int64 [2].
+// Return the mode of a bounds check, or nothing if `mode` is null, which means no check. Throws if
+// `mode` is no code of BoundsMode, or if `violations`, to which the check adds its counts, is not
+// int64 [2].
 inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
                                                         const std::optional<int64_t>& mode,
                                                         const Tensor& violations) {
@@ -75,16 +78,16 @@ inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
   return parse_choice<BoundsMode>(op, "mode", *mode, kBoundsModes);
 }
 
-// Return whether the offsets begin with 0, do not decrease and end with the number of lookups, and
-// all indices are rows of their table or -1. Then there is nothing to repair or to report. All
+// Return whether a batch needs neither a repair nor a report: the offsets begin with 0, do not
+// decrease and end with the number of lookups, and all indices are rows of their table or -1. All
 // tensors must be on the CPU; several threads check the indices. `features`, int64 [F, 8], must
 // have been checked.
 bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
                     const FeatureBags& feature_bags);
 
 // Write the sum of the gradients of the lookups of each group g < U to row g of `out`, float32
-// [L, dim] of host memory; rows from U on are not written, nor are columns beyond the dim of a
-// group's table, which may not exceed `dim`. `op` is the op's name for messages.
+// [L, dim] of host memory. Rows from U on are not written, nor are columns beyond the dim of a
+// group's table. No table may have more than `dim` columns. `op` is the op's name for messages.
 void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const Grouping& groups, const Tensor& offsets,
                    const std::optional<Tensor>& bag_layout,
@@ -102,19 +105,20 @@ struct GroupArrays {
   int32_t* num_groups;                    // [1]
 };
 
-// Do what `bounds_check` does, but return the repaired offsets alone, and add the violations to
-// `violations`, int64 [2], in the mode "warning" only. In the mode "fatal" the kernel traps.
+// Do what `bounds_check` does, but return the repaired offsets only. In the mode "warning" add the
+// violations to `violations`, int64 [2]; other modes count nothing. In the mode "fatal" the kernel
+// traps.
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
                      std::optional<Tensor> bag_layout, int64_t mode_code, Tensor violations);
 
-// Do what `tbe_group` does, but write the grouping to `out`; `op` is the calling op's name for
-// messages.
+// Do what `tbe_group` does, but write the grouping to `out`. `op` is the name of the calling op,
+// for messages.
 void group_lookups(const char* op, const Tensor& features, const Tensor& indices,
                    const Tensor& offsets, const std::optional<Tensor>& bag_layout,
                    int64_t total_rows, bool repaired, const GroupArrays& out);
 
-// The counterpart of emb::tbe_lookup. It does not check that rows cover the output: elements that
-// no bag has are unspecified, if there are bags.
+// The counterpart of emb::tbe_lookup. It does not check that rows cover the output. If there are
+// bags, elements that no bag has are unspecified.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,

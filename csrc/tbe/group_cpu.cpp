@@ -28,55 +28,56 @@ struct TableRuns {
 };
 
 // Return a run per table. Return none if features do not read tables in the order of their rows, if
-// there is only one table, if a table has 2^32 rows or more, or if a run is too large: above
-// kSmallInput lookups, or, with several threads, above twice the lookups per thread. `offsets`,
-// [bags + 1], must have been repaired.
+// there is only one table, if a table has 2^32 rows or more, or if a run is too large. A run may
+// have at most kSmallInput lookups and, with several threads, at most twice the lookups per thread.
+// `offsets`, [bags + 1], must have been repaired.
 TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
                     std::span<const int32_t> offsets) {
   TableRuns tables;
   if (feature_bags.num_bags() <= 0) return tables;
-  int64_t largest = 0;
+  int64_t max_lookups = 0;
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
-    const auto base = static_cast<uint64_t>(features[f].row_base);
-    const auto rows = static_cast<uint64_t>(features[f].rows);
+    const auto key_base = static_cast<uint64_t>(features[f].row_base);
+    const auto num_rows = static_cast<uint64_t>(features[f].rows);
     const int64_t bag = feature_bags.first_bags[f];
-    const KeyRun* last = tables.runs.empty() ? nullptr : &tables.runs.back();
-    if (last == nullptr || last->key_base != base || last->key_range != rows) {
-      if (rows >= uint64_t{1} << 32 ||
-          (last != nullptr && base < last->key_base + last->key_range)) {
+    const KeyRun* last_run = tables.runs.empty() ? nullptr : &tables.runs.back();
+    if (last_run == nullptr || last_run->key_base != key_base || last_run->key_range != num_rows) {
+      if (num_rows >= uint64_t{1} << 32 ||
+          (last_run != nullptr && key_base < last_run->key_base + last_run->key_range)) {
         return {};
       }
-      tables.runs.push_back({offsets[bag], base, rows});
+      tables.runs.push_back({offsets[bag], key_base, num_rows});
       tables.first_bag.push_back(bag);
     }
-    largest = std::max(largest, offsets[feature_bags.first_bags[f + 1]] - tables.runs.back().begin);
+    max_lookups =
+        std::max(max_lookups, offsets[feature_bags.first_bags[f + 1]] - tables.runs.back().begin);
   }
-  const bool is_balanced = num_threads() == 1 || largest * num_threads() <= 2 * offsets.back();
-  if (tables.runs.size() < 2 || largest > kSmallInput || !is_balanced) return {};
+  const bool is_balanced = num_threads() == 1 || max_lookups * num_threads() <= 2 * offsets.back();
+  if (tables.runs.size() < 2 || max_lookups > kSmallInput || !is_balanced) return {};
   tables.first_bag.push_back(feature_bags.num_bags());
   return tables;
 }
 
 // Return whether all lookups belong to bags and all indices are rows of their table, so that no
 // lookup is skipped or repaired. `offsets` must have been repaired. A number that is out of range
-// sets the sign bit of `signs`, which is unsigned, because the difference may overflow.
+// sets the sign bit of `sign_bits`. It is unsigned, because the difference may overflow.
 template <class I>
 bool skips_no_lookup(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                      std::span<const int32_t> offsets) {
-  uint64_t signs = 0 - static_cast<uint64_t>(offsets[0]);  // lookups before the first bag
+  uint64_t sign_bits = 0 - static_cast<uint64_t>(offsets[0]);  // lookups before the first bag
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
     const auto last_row = static_cast<uint64_t>(features[f].rows) - 1;
     const int64_t end = offsets[feature_bags.first_bags[f + 1]];
     for (int64_t i = offsets[feature_bags.first_bags[f]]; i < end; ++i) {
       const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
-      signs |= index | (last_row - index);
+      sign_bits |= index | (last_row - index);
     }
   }
-  return static_cast<int64_t>(signs) >= 0;
+  return static_cast<int64_t>(sign_bits) >= 0;
 }
 
-// Group the lookups of each table separately, if that is possible; return whether it was. Only then
-// are `out` and `sorted_bags`, [L], written.
+// Group the lookups of each table separately and return true, if find_runs and skips_no_lookup
+// allow it. Otherwise return false and write neither `out` nor `sorted_bags`, [L].
 template <class I>
 bool group_by_table(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                     std::span<const int32_t> offsets, const GroupOutput& out,
@@ -86,7 +87,7 @@ bool group_by_table(const Feature* features, const FeatureBags& feature_bags, co
     return false;
   const int64_t n = offsets.back();
   const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
-  const auto fill = [&](int64_t run, const auto& put) {
+  const auto put_keys = [&](int64_t run, const auto& put) {
     for (int64_t bag = tables.first_bag[run]; bag < tables.first_bag[run + 1]; ++bag) {
       for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
         put(i, static_cast<uint64_t>(indices[i]));
@@ -94,7 +95,7 @@ bool group_by_table(const Feature* features, const FeatureBags& feature_bags, co
       }
     }
   };
-  group_runs(n, tables.runs, fill, out,
+  group_runs(n, tables.runs, put_keys, out,
              [&](int64_t j, int64_t position) { sorted_bags[j] = bag_of[position]; });
   return true;
 }
@@ -109,14 +110,15 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
   const int64_t num_bags = static_cast<int64_t>(offsets.size()) - 1;
   const int64_t n = num_bags > 0 ? offsets[num_bags] : 0;
   const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
-  const int64_t parts = group_parts(n);
-  std::vector<int64_t> part_bags(parts + 1), part_begins(parts + 1);  // first bag and lookup
-  const auto cost = [&](int64_t bag) { return offsets[bag] + bag; };  // of the bags before it
-  for (int64_t part = 0; part <= parts; ++part) {
-    part_bags[part] = split_point(num_bags, part, parts, cost);
+  const int64_t num_parts = group_parts(n);
+  // The first bag and the first lookup of each part.
+  std::vector<int64_t> part_bags(num_parts + 1), part_begins(num_parts + 1);
+  const auto cost = [&](int64_t bag) { return offsets[bag] + bag; };  // of all bags before it
+  for (int64_t part = 0; part <= num_parts; ++part) {
+    part_bags[part] = split_point(num_bags, part, num_parts, cost);
     part_begins[part] = part == 0 ? 0 : offsets[part_bags[part]];
   }
-  const auto fill = [&](int64_t part, const auto& put) {
+  const auto put_keys = [&](int64_t part, const auto& put) {
     // Lookups before the first bag belong to no group.
     for (int64_t i = part_begins[part]; i < offsets[part_bags[part]]; ++i) {
       put(i, total_rows);
@@ -125,8 +127,8 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
     for (int64_t bag = part_bags[part]; bag < part_bags[part + 1];) {
       const int64_t f = feature_bags.feature_of(bag);
       const Feature& feature = features[f];
-      const int64_t last = std::min(part_bags[part + 1], feature_bags.first_bags[f + 1]);
-      for (; bag < last; ++bag) {
+      const int64_t bag_end = std::min(part_bags[part + 1], feature_bags.first_bags[f + 1]);
+      for (; bag < bag_end; ++bag) {
         for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
           const int64_t row = repair_index(indices[i], feature.rows);
           put(i, row < 0 ? total_rows : feature.row_base + row);
@@ -135,14 +137,14 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
       }
     }
   };
-  group_items<Item>(n, total_rows, part_begins, fill, out,
+  group_items<Item>(n, total_rows, part_begins, put_keys, out,
                     [&](int64_t j, int64_t position) { sorted_bags[j] = bag_of[position]; });
 }
 
 }  // namespace
 
-// The contract is in tbe/entries.h. `repaired` saves nothing here: the offsets are copied to int32
-// in any case, and the copy repairs them.
+// The contract is in tbe/entries.h. `repaired` is ignored: the offsets are copied to int32 in any
+// case, and the copy repairs them.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
     const Tensor& features, const Tensor& indices, const Tensor& offsets,
     std::optional<Tensor> bag_layout, int64_t total_rows, bool /*repaired*/) {
@@ -164,16 +166,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
   const GroupOutput output = result.output();
   int32_t* bags = sorted_bags.mutable_data_ptr<int32_t>();
   const IndexArray index_values = index_array(index_tensor);
-  const auto by_table = [&](const auto* array) {
+  const auto try_by_table = [&](const auto* array) {
     return group_by_table(feature, feature_bags, array, repaired_offsets, output, bags);
   };
   const bool is_grouped = index_values.is_int64
-                              ? by_table(static_cast<const int64_t*>(index_values.data))
-                              : by_table(static_cast<const int32_t*>(index_values.data));
+                              ? try_by_table(static_cast<const int64_t*>(index_values.data))
+                              : try_by_table(static_cast<const int32_t*>(index_values.data));
   if (!is_grouped) {
-    const auto group =
+    const auto group_all =
         total_rows < int64_t{1} << 32 ? group_lookups<Item32> : group_lookups<Item64>;
-    group(feature, feature_bags, index_values, repaired_offsets, total_rows, output, bags);
+    group_all(feature, feature_bags, index_values, repaired_offsets, total_rows, output, bags);
   }
   return {result.unique, result.segments, result.permutation, sorted_bags, result.num_groups};
 }

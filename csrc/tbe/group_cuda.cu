@@ -1,5 +1,5 @@
 // `tbe_group` on the GPU: turn the lookups of all features into linear row ids, sort and group
-// them, and return the bag of every sorted lookup. tbe/grouping.h says which kernels that takes.
+// them, and return the bag of every sorted lookup. tbe/grouping.h names the kernels.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -18,7 +18,8 @@ template void launch_lookup_keys(const CudaLauncher&, const LookupKeys&, const B
 
 namespace {
 
-// Return how to group a batch in one launch; items_per_thread is 0 if the batch is too large.
+// Return the plan for grouping a batch in one launch; its items_per_thread is 0 if the batch is too
+// large.
 SmallGroupPlan small_plan(const CudaLauncher& launcher, const GroupBatch& batch) {
   if (batch.bags.num_lookups > kMaxSmallGroup || batch.bags.num_bags > kMaxSmallBags ||
       needs_wide_keys(batch.total_rows)) {
@@ -27,13 +28,14 @@ SmallGroupPlan small_plan(const CudaLauncher& launcher, const GroupBatch& batch)
   return plan_small_group(batch.bags.num_lookups, max_small_cluster<SmallLookups>(launcher));
 }
 
-// Return the source of the keys; `bag_of`, [L] or null, is where the bag of each lookup is written.
+// Return the source of the keys. The bag of each lookup is written to `bag_of`, [L], unless that is
+// null.
 LookupKeys lookup_keys(const GroupBatch& batch, int32_t* bag_of) {
   return {batch.features, batch.indices, batch.bags, batch.map, bag_of};
 }
 
-// Return where the passes over sorted keys write; `bag_of`, [L], is read to write the sorted bags,
-// null if the kernel knows the bags itself.
+// Return the output of the passes over sorted keys. They read `bag_of`, [L], to write the sorted
+// bags; it is null for a kernel that computes the bags.
 DeviceGroupOutput group_output(const GroupArrays& arrays, const int32_t* bag_of,
                                const StepCount& step) {
   DeviceGroupOutput out{};
@@ -47,7 +49,7 @@ DeviceGroupOutput group_output(const GroupArrays& arrays, const int32_t* bag_of,
   return out;
 }
 
-// Group with CUB's sort. `Key` is uint64_t if total_rows needs it, else uint32_t.
+// Group with CUB's sort. `Key` must be uint64_t if needs_wide_keys(total_rows), else uint32_t.
 template <class Key>
 void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupBatch& batch,
                   const GroupArrays& arrays, const StepCount& step) {

@@ -1,6 +1,6 @@
 // The grouping of lookups on the GPU as a function, for `tbe_group` and for ops that group as a
-// part of a training step. The kernels are compiled in group_cuda.cu only. Nothing waits for the
-// device.
+// part of a training step. The kernels are compiled in group_cuda.cu only. The function does not
+// wait for the device.
 #pragma once
 
 #include "core/device_arrays.h"
@@ -19,18 +19,18 @@ struct GroupBatch {
   Bags bags;
   BagMap map;
   int64_t total_rows;      // above all linear row ids: at least row_base + rows of every feature
-  bool has_valid_offsets;  // `bounds_check` returned bags.offsets, so that they are not checked
+  bool has_valid_offsets;  // bags.offsets are a result of `bounds_check`, so they are not checked
                            // again
 };
 
 // Write the grouping of a batch to `out`, and count the step of its update in `step`; with `{}` as
-// `step` no step is counted. `like` is a tensor on the device; scratch memory, one allocation, is
-// taken from torch before the first launch, so that a failure launches nothing.
+// `step` no step is counted. `like` is a tensor on the device. Scratch memory is one allocation of
+// torch, made before the first launch, so that a failure launches nothing.
 //
-// Small batches take one launch of a cluster of blocks (group/small_group.cuh): up to
-// kMaxSmallGroup lookups, or up to 2,048 on GPUs without clusters, and up to kMaxSmallBags bags.
-// Larger batches, and any with total_rows of 2^32 - 1 or more, take a pass that makes keys, CUB's
-// sort, and two passes over the sorted keys, of which the last counts the step.
+// A small batch is grouped in one launch of a cluster of blocks (group/small_group.cuh). It has up
+// to kMaxSmallGroup lookups, or up to 2,048 on GPUs without clusters, and up to kMaxSmallBags bags.
+// Larger batches, and any with total_rows of 2^32 - 1 or more, need a kernel that makes keys, CUB's
+// sort, and two kernels over the sorted keys, of which the last counts the step.
 void group_lookups(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                    const GroupBatch& batch, const GroupArrays& out, const StepCount& step);
 

@@ -2,10 +2,11 @@
 // bag. Skipped lookups (index -1, a table without rows, or before the first bag) get a key that
 // belongs to no group. The same kernel can check indices and offsets.
 //
-// A block takes tiles of lookups. Each bag that begins in a tile writes its number at its first
-// lookup, and a running maximum then gives each lookup its bag. The grid checks the offsets while
-// it makes keys from the unrepaired offsets. If an offset turns out to be invalid, the last block
-// to finish repairs all offsets and makes all keys again. This is slow, but such batches are rare.
+// A block processes tiles of lookups. For each bag that begins in a tile, the number of the bag is
+// written at its first lookup. The running maximum of these numbers is then the bag of each lookup.
+// The grid checks the offsets while it makes keys from the unrepaired offsets. If an offset turns
+// out to be invalid, the last block to finish repairs all offsets and makes all keys again. This is
+// slow, but such batches are rare.
 #pragma once
 
 #include "core/search.cuh"
@@ -24,24 +25,25 @@ struct LookupKeys {
   int32_t* bag_of;  // [L], an output: the bag of each lookup, 0 before the first; null: not written
 };
 
-// The counts of a thread. `invalid`: indices of a bag that are neither rows of its table nor -1.
-// `lost`: indices before the first bag that are not -1.
+// The counts of a thread. `num_invalid` counts indices of a bag that are neither rows of its table
+// nor -1. `num_lost` counts indices before the first bag that are not -1.
 struct BadIndices {
-  int invalid = 0, lost = 0;
+  int num_invalid = 0, num_lost = 0;
 };
 
-// Return the key of lookup i in bag `bag` (-1: before the first bag): its linear row id, or `limit`
-// for a skipped lookup or an id of `limit` or more. If the index is invalid, count it in `bad`.
+// Return the key of lookup i: its linear row id, or `limit` for a skipped lookup or an id of
+// `limit` or more. `bag` is the bag of the lookup, -1 before the first bag. If the index is invalid
+// or lost, count it in `bad`.
 template <class Key>
 EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key limit, BadIndices* bad) {
   const int64_t index = in.indices[i];
   if (bag < 0) {
-    bad->lost += index != -1;
+    bad->num_lost += index != -1;
     return limit;
   }
   const Feature& feature = in.features[in.map.feature(static_cast<uint32_t>(bag))];
   const int64_t row = repair_index(index, feature.rows);
-  bad->invalid += !((index >= 0 && index < feature.rows) || index == -1);
+  bad->num_invalid += !((index >= 0 && index < feature.rows) || index == -1);
   if (row < 0 || row >= feature.rows) return limit;
   const auto id = static_cast<uint64_t>(feature.row_base + row);
   return id < limit ? static_cast<Key>(id) : limit;
@@ -58,7 +60,7 @@ struct KeyTile {
 };
 
 // Write the bag of each lookup of tile [tile, end), -1 for none, to shared.bags. All threads of the
-// block must call it; it has barriers, the last one at its end.
+// block must call this; it has barriers, the last one at its end.
 EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& shared) {
   const auto start = [&](int bag) { return bags.begin(bag); };
   const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
@@ -77,22 +79,23 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
   for (int i = 0; i < kKeysPerThread; ++i) bag[i] = maximum = max_of(maximum, bags_of_thread[i]);
 #pragma unroll
   for (unsigned delta = 1; delta < simt::kWarpLanes; delta *= 2) {
-    const int other = __shfl_up_sync(simt::kFullMask, maximum, delta);
-    if (lane >= delta) maximum = max_of(maximum, other);
+    const int lower_maximum = __shfl_up_sync(simt::kFullMask, maximum, delta);
+    if (lane >= delta) maximum = max_of(maximum, lower_maximum);
   }
   if (lane == simt::kWarpLanes - 1) shared.warp_scratch[warp] = maximum;
-  int before = __shfl_up_sync(simt::kFullMask, maximum, 1u);
-  if (lane == 0) before = search.first;
+  int maximum_before = __shfl_up_sync(simt::kFullMask, maximum, 1u);
+  if (lane == 0) maximum_before = search.first;
   __syncthreads();
-  for (unsigned w = 0; w < warp; ++w) before = max_of(before, shared.warp_scratch[w]);
+  for (unsigned w = 0; w < warp; ++w)
+    maximum_before = max_of(maximum_before, shared.warp_scratch[w]);
 #pragma unroll
-  for (int i = 0; i < kKeysPerThread; ++i) bags_of_thread[i] = max_of(bag[i], before);
+  for (int i = 0; i < kKeysPerThread; ++i) bags_of_thread[i] = max_of(bag[i], maximum_before);
   __syncthreads();
 }
 
 // Write the keys, positions and bags of the kKeyTile lookups from `tile` on, or fewer at the end.
 // `bags` is in.bags, or the same bags with repaired offsets. A null array in `buffers` or `in` is
-// not written. Count this thread's violations in `bad`. All threads of the block must call it; it
+// not written. Count this thread's violations in `bad`. All threads of the block must call this; it
 // has barriers.
 template <class Key>
 EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuffers<Key>& buffers,
@@ -135,37 +138,38 @@ EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& ba
   constexpr int kLostShift = 32, kFinishedShift = 40;
   __shared__ GridCounts counts;
   __threadfence();
-  const int bad_indices = block_sum(bad.invalid), lost = block_sum(bad.lost);
+  const int bad_indices = block_sum(bad.num_invalid), num_lost = block_sum(bad.num_lost);
   bad_offsets = block_sum(bad_offsets);
-  if (gridDim.x == 1) return {bad_indices, lost, bad_offsets, true};
+  if (gridDim.x == 1) return {bad_indices, num_lost, bad_offsets, true};
   if (threadIdx.x == 0) {
-    const unsigned long long lost_bits = static_cast<unsigned>(lost);
+    const unsigned long long lost_bits = static_cast<unsigned>(num_lost);
     atomicAdd(&check.progress[0], static_cast<unsigned>(bad_indices) + (lost_bits << kLostShift));
     __threadfence();
     const unsigned long long one_block = 1ull << kFinishedShift;
-    const unsigned long long added = static_cast<unsigned>(bad_offsets);
-    const unsigned long long before = atomicAdd(&check.progress[1], one_block + added);
+    const unsigned long long own_offsets = static_cast<unsigned>(bad_offsets);
+    const unsigned long long earlier_counts =
+        atomicAdd(&check.progress[1], one_block + own_offsets);
     __threadfence();
-    const bool is_last = (before >> kFinishedShift) == gridDim.x - 1;
+    const bool is_last = (earlier_counts >> kFinishedShift) == gridDim.x - 1;
     counts = {0, 0, 0, is_last};
     if (is_last) {
       const unsigned long long index_counts = atomicAdd(&check.progress[0], 0ull);
       counts.bad_indices = static_cast<int64_t>(index_counts & ((1ull << kLostShift) - 1));
       counts.lost_indices = static_cast<int64_t>(index_counts >> kLostShift);
-      counts.bad_offsets = static_cast<int64_t>((before & (one_block - 1)) + added);
+      counts.bad_offsets = static_cast<int64_t>((earlier_counts & (one_block - 1)) + own_offsets);
     }
   }
   __syncthreads();
   return counts;
 }
 
-// Blocks per multiprocessor: six leave a thread 40 registers. Without the bound the compiler takes
+// Blocks per multiprocessor: six leave a thread 40 registers. Without the bound the compiler uses
 // 32 registers and spills (reports/LOG.md has no entry on this).
 inline constexpr int kKeyBlocksPerSm = 6;
 
-// Make the keys of all lookups, check the batch as `check` says, and report its violations. Both
-// are optional: without arrays in `buffers` no keys are written, with a null check.repaired nothing
-// is checked or reported.
+// Make the keys of all lookups, check the batch as described by `check`, and report its violations.
+// Both are optional. Without arrays in `buffers` no keys are written. If check.repaired is null,
+// nothing is checked or reported.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads, kKeyBlocksPerSm)
     lookup_keys_kernel(LookupKeys in, BatchCheck check, SortBuffers<Key> buffers) {
@@ -189,8 +193,8 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocksPerSm)
     }
     if (check.repaired == nullptr) return;
     if (is_repaired) {
-      counts.bad_indices = block_sum(bad.invalid);
-      counts.lost_indices = block_sum(bad.lost);
+      counts.bad_indices = block_sum(bad.num_invalid);
+      counts.lost_indices = block_sum(bad.num_lost);
       break;
     }
     counts = finish_block(check, bad, bad_offsets);
@@ -205,20 +209,21 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocksPerSm)
     report_violations(check, counts.bad_indices, counts.bad_offsets + counts.lost_indices);
 }
 
-// Launch lookup_keys_kernel; of `buffers` it uses keys, positions and no_group_key. Clears
-// check.progress first if several blocks need it. `launcher` is a CudaLauncher or, in tests, a
+// Launch lookup_keys_kernel, which uses keys, positions and no_group_key of `buffers`. If several
+// blocks need check.progress, clear it first. `launcher` is a CudaLauncher or, in tests, a
 // simt::HostLauncher.
 template <class Key, class Launcher>
 void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const BatchCheck& check,
                         const SortBuffers<Key>& buffers) {
   const int64_t num_offsets = check.repaired != nullptr ? in.bags.num_bags + 1 : 0;
-  const int64_t items = num_offsets < in.bags.num_lookups ? in.bags.num_lookups : num_offsets;
-  if (items == 0) return;
-  const unsigned blocks = blocks_for(items, kKeyTile, launcher.blocks(kResidentBlocksPerSm));
-  if (blocks > 1 && check.repaired != nullptr) {
+  const int64_t num_items = num_offsets < in.bags.num_lookups ? in.bags.num_lookups : num_offsets;
+  if (num_items == 0) return;
+  const unsigned num_blocks =
+      blocks_for(num_items, kKeyTile, launcher.blocks(kResidentBlocksPerSm));
+  if (num_blocks > 1 && check.repaired != nullptr) {
     launcher.zero(check.progress, 2 * sizeof(*check.progress));
   }
-  launcher(lookup_keys_kernel<Key>, blocks, kTileThreads, in, check, buffers);
+  launcher(lookup_keys_kernel<Key>, num_blocks, kTileThreads, in, check, buffers);
 }
 
 // Lookups as the source of keys for the one-launch grouping of a small batch, which calls these
@@ -228,21 +233,22 @@ struct SmallLookups {
   LookupKeys in;
   BatchCheck check;
 
-  // Check the offsets with all blocks of the cluster, and let one block repair them if necessary.
-  // Return the lookups with valid offsets. With a null check.repaired nothing is checked. All
-  // threads of the cluster must call it; it has cluster barriers.
+  // Check the offsets with all blocks of the cluster, and repair them with one block if necessary.
+  // Return the lookups with valid offsets. If check.repaired is null, nothing is checked. All
+  // threads of the cluster must call this; it has cluster barriers.
   EMB_DEVICE SmallLookups prepare(const SmallGroupMemory& memory) const {
     if (check.repaired == nullptr) return *this;
     const unsigned rank = simt::cluster_rank(), step = simt::cluster_size() * blockDim.x;
-    const int invalid =
+    const int num_invalid =
         count_invalid_offsets(in.bags, check, rank * blockDim.x + threadIdx.x, step);
-    count_in_block(memory, SmallGroupMemory::kOffsetsToRepair, static_cast<uint32_t>(invalid));
+    count_in_block(memory, SmallGroupMemory::kOffsetsToRepair, static_cast<uint32_t>(num_invalid));
     simt::cluster_sync();
     if (cluster_total(memory, SmallGroupMemory::kOffsetsToRepair) == 0) return *this;
     if (rank == 0) {
       auto* scratch = reinterpret_cast<int32_t*>(memory.warp_scratch);
-      const int bad = repair_offsets(in.bags, check.repaired, scratch);
-      count_in_block(memory, SmallGroupMemory::kOffsetViolations, static_cast<uint32_t>(bad));
+      const int num_changed = repair_offsets(in.bags, check.repaired, scratch);
+      count_in_block(memory, SmallGroupMemory::kOffsetViolations,
+                     static_cast<uint32_t>(num_changed));
     }
     simt::cluster_sync();
     SmallLookups repaired = *this;
@@ -265,12 +271,12 @@ struct SmallLookups {
       *bag_of_lookup = bag < 0 ? 0 : static_cast<uint32_t>(bag);
       return lookup_key(source.in, i, bag, limit, &bad);
     }
-    EMB_DEVICE uint32_t num_bad() const { return static_cast<uint32_t>(bad.invalid); }
-    EMB_DEVICE uint32_t num_lost() const { return static_cast<uint32_t>(bad.lost); }
+    EMB_DEVICE uint32_t num_bad() const { return static_cast<uint32_t>(bad.num_invalid); }
+    EMB_DEVICE uint32_t num_lost() const { return static_cast<uint32_t>(bad.num_lost); }
   };
 
-  // Report the violations (report_violations) unless check.repaired is null. All threads call it
-  // after the cluster_sync that completes the tallies; one thread reports.
+  // Report the violations (report_violations) unless check.repaired is null. All threads must call
+  // this after the cluster_sync that completes the tallies; one thread reports.
   EMB_DEVICE void report(const SmallGroupMemory& memory) const {
     if (check.repaired == nullptr || simt::cluster_rank() > 0 || threadIdx.x > 0) return;
     report_violations(check, cluster_total(memory, SmallGroupMemory::kBadIndices),

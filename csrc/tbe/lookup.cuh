@@ -1,15 +1,15 @@
 // Forward of table-batched embeddings on the GPU.
 //
-// pool_kernel is the general kernel. A group of 4 to 32 lanes takes a bag. Each lane owns 16 bytes
+// pool_kernel is the general kernel. A group of 4 to 32 lanes pools a bag. Each lane owns 16 bytes
 // of the row, so that a warp requests 512 bytes at a time, and four rows of each bag are in flight
 // before the first is used. Each lane reads the index of one lookup, a tile of lookups ahead of its
 // use, and passes the address of its row to the group by shuffles. The groups of a warp run in
-// lockstep: all take as many steps as the longest bag, so that collectives name the full warp. A
+// lockstep for as many steps as the longest bag needs, so that collectives name the full warp. A
 // bag's rows are added in float, in the order of its lookups.
 //
-// short_bags_kernel, long_bags_kernel (which adds stretches of a bag separately), sequence_kernel
-// (no pooling) and mixed_lookup_kernel (a cache of another dtype) are variants; launch_lookup
-// selects.
+// There are four variants: short_bags_kernel, long_bags_kernel (which adds stretches of a bag
+// separately), sequence_kernel (no pooling) and mixed_lookup_kernel (a cache of another dtype).
+// launch_lookup selects the kernel.
 #pragma once
 
 #include "core/bag_task.cuh"
@@ -24,8 +24,8 @@ inline constexpr int kLookupThreads = 256;  // threads per block, except for sho
 // Blocks per multiprocessor bound the registers of a thread: 4 blocks leave 64, which the rows in
 // flight need; 3 leave 80.
 inline constexpr int kLookupBlocksPerSm = 4, kLongBagBlocksPerSm = 3;
-// A grid has at most this many times the blocks that run at once: bags differ in length, so new
-// blocks replace those that end early.
+// The maximum number of blocks of a grid, as a multiple of the blocks that run at once. Bags differ
+// in length, so new blocks replace those that end early.
 inline constexpr int kLookupWaves = 8;
 
 // The arguments of the lookup kernels. All pointers are to memory that the device can read (tables
@@ -33,9 +33,9 @@ inline constexpr int kLookupWaves = 8;
 // shapes and dtypes; nothing has checked the contents of device tensors, so kernels repair indices,
 // offsets and slots as they read them. `features` and `map` are trusted.
 struct DeviceLookupArgs {
-  // The memory of the tier with the lowest address. A row is at `distance` of its tier plus its
-  // element in the tier, both in elements of weight_type. `distance` is 0 for an unused tier, and
-  // not used for a cache of another dtype.
+  // The memory of the tier with the lowest address. A row begins at element `distance` of its tier
+  // plus its element in the tier; both count elements of weight_type. `distance` is 0 for an unused
+  // tier, and is not used for a cache of another dtype.
   const void* weights;
   int64_t distance[kTiers];
   Dtype weight_type;
@@ -48,42 +48,44 @@ struct DeviceLookupArgs {
   BagMap map;
   int64_t columns;  // columns of `output`
   Pooling pooling;
-  const float* sample_weights;  // [L]; null: all are 1
-  const int32_t* slots;         // [L] cache slot of each row, -1 for none; null: nothing is cached
+  const float* sample_weights;  // [L]; null if all are 1
+  const int32_t* slots;         // [L] cache slot of each row, -1 for none; null if none is cached
   const void* cache;            // of cache_type; null if there is no cache
   int64_t cache_elements;       // elements of the cache, 0 if there is none
   Dtype cache_type;
 };
 
-// Set `weights`, `distance`, `cache` and `cache_elements` for tiers at the addresses `data` with
-// `elements` elements each; the dtypes must be set before. Only a cache of the tables' dtype can be
-// addressed by its distance; mixed_lookup_kernel reads the rows of a cache of another dtype.
+// Set `weights`, `distance`, `cache` and `cache_elements`. The tiers are at the addresses `data`
+// and have `elements` elements each. The dtypes must be set before. Only a cache of the tables'
+// dtype can be addressed by its distance; mixed_lookup_kernel reads the rows of a cache of another
+// dtype.
 inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&elements)[kTiers],
                       DeviceLookupArgs* args) {
   const int64_t size = element_bytes(args->weight_type);
-  const bool one_dtype = args->cache_type == args->weight_type;
-  uintptr_t lowest = 0;
+  const bool has_one_dtype = args->cache_type == args->weight_type;
+  uintptr_t lowest_address = 0;
   for (int tier = 0; tier < kTiers; ++tier) {
     const auto address = reinterpret_cast<uintptr_t>(data[tier]);
-    const bool used = elements[tier] > 0 && (tier != kCacheTier || one_dtype);
-    if (used && (lowest == 0 || address < lowest)) lowest = address;
+    const bool is_used = elements[tier] > 0 && (tier != kCacheTier || has_one_dtype);
+    if (is_used && (lowest_address == 0 || address < lowest_address)) lowest_address = address;
   }
-  args->weights = reinterpret_cast<const void*>(lowest);
+  args->weights = reinterpret_cast<const void*>(lowest_address);
   for (int tier = 0; tier < kTiers; ++tier) {
-    const uintptr_t bytes = reinterpret_cast<uintptr_t>(data[tier]) - lowest;
+    const uintptr_t bytes = reinterpret_cast<uintptr_t>(data[tier]) - lowest_address;
     args->distance[tier] = elements[tier] > 0 ? static_cast<int64_t>(bytes) / size : 0;
   }
   args->cache = data[kCacheTier];
   args->cache_elements = elements[kCacheTier];
 }
 
-// Return `slot`, or -1 if the cache has no such slot; meaningless for a table without a cache.
+// Return `slot`, or -1 if the cache has no such slot. The result is meaningless for a table without
+// a cache.
 EMB_DEVICE int64_t valid_slot(const DeviceLookupArgs& args, const Feature& feature, int64_t slot) {
   return slot >= 0 && (slot + 1) * feature.cache_stride <= args.cache_elements ? slot : -1;
 }
 
-// The index and the cache slot of a lookup, which are read ahead of the row. The default is a
-// lookup to skip.
+// The index and the cache slot of a lookup, which are read before its row. The default is a lookup
+// to skip.
 struct IndexAndSlot {
   int64_t index = -1;
   int32_t slot = -1;
@@ -110,32 +112,32 @@ EMB_DEVICE bool has_whole_vectors(const DeviceLookupArgs& args, const Feature& f
   constexpr int N = 16 / sizeof(W);
   const W* base = static_cast<const W*>(args.weights);
   const W* table = base + args.distance[feature.tier] + feature.weight_offset;
-  bool aligned = feature.dim % N == 0 && is_aligned(table, 16);
+  bool has_vectors = feature.dim % N == 0 && is_aligned(table, 16);
   if (args.slots != nullptr && feature.cache_stride > 0) {
-    aligned = aligned && feature.cache_stride % N == 0 && is_aligned(args.cache, 16);
+    has_vectors = has_vectors && feature.cache_stride % N == 0 && is_aligned(args.cache, 16);
   }
-  return aligned;
+  return has_vectors;
 }
 
-// Add columns [column, column + N) of the rows of a bag, times their weights, to `sum`. `longest`,
-// the same in all lanes, is at least the length of every bag in the warp; kVector: rows can be read
-// in whole 16-byte vectors. Called by all lanes of a warp.
+// Add columns [column, column + N) of the rows of a bag, times their weights, to `sum`.
+// `max_length`, the same in all lanes, is at least the length of every bag in the warp; kVector:
+// rows can be read in whole 16-byte vectors. Called by all lanes of a warp.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_bag(const DeviceLookupArgs& args, const BagTask& task, const LaneGroup& lane,
-                        int column, int longest, float (&sum)[N]) {
+                        int column, int max_length, float (&sum)[N]) {
   const W* weights = static_cast<const W*>(args.weights) + column;
   const auto lookup_at = [&](int i) {
     return i < task.length ? IndexAndSlot(args, task.begin + i) : IndexAndSlot();
   };
   IndexAndSlot lookup = lookup_at(lane.rank);
-  for (int tile = 0; tile < longest; tile += lane.lanes) {
+  for (int tile = 0; tile < max_length; tile += lane.lanes) {
     const int i = tile + lane.rank;
     const int64_t offset = row_offset(args, *task.feature, lookup);
     lookup = lookup_at(i + lane.lanes);
     float weight = 0.0f;
     if (offset >= 0) weight = args.sample_weights ? args.sample_weights[task.begin + i] : 1.0f;
-    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    add_rows<W, N, kVector>(weights, offset, weight, task.dim - column, lane.lanes, steps, sum);
+    const int num_steps = max_length - tile < lane.lanes ? max_length - tile : lane.lanes;
+    add_rows<W, N, kVector>(weights, offset, weight, task.dim - column, lane.lanes, num_steps, sum);
   }
 }
 
@@ -166,18 +168,18 @@ __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
   for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * lane.groups_in_warp();
        first < bags; first += stride) {
     const BagTask task(args, first + lane.group);
-    const int longest = __reduce_max_sync(simt::kFullMask, task.length);
-    const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
+    const int max_length = __reduce_max_sync(simt::kFullMask, task.length);
+    const int max_dim = __reduce_max_sync(simt::kFullMask, task.dim);
     const bool uses_vectors =
         __all_sync(simt::kFullMask, has_whole_vectors<W>(args, *task.feature));
-    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
+    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < max_dim;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;
       float sum[N] = {};
       if (uses_vectors) {
-        sum_bag<W, N, true>(args, task, lane, column, longest, sum);
+        sum_bag<W, N, true>(args, task, lane, column, max_length, sum);
       } else {
-        sum_bag<W, N, false>(args, task, lane, column, longest, sum);
+        sum_bag<W, N, false>(args, task, lane, column, max_length, sum);
       }
       write_bag(args, task, first + lane.group, column, sum);
     }
@@ -190,36 +192,38 @@ template <class W, int N, bool kVector>
 EMB_DEVICE void copy_rows(const DeviceLookupArgs& args, const LaneGroup& lane, int64_t offset,
                           int64_t first, int column) {
   const W* weights = static_cast<const W*>(args.weights) + column;
-  const int valid = static_cast<int>(args.columns) - column;
+  const int columns_left = static_cast<int>(args.columns) - column;
   for (int k = 0; k < lane.lanes; k += kRowsInFlight) {
     RowSlice<W, N> slice[kRowsInFlight];
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int source = (k + u) * lane.groups_in_warp() + lane.group;
       const int64_t row = __shfl_sync(simt::kFullMask, offset, source);
-      if (row >= 0 && valid > 0) slice[u].template load<kVector>(weights + row, valid);
+      if (row >= 0 && columns_left > 0)
+        slice[u].template load<kVector>(weights + row, columns_left);
     }
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t i = first + (k + u) * lane.groups_in_warp() + lane.group;
-      if (i >= args.bags.num_lookups || valid <= 0) continue;
+      if (i >= args.bags.num_lookups || columns_left <= 0) continue;
       float values[N];
 #pragma unroll
       for (int e = 0; e < N; ++e) values[e] = slice[u][e];
-      stream_columns(args.output, args.output_type, i * args.columns + column, valid, values);
+      stream_columns(args.output, args.output_type, i * args.columns + column, columns_left,
+                     values);
     }
   }
 }
 
 // Lookup without pooling (NONE): every lookup is a row of the output; skipped lookups are zeros.
-// All features must have args.columns columns; not checked. A warp takes 32 lookups, of which each
-// lane locates one.
+// All features must have args.columns columns; not checked. A warp copies the rows of 32 lookups at
+// a time; each lane locates the row of one of them.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
     sequence_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
-  const int width = static_cast<int>(args.columns);
+  const int num_columns = static_cast<int>(args.columns);
   for (int64_t first = simt::global_warp() * simt::kWarpLanes; first < args.bags.num_lookups;
        first += simt::warps_in_grid() * simt::kWarpLanes) {
     const int64_t i = first + threadIdx.x % simt::kWarpLanes;
@@ -230,9 +234,9 @@ __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
       offset = row_offset(args, feature, IndexAndSlot(args, i));
     }
     const bool uses_vectors =
-        __all_sync(simt::kFullMask, width % N == 0 && (offset < 0 || offset % N == 0)) &&
+        __all_sync(simt::kFullMask, num_columns % N == 0 && (offset < 0 || offset % N == 0)) &&
         is_aligned(args.weights, 16);
-    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < width;
+    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < num_columns;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       if (uses_vectors) {
         copy_rows<W, N, true>(args, lane, offset, first, base + lane.rank * N);
@@ -244,9 +248,9 @@ __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
 }
 
 // Pooled lookup of short bags (one lookup or a few each, as in click logs). The rows of one bag
-// cannot saturate the memory system, so a group of lanes takes four bags at once and has a row of
-// each in flight. Each of the first lanes of the warp locates the rows of one bag, and passes them
-// by shuffles to the group that sums the bag. A bag's rows are still added in order.
+// cannot saturate the memory system, so a group of lanes sums four bags at once and has a row of
+// each in flight. Each of the first lanes of the warp locates the rows of one bag, and passes their
+// addresses by shuffles to the group that sums the bag. A bag's rows are still added in order.
 
 inline constexpr int kBagsInFlight = 4;  // bags that a group of lanes sums at once
 inline constexpr int kShortBagThreads = 128;
@@ -255,7 +259,8 @@ inline constexpr int kShortBagThreads = 128;
 template <class W>
 inline constexpr int kShortBagBlocksPerSm = sizeof(W) == 4 ? 7 : 5;
 
-// Row `step` of a lane's bag: its distance from args.weights in elements (-1: none), its weight.
+// Row `step` of a lane's bag: its distance from args.weights in elements, -1 if there is no row,
+// and its weight.
 struct StepRow {
   int64_t offset = -1;
   float weight = 0.0f;
@@ -270,32 +275,33 @@ struct StepRow {
 };
 
 // Sum this lane's columns of the four bags of its group; bag s of a group is located by lane
-// s * groups + group of the warp. `task` is the bag that this lane locates, `longest` the maximum
-// length in the warp.
+// s * groups + group of the warp. `task` is the bag that this lane locates, `max_length` the
+// maximum length in the warp.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_short_bags(const DeviceLookupArgs& args, const BagTask& task,
-                               const LaneGroup& lane, int column, int longest,
+                               const LaneGroup& lane, int column, int max_length,
                                float (&sum)[kBagsInFlight][N]) {
   const W* weights = static_cast<const W*>(args.weights) + column;
   const auto lookup_at = [&](int i) {
     return i < task.length ? IndexAndSlot(args, task.begin + i) : IndexAndSlot();
   };
   IndexAndSlot lookup = lookup_at(0);
-  for (int step = 0; step < longest; ++step) {
+  for (int step = 0; step < max_length; ++step) {
     const StepRow located(args, task, lookup, step);
     lookup = lookup_at(step + 1);
     RowSlice<W, N> slice[kBagsInFlight];
 #pragma unroll
     for (int s = 0; s < kBagsInFlight; ++s) {
-      const int owner = s * lane.groups_in_warp() + lane.group;
-      const int64_t row = __shfl_sync(simt::kFullMask, located.offset, owner);
-      const int valid = __shfl_sync(simt::kFullMask, task.dim, owner) - column;
-      if (row >= 0 && valid > 0) slice[s].template load<kVector>(weights + row, valid);
+      const int locating_lane = s * lane.groups_in_warp() + lane.group;
+      const int64_t row = __shfl_sync(simt::kFullMask, located.offset, locating_lane);
+      const int columns_left = __shfl_sync(simt::kFullMask, task.dim, locating_lane) - column;
+      if (row >= 0 && columns_left > 0)
+        slice[s].template load<kVector>(weights + row, columns_left);
     }
 #pragma unroll
     for (int s = 0; s < kBagsInFlight; ++s) {
-      const int owner = s * lane.groups_in_warp() + lane.group;
-      const float weight = __shfl_sync(simt::kFullMask, located.weight, owner);
+      const int locating_lane = s * lane.groups_in_warp() + lane.group;
+      const float weight = __shfl_sync(simt::kFullMask, located.weight, locating_lane);
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[s][e] += weight * slice[s][e];
     }
@@ -312,14 +318,14 @@ EMB_DEVICE void write_short_bags(const DeviceLookupArgs& args, const BagTask& ta
   const float scale = mean_factor(args.pooling, task.length);
 #pragma unroll
   for (int s = 0; s < kBagsInFlight; ++s) {
-    const int owner = s * lane.groups_in_warp() + lane.group;
-    const int64_t out = __shfl_sync(simt::kFullMask, element, owner) + column;
-    const int valid = __shfl_sync(simt::kFullMask, task.dim, owner) - column;
-    const float factor = __shfl_sync(simt::kFullMask, scale, owner);
-    if (valid <= 0) continue;
+    const int locating_lane = s * lane.groups_in_warp() + lane.group;
+    const int64_t out = __shfl_sync(simt::kFullMask, element, locating_lane) + column;
+    const int columns_left = __shfl_sync(simt::kFullMask, task.dim, locating_lane) - column;
+    const float factor = __shfl_sync(simt::kFullMask, scale, locating_lane);
+    if (columns_left <= 0) continue;
 #pragma unroll
     for (int e = 0; e < N; ++e) sum[s][e] *= factor;
-    stream_columns(args.output, args.output_type, out, valid, sum[s]);
+    stream_columns(args.output, args.output_type, out, columns_left, sum[s]);
   }
 }
 
@@ -330,25 +336,25 @@ __global__ void __launch_bounds__(kShortBagThreads, kShortBagBlocksPerSm<W>)
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
   const auto bags = static_cast<uint32_t>(args.bags.num_bags);
-  const auto bags_of_warp = static_cast<uint32_t>(kBagsInFlight * lane.groups_in_warp());
-  const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * bags_of_warp;
-  const uint32_t lane_of_warp = threadIdx.x % simt::kWarpLanes;
-  for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * bags_of_warp; first < bags;
+  const auto bags_per_warp = static_cast<uint32_t>(kBagsInFlight * lane.groups_in_warp());
+  const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * bags_per_warp;
+  const uint32_t lane_index = threadIdx.x % simt::kWarpLanes;
+  for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * bags_per_warp; first < bags;
        first += stride) {
-    const uint32_t bag = lane_of_warp < bags_of_warp ? first + lane_of_warp : bags;
+    const uint32_t bag = lane_index < bags_per_warp ? first + lane_index : bags;
     const BagTask task(args, bag);
-    const int longest = __reduce_max_sync(simt::kFullMask, task.length);
-    const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
+    const int max_length = __reduce_max_sync(simt::kFullMask, task.length);
+    const int max_dim = __reduce_max_sync(simt::kFullMask, task.dim);
     const bool uses_vectors =
         __all_sync(simt::kFullMask, has_whole_vectors<W>(args, *task.feature));
-    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
+    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < max_dim;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;
       float sum[kBagsInFlight][N] = {};
       if (uses_vectors) {
-        sum_short_bags<W, N, true>(args, task, lane, column, longest, sum);
+        sum_short_bags<W, N, true>(args, task, lane, column, max_length, sum);
       } else {
-        sum_short_bags<W, N, false>(args, task, lane, column, longest, sum);
+        sum_short_bags<W, N, false>(args, task, lane, column, max_length, sum);
       }
       write_short_bags(args, task, lane, bag, column, sum);
     }
@@ -358,12 +364,12 @@ __global__ void __launch_bounds__(kShortBagThreads, kShortBagBlocksPerSm<W>)
 // Return whether to use short_bags_kernel: bags have at most four lookups on average. The bound is
 // not measured.
 inline bool has_short_bags(const DeviceLookupArgs& args) {
-  constexpr int64_t kShortBag = 4;  // lookups
-  return args.bags.num_lookups <= kShortBag * args.bags.num_bags;
+  constexpr int64_t kMaxShortBag = 4;  // lookups
+  return args.bags.num_lookups <= kMaxShortBag * args.bags.num_bags;
 }
 
 // Pooled lookup of few, long bags. One group of lanes per bag would leave most of the GPU idle, so
-// a block takes a bag: each of its groups sums a stretch of the lookups, then the sums of the
+// a block pools a bag. Each group of the block sums a stretch of the lookups. Then the sums of the
 // stretches are added in order.
 
 // Return stretch number `stretch` of a bag, one group's work. Stretches have `stretch_length`
@@ -376,18 +382,18 @@ EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int stretch_lengt
   return result;
 }
 
-// A block takes a bag, grid-stride; `lanes` is the number of lanes per stretch.
+// A block pools a bag, in a grid-stride loop; `lanes` is the number of lanes per stretch.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, kLongBagBlocksPerSm)
     long_bags_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   __shared__ float stretch_sum[kLookupThreads][N];
   const LaneGroup lane(lanes);
-  const int stretches = kLookupThreads / lanes;
+  const int num_stretches = kLookupThreads / lanes;
   const auto bags = static_cast<uint32_t>(args.bags.num_bags);
   for (uint32_t bag = blockIdx.x; bag < bags; bag += gridDim.x) {
     const BagTask task(args, bag);
-    const int stretch_length = (task.length + stretches - 1) / stretches;
+    const int stretch_length = (task.length + num_stretches - 1) / num_stretches;
     const BagTask stretch = stretch_of(task, static_cast<int>(threadIdx.x) / lanes, stretch_length);
     const bool uses_vectors = has_whole_vectors<W>(args, *task.feature);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < task.dim;
@@ -403,7 +409,7 @@ __global__ void __launch_bounds__(kLookupThreads, kLongBagBlocksPerSm)
       for (int e = 0; e < N; ++e) stretch_sum[threadIdx.x][e] = sum[e];
       __syncthreads();
       if (static_cast<int>(threadIdx.x) < lanes) {
-        for (int s = 1; s < stretches; ++s) {
+        for (int s = 1; s < num_stretches; ++s) {
 #pragma unroll
           for (int e = 0; e < N; ++e) sum[e] += stretch_sum[s * lanes + threadIdx.x][e];
         }
@@ -414,19 +420,19 @@ __global__ void __launch_bounds__(kLookupThreads, kLongBagBlocksPerSm)
   }
 }
 
-// Return whether each bag should take a whole block: bags are long, and too few to occupy a GPU
-// with a group of lanes each. This does not depend on the device, so that a result has the same
-// bits on every GPU. The bounds are not measured.
+// Return whether each bag should be pooled by a whole block: bags are long, and too few to occupy a
+// GPU with a group of lanes each. The choice does not depend on the device, so that a result has
+// the same bits on every GPU. The bounds are not measured.
 inline bool has_long_bags(const DeviceLookupArgs& args, int lanes) {
-  constexpr int64_t kLongBag = 64;           // lookups
+  constexpr int64_t kMinLongBag = 64;        // lookups
   constexpr int64_t kEnoughLanes = 1 << 17;  // about 1,000 per multiprocessor of an H100
-  return args.bags.num_lookups >= kLongBag * args.bags.num_bags &&
+  return args.bags.num_lookups >= kMinLongBag * args.bags.num_bags &&
          args.bags.num_bags * lanes < kEnoughLanes;
 }
 
-// Lookups where the cache has another dtype than the tables, for every pair of dtypes, pooled or
-// not. A group of lanes takes a bag, or a lookup, as in pool_kernel: each lane locates one row, and
-// four rows are in flight in their storage formats.
+// Lookups with a cache of another dtype than the tables, for every pair of dtypes, with or without
+// pooling. A group of lanes processes a bag, or a lookup, as in pool_kernel. Each lane locates one
+// row, and four rows are in flight in their storage formats.
 
 // Return whether rows may be of two dtypes.
 inline bool has_mixed_rows(const DeviceLookupArgs& args) {
@@ -441,19 +447,19 @@ struct MixedSlice {
   Dtype type = Dtype::kFloat;
 
   template <class T, bool kVector>
-  EMB_DEVICE void load_as(const void* row, int column, int valid) {
+  EMB_DEVICE void load_as(const void* row, int column, int columns_left) {
     RowSlice<T, kMixedColumns> slice;
-    slice.template load<kVector>(static_cast<const T*>(row) + column, valid);
+    slice.template load<kVector>(static_cast<const T*>(row) + column, columns_left);
 #pragma unroll
     for (int i = 0; i < slice.kWords; ++i) word[i] = slice.word[i];
   }
 
   template <bool kVector>
-  EMB_DEVICE void load(const void* row, int column, int valid) {
+  EMB_DEVICE void load(const void* row, int column, int columns_left) {
     if (type == Dtype::kFloat) {
-      load_as<float, kVector>(row, column, valid);
+      load_as<float, kVector>(row, column, columns_left);
     } else {
-      load_as<half16, kVector>(row, column, valid);  // the bits of either 16-bit dtype
+      load_as<half16, kVector>(row, column, columns_left);  // the bits of either 16-bit dtype
     }
   }
 
@@ -464,8 +470,8 @@ struct MixedSlice {
   }
 };
 
-// Return the address of the row of lookup i in one word, which lanes can pass on by a shuffle. Bit
-// 0, which is free because addresses of rows are even, is set if the row is in the cache. Return 0
+// Return the address of the row of lookup i as one word, which lanes can pass by a shuffle. Bit 0
+// is set if the row is in the cache. This bit is free, because addresses of rows are even. Return 0
 // for a lookup to skip.
 EMB_DEVICE int64_t mixed_address(const DeviceLookupArgs& args, const Feature& feature, int64_t i) {
   const int64_t row = repair_index(args.indices[i], feature.rows);
@@ -488,22 +494,22 @@ EMB_DEVICE bool has_mixed_vectors(const DeviceLookupArgs& args, int dim, int64_t
   return address == 0 || (dim % kMixedColumns == 0 && (address & low_bits) == 0);
 }
 
-// For the first `steps` lanes k of a group in turn, call `use(k, slice)` with columns [column,
-// column + 4) of the row whose `address` lane k passed, zeros for address 0. `steps` is rounded up
-// to a multiple of kRowsInFlight. All lanes of the warp call it with equal `steps`; `valid` is the
-// number of columns from `column` to the end of the row.
+// For the first `num_steps` lanes k of a group in turn, call `use(k, slice)` with columns [column,
+// column + 4) of the row whose `address` lane k passed, zeros for address 0. `num_steps` is rounded
+// up to a multiple of kRowsInFlight. All lanes of the warp call it with equal `num_steps`;
+// `columns_left` is the number of columns from `column` to the end of the row.
 template <bool kVector, class Use>
 EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, int column,
-                                int valid, int lanes, int steps, const Use& use) {
-  for (int k = 0; k < steps; k += kRowsInFlight) {
+                                int columns_left, int lanes, int num_steps, const Use& use) {
+  for (int k = 0; k < num_steps; k += kRowsInFlight) {
     MixedSlice slice[kRowsInFlight];
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t row = __shfl_sync(simt::kFullMask, address, k + u, lanes);
       slice[u].type = (row & 1) != 0 ? args.cache_type : args.weight_type;
-      if (row != 0 && valid > 0) {
+      if (row != 0 && columns_left > 0) {
         const int64_t data = row & ~int64_t{1};
-        slice[u].template load<kVector>(reinterpret_cast<const void*>(data), column, valid);
+        slice[u].template load<kVector>(reinterpret_cast<const void*>(data), column, columns_left);
       }
     }
 #pragma unroll
@@ -515,20 +521,20 @@ EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, i
 // row.
 template <class Use>
 EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, int dim, int column,
-                                int lanes, int steps, const Use& use) {
+                                int lanes, int num_steps, const Use& use) {
   if (__all_sync(simt::kFullMask, has_mixed_vectors(args, dim, address))) {
-    read_mixed_rows<true>(args, address, column, dim - column, lanes, steps, use);
+    read_mixed_rows<true>(args, address, column, dim - column, lanes, num_steps, use);
   } else {
-    read_mixed_rows<false>(args, address, column, dim - column, lanes, steps, use);
+    read_mixed_rows<false>(args, address, column, dim - column, lanes, num_steps, use);
   }
 }
 
-// Add columns [column, column + 4) of a bag over all of its lookups; `longest` is the maximum
+// Add columns [column, column + 4) of a bag over all of its lookups; `max_length` is the maximum
 // length in the warp.
 EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
-                              const LaneGroup& lane, int column, int longest,
+                              const LaneGroup& lane, int column, int max_length,
                               float (&sum)[kMixedColumns]) {
-  for (int tile = 0; tile < longest; tile += lane.lanes) {
+  for (int tile = 0; tile < max_length; tile += lane.lanes) {
     int64_t address = 0;
     float weight = 0.0f;
     if (tile + lane.rank < task.length) {
@@ -536,33 +542,33 @@ EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
       address = mixed_address(args, *task.feature, i);
       if (address != 0) weight = args.sample_weights ? args.sample_weights[i] : 1.0f;
     }
-    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
+    const int num_steps = max_length - tile < lane.lanes ? max_length - tile : lane.lanes;
     const auto add = [&](int k, const MixedSlice& columns) {
       const float scale = __shfl_sync(simt::kFullMask, weight, k, lane.lanes);
 #pragma unroll
       for (int e = 0; e < kMixedColumns; ++e) sum[e] += scale * columns[e];
     };
-    read_mixed_rows(args, address, task.dim, column, lane.lanes, steps, add);
+    read_mixed_rows(args, address, task.dim, column, lane.lanes, num_steps, add);
   }
 }
 
 // Grid-stride over `items`: bags, or lookups without pooling.
 [[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
-    mixed_lookup_kernel(DeviceLookupArgs args, int64_t items, int lanes) {
+    mixed_lookup_kernel(DeviceLookupArgs args, int64_t num_items, int lanes) {
   constexpr int N = kMixedColumns;
   const LaneGroup lane(lanes);
   const int64_t stride = simt::warps_in_grid() * lane.groups_in_warp();
-  for (int64_t first = simt::global_warp() * lane.groups_in_warp(); first < items;
+  for (int64_t first = simt::global_warp() * lane.groups_in_warp(); first < num_items;
        first += stride) {
     const int64_t item = first + lane.group;
-    const BagTask task(args, item, items);
-    const int longest = __reduce_max_sync(simt::kFullMask, task.length);
-    const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
+    const BagTask task(args, item, num_items);
+    const int max_length = __reduce_max_sync(simt::kFullMask, task.length);
+    const int max_dim = __reduce_max_sync(simt::kFullMask, task.dim);
     const float scale = mean_factor(args.pooling, task.length);
-    for (int base = 0; base < widest; base += lanes * N) {
+    for (int base = 0; base < max_dim; base += lanes * N) {
       const int column = base + lane.rank * N;
       float sum[N] = {};
-      add_mixed_bag(args, task, lane, column, longest, sum);
+      add_mixed_bag(args, task, lane, column, max_length, sum);
       if (column >= task.dim) continue;
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[e] *= scale;
@@ -575,45 +581,47 @@ EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
 // Launch a lookup over rows of two dtypes.
 template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
-  const int64_t items = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.num_bags;
+  const int64_t num_items =
+      args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.num_bags;
   const int lanes = lanes_for(mean_output_columns(args), kMixedColumns);
   launcher(mixed_lookup_kernel,
-           blocks_for(items, kLookupThreads / lanes,
+           blocks_for(num_items, kLookupThreads / lanes,
                       launcher.blocks(kLookupWaves * kResidentBlocksPerSm)),
-           kLookupThreads, args, items, lanes);
+           kLookupThreads, args, num_items, lanes);
 }
 
-// Select the kernel of a lookup, the lanes per row and the blocks of the grid. The width of each
-// feature is known on the device only, so the number of lanes follows the mean width; any number
-// gives the same sums, except in long bags, where it determines the stretches. `launcher` is a
-// CudaLauncher or, in tests, a simt::HostLauncher.
+// Select the kernel of a lookup, the lanes per row and the blocks of the grid, and launch it. The
+// width of each feature is known on the device only, so the number of lanes depends on the mean
+// width. The sums do not depend on this number, except in long bags, where it determines the
+// stretches. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class W, class Launcher>
 void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
   const int64_t mean_dim = mean_output_columns(args);
-  const int lanes = lanes_for(mean_dim, N), groups = kWarpLanes / lanes;
+  const int lanes = lanes_for(mean_dim, N), groups_per_warp = kWarpLanes / lanes;
   const unsigned stripes = blocks_for(mean_dim, lanes * N, kMaxStripes);
-  const auto launch = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
-    const int64_t items_of_block = items_of_warp * (threads / kWarpLanes);
-    const unsigned blocks =
-        blocks_for(items, items_of_block, launcher.blocks(kLookupWaves * kResidentBlocksPerSm));
+  const auto launch = [&](auto kernel, int64_t num_items, int items_per_warp, int threads) {
+    const int64_t items_per_block = items_per_warp * (threads / kWarpLanes);
+    const unsigned blocks = blocks_for(num_items, items_per_block,
+                                       launcher.blocks(kLookupWaves * kResidentBlocksPerSm));
     launcher(kernel, simt::Dim3(blocks, stripes), simt::Dim3(threads), args, lanes);
   };
   if (args.pooling == Pooling::kNone) {
     launch(sequence_kernel<W>, args.bags.num_lookups, simt::kWarpLanes, kLookupThreads);
   } else if (has_short_bags(args)) {
-    launch(short_bags_kernel<W>, args.bags.num_bags, groups * kBagsInFlight, kShortBagThreads);
+    launch(short_bags_kernel<W>, args.bags.num_bags, groups_per_warp * kBagsInFlight,
+           kShortBagThreads);
   } else if (has_long_bags(args, lanes)) {
-    const int warps = kLookupThreads / kWarpLanes;
-    launch(long_bags_kernel<W>, args.bags.num_bags * warps, 1, kLookupThreads);
+    const int warps_per_block = kLookupThreads / kWarpLanes;
+    launch(long_bags_kernel<W>, args.bags.num_bags * warps_per_block, 1, kLookupThreads);
   } else {
-    launch(pool_kernel<W>, args.bags.num_bags, groups, kLookupThreads);
+    launch(pool_kernel<W>, args.bags.num_bags, groups_per_warp, kLookupThreads);
   }
 }
 
-// Write args.output: the row of every bag or, without pooling, of every lookup; elements that no
-// bag has are not written. The caller must pass at least one bag; not checked. Does not wait for
-// the device.
+// Write args.output: the row of every bag or, without pooling, of every lookup. Elements that no
+// bag has are not written. The batch must have at least one bag; not checked. This does not wait
+// for the device.
 template <class Launcher>
 void launch_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   if (args.columns == 0) return;

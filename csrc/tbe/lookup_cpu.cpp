@@ -28,12 +28,12 @@ LookupFn lookup_kernel(const TableRows& rows, Dtype weights, Dtype output) {
                       [static_cast<int>(output)][rows.indices.is_int64];
 }
 
-// Outputs of at least this many bytes are written past the caches where a kernel can: the caches
-// would not hold them until they are read. An ordinary store would read each cache line of the
-// output first, and evict rows.
+// An output of at least this many bytes is stored past the caches if the kernel can do that,
+// because it would be evicted from the caches before it is read. An ordinary store would also read
+// each cache line of the output first, and evict rows.
 constexpr int64_t kBypassBytes = int64_t{2} << 20;
 
-int64_t bytes_of(const Tensor& tensor) {
+int64_t num_bytes(const Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(tensor.element_size());
 }
 
@@ -44,9 +44,10 @@ bool has_whole_lines(const void* out, int64_t columns, int64_t dim) {
          dim % kLineFloats == 0;
 }
 
-// Throws unless each of the `columns` columns belongs to exactly one feature or, in a variable
-// batch, each of the `columns` elements to exactly one bag: kernels write no others. Usually these
-// columns or elements are a few runs of neighbours, in order.
+// Check that the bags cover the output, because kernels write no other elements. Throws unless each
+// of the `columns` columns belongs to exactly one feature or, in a variable batch, each of the
+// `columns` elements to exactly one bag. Usually these columns or elements are a few runs of
+// neighbours, in order.
 void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
   const FeatureBags& bags = in.feature_bags;
   const BagLayout* layout = bags.map.layout;
@@ -80,9 +81,9 @@ void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
   }
 }
 
-// Allocate the output, and clear it if kernels leave some of it unwritten: rows of lookups before
-// the first bag, or all of it without bags. Throws, without pooling, if a feature's dim is not
-// `columns`, and with pooling if check_coverage does (which needs bags).
+// Allocate the output. Clear it if kernels do not write all of it: without bags they write nothing,
+// and without pooling they do not write rows of lookups before the first bag. Without pooling,
+// throws if a feature's dim is not `columns`; with pooling and bags, if check_coverage throws.
 Tensor new_output(const char* op, const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const int64_t num_features = in.feature_bags.num_features();
   const bool is_variable = in.feature_bags.map.layout != nullptr;
@@ -112,7 +113,7 @@ Tensor look_up(const char* op, const LookupInputs& in, const std::optional<Tenso
   if (in.bags.num_bags == 0) return out;
   const Feature* feature = feature_array(in.features);
   char* output = static_cast<char*>(out.mutable_data_ptr());
-  const bool is_large = bytes_of(out) >= kBypassBytes;
+  const bool is_large = num_bytes(out) >= kBypassBytes;
   const BagMap& map = in.feature_bags.map;
   for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const TableRows rows = in.rows_of(feature[f]);
@@ -122,8 +123,8 @@ Tensor look_up(const char* op, const LookupInputs& in, const std::optional<Tenso
                     {in.bags, in.pooling, map.layout, columns},
                     sample_weights ? sample_weights->const_data_ptr<float>() : nullptr,
                     output + base * out.element_size()};
-    const bool mixed = rows.caching == Caching::kMixed;
-    const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);
+    const bool is_mixed = rows.caching == Caching::kMixed;
+    const std::unique_ptr<float[]> scratch(is_mixed ? new float[rows.dim] : nullptr);
     args.scratch = scratch.get();
     args.bypasses_caches =
         has_fixed_rows && is_large && has_whole_lines(args.out, columns, rows.dim);
@@ -157,25 +158,25 @@ bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags
   if (!offsets_are_valid(bags.offsets, bags.num_bags, bags.num_lookups)) return false;
   const Feature* feature = feature_array(features);
   const int64_t num_features = feature_bags.num_features();
-  const int64_t parts = std::clamp<int64_t>(bags.num_lookups / kCheckGrain, 1, num_threads());
-  std::vector<char> valid(parts, 1);
-  parallel_tasks(parts, [&](int64_t part) {
+  const int64_t num_parts = std::clamp<int64_t>(bags.num_lookups / kCheckGrain, 1, num_threads());
+  std::vector<char> is_valid(num_parts, 1);
+  parallel_tasks(num_parts, [&](int64_t part) {
     for (int64_t f = 0; f < num_features; ++f) {
-      const int64_t first = bags.offsets[feature_bags.first_bags[f]];
-      const int64_t length = bags.offsets[feature_bags.first_bags[f + 1]] - first;
-      valid[part] &= indices_are_valid(indices, first + length * part / parts,
-                                       first + length * (part + 1) / parts, feature[f].rows);
+      const int64_t begin = bags.offsets[feature_bags.first_bags[f]];
+      const int64_t length = bags.offsets[feature_bags.first_bags[f + 1]] - begin;
+      is_valid[part] &= indices_are_valid(indices, begin + length * part / num_parts,
+                                          begin + length * (part + 1) / num_parts, feature[f].rows);
     }
   });
-  return std::find(valid.begin(), valid.end(), 0) == valid.end();
+  return std::find(is_valid.begin(), is_valid.end(), 0) == is_valid.end();
 }
 
 namespace {
 
 // Check a fixed batch and look it up: return [output], as `tbe_lookup` returns it. If
-// is_valid_batch is false, return no tensor, with or without a `mode`: the caller then repairs and
-// reports the batch with `bounds_check`, or calls `tbe_lookup`. `mode` and `violations` are only
-// validated: nothing is counted here.
+// is_valid_batch is false, return no tensor, with or without a `mode`. The caller must then repair
+// and report the batch with `bounds_check`, or call `tbe_lookup`. `mode` and `violations` are
+// validated but not used: no violation is counted here.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,

@@ -1,6 +1,6 @@
 // `tbe_lookup`, `bounds_check`, both in one op, and `tbe_sample_weight_grad` on the GPU: check the
 // arguments, allocate, launch. The contents of device tensors (`features`, `bag_layout`, offsets)
-// are not read here, so that nothing waits for the GPU.
+// are not read here, so that the host does not wait for the GPU.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -165,9 +165,9 @@ Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor&
 namespace {
 
 // Check a fixed batch and look it up. Return [output], and with a mode [output, repaired offsets].
-// Unlike on the CPU, the result is complete for an invalid batch too (unless the mode "fatal"
-// traps): the kernels repair what is invalid, so that the host need not wait to learn whether the
-// batch is valid. In the mode "warning" violations are added to `violations`.
+// Unlike on the CPU, the result is complete for an invalid batch too, unless the mode "fatal"
+// traps: the kernels repair what is invalid. So the host need not wait to learn whether the batch
+// is valid. In the mode "warning" violations are added to `violations`.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,

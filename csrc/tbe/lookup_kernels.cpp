@@ -1,11 +1,12 @@
-// Forward of table-batched embeddings on one CPU thread. Its time is cache misses on random rows,
-// so it must keep enough of them in flight: rows are prefetched a number of lookups ahead that
-// depends on their size, across bags.
+// Forward of table-batched embeddings on one CPU thread. Most of its time is cache misses on random
+// rows, so it must keep enough of them in flight. Rows are prefetched some lookups ahead, also
+// across bags; the number depends on the size of a row.
 //
-// Two paths give the same bits. If the offsets of a range of bags ascend, all its indices are rows
-// of the table, and there is no cache, as is usual, `pool_valid` needs few instructions per lookup,
-// since no index is repaired and whole rows are prefetched. More cache misses then overlap.
-// Otherwise `pool`, which uses `pool_bags` of core/pool_bag.h, repairs every index as it reads it.
+// There are two paths, whose results have the same bits. `pool_valid` is for the usual case: the
+// offsets of the range of bags ascend, all its indices are rows of the table, and there is no
+// cache. It needs few instructions per lookup, because it repairs no index and prefetches whole
+// rows, so more cache misses overlap. `pool` is for all other cases. It uses `pool_bags` of
+// core/pool_bag.h and repairs every index as it reads it.
 #include <type_traits>
 
 #include "core/pool_bag.h"
@@ -15,25 +16,26 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Bytes of rows in flight, measured (reports/LOG.md): more did not help. The unit is bytes because
-// a row of 512 bytes is 8 requests.
+// Bytes of rows in flight. A larger number did not help (measured, reports/LOG.md). The unit is
+// bytes, because a row of 512 bytes is 8 requests.
 constexpr int64_t kPrefetchBytes = 4096;
 
 // Return how many lookups ahead to prefetch rows of `row_bytes` bytes.
 int64_t prefetch_distance(int64_t row_bytes) {
-  const int64_t rows = kPrefetchBytes / (row_bytes < kCacheLineBytes ? kCacheLineBytes : row_bytes);
+  const int64_t num_rows =
+      kPrefetchBytes / (row_bytes < kCacheLineBytes ? kCacheLineBytes : row_bytes);
   constexpr int64_t kMinRows = 2, kMaxRows = 32;
-  return rows < kMinRows ? kMinRows : (rows > kMaxRows ? kMaxRows : rows);
+  return num_rows < kMinRows ? kMinRows : (num_rows > kMaxRows ? kMaxRows : num_rows);
 }
 
-// The lookups of one feature in the form that `pool_bags` takes: core/pool_bag.h has the contract
-// of the members. `Reader` is one of tbe/read_rows.h.
+// The lookups of one feature as an argument of `pool_bags`. core/pool_bag.h has the contract of the
+// members. `Reader` is a reader of tbe/read_rows.h.
 template <class Reader>
 struct WeightedRows {
   using Element = typename Reader::Element;
   Reader reader;
   const float* sample_weights;  // [L] or null
-  int64_t end;                  // lookups from here on are not prefetched
+  int64_t prefetch_end;         // lookups from here on are not prefetched
   int64_t lookups_ahead;        // between the prefetch of a row and its use
 
   struct Values {
@@ -51,7 +53,7 @@ struct WeightedRows {
     return {columns, broadcast(sample_weights != nullptr ? sample_weights[i] : 1.0f)};
   }
   EMB_HD void prefetch(int64_t i, int64_t count) const {
-    if (i < end) reader.prefetch(i, count);
+    if (i < prefetch_end) reader.prefetch(i, count);
   }
 };
 
@@ -67,34 +69,35 @@ EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag
 
 // The path for valid indices.
 
-// Rows of a table whose indices are all valid. A row has kVectors vector registers; 0 stands for
-// any length.
+// Rows of a table whose indices are all valid. A row has kVectors vector registers, or any length
+// if kVectors is 0.
 template <int kVectors, class W, class I>
 struct ValidRows {
   const W* table;
-  const I* indices;  // [L]
-  int64_t any_dim;   // columns of a row, used if kVectors is 0
-  int64_t end;       // of the lookups of the range
-  int64_t distance;  // lookups between the prefetch of a row and its use
+  const I* indices;     // [L]
+  int64_t runtime_dim;  // columns of a row, used if kVectors is 0
+  int64_t end;          // end of the range of lookups
+  int64_t distance;     // lookups between the prefetch of a row and its use
 
   ValidRows(const LookupArgs& args, const I* range_indices, int64_t end_lookup)
       : table(static_cast<const W*>(args.rows.table)),
         indices(range_indices),
-        any_dim(args.rows.dim),
+        runtime_dim(args.rows.dim),
         end(end_lookup),
-        distance(prefetch_distance(nbytes())) {}
+        distance(prefetch_distance(row_bytes())) {}
 
-  EMB_HD int64_t dim() const { return kVectors > 0 ? kVectors * kLanes : any_dim; }
-  EMB_HD int64_t nbytes() const { return dim() * static_cast<int64_t>(sizeof(W)); }
+  EMB_HD int64_t dim() const { return kVectors > 0 ? kVectors * kLanes : runtime_dim; }
+  EMB_HD int64_t row_bytes() const { return dim() * static_cast<int64_t>(sizeof(W)); }
   EMB_HD const W* at(int64_t i) const { return table + static_cast<int64_t>(indices[i]) * dim(); }
-  // Prefetch the row that is read `distance` lookups after i; near the end, the last row again.
+  // Prefetch the row that is read `distance` lookups after lookup i. Near the end, where there is
+  // none, prefetch the last row again.
   EMB_HD void prefetch_after(int64_t i) const {
-    prefetch_row<false>(at(i + distance < end ? i + distance : end - 1), nbytes());
+    prefetch_row<false>(at(i + distance < end ? i + distance : end - 1), row_bytes());
   }
   // Prefetch the rows of the first `distance` lookups from `first` on.
   EMB_HD void prefetch_first(int64_t first) const {
-    const int64_t stop = first + distance < end ? first + distance : end;
-    for (int64_t i = first; i < stop; ++i) prefetch_row<false>(at(i), nbytes());
+    const int64_t prefetch_end = first + distance < end ? first + distance : end;
+    for (int64_t i = first; i < prefetch_end; ++i) prefetch_row<false>(at(i), row_bytes());
   }
 };
 
@@ -123,7 +126,7 @@ EMB_HD void end_stream() {
 }
 
 // Write the output of a bag of one lookup, or of a lookup without pooling: its row times `weight`.
-// Zero is added, as in a sum, which turns -0 into 0.
+// Zero is added, as in the sum of a longer bag, because this turns -0 into 0.
 template <int kVectors, bool kStream, class W, class O>
 EMB_HD void copy_row(const W* row, int64_t dim, float weight, O* out) {
   const Vec factor = broadcast(weight);
@@ -203,8 +206,9 @@ EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int
   store_first(out + column, total * broadcast(scale), remaining);
 }
 
-// Return whether every bag of [first_bag, last_bag) has exactly one lookup. Collects differing
-// bits, because a loop with a bool result would not vectorise. Reads offsets[last_bag].
+// Return whether every bag of [first_bag, last_bag) has exactly one lookup. The loop collects
+// differing bits, because a loop with a bool result would not vectorise. It reads
+// offsets[last_bag].
 template <class Offset>
 bool all_have_one_lookup(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
   const auto first = static_cast<uint64_t>(offsets[first_bag]);
@@ -224,50 +228,50 @@ bool all_have_one_lookup(const Bags& bags, int64_t first_bag, int64_t last_bag) 
              : all_have_one_lookup(static_cast<const int32_t*>(offsets.data), first_bag, last_bag);
 }
 
-// Pool bags [first_bag, last_bag); the caller must have checked that their offsets ascend and that
-// their indices are valid. Rows have kVectors vector registers; 0 stands for any length. With
-// kStream, which needs kVectors > 0, the output bypasses the caches.
+// Pool bags [first_bag, last_bag). The caller must have checked that their offsets ascend and that
+// their indices are valid. Rows have kVectors vector registers, or any length if kVectors is 0.
+// With kStream, which needs kVectors > 0, the output bypasses the caches.
 template <int kVectors, bool kStream, class O, class W, class I>
 void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int64_t last_bag) {
   static_assert(kVectors <= 8 || kVectors % 8 == 0, "sum_block takes 8 vectors of longer rows");
   const BagItems& bags = args.bags;
-  const int64_t first = bags.first_lookup(first_bag), last = bags.end_lookup(last_bag);
-  const ValidRows<kVectors, W, I> rows(args, indices, last);
+  const int64_t first = bags.first_lookup(first_bag), end = bags.end_lookup(last_bag);
+  const ValidRows<kVectors, W, I> rows(args, indices, end);
   rows.prefetch_first(first);
   const float* weights = args.sample_weights;
   O* const out = static_cast<O*>(args.out);
   if (bags.pooling == Pooling::kNone) {
-    for (int64_t i = first; i < last; ++i) {
+    for (int64_t i = first; i < end; ++i) {
       rows.prefetch_after(i);
       copy_row<kVectors, kStream>(rows.at(i), rows.dim(), 1.0f, out + i * bags.stride);
     }
     return;
   }
-  const auto row_of = [&](int64_t bag) { return out + bags.output_offset(first_bag, bag); };
+  const auto output_row = [&](int64_t bag) { return out + bags.output_offset(first_bag, bag); };
   if (all_have_one_lookup(bags.bags, first_bag, last_bag)) {
     for (int64_t bag = first_bag, i = first; bag < last_bag; ++bag, ++i) {
       rows.prefetch_after(i);
       const float weight = weights != nullptr ? weights[i] : 1.0f;
-      copy_row<kVectors, kStream>(rows.at(i), rows.dim(), weight, row_of(bag));
+      copy_row<kVectors, kStream>(rows.at(i), rows.dim(), weight, output_row(bag));
     }
     return;
   }
   int64_t begin = first;
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    const int64_t end = bags.bags.end(bag);
-    const float scale = mean_factor(bags.pooling, end - begin);
+    const int64_t bag_end = bags.bags.end(bag);
+    const float scale = mean_factor(bags.pooling, bag_end - begin);
     if constexpr (kVectors == 0) {
-      sum_bag(rows, weights, begin, end, scale, row_of(bag));
+      sum_bag(rows, weights, begin, bag_end, scale, output_row(bag));
     } else if constexpr (kVectors <= 8) {
-      sum_block<kVectors, true, kStream>(rows, weights, 0, begin, end, scale, row_of(bag));
+      sum_block<kVectors, true, kStream>(rows, weights, 0, begin, bag_end, scale, output_row(bag));
     } else {
-      sum_block<8, true, kStream>(rows, weights, 0, begin, end, scale, row_of(bag));
+      sum_block<8, true, kStream>(rows, weights, 0, begin, bag_end, scale, output_row(bag));
       for (int column = 8; column < kVectors; column += 8) {
-        sum_block<8, false, kStream>(rows, weights, column * kLanes, begin, end, scale,
-                                     row_of(bag));
+        sum_block<8, false, kStream>(rows, weights, column * kLanes, begin, bag_end, scale,
+                                     output_row(bag));
       }
     }
-    begin = end;
+    begin = bag_end;
   }
 }
 
@@ -303,42 +307,43 @@ void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int
 
 // Return whether indices [begin, end) are all rows of a table.
 template <class I>
-bool are_all_rows(const I* indices, int64_t begin, int64_t end, int64_t rows) {
-  // The signs of 64-bit differences, because a loop with a bool result would not vectorise.
-  uint64_t signs = 0;
+bool are_valid_rows(const I* indices, int64_t begin, int64_t end, int64_t num_rows) {
+  // The loop collects signs of 64-bit differences, because with a bool result it would not
+  // vectorise.
+  uint64_t sign_bits = 0;
   for (int64_t i = begin; i < end; ++i) {
     const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
-    signs |= index | (static_cast<uint64_t>(rows) - 1 - index);
+    sign_bits |= index | (static_cast<uint64_t>(num_rows) - 1 - index);
   }
-  return static_cast<int64_t>(signs) >= 0;
+  return static_cast<int64_t>(sign_bits) >= 0;
 }
 
-// Return whether the offsets of bags [first_bag, last_bag) are not negative and never decrease, so
-// that every bag begins where the one before it ends. A violation sets the sign of `signs`.
+// Return whether the offsets of bags [first_bag, last_bag) are not negative and never decrease.
+// Then every bag begins where the previous bag ends. A violation sets the sign of `sign_bits`.
 template <class Offset>
-bool do_ascend(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
+bool offsets_ascend(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
   using U = std::make_unsigned_t<Offset>;
-  auto signs = static_cast<U>(offsets[first_bag]);
+  auto sign_bits = static_cast<U>(offsets[first_bag]);
   for (int64_t bag = first_bag + 1; bag < last_bag; ++bag) {
-    signs |= static_cast<U>(offsets[bag]) |
-             (static_cast<U>(offsets[bag]) - static_cast<U>(offsets[bag - 1]));
+    sign_bits |= static_cast<U>(offsets[bag]) |
+                 (static_cast<U>(offsets[bag]) - static_cast<U>(offsets[bag - 1]));
   }
-  return static_cast<Offset>(signs) >= 0;
+  return static_cast<Offset>(sign_bits) >= 0;
 }
 
-bool do_ascend(IndexArray offsets, int64_t first_bag, int64_t last_bag) {
+bool offsets_ascend(IndexArray offsets, int64_t first_bag, int64_t last_bag) {
   return offsets.is_int64
-             ? do_ascend(static_cast<const int64_t*>(offsets.data), first_bag, last_bag)
-             : do_ascend(static_cast<const int32_t*>(offsets.data), first_bag, last_bag);
+             ? offsets_ascend(static_cast<const int64_t*>(offsets.data), first_bag, last_bag)
+             : offsets_ascend(static_cast<const int32_t*>(offsets.data), first_bag, last_bag);
 }
 
 // The LookupFn for tables without a cache.
 template <class W, class O, class I>
 void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const auto* indices = static_cast<const I*>(args.rows.indices.data);
-  const int64_t first = args.bags.first_lookup(first_bag), last = args.bags.end_lookup(last_bag);
-  if (!do_ascend(args.bags.bags.offsets, first_bag, last_bag) ||
-      !are_all_rows(indices, first, last, args.rows.rows)) {
+  const int64_t begin = args.bags.first_lookup(first_bag), end = args.bags.end_lookup(last_bag);
+  if (!offsets_ascend(args.bags.bags.offsets, first_bag, last_bag) ||
+      !are_valid_rows(indices, begin, end, args.rows.num_rows)) {
     return pool<O>(args, PlainRows<W, const I*>(args.rows, indices), first_bag, last_bag);
   }
   if constexpr (std::is_same_v<O, float>) {

@@ -1,7 +1,7 @@
-// Validation and repair of the offsets of a batch on the GPU. Repaired offsets are clamped to
-// [0, L], never decrease, and end with L: they are a running maximum. Lookups before the first
-// offset, if that is above 0, belong to no bag: an index of -1 there is padding, any other is
-// *lost*, which counts as a violation of the offsets.
+// Validation and repair of the offsets of a batch on the GPU. Repaired offsets are a running
+// maximum: they are clamped to [0, L], never decrease, and end with L. Lookups before the first
+// offset, if that is above 0, belong to no bag. An index of -1 there is padding. Any other index
+// there is *lost*, which counts as a violation of the offsets.
 //
 // Nearly every batch is valid, so all threads first check the offsets, without a scan. If a thread
 // finds an invalid offset, a single block repairs all offsets in the same launch
@@ -15,13 +15,14 @@
 
 namespace emb::cuda {
 
-// How a kernel over the lookups of a batch checks the batch on the way; not at all if `repaired` is
-// null. Pointers are to device memory, which must live until the kernel has run.
+// How a kernel over the lookups of a batch also checks the batch. If `repaired` is null, it does
+// not. Pointers are to device memory, which must live until the kernel has run.
 struct BatchCheck {
   int32_t* repaired = nullptr;  // [bags + 1], an output, written if an offset is invalid
   bool copies_valid = false;    // write `repaired` for valid offsets too
   bool is_fatal = false;        // trap at a violation, as an assert does
-  // [2]: invalid indices, and offsets that the repair changed plus lost indices; null: not counted
+  // [2]: the number of invalid indices, and the number of offsets that the repair changed plus lost
+  // indices. Null if they are not counted.
   unsigned long long* violations = nullptr;
   bool adds_counts = true;  // add to `violations`, else overwrite it
   // [2], scratch of a launch of several blocks: packed counts, see finish_block in tbe/keys.cuh.
@@ -38,34 +39,34 @@ EMB_DEVICE int32_t clamped_offset(const Bags& bags, int64_t i) {
                                          : (offset > bags.num_lookups ? bags.num_lookups : offset));
 }
 
-// Return how many of the offsets first, first + step, ... of [0, bags] are invalid: below their
-// predecessor (below 0 for offset 0), above L, or, for the last offset if there are bags, not L.
-// The offsets are valid if the result is 0 in all threads. The repair may change another number of
-// offsets, since a repaired offset depends on all offsets before it. With check.copies_valid also
-// copy these offsets to check.repaired.
+// Return how many of the offsets with the positions first, first + step, ... are invalid. An offset
+// is invalid if it is below its predecessor (offset 0: below 0), if it is above L, or if it is the
+// last of a batch with bags and not L. The offsets are valid if the result is 0 in all threads. The
+// repair may change a different number of offsets, because a repaired offset depends on all offsets
+// before it. If check.copies_valid, also copy these offsets to check.repaired.
 EMB_DEVICE int count_invalid_offsets(const Bags& bags, const BatchCheck& check, int64_t first,
                                      int64_t step) {
-  int invalid = 0;
+  int num_invalid = 0;
 #pragma unroll 4
   for (int64_t i = first; i <= bags.num_bags; i += step) {
     const int64_t offset = bags.offsets[i], previous = i == 0 ? 0 : bags.offsets[i - 1];
-    invalid += offset < previous || offset > bags.num_lookups ||
-               (i == bags.num_bags && i > 0 && offset != bags.num_lookups);
+    num_invalid += offset < previous || offset > bags.num_lookups ||
+                   (i == bags.num_bags && i > 0 && offset != bags.num_lookups);
     if (check.copies_valid) check.repaired[i] = static_cast<int32_t>(offset);
   }
-  return invalid;
+  return num_invalid;
 }
 
-// Write the repaired offsets to `repaired`, [bags + 1]; return how many of the offsets that this
+// Write the repaired offsets to `repaired`, [bags + 1]. Return how many of the offsets that this
 // thread wrote differ from bags.offsets. Exactly one block, which consists of whole warps, must
-// call it with all of its threads; it has barriers. `warp_scratch` is shared memory for an int per
-// warp. `repaired` must not be bags.offsets, and there must be fewer than 2^31 lookups; not
+// call this with all of its threads; it has barriers. `warp_scratch` is shared memory for an int
+// per warp. `repaired` must not be bags.offsets, and there must be fewer than 2^31 lookups; not
 // checked.
 EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp_scratch) {
   constexpr int kOffsetsPerThread = 4;  // neighbouring offsets per thread and tile
   const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
   int32_t maximum_before = 0;  // of all tiles before this one
-  int changed = 0;
+  int num_changed = 0;
   for (int64_t tile = 0; tile <= bags.num_bags; tile += int64_t{blockDim.x} * kOffsetsPerThread) {
     const int64_t first = tile + int64_t{threadIdx.x} * kOffsetsPerThread;
     int32_t maximum = 0;
@@ -74,8 +75,8 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp
       maximum = max_of(maximum, clamped_offset(bags, i));
     }
     for (unsigned delta = 1; delta < simt::kWarpLanes; delta *= 2) {
-      const int32_t other = __shfl_up_sync(simt::kFullMask, maximum, delta);
-      if (lane >= delta) maximum = max_of(maximum, other);
+      const int32_t lower_maximum = __shfl_up_sync(simt::kFullMask, maximum, delta);
+      if (lane >= delta) maximum = max_of(maximum, lower_maximum);
     }
     if (lane == simt::kWarpLanes - 1) warp_scratch[warp] = maximum;
     int32_t running_max = __shfl_up_sync(simt::kFullMask, maximum, 1u);
@@ -90,22 +91,22 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp
       running_max = max_of(running_max, clamped_offset(bags, i));
       // Without bags there are no lookups, and the only offset is 0.
       if (i == bags.num_bags && i > 0) running_max = static_cast<int32_t>(bags.num_lookups);
-      changed += running_max != bags.offsets[i];
+      num_changed += running_max != bags.offsets[i];
       repaired[i] = running_max;
     }
     __syncthreads();
   }
-  return changed;
+  return num_changed;
 }
 
-// Trap because of an invalid offset, or a lost index: the launch fails. (A first offset above 0 is
-// valid where the indices before it are -1.)
+// Trap because of an invalid offset or a lost index, so that the launch fails. (A first offset
+// above 0 is no violation if all indices before it are -1.)
 EMB_DEVICE void fail_for_offsets() {
   simt::trap(
       "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
 }
 
-// Trap because of an invalid index: the launch fails.
+// Trap because of an invalid index, so that the launch fails.
 EMB_DEVICE void fail_for_indices() {
   simt::trap(
       "bounds_check: indices must be in [0, rows) of their table (or -1 for a pruned one); "

@@ -2,11 +2,11 @@
 // (update.cuh).
 //
 // Lookups are sorted by row; a segment is the lookups of one row. The lanes that update a row sum
-// its segment if that has at most kShortSegment lookups, or if the row is wider than a chunk sum
-// (only in a variable batch, see kMaxVariableColumns). Any other segment is divided into chunks,
-// which blocks sum beforehand, so that one hot row occupies the whole device; the lanes then add
-// the chunk sums in order. Chunks depend on the length of the segment only, so that the same
-// gradients give the same bits.
+// its segment if the segment has at most kShortSegment lookups, or if the row is wider than a chunk
+// sum (only in a variable batch, see kMaxVariableColumns). Any other segment is divided into
+// chunks. Blocks sum the chunks beforehand, so that one hot row occupies the whole device, and the
+// lanes then add the chunk sums in order. The chunks depend on the length of the segment only, so
+// that the sums of the same gradients always have the same bits.
 #pragma once
 
 #include "core/dtype.h"
@@ -19,7 +19,7 @@
 namespace emb::cuda {
 
 inline constexpr int kChunkThreads = 256;
-// Blocks per multiprocessor of chunk_kernel: four leave a thread 64 registers.
+// Blocks per multiprocessor of chunk_kernel: with four, a thread has 64 registers.
 inline constexpr int kChunkSumBlocksPerSm = 4;
 // The three lengths are not measured.
 inline constexpr int kShortSegment = 256;   // lookups of the longest segment without chunks
@@ -39,11 +39,11 @@ EMB_HD int num_chunks(int segment_length) {
   return static_cast<int>((static_cast<int64_t>(segment_length) + length - 1) / length);
 }
 
-// The memory of a chunk sum follows from the position of its segment; no counter is needed. There
-// is a *chunk slot* for every kShortSegment sorted lookups. The slots of a segment are those whose
-// first lookup lies in the segment. A long segment has at least as many slots as chunks.
+// The memory of a chunk sum is determined by the position of its segment, so no counter is needed.
+// There is a *chunk slot* for every kShortSegment sorted lookups. The slots of a segment are those
+// whose first lookup lies in the segment. A long segment has at least as many slots as chunks.
 //
-// Return the number of chunk slots of a batch; 0 if no segment can be long.
+// Return the number of chunk slots of a batch, 0 if no segment can be long.
 EMB_HD int64_t num_chunk_slots(int64_t num_lookups) {
   return num_lookups > kShortSegment ? (num_lookups + kShortSegment - 1) / kShortSegment : 0;
 }
@@ -59,7 +59,7 @@ inline int64_t chunk_sum_stride(int64_t columns) {
   return (columns + kColumns - 1) / kColumns * kColumns;
 }
 
-// The maximum number of columns of a chunk sum in a variable batch, where the host does not know
+// The maximum number of columns of a chunk sum in a variable batch, in which the host does not know
 // the widest row. Segments of wider rows are not divided into chunks.
 inline constexpr int64_t kMaxVariableColumns = 1024;
 
@@ -87,13 +87,13 @@ struct DeviceGradArgs {
   const int32_t *segments, *sorted_lookups, *sorted_bags, *num_groups;
   const int32_t* row_slots;  // [L] cache slot of the row of each group, -1 for none; null: no cache
   int64_t num_lookups;       // L
-  // Scratch, by chunk slot: which chunk it is, and the sum of that chunk, [slots,
-  // chunk_sum_stride]. Null if num_chunk_slots(L) is 0.
+  // Scratch, by chunk slot: the chunk of the slot, and its sum, [slots, chunk_sum_stride]. Null if
+  // num_chunk_slots(L) is 0.
   ChunkTask* chunk_tasks;
   float* chunk_sums;
   int64_t chunk_sum_stride;
-  // Without an optimizer, where the gradients of rows are written to the weights of tier 0: the
-  // number of floats from one gradient to the next.
+  // Used without an optimizer only, when the gradients of rows are written to the weights of tier
+  // 0: the number of floats from one gradient to the next.
   int64_t result_stride;
 };
 
@@ -133,35 +133,35 @@ EMB_DEVICE bool has_chunks(const DeviceGradArgs& args, int length, int dim) {
 }
 
 // Add columns [column, column + kColumns) of the gradients of sorted lookups [begin, begin +
-// length), times their weights, to `sum`. The row has `dim` columns; `longest` is the maximum
+// length), times their weights, to `sum`. The row has `dim` columns; `max_length` is the maximum
 // length in the warp. Called by all lanes of a warp.
 template <class G>
 EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int begin, int length,
-                          int longest, int column, int dim, float (&sum)[kColumns]) {
+                          int max_length, int column, int dim, float (&sum)[kColumns]) {
   const G* base = static_cast<const G*>(args.grad) + column;
-  const bool aligned = dim % kColumns == 0 && is_aligned(args.grad, kColumns * sizeof(G));
-  for (int tile = 0; tile < longest; tile += lane.lanes) {
+  const bool has_aligned_rows = dim % kColumns == 0 && is_aligned(args.grad, kColumns * sizeof(G));
+  for (int tile = 0; tile < max_length; tile += lane.lanes) {
     int64_t offset = -1;
     float scale = 0.0f;
     if (const int j = begin + tile + lane.rank; tile + lane.rank < length) {
       offset = grad_offset(args, j, bag_of(args, j));
       scale = grad_weight(args, j, bag_of(args, j));
     }
-    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
+    const int num_steps = max_length - tile < lane.lanes ? max_length - tile : lane.lanes;
     const bool uses_vectors =
-        __all_sync(simt::kFullMask, offset < 0 || (aligned && offset % kColumns == 0));
+        __all_sync(simt::kFullMask, offset < 0 || (has_aligned_rows && offset % kColumns == 0));
     if (uses_vectors) {
-      add_rows<G, kColumns, true>(base, offset, scale, dim - column, lane.lanes, steps, sum);
+      add_rows<G, kColumns, true>(base, offset, scale, dim - column, lane.lanes, num_steps, sum);
     } else {
-      add_rows<G, kColumns, false>(base, offset, scale, dim - column, lane.lanes, steps, sum);
+      add_rows<G, kColumns, false>(base, offset, scale, dim - column, lane.lanes, num_steps, sum);
     }
   }
 }
 
 // Set the tasks of the chunk slots of all groups, if args.chunk_tasks is not null. If
-// `num_updated`, [1], is not null, the grouping has not counted the step: count it and write the
-// number of groups to update, or, if the gradient is not finite, count nothing and write 0.
-// Grid-stride over groups.
+// `num_updated`, [1], is not null, the grouping has not counted the step. Then count it and write
+// the number of groups to update. If the gradient is not finite, count nothing and write 0. The
+// loop over groups is grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
     plan_chunks_kernel(DeviceGradArgs args, StepCount step, int32_t* num_updated) {
   const int num_groups = *args.num_groups;
@@ -185,9 +185,9 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
     const int64_t slot = first_chunk_slot(begin);
     const bool is_long = end - begin > kShortSegment;
     if (!is_long && slot * kShortSegment < end) args.chunk_tasks[slot] = {-1, 0};
-    for (uint32_t pending = __ballot_sync(simt::kFullMask, is_long); pending != 0;
-         pending &= pending - 1) {
-      const int holder = __ffs(static_cast<int>(pending)) - 1;  // the lane of the segment
+    for (uint32_t lanes_left = __ballot_sync(simt::kFullMask, is_long); lanes_left != 0;
+         lanes_left &= lanes_left - 1) {
+      const int holder = __ffs(static_cast<int>(lanes_left)) - 1;  // the lane of the segment
       const int64_t first = __shfl_sync(simt::kFullMask, slot, holder);
       const int end_of_segment = __shfl_sync(simt::kFullMask, end, holder);
       const int chunks_of_segment = __shfl_sync(simt::kFullMask, chunks, holder);
@@ -200,14 +200,14 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
   }
 }
 
-// Write the sum of chunk `task`, the chunk of slot `slot`, to row `slot` of args.chunk_sums. All
-// threads of a block must call it: every group of lanes sums a stretch of the chunk, then the sums
-// of the stretches are added in order. The grid's second dimension divides the columns of wide
-// rows. `stretch_sum` is shared memory, [kChunkThreads]. It has barriers.
+// Write the sum of chunk `task`, the chunk of slot `slot`, to row `slot` of args.chunk_sums. Every
+// group of lanes sums a stretch of the chunk, then the sums of the stretches are added in order.
+// The grid's second dimension divides the columns of wide rows. `stretch_sum` is shared memory,
+// [kChunkThreads]. All threads of a block must call this; it has barriers.
 template <class G>
 EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, ChunkTask task,
                           int64_t slot, float (*stretch_sum)[kColumns]) {
-  const int stretches = kChunkThreads / lane.lanes;
+  const int num_stretches = kChunkThreads / lane.lanes;
   const int stretch = static_cast<int>(threadIdx.x) / lane.lanes;
   int begin = args.segments[task.segment];
   const int segment_length = args.segments[task.segment + 1] - begin;
@@ -215,13 +215,13 @@ EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, Chu
   const int length = segment_length - offset < chunk_length(segment_length)
                          ? segment_length - offset
                          : chunk_length(segment_length);
-  const int stretch_length = (length + stretches - 1) / stretches;
+  const int stretch_length = (length + num_stretches - 1) / num_stretches;
   const int remaining = length - stretch * stretch_length;
   const int dim = static_cast<int>(feature_of(args, begin).dim);
-  const int width = lane.lanes * kColumns;
+  const int columns_per_group = lane.lanes * kColumns;
   begin += offset + stretch * stretch_length;
-  for (int base = static_cast<int>(blockIdx.y) * width; base < dim;
-       base += static_cast<int>(gridDim.y) * width) {
+  for (int base = static_cast<int>(blockIdx.y) * columns_per_group; base < dim;
+       base += static_cast<int>(gridDim.y) * columns_per_group) {
     const int column = base + lane.rank * kColumns;
     float sum[kColumns] = {};
     add_grads<G>(args, lane, begin, remaining < stretch_length ? remaining : stretch_length,
@@ -230,7 +230,7 @@ EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, Chu
     for (int k = 0; k < kColumns; ++k) stretch_sum[threadIdx.x][k] = sum[k];
     __syncthreads();
     if (static_cast<int>(threadIdx.x) < lane.lanes && column < dim) {
-      for (int s = 1; s < stretches; ++s) {
+      for (int s = 1; s < num_stretches; ++s) {
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) sum[k] += stretch_sum[s * lane.lanes + threadIdx.x][k];
       }
@@ -247,14 +247,15 @@ __global__ void __launch_bounds__(kChunkThreads, kChunkSumBlocksPerSm)
     chunk_kernel(DeviceGradArgs args, int lanes) {
   __shared__ float stretch_sum[kChunkThreads][kColumns];
   const LaneGroup lane(lanes);
-  const int64_t slots = first_chunk_slot(args.segments[*args.num_groups]);
-  for (int64_t first = blockIdx.x; first < slots; first += int64_t{gridDim.x} * simt::kWarpLanes) {
+  const int64_t num_slots = first_chunk_slot(args.segments[*args.num_groups]);
+  for (int64_t first = blockIdx.x; first < num_slots;
+       first += int64_t{gridDim.x} * simt::kWarpLanes) {
     const int64_t slot = first + static_cast<int64_t>(threadIdx.x % simt::kWarpLanes) * gridDim.x;
     ChunkTask lane_task{-1, 0};
-    if (slot < slots) lane_task = args.chunk_tasks[slot];
-    for (uint32_t pending = __ballot_sync(simt::kFullMask, lane_task.segment >= 0); pending != 0;
-         pending &= pending - 1) {
-      const int holder = __ffs(static_cast<int>(pending)) - 1;
+    if (slot < num_slots) lane_task = args.chunk_tasks[slot];
+    for (uint32_t lanes_left = __ballot_sync(simt::kFullMask, lane_task.segment >= 0);
+         lanes_left != 0; lanes_left &= lanes_left - 1) {
+      const int holder = __ffs(static_cast<int>(lanes_left)) - 1;
       const ChunkTask task{__shfl_sync(simt::kFullMask, lane_task.segment, holder),
                            __shfl_sync(simt::kFullMask, lane_task.chunk, holder)};
       sum_chunk<G>(args, lane, task, first + static_cast<int64_t>(holder) * gridDim.x, stretch_sum);

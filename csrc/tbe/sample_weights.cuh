@@ -1,6 +1,7 @@
 // Gradient of the sample weights on the GPU: for each lookup the dot product of its row with the
 // gradient of its bag (divided by the bag's length for MEAN). As in the forward (tbe/lookup.cuh), a
-// group of lanes takes a bag with four rows in flight; the gradient of the bag stays in registers.
+// group of lanes processes a bag with four rows in flight. The gradient of the bag stays in
+// registers.
 #pragma once
 
 #include "tbe/lookup.cuh"
@@ -22,19 +23,20 @@ struct DeviceSampleWeightArgs {
 // Blocks per multiprocessor bound the registers of a thread: 3 leave 80, 4 leave 64.
 inline constexpr int kSampleWeightBlocksPerSm = 3, kMixedSampleWeightBlocksPerSm = 4;
 
-// Return the dot product of N columns of each lane's row with `grad`, for the first `steps` lanes
-// of a group. The row is at distance `offset` from `weights`; a missing row, -1, is zeros. `valid`
-// is the number of columns to the end of the row. Called by all lanes of a warp.
+// Return the dot product of N columns of each lane's row with `grad`, for the first `num_steps`
+// lanes of a group. The row is at distance `offset` from `weights`; a missing row, -1, is zeros.
+// `columns_left` is the number of columns to the end of the row. Called by all lanes of a warp.
 template <class W, int N, bool kVector>
-EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int valid, const LaneGroup& lane,
-                          int steps, const float (&grad)[N]) {
+EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int columns_left, const LaneGroup& lane,
+                          int num_steps, const float (&grad)[N]) {
   float result = 0.0f;
-  for (int k = 0; k < steps; k += kRowsInFlight) {
+  for (int k = 0; k < num_steps; k += kRowsInFlight) {
     RowSlice<W, N> slice[kRowsInFlight];
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t row = __shfl_sync(simt::kFullMask, offset, k + u, lane.lanes);
-      if (row >= 0 && valid > 0) slice[u].template load<kVector>(weights + row, valid);
+      if (row >= 0 && columns_left > 0)
+        slice[u].template load<kVector>(weights + row, columns_left);
     }
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
@@ -49,33 +51,33 @@ EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int valid, const Lan
 }
 
 // Add the dot products of `grad`, columns [column, column + N) of the gradient of a bag, with the
-// rows of all its lookups to args.out. `longest` is the maximum length of a bag in the warp, all
+// rows of all its lookups to args.out. `max_length` is the maximum length of a bag in the warp, all
 // lanes of which call this. kVector: rows can be read in whole 16-byte vectors.
 template <class W, int N, bool kVector>
 EMB_DEVICE void dot_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
-                        const LaneGroup& lane, int column, int longest, const float (&grad)[N]) {
+                        const LaneGroup& lane, int column, int max_length, const float (&grad)[N]) {
   const DeviceLookupArgs& in = args.lookup;
   const W* weights = static_cast<const W*>(in.weights) + column;
-  for (int tile = 0; tile < longest; tile += lane.lanes) {
+  for (int tile = 0; tile < max_length; tile += lane.lanes) {
     const int i = tile + lane.rank;
     const IndexAndSlot lookup = i < task.length ? IndexAndSlot(in, task.begin + i) : IndexAndSlot();
     const int64_t offset = row_offset(in, *task.feature, lookup);
-    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    const int valid = task.dim - column;
-    const float dot = dot_rows<W, N, kVector>(weights, offset, valid, lane, steps, grad);
+    const int num_steps = max_length - tile < lane.lanes ? max_length - tile : lane.lanes;
+    const int columns_left = task.dim - column;
+    const float dot = dot_rows<W, N, kVector>(weights, offset, columns_left, lane, num_steps, grad);
     if (offset >= 0) args.out[task.begin + i] += dot;
   }
 }
 
-// Do as dot_bag for rows of which some are in a cache of another dtype than the tables.
+// Do what dot_bag does, for rows of which some are in a cache of another dtype than the tables.
 EMB_DEVICE void dot_mixed_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
-                              const LaneGroup& lane, int column, int longest,
+                              const LaneGroup& lane, int column, int max_length,
                               const float (&grad)[kMixedColumns]) {
-  for (int tile = 0; tile < longest; tile += lane.lanes) {
+  for (int tile = 0; tile < max_length; tile += lane.lanes) {
     const int i = tile + lane.rank;
     const int64_t address =
         i < task.length ? mixed_address(args.lookup, *task.feature, task.begin + i) : 0;
-    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
+    const int num_steps = max_length - tile < lane.lanes ? max_length - tile : lane.lanes;
     float result = 0.0f;
     const auto multiply = [&](int k, const MixedSlice& columns) {
       float dot = 0.0f;
@@ -84,29 +86,29 @@ EMB_DEVICE void dot_mixed_bag(const DeviceSampleWeightArgs& args, const BagTask&
       dot = simt::group_sum(dot, lane.lanes);
       if (lane.rank == k) result = dot;
     };
-    read_mixed_rows(args.lookup, address, task.dim, column, lane.lanes, steps, multiply);
+    read_mixed_rows(args.lookup, address, task.dim, column, lane.lanes, num_steps, multiply);
     if (address != 0) args.out[task.begin + i] += result;
   }
 }
 
-// Call `dot(task, column, longest, grad)` for each bag, with columns [column, column + N) of its
-// gradient at a time; for MEAN these are divided by the length of the bag. `longest` is the maximum
-// length of a bag in the warp. All lanes of the warp call `dot`.
+// Call `dot(task, column, max_length, grad)` for each bag, with columns [column, column + N) of its
+// gradient at a time; for MEAN these are divided by the length of the bag. `max_length` is the
+// maximum length of a bag in the warp. All lanes of the warp call `dot`.
 template <int N, class Dot>
-EMB_DEVICE void for_bag_gradients(const DeviceSampleWeightArgs& args, const LaneGroup& lane,
-                                  const Dot& dot) {
+EMB_DEVICE void for_each_bag_gradient(const DeviceSampleWeightArgs& args, const LaneGroup& lane,
+                                      const Dot& dot) {
   const DeviceLookupArgs& in = args.lookup;
   const auto bags = static_cast<uint32_t>(in.bags.num_bags);
   const auto stride = static_cast<uint32_t>(simt::warps_in_grid()) * lane.groups_in_warp();
   for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * lane.groups_in_warp();
        first < bags; first += stride) {
     const BagTask task(in, first + lane.group);
-    const int longest = __reduce_max_sync(simt::kFullMask, task.length);
-    const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
+    const int max_length = __reduce_max_sync(simt::kFullMask, task.length);
+    const int max_dim = __reduce_max_sync(simt::kFullMask, task.dim);
     const float scale = mean_factor(in.pooling, task.length);
     const uint32_t bag = first + lane.group;
     const int64_t output = bag < bags ? in.map.output_element(bag, task.feature->column) : 0;
-    for (int base = 0; base < widest; base += lane.lanes * N) {
+    for (int base = 0; base < max_dim; base += lane.lanes * N) {
       const int column = base + lane.rank * N;
       float grad[N] = {};
       if (column < task.dim) {
@@ -114,7 +116,7 @@ EMB_DEVICE void for_bag_gradients(const DeviceSampleWeightArgs& args, const Lane
       }
 #pragma unroll
       for (int e = 0; e < N; ++e) grad[e] *= scale;
-      dot(task, column, longest, grad);
+      dot(task, column, max_length, grad);
     }
   }
 }
@@ -126,14 +128,14 @@ __global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocksPerSm)
     sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
-  const auto dot = [&](const BagTask& task, int column, int longest, const float (&grad)[N]) {
+  const auto dot = [&](const BagTask& task, int column, int max_length, const float (&grad)[N]) {
     if (__all_sync(simt::kFullMask, has_whole_vectors<W>(args.lookup, *task.feature))) {
-      dot_bag<W, N, true>(args, task, lane, column, longest, grad);
+      dot_bag<W, N, true>(args, task, lane, column, max_length, grad);
     } else {
-      dot_bag<W, N, false>(args, task, lane, column, longest, grad);
+      dot_bag<W, N, false>(args, task, lane, column, max_length, grad);
     }
   };
-  for_bag_gradients<N>(args, lane, dot);
+  for_each_bag_gradient<N>(args, lane, dot);
 }
 
 // Do the same for tables and a cache of two dtypes.
@@ -141,11 +143,11 @@ __global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocksPerSm)
                                                           kMixedSampleWeightBlocksPerSm)
     mixed_sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
   const LaneGroup lane(lanes);
-  const auto dot = [&](const BagTask& task, int column, int longest,
+  const auto dot = [&](const BagTask& task, int column, int max_length,
                        const float (&grad)[kMixedColumns]) {
-    dot_mixed_bag(args, task, lane, column, longest, grad);
+    dot_mixed_bag(args, task, lane, column, max_length, grad);
   };
-  for_bag_gradients<kMixedColumns>(args, lane, dot);
+  for_each_bag_gradient<kMixedColumns>(args, lane, dot);
 }
 
 // Add to args.out where rows are of two dtypes.
@@ -160,7 +162,7 @@ void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWei
 
 // Add to args.out where all rows are of dtype W.
 template <class W, class Launcher>
-void launch_sample_weights_of(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
+void launch_uniform_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_output_columns(args.lookup), 16 / sizeof(W));
   const int64_t bags_per_block = kLookupThreads / lanes;
   launcher(sample_weight_kernel<W>,
@@ -176,11 +178,11 @@ void launch_sample_weights(const Launcher& launcher, const DeviceSampleWeightArg
   if (has_mixed_rows(args.lookup)) {
     launch_mixed_sample_weights(launcher, args);
   } else if (args.lookup.weight_type == Dtype::kFloat) {
-    launch_sample_weights_of<float>(launcher, args);
+    launch_uniform_sample_weights<float>(launcher, args);
   } else if (args.lookup.weight_type == Dtype::kHalf) {
-    launch_sample_weights_of<half16>(launcher, args);
+    launch_uniform_sample_weights<half16>(launcher, args);
   } else {
-    launch_sample_weights_of<bfloat16>(launcher, args);
+    launch_uniform_sample_weights<bfloat16>(launcher, args);
   }
 }
 

@@ -23,10 +23,10 @@ SampleWeightFn sample_weight_kernel(const TableRows& rows, Dtype weights, Dtype 
       .kernels[rows.caching == Caching::kSame][static_cast<int>(weights)][static_cast<int>(grad)];
 }
 
-// Return the gradient of the sample weights, float32 [L], 0 for lookups that are skipped or that no
-// bag has. `grad` is the gradient of the pooled output, [B, columns] or, with bag_layout,
-// [columns]; a view whose rows are apart is read in place. `pooling` must be sum or mean. The other
-// arguments are those of `tbe_lookup`.
+// Return the gradient of the sample weights, float32 [L]. It is 0 for lookups that are skipped or
+// that no bag has. `grad` is the gradient of the pooled output, [B, columns] or, with bag_layout,
+// [columns]. A view with adjacent columns but distant rows is not copied. `pooling` must be sum or
+// mean. The other arguments are those of `tbe_lookup`.
 Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               const Tensor& features, const Tensor& indices, const Tensor& offsets,
                               std::optional<Tensor> slots, std::optional<Tensor> bag_layout,
@@ -55,8 +55,8 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                           {in.bags, in.pooling, map.layout, map.columns},
                           gradient + base * grad.element_size(),
                           result};
-    const bool mixed = rows.caching == Caching::kMixed;
-    const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);
+    const bool is_mixed = rows.caching == Caching::kMixed;
+    const std::unique_ptr<float[]> scratch(is_mixed ? new float[rows.dim] : nullptr);
     args.scratch = scratch.get();
     sample_weight_kernel(rows, in.weights.type, grad_type)(args, begin, end);
   });

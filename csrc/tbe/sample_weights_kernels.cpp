@@ -24,22 +24,22 @@ EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
 template <class G, class Reader>
 EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t first_bag,
                      int64_t last_bag) {
-  const int64_t last = args.bags.end_lookup(last_bag),
-                count = args.bags.num_items(first_bag, last_bag);
-  for (int64_t k = 0; k < count; ++k) {
+  const int64_t prefetch_end = args.bags.end_lookup(last_bag),
+                num_items = args.bags.num_items(first_bag, last_bag);
+  for (int64_t k = 0; k < num_items; ++k) {
     const BagItem bag = args.bags.item(first_bag, k);
     const float scale = mean_factor(args.bags.pooling, bag.end - bag.begin);
     const G* grad = static_cast<const G*>(args.grad) + bag.output_offset;
     for (int64_t i = bag.begin; i < bag.end; ++i) {
-      if (i + kRowsAhead < last) rows.prefetch(i + kRowsAhead, rows.dim);
+      if (i + kRowsAhead < prefetch_end) rows.prefetch(i + kRowsAhead, rows.dim);
       const auto* row = rows.at(i);
       args.out[i] = row == nullptr ? 0.0f : dot(row, grad, rows.dim) * scale;
     }
   }
 }
 
-// A SampleWeightFn for each kind of table: without a cache (below), with a cache of its dtype
-// (cached_grads), with a cache of another dtype (mixed_grads).
+// The SampleWeightFn for tables without a cache. The functions after it are for tables with a cache
+// of their dtype (cached_grads) and of another dtype (mixed_grads).
 template <class W, class G>
 void sample_weight_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
   const PlainRows<W, IndexArray> rows(args.rows, args.rows.indices);

@@ -1,11 +1,11 @@
 // Backward of table-batched embeddings on the GPU, fused with the optimizer.
 //
-// A warp takes a tile of up to 32 unique rows. A lane *holds* at most one of them: it reads the
+// A warp updates a tile of up to 32 unique rows. A lane *holds* at most one of them: it reads the
 // row's entry in the grouping and its row-wise states into shared memory, once per row instead of
 // once per lane of a group. Then each group of 4 to 32 lanes updates the rows that its lanes hold,
-// a batch of rows at a time, whose weights, states and gradients are in registers at once
-// (row_batch.cuh). Rows of one lookup come first: their gradient is read where it is, unless it is
-// not aligned like the row. For the others the group sums the gradients into shared memory before
+// a batch of rows at a time. Weights, states and gradients of a batch are in registers at once
+// (row_batch.cuh). Rows of one lookup come first. Their gradient is read in place, unless it is not
+// aligned like the row. For all other rows the group sums the gradients into shared memory before
 // their batch starts; each lane sums the columns that it updates. The lane that holds a row
 // computes its factors, so that the roots and divisions of a batch run in parallel. No kernel adds
 // to weights or states with atomics. Without an optimizer (GradientOnly) the sums are the result:
@@ -71,20 +71,20 @@ struct UpdateShape<AtRunTime> : DefaultUpdateShape {
 inline constexpr int kUpdateWaves = 8;
 // There are at least this many tiles for each warp that runs at once, if there are enough rows:
 // with fewer tiles, the warps whose rows have the most lookups would end long after the others.
-inline constexpr int kTilesOfWarp = 3;
+inline constexpr int kMinTilesPerWarp = 3;
 // Lookups of a row that a lane locates at once; two would spill on Ampere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-inline constexpr int kLookupsOfLane = 1;
+inline constexpr int kLookupsPerLane = 1;
 #else
-inline constexpr int kLookupsOfLane = 3;
+inline constexpr int kLookupsPerLane = 3;
 #endif
 
-// The tile of a warp: 2^log2_lanes lanes form a group (enough for a row of mean width, at most a
-// warp), and a group holds 2^log2_rows rows: as many as it has lanes in large batches, fewer in
-// small batches, which keeps all warps busy.
+// The tile of a warp. 2^log2_lanes lanes form a group, enough for a row of mean width, at most a
+// warp. A group holds 2^log2_rows rows: as many as it has lanes in large batches, fewer in small
+// batches, so that all warps are busy.
 struct RowTile {
   int log2_lanes, log2_rows;
-  uint32_t warps;  // that run at once
+  uint32_t num_warps;  // warps that run at once
 
   // Return the number of rows in a tile.
   EMB_HD uint32_t num_rows() const { return (simt::kWarpLanes >> log2_lanes) << log2_rows; }
@@ -92,7 +92,8 @@ struct RowTile {
   // many rows as this one.
   EMB_DEVICE RowTile for_rows(uint32_t count) const {
     RowTile tile = *this;
-    while (tile.log2_rows > 0 && count < kTilesOfWarp * warps * tile.num_rows()) --tile.log2_rows;
+    while (tile.log2_rows > 0 && count < kMinTilesPerWarp * num_warps * tile.num_rows())
+      --tile.log2_rows;
     return tile;
   }
   // Return the number of the row that this lane holds in the tile; kWarpLanes, which is not below
@@ -108,13 +109,14 @@ EMB_DEVICE bool reads_vectors(const DeviceGradArgs& args) {
   return is_aligned(args.grad, kColumns * static_cast<int>(element_bytes(args.grad_type)));
 }
 
-// A row of a tile, in shared memory: a batch needs it for a few instructions, while registers would
-// keep it all the time. Offsets are in *units* of four elements if the row is read in vectors, else
-// of one.
+// A row of a tile. It is in shared memory, because a batch needs it for a few instructions only,
+// and registers would be occupied all the time. Offsets are in *units* of four elements if the row
+// is read in vectors, else of one element.
 struct TileRow {
-  uint32_t weight;    // low word of the offset of the row in its tier
-  uint32_t grad;      // low word of the offset of its gradient, if it has one lookup
-  uint32_t high;      // lower 16 bits of the high words of `weight` and, shifted by 16, of `grad`
+  uint32_t row_offset_low;   // low word of the offset of the row in its tier
+  uint32_t grad_offset_low;  // low word of the offset of its gradient, if it has one lookup
+  // Lower 16 bits of the high words of both offsets: of the row, then of the gradient.
+  uint32_t offsets_high;
   float scale;        // factor of its gradient, if it has one lookup
   int begin, length;  // its sorted lookups [begin, begin + length); length 0: nothing to update
   bool is_summed;     // gradient goes through shared memory: several lookups, or not aligned like
@@ -135,12 +137,13 @@ struct TileRow {
   EMB_DEVICE void read(Selection, const DeviceGradArgs& args, const OptimizerStepArgs& optimizer,
                        const BlockStep& step, uint32_t u) {
     // Loads first: those on one line are independent of each other.
-    const int from = args.segments[u], to = args.segments[u + 1];
+    const int segment_begin = args.segments[u], segment_end = args.segments[u + 1];
     const int64_t row = Selection::kHasOptimizer ? args.rows[u] : 0;
     const int slot = args.row_slots != nullptr ? args.row_slots[u] : -1;
-    const uint32_t bag = bag_of(args, from);
+    const uint32_t bag = bag_of(args, segment_begin);
     const Feature feature = args.features[args.map.feature(bag)];
-    const int64_t grad_element = to - from == 1 ? grad_offset(args, from, bag) : 0;
+    const int64_t grad_element =
+        segment_end - segment_begin == 1 ? grad_offset(args, segment_begin, bag) : 0;
     RowLocation location{.tier = kDeviceTier,
                          .element = static_cast<int64_t>(u) * args.result_stride,
                          .state_row = 0};
@@ -157,15 +160,16 @@ struct TileRow {
     const bool uses_vectors =
         (feature.dim | location.element) % kColumns == 0 && step.is_aligned[location.tier];
     const int shift = uses_vectors ? kLog2Columns : 0;
-    is_summed =
-        to - from > 1 || (uses_vectors && !(grad_element % kColumns == 0 && reads_vectors(args)));
+    is_summed = segment_end - segment_begin > 1 ||
+                (uses_vectors && !(grad_element % kColumns == 0 && reads_vectors(args)));
     const int64_t row_units = location.element >> shift, grad_units = grad_element >> shift;
-    weight = static_cast<uint32_t>(row_units);
-    grad = static_cast<uint32_t>(grad_units);
-    high = static_cast<uint32_t>(row_units >> 32) | (static_cast<uint32_t>(grad_units >> 32) << 16);
-    scale = to - from == 1 ? grad_weight(args, from, bag) : 1.0f;
-    begin = from;
-    length = to - from;
+    row_offset_low = static_cast<uint32_t>(row_units);
+    grad_offset_low = static_cast<uint32_t>(grad_units);
+    offsets_high =
+        static_cast<uint32_t>(row_units >> 32) | (static_cast<uint32_t>(grad_units >> 32) << 16);
+    scale = segment_end - segment_begin == 1 ? grad_weight(args, segment_begin, bag) : 1.0f;
+    begin = segment_begin;
+    length = segment_end - segment_begin;
     id = row;
     state = location.state_row;
     packed_layout = (static_cast<uint32_t>(feature.dim) << kDimShift) |
@@ -195,27 +199,27 @@ struct TileUpdate {
   const TierMemory& tier;  // the memory tier of all these rows
   const TileRow* rows;     // [32] rows of the tile, by the lane that holds them
   RowLayout layout;
-  bool has_high_words;                              // of any offset of these rows
+  bool has_high_words;  // whether an offset of these rows has high words
   float (*row_gradient)[kUpdateThreads][kColumns];  // [kSlices], scratch
   // [kUpdateThreads], scratch; not used if the optimizer has no sums over a row.
   float (*row_sums)[kMaxRowSums];
 
-  EMB_DEVICE static void copy(const float (&from)[kMaxRowSums], float (&to)[kMaxRowSums]) {
+  EMB_DEVICE static void copy_sums(const float (&from)[kMaxRowSums], float (&to)[kMaxRowSums]) {
 #pragma unroll
     for (int k = 0; k < kMaxRowSums; ++k) to[k] = from[k];
   }
 
-  // Assign rows to the slices of a batch: the rows that the lowest of `lanes`, a bit mask, hold.
-  EMB_DEVICE HoldersOfSlices assign_slices(uint32_t lanes) const {
+  // Assign the rows that the lowest lanes of `lane_mask` hold to the slices of a batch.
+  EMB_DEVICE HoldersOfSlices assign_slices(uint32_t lane_mask) const {
     HoldersOfSlices holders;
-    int current = -1;
+    int holder = -1;
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       if (layout.is_first_slice(s)) {
-        current = __ffs(static_cast<int>(lanes)) - 1;
-        lanes &= lanes - 1;
+        holder = __ffs(static_cast<int>(lane_mask)) - 1;
+        lane_mask &= lane_mask - 1;
       }
-      holders.bytes |= static_cast<uint32_t>(current & 0xff) << 8 * s;
+      holders.bytes |= static_cast<uint32_t>(holder & 0xff) << 8 * s;
     }
     return holders;
   }
@@ -223,8 +227,8 @@ struct TileUpdate {
   // Return the row that lane `holder` holds; any row for -1.
   EMB_DEVICE const TileRow& row_of(int holder) const { return rows[holder < 0 ? 0 : holder]; }
 
-  // Return the number of columns from this lane's part of slice s, of the columns from `base` on,
-  // to the end of the row that lane `holder` holds; 0 or less for none.
+  // Return the number of columns from this lane's part of slice s to the end of the row that lane
+  // `holder` holds; 0 or less if there are none. The slices begin with column `base`.
   EMB_DEVICE int columns_left(int s, int holder, int base) const {
     return holder < 0 ? 0
                       : layout.dim - base - layout.slice_of_row(s) * layout.slice_columns() -
@@ -242,27 +246,27 @@ struct TileUpdate {
   EMB_DEVICE SliceLocation locate_row(HoldersOfSlices holders, int s, int base) const {
     const TileRow& row = row_of(holders[s]);
     const int valid = columns_left(s, holders[s], base);
-    return {first_element(row.weight, row.high, layout.dim - valid), valid};
+    return {first_element(row.row_offset_low, row.offsets_high, layout.dim - valid), valid};
   }
   EMB_DEVICE SliceLocation locate_gradient(HoldersOfSlices holders, int s, int base) const {
     const TileRow& row = row_of(holders[s]);
     const int valid = columns_left(s, holders[s], base);
-    return {first_element(row.grad, row.high >> 16, layout.dim - valid), valid};
+    return {first_element(row.grad_offset_low, row.offsets_high >> 16, layout.dim - valid), valid};
   }
 
   // Add this lane's columns, from `column` on, of the gradients of sorted lookups [begin, begin +
   // length) to `sum`. All lanes of the warp must call it, each group for one row.
   EMB_DEVICE void add_lookups(int begin, int length, int column, float (&sum)[kColumns]) const {
-    const int longest = __reduce_max_sync(simt::kFullMask, length);
+    const int max_length = __reduce_max_sync(simt::kFullMask, length);
 #pragma unroll 1
-    for (int tile = 0; tile < longest; tile += kLookupsOfLane * layout.lanes) {
+    for (int tile = 0; tile < max_length; tile += kLookupsPerLane * layout.lanes) {
       // The loads that lead to a gradient depend on each other, so a lane has the loads of several
       // lookups in flight.
-      int64_t offsets[kLookupsOfLane];
-      float scales[kLookupsOfLane];
+      int64_t offsets[kLookupsPerLane];
+      float scales[kLookupsPerLane];
       bool is_aligned = true;
 #pragma unroll
-      for (int q = 0; q < kLookupsOfLane; ++q) {
+      for (int q = 0; q < kLookupsPerLane; ++q) {
         const int j = tile + q * layout.lanes + layout.rank();
         offsets[q] = -1;
         scales[q] = 1.0f;
@@ -277,20 +281,20 @@ struct TileUpdate {
       const bool uses_vectors =
           __all_sync(simt::kFullMask, is_aligned) && layout.uses_vectors && reads_vectors(args);
 #pragma unroll 1
-      for (int remaining = longest - tile, q = 0; remaining > 0 && q < kLookupsOfLane;
+      for (int remaining = max_length - tile, q = 0; remaining > 0 && q < kLookupsPerLane;
            remaining -= layout.lanes, ++q) {
-        const int steps = remaining < layout.lanes ? remaining : layout.lanes;
+        const int num_steps = remaining < layout.lanes ? remaining : layout.lanes;
         if (!uses_vectors) {
-          add_apart(offsets[0], scales[0], column, steps, sum);
+          add_elements(offsets[0], scales[0], column, num_steps, sum);
         } else if (args.grad_type == Dtype::kFloat) {
-          add_vectors<float>(offsets[0], scales[0], column, steps, sum);
+          add_vectors<float>(offsets[0], scales[0], column, num_steps, sum);
         } else if (args.grad_type == Dtype::kHalf) {
-          add_vectors<half16>(offsets[0], scales[0], column, steps, sum);
+          add_vectors<half16>(offsets[0], scales[0], column, num_steps, sum);
         } else {
-          add_vectors<bfloat16>(offsets[0], scales[0], column, steps, sum);
+          add_vectors<bfloat16>(offsets[0], scales[0], column, num_steps, sum);
         }
 #pragma unroll
-        for (int k = 1; k < kLookupsOfLane; ++k) {  // offsets[q] would put the arrays in memory
+        for (int k = 1; k < kLookupsPerLane; ++k) {  // offsets[q] would put the arrays in memory
           offsets[k - 1] = offsets[k];
           scales[k - 1] = scales[k];
         }
@@ -298,16 +302,17 @@ struct TileUpdate {
     }
   }
 
-  // Add the gradients at the offsets that the first `steps` lanes of a group pass (negative: none),
-  // times their scales, in the order of the lanes, four in flight. Loads are unconditional, of
-  // zeros where there is no gradient: the compiler would wait for each conditional load.
+  // Each lane of a group passes the offset of a gradient, negative for none, and its scale. Add the
+  // gradients of the first `num_steps` lanes times their scales, in the order of the lanes, four in
+  // flight. A lane without a gradient loads zeros, because the compiler would wait for each
+  // conditional load.
   template <class G>
-  EMB_DEVICE void add_vectors(int64_t offset, float scale, int column, int steps,
+  EMB_DEVICE void add_vectors(int64_t offset, float scale, int column, int num_steps,
                               float (&sum)[kColumns]) const {
     const G* grad = static_cast<const G*>(args.grad);
     const G* zeros = reinterpret_cast<const G*>(&simt::kZeros);
 #pragma unroll 1
-    for (int i = 0; i < steps; i += kRowsInFlight) {
+    for (int i = 0; i < num_steps; i += kRowsInFlight) {
       RowSlice<G, kColumns> slice[kRowsInFlight];
 #pragma unroll
       for (int q = 0; q < kRowsInFlight; ++q) {
@@ -323,22 +328,22 @@ struct TileUpdate {
     }
   }
 
-  // Do as add_vectors for columns that are not adjacent in a lane or not aligned, one gradient at a
-  // time.
-  EMB_DEVICE void add_apart(int64_t offset, float scale, int column, int steps,
-                            float (&sum)[kColumns]) const {
+  // Do what add_vectors does, element by element and one gradient at a time, for columns that are
+  // not adjacent in a lane or not aligned.
+  EMB_DEVICE void add_elements(int64_t offset, float scale, int column, int num_steps,
+                               float (&sum)[kColumns]) const {
 #pragma unroll 1
-    for (int i = 0; i < steps; ++i) {
+    for (int i = 0; i < num_steps; ++i) {
       const int64_t start = __shfl_sync(simt::kFullMask, offset, i, layout.lanes);
       const float factor = __shfl_sync(simt::kFullMask, scale, i, layout.lanes);
-      Slices<1> x = {};
+      Slices<1> values = {};
       load_slices<true, 1>(
           false, layout.column_distance(), args.grad, args.grad_type,
           [&](int) { return SliceLocation{start + column, start < 0 ? 0 : layout.dim - column}; },
-          x);
-      widen<1>(args.grad_type, x);
+          values);
+      widen<1>(args.grad_type, values);
 #pragma unroll
-      for (int k = 0; k < kColumns; ++k) sum[k] += factor * x[0][k];
+      for (int k = 0; k < kColumns; ++k) sum[k] += factor * values[0][k];
     }
   }
 
@@ -346,18 +351,18 @@ struct TileUpdate {
   EMB_DEVICE void add_chunk_sums(int begin, int length, int column, float (&sum)[kColumns]) const {
     const float* partial =
         args.chunk_sums + first_chunk_slot(begin) * args.chunk_sum_stride + column;
-    const int chunks = num_chunks(length);
+    const int num_sums = num_chunks(length);
 #pragma unroll 4
-    for (int c = 0; c < chunks; ++c) {
-      float x[kColumns] = {};
+    for (int c = 0; c < num_sums; ++c) {
+      float values[kColumns] = {};
       const float* columns = partial + c * args.chunk_sum_stride;
       if (layout.uses_vectors) {
-        load_vector<float, true>(columns, layout.dim - column, x);
+        load_vector<float, true>(columns, layout.dim - column, values);
       } else {
-        load_columns_apart(layout.column_distance(), columns, layout.dim - column, x);
+        load_columns_apart(layout.column_distance(), columns, layout.dim - column, values);
       }
 #pragma unroll
-      for (int k = 0; k < kColumns; ++k) sum[k] += x[k];
+      for (int k = 0; k < kColumns; ++k) sum[k] += values[k];
     }
   }
 
@@ -369,9 +374,9 @@ struct TileUpdate {
       const TileRow& row = row_of(holder);
       float sum[kColumns] = {};
       const int column = layout.dim - columns_left(s, holder, base);
-      const bool chunked = holder >= 0 && has_chunks(args, row.length, layout.dim);
-      add_lookups(row.begin, holder < 0 || chunked ? 0 : row.length, column, sum);
-      if (chunked) add_chunk_sums(row.begin, row.length, column, sum);
+      const bool is_chunked = holder >= 0 && has_chunks(args, row.length, layout.dim);
+      add_lookups(row.begin, holder < 0 || is_chunked ? 0 : row.length, column, sum);
+      if (is_chunked) add_chunk_sums(row.begin, row.length, column, sum);
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) row_gradient[s][threadIdx.x][k] = sum[k];
     }
@@ -446,22 +451,23 @@ struct TileUpdate {
     return factors;
   }
 
-  // Store the slices `x` in 16 bits with stochastic rounding, in `data` of dtype `type`. Slices are
-  // stored one after the other, from shared memory, since random numbers take many registers; the
-  // scratch is row_gradient, whose contents are lost. `tensor` selects the random numbers
-  // (RoundedTensor).
+  // Store the slices `values` in 16 bits with stochastic rounding, in `data` of dtype `type`.
+  // Slices are stored one after the other, from shared memory, since random numbers take many
+  // registers; the scratch is row_gradient, whose contents are lost. `tensor` selects the random
+  // numbers (RoundedTensor).
   EMB_DEVICE void store_randomly(HoldersOfSlices holders, int base, uint32_t tensor, void* data,
-                                 Dtype type, const Slices<kSlices>& x) const {
+                                 Dtype type, const Slices<kSlices>& values) const {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
-      for (int k = 0; k < kColumns; ++k) row_gradient[s][threadIdx.x][k] = x[s][k];
+      for (int k = 0; k < kColumns; ++k) row_gradient[s][threadIdx.x][k] = values[s][k];
     }
 #pragma unroll 1
     for (int s = 0; s < kSlices; ++s) {
       const TileRow& row = row_of(holders[s]);
       const int valid = columns_left(s, holders[s], base);
-      const int64_t element = first_element(row.weight, row.high, layout.dim - valid);
+      const int64_t element =
+          first_element(row.row_offset_low, row.offsets_high, layout.dim - valid);
       if (type == Dtype::kHalf) {
         store_slice_randomly(layout, step.rounding, tensor, row.id,
                              static_cast<half16*>(data) + element, valid,
@@ -474,18 +480,19 @@ struct TileUpdate {
     }
   }
 
-  // The steps of a pass over some columns of a batch.
+  // What a pass over some columns of a batch does.
   struct Pass {
-    bool sums;     // add to the sums over each row
-    bool starts;   // complete these sums and compute the factors of each row
-    bool updates;  // update weights and states
-    bool carries;  // keep the sums in row_sums between the passes: a row has several of them
+    bool adds_sums;         // add to the sums over each row
+    bool computes_factors;  // complete these sums and compute the factors of each row
+    bool updates_rows;      // update weights and states
+    bool carries_sums;  // keep the sums in row_sums between the passes: a row has several of them
   };
 
   // Do `pass` for the columns of a batch from `base` on. `factors` are the factors of the row that
-  // this lane holds: written if pass.starts, else read. sum_rows leaves the sums of a row in its
-  // last slice. A row with several passes fills all slices, so its sums are carried in at slice 0
-  // and out at the last slice. Without an optimizer the gradients are stored and `pass` is ignored.
+  // this lane holds: written if pass.computes_factors, else read. sum_rows writes the sums of a row
+  // to its last slice. A row with several passes fills all slices, so its sums are carried in at
+  // slice 0 and out at the last slice. Without an optimizer the gradients are stored and `pass` is
+  // ignored.
   EMB_DEVICE void update_columns(HoldersOfSlices holders, bool is_summed, int base, Pass pass,
                                  RowFactors* factors) {
     const auto location_of = [&](int s) { return locate_row(holders, s, base); };
@@ -508,17 +515,18 @@ struct TileUpdate {
           for (int k = 0; k < kColumns; ++k) gradient[s][k] += step.decay.l2 * batch.weights[s][k];
         }
       }
-      if (pass.sums || pass.starts) {
+      if (pass.adds_sums || pass.computes_factors) {
         float sums[kSlices][kMaxRowSums] = {};
-        if (pass.carries && !pass.sums) copy(row_sums[threadIdx.x], sums[kSlices - 1]);
-        if (pass.sums) {
-          if (pass.carries) copy(row_sums[threadIdx.x], sums[0]);
+        if (pass.carries_sums && !pass.adds_sums)
+          copy_sums(row_sums[threadIdx.x], sums[kSlices - 1]);
+        if (pass.adds_sums) {
+          if (pass.carries_sums) copy_sums(row_sums[threadIdx.x], sums[0]);
           batch.sum_rows(Selection{}, optimizer, step, layout, gradient, sums);
-          if (pass.carries) copy(sums[kSlices - 1], row_sums[threadIdx.x]);
+          if (pass.carries_sums) copy_sums(sums[kSlices - 1], row_sums[threadIdx.x]);
         }
-        if (pass.starts) *factors = start_rows(holders, sums);
+        if (pass.computes_factors) *factors = start_rows(holders, sums);
       }
-      if (!pass.updates) return;
+      if (!pass.updates_rows) return;
       const RowFactors lane_factors = *factors;
       batch.apply(Selection{}, optimizer, step, gradient, [&](int s) {
         if (!Selection::has_row_factors(optimizer)) return lane_factors;
@@ -530,23 +538,23 @@ struct TileUpdate {
         return factors_of_row;
       });
       batch.store(Selection{}, optimizer, tier,
-                  [&](uint32_t tensor, void* data, Dtype type, const Slices<kSlices>& x) {
+                  [&](uint32_t tensor, void* data, Dtype type, const Slices<kSlices>& values) {
                     if (step.rounding.is_stochastic && type != Dtype::kFloat) {
-                      store_randomly(holders, base, tensor, data, type, x);
+                      store_randomly(holders, base, tensor, data, type, values);
                     } else {
-                      store_slices<kSlices>(layout, data, type, location_of, x);
+                      store_slices<kSlices>(layout, data, type, location_of, values);
                     }
                   });
     }
   }
 
-  // Update a batch of the rows that `lanes`, a bit mask, hold, and return the lanes whose rows are
-  // left. All 32 lanes must call it together, each with the mask of its group. `is_summed` must be
-  // TileRow::is_summed of all these rows. If the optimizer has sums over a row, they must be
-  // complete before the first column is updated, so rows wider than a batch take two passes, of
+  // Update a batch of the rows that the lanes of `lane_mask` hold, and return the lanes whose rows
+  // are left. All 32 lanes must call this together, each with the mask of its group. `is_summed`
+  // must be TileRow::is_summed of all these rows. If the optimizer has sums over a row, they must
+  // be complete before the first column is updated. So rows wider than a batch need two passes, of
   // which the second reads from the cache.
-  EMB_DEVICE uint32_t update_batch(uint32_t lanes, bool is_summed) {
-    const HoldersOfSlices holders = assign_slices(lanes);
+  EMB_DEVICE uint32_t update_batch(uint32_t lane_mask, bool is_summed) {
+    const HoldersOfSlices holders = assign_slices(lane_mask);
     const bool has_sums = Selection::num_row_sums(optimizer) > 0;
     const bool has_two_passes = has_sums && layout.dim > layout.batch_columns();
     if (has_two_passes) {
@@ -563,17 +571,17 @@ struct TileUpdate {
         if (is_summed) sum_lookups(holders, base);
         const bool is_last = pass == 1;
         update_columns(holders, is_summed, base,
-                       {.sums = has_sums && is_last != has_two_passes,
-                        .starts = is_last && base == first,
-                        .updates = is_last,
-                        .carries = has_two_passes},
+                       {.adds_sums = has_sums && is_last != has_two_passes,
+                        .computes_factors = is_last && base == first,
+                        .updates_rows = is_last,
+                        .carries_sums = has_two_passes},
                        &factors);
       }
     }
     // The slices have the rows of the lowest lanes; those above the holder of the last slice are
     // left.
     const int last_holder = holders[kSlices - 1];
-    return last_holder < 0 ? 0 : lanes & (~1u << last_holder);
+    return last_holder < 0 ? 0 : lane_mask & (~1u << last_holder);
   }
 };
 
@@ -585,10 +593,10 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
                             float (*row_gradient)[kUpdateThreads][kColumns],
                             float (*row_sums)[kMaxRowSums]) {
   TileRow& lane_row = rows[threadIdx.x % simt::kWarpLanes];  // the row that this lane holds
-  while (const uint32_t pending = __ballot_sync(simt::kFullMask, lane_row.length > 0)) {
-    const uint32_t packed = rows[__ffs(static_cast<int>(pending)) - 1].packed_layout;
-    const bool has_high =
-        lane_row.length > 0 && lane_row.packed_layout == packed && lane_row.high != 0;
+  while (const uint32_t lanes_left = __ballot_sync(simt::kFullMask, lane_row.length > 0)) {
+    const uint32_t packed = rows[__ffs(static_cast<int>(lanes_left)) - 1].packed_layout;
+    const bool has_high_words =
+        lane_row.length > 0 && lane_row.packed_layout == packed && lane_row.offsets_high != 0;
     TileUpdate<Selection> update{
         args,
         optimizer,
@@ -597,16 +605,17 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
         rows,
         RowLayout(static_cast<int>(packed >> TileRow::kDimShift),
                   (packed & TileRow::kVectorBit) != 0, UpdateShape<Selection>::kSlices),
-        __any_sync(simt::kFullMask, has_high) != 0,
+        __any_sync(simt::kFullMask, has_high_words) != 0,
         row_gradient,
         row_sums};
 #pragma unroll 1
     for (int is_summed = 0; is_summed < 2; ++is_summed) {
-      const bool is_next = lane_row.length > 0 && lane_row.packed_layout == packed &&
-                           lane_row.is_summed == (is_summed != 0);
-      uint32_t lanes = __ballot_sync(simt::kFullMask, is_next) & update.layout.lanes_of_group();
-      while (__any_sync(simt::kFullMask, lanes != 0))
-        lanes = update.update_batch(lanes, is_summed != 0);
+      const bool is_selected = lane_row.length > 0 && lane_row.packed_layout == packed &&
+                               lane_row.is_summed == (is_summed != 0);
+      uint32_t selected_lanes =
+          __ballot_sync(simt::kFullMask, is_selected) & update.layout.lanes_of_group();
+      while (__any_sync(simt::kFullMask, selected_lanes != 0))
+        selected_lanes = update.update_batch(selected_lanes, is_summed != 0);
     }
     __syncwarp();  // no lane needs the rows any more
     if (lane_row.packed_layout == packed) lane_row.length = 0;
@@ -618,7 +627,7 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
 // columns of wide rows, only for optimizers without states or sums per row.
 template <class Selection>
 __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlocksPerSm)
-    update_kernel(DeviceGradArgs args, OptimizerStepArgs optimizer, RowTile widest_tile) {
+    update_kernel(DeviceGradArgs args, OptimizerStepArgs optimizer, RowTile max_tile) {
   __shared__ BlockStepStorage storage;
   __shared__ TileRow rows_of_warps[kUpdateThreads];
   __shared__ uint32_t num_rows;  // not a local: takes no register while rows are updated
@@ -626,7 +635,7 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
       __shared__ float row_gradient[UpdateShape<Selection>::kSlices][kUpdateThreads][kColumns];
   __shared__ float row_sums[Selection::kHasSums ? kUpdateThreads : 1][kMaxRowSums];
   const auto count = static_cast<uint32_t>(*args.num_groups);
-  const RowTile tile = widest_tile.for_rows(count);
+  const RowTile tile = max_tile.for_rows(count);
   // The grid is sized by lookups, so with repeated rows some blocks have no tile: they return
   // before they build their step.
   if (blockIdx.x * kUpdateWarps * tile.num_rows() >= count) return;
@@ -650,12 +659,12 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
 }
 
 // Return the tile for at most `num_rows` rows of `mean_dim` columns on average. It has up to 32
-// rows, but few enough to keep `warps` warps, which run at once, busy if there are enough rows.
-inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
-  RowTile tile{2, 0, static_cast<uint32_t>(warps)};
+// rows, but few enough to keep `num_warps` warps, which run at once, busy if there are enough rows.
+inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t num_warps) {
+  RowTile tile{2, 0, static_cast<uint32_t>(num_warps)};
   while ((1 << tile.log2_lanes) < lanes_for(mean_dim, kColumns)) ++tile.log2_lanes;
   tile.log2_rows = tile.log2_lanes;
-  while (tile.log2_rows > 0 && num_rows < warps * tile.num_rows()) --tile.log2_rows;
+  while (tile.log2_rows > 0 && num_rows < num_warps * tile.num_rows()) --tile.log2_rows;
   return tile;
 }
 
@@ -665,21 +674,22 @@ inline constexpr int kChunkBlocksPerSm = 8;
 // Sum the chunks of long segments, if there can be any; G is the dtype of the gradient.
 template <class G, class Launcher>
 void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t mean_dim) {
-  const int64_t slots = num_chunk_slots(args.num_lookups);
-  if (slots == 0) return;
+  const int64_t num_slots = num_chunk_slots(args.num_lookups);
+  if (num_slots == 0) return;
   const int lanes = lanes_for(mean_dim, kColumns);
   const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, kMaxStripes);
   launcher(chunk_kernel<G>,
-           simt::Dim3(blocks_for(slots, 1, launcher.blocks(kChunkBlocksPerSm)), stripes),
+           simt::Dim3(blocks_for(num_slots, 1, launcher.blocks(kChunkBlocksPerSm)), stripes),
            kChunkThreads, args, lanes);
 }
 
 // Update all rows of the grouping in `args`; without an optimizer, write their gradients to the
 // weights of tier 0 of `optimizer`. `mean_dim`, the mean width of the features, determines the
-// lanes per row. Pass `num_updated` ([1], scratch on the device) and `step` if the grouping has not
-// counted the step: then it is counted here, also without lookups; if the gradient is not finite,
-// nothing is counted or updated. If `num_updated` is null, `step` is ignored: the step must have
-// been counted, and *args.num_groups be 0 if the gradient is not finite.
+// lanes per row. If the grouping has not counted the step, the caller must pass `num_updated` ([1],
+// scratch on the device) and `step`. The step is then counted here, also without lookups; if the
+// gradient is not finite, nothing is counted or updated. If `num_updated` is null, `step` is
+// ignored: the step must have been counted, and *args.num_groups must be 0 if the gradient is not
+// finite.
 template <class Launcher>
 void launch_update(const Launcher& launcher, DeviceGradArgs args,
                    const OptimizerStepArgs& optimizer, int64_t mean_dim, const StepCount& step = {},
@@ -700,18 +710,19 @@ void launch_update(const Launcher& launcher, DeviceGradArgs args,
   }
   visit_selection(optimizer, mean_dim <= kNarrowRow, [&](auto tag) {
     using Selection = typename decltype(tag)::type;
-    const int64_t resident = launcher.blocks(UpdateShape<Selection>::kBlocksPerSm);
-    const RowTile tile = divide_rows(args.num_lookups, mean_dim, resident * kUpdateWarps);
-    const int64_t rows_of_block = int64_t{kUpdateWarps} * tile.num_rows();
-    const unsigned blocks = blocks_for(args.num_lookups, rows_of_block, kUpdateWaves * resident);
+    const int64_t num_resident = launcher.blocks(UpdateShape<Selection>::kBlocksPerSm);
+    const RowTile tile = divide_rows(args.num_lookups, mean_dim, num_resident * kUpdateWarps);
+    const int64_t rows_per_block = int64_t{kUpdateWarps} * tile.num_rows();
+    const unsigned num_blocks =
+        blocks_for(args.num_lookups, rows_per_block, kUpdateWaves * num_resident);
     // Row-wise states are read and written once per row, so one stripe takes all columns.
-    const int64_t stripes =
-        optimizer.has_row_factors() ? 1 : std::max<int64_t>(resident / blocks, 1);
+    const int64_t max_stripes =
+        optimizer.has_row_factors() ? 1 : std::max<int64_t>(num_resident / num_blocks, 1);
     const int64_t batch_columns =
         int64_t{UpdateShape<Selection>::kSlices} * simt::kWarpLanes * kColumns;
     launcher(update_kernel<Selection>,
-             simt::Dim3(blocks, blocks_for(mean_dim, batch_columns, stripes)), kUpdateThreads, args,
-             optimizer, tile);
+             simt::Dim3(num_blocks, blocks_for(mean_dim, batch_columns, max_stripes)),
+             kUpdateThreads, args, optimizer, tile);
   });
 }
 

@@ -2,9 +2,9 @@
 // and applied by the optimizer), `tbe_backward_` (the same with grouping and counting of the step)
 // and `tbe_row_grads` (the gradients of rows as a tensor).
 //
-// An op checks its arguments, the grouping included, since the kernels of update_kernels.cpp trust
-// it. Segments longer than kChunkLookups are summed in chunks first, in parallel. Then threads take
-// ranges of groups of equal cost.
+// An op checks its arguments, including the grouping, because the kernels of update_kernels.cpp
+// trust them. Segments longer than kChunkLookups are summed in chunks first, in parallel. Then the
+// threads update ranges of groups of equal cost.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ EMB_SELECT_KERNELS(UpdateTable, kUpdateTable, update_table)
 
 namespace {
 
-constexpr int64_t kGrain = 512;       // grain of parallel_balanced, in the cost of for_groups
+constexpr int64_t kGroupGrain = 512;  // grain of parallel_balanced, in the cost of parallel_groups
 constexpr int64_t kGroupsAhead = 16;  // groups of `tbe_row_grads` whose gradients are prefetched
 
 // Scratch aligned to cache lines, so that no vector register of 64 bytes touches two lines.
@@ -42,10 +42,10 @@ struct alignas(kCacheLineBytes) CacheLine {
 // and saved 2 to 7 % at 2 MB.
 constexpr int64_t kCacheBytes = int64_t{3} << 19;
 
-// The gradient and the grouping of a batch, checked, in the form that kernels read. The object
-// keeps the tensors alive that `args` points into. The constructor checks the grouping;
-// `set_pooling` then checks all that depends on the pooling, sets `columns`, and must be called
-// before `args` and feature_columns().
+// The gradient and the grouping of a batch, checked and converted for the kernels. The object keeps
+// the tensors alive that `args` points into. The constructor checks the grouping. `set_pooling`
+// checks what depends on the pooling, and sets `columns`. It must be called before `args` and
+// feature_columns().
 struct Gradient {
   Tensor grad, features, segments, lookups, bags, offsets;
   std::optional<Tensor> sample_weights;
@@ -85,27 +85,27 @@ struct Gradient {
   // bags are in range: the kernels trust these. The values of `rows` are not read. This reads up to
   // 12 bytes per lookup, compared to rows of hundreds of bytes.
   void check_grouping(const char* op, const Tensor& rows, const Tensor& count) {
-    bool valid = rows.numel() == num_lookups && segments.numel() == num_lookups + 1 &&
-                 bags.numel() == num_lookups && count.numel() == 1;
-    num_groups = valid ? *count.const_data_ptr<int32_t>() : 0;
-    valid = valid && num_groups >= 0 && num_groups <= num_lookups;
-    if (valid) {
+    bool is_valid = rows.numel() == num_lookups && segments.numel() == num_lookups + 1 &&
+                    bags.numel() == num_lookups && count.numel() == 1;
+    num_groups = is_valid ? *count.const_data_ptr<int32_t>() : 0;
+    is_valid = is_valid && num_groups >= 0 && num_groups <= num_lookups;
+    if (is_valid) {
       const auto last_bag = static_cast<int32_t>(num_bags) - 1;
       const int32_t *segment = segments.const_data_ptr<int32_t>(),
                     *bag = bags.const_data_ptr<int32_t>(),
                     *lookup = lookups.const_data_ptr<int32_t>();
-      const auto n = static_cast<int32_t>(num_lookups), grouped = segment[num_groups];
-      int32_t signs = segment[0] | grouped | (n - grouped);
+      const auto n = static_cast<int32_t>(num_lookups), num_grouped = segment[num_groups];
+      int32_t sign_bits = segment[0] | num_grouped | (n - num_grouped);
       for (int64_t i = 0; i < num_groups; ++i) {
-        signs |= segment[i] | (segment[i + 1] - segment[i] - 1);
+        sign_bits |= segment[i] | (segment[i + 1] - segment[i] - 1);
       }
-      valid = signs >= 0;
-      for (int32_t j = 0; valid && j < grouped; ++j) {
-        signs |= bag[j] | (last_bag - bag[j]) | lookup[j] | (n - 1 - lookup[j]);
+      is_valid = sign_bits >= 0;
+      for (int32_t j = 0; is_valid && j < num_grouped; ++j) {
+        sign_bits |= bag[j] | (last_bag - bag[j]) | lookup[j] | (n - 1 - lookup[j]);
       }
-      valid = valid && signs >= 0;
+      is_valid = is_valid && sign_bits >= 0;
     }
-    STD_TORCH_CHECK(valid, op,
+    STD_TORCH_CHECK(is_valid, op,
                     ": rows, segments, lookups, bags and count must come from one call of "
                     "tbe_group for these features and offsets");
   }
@@ -168,29 +168,29 @@ struct Gradient {
   }
 
   // Throws unless the lookups of each group are of tables of one dim, and the table of the first
-  // lookup has rows and, if `rows` is not null, row rows[group]. Checks nothing if all tables
-  // have rows and one dim: nothing can then be read or written outside a table, because kernels
-  // take a row outside its table for the table's first row.
+  // lookup has rows and, if `rows` is not null, row rows[group]. Nothing is checked if all tables
+  // have rows and one dim. Then no access can be outside a table, because kernels use the table's
+  // first row instead of a row outside the table.
   void check_groups(const char* op, const GradArgs& args, const int64_t* rows) const {
     const Feature* feature = feature_array(features);
-    bool are_alike = true;  // all tables have rows, and one dim
+    bool has_one_dim = true;  // all tables have rows, and one dim
     for (int64_t f = 0; f < features.size(0); ++f) {
-      are_alike = are_alike && feature[f].rows > 0 && feature[f].dim == feature[0].dim;
+      has_one_dim = has_one_dim && feature[f].rows > 0 && feature[f].dim == feature[0].dim;
     }
     const auto feature_of = [&](int32_t j) -> const Feature& {
       const int32_t bag = args.sorted_bags[j];
       return feature[layout != nullptr ? layout[bag].feature
                                        : args.batch.quotient(static_cast<uint32_t>(bag))];
     };
-    for (int64_t group = 0; !are_alike && group < num_groups; ++group) {
+    for (int64_t group = 0; !has_one_dim && group < num_groups; ++group) {
       const int32_t begin = args.segments[group], end = args.segments[group + 1];
       const Feature& first = feature_of(begin);
       const bool has_row = rows == nullptr || (rows[group] >= first.row_base &&
                                                rows[group] - first.row_base < first.rows);
-      bool valid = first.rows > 0 && has_row;
+      bool is_valid = first.rows > 0 && has_row;
       for (int32_t j = begin + 1; j < end; ++j)
-        valid = valid && feature_of(j).dim == feature_of(begin).dim;
-      STD_TORCH_CHECK(valid, op, ": group ", group,
+        is_valid = is_valid && feature_of(j).dim == feature_of(begin).dim;
+      STD_TORCH_CHECK(is_valid, op, ": group ", group,
                       " has lookups of an empty table, of another table ",
                       "than its row, or of tables of several dims; pass what tbe_group returns for "
                       "these features");
@@ -218,7 +218,7 @@ int64_t dim_of(const GradArgs& args, int64_t j) {
 }
 
 // The chunk sums of all segments longer than kChunkLookups, computed by all threads, so that one
-// hot row does not keep a single thread busy. `dim` bounds the dim of all groups.
+// hot row is not the work of a single thread. No group may have a dim above `dim`.
 struct ChunkSums {
   std::vector<int64_t> groups, first_chunks = {0};
   Floats sums;
@@ -252,15 +252,15 @@ struct ChunkSums {
 // Call `body(begin, end)` for ranges of groups, in parallel. The cost of a group is the number of
 // its lookups plus kRowCost for its row, which costs about as much as four lookups.
 template <class Body>
-void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
+void parallel_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
   constexpr int64_t kRowCost = 4;
   const auto cost = [&](int64_t group) { return args.segments[group] + kRowCost * group; };
-  parallel_balanced(num_groups, kGrain, cost, body);
+  parallel_balanced(num_groups, kGroupGrain, cost, body);
 }
 
 // Prefetch the gradient, `dim` columns, of the first lookup of a group of a fixed batch. Inlined,
 // since the compiler drops calls of functions that only prefetch.
-EMB_HD void prefetch_first(const GradArgs& args, int64_t group, int64_t dim) {
+EMB_HD void prefetch_first_grad(const GradArgs& args, int64_t group, int64_t dim) {
   const int64_t j = args.segments[group];
   int64_t element = 0;
   if (args.is_unpooled) {
@@ -300,11 +300,11 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
   // With at most two lookups per bag a gradient is read once or twice, so that it is not yet in the
   // core's private caches.
   const bool prefetches = !bag_layout && gradient.num_lookups <= 2 * gradient.num_bags;
-  for_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
+  parallel_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
       const int64_t columns = dim_of(args.grads, args.grads.segments[group]);
       if (prefetches && group + kGroupsAhead < end) {
-        prefetch_first(args.grads, group + kGroupsAhead, columns);
+        prefetch_first_grad(args.grads, group + kGroupsAhead, columns);
       }
       update_table().segment_sum(args, sum, group, columns, out + group * dim);
     }
@@ -313,9 +313,9 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
 
 namespace {
 
-// Return the gradient of each unique row, float32 [L, dim]: see sum_row_grads for what is
-// unspecified in it. `rows` to `count` are the grouping that tbe_group returned for these features
-// and offsets; `grad` is [B, columns], with bag_layout [columns], without pooling [L, D].
+// Return the gradient of each unique row, float32 [L, dim]. Elements that sum_row_grads does not
+// write are unspecified. `rows` to `count` are the grouping that tbe_group returned for these
+// features and offsets. `grad` is [B, columns], with bag_layout [columns], without pooling [L, D].
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
@@ -326,27 +326,27 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   return out;
 }
 
-// Set args->tiers to the weights and states. Throws unless those of each tier have room for all
-// rows that `features` names.
+// Set args->tiers to the weights and states. Throws unless the weights and states of each tier have
+// room for the rows of all features in the tier.
 void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                   const std::vector<Tensor>& states, const Gradient& gradient, UpdateArgs* args) {
   check_layout(op, gradient.features, TierWeights(op, weights), gradient.feature_columns(),
                kUnlimited, gradient.pooling);
   const Feature* feature = feature_array(gradient.features);
-  int64_t rows[kTiers] = {};
+  int64_t num_rows[kTiers] = {};
   for (int64_t f = 0; f < gradient.features.size(0); ++f) {
-    int64_t& num_rows = rows[feature[f].tier];
-    num_rows = std::max(num_rows, feature[f].state_base + feature[f].rows);
+    int64_t& tier_rows = num_rows[feature[f].tier];
+    tier_rows = std::max(tier_rows, feature[f].state_base + feature[f].rows);
   }
-  check_tiers(op, optimizer, weights, states, rows, args->tiers);
+  check_tiers(op, optimizer, weights, states, num_rows, args->tiers);
 }
 
 // Return the tables that have rows, by ascending rows, each once. Return none if rows may be in a
-// cache (`cached`), or if features disagree about where a table is: then UpdateTable::update
+// cache (`has_cache`), or if features disagree about where a table is: then UpdateTable::update
 // locates every row by its first lookup.
-std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
+std::vector<TableSpan> table_spans(const Gradient& gradient, bool has_cache) {
   std::vector<TableSpan> spans;
-  if (cached) return spans;
+  if (has_cache) return spans;
   const Feature* feature = feature_array(gradient.features);
   for (int64_t f = 0; f < gradient.features.size(0); ++f) {
     const Feature& table = feature[f];
@@ -355,22 +355,22 @@ std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
                      table.weight_offset - table.row_base * table.dim,
                      table.state_base - table.row_base, f});
   }
-  const auto before = [](const TableSpan& a, const TableSpan& b) {
+  const auto precedes = [](const TableSpan& a, const TableSpan& b) {
     return a.first_row < b.first_row;
   };
-  if (!std::is_sorted(spans.begin(), spans.end(), before)) {
-    std::stable_sort(spans.begin(), spans.end(), before);
+  if (!std::is_sorted(spans.begin(), spans.end(), precedes)) {
+    std::stable_sort(spans.begin(), spans.end(), precedes);
   }
   size_t num_spans = 0;
   for (const TableSpan& span : spans) {
     TableSpan* last = num_spans > 0 ? &spans[num_spans - 1] : nullptr;
-    if (last == nullptr || span.first_row >= last->first_row + last->rows) {
+    if (last == nullptr || span.first_row >= last->first_row + last->num_rows) {
       spans[num_spans++] = span;
       continue;
     }
-    const bool is_same_table = span.first_row == last->first_row && span.rows == last->rows &&
-                               span.dim == last->dim && span.tier == last->tier &&
-                               span.element_base == last->element_base &&
+    const bool is_same_table = span.first_row == last->first_row &&
+                               span.num_rows == last->num_rows && span.dim == last->dim &&
+                               span.tier == last->tier && span.element_base == last->element_base &&
                                span.state_base == last->state_base;
     if (!is_same_table) return {};
     last->feature = -1;
@@ -381,10 +381,11 @@ std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
 
 // Return whether each of `rows`, the row of each group, [num_groups], is in one of `tables`, and
 // the groups follow the order of the tables. Within a table they may have any order.
-bool follow_tables(const int64_t* rows, int64_t num_groups, const std::vector<TableSpan>& tables) {
+bool groups_follow_tables(const int64_t* rows, int64_t num_groups,
+                          const std::vector<TableSpan>& tables) {
   size_t t = 0;
   for (int64_t group = 0; group < num_groups; ++group) {
-    while (t < tables.size() && rows[group] >= tables[t].first_row + tables[t].rows) ++t;
+    while (t < tables.size() && rows[group] >= tables[t].first_row + tables[t].num_rows) ++t;
     if (t == tables.size() || rows[group] < tables[t].first_row) return false;
   }
   return true;
@@ -423,8 +424,8 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   args.rows = rows.const_data_ptr<int64_t>();
   args.hyper = hyper.const_data_ptr<double>();
   const int64_t dim = gradient.max_dim();
-  std::vector<TableSpan> tables = spans_of(gradient, row_slots.has_value());
-  if (!follow_tables(args.rows, gradient.num_groups, tables)) tables.clear();
+  std::vector<TableSpan> tables = table_spans(gradient, row_slots.has_value());
+  if (!groups_follow_tables(args.rows, gradient.num_groups, tables)) tables.clear();
   args.tables = tables.data();
   args.num_tables = static_cast<int64_t>(tables.size());
   const UpdateTable& kernels = update_table();
@@ -433,18 +434,19 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.long_segments = chunks.view();
-  for_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
+  parallel_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
     const int64_t num_lines = (kRowBatch * kScratchRows * dim + kLineFloats - 1) / kLineFloats;
     const std::unique_ptr<CacheLine[]> scratch(new CacheLine[num_lines]);
     update(args, sum, scratch[0].values, dim, begin, end);
   });
 }
 
-// Count the step in `hyper`, and update: group the lookups of a fixed batch, or take the grouping
-// `located`: [rows, segments, lookups, bags, count, row_slots] from a cache's prefetch, or the same
-// without row_slots from the insertion of a batch of keys. Then do what tbe_update_ does. If
-// `is_finite`, bool [1] or null, is false, do nothing. `indices`, `total_rows` and `repaired` are
-// arguments of tbe_group, ignored with `located`. If the update throws, the step is not counted.
+// Count the step in `hyper`, and update a fixed batch: group its lookups, or use the grouping
+// `located`, and then do what tbe_update_ does. `located` is [rows, segments, lookups, bags, count,
+// row_slots] from a cache's prefetch, or the same without row_slots from the insertion of a batch
+// of keys. If `is_finite`, bool [1] or null, is false, do nothing. `indices`, `total_rows` and
+// `repaired` are arguments of tbe_group, ignored with `located`. If the update throws, the step is
+// not counted.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,

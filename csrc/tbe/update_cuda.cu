@@ -1,9 +1,8 @@
 // `tbe_update_`, `tbe_row_grads` and `tbe_backward_` on the GPU: check the arguments, allocate
 // scratch memory, launch. The number of unique rows is known on the device only, so grids and
-// scratch are sized by the number of lookups. The contracts are those of update_cpu.cpp, except
-// that the contents of device tensors are trusted, that row_slots must be [L], that `located` must
-// have row_slots and be of as many lookups as `indices`, and that a gradient that is not finite is
-// noticed on the device.
+// scratch are sized by the number of lookups. The contracts are those of update_cpu.cpp, with these
+// differences: the contents of device tensors are trusted, row_slots must be [L], `located` must
+// have row_slots and as many lookups as `indices`, and `is_finite` is read on the device.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -26,8 +25,8 @@ namespace {
 // set_result_stride if needed, then one of the functions run*.
 class BackwardCall {
  public:
-  // Check the arguments and set all but the groups. Of `lookups` only the number and the device
-  // matter: it is the lookups of the grouping, or the indices.
+  // Check the arguments and set all but the groups. `lookups` has one element per lookup: the
+  // lookups of the grouping, or the indices. Its values are not used.
   BackwardCall(const char* op, const Tensor& grad, const Tensor& features, const Tensor& lookups,
                const Tensor& offsets, const std::optional<Tensor>& bag_layout,
                const std::optional<Tensor>& sample_weights, int64_t pooling)
@@ -99,10 +98,10 @@ class BackwardCall {
   // Reserve the scratch of `run`. Call scratch->allocate() before `run`: it writes the addresses
   // into this object, which therefore may not move in between.
   void add_scratch(DeviceArrays* scratch) {
-    const int64_t slots = num_chunk_slots(args_.num_lookups);
-    if (slots == 0) return;
-    scratch->add(&args_.chunk_sums, slots * args_.chunk_sum_stride);
-    scratch->add(&args_.chunk_tasks, slots);
+    const int64_t num_slots = num_chunk_slots(args_.num_lookups);
+    if (num_slots == 0) return;
+    scratch->add(&args_.chunk_sums, num_slots * args_.chunk_sum_stride);
+    scratch->add(&args_.chunk_tasks, num_slots);
   }
 
   // Launch the update, in scratch that add_scratch reserved. Does not count the step.
@@ -111,7 +110,7 @@ class BackwardCall {
   }
 
   // Allocate scratch and launch the update. Does not count the step.
-  void run_alone(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
+  void allocate_and_run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
     DeviceArrays scratch;
     add_scratch(&scratch);
     if (num_chunk_slots(args_.num_lookups) > 0) scratch.allocate(grad_);
@@ -146,9 +145,9 @@ class BackwardCall {
     const int64_t rows_per_sample = is_variable ? num_bags : num_features;  // of all, if variable
     const int64_t num_rows = is_pooled ? rows_per_sample : 1;
     mean_dim_ = num_rows > 0 ? (columns + num_rows - 1) / num_rows : columns;
-    const int64_t widest =
+    const int64_t max_dim =
         is_pooled && is_variable ? std::min(columns, kMaxVariableColumns) : columns;
-    args_.chunk_sum_stride = chunk_sum_stride(widest);
+    args_.chunk_sum_stride = chunk_sum_stride(max_dim);
   }
 
   // Check the dtypes, sizes and devices of a grouping; its contents are trusted.
@@ -198,13 +197,13 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   backward.set_groups(op, {rows, segments, lookups, bags, count});
   backward.set_slots(op, row_slots);
   const OptimizerStepArgs step = optimizer_step_args(op, weights, optimizer, states, hyper, 0);
-  backward.run_alone(CudaLauncher(grad), step);
+  backward.allocate_and_run(CudaLauncher(grad), step);
 }
 
-// Count the step in `hyper`, and update: group the lookups of a fixed batch, or take the grouping
-// `located`, see check_located. Then do what tbe_update_ does. If `is_finite`, bool [1] or null, is
-// false, nothing is counted or updated. Everything is checked and allocated before the kernel that
-// counts the step is launched, so that a call that throws counts none.
+// Count the step in `hyper`, and update a fixed batch: group its lookups, or use the grouping
+// `located` (check_located), and then do what tbe_update_ does. If `is_finite`, bool [1] or null,
+// is false, nothing is counted or updated. All checks and allocations are made before the kernel
+// that counts the step is launched, so that a call that throws counts no step.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,
@@ -261,7 +260,7 @@ void sum_row_grads(BackwardCall* backward, const Tensor& grad, int64_t dim, floa
   backward->set_result_stride(dim);
   OptimizerStepArgs step;
   step.tiers[0].weights = out;
-  backward->run_alone(CudaLauncher(grad), step);
+  backward->allocate_and_run(CudaLauncher(grad), step);
 }
 
 // Return the gradient of each unique row, float32 [L, dim]; rows and columns that have none are 0.

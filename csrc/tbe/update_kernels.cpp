@@ -1,11 +1,11 @@
 // Backward of table-batched embeddings on one CPU thread: the gradients of a unique row are summed
-// in registers, then the optimizer reads and writes the row once. As in the forward, the time is
-// cache misses on random rows, so the rows of the next groups are prefetched for writing.
+// in registers, then the optimizer reads and writes the row once. As in the forward, most of the
+// time is cache misses on random rows, so the rows of the next groups are prefetched for writing.
 //
-// A group is the lookups of one unique row. There are two drivers with the same results: `update`
-// locates each row by its first lookup, which is always possible; `update_tables` takes the groups
-// table by table, which leaves little to compute per row but needs args.tables: tables without a
-// cache about whose memory all features agree.
+// A group is the lookups of one unique row. There are two drivers with the same results. `update`
+// locates each row by its first lookup, which is always possible. `update_tables` processes the
+// groups table by table, which needs little computation per row. It requires args.tables: tables
+// without a cache, for which all features give the same memory.
 #include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"
 #include "tbe/args.h"
@@ -46,12 +46,13 @@ template <int kVectors, class G>
 EMB_HD void sum_block(const GradArgs& args, int64_t begin, int64_t end, int64_t column,
                       float* sum) {
   constexpr int64_t kBytes = kVectors * kLanes * static_cast<int64_t>(sizeof(G));
-  constexpr int64_t kAhead = kGradLinesAhead / ((kBytes + kCacheLineBytes - 1) / kCacheLineBytes);
+  constexpr int64_t kLookupsAhead =
+      kGradLinesAhead / ((kBytes + kCacheLineBytes - 1) / kCacheLineBytes);
   Vec sums[kVectors] = {};
   for (int64_t j = begin; j < end; ++j) {
-    if (args.prefetches_grads && j + kAhead < end) {
-      const int64_t next = grad_offset(args, j + kAhead) + column;
-      prefetch_row<false>(static_cast<const G*>(args.grad) + next, kBytes);
+    if (args.prefetches_grads && j + kLookupsAhead < end) {
+      const int64_t offset_ahead = grad_offset(args, j + kLookupsAhead) + column;
+      prefetch_row<false>(static_cast<const G*>(args.grad) + offset_ahead, kBytes);
     }
     const G* row = static_cast<const G*>(args.grad) + grad_offset(args, j) + column;
     const Vec scale = broadcast(grad_scale(args, j));
@@ -94,13 +95,13 @@ void segment_sum(const UpdateArgs& args, SumFn sum_fn, int64_t group, int64_t di
     while (i + step < args.long_segments.num_groups && args.long_segments.groups[i + step] <= group)
       i += step;
   }
-  const float* partial = args.long_segments.chunk_sums +
-                         args.long_segments.first_chunks[i] * args.long_segments.stride;
-  for (int64_t d = 0; d < dim; ++d) sum[d] = partial[d];
+  const float* chunk_sum = args.long_segments.chunk_sums +
+                           args.long_segments.first_chunks[i] * args.long_segments.stride;
+  for (int64_t d = 0; d < dim; ++d) sum[d] = chunk_sum[d];
   for (int64_t chunk = args.long_segments.first_chunks[i] + 1;
        chunk < args.long_segments.first_chunks[i + 1]; ++chunk) {
-    partial = args.long_segments.chunk_sums + chunk * args.long_segments.stride;
-    for (int64_t d = 0; d < dim; ++d) sum[d] += partial[d];
+    chunk_sum = args.long_segments.chunk_sums + chunk * args.long_segments.stride;
+    for (int64_t d = 0; d < dim; ++d) sum[d] += chunk_sum[d];
   }
 }
 
@@ -124,15 +125,15 @@ struct RowUpdate {
   RowFactors factors;       // of the row, from Opt::begin_row
 };
 
-// Set tier, location, id and dim of the row of a group. Any of its lookups determines the feature
-// and with it the table; the first is taken.
+// Set tier, location, id and dim of the row of a group. The feature of any of its lookups
+// determines the table; this uses the first lookup.
 EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
   const int64_t bag = args.grads.sorted_bags[args.grads.segments[group]];
   const Feature& feature = args.grads.features[feature_of(args.grads, bag)];
-  // A row outside the table, which tbe_group never makes, counts as row 0, so that nothing outside
-  // the table is written.
-  const int64_t row_of_table = args.rows[group] - feature.row_base;
-  const int64_t row = row_of_table >= 0 && row_of_table < feature.rows ? row_of_table : 0;
+  // Row 0 is used instead of a row outside the table, which tbe_group never makes, so that no
+  // memory outside the table is written.
+  const int64_t row_in_table = args.rows[group] - feature.row_base;
+  const int64_t row = row_in_table >= 0 && row_in_table < feature.rows ? row_in_table : 0;
   const int64_t slot = args.row_slots != nullptr ? args.row_slots[group] : -1;
   target->location = locate_update(feature, row, slot, args.tiers[kCacheTier]);
   target->tier = &args.tiers[target->location.tier];
@@ -159,16 +160,16 @@ EMB_HD void prefetch_target(const RowUpdate& target) {
 
 // Return the row in tensor `data` (weights or an element-wise state) of dtype `type` as floats: in
 // place, or as a copy in `scratch`, [dim], if it is stored in 16 bits.
-EMB_HD float* open_row(void* data, Dtype type, const RowUpdate& target, float* scratch) {
+EMB_HD float* row_as_floats(void* data, Dtype type, const RowUpdate& target, float* scratch) {
   if (type == Dtype::kFloat) return static_cast<float*>(data) + target.location.element;
   widen_row(data, type, target.location.element, target.dim, scratch);
   return scratch;
 }
 
-// Store the copy that open_row made; does nothing for a row in place. `tensor` selects the random
-// numbers of stochastic rounding.
-EMB_HD void close_row(const float* values, void* data, Dtype type, const RowUpdate& target,
-                      const Rounding& rounding, uint32_t tensor) {
+// Store the copy that row_as_floats made; does nothing for a row in place. `tensor` selects the
+// random numbers of stochastic rounding.
+EMB_HD void store_copy(const float* values, void* data, Dtype type, const RowUpdate& target,
+                       const Rounding& rounding, uint32_t tensor) {
   if (type == Dtype::kFloat) return;
   narrow_row(values, target.dim, data, type, target.location.element, rounding, target.id, tensor);
 }
@@ -176,31 +177,33 @@ EMB_HD void close_row(const float* values, void* data, Dtype type, const RowUpda
 // Set the views of weights and states of a row. `scratch` has room for 1 + kSteppedStates rows of
 // floats, since all of them may be stored in 16 bits.
 template <class Opt>
-EMB_HD void open_target(RowUpdate* target, float* scratch) {
+EMB_HD void set_views(RowUpdate* target, float* scratch) {
   const TierMemory& tier = *target->tier;
-  target->views.weights = open_row(tier.weights, tier.weight_type, *target, scratch);
+  target->views.weights = row_as_floats(tier.weights, tier.weight_type, *target, scratch);
   if constexpr (Opt::kSteppedStates > 0) {
     scratch += target->dim;
-    target->views.state0 = open_row(tier.element_states[0], tier.state_types[0], *target, scratch);
+    target->views.state0 =
+        row_as_floats(tier.element_states[0], tier.state_types[0], *target, scratch);
   }
   if constexpr (Opt::kSteppedStates > 1) {
     scratch += target->dim;
-    target->views.state1 = open_row(tier.element_states[1], tier.state_types[1], *target, scratch);
+    target->views.state1 =
+        row_as_floats(tier.element_states[1], tier.state_types[1], *target, scratch);
   }
 }
 
-// Store the weights and states of an updated row, as far as open_target copied them.
+// Store the weights and states of an updated row that set_views copied.
 template <class Opt>
-EMB_HD void close_target(const RowUpdate& target, const Rounding& rounding) {
+EMB_HD void store_copies(const RowUpdate& target, const Rounding& rounding) {
   const TierMemory& tier = *target.tier;
-  close_row(target.views.weights, tier.weights, tier.weight_type, target, rounding, kRoundWeights);
+  store_copy(target.views.weights, tier.weights, tier.weight_type, target, rounding, kRoundWeights);
   if constexpr (Opt::kSteppedStates > 0) {
-    close_row(target.views.state0, tier.element_states[0], tier.state_types[0], target, rounding,
-              kRoundState);
+    store_copy(target.views.state0, tier.element_states[0], tier.state_types[0], target, rounding,
+               kRoundState);
   }
   if constexpr (Opt::kSteppedStates > 1) {
-    close_row(target.views.state1, tier.element_states[1], tier.state_types[1], target, rounding,
-              kRoundState + 1);
+    store_copy(target.views.state1, tier.element_states[1], tier.state_types[1], target, rounding,
+               kRoundState + 1);
   }
 }
 
@@ -221,42 +224,42 @@ EMB_HD void begin_target(const Opt& opt, RowUpdate* target) {
 // chain of reduction, square root and division before it can write. A few independent chains take
 // little longer than one. The rows of the next batch are prefetched meanwhile.
 template <class Opt>
-void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest, int64_t begin,
+void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t max_dim, int64_t begin,
             int64_t end) {
   const Opt opt(args.hyper);
   const WeightDecay decay(args.hyper);
   const Rounding rounding(args.hyper);
   RowUpdate targets[2][kRowBatch];
   const auto prefetch = [&](int64_t base, RowUpdate* batch) {
-    const int64_t count = end - base < kRowBatch ? end - base : kRowBatch;
-    for (int64_t i = 0; i < count; ++i) {
+    const int64_t num_rows = end - base < kRowBatch ? end - base : kRowBatch;
+    for (int64_t i = 0; i < num_rows; ++i) {
       locate(args, base + i, &batch[i]);
       if (args.grads.prefetches_grads) prefetch_grads(args.grads, base + i, batch[i].dim);
       prefetch_target<Opt>(batch[i]);
     }
   };
   prefetch(begin, targets[0]);
-  for (int64_t base = begin, turn = 0; base < end; base += kRowBatch, turn ^= 1) {
-    prefetch(base + kRowBatch, targets[turn ^ 1]);
-    RowUpdate* batch = targets[turn];
-    const int64_t count = end - base < kRowBatch ? end - base : kRowBatch;
+  for (int64_t base = begin, parity = 0; base < end; base += kRowBatch, parity ^= 1) {
+    prefetch(base + kRowBatch, targets[parity ^ 1]);
+    RowUpdate* batch = targets[parity];
+    const int64_t num_rows = end - base < kRowBatch ? end - base : kRowBatch;
     float* gradient = scratch;
-    float* narrow_rows = scratch + kRowBatch * widest;
-    for (int64_t i = 0; i < count; ++i) {
+    float* row_copies = scratch + kRowBatch * max_dim;
+    for (int64_t i = 0; i < num_rows; ++i) {
       RowUpdate& target = batch[i];
       target.views.gradient = gradient;
       segment_sum(args, sum_fn, base + i, target.dim, gradient);
-      open_target<Opt>(&target, narrow_rows);
+      set_views<Opt>(&target, row_copies);
       add_penalty(decay, target.dim, target.views);
       row_sums(opt, target.dim, target.views, target.sums);
       gradient += target.dim;
-      narrow_rows += (kScratchRows - 1) * target.dim;
+      row_copies += (kScratchRows - 1) * target.dim;
     }
-    for (int64_t i = 0; i < count; ++i) begin_target(opt, &batch[i]);
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < num_rows; ++i) begin_target(opt, &batch[i]);
+    for (int64_t i = 0; i < num_rows; ++i) {
       decay_row(decay, batch[i].dim, batch[i].views);
       step_row(opt, batch[i].dim, batch[i].factors, batch[i].views);
-      close_target<Opt>(batch[i], rounding);
+      store_copies<Opt>(batch[i], rounding);
     }
   }
 }
@@ -277,10 +280,10 @@ struct TableUpdate {
   Opt opt;
   WeightDecay decay;
   Rounding rounding;
-  int64_t distance;     // groups between the prefetch of a row and its update
-  int64_t end;          // of the groups
-  int64_t grads_ahead;  // lookups between the prefetch of a gradient and its use
-  int64_t last_lookup;  // last sorted lookup of the groups
+  int64_t groups_ahead;  // groups between the prefetch of a row and its update
+  int64_t end;           // end of the range of groups
+  int64_t grads_ahead;   // lookups between the prefetch of a gradient and its use
+  int64_t last_lookup;   // last sorted lookup of the groups
   // If one feature reads the table, in a fixed batch with pooling: bag first_bag + b has its
   // gradient at byte `grad + b * stride`. Otherwise `grad` is null.
   const char* grad;
@@ -289,21 +292,22 @@ struct TableUpdate {
   bool reads_in_place;  // the gradient of a group of one lookup is read where it is, not copied
 
   // Groups from end_group on are not prefetched.
-  TableUpdate(const UpdateArgs& all, const TableSpan& span, int64_t end_group)
-      : args(all),
+  TableUpdate(const UpdateArgs& args_, const TableSpan& span, int64_t end_group)
+      : args(args_),
         table(span),
-        tier(all.tiers[span.tier]),
-        opt(all.hyper),
-        decay(all.hyper),
-        rounding(all.hyper),
+        tier(args_.tiers[span.tier]),
+        opt(args_.hyper),
+        decay(args_.hyper),
+        rounding(args_.hyper),
         end(end_group) {
     const GradArgs& grads = args.grads;
     constexpr int64_t kMinGroupsAhead = 4, kMinGradsAhead = 2;
-    int64_t lines = lines_of(tier.weight_type);  // of weights and states
-    for (int s = 0; s < Opt::kSteppedStates; ++s) lines += lines_of(tier.state_types[s]);
-    const int64_t groups = kLinesAhead / lines, lookups = kGradLinesAhead / lines_of(grads.type);
-    distance = groups < kMinGroupsAhead ? kMinGroupsAhead : groups;
-    grads_ahead = lookups < kMinGradsAhead ? kMinGradsAhead : lookups;
+    int64_t num_lines = num_lines_of(tier.weight_type);  // of weights, then also of states
+    for (int s = 0; s < Opt::kSteppedStates; ++s) num_lines += num_lines_of(tier.state_types[s]);
+    const int64_t num_groups = kLinesAhead / num_lines,
+                  num_lookups = kGradLinesAhead / num_lines_of(grads.type);
+    groups_ahead = num_groups < kMinGroupsAhead ? kMinGroupsAhead : num_groups;
+    grads_ahead = num_lookups < kMinGradsAhead ? kMinGradsAhead : num_lookups;
     last_lookup = grads.segments[end] - 1;
     is_unscaled = grads.bag_scale == nullptr && grads.sample_weights == nullptr;
     reads_in_place = is_unscaled && grads.type == Dtype::kFloat && decay.l2 == 0.0f;
@@ -318,33 +322,33 @@ struct TableUpdate {
 
   EMB_HD int64_t dim() const { return kDim > 0 ? kDim : table.dim; }
   // Return the cache lines of a row that begins with a line.
-  EMB_HD int64_t lines_of(Dtype type) const {
+  EMB_HD int64_t num_lines_of(Dtype type) const {
     return (dim() * element_bytes(type) + kCacheLineBytes - 1) / kCacheLineBytes;
   }
 
-  // Return the linear row id of a group; one outside the table, which tbe_group never makes, counts
-  // as the table's first.
+  // Return the linear row id of a group. If it is outside the table, which tbe_group never makes,
+  // return the table's first row.
   EMB_HD int64_t row_of(int64_t group) const {
     const int64_t row = args.rows[group];
-    const auto of_table = static_cast<uint64_t>(row - table.first_row);
-    return of_table < static_cast<uint64_t>(table.rows) ? row : table.first_row;
+    const auto row_in_table = static_cast<uint64_t>(row - table.first_row);
+    return row_in_table < static_cast<uint64_t>(table.num_rows) ? row : table.first_row;
   }
 
-  // Return the address of the gradient of sorted lookup j. A bag of another feature, which
-  // tbe_group never makes, counts as the feature's first.
+  // Return the address of the gradient of sorted lookup j. If its bag is of another feature, which
+  // tbe_group never makes, return the address for the feature's first bag.
   EMB_HD const char* grad_of(int64_t j) const {
     if (grad != nullptr) {
       const int64_t bag = args.grads.sorted_bags[j] - first_bag;
-      const bool is_of_feature =
+      const bool is_in_feature =
           static_cast<uint64_t>(bag) < static_cast<uint64_t>(args.grads.batch.value());
-      return grad + (is_of_feature ? bag : 0) * stride;
+      return grad + (is_in_feature ? bag : 0) * stride;
     }
     const int64_t offset = grad_offset(args.grads, j);
     return static_cast<const char*>(args.grads.grad) + offset * args.grads.element_size();
   }
 
-  // Prefetch weights and states of the row of a group for writing; nothing for a group from `end`
-  // on.
+  // Prefetch weights and states of the row of a group for writing, unless the group is `end` or
+  // later.
   EMB_HD void prefetch(int64_t group) const {
     if (group >= end) return;
     const int64_t row = row_of(group), element = table.element_base + row * dim();
@@ -360,7 +364,7 @@ struct TableUpdate {
     }
   }
 
-  // Prefetch the gradient of sorted lookup j, which may be of a later group; nothing after
+  // Prefetch the gradient of sorted lookup j, which may be of a later group, unless j is after
   // last_lookup.
   EMB_HD void prefetch_grad(int64_t j) const {
     if (args.grads.prefetches_grads && j <= last_lookup) {
@@ -381,9 +385,9 @@ struct TableUpdate {
     for (int v = 0; v < kVectors; ++v) store(sum + v * kLanes, sums[v]);
   }
 
-  // Return the gradient, weights and states of a group's row as floats: in place, or else in
-  // `scratch`, which has room for kScratchRows rows.
-  EMB_HD RowViews open(int64_t group, int64_t row, SumFn sum_fn, float* scratch) const {
+  // Return the gradient, weights and states of a group's row as floats. They are in place if they
+  // are stored as floats, else copies in `scratch`, which has room for kScratchRows rows.
+  EMB_HD RowViews make_views(int64_t group, int64_t row, SumFn sum_fn, float* scratch) const {
     const int64_t element = table.element_base + row * dim();
     const int32_t begin = args.grads.segments[group], stop = args.grads.segments[group + 1];
     RowViews views{};
@@ -421,38 +425,38 @@ struct TableUpdate {
     return views;
   }
 
-  // Store the weights and states that `open` copied to scratch.
-  EMB_HD void close(int64_t row, const RowViews& views) const {
+  // Store the weights and states that `make_views` copied to scratch.
+  EMB_HD void store_copies(int64_t row, const RowViews& views) const {
     if constexpr (!kNarrow) return;
     const int64_t element = table.element_base + row * dim();
-    const auto narrow = [&](const float* values, void* data, Dtype type, uint32_t tensor) {
+    const auto store_copy = [&](const float* values, void* data, Dtype type, uint32_t tensor) {
       if (type == Dtype::kFloat) return;
       narrow_row(values, dim(), data, type, element, rounding, row, tensor);
     };
-    narrow(views.weights, tier.weights, tier.weight_type, kRoundWeights);
+    store_copy(views.weights, tier.weights, tier.weight_type, kRoundWeights);
     if constexpr (Opt::kSteppedStates > 0) {
-      narrow(views.state0, tier.element_states[0], tier.state_types[0], kRoundState);
+      store_copy(views.state0, tier.element_states[0], tier.state_types[0], kRoundState);
     }
     if constexpr (Opt::kSteppedStates > 1) {
-      narrow(views.state1, tier.element_states[1], tier.state_types[1], kRoundState + 1);
+      store_copy(views.state1, tier.element_states[1], tier.state_types[1], kRoundState + 1);
     }
   }
 
   // Update groups [begin, end), at least one.
   void run(SumFn sum_fn, float* scratch, int64_t begin) const {
-    for (int64_t group = begin; group < begin + distance; ++group) prefetch(group);
+    for (int64_t group = begin; group < begin + groups_ahead; ++group) prefetch(group);
     for (int64_t j = 0; j < grads_ahead; ++j) prefetch_grad(args.grads.segments[begin] + j);
     for (int64_t group = begin; group < end; ++group) {
-      prefetch(group + distance);
+      prefetch(group + groups_ahead);
       const int64_t row = row_of(group);
-      const RowViews views = open(group, row, sum_fn, scratch);
+      const RowViews views = make_views(group, row, sum_fn, scratch);
       float sums[kMaxRowSums];
       add_penalty(decay, dim(), views);
       row_sums(opt, dim(), views, sums);
       const RowFactors factors = begin_row(row, sums);
       decay_row(decay, dim(), views);
       step_row(opt, dim(), factors, views);
-      close(row, views);
+      store_copies(row, views);
     }
   }
 
@@ -473,11 +477,11 @@ template <class Opt>
 void update_table(const UpdateArgs& args, const TableSpan& table, SumFn sum_fn, float* scratch,
                   int64_t begin, int64_t end) {
   const TierMemory& tier = args.tiers[table.tier];
-  bool narrow = tier.weight_type != Dtype::kFloat;
+  bool is_narrow = tier.weight_type != Dtype::kFloat;
   for (int s = 0; s < Opt::kSteppedStates; ++s) {
-    narrow = narrow || tier.state_types[s] != Dtype::kFloat;
+    is_narrow = is_narrow || tier.state_types[s] != Dtype::kFloat;
   }
-  if (narrow) {
+  if (is_narrow) {
     return TableUpdate<Opt, 0, true>(args, table, end).run(sum_fn, scratch, begin);
   }
   switch (table.dim) {
@@ -494,8 +498,8 @@ void update_table(const UpdateArgs& args, const TableSpan& table, SumFn sum_fn, 
   }
 }
 
-// The UpdateFn for args.tables: take groups [begin, end) table by table. Groups follow the order of
-// the tables; within a table they may have any order, as those of hash_insert_batch_ do.
+// The UpdateFn for args.tables: update groups [begin, end) table by table. Groups must follow the
+// order of the tables. Within a table they may have any order, as those of hash_insert_batch_ do.
 template <class Opt>
 void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t, int64_t begin,
                    int64_t end) {
@@ -509,7 +513,7 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
     int64_t low = begin + 1, high = end;  // the first group after the table
     while (low < high) {
       const int64_t middle = low + (high - low) / 2;
-      if (args.rows[middle] < table.first_row + table.rows) {
+      if (args.rows[middle] < table.first_row + table.num_rows) {
         low = middle + 1;
       } else {
         high = middle;
