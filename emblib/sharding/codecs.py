@@ -241,7 +241,7 @@ class _ScaledRows(Codec):
 
     def encode(self, values: Tensor, splits: Sequence[int]) -> Tensor:
         """Implement `Codec`."""
-        rows = self._rows(values, splits)
+        rows = self._padded_rows(values, splits)
         scales = self._scales(rows)
         payload = rows.new_empty(rows.size(0), self.row_dim + _SCALE_BYTES, dtype=torch.uint8)
         payload[:, :_SCALE_BYTES].view(torch.float32).copy_(scales)
@@ -265,12 +265,12 @@ class _ScaledRows(Codec):
     def _row_bound(self, values: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """Return the magnitude of each value and the scale of its row, in float64."""
         splits = [values.numel()] if splits is None else splits
-        rows = self._rows(values.reshape(-1), splits)
+        rows = self._padded_rows(values.reshape(-1), splits)
         scales = self._scales(rows).expand(rows.shape).reshape(-1)
         scales = self._without_padding(scales, splits).view(values.shape)
         return values.double().abs(), scales.double()
 
-    def _rows(self, values: Tensor, splits: Sequence[int]) -> Tensor:
+    def _padded_rows(self, values: Tensor, splits: Sequence[int]) -> Tensor:
         """Return `[rows, row_dim]` float32, in which every split begins a row."""
         if any(n % self.row_dim for n in splits):
             padded = [-(-n // self.row_dim) * self.row_dim for n in splits]
@@ -493,8 +493,8 @@ def start_values(
     messages, results = [], []
     for values in batch:
         message, local_values = values.encoded(), None
-        may_stay = content is Content.ROWS and not is_merged and not values.needs_one_tensor
-        if may_stay and _is_read_directly(values.codec, message.sent):
+        can_keep_local = content is Content.ROWS and not is_merged and not values.needs_one_tensor
+        if can_keep_local and _is_read_directly(values.codec, message.sent):
             local_values = local_part(message.sizes, ranks)
         sizes, local, begin = list(values.received_sizes), None, 0
         if local_values is not None:
@@ -505,7 +505,7 @@ def start_values(
             )
             message = Message(local_values.others(message.sent), sent, received)
         messages.append(message)
-        results.append(partial(_decoded, values.codec, sizes, local, begin))
+        results.append(partial(_wait_and_decode, values.codec, sizes, local, begin))
     pending = start_all_to_alls(messages, ranks, content=content, is_merged=is_merged)
     return [
         DeferredAwaitable(partial(result, awaitable))
@@ -518,7 +518,7 @@ def _is_read_directly(codec: Codec, payload: Tensor) -> bool:
     return payload.is_floating_point() and getattr(codec, "loss_scale", 1.0) == 1.0
 
 
-def _decoded(
+def _wait_and_decode(
     codec: Codec,
     sizes: list[int],
     local: Tensor | None,

@@ -70,7 +70,7 @@ def alltoall_pooled(
         return torch.cat([block.view(batch, n) for block, n in blocks], 1)
 
     options = _Pattern.PARTS, comm_precision, gradients
-    return _start(
+    return _start_collective(
         values, [n * width for n in batch_sizes], received_sizes, ranks, options=options
     ).then(join_columns)
 
@@ -150,7 +150,7 @@ def variable_batch_alltoall_pooled(
         )
     rows = iter(batch_sizes_here)
     received_sizes = [sum(next(rows) * d for d in row) for row in columns]
-    return _start(
+    return _start_collective(
         values, sizes, received_sizes, ranks, options=(_Pattern.PARTS, comm_precision, gradients)
     )
 
@@ -175,7 +175,7 @@ def alltoall_sequence(
     sent_elements, received_elements = ([n * width for n in s] for s in (sizes, received_sizes))
     rows = sum(received_sizes)
     options = _Pattern.PARTS, comm_precision, gradients
-    return _start(values, sent_elements, received_elements, ranks, options=options).then(
+    return _start_collective(values, sent_elements, received_elements, ranks, options=options).then(
         lambda received_rows: received_rows.view(rows, width)
     )
 
@@ -232,7 +232,7 @@ def reduce_scatter_v_pooled(
     width, batch = values.size(1), batch_sizes[ranks.rank]
     sizes, received_sizes = [n * width for n in batch_sizes], [batch * width] * ranks.size
     options = _Pattern.SUMS, comm_precision, gradients
-    return _start(values, sizes, received_sizes, ranks, options=options).then(
+    return _start_collective(values, sizes, received_sizes, ranks, options=options).then(
         lambda sums: sums.view(batch, width)
     )
 
@@ -255,12 +255,12 @@ def all_gather_base_pooled(
     width, rows = values.size(1), sum(sizes)
     sent_elements, received_elements = [values.numel()] * ranks.size, [n * width for n in sizes]
     options = _Pattern.COPIES, comm_precision, gradients
-    return _start(values, sent_elements, received_elements, ranks, options=options).then(
+    return _start_collective(values, sent_elements, received_elements, ranks, options=options).then(
         lambda received_rows: received_rows.view(rows, width)
     )
 
 
-def _start(
+def _start_collective(
     values: Tensor,
     sizes: Sequence[int],
     received_sizes: Sequence[int],
@@ -274,7 +274,9 @@ def _start(
     sent_sizes, received_sizes = tuple(sizes), tuple(received_sizes)
     directions = (
         _Direction(pattern, sent_sizes, received_sizes, comm_precision.forward, ranks),
-        _Direction(_BACK[pattern], received_sizes, sent_sizes, comm_precision.backward, ranks),
+        _Direction(
+            _BACKWARD_PATTERNS[pattern], received_sizes, sent_sizes, comm_precision.backward, ranks
+        ),
     )
     return _CollectiveAwaitable(values, _Call(directions, GradientReduction(gradients)))
 
@@ -287,7 +289,7 @@ class _Pattern(Choice):
     SUMS = "sums"  # every rank gets a part of its own, and adds up the parts that it receives
 
 
-_BACK = {
+_BACKWARD_PATTERNS = {
     _Pattern.PARTS: _Pattern.PARTS,
     _Pattern.COPIES: _Pattern.SUMS,
     _Pattern.SUMS: _Pattern.COPIES,
@@ -346,7 +348,7 @@ class _Call:
         self.dtype = torch.float32
 
 
-class _Start(torch.autograd.Function):
+class _StartNode(torch.autograd.Function):
     """Sends values; backward waits for their gradient."""
 
     @staticmethod
@@ -366,7 +368,7 @@ class _Start(torch.autograd.Function):
         return (result.div_(call.divisor) if call.divisor > 1 else result), None
 
 
-class _End(torch.autograd.Function):
+class _EndNode(torch.autograd.Function):
     """Waits for values; backward sends their gradient."""
 
     @staticmethod
@@ -379,7 +381,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Start sending the gradient; `_Start.backward` waits for it."""
+        """Start sending the gradient; `_StartNode.backward` waits for it."""
         ctx.call.pending = ctx.call.backward.start(grad.contiguous().view(-1))
         return grad.new_empty(0), None
 
@@ -390,10 +392,10 @@ class _CollectiveAwaitable(Awaitable[Tensor]):
     def __init__(self, values: Tensor, call: _Call) -> None:
         super().__init__()
         self._call = call
-        self._token: Tensor = _Start.apply(values.reshape(-1), call)
+        self._token: Tensor = _StartNode.apply(values.reshape(-1), call)
 
     def _wait_impl(self) -> Tensor:
-        result: Tensor = _End.apply(self._token, self._call)
+        result: Tensor = _EndNode.apply(self._token, self._call)
         return result
 
 

@@ -53,11 +53,11 @@ class DDP:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         wrapped = DistributedDataParallel(module, process_group=ranks.group, **self.options)
         if self.gradient_dtype is not None:
-            wrapped.register_comm_hook(ranks.group, _reduce_in(self.gradient_dtype))
+            wrapped.register_comm_hook(ranks.group, _averaging_hook(self.gradient_dtype))
         return wrapped
 
 
-def _reduce_in(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], Any]:
+def _averaging_hook(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], Any]:
     """Return a hook of `DistributedDataParallel` that averages gradients in `dtype`.
 
     torch's own hook for bfloat16 refuses the CPU.

@@ -331,12 +331,12 @@ class InputDist(nn.Module):
         if weights is not None and weights.requires_grad and self._weight_scale != 1.0:
             weights = ScaledGradient.apply(weights, self._weight_scale)
         # Replicas look up with the weights as they are: their gradients are not scaled.
-        sent_inputs = inputs._replace(weights=weights, ids=signed(inputs.ids))
-        sort_ids = self._gather if self.is_whole else self._bucketize
+        sent_inputs = inputs._replace(weights=weights, ids=as_int64(inputs.ids))
+        sort_ids = self._copy_features if self.is_whole else self._bucketize
         batch = in_grad_mode(sort_ids, enabled=False)(sent_inputs)
-        return batch._replace(counts=self._counts(sent_inputs, batch))
+        return batch._replace(counts=self._counts_to_send(sent_inputs, batch))
 
-    def _counts(self, inputs: LocalBatch, batch: OutgoingBatch) -> Tensor | None:
+    def _counts_to_send(self, inputs: LocalBatch, batch: OutgoingBatch) -> Tensor | None:
         """Return the counts of uses in the order of sending."""
         if inputs.counts is None:
             return None
@@ -380,7 +380,7 @@ class InputDist(nn.Module):
             return _FLOAT_BYTES * inputs.ids.numel() * max(self._dims, default=0)
         return _FLOAT_BYTES * sum(map(mul, inputs.bag_counts, self._dims))
 
-    def _gather(self, inputs: LocalBatch) -> OutgoingBatch:
+    def _copy_features(self, inputs: LocalBatch) -> OutgoingBatch:
         """Copy the segments of whole features into the order of sending."""
         starts, id_counts = inputs.starts(), inputs.count_ids()
         ids_per_unit = [id_counts[f] for f in self._unit_features]
@@ -574,7 +574,7 @@ class InputDist(nn.Module):
         the order of ranks; `weights` and `counts` have one entry per id, or are None.
         """
         payload = ids.wait()
-        lengths, segment_sizes = _lengths(payload, in_flight)
+        lengths, segment_sizes = _split_lengths(payload, in_flight)
         starts = running_sums(segment_sizes.view(-1))
         total = payload.numel() - lengths.numel()
 
@@ -603,7 +603,7 @@ class InputDist(nn.Module):
         )
 
 
-def signed(ids: Tensor) -> Tensor:
+def as_int64(ids: Tensor) -> Tensor:
     """Return uint64 ids as int64 with the same bits, in the same memory; others as they are."""
     return ids.view(torch.int64) if ids.dtype is torch.uint64 else ids
 
@@ -617,7 +617,7 @@ def number_bags(has_ids: Tensor) -> Tensor:
     return has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
 
 
-def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
+def _split_lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
     """Return the lengths of all bags, unit by unit, and the sizes of segments of a payload.
 
     The sizes are `[ranks, 1 + units]` in the dtype of the payload: the bags of a rank, which have

@@ -147,11 +147,11 @@ def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
     for rank_layout, sums_of_rank in zip(layout.ranks, units, strict=True):
         summed = {i for members in sums_of_rank for i in members}
         direct_units = [unit for i, unit in enumerate(rank_layout.units) if i not in summed]
-        direct.append(_of_units(direct_units))
-    return NodeSums(tuple(direct), tuple(map(_of_units, sums)), tuple(map(tuple, units)))
+        direct.append(_layout_of_units(direct_units))
+    return NodeSums(tuple(direct), tuple(map(_layout_of_units, sums)), tuple(map(tuple, units)))
 
 
-def _of_units(units: Sequence[LookupUnit]) -> RankLayout:
+def _layout_of_units(units: Sequence[LookupUnit]) -> RankLayout:
     """Return a layout with these units and no shards."""
     return RankLayout((), tuple(units), sum(unit.columns for unit in units))
 

@@ -161,7 +161,7 @@ class _RowsInFlight:
     def __init__(self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool) -> None:
         self._steps, self._ranks, self._is_merged = list(steps), ranks, is_merged
         sums = [step.node_sums for step in steps]
-        rows = self._start([step.rows() for step in steps], sums, Content.ROWS)
+        rows = self._start_values([step.rows() for step in steps], sums, Content.ROWS)
         self._rows: list[Awaitable[Received] | None] = [
             *start_sums(sums, rows, is_merged=is_merged)
         ]
@@ -182,7 +182,7 @@ class _RowsInFlight:
         for step in self._steps:
             step.local = step.gradient_sink = None
 
-    def _start(
+    def _start_values(
         self, values: Sequence[Values], sums: Sequence[NodeSumStep | None], content: Content
     ) -> list[Awaitable[Received]]:
         """Start to send values to single ranks; return their awaitables, by step.
@@ -241,7 +241,7 @@ class _RowsInFlight:
         self._ready_gradients[index] = step.backward(grad, keeps_local=not self._is_merged)
         replica_grads = self._ready_gradients[index][1]
         if is_last:
-            self._send()
+            self._send_gradients()
         if step.sink_shape is not None or step.replica_shape is None:
             return None
         assert replica_grads is not None
@@ -259,7 +259,7 @@ class _RowsInFlight:
         """
         if self._ready_gradients:
             self._headers = self._start_headers()
-            self._send()
+            self._send_gradients()
         if self._scaling is not None:
             self._scaling.agree()
             self._scaling = None
@@ -287,7 +287,7 @@ class _RowsInFlight:
             self._scaling = _Scaling(scale.to(grad.device), self._ranks)
         self._scaling.add(grad)
 
-    def _send(self) -> None:
+    def _send_gradients(self) -> None:
         """Compare the headers, and start to send the gradients that are ready."""
         gradients, self._ready_gradients = self._ready_gradients, {}
         headers, self._headers = self._headers, None
@@ -299,7 +299,7 @@ class _RowsInFlight:
         sums = [self._steps[index].node_sums for index in indices]
         pending = start_gradients_of_sums(
             sums,
-            self._start([gradients[index][0] for index in indices], sums, Content.GRADIENTS),
+            self._start_values([gradients[index][0] for index in indices], sums, Content.GRADIENTS),
             is_merged=self._is_merged,
         )
         for index, local in zip(indices, pending, strict=True):
@@ -458,18 +458,18 @@ class NodeSumDist:
     def __init__(self, layout: RankLayout, sums: NodeSums, ranks: RankGroup) -> None:
         self.groups = split_by_node(ranks)
         self._ranks, self._layout = ranks, layout
-        self._summed_here = sums.nodes[ranks.node]
+        self._sums_of_node = sums.nodes[ranks.node]
         self.has_direct = any(rank_layout.units for rank_layout in sums.direct)
-        self._members = sums.units[ranks.rank]
-        summed = {i for members in self._members for i in members}
-        self._single = [i for i in range(len(layout.units)) if i not in summed]
+        self._units_of_sums = sums.units[ranks.rank]
+        summed = {i for members in self._units_of_sums for i in members}
+        self._direct_units = [i for i in range(len(layout.units)) if i not in summed]
         # The bags and `by_unit` of the last batch, and their packing, which the next batch often
         # needs again.
         self._last_packing: tuple[tuple[list[list[int]], bool], _Packing] | None = None
 
     def direct_bags(self, bags: list[list[int]]) -> list[list[int]]:
         """Return the bags of the units whose rows go to single ranks."""
-        return [bags[i] for i in self._single]
+        return [bags[i] for i in self._direct_units]
 
     def step(
         self,
@@ -509,7 +509,7 @@ class NodeSumDist:
         world, local_size = self._ranks.size, self._ranks.local_size
         units = self._layout.units
         widths = [unit.columns for unit in units]
-        positions = _positions(widths, bags, world, by_unit=by_unit)
+        positions = _row_positions(widths, bags, world, by_unit=by_unit)
         targets: list[route.TargetRow] = []
         pieces: list[route.PieceRow] = []
         end = 0
@@ -522,7 +522,7 @@ class NodeSumDist:
             nonlocal end
             group_widths = [widths[members[0]] for members in groups]
             group_bags = [[bags[members[0]][rank]] for members in groups]
-            starts = _positions(group_widths, group_bags, 1, by_unit=by_unit)[0]
+            starts = _row_positions(group_widths, group_bags, 1, by_unit=by_unit)[0]
             for members, (start, stride), width, (count,) in zip(
                 groups, starts, group_widths, group_bags, strict=True
             ):
@@ -536,15 +536,15 @@ class NodeSumDist:
             return size
 
         for rank in range(world):
-            pack(rank, [(i,) for i in self._single])
+            pack(rank, [(i,) for i in self._direct_units])
         num_direct = end
         # By the local rank that sums them, then by node.
         sum_sizes = [
-            [pack(rank, self._members) for rank in range(k, world, local_size)]
+            [pack(rank, self._units_of_sums) for rank in range(k, world, local_size)]
             for k in range(local_size)
         ]
         device = self._ranks.device
-        sum_widths = [unit.columns for unit in self._summed_here.units]
+        sum_widths = [unit.columns for unit in self._sums_of_node.units]
         return _Packing(
             targets=torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn)).to(device),
             pieces=torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn)).to(device),
@@ -557,7 +557,7 @@ class NodeSumDist:
         )
 
 
-def _positions(
+def _row_positions(
     widths: Sequence[int], bags: Sequence[Sequence[int]], num_ranks: int, *, by_unit: bool
 ) -> list[list[tuple[int, int]]]:
     """Return (first element, stride) of the rows of each unit, by rank and unit.
@@ -586,7 +586,7 @@ class NodeSumStep:
     """The sums within the node of one lookup's rows, and their gradients.
 
     Forward calls `pack`, then `local_rows` if it `has_sums`, then `sums`; backward
-    `take_gradients`, `gradients`, `unpack`. They must be called in this order and once each, since
+    `store_gradients`, `gradients`, `unpack`. They must be called in this order and once each, since
     tensors are freed in between.
 
     Attributes:
@@ -653,7 +653,7 @@ class NodeSumStep:
         codec = self._comm_precision.forward
         return Values(sums, self._packing.sent, self._received, codec, needs_one_tensor=True)
 
-    def take_gradients(self, gradients: Tensor) -> None:
+    def store_gradients(self, gradients: Tensor) -> None:
         """Take the gradients of the sums that this rank received, flat."""
         self._gradients = gradients
 
@@ -729,7 +729,7 @@ def start_gradients_of_sums(
         if not step.has_sums
         else DeferredAwaitable(
             partial(
-                _received,
+                _as_received,
                 start_all_gather(
                     gradients,
                     step.local_sizes,
@@ -744,7 +744,7 @@ def start_gradients_of_sums(
     return _append_sums(steps, pending, gathered)
 
 
-def _received(pending: Awaitable[Tensor]) -> Received:
+def _as_received(pending: Awaitable[Tensor]) -> Received:
     return Received(pending.wait())
 
 

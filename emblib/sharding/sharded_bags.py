@@ -707,7 +707,7 @@ class _PooledStep(OutputStep):
             replica_grads /= self._scale  # DistributedDataParallel averages these instead
         if self.node_sums is not None:
             num_direct = sum(self._received)
-            self.node_sums.take_gradients(sent[num_direct:])
+            self.node_sums.store_gradients(sent[num_direct:])
             return self._gradients(sent[:num_direct]), replica_grads
         if part is None or self._local_grads is None:
             return self._gradients(sent), replica_grads

@@ -37,7 +37,7 @@ from emblib.sharding.codecs import (
     local_part,
     without_local,
 )
-from emblib.sharding.input_dist import IncomingBatch, signed
+from emblib.sharding.input_dist import IncomingBatch, as_int64
 from emblib.sharding.layout import Config
 from emblib.sharding.lookup import (
     Inputs,
@@ -681,7 +681,7 @@ def _without_repeats(
     distinct, repeated = [], {}
     for key in keys:
         jagged = batch[key]
-        ids = signed(jagged.values())
+        ids = as_int64(jagged.values())
         ids, inverse, counts = ids.unique(return_inverse=True, return_counts=True)
         distinct.append(ids)
         repeated[key] = _RepeatedIds(jagged.values(), jagged.lengths(), inverse, counts)

@@ -13,7 +13,7 @@ from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import checkpoints
-from emblib.sharding.checkpoints.sharded_table import whole_state
+from emblib.sharding.checkpoints.sharded_table import gather_state
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import construct_module_plan
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
@@ -156,7 +156,7 @@ def state_of(model: ShardedEmbeddingBagCollection) -> dict[str, Any]:
 def whole(model: ShardedEmbeddingBagCollection) -> dict[str, Any]:
     """All of it on rank 0."""
     state = {"model": model.state_dict(), "optimizer": FusedOptimizer.of(model).state_dict()}
-    result = whole_state(state, model.ranks)
+    result = gather_state(state, model.ranks)
     return result if model.ranks.rank == 0 else {}
 
 

@@ -98,9 +98,9 @@ def test_metadata_that_names_code_is_refused(function: Callable[..., Any], tmp_p
 def test_metadata_with_checksums_that_names_code_is_refused(tmp_path: Path) -> None:
     checkpoints.save(content(), tmp_path / "c", ALONE)
     metadata = tmp_path / "c" / ".metadata"
-    _, sums = checksums.split(metadata.read_bytes(), metadata)
+    _, sums = checksums.split_footer(metadata.read_bytes(), metadata)
     assert sums is not None
-    metadata.write_bytes(checksums.join(pickle.dumps(Runs(tmp_path / "ran")), sums))
+    metadata.write_bytes(checksums.add_footer(pickle.dumps(Runs(tmp_path / "ran")), sums))
     with pytest.raises(CheckpointError, match=r"names posix\.mkdir"):
         checkpoints.load(room(), tmp_path / "c", ALONE)
     assert not (tmp_path / "ran").exists()
@@ -109,7 +109,7 @@ def test_metadata_with_checksums_that_names_code_is_refused(tmp_path: Path) -> N
 def test_files_outside_the_directory_are_refused(tmp_path: Path) -> None:
     checkpoints.save(content(), tmp_path / "c", ALONE)
     metadata = tmp_path / "c" / ".metadata"
-    pickled, _ = checksums.split(metadata.read_bytes(), metadata)
+    pickled, _ = checksums.split_footer(metadata.read_bytes(), metadata)
     found = pickle.loads(pickled)
     for info in found.storage_data.values():
         info.relative_path = f"../{info.relative_path}"

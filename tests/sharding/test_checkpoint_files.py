@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import CheckpointError, RowStates, ShardedTable, sharded_table
 from emblib.sharding.checkpoints.checksums import SummingStream
-from emblib.sharding.checkpoints.sharded_table import averaged
+from emblib.sharding.checkpoints.sharded_table import average_columns
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import Shard
 from tests.sharding import checkpoint_kills, worlds
@@ -169,7 +169,7 @@ def test_states_by_columns() -> None:
     states = torch.tensor([[1.0, 4.0, 2.0], [0.1, 0.1, 0.1]])
     cuts = (0, 2, 3, 6)
     for columns, mean in (((0, 6), 2.0), ((0, 3), 2.0), ((2, 6), 2.5), ((1, 5), 2.25)):
-        found = averaged(states, cuts, columns)
+        found = average_columns(states, cuts, columns)
         assert found[0].item() == mean
         assert torch.equal(found[1], states[1, 0])
 

@@ -40,7 +40,7 @@ def saved(path: Path) -> tuple[Path, bytes, Any]:
     """Save a tensor and a number; return the file of the metadata, its pickle, and the sums."""
     checkpoints.save({"a": numbers(3), "n": 1}, path, ALONE)
     file = path / ".metadata"
-    return file, *checksums.split(file.read_bytes(), file)
+    return file, *checksums.split_footer(file.read_bytes(), file)
 
 
 def load(path: Path) -> None:
@@ -90,7 +90,9 @@ def test_no_opcode_changes_what_is_shared(kind: str, tmp_path: Path) -> None:
         assert pickle.loads(function) is call_of_extension  # and pickle remembers it
         assert __name__.encode() not in function
         assert pickled[:1] == b"\x80"
-        file.write_bytes(checksums.join(b"\x80\x04" + FORGED[kind] + b"0" + pickled[2:], sums))
+        file.write_bytes(
+            checksums.add_footer(b"\x80\x04" + FORGED[kind] + b"0" + pickled[2:], sums)
+        )
         with pytest.raises(CheckpointError, match=r"\.metadata (is damaged|names tests)"):
             load(tmp_path)
         assert [dict(vars(each)) for each in shared] == before
@@ -119,7 +121,7 @@ def test_metadata_is_as_torch_reads_it(tmp_path: Path) -> None:
     content = {"a": numbers(20, 4), "half": torch.ones((), dtype=torch.bfloat16), "n": [1]}
     checkpoints.save({"deep": content}, tmp_path, ALONE)
     file = tmp_path / ".metadata"
-    pickled, _ = checksums.split(file.read_bytes(), file)
+    pickled, _ = checksums.split_footer(file.read_bytes(), file)
     wanted = pickle.loads(pickled)
     assert wanted.storage_meta is not None
     wanted.storage_meta = None  # where it was saved, of which nothing depends
@@ -136,7 +138,7 @@ def test_fields_of_other_versions_of_torch(tmp_path: Path) -> None:
     for info in content.storage_data.values():
         assert "transform_descriptors" not in info.__getstate__()
         info.another = 1
-    file.write_bytes(checksums.join(pickle.dumps(content), sums))
+    file.write_bytes(checksums.add_footer(pickle.dumps(content), sums))
     found: dict[str, Any] = {"a": torch.zeros(3), "n": 0}
     checkpoints.load(found, tmp_path, ALONE)
     assert torch.equal(found["a"], numbers(3))
@@ -236,7 +238,7 @@ def test_malformed_metadata(kind: str, tmp_path: Path) -> None:
     content = pickle.loads(pickled)
     change(content)
     forged = pickle.dumps(content)
-    for whole in (checksums.join(forged, sums), forged):
+    for whole in (checksums.add_footer(forged, sums), forged):
         if kind == "an unknown file" and whole is forged:
             message = "x is missing"
         file.write_bytes(whole)
@@ -249,7 +251,7 @@ def test_planners_may_keep_what_they_like(tmp_path: Path) -> None:
     for planner_data in (None, 5, {"a": 5}, {5: ("a",)}, {"a": [StorageMeta()]}):
         content = pickle.loads(pickled)
         content.planner_data = planner_data
-        file.write_bytes(checksums.join(pickle.dumps(content), sums))
+        file.write_bytes(checksums.add_footer(pickle.dumps(content), sums))
         load(tmp_path)
 
 

@@ -1,8 +1,9 @@
 """Checksums of the files of a checkpoint, stored after the metadata in its file.
 
-`.metadata` is a pickle of torch.distributed.checkpoint, which ignores bytes after it. A footer
-there has the size of every file, a CRC-32 per block of it, and a checksum of the metadata itself,
-so one rename commits all of them. Files are compared block by block as they are read.
+`.metadata` is a pickle of torch.distributed.checkpoint, which ignores bytes after the pickle. A
+footer there has the size of every file, a CRC-32 per block of each file, and a checksum of the
+metadata itself, so one rename commits all of them. Files are compared block by block as they are
+read.
 """
 
 import io
@@ -36,7 +37,7 @@ class FileSums:
     crc32: list[int] = field(default_factory=list)
 
 
-def join(pickled: bytes, files: dict[str, FileSums]) -> bytes:
+def add_footer(pickled: bytes, files: dict[str, FileSums]) -> bytes:
     """Return the content of `.metadata`: the pickle and the footer with the sums of `files`."""
     content = {
         "format": _FORMAT,
@@ -49,7 +50,7 @@ def join(pickled: bytes, files: dict[str, FileSums]) -> bytes:
     return metadata + struct.pack("<I8s", zlib.crc32(metadata), _MAGIC)
 
 
-def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
+def split_footer(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
     """Return the pickle and the sums of the files, which are None if `data` has no footer.
 
     `path` is the file of `data`, for messages.
@@ -69,7 +70,7 @@ def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
     try:
         if start < 0:
             raise ValueError(f"it has {length} bytes")
-        return data[:start], _files(json.loads(data[start : -_TAIL.size]), path)
+        return data[:start], _parse_files(json.loads(data[start : -_TAIL.size]), path)
     except CheckpointError:
         raise
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -79,7 +80,7 @@ def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
         ) from error
 
 
-def _files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
+def _parse_files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
     """Return the sums of the files in the parsed JSON of a footer.
 
     Raises CheckpointError for another format or version; AttributeError, KeyError, TypeError or
@@ -108,8 +109,8 @@ def _files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
 class SummingStream:
     """An output stream that computes the checksums of its content, `sums`, while it is written.
 
-    The caller must only append: after a seek or a truncation, which are passed on to `stream` like
-    all other attributes, `sums` are wrong. `stream.write` must write all that it gets.
+    All other attributes are those of `stream`. The caller must only append: after a seek or a
+    truncation `sums` are wrong. `stream.write` must write all bytes that it gets.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -118,17 +119,17 @@ class SummingStream:
     def write(self, data: Any) -> int:
         """Write all of `data` and add it to the sums; return its number of bytes."""
         remaining = memoryview(data).cast("B")
-        count = len(remaining)
+        num_bytes = len(remaining)
         self._stream.write(remaining)
         sums = self.sums
         while remaining:
-            block_rest = BLOCK_BYTES - sums.nbytes % BLOCK_BYTES
-            chunk, remaining = remaining[:block_rest], remaining[block_rest:]
-            if block_rest == BLOCK_BYTES:
+            bytes_left_in_block = BLOCK_BYTES - sums.nbytes % BLOCK_BYTES
+            chunk, remaining = remaining[:bytes_left_in_block], remaining[bytes_left_in_block:]
+            if bytes_left_in_block == BLOCK_BYTES:
                 sums.crc32.append(0)
             sums.crc32[-1] = zlib.crc32(chunk, sums.crc32[-1])
             sums.nbytes += len(chunk)
-        return count
+        return num_bytes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -33,8 +33,8 @@ from emblib.sharding.ranks import RankGroup
 from emblib.tables.durable_files import flush_directory, replacing
 
 METADATA = ".metadata"
-_DATA = "*.distcp"
-_SUMS = MetadataIndex("emblib.checksums")  # key of a rank's checksums among its write results
+_DATA_FILES = "*.distcp"
+_SUMS_INDEX = MetadataIndex("emblib.checksums")  # key of a rank's checksums among its write results
 
 
 class _SummedFiles(FileSystem):
@@ -57,7 +57,7 @@ class _SummedFiles(FileSystem):
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """Write one checkpoint next to the directory's current one, then replace that."""
+    """Write a checkpoint next to the current one of its directory, then replace that one."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -85,19 +85,19 @@ class CheckpointWriter(dcp.FileSystemWriter):
         """Write this rank's file, and add its checksums to the results."""
         results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
-        future.set_result([*results, WriteResult(_SUMS, 0, self._files.sums)])
+        future.set_result([*results, WriteResult(_SUMS_INDEX, 0, self._files.sums)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Commit, then delete files that do not belong to this checkpoint.
+        """Commit the checkpoint, then delete files that do not belong to it.
 
-        The metadata is written here, because versions of torch differ in the object that they write
-        and in what they sync before the rename.
+        The metadata is written here, not by torch: versions of torch differ in the object that they
+        write, and in the files that they sync before the rename.
         """
         metadata.storage_data = {}
         files: dict[str, FileSums] = {}
         for result in (result for rank_results in results for result in rank_results):
-            if result.index == _SUMS:
+            if result.index == _SUMS_INDEX:
                 files.update(result.storage_data)
             else:
                 metadata.storage_data[result.index] = result.storage_data
@@ -108,9 +108,9 @@ class CheckpointWriter(dcp.FileSystemWriter):
         directory = Path(self.path)
         flush_directory(directory)
         with replacing(directory / METADATA) as file:
-            file.write(checksums.join(pickle.dumps(metadata), files))
+            file.write(checksums.add_footer(pickle.dumps(metadata), files))
         flush_directory(directory)
-        for path in directory.glob(_DATA):
+        for path in directory.glob(_DATA_FILES):
             if path.name not in files:
                 path.unlink(missing_ok=True)
 
@@ -157,7 +157,7 @@ class Reader(dcp.FileSystemReader):
             state = "no whole checkpoint in it" if path.is_dir() else "no such directory"
             raise CheckpointError(f"cannot load {path}: there is {state}")
         file = path / METADATA
-        pickled, sums = checksums.split(file.read_bytes(), file)
+        pickled, sums = checksums.split_footer(file.read_bytes(), file)
         self.metadata = unpickling.read_metadata(pickled, file)
         self.has_checksums = sums is not None
         self.fs = _CheckedFiles(sums)
@@ -243,8 +243,7 @@ def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
 def _errors_of_ranks() -> Iterator[None]:
     """Raise CheckpointError for torch's CheckpointException, which `except Exception` misses.
 
-    A CheckpointException of something else than an Exception, e.g. a KeyboardInterrupt, is raised
-    as it is.
+    If one of its causes is no Exception, e.g. a KeyboardInterrupt, it is raised unchanged.
     """
     try:
         yield

@@ -5,9 +5,9 @@ k-th of K equal ranges of routes, and checkpoints store the entries of a table s
 the table in a checkpoint is the concatenation of its shards, whatever plan saved it. A rank finds
 the rows of its shard by bisection: it reads a few blocks of the keys, and then these rows.
 
-The state dict of a table has two sets of keys, each with tensors of one row per key: `keys` with
-`weight` and the optimizer states, and `fallback.keys` with those of the fallback rows. The *stem*
-of a set is what all its names begin with, "" or "fallback.".
+The state dict of a table has two sets of keys, each with tensors of one row per key. The first is
+`keys` with `weight` and the optimizer states, the second `fallback.keys` with those of the fallback
+rows. All names of a set begin with its *stem*, "" or "fallback.".
 """
 
 import bisect
@@ -34,11 +34,11 @@ def join_shards(
 ) -> dict[str, Tensor]:
     """Build the state dict of a dynamic table from those of its shards; a collective over `ranks`.
 
-    Tensors with one row per key become `KeyedRows` on the CPU. For all others every rank gets the
-    element-wise maximum over the shards, on the CPU: a clock is the latest, a count of a sketch at
-    least that of the shard that saw the key, and hash keys are equal, since all shards of a table
-    get theirs from one seed. Of the fallback rows, of which each shard has all, only those whose
-    keys a shard owns are saved.
+    Tensors with one row per key become `KeyedRows` on the CPU. For all other tensors every rank
+    gets the element-wise maximum over the shards, on the CPU. So a clock is the latest, and a count
+    of a sketch at least that of the shard that saw the key. Hash keys are equal in all shards of a
+    table, which get them from one seed. Each shard has all fallback rows; it saves those whose keys
+    it owns.
 
     Args:
         states: the state dicts of this rank's shards, by number.
@@ -46,8 +46,8 @@ def join_shards(
         ranks: the ranks that store the shards.
 
     Raises:
-        ValueError: a shard has keys of another one, where lookups would not find them, other than
-            keys of fallback rows; on every rank.
+        ValueError: a shard has keys that another shard owns, where lookups would not find them; on
+            every rank. Keys of fallback rows do not count.
     """
     by_key = {
         number: {stem: _by_route(state, stem) for stem in _stems(state)}
@@ -57,9 +57,7 @@ def join_shards(
         if (stem := f"{fallback.FALLBACK}.") in rows_by_stem:
             rows_by_stem[stem] = fallback.owned(rows_by_stem[stem], number, len(owners))
     stems = {
-        stem
-        for stems_of_rank in ranks.gather_objects(_every_stem(by_key))
-        for stem in stems_of_rank
+        stem for stems_of_rank in ranks.gather_objects(_all_stems(by_key)) for stem in stems_of_rank
     }
     result: dict[str, Tensor] = {}
     for stem in sorted(stems):
@@ -76,14 +74,14 @@ def join_shards(
     return result
 
 
-def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
+def entries_of_shard(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
     """Return the entries of shard `number` of `count` shards from the state dict of a table.
 
-    Of a full tensor with one row per key the shard gets copies of the rows of its keys. Of
-    `KeyedRows` it gets the local tensor of shard `number`. All other values are returned unchanged.
+    From a full tensor with one row per key the shard gets copies of the rows of its keys, from
+    `KeyedRows` the local tensor of shard `number`. All other values are returned unchanged.
 
     Raises:
-        ValueError: `KeyedRows` of another number of shards, or whose shard `number` is on another
+        ValueError: `KeyedRows` have another number of shards, or their shard `number` is on another
             rank.
     """
     owned = {}
@@ -108,7 +106,7 @@ def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, T
     return result
 
 
-def check_whole(state: Mapping[str, Any], name: str) -> None:
+def check_row_counts(state: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless full tensors by key in a state dict have one row per key.
 
     `name` is that of the table, for messages. `KeyedRows` and other values are not checked.
@@ -136,7 +134,7 @@ def _stems(state: Mapping[str, Tensor]) -> list[str]:
     return [key.removesuffix(KEYS) for key in state if key.rpartition(".")[2] == KEYS]
 
 
-def _every_stem(by_key: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def _all_stems(by_key: Mapping[int, Mapping[str, Any]]) -> list[str]:
     return sorted({stem for rows in by_key.values() for stem in rows})
 
 
@@ -160,7 +158,7 @@ class _ShardDescription(NamedTuple):
     Attributes:
         columns: dtype and shape of each tensor, by name; the shape begins with the number of keys.
         num_foreign_keys: number of its keys that other shards own.
-        foreign_key: one of them; 0 without.
+        foreign_key: one of these keys; 0 if there are none.
     """
 
     columns: dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -184,7 +182,7 @@ def keyed_rows(
         ValueError: a shard has keys that another shard owns, where lookups would not find them; on
             every rank.
     """
-    shards = _gather_shards(local_shards, owners, ranks)
+    shards = _gather_descriptions(local_shards, owners, ranks)
     counts = [shard.columns[KEYS][1][0] for shard in shards]
     starts = [sum(counts[:number]) for number in range(len(counts))]
     result = {}
@@ -198,7 +196,7 @@ def keyed_rows(
     return result
 
 
-def _gather_shards(
+def _gather_descriptions(
     local_shards: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
 ) -> list[_ShardDescription]:
     """Return the descriptions of all shards, by number; ValueError if one has foreign keys."""
@@ -214,7 +212,7 @@ def _gather_shards(
         )
     gathered = {n: shard for of_rank in ranks.gather_objects(local) for n, shard in of_rank.items()}
     shards = [gathered[number] for number in range(len(owners))]
-    # Only now, because the other ranks wait in the collective for a rank that raises before it.
+    # Raise only after the collective, in which the other ranks would wait for this rank.
     for number, shard in enumerate(shards):
         if shard.num_foreign_keys:
             raise ValueError(
@@ -224,7 +222,7 @@ def _gather_shards(
     return shards
 
 
-def is_keyed(name: str, saved: Mapping[str, Any]) -> bool:
+def has_row_per_key(name: str, saved: Mapping[str, Any]) -> bool:
     """Return whether the saved tensor `name` has as many rows as the `keys` of its stem.
 
     `saved` is metadata of a checkpoint, by name.
@@ -276,12 +274,12 @@ class KeyReader:
         for number in leaf.value.parts:
             if number not in spans:
                 spans[number] = (
-                    self._begin(name, number, count),
-                    self._begin(name, number + 1, count),
+                    self._first_row(name, number, count),
+                    self._first_row(name, number + 1, count),
                 )
         return {number: spans[number] for number in leaf.value.parts}
 
-    def _begin(self, name: str, number: int, count: int) -> int:
+    def _first_row(self, name: str, number: int, count: int) -> int:
         """Return the first row of shard `number` of `count`."""
         rows = range(self._saved[name].size[0])
         return bisect.bisect_left(
@@ -292,11 +290,11 @@ class KeyReader:
         """Return one key; the block that contains it is read and cached."""
         cached_name, start, keys = self._cached_keys
         if cached_name != name or not start <= row < start + keys.numel():
-            start, keys = self._read(name, row)
+            start, keys = self._read_block(name, row)
             self._cached_keys = name, start, keys
         return keys[row - start : row - start + 1]
 
-    def _read(self, name: str, row: int) -> tuple[int, Tensor]:
+    def _read_block(self, name: str, row: int) -> tuple[int, Tensor]:
         """Read the saved block of keys that has row `row`; return its first row and its keys."""
         from emblib.sharding.checkpoints.files import read
 

@@ -38,11 +38,11 @@ class Entry:
     Attributes:
         size: shape of the full tensor.
         dtype: dtype of the tensor.
-        shards: shards of all ranks; empty if the table has replicas, of which this rank's is
-            number 0. Each shard of a tensor without regions, e.g. hyperparameters, is a full copy.
+        shards: shards of all ranks; empty if every rank has a replica of the table. Each shard of a
+            tensor without regions, e.g. hyperparameters, is a full copy.
         ranks: the ranks of the collection.
-        memory: tensors of each local shard, by its number in `shards`; several if slices have
-            copies of it. Empty on a rank without shards.
+        memory: tensors of each local shard, by its number in `shards`, 0 for a replica. A shard has
+            several tensors if several slices have copies of it. Empty on a rank without shards.
         cuts: columns at which states per row are cut, see `RowStates`; None for others.
     """
 
@@ -75,8 +75,8 @@ class Entry:
         """Return the views of `value`, a result of `tensor` or a full tensor, for the local shards.
 
         Raises:
-            ValueError: `value` has another size or is cut differently; on all ranks, also on those
-                without a shard, which would otherwise load the other tables alone.
+            ValueError: `value` has another size or is cut differently. Ranks without a shard raise
+                too: otherwise they would load the other tables alone.
         """
         size = self.size[:1] if self.cuts else self.size
         if isinstance(value, ShardedTable):
@@ -188,11 +188,13 @@ class Table:
     def hyperparams(self) -> Entry:
         """Return the entry of the hyperparameters, which every rank with a shard stores in full."""
         size = (self.optimizer.hyperparams().numel(),)
-        return self._shared(
+        return self._entry_of_copies(
             size, torch.float64, [module.hyperparams for module in self.table_modules()]
         )
 
-    def _shared(self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]) -> Entry:
+    def _entry_of_copies(
+        self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]
+    ) -> Entry:
         """Return the entry of a tensor that every rank with a shard stores in full."""
         columns = (0, size[1] if len(size) > 1 else 1)
         shards = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
@@ -323,7 +325,7 @@ class Table:
         layout, is_per_row = self._layouts[key]
         if layout.region is None:
             size = layout.size[:1] if is_per_row else layout.size
-            return self._shared(size, layout.dtype, list(memory.values()))
+            return self._entry_of_copies(size, layout.dtype, list(memory.values()))
         shards = tuple(
             Shard(shard.rank, *layout.region(shard.rows, shard.columns)) for shard in self.shards
         )
@@ -348,7 +350,7 @@ class KeyedTable(Table):
     Routes are defined in `emblib.dynamic.keys`.
     """
 
-    def _numbered(self) -> dict[int, Any]:
+    def _handles_by_number(self) -> dict[int, Any]:
         """Return the handles of the local shards by number; shards are numbered by rows."""
         order = sorted(range(len(self.shards)), key=lambda i: self.shards[i].rows)
         return {
@@ -362,14 +364,16 @@ class KeyedTable(Table):
 
     def handle(self) -> DynamicTable:
         """Return the handle of the table, whose methods are collectives."""
-        return DynamicTable(self.name, self._numbered(), self._owners() or (0,), self.ranks)
+        return DynamicTable(
+            self.name, self._handles_by_number(), self._owners() or (0,), self.ranks
+        )
 
     def parameters(self) -> dict[str, Tensor]:
         """Return rows by key over all ranks; for other tensors the maximum over the shards.
 
         A collective, except if every rank has a replica.
         """
-        states = {number: dict(h.state_dict()) for number, h in self._numbered().items()}
+        states = {number: dict(h.state_dict()) for number, h in self._handles_by_number().items()}
         if not self.shards:
             return states[0]
         return keyed.join_shards(states, self._owners(), self.ranks)
@@ -380,27 +384,29 @@ class KeyedTable(Table):
 
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Raise ValueError for entries by key that this rank's shards cannot load."""
-        keyed.check_whole(values, self.name)
-        for handle, shard_values in self._parts_of(values):
+        keyed.check_row_counts(values, self.name)
+        for handle, shard_values in self._entries_of_shards(values):
             _raise_first(state_dicts.problems(handle, shard_values, ""), self.name)
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Load into every shard the keys that it owns; do nothing if `values` lack rows by key."""
-        for handle, shard_values in self._parts_of(values):
+        for handle, shard_values in self._entries_of_shards(values):
             handle.load_state_dict(shard_values)
 
-    def _parts_of(self, values: Mapping[str, Tensor]) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-        """Yield each local shard with the entries of its keys; nothing without keys and weights."""
+    def _entries_of_shards(
+        self, values: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+        """Yield each local shard and the entries of its keys; nothing without keys and weights."""
         if {"keys", "weight"} <= values.keys():
-            for number, handle in self._numbered().items():
-                yield handle, keyed.part_of(values, number, max(len(self.shards), 1))
+            for number, handle in self._handles_by_number().items():
+                yield handle, keyed.entries_of_shard(values, number, max(len(self.shards), 1))
 
     def _fused_parameter_names(self) -> Sequence[str]:
         return ("weight",)
 
 
 def _check_values(value: Any, entry: Entry, name: str) -> None:
-    """Raise ValueError unless a value is a full or sharded tensor that an entry can take."""
+    """Raise ValueError unless a value is a full or sharded tensor that fits an entry."""
     if not isinstance(value, ShardedTable):
         template = torch.empty(0, dtype=entry.dtype)
         _raise_first([state_dicts.tensor_problem(value, template)], name)
@@ -562,10 +568,10 @@ def table_handles(tables: Tables) -> DynamicTables:
 class StateOfTables(nn.Module):
     """Base of sharded collections: state dicts with the names of the unsharded collection.
 
-    Rows are `ShardedTable`s, or tensors if every rank has a replica; entries that describe a table,
-    such as the layout of a tensor train, are tensors. Full tensors, as in the
-    state dict of an unsharded collection, can be loaded as well: each rank reads its shards. With
-    dynamic tables `state_dict` is a collective.
+    Rows are `ShardedTable`s, or tensors if every rank has a replica. Entries that describe a table,
+    such as the layout of a tensor train, are tensors. Full tensors, as in the state dict of an
+    unsharded collection, can be loaded as well: each rank reads its shards. With dynamic tables
+    `state_dict` is a collective.
     """
 
     handles_name: ClassVar[str]  # attribute with the `ShardParameters`, first part of all names

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.sharding.checkpoints import sharded_table
-from emblib.sharding.checkpoints.keyed import KeyReader, is_keyed
+from emblib.sharding.checkpoints.keyed import KeyReader, has_row_per_key
 from emblib.sharding.checkpoints.saving import NOTES, Group
 from emblib.sharding.checkpoints.sharded_table import KeyedRows, RowStates, ShardedTable
 from emblib.sharding.checkpoints.state_trees import (
     CheckpointError,
     Leaf,
-    agreed,
+    expand_state_dicts,
     is_stateful,
     is_tensor_of_size,
     leaves,
-    resolved,
+    run_on_all_ranks,
 )
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import Shard, Span
@@ -60,8 +60,8 @@ class Target:
 class RowStateTarget(Target):
     """A row-wise state, saved and loaded for tables that may be cut by columns in different ways.
 
-    The rows of this rank are read with all saved intervals of columns; each shard gets the mean
-    over its own columns. `RowStates` explains the intervals.
+    The rows of this rank are read with all saved intervals of columns, see `RowStates`. Each shard
+    gets the mean over its own columns.
 
     Args:
         leaf: a `RowStates`, a `ShardedTable` `[R]` or a tensor `[R]`, which is written in place.
@@ -109,7 +109,7 @@ class RowStateTarget(Target):
         states = torch.cat(blocks) if blocks else torch.empty(0, self._width)
         if self._column_cuts is None:
             return states.view(-1)
-        return sharded_table.averaged(
+        return sharded_table.average_columns(
             states, self._column_cuts, columns or (0, self._column_cuts[-1])
         )
 
@@ -130,9 +130,9 @@ def load(
     """Fill `state` from a checkpoint written by `save`; a collective over `ranks`.
 
     Modules and optimizers that are values of `state` get their saved state dicts. Nested dicts and
-    lists are replaced by new ones, whose tensors are those of `state`, filled in place; other
-    values, and rows of dynamic tables, whose number may differ, are new. Every rank reads only its
-    own shards of a table, whatever plan saved it.
+    lists are replaced by new ones with the tensors of `state`, which are filled in place. Other
+    values are new, and so are rows of dynamic tables, whose number may differ. Every rank reads
+    only its own shards of a table, whatever plan saved it.
 
     Args:
         state: state dict with the same names as the one passed to `save`.
@@ -144,11 +144,11 @@ def load(
     Rank 0 warns of a checkpoint without checksums.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, it lacks a value, a tensor has another size,
-            or the metadata is damaged or names something that may run code; nothing is changed
-            then. Also where data has another checksum than when it was saved, or a value names
-            something that may run code; then part of `state` may have been filled. Also where
-            another rank raised an error.
+        CheckpointError: the checkpoint is missing or incomplete, it lacks a value, a tensor has
+            another size, or the metadata is damaged or names something that may run code; then
+            nothing is changed. Or data has another checksum than when it was saved, or a value
+            names something that may run code; then part of `state` may have been filled. Or another
+            rank raised an error.
         TypeError: `path` is None, or `state` is no dict.
         Exception: what `load_state_dict` of a value raises; part of `state` may have been filled.
     """
@@ -161,8 +161,8 @@ def load(
         )
     ranks = RankGroup.from_value(ranks)
     # Before `_Loading`, which communicates if modules have dynamic tables: their state dicts do.
-    reader = agreed(ranks, lambda: Reader(Path(path)))
-    loading = agreed(ranks, lambda: _Loading(state, Path(path), reader, strict=strict))
+    reader = run_on_all_ranks(ranks, lambda: Reader(Path(path)))
+    loading = run_on_all_ranks(ranks, lambda: _Loading(state, Path(path), reader, strict=strict))
     if not reader.has_checksums and ranks.rank == 0:
         warnings.warn(
             f"{path} has no checksums, so damage to it is not noticed: it was saved by an older "
@@ -176,15 +176,15 @@ def load(
     read(values, reader, ranks)
     for name, value in values.items():
         targets[name].buffer = value  # `read` replaces values that are not tensors
-    agreed(ranks, lambda: loading.finish(targets))
+    run_on_all_ranks(ranks, lambda: loading.finish(targets))
 
 
 def latest(directory: str | Path, ranks: Group = None) -> Path | None:
     """Return the newest complete checkpoint in a directory, or None; a collective over `ranks`.
 
-    The newest has the greatest number at the end of its name, such as `step_1200`; directories
-    without a number are ignored. Rank 0 looks, and all ranks get what it has found. A directory
-    that is missing or that rank 0 must not read has no checkpoint.
+    The newest has the greatest number at the end of its name, such as `step_1200`. Directories
+    without a number are ignored. Rank 0 searches, and all ranks get its result: None if the
+    directory is missing or rank 0 must not read it.
     """
     from emblib.sharding.checkpoints.files import METADATA
 
@@ -248,11 +248,11 @@ class _Loading:
         self.state, self.path, self.reader = state, path, reader
         metadata = reader.metadata
         self.saved: dict[str, Any] = dict(metadata.state_dict_metadata)
-        self.tree = resolved(state)
+        self.tree = expand_state_dicts(state)
         self._add_later_optimizer_states(metadata.planner_data or {})
         self.cuts: dict[str, tuple[int, ...]] = {}
         if NOTES in self.saved:
-            self._check_whole([NOTES])
+            self._check_complete([NOTES])
             notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8)}
             read(notes, self.reader, RankGroup.single())
             self.cuts = self._column_cuts(bytes(notes[NOTES].flatten().tolist()))
@@ -269,28 +269,28 @@ class _Loading:
 
     def _check_quantised(self, missing_names: Sequence[str]) -> None:
         """Raise CheckpointError where quantised tables have the layout from before 0.1.0."""
-        former = [
+        old_tables = [
             name.removesuffix(".packed")
             for name in missing_names
             if name.endswith(".packed") and _sibling(name, "scales") in self.saved
         ]
-        if former:
+        if old_tables:
             raise CheckpointError(
-                f"{self.path} has the rows of {_join_texts(former)} as before 0.1.0, with scales "
-                "apart from numbers: quantise the trained tables again, with "
+                f"{self.path} has the rows of {_join_texts(old_tables)} as before 0.1.0, with "
+                "scales apart from numbers: quantise the trained tables again, with "
                 "collection.quantized(), or read it with torch.distributed.checkpoint and load "
                 "that into the unsharded collection, whose load_state_dict converts the rows"
             )
 
-    def _check_whole(self, names: Iterable[str]) -> None:
+    def _check_complete(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless the chunks of saved tensors have all of their elements.
 
         Memory is allocated by the metadata's sizes, but files have only the chunks: other elements
         would stay uninitialised.
         """
-        from emblib.sharding.checkpoints.unpickling import is_whole
+        from emblib.sharding.checkpoints.unpickling import has_all_elements
 
-        incomplete_names = sorted(name for name in names if not is_whole(self.saved[name]))
+        incomplete_names = sorted(name for name in names if not has_all_elements(self.saved[name]))
         if incomplete_names:
             raise CheckpointError(
                 f"{self.path} is damaged: it does not have all of {_join_texts(incomplete_names)}; "
@@ -353,7 +353,7 @@ class _Loading:
         dtype = saved.properties.dtype
         if parameter is not None and parameter.size() == saved.size:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        self._check_whole([name])
+        self._check_complete([name])
         return torch.empty(saved.size, dtype=dtype)
 
     def _without_new_hash_keys(self, all_leaves: list[Leaf]) -> list[Leaf]:
@@ -362,16 +362,16 @@ class _Loading:
         They are removed from `tree` too. Such counters were counted without a hash key, and are
         invalid with the hash key of this model.
         """
-        older = {
+        unsaved_keys = {
             leaf.name: leaf
             for leaf in all_leaves
             if leaf.name.endswith(f".sketches.{HASH_KEYS}")
             and leaf.name not in self.saved
             and _sibling(leaf.name, "counters") in self.saved
         }
-        for leaf in older.values():
+        for leaf in unsaved_keys.values():
             del leaf.container[leaf.key]
-        return [leaf for leaf in all_leaves if leaf.name not in older]
+        return [leaf for leaf in all_leaves if leaf.name not in unsaved_keys]
 
     def _checked_layouts(self, all_leaves: list[Leaf]) -> list[Leaf]:
         """Drop leaves of tensor-train layouts that an older checkpoint lacks, also from `tree`.
@@ -385,7 +385,7 @@ class _Loading:
 
         layouts = {leaf.name: leaf for leaf in all_leaves if _is_layout(leaf)}
         saved_names = [name for name in layouts if hasattr(self.saved.get(name), "properties")]
-        self._check_whole(saved_names)
+        self._check_complete(saved_names)
         saved_layouts = {
             name: torch.empty(self.saved[name].size, dtype=torch.int64) for name in saved_names
         }
@@ -397,7 +397,7 @@ class _Loading:
             for name in layouts.keys() - saved_layouts.keys()
             if _sibling(name, "cores.0") in self.saved
         }
-        wrong = [
+        problems = [
             f"{_sibling(name, 'cores')}: {problem}"
             for name in sorted(saved_layouts.keys() | tables_without)
             if (
@@ -406,26 +406,28 @@ class _Loading:
                 )
             )
         ]
-        if wrong:
-            raise CheckpointError(f"{self.path} is of other tables; {_join_texts(wrong, '; ')}")
+        if problems:
+            raise CheckpointError(f"{self.path} is of other tables; {_join_texts(problems, '; ')}")
         for name in tables_without:  # the sizes of the cores are checked instead
             del layouts[name].container[layouts[name].key]
         return [leaf for leaf in all_leaves if leaf.name not in tables_without]
 
-    def _size(self, leaf: Leaf) -> torch.Size | None:
+    def _saved_size(self, leaf: Leaf) -> torch.Size | None:
         """Return the saved size; None for values that are not tensors."""
         saved = self.saved[leaf.name]
         return saved.size if hasattr(saved, "properties") else None
 
     def _check_sizes(self) -> None:
         """Raise CheckpointError for leaves of another size than was saved."""
-        wrong = []
-        self._check_whole(leaf.name for leaf in self.leaves if is_keyed(leaf.name, self.saved))
+        problems = []
+        self._check_complete(
+            leaf.name for leaf in self.leaves if has_row_per_key(leaf.name, self.saved)
+        )
         for leaf in self.leaves:
-            size, value = self._size(leaf), leaf.value
+            size, value = self._saved_size(leaf), leaf.value
             if size is None:
                 is_valid = not isinstance(value, Tensor)
-            elif is_keyed(leaf.name, self.saved):
+            elif has_row_per_key(leaf.name, self.saved):
                 is_valid = isinstance(value, Tensor) and value.size()[1:] == size[1:]
             elif leaf.name in self.cuts or isinstance(value, RowStates):
                 is_valid = isinstance(value, Tensor) and value.size()[:1] == size[:1]
@@ -436,29 +438,33 @@ class _Loading:
                     tuple(value.size()) if isinstance(value, Tensor) else type(value).__name__
                 )
                 saved_size = "no tensor" if size is None else f"a tensor {tuple(size)}"
-                wrong.append(f"{leaf.name}: saved is {saved_size}, here is {current_size}")
-        if wrong:
+                problems.append(f"{leaf.name}: saved is {saved_size}, here is {current_size}")
+        if problems:
             raise CheckpointError(
-                f"{self.path} is of other tables or another optimizer; {_join_texts(wrong, '; ')}"
+                f"{self.path} is of other tables or another optimizer; "
+                f"{_join_texts(problems, '; ')}"
             )
 
     def targets(self, ranks: RankGroup) -> dict[str, Target]:
         """Return the target that each value is read into; a collective."""
         reader = KeyReader(self.reader, self.saved)
-        keyed = [leaf for leaf in self.leaves if is_keyed(leaf.name, self.saved)]
-        local_spans = agreed(ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed})
+        keyed = [leaf for leaf in self.leaves if has_row_per_key(leaf.name, self.saved)]
+        local_spans = run_on_all_ranks(
+            ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed}
+        )
         spans_of_ranks = ranks.gather_objects(local_spans)
-        return agreed(
-            ranks, lambda: {leaf.name: self._target(leaf, spans_of_ranks) for leaf in self.leaves}
+        return run_on_all_ranks(
+            ranks,
+            lambda: {leaf.name: self._make_target(leaf, spans_of_ranks) for leaf in self.leaves},
         )
 
-    def _target(self, leaf: Leaf, spans: list[dict[str, dict[int, Span]]]) -> Target:
+    def _make_target(self, leaf: Leaf, spans: list[dict[str, dict[int, Span]]]) -> Target:
         """Return the target of a leaf.
 
         `spans` are the rows of keyed tables that each rank reads, by rank, name and block.
         """
-        value, size = leaf.value, self._size(leaf)
-        if size is not None and is_keyed(leaf.name, self.saved):
+        value, size = leaf.value, self._saved_size(leaf)
+        if size is not None and has_row_per_key(leaf.name, self.saved):
             if not isinstance(value, KeyedRows):
                 return Target(leaf, torch.empty(size, dtype=value.dtype))
             span_of_block = {

@@ -15,9 +15,14 @@ from emblib.sharding.checkpoints.sharded_table import (
     KeyedRows,
     RowStates,
     ShardedTable,
-    whole_state,
+    gather_state,
 )
-from emblib.sharding.checkpoints.state_trees import agreed, leaves, mapped, resolved
+from emblib.sharding.checkpoints.state_trees import (
+    expand_state_dicts,
+    leaves,
+    map_values,
+    run_on_all_ranks,
+)
 from emblib.sharding.checkpoints.values import checked_values
 from emblib.sharding.ranks import RankGroup, subgroup
 from emblib.tables.durable_files import save_archive, saving
@@ -35,9 +40,9 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
     Any number of ranks can load it with any plan (`load`), and so can torch.distributed.checkpoint.
 
     Args:
-        state: modules, optimizers, nested state dicts of tensors, and small values, by name:
-            numbers, text, and whatever else `torch.load(weights_only=True)` admits. NumPy scalars
-            become Python numbers. Modules and optimizers in nested dicts are not admitted.
+        state: modules, optimizers, nested state dicts of tensors, and small values, by name. Values
+            are numbers, text, and whatever else `torch.load(weights_only=True)` admits. NumPy
+            scalars become Python numbers. Modules and optimizers in nested dicts are not admitted.
         path: directory of the checkpoint, created if missing; on a file system that all ranks
             share.
         ranks: the ranks that save; by default all processes, or this process alone.
@@ -50,7 +55,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
             the errors above; `path` keeps its checkpoint.
     """
     ranks = RankGroup.from_value(ranks)
-    content = agreed(ranks, lambda: _with_column_cuts(resolved(state)))
+    content = run_on_all_ranks(ranks, lambda: _with_column_cuts(expand_state_dicts(state)))
     _write(content, Path(path), ranks)
 
 
@@ -59,13 +64,15 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
 
     Arguments are those of `save`. TypeError and ValueError of `save` are raised here; `result()` of
     the returned future waits and raises errors of writing. Saves over the same process group are
-    written one after the other, over a gloo group of their own that does not interleave with the
-    collectives of training. Pending saves are completed when the process exits, unless it is
-    killed; then `path` keeps its checkpoint.
+    written one after the other, over a gloo group of their own, so that their collectives do not
+    mix with those of training. Pending saves are completed when the process exits. If it is killed,
+    `path` keeps its previous checkpoint.
     """
     ranks = RankGroup.from_value(ranks)
-    content = agreed(ranks, lambda: mapped(_with_column_cuts(resolved(state)), _copy_to_host))
-    background = _background(ranks)
+    content = run_on_all_ranks(
+        ranks, lambda: map_values(_with_column_cuts(expand_state_dicts(state)), _copy_to_host)
+    )
+    background = _background_writer(ranks)
     return background.executor.submit(_write, content, Path(path), background.ranks)
 
 
@@ -84,8 +91,10 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
         CheckpointError: another rank raised one of these.
     """
     ranks = RankGroup.from_value(ranks)
-    content = whole_state(agreed(ranks, lambda: checked_values(resolved(state))), ranks)
-    agreed(ranks, lambda: _write_file(content, Path(path)) if ranks.rank == 0 else None)
+    content = gather_state(
+        run_on_all_ranks(ranks, lambda: checked_values(expand_state_dicts(state))), ranks
+    )
+    run_on_all_ranks(ranks, lambda: _write_file(content, Path(path)) if ranks.rank == 0 else None)
 
 
 def _with_column_cuts(content: dict[str, Any]) -> dict[str, Any]:
@@ -121,26 +130,26 @@ def _copy_to_host(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-class _Background(NamedTuple):
-    """The thread that writes asynchronous saves, and the ranks over its process group."""
+class _BackgroundWriter(NamedTuple):
+    """The thread that writes asynchronous saves, and the ranks over a process group for it."""
 
     ranks: RankGroup
     executor: ThreadPoolExecutor
 
 
-_BACKGROUNDS: dict[Any, _Background] = {}  # by process group, until the process exits
+_BACKGROUND_WRITERS: dict[Any, _BackgroundWriter] = {}  # by process group, until the process exits
 
 
-def _background(ranks: RankGroup) -> _Background:
+def _background_writer(ranks: RankGroup) -> _BackgroundWriter:
     """Return the background writer of these ranks; a collective at the first call."""
-    background = _BACKGROUNDS.get(ranks.group)
+    background = _BACKGROUND_WRITERS.get(ranks.group)
     if background is None:
         group = None if ranks.group is None else subgroup(ranks)
         background_ranks = (
             RankGroup.single() if group is None else RankGroup(group, local_size=ranks.local_size)
         )
-        background = _Background(background_ranks, ThreadPoolExecutor(1, "emblib-checkpoint"))
-        _BACKGROUNDS[ranks.group] = background
+        background = _BackgroundWriter(background_ranks, ThreadPoolExecutor(1, "emblib-checkpoint"))
+        _BACKGROUND_WRITERS[ranks.group] = background
     return background
 
 

@@ -29,8 +29,8 @@ class ShardedTable(Tensor):
 
     Args:
         size: size of the full tensor.
-        shards: the shards of all ranks, which must tile the tensor, or each be a copy of all of it
-            (not checked); columns (0, 1) for a vector.
+        shards: the shards of all ranks. They must tile the tensor, or each be a copy of the full
+            tensor; not checked. The shards of a vector have the columns (0, 1).
         parts: the values of this rank's shards, by their number in `shards`; not copied.
         ranks: the ranks that store the shards.
         dtype: dtype of the values; ranks without a shard need it, too.
@@ -93,9 +93,10 @@ class ShardedTable(Tensor):
         return ShardedTable(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ShardedTable":
-        """Return a tensor of the results of `function` for every local shard, which keep its shape.
+        """Return a tensor of the results of `function` for every local shard.
 
-        Without local shards `function` is called with an empty tensor, for the dtype of its result.
+        `function` must keep the shape. Without local shards it is called with an empty tensor, for
+        the dtype of its result.
         """
         parts = {i: function(part) for i, part in self.parts.items()}
         dtypes = {part.dtype for part in parts.values()}
@@ -124,12 +125,12 @@ class ShardedTable(Tensor):
     def full_tensor(self, rank: int | None = None) -> Tensor:
         """Gather the full tensor on the CPU, on `rank` or on every rank; a collective over `ranks`.
 
-        Where `rank` is set, the other ranks get an empty tensor.
+        If `rank` is given, the other ranks get an empty tensor.
 
         Raises:
             ValueError: `rank` is not one of the ranks.
         """
-        return gathered(self, rank)
+        return gather_full_tensor(self, rank)
 
     # The methods that torch.distributed.checkpoint calls
 
@@ -220,10 +221,10 @@ _COPIES = {
 class RowStates(ShardedTable):
     """A row-wise optimizer state of a table cut by columns: one number per row and column shard.
 
-    Each column shard accumulates its own gradients, so the state has one column per interval of
-    table columns that no shard cuts: `cuts` are the first columns of the intervals, and the end. A
-    shard that spans several intervals has its number in each of them, and its `columns` count
-    intervals. The constructor does not set `cuts`; its caller must.
+    Each column shard accumulates its own gradients. So the state has one column per interval of
+    table columns that no shard cuts. `cuts` are the first columns of the intervals, and the end of
+    the last. A shard that spans several intervals has its number in each of them, and its `columns`
+    are those of the state, which count intervals. The caller of the constructor must set `cuts`.
     """
 
     cuts: tuple[int, ...]
@@ -286,8 +287,8 @@ def interval_range(columns: Span, cuts: Sequence[int]) -> Span:
     return cuts.index(columns[0]), cuts.index(columns[1])
 
 
-def averaged(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
-    """Return the mean of `[R, intervals]` over a span of columns, `[R]`; exact where all are equal.
+def average_columns(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
+    """Return the mean of `[R, intervals]` over a span of columns, `[R]`; exact for equal values.
 
     The mean is weighted by the number of the span's columns in each interval. The span must not be
     empty.
@@ -303,11 +304,11 @@ def averaged(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
     return (total / (columns[1] - columns[0])).to(states.dtype)
 
 
-def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
-    """Gather the full tensor on the CPU, on `rank` or on all; others get an empty tensor.
+def gather_full_tensor(table: ShardedTable, rank: int | None = None) -> Tensor:
+    """Gather the full tensor on the CPU, on `rank` or, for None, on all ranks.
 
-    A collective over the ranks of `table`. Blocks are sent one by one, so that only the ranks that
-    get the full tensor allocate it.
+    A collective over the ranks of `table`. The other ranks get an empty tensor. Blocks are sent one
+    by one, so that only the ranks that get the full tensor allocate it.
 
     Raises:
         ValueError: `rank` is neither None nor one of the ranks.
@@ -332,26 +333,26 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
             else:
                 full_tensor[region] = _receive_block(sizes, table.dtype, shard.rank, ranks)
     if rank is None and ranks.size > 1:
-        return _broadcast_whole(full_tensor, table, ranks)
+        return _broadcast_blocks(full_tensor, table, ranks)
     return full_tensor
 
 
-def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
+def gather_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
     """Return a copy of `state` with full tensors on the CPU; a collective over `ranks`.
 
-    Row-wise states of a table that is cut by columns become one number per row: see `averaged`.
-    Rank `rank`, or every rank if None, gets the full tensors of `ShardedTable`s, others empty ones.
-    DTensors become full and other tensors are copied on every rank.
+    Row-wise states of a table that is cut by columns become one number per row, see
+    `average_columns`. Rank `rank`, or every rank if None, gets the full tensors of `ShardedTable`s;
+    the other ranks get empty ones. On every rank DTensors become full and other tensors are copied.
     """
     if isinstance(state, ShardedTable):
         full_tensor = state.full_tensor(rank)
         if isinstance(state, RowStates) and full_tensor.numel():
-            return averaged(full_tensor, state.cuts, (0, state.cuts[-1]))
+            return average_columns(full_tensor, state.cuts, (0, state.cuts[-1]))
         return full_tensor
     if isinstance(state, Mapping):
-        return {key: whole_state(value, ranks, rank) for key, value in state.items()}
+        return {key: gather_state(value, ranks, rank) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(whole_state(value, ranks, rank) for value in state)
+        return type(state)(gather_state(value, ranks, rank) for value in state)
     if not isinstance(state, Tensor):
         return state
     whole_of = getattr(state, "full_tensor", None)  # a DTensor has it
@@ -372,7 +373,7 @@ def _receive_block(
     return block.cpu()
 
 
-def _broadcast_whole(full_tensor: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
+def _broadcast_blocks(full_tensor: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
     """Send rank 0's full tensor to all ranks, block by block; return it on the CPU."""
     if ranks.rank:
         full_tensor = torch.empty(table.size(), dtype=table.dtype)

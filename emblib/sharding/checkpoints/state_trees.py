@@ -17,7 +17,7 @@ class CheckpointError(RuntimeError):
 
 
 class Leaf(NamedTuple):
-    """A value of a nested state dict, its dotted name, and the container that holds it."""
+    """A value of a nested state dict, its dotted name, and its container: `container[key]`."""
 
     name: str
     value: Any
@@ -43,30 +43,31 @@ def _leaves_of(name: str, value: Any, container: Any, key: Any) -> Iterator[Leaf
     if isinstance(value, Mapping):
         for inner, item in list(value.items()):
             yield from _leaves_of(f"{name}.{inner}", item, value, inner)
-    elif isinstance(value, list) and not _is_whole(value):
+    elif isinstance(value, list) and not _is_single_value(value):
         for inner, item in enumerate(value):
             yield from _leaves_of(f"{name}.{inner}", item, value, inner)
     else:
         yield Leaf(name, value, container, key)
 
 
-def _is_whole(items: list[Any]) -> bool:
+def _is_single_value(items: list[Any]) -> bool:
     """Return whether a list is one value: it holds no tensors and, at any depth, no dicts."""
     return not any(
-        isinstance(item, Tensor | Mapping) or (isinstance(item, list) and not _is_whole(item))
+        isinstance(item, Tensor | Mapping)
+        or (isinstance(item, list) and not _is_single_value(item))
         for item in items
     )
 
 
-def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+def map_values(tree: Any, function: Callable[[Any], Any]) -> Any:
     """Return a copy of the tree, in new dicts and lists, with `function` applied to their values.
 
     Values inside tuples and other containers are not visited.
     """
     if isinstance(tree, Mapping):
-        return {key: mapped(value, function) for key, value in tree.items()}
+        return {key: map_values(value, function) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [mapped(value, function) for value in tree]
+        return [map_values(value, function) for value in tree]
     return function(tree)
 
 
@@ -77,7 +78,7 @@ def is_stateful(value: Any) -> bool:
     )
 
 
-def resolved(state: Mapping[str, Any]) -> dict[str, Any]:
+def expand_state_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `state` in which modules and optimizers are replaced by their state dicts.
 
     Only values of `state` itself are replaced, not those in nested dicts. Dicts and lists are new;
@@ -91,19 +92,19 @@ def resolved(state: Mapping[str, Any]) -> dict[str, Any]:
             f'state must be a dict, e.g. {{"model": model, "step": 1}}, got {type(state).__name__}'
         )
     return {
-        key: mapped(value.state_dict() if is_stateful(value) else value, lambda leaf: leaf)
+        key: map_values(value.state_dict() if is_stateful(value) else value, lambda leaf: leaf)
         for key, value in state.items()
     }
 
 
-def agreed(ranks: RankGroup, function: Callable[[], T]) -> T:
+def run_on_all_ranks(ranks: RankGroup, function: Callable[[], T]) -> T:
     """Return `function()` of this rank; if it raises an Exception on any rank, raise on every rank.
 
-    A collective. A rank whose `function` raised raises that error, the others a CheckpointError
-    that names the ranks that failed. If `function` itself communicates, an error before that leaves
-    the other ranks waiting.
+    A collective. A rank whose `function` raised raises that error. The others raise a
+    CheckpointError that names the ranks that failed. If `function` itself communicates and one rank
+    raises before that, the other ranks wait for it.
     """
-    check_call(Content.OBJECTS, ranks)  # here, since an error of `function` is not on all ranks
+    check_call(Content.OBJECTS, ranks)  # before `function`, which may raise on some ranks only
     error: Exception | None = None
     value: Any = None
     try:

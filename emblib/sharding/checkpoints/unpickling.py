@@ -1,8 +1,8 @@
 """Read the metadata of a checkpoint, a pickle, without running code of it.
 
-Only the names of the classes and functions that metadata needs are admitted, and the pickle gets
-placeholder classes for them: opcodes may set attributes of anything they reach, classes and
-functions included. Real metadata is then built from the placeholders, field by field.
+Only the names of the classes and functions that metadata needs are admitted. The pickle gets
+placeholder classes for them, because its opcodes may set attributes of any object that they reach,
+also of classes and functions. Real metadata is then built from the placeholders, field by field.
 """
 
 import copyreg
@@ -46,8 +46,8 @@ _ADMITTED = {
     "torch.serialization": {"_get_layout"},
 }
 _MAX_COUNT = (1 << 63) - 1
-_PATHS = {"pathlib", "pathlib._local"}
-_DAMAGE = (  # what unpickling and parsing raise for damaged bytes
+_PATH_MODULES = {"pathlib", "pathlib._local"}
+_DAMAGE_ERRORS = (  # what unpickling and parsing raise for damaged bytes
     pickle.UnpicklingError,
     ArithmeticError,
     AttributeError,
@@ -72,7 +72,7 @@ def read_metadata(data: bytes, path: Path) -> Metadata:
         return _parse_metadata(_MetadataUnpickler(data, path).load())
     except CheckpointError:
         raise
-    except _DAMAGE as error:
+    except _DAMAGE_ERRORS as error:
         raise CheckpointError(
             f"{path} is damaged: it cannot be read ({type(error).__name__}: {error}); load another "
             "checkpoint, e.g. an older one"
@@ -80,10 +80,9 @@ def read_metadata(data: bytes, path: Path) -> Metadata:
 
 
 class _Placeholder:
-    """A placeholder for an instance of a class, or a result of a function, that metadata names.
+    """A placeholder for an instance of a class, or the result of a function, that metadata names.
 
-    It keeps the arguments and the state that the pickle gives it. The subclass for a name is
-    created per load.
+    It keeps the arguments and the state from the pickle. Each load creates a subclass per name.
     """
 
     __slots__ = ("arguments", "state")
@@ -125,7 +124,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         Raises:
             CheckpointError: the name is another one.
         """
-        if name in _ADMITTED.get(module, ()) or (module in _PATHS and name.endswith("Path")):
+        if name in _ADMITTED.get(module, ()) or (module in _PATH_MODULES and name.endswith("Path")):
             if name not in self._classes:
                 self._classes[name] = type(name, (_Placeholder,), {"__slots__": (), "name": name})
             return self._classes[name]
@@ -263,7 +262,7 @@ def _check_type(kind: type[T], value: Any, subject: str) -> T:
     return value
 
 
-def is_whole(entry: Any) -> bool:
+def has_all_elements(entry: Any) -> bool:
     """Return whether `entry` of metadata is a tensor with as many elements as its chunks.
 
     Overlaps of chunks are not looked for.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.sharding.checkpoints.state_trees import CheckpointError, leaves, mapped
+from emblib.sharding.checkpoints.state_trees import CheckpointError, leaves, map_values
 
 _PLAIN = {bool, float, int, str, type(None)}
 # emblib does not require NumPy, so it recognizes NumPy's classes by their names.
@@ -119,7 +119,7 @@ def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: a value could be saved but not loaded again. A value that cannot be pickled
             raises the error of pickle, e.g. PicklingError.
     """
-    result: dict[str, Any] = mapped(state, plain_numbers)
+    result: dict[str, Any] = map_values(state, plain_numbers)
     for leaf in leaves(result):
         if isinstance(leaf.value, Tensor) or type(leaf.value) in _PLAIN:
             continue
