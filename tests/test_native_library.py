@@ -297,7 +297,7 @@ def test_a_damaged_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ],
 )
 def test_the_cause_of_a_library_that_does_not_load_is_named(error: str, cause: str) -> None:
-    found = ops._cause(error)
+    found = ops._explanation(error)
     assert cause in found
     assert bool(found) is bool(cause)
 

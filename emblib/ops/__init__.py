@@ -23,12 +23,15 @@ def _load() -> None:
             "upgrade torch, e.g.: pip install 'torch>=2.10'"
         )
     _load_library("emblib_cpu")
-    if torch.cuda.is_available() and _find("emblib_cuda") is not None:
+    if torch.cuda.is_available() and _library_path("emblib_cuda") is not None:
         _load_library("emblib_cuda")
 
 
-def _find(name: str) -> Path | None:
-    """Find the shared library `name`: next to the package, or where an editable install put it."""
+def _library_path(name: str) -> Path | None:
+    """Return the path of the shared library `name`, None if it is missing.
+
+    It is next to the package, or where an editable install put it.
+    """
     package = sys.modules["emblib"]  # not imported: it imports this module
     for folder in (_PACKAGE, *map(Path, package.__path__)):
         path = folder / f"lib{name}.so"
@@ -38,22 +41,22 @@ def _find(name: str) -> Path | None:
 
 
 def _load_library(name: str) -> None:
-    """Load one library; raise ImportError with the way out if that fails."""
-    path = _find(name)
+    """Load one library; raise ImportError with advice if it is missing or does not load."""
+    path = _library_path(name)
     if path is None:
-        raise ImportError(f"emblib's native library lib{name}.so is missing; {_way_out()}")
+        raise ImportError(f"emblib's native library lib{name}.so is missing; {_advice()}")
     try:
         torch.ops.load_library(path)
     except OSError as error:
         reason = str(error.__cause__ or error)  # torch wraps the error of the dynamic loader
         raise ImportError(
             f"emblib's native library {path} does not load with torch {torch.__version__}: "
-            f"{reason}. {_cause(reason)}{_way_out()}"
+            f"{reason}. {_explanation(reason)}{_advice()}"
         ) from error
 
 
-def _way_out() -> str:
-    """Return the advice for a library that does not load: to build it, or to install another."""
+def _advice() -> str:
+    """Return the advice for a library that does not load: build it, or install emblib again."""
     if (_SOURCE / "csrc" / "CMakeLists.txt").exists():
         return (
             f"emblib was imported from its source tree {_SOURCE}. Build the library in there with "
@@ -65,8 +68,8 @@ def _way_out() -> str:
     )
 
 
-def _cause(error: str) -> str:
-    """Explain an error of the dynamic loader if it has one of the usual causes; else ""."""
+def _explanation(error: str) -> str:
+    """Return an explanation of an error of the dynamic loader; "" for an unusual error."""
     if missing := re.search(r"version `((?:GLIBC|GLIBCXX|CXXABI)_[\d.]+)' not found", error):
         libc = " ".join(platform.libc_ver())
         return f"It was built for a newer system: it needs {missing[1]}, this one has {libc}. "
@@ -82,27 +85,29 @@ _load()
 
 
 def require_kernels(device: torch.device) -> None:
-    """Raise RuntimeError if tables cannot live on `device` because its kernels are not loaded."""
+    """Raise RuntimeError, with advice, unless the kernels for `device` are loaded."""
     if device.type != "cuda" or torch._C._dispatch_has_kernel_for_dispatch_key(
         "emblib::tbe_lookup", "CUDA"
     ):
         return
-    if _find("emblib_cuda") is not None:
+    if _library_path("emblib_cuda") is not None:
         raise RuntimeError(
             "emblib's CUDA library was not loaded, because torch.cuda.is_available() was False "
             f"when emblib was imported (torch {torch.__version__}, for CUDA {torch.version.cuda}): "
             "check the driver with nvidia-smi, and that torch is a CUDA build"
         )
-    checkout = (_SOURCE / "csrc" / "CMakeLists.txt").exists()
-    build = f"-e {_SOURCE}" if checkout else "--force-reinstall --no-deps --no-binary emblib emblib"
+    is_checkout = (_SOURCE / "csrc" / "CMakeLists.txt").exists()
+    reinstall = "--force-reinstall --no-deps --no-binary emblib emblib"
+    pip_arguments = f"-e {_SOURCE}" if is_checkout else reinstall
     raise RuntimeError(
         "this emblib was built without its CUDA library, as the wheels on PyPI are: take the +cu "
-        f"wheel of the same release, or, with nvcc on PATH, run: EMBLIB_CUDA=ON pip install {build}"
+        f"wheel of the same release, or, with nvcc on PATH, run: EMBLIB_CUDA=ON pip install "
+        f"{pip_arguments}"
     )
 
 
 def empty_table(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate uninitialised memory for a table; on the CPU in huge pages where possible."""
+    """Allocate uninitialised memory for a table, on the CPU in huge pages where possible."""
     table = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu":
         torch.ops.emblib.advise_huge_pages_(table)
@@ -110,9 +115,9 @@ def empty_table(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap `fn` of `nn.Module._apply` so that a change of dtype only moves between devices.
+    """Wrap `fn` of `nn.Module._apply` so that it moves tensors between devices, dtypes unchanged.
 
-    The dtypes of a table are chosen when it is constructed: `model.half()` must neither round the
+    The dtypes of a table are chosen at its construction: `model.half()` must neither round the
     optimizer state nor change the dtype of the weights.
     """
 

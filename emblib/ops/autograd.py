@@ -32,7 +32,7 @@ class RowLocations(NamedTuple):
         groups: distinct rows and their lookups, as `tbe_group` returns them.
         row_slots: int32 `[L]`, cache slot per distinct row, -1 for none; None without a cache.
         slots: int32 `[L]`, cache slot per lookup, -1 for none; None without a cache.
-        indices: rows that lookups read now; None if the indices of the batch are current.
+        indices: current row of each lookup; None if the indices of the batch are current.
     """
 
     groups: tbe.Groups
@@ -42,10 +42,10 @@ class RowLocations(NamedTuple):
 
 
 class UpdateHooks(Protocol):
-    """Callbacks of a module around the update of one batch, all called under its `lock`.
+    """Callbacks of a module around the update of one batch, all called under the module's lock.
 
     A lookup with a `GradientSum` calls `after_update` when it has added its gradient. The joint
-    step calls it again later, with or without `before_update`.
+    step calls `after_update` again later, with or without `before_update`.
     """
 
     @property
@@ -77,7 +77,8 @@ class Lookup(NamedTuple):
             tables are trained.
         hooks: callbacks around the update, e.g. of a cache or of dynamic tables; None if there are
             none.
-        default_rows: rows that `slots` refer to where there is no cache; read, never updated.
+        default_rows: rows that `slots` refer to if there is no cache, read but not updated; None if
+            `slots` are those of a cache.
         repaired: whether `check_bounds` returned `offsets`.
         joint: `GradientSum` of a table that several lookups read; None updates at once.
     """
@@ -118,7 +119,7 @@ _for_update = ContextVar("for_update", default=False)
 
 @contextmanager
 def for_update() -> Iterator[None]:
-    """Context in which lookups serve only their backward.
+    """Context in which lookups are made for their backward only.
 
     `FusedLookup` and `GradientLookup` return zeros, which take no memory, except in compiled code.
     """
@@ -144,7 +145,7 @@ def is_for_update() -> bool:
     return _for_update.get()
 
 
-def _shape(batch: Lookup) -> tuple[int, ...]:
+def _output_shape(batch: Lookup) -> tuple[int, ...]:
     """Return the shape of the output of a lookup."""
     if batch.pooling is Pooling.NONE:
         return batch.indices.numel(), batch.output_dim
@@ -153,9 +154,9 @@ def _shape(batch: Lookup) -> tuple[int, ...]:
     return (batch.offsets.numel() - 1) // batch.features.shape[0], batch.output_dim
 
 
-def _zeros(batch: Lookup, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the output of a lookup as zeros that take no memory."""
-    return torch.zeros((), dtype=dtype, device=device).expand(_shape(batch))
+def _zero_output(batch: Lookup, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros in the shape of a lookup's output, which take no memory."""
+    return torch.zeros((), dtype=dtype, device=device).expand(_output_shape(batch))
 
 
 def groups_of(batch: Lookup) -> tbe.Groups:
@@ -203,8 +204,9 @@ class FusedLookup(torch.autograd.Function):
     """Function that looks up; its backward updates weights and states in place.
 
     `grad_anchor` is a scalar that requires grad, unless all tables are frozen: autograd sees it as
-    the input, in place of the weights, which backward mutates. `row_weights` are the factors of
-    the gradients of rows; they differ from `sample_weights` if rows decay before they are read.
+    the input, in place of the weights, which backward mutates. `row_weights`, float32 `[L]`, are
+    the factors of the gradients of rows; they differ from `sample_weights` if rows decay before
+    they are read.
 
     A gradient that a `torch.amp.GradScaler` has scaled is divided by the scale, and skipped if it
     is not finite; `grad_anchor` then gets the gradient 0 or infinity, which the scaler checks.
@@ -228,13 +230,13 @@ class FusedLookup(torch.autograd.Function):
         _save(ctx, batch, sample_weights, row_weights)
         ctx.tiers, ctx.rule = tiers, rule
         if not torch.compiler.is_compiling() and is_for_update():
-            return _zeros(batch, tiers.output_dtype, grad_anchor.device)
+            return _zero_output(batch, tiers.output_dtype, grad_anchor.device)
         return lookup_no_grad(tiers.weights, batch, sample_weights, tiers.output_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Update the trained rows, now or in a joint step; gradient of sample weights if asked."""
+        """Update the trained rows, now or in a joint step; return the gradients of the inputs."""
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
             return FusedLookup._update(ctx, grad)
@@ -313,7 +315,7 @@ def update_in_backward(
         row_weights: factors of the gradient, float32 `[L]`; None is 1.
         grad: gradient of the output, of its shape.
         scale: scale of a `GradScaler`, a scalar; None if the gradient is not scaled.
-        required: gradients and updates to compute.
+        required: results to produce.
     """
     is_finite = overflow = None
     if scale is not None:
@@ -355,8 +357,8 @@ def _make_step(
 ) -> None:
     """Count a step and update rows; outside compiled code an interrupt leaves both done or neither.
 
-    `grad` has the shape of the output. `step_increment` is 1, or a float64 scalar on the device,
-    which is 0 for a step that is not counted; `locations` then have no rows.
+    `grad` has the shape of the output. `step_increment` is 1, or a float64 scalar on the device: 0
+    for a step that is not counted, whose `locations` must have no rows.
     """
     step = tiers.hyperparams[Hyper.STEP]
     update = _update_call(tiers, rule.name, rule.descent(grad), batch, locations, row_weights)
@@ -404,22 +406,23 @@ def apply_row_gradients(
     """Apply one optimizer step with gradients `[L, dim]` of a batch of `lookup_of_rows`.
 
     Gradients of a row that occurs several times are added up. `step_increment` is 1, or a float64
-    scalar on the device, 0 if the gradients are not finite; `locations` then have no rows.
+    scalar on the device: 0 if the gradients are not finite, when `locations` must have no rows.
     """
     _make_step(tiers, UpdateRule.of(optimizer), gradients, batch, locations, None, step_increment)
 
 
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
-    """Drop the rows of frozen tables; nothing is read back from the device."""
+    """Return the locations without the rows of frozen tables; the host does not wait."""
     assert batch.trained_features is not None
-    groups_before, row_slots = locations.groups, locations.row_slots
+    all_groups, row_slots = locations.groups, locations.row_slots
     groups = groups_of(batch._replace(features=batch.trained_features))
     if row_slots is not None and row_slots.numel() > 0:
-        numbers = torch.arange(groups_before.rows.numel(), device=groups_before.rows.device)
-        rows = torch.where(
-            numbers < groups_before.count, groups_before.rows, torch.iinfo(torch.int64).max
+        positions = torch.arange(all_groups.rows.numel(), device=all_groups.rows.device)
+        # The padding after the last row must be sorted too.
+        all_rows = torch.where(
+            positions < all_groups.count, all_groups.rows, torch.iinfo(torch.int64).max
         )
-        positions = torch.searchsorted(rows, groups.rows)
+        positions = torch.searchsorted(all_rows, groups.rows)
         row_slots = row_slots[positions.clamp(max=row_slots.numel() - 1)]
     return locations._replace(groups=groups, row_slots=row_slots)
 
@@ -451,8 +454,8 @@ class WeightOffset(NamedTuple):
     """Location of a table in the weights of a module.
 
     Attributes:
-        begin: first element in the flat weights of its tier.
-        first_row: first row in a sparse gradient of all weights.
+        begin: first element of the table in the flat weights of its tier.
+        first_row: first row of the table in a sparse gradient of all weights.
         rows, dim: shape of the table.
     """
 
@@ -465,10 +468,11 @@ class WeightOffset(NamedTuple):
 class GradientLookup(torch.autograd.Function):
     """Function that looks up; its backward leaves sparse or dense gradients on parameters.
 
-    Lookups read `memory`, the first tier, and `slower`, the others; the parameters are views of
-    these at `offsets`. Without offsets the only parameter is `memory` itself. A sparse gradient has
-    the distinct rows of the batch; a dense one requires that all tables are in `memory`. `dtypes`
-    has the dtype of the output, then the dtype of the gradients; `num_distinct` is as in `lookup`.
+    Lookups read `memory`, the first tier, and `slower`, the other tiers. The parameters are views
+    of these tensors at `offsets`; without offsets the only parameter is `memory` itself. A sparse
+    gradient has the distinct rows of the batch; a dense one requires that all tables are in
+    `memory`. `dtypes` has the dtype of the output, then the dtype of the gradients. `num_distinct`
+    is as in `lookup`.
     """
 
     @staticmethod
@@ -485,15 +489,15 @@ class GradientLookup(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         """Return `[B, output_dim]`, `[output_dim]` with a bag layout, `[L, dim]` for NONE."""
-        # Only the gradient of sample weights needs the memory. If it were saved in other cases too,
-        # autograd would raise after an optimizer step between two backwards.
+        # Only the gradient of sample weights needs the memory. If memory were saved in other cases
+        # too, autograd would raise after an optimizer step between two backwards.
         needs_memory = sample_weights is not None and sample_weights.requires_grad
         _save(ctx, batch, sample_weights, memory if needs_memory else None)
         output_dtype, ctx.dtype = dtypes
         ctx.slower, ctx.shape, ctx.offsets = slower, memory.shape, offsets
         ctx.rule, ctx.num_distinct, ctx.devices = rule, num_distinct, [p.device for p in parameters]
         if not torch.compiler.is_compiling() and is_for_update():
-            return _zeros(batch, output_dtype, memory.device)
+            return _zero_output(batch, output_dtype, memory.device)
         return lookup_no_grad([memory.view(-1), *slower], batch, sample_weights, output_dtype)
 
     @staticmethod
@@ -501,16 +505,17 @@ class GradientLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, each on the device of its parameter.
 
-        Sparse ones read the device without `num_distinct`, or for several parameters.
+        For sparse gradients the host waits for the device if `num_distinct` is None, or if there
+        are `offsets`.
         """
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
-            return GradientLookup._gradient(ctx, grad)
+            return GradientLookup._gradients(ctx, grad)
         with lock:
-            return GradientLookup._gradient(ctx, grad)
+            return GradientLookup._gradients(ctx, grad)
 
     @staticmethod
-    def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs of `forward`; the parameters come last."""
         batch, sample_weights, memory = _saved(ctx)
         sample_grad = None
@@ -521,17 +526,17 @@ class GradientLookup(torch.autograd.Function):
             batch = _located(batch, locations)
         if ctx.needs_input_grad[4]:  # `sample_weights`
             sample_grad = _sample_weight_grad(grad, [memory.view(-1), *ctx.slower], batch)
-        is_wanted = ctx.needs_input_grad[8:]  # of the parameters
-        grads: list[Tensor | None] = [None] * len(is_wanted)
-        if any(is_wanted):
+        needs_grad = ctx.needs_input_grad[8:]  # of the parameters
+        grads: list[Tensor | None] = [None] * len(needs_grad)
+        if any(needs_grad):
             is_dense = ctx.rule.gradient is Gradient.DENSE
             groups = groups_of(batch) if locations is None else locations.groups
-            make = _dense_grad if is_dense else _sparse_grad
-            joined = make(ctx, grad, batch, groups, sample_weights)
+            compute_grad = _dense_grad if is_dense else _sparse_grad
+            grad_of_all = compute_grad(ctx, grad, batch, groups, sample_weights)
             split = _split_dense if is_dense else _split_sparse
-            gradients = [joined] if ctx.offsets is None else split(joined, ctx.offsets)
-            grads_to_move = zip(gradients, ctx.devices, is_wanted, strict=True)
-            grads = [g.to(device) if want else None for g, device, want in grads_to_move]
+            gradients = [grad_of_all] if ctx.offsets is None else split(grad_of_all, ctx.offsets)
+            grads_to_move = zip(gradients, ctx.devices, needs_grad, strict=True)
+            grads = [g.to(device) if is_needed else None for g, device, is_needed in grads_to_move]
         if batch.hooks is not None:
             batch.hooks.after_update()
         return None, None, None, None, sample_grad, None, None, None, *grads
@@ -593,7 +598,10 @@ def _split_dense(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
 
 
 def _split_sparse(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
-    """Split a sparse gradient by table (waits); its rows ascend, so a table's are neighbours."""
+    """Split a sparse gradient by table; the host waits for the device.
+
+    The rows of the gradient ascend, so the rows of a table are neighbours.
+    """
     rows, values = grad._indices()[0], grad._values()
     first_rows = torch.tensor([t.first_row for t in offsets], device=rows.device)
     counts = torch.tensor([t.rows for t in offsets], device=rows.device)
@@ -618,9 +626,9 @@ def lookup(
     """Look up a batch; its parameters, views at `offsets` of `memory` or `slower`, get gradients.
 
     The output is as in `FusedLookup.forward`, in `output_dtype`. Gradients have the dtype of
-    `memory`; those for a deferred optimizer are float32 if `HAS_GRAD_DTYPE`. While gradients are
-    disabled this is `lookup_no_grad`. On the CPU, backward raises ValueError for a wrong
-    `num_distinct`.
+    `memory`, but gradients for a deferred optimizer are float32 if `HAS_GRAD_DTYPE`. While
+    gradients are disabled this is `lookup_no_grad`. On the CPU, backward raises ValueError for a
+    wrong `num_distinct`.
 
     Args:
         memory: weights of the first tier, `[rows, dim]`; flat only for dense gradients.
@@ -629,8 +637,8 @@ def lookup(
         optimizer: optimizer that leaves gradients; its `leaves_gradient` selects their form.
         sample_weights: float32 `[L]`; gets a gradient if it requires one.
         output_dtype: dtype of the output.
-        num_distinct: number of distinct rows of the batch, for sparse gradients; None reads it from
-            the device in backward, where the host then waits.
+        num_distinct: number of distinct rows of the batch, for sparse gradients. With None,
+            backward reads the number from the device, and the host waits.
         offsets: location of each parameter; None: the only parameter is `memory` itself.
         slower: flat weights of the other tiers.
     """
@@ -684,8 +692,8 @@ def multiply_weights(sample_weights: Tensor | None, scales: Tensor | None) -> Te
 def clip_gradient(grad: Tensor, rule: UpdateRule, scale: Tensor | None = None) -> Tensor:
     """Clamp the gradient of the output to the bounds of the optimizer, times `scale` if given.
 
-    `grad` may have any shape; `scale` is a scalar. Returned unchanged if the optimizer has no
-    bounds.
+    `grad` may have any shape; `scale` is a scalar. If the optimizer has no bounds, `grad` itself is
+    returned.
     """
     if rule.max_gradient is None:
         return grad
@@ -720,7 +728,7 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
 def may_move_rows(hyper: Tensor, optimizer_code: int) -> bool:
     """Return whether an update may write weights: at rate 0 (`gradcheck`) only to bound norms.
 
-    True for any `hyper` on a GPU, which is not read.
+    On a GPU `hyper` is not read, and the result is True.
     """
     if hyper.is_cuda:
         return True
@@ -785,7 +793,7 @@ def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) 
 
 
 def _save(ctx: Any, batch: Lookup, *tensors: Tensor | None) -> None:
-    """Save a batch for backward; autograd raises if its tensors are overwritten in between."""
+    """Save tensors for backward; autograd raises if they are overwritten before it."""
     ctx.save_for_backward(batch.indices, batch.offsets, batch.bag_layout, batch.slots, *tensors)
     placeholder = batch.features
     ctx.batch = batch._replace(

@@ -7,8 +7,8 @@ finaliser of MurmurHash3 (Appleby, 2011). Cached tables have the highest linear 
 Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`), T tables, S slots:
 
 - `tags` int64 `[sets, 32]`: the linear row of each slot, -1 if it is empty
-- `stamps` int64 `[sets, 32]`, -1 if the slot is empty. LRU: number of the batch that used it last.
-  LFU: the lookups of its row so far, above the 32 low bits of that number
+- `stamps` int64 `[sets, 32]`, -1 if the slot is empty. LRU: number of the batch that used the slot
+  last. LFU: the lookups of its row so far, shifted left by 32, plus the low 32 bits of that number
 - `counts` int32, LFU: `[cached rows]`, lookups so far of each row, up to 2^31 - 1. The count of a
   row in the cache is in its stamp; its entry here is out of date. LRU: not read, may be `[0]`
 - `counters` int64 `[T + 1, 8]`, see `COUNTERS`; one row per table, then the totals
@@ -17,29 +17,30 @@ Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`)
 - `rows`, `segments`, `lookups`, `count`: of the batch, as `tbe_group` returns them
 - `row_slots` int32 `[L]`: slot of each distinct row, -1 for a row that is not in the cache (or of a
   table without cache) and from `count` on
-- `evicted` int64 `[L]`: -2 if the row does not move, and from `count` on; otherwise the row is
-  fetched into its slot, which was empty (-1) or contained the row named here
+- `evicted` int64 `[L]`: for a row that is fetched into its slot, the row that was in the slot, -1
+  if the slot was empty; -2 for a row that does not move, and from `count` on
 - `weights`: four tensors (device, host, disk, cache); `states`: the optimizer's states of every
   tier, tier after tier; tensors of unused tiers are empty. States are as long as the weights or
   have one entry per row
 - `hyper` float64, of the optimizer: step and seed of stochastic rounding
 
 `cache_plan_` plans a batch; its policy is a number of `emblib.ops.codes.CACHE_POLICY`. It probes
-all distinct rows, and stamps hits. The missing rows of a set take its ways in this order: empty
-ones; then for LRU by age, for LFU by lookups and among equal ones the most recently used row. LRU
-assigns ways to the missing rows in ascending order, LFU by descending lookups. Rows used by a batch
-in flight are not replaced, and LFU never replaces a row by one with fewer lookups. A row that gets
-no way stays in the tier of its table and is read from there.
+all distinct rows, and stamps hits. The missing rows of a set take its empty ways first. Then LRU
+replaces the least recently used row. LFU replaces the row with the fewest lookups, at equal lookups
+the most recently used one. LRU assigns ways to the missing rows in ascending order, LFU by
+descending lookups. Rows used by a batch in flight are not replaced, and LFU does not replace a row
+by a row with fewer lookups. A row that gets no way stays in the tier of its table and is read from
+there.
 
-`cache_evictions` (only on the CPU) returns `evicted` of such a plan and changes nothing.
+`cache_evictions` (only on the CPU) returns the `evicted` of a plan and changes nothing.
 
 `cache_move_` then writes back the evicted rows and fetches the new ones, with their states.
 Where cache and tier have different dtypes, values are rounded: to nearest when fetched, and when
 written back stochastically if the seed is not negative. `cache_flush_` writes back all rows in the
 cache, which stay there.
 
-On a GPU `hyper` of `cache_move_` may be empty if nothing is rounded stochastically: it is not read
-then, so updates may count steps at the same time.
+On a GPU the `hyper` of `cache_move_` may be empty if nothing is rounded stochastically. The op then
+reads no step, so updates may count steps at the same time.
 
 `postponed` lists the rows that a prefetch must not fetch yet. Updates of earlier batches in flight
 write rows that got no way directly to their tables; a prefetch at the same time could fetch such a
@@ -49,21 +50,22 @@ conflicts, rows, slots, count]`:
 - `conflicts` int64 `[sets]`: the last batch with a row that got no way in this set; `cache_move_`
   writes it
 - `rows` int64 `[L]`, `slots` int32 `[L]`, `count` int32 `[1]` (0 before the call): the rows that
-  took a way in a set in which a row of a batch in flight got none. They are not fetched
+  took a way in a set in which a row of a batch in flight got none. The call does not fetch them
 
 Another `cache_move_`, after the updates, fetches the listed rows. Its rows, row_slots and count are
 these tensors, and its `evicted` is empty: no row is evicted.
 
-`cache_prefetch_` is a whole prefetch in one call, so that no interrupt comes between its parts: it
-checks the batch, groups it, starts it (the clock advances, and its oldest batch in flight is `lag`
-before it), plans and moves. `cache` is `[tags, stamps, counts, counters, clock, conflicts]`. It
-returns nothing for an invalid batch on the CPU; else rows, segments, lookups, bags and count
+`cache_prefetch_` is a whole prefetch in one call, so that no interrupt comes between its parts. It
+checks the batch, groups it, advances the clock (the oldest batch in flight is then `lag` batches
+before this one), plans and moves. `cache` is `[tags, stamps, counts, counters, clock, conflicts]`.
+It returns nothing for an invalid batch on the CPU; else rows, segments, lookups, bags and count
 (`Groups`), `row_slots`, and the slot of every lookup; then, if `postpones`, the rows, slots and
 count of `postponed`; then, on a GPU with a `check`, the repaired offsets.
 
-`cache_locate` probes without changing anything: between the plan of a batch and its use another
-plan may have fetched its rows or, if the cache does not know which batches are in flight, evicted
-them. `cache_lookup_slots` int32 `[L]` returns the slot of the row of every lookup, -1 for none.
+`cache_locate` returns the current `row_slots` of a batch and changes nothing. It is called before a
+batch is used, because another plan may have fetched rows of the batch since its own plan, or, if
+the cache does not know which batches are in flight, evicted them. `cache_lookup_slots` returns the
+slot of the row of every lookup, int32 `[L]`, -1 for none.
 
 Results depend on neither the number of threads nor the device. The definition is
 `emblib.reference.cache`.

@@ -1,23 +1,23 @@
 """The integer codes of the options of native ops: one dict {name: code} per option.
 
-Ops take an option as a small integer: the conversion of a string argument in torch's stable headers
-leaks a copy of it at every call. csrc/core/codes.h has the same numbers and names, and says what
-each does; optimizers are in the order of csrc/optim/optimizers.h. tests/test_schema.py and
-tests/test_optim.py compare them.
+Ops take an option as a small integer, because the conversion of a string argument in torch's stable
+headers leaks a copy of the string at every call. csrc/core/codes.h has the same codes and names,
+and describes each; optimizers are in the order of csrc/optim/optimizers.h. tests/test_schema.py and
+tests/test_optim.py compare both sides.
 """
 
 
-def _number(*names: str) -> dict[str, int]:
+def _codes_of(*names: str) -> dict[str, int]:
     return {name: code for code, name in enumerate(names)}
 
 
-POOLING = _number("sum", "mean", "none")
-BOUNDS_CHECK = _number("fatal", "warning", "ignore")  # no code for NONE: the check is not called
-CACHE_POLICY = _number("lru", "lfu")
-HASH_ORDER = _number("none", "lru", "lfu", "lru_lfu", "assigned")
-INSERT_POLICY = _number("wins", "competes")
-MATMUL_PRECISION = _number("float32", "tf32", "bf16")
-OPTIMIZER = _number(
+POOLING = _codes_of("sum", "mean", "none")
+BOUNDS_CHECK = _codes_of("fatal", "warning", "ignore")  # NONE calls no check
+CACHE_POLICY = _codes_of("lru", "lfu")
+HASH_ORDER = _codes_of("none", "lru", "lfu", "lru_lfu", "assigned")
+INSERT_POLICY = _codes_of("wins", "competes")
+MATMUL_PRECISION = _codes_of("float32", "tf32", "bf16")
+OPTIMIZER = _codes_of(
     "sgd",
     "adagrad",
     "rowwise_adagrad",

@@ -3,7 +3,7 @@
 If an op has no forward-mode formula, torch drops the tangents of its arguments. Torch's
 `once_differentiable` cuts the graph, so `torch.autograd.functional.jvp`, which differentiates
 twice, sees a result that does not depend on its input and returns zeros. Transforms of `torch.func`
-fail in terms of torch, which do not say what to use instead.
+fail with errors of torch that name no alternative.
 """
 
 from collections.abc import Callable
@@ -51,8 +51,8 @@ def refuse_transforms(
 ) -> None:
     """Raise NotImplementedError for a lookup in a transform of `torch.func` that it does not have.
 
-    Refuses tangents as `refuse_tangents` does; tensors that `vmap` has batched; and in any
-    transform a lookup that autograd records. In compiled code it does nothing.
+    Refuses tangents, see `refuse_tangents`, tensors that `vmap` has batched, and, in any transform,
+    lookups that autograd records. In compiled code it does nothing.
 
     Args:
         subject: name of the differentiable arguments in the error for a tangent.
@@ -95,12 +95,12 @@ def once_differentiable(backward: Backward) -> Backward:
     """Wrap the backward of a Function so that differentiating or batching its results raises.
 
     Unlike with `torch.autograd.function.once_differentiable`, the results depend on the incoming
-    gradients, so a derivative with respect to these raises too instead of being zero. A second
+    gradients, so a derivative in these gradients raises too instead of being zero. A second
     derivative raises RuntimeError, batched gradients raise NotImplementedError.
     """
 
     @wraps(backward)
-    def call(ctx: Any, *grads: Any) -> Any:
+    def guarded_backward(ctx: Any, *grads: Any) -> Any:
         is_recorded = torch.is_grad_enabled()  # create_graph=True
         run = in_grad_mode(backward, enabled=False) if is_recorded else backward
         try:
@@ -116,18 +116,21 @@ def once_differentiable(backward: Backward) -> Backward:
         if not is_recorded:
             return results
         sources = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
-        grads_out = results if isinstance(results, tuple) else (results,)
-        tensors = [grad for grad in grads_out if grad is not None]
+        result_grads = results if isinstance(results, tuple) else (results,)
+        tensors = [grad for grad in result_grads if grad is not None]
         if not sources or not tensors:
             return results
-        guarded = iter(_NotTwice.apply(len(tensors), *tensors, *sources))
-        return tuple(None if grad is None else next(guarded) for grad in grads_out)
+        guarded = iter(_RefuseDerivative.apply(len(tensors), *tensors, *sources))
+        return tuple(None if grad is None else next(guarded) for grad in result_grads)
 
-    return call
+    return guarded_backward
 
 
-class _NotTwice(torch.autograd.Function):
-    """Pass on the first `count` tensors; a gradient of them raises."""
+class _RefuseDerivative(torch.autograd.Function):
+    """Function that returns its first `count` tensors; a derivative of them raises RuntimeError.
+
+    They depend on all `tensors`.
+    """
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -30,8 +30,8 @@ from emblib.ops.scaled_gradients import unscaled
 from emblib.optim import Optimizer
 from emblib.specs import Pooling
 
-# Maximum number of backwards with recorded gradients, some nested, in other threads, or failed. The
-# oldest is dropped beyond it. Not measured.
+# Maximum number of backwards with recorded gradients: nested ones, those of other threads, and
+# failed ones. A further one drops the oldest. Not measured.
 _MAX_BACKWARDS = 16
 
 
@@ -53,8 +53,8 @@ class JointStep:
     def __init__(self, table: JointTable) -> None:
         self._table = weakref.ref(table)
         self._anchor: Tensor | None = None
-        # By the id of the graph task, which identifies a backward.
-        self._waiting: OrderedDict[int, list[autograd.Contribution]] = OrderedDict()
+        # Recorded gradients by the id of the graph task, which identifies a backward.
+        self._contributions: OrderedDict[int, list[autograd.Contribution]] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._table(),)
@@ -63,11 +63,11 @@ class JointStep:
         """Return the scalar that lookups on a device depend on, a float32 leaf."""
         if self._anchor is None or self._anchor.device != device:
             anchor = torch.zeros((), device=device, requires_grad=True)
-            itself = weakref.ref(self)
+            self_reference = weakref.ref(self)
 
             def complete(leaf: Tensor) -> None:
                 leaf.grad = None
-                step = itself()
+                step = self_reference()
                 if step is not None:
                     step.complete()
 
@@ -78,13 +78,13 @@ class JointStep:
     def of_backward(self) -> GradientSum:
         """Return the sum to which a lookup adds its gradient.
 
-        This is this step, or in `adding_to` the step of the outer backward.
+        It is this step or, within `adding_to`, the step of the outer backward.
         """
-        task = _outer_task.get()
-        return self if task is None else _OuterStep(self, task)
+        task_id = _outer_task_id.get()
+        return self if task_id is None else _OuterStep(self, task_id)
 
-    def add(self, contribution: autograd.Contribution, task: int | None = None) -> Tensor:
-        """Record a gradient of backward `task`, a graph task id; None is the running one.
+    def add(self, contribution: autograd.Contribution, task_id: int | None = None) -> Tensor:
+        """Record a gradient of the backward with graph task `task_id`; None is the running one.
 
         If too many backwards have not ended, the gradients of the oldest are dropped with a
         warning.
@@ -92,11 +92,11 @@ class JointStep:
         Returns:
             The gradient of the anchor, a float32 0.
         """
-        if task is None:
-            task = torch._C._current_graph_task_id()
-        self._waiting.setdefault(task, []).append(contribution)
-        while len(self._waiting) > _MAX_BACKWARDS:
-            self._waiting.popitem(last=False)
+        if task_id is None:
+            task_id = torch._C._current_graph_task_id()
+        self._contributions.setdefault(task_id, []).append(contribution)
+        while len(self._contributions) > _MAX_BACKWARDS:
+            self._contributions.popitem(last=False)
             warnings.warn(
                 "emblib: dropped the gradients of a backward pass of a shared table that did not "
                 f"end while {_MAX_BACKWARDS} later ones began: if it has not failed, train with "
@@ -107,14 +107,14 @@ class JointStep:
 
     def complete(self) -> None:
         """Make the step of the running backward, if it has recorded gradients."""
-        contributions = self._waiting.pop(torch._C._current_graph_task_id(), None)
+        contributions = self._contributions.pop(torch._C._current_graph_task_id(), None)
         table = self._table()
         if contributions and table is not None:
             in_grad_mode(table.apply_joint, enabled=False)(contributions)
 
 
 class GradientSum(Protocol):
-    """Adds up the gradients of a table: a `JointStep`, or the step of an outer backward."""
+    """The sum of the gradients of a table: a `JointStep`, or the step of an outer backward."""
 
     def anchor(self, device: torch.device) -> Tensor:
         """Return the scalar that lookups depend on, a float32 leaf that requires a gradient."""
@@ -124,13 +124,14 @@ class GradientSum(Protocol):
 
 
 class _OuterStep(NamedTuple):
-    """The joint step of an outer backward, whose own lookups have the anchor that completes it.
+    """The joint step of an outer backward, for lookups of a backward nested in it.
 
-    `task` is the graph task id of the outer backward.
+    The anchor that completes the step is that of the outer backward's own lookups. `task_id` is the
+    graph task id of the outer backward.
     """
 
     step: JointStep
-    task: int
+    task_id: int
 
     def anchor(self, device: torch.device) -> Tensor:
         """Return a scalar that completes nothing."""
@@ -138,23 +139,24 @@ class _OuterStep(NamedTuple):
 
     def add(self, contribution: autograd.Contribution) -> Tensor:
         """Record a gradient of the outer backward."""
-        return self.step.add(contribution, self.task)
+        return self.step.add(contribution, self.task_id)
 
 
-_outer_task: ContextVar[int | None] = ContextVar("outer_task", default=None)
+_outer_task_id: ContextVar[int | None] = ContextVar("outer_task_id", default=None)
 
 
 @contextmanager
-def adding_to(task: int) -> Iterator[None]:
-    """Context in which lookups add their gradients to the joint steps of the backward `task`.
+def adding_to(task_id: int) -> Iterator[None]:
+    """Context in which lookups add their gradients to the joint steps of another backward.
 
-    The graph of that backward must contain the anchors of the tables.
+    `task_id` is the graph task id of that backward, whose graph must contain the anchors of the
+    tables.
     """
-    token = _outer_task.set(task)
+    token = _outer_task_id.set(task_id)
     try:
         yield
     finally:
-        _outer_task.reset(token)
+        _outer_task_id.reset(token)
 
 
 def apply_contributions(
@@ -166,8 +168,8 @@ def apply_contributions(
 ) -> Tensor | None:
     """Apply one optimizer step with the summed gradients of several lookups of one table.
 
-    The gradients of a row are added in the order of the backward. A single lookup gives the same
-    bits as without a joint step.
+    The gradients of a row are added in the order of the backward. The result of a single lookup has
+    the same bits as without a joint step.
 
     Args:
         tiers: the memory of the table, updated in place.
@@ -191,11 +193,11 @@ def apply_contributions(
         _row_gradients(contribution, rule, feature[FeatureColumn.DIM])
         for contribution in contributions
     ]
-    rows, values, finite_flags = zip(*row_gradients, strict=True)
+    rows, values, is_finite_by_lookup = zip(*row_gradients, strict=True)
     batch = autograd.lookup_of_rows([feature], [torch.cat(rows)], feature[FeatureColumn.ROWS])
     groups = autograd.groups_of(batch)
-    known_flags = [flag for flag in finite_flags if flag is not None]
-    is_finite = torch.stack(known_flags).all() if known_flags else None
+    scaled_flags = [flag for flag in is_finite_by_lookup if flag is not None]
+    is_finite = torch.stack(scaled_flags).all() if scaled_flags else None
     if is_finite is not None:  # without rows nothing is updated
         groups = groups._replace(count=groups.count * is_finite)
     step_increment = 1 if is_finite is None else is_finite.to(tiers.hyperparams.dtype)
@@ -212,9 +214,9 @@ def apply_contributions(
 def _row_gradients(
     contribution: autograd.Contribution, rule: autograd.UpdateRule, dim: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return rows `[L]` (-1: none), gradients `[L, dim]`, and whether all are finite (or None).
+    """Return rows `[L]` (-1: none), gradients `[L, dim]`, and whether all gradients are finite.
 
-    Nothing is read back from the device.
+    The last is None for gradients that are not scaled. The host does not wait for the device.
     """
     batch, grad, is_finite = contribution.batch, contribution.grad, None
     if contribution.scale is not None:
@@ -233,5 +235,5 @@ def _row_gradients(
         codes.POOLING[batch.pooling.value],
         dim,
     )
-    numbers = torch.arange(groups.rows.numel(), device=groups.rows.device)
-    return torch.where(numbers < groups.count, groups.rows, -1), values, is_finite
+    positions = torch.arange(groups.rows.numel(), device=groups.rows.device)
+    return torch.where(positions < groups.count, groups.rows, -1), values, is_finite

@@ -1,8 +1,8 @@
 """Sequences of native calls that no interrupt can separate.
 
 Python raises the exception of a signal, such as KeyboardInterrupt for Ctrl-C, between two bytecodes
-of its main thread; a C function that a bytecode calls runs to its end. So if a change of state
-takes two native calls, one bytecode makes both, through `map` or `itertools`, which are C code.
+of its main thread; a C function that a bytecode calls runs to its end. So a change of state that
+needs two native calls makes both in one bytecode, by `map` or `itertools`, which are C code.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def native(op: Any) -> Callable[..., Any]:
 def in_one_call(*calls: partial[Any]) -> None:
     """Make calls of C functions in order; an interrupt comes before or after all of them.
 
-    If one raises, the later ones are not made.
+    If a call raises, the later calls are not made.
     """
     list(map(call, calls))
 
@@ -30,13 +30,13 @@ def in_one_call(*calls: partial[Any]) -> None:
 def count_step(step: Tensor, increment: Tensor | int, *updates: partial[Any]) -> None:
     """Increment a scalar step and make the updates that read it.
 
-    An interrupt comes before or after all of it. If the first update raises, `step` is unchanged;
-    if a later one does, `step` and the earlier updates stay changed.
+    An interrupt comes before the increment or after the last update. If the first update raises,
+    `step` is unchanged; if a later one raises, `step` and the earlier updates stay changed.
 
     Args:
         step: float64 scalar to increment in place, before the updates; undone after them if
             `increment` is a tensor 0.
-        increment: 1, or a scalar tensor on the device of `step`, 1 or 0; the updates run for both.
+        increment: 1, or a scalar tensor 1 or 0 on the device of `step`. The updates run for 0 too.
         updates: calls of `native` ops, which check their arguments before they write.
     """
     calls = [partial(step.add_, 1), *updates]

@@ -10,16 +10,18 @@ byte 0. Marks are uint8 by page, 0 or 1.
 - `pages_without_mark(marks, rows, width, first_byte, page_bytes)` returns the pages of rows whose
   mark is 0, int64 `[m]`, in the order of the rows. A page of several rows may repeat; pages past
   the end of `marks` are left out
-- `mark_pages_(marks, rows, width, first_byte, page_bytes)` sets the marks of the pages of rows in
-  each of the list `marks`, which must not end before these pages
+- `mark_pages_(marks, rows, width, first_byte, page_bytes)` sets the marks of the pages of rows to 1
+  in each tensor of the list `marks`; each must have an entry for all of these pages
 - `file_slots(slots, file_slots, is_hidden)` returns the entry of `file_slots` for each slot, int64
-  `[n]`: -1 for slot -1, and for entries that `is_hidden`, uint8 by entry, marks; it may be None
-- `fetch_pages(data, rows, width, first_byte)` reads the pages of rows of a mapped file into memory
-  if a probe of some of them finds one that is not in memory; the last row may end after `data`.
-  Returns the bytes of `data` at which pages begin that cannot be read, int64 `[m]`, at most one per
-  range of neighbouring rows, and the number of ranges that were read, int64 `[1]`. A page cannot be
-  read if the file was cut off or the disk has failed: using it ends the process with `SIGBUS`.
-  Linux before 5.14 cannot tell it, and systems other than Linux read pages at their use
+  `[n]`: -1 for slot -1, and for entries e with `is_hidden[e]` (uint8) not 0; `is_hidden` may be
+  None
+- `fetch_pages(data, rows, width, first_byte)` reads the pages of rows of a mapped file into memory.
+  It first probes some of the pages, and reads none if all of these are in memory. The last row may
+  end after `data`. Returns the bytes of `data` at which unreadable pages begin, int64 `[m]`, at
+  most one per range of neighbouring rows, and the number of ranges that were read, int64 `[1]`. A
+  page is unreadable if the file was cut off or the disk has failed: using it ends the process with
+  `SIGBUS`. Linux before 5.14 does not report unreadable pages; other systems than Linux read pages
+  only when they are used
 
 `crc32(data)` returns the CRC-32 of a whole uint8 `[N]`.
 

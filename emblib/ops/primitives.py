@@ -4,21 +4,21 @@
 static sizes, so that nothing waits for the device:
 
 - `unique [L]` the distinct keys, ascending, dtype of `keys`; entries from `count` on are 0
-- `segments` int32 `[L + 1]`, group u is `permutation[segments[u] : segments[u + 1]]`; entries
+- `segments` int32 `[L + 1]`: group u is `permutation[segments[u] : segments[u + 1]]`; entries
   after `count` repeat `segments[count]`, so that groups from `count` on are empty
 - `permutation` int32 `[L]`, the stable order that sorts the keys
 - `count` int32 `[1]`, number of groups, on the device of `keys`
 
-Keys outside `[0, num_keys)` belong to no group and sort to the end. `group_inverse` gives the group
-of each input position, int32 `[L]`, -1 for none; it takes `segments`, `permutation` and `count`.
-Source: radix sort; see csrc/group/group_items.h for the CPU. On CUDA csrc/group/small_group.cuh
-sorts small batches, CUB the others.
+Keys outside `[0, num_keys)` belong to no group and are sorted to the end. `group_inverse(segments,
+permutation, count)` returns the group of each input position, int32 `[L]`, -1 for none. All sorts
+are radix sorts: csrc/group/group_items.h on the CPU; on CUDA csrc/group/small_group.cuh for small
+batches, CUB for others.
 
 `fill_uniform_(tensor, low, high, seed)` fills a contiguous float32, float16 or bfloat16 tensor with
-`low + (high - low) * u`, rounded once to float32 and then to the dtype, which may give `high`
-itself. It raises RuntimeError unless `low <= high`, both are finite in the dtype of `tensor`, and
-`high - low` is finite in float32. `u`, one of 2^24 equidistant numbers in [0, 1), depends only on
-the seed and the position, so the values are the same on any device and any number of threads.
+`low + (high - low) * u`, rounded once to float32 and then to the dtype; values may round to `high`.
+It raises RuntimeError unless `low <= high`, both are finite in the dtype of `tensor`, and `high -
+low` is finite in float32. `u`, one of 2^24 equidistant numbers in [0, 1), depends only on the seed
+and the position, so the values are the same on any device and any number of threads.
 Source: Philox4x32-10 (Salmon et al., 2011).
 """
 

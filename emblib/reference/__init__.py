@@ -1,6 +1,6 @@
 """The operations in plain Python and PyTorch: the definition of correct.
 
-Benchmarks have the tensor trains as a baseline.
+Benchmarks use the tensor trains of `tt` as a baseline.
 """
 
 from emblib.reference import optim, random, tbe, tt

@@ -2,17 +2,17 @@
 
 The cache is 32-way set-associative; rows have linear ids. `CacheModel.plan` processes one batch: it
 finds, inserts, evicts and counts rows. `write_back` and `fetch` move one row between the cache and
-the memory tier of its table. A missing row takes a way of its set, in order:
+the memory tier of its table. Missing rows take the ways of their set by these rules:
 
-- sets are independent; missing rows of a set are served by number (LRU), or by their lookups so
-  far, the most first, then by number (LFU)
-- a way may be taken if it is empty or was last used before the oldest batch in flight
-- they are taken in this order: empty ones; then LRU: the least recently used; LFU: the one whose
-  row has the fewest lookups so far, at equal numbers the most recently used
-- LFU does not replace a row by one with fewer lookups
+- sets are independent; LRU serves the missing rows of a set in ascending order, LFU those with the
+  most lookups so far first, at equal lookups in ascending order
+- a way may be taken if it is empty, or if its last use was before the oldest batch in flight
+- empty ways are taken first. Then LRU takes the least recently used way; LFU takes the way whose
+  row has the fewest lookups so far, at equal lookups the most recently used one
+- LFU does not replace a row by a row with fewer lookups
 
-Lookups so far (LFU) include those of this batch, and are remembered for rows outside the cache. The
-kernels of `csrc/cache` share no code and no data structure with this file.
+The lookups so far (LFU) of a row include those of this batch, and are counted for rows outside the
+cache too. The kernels of `csrc/cache` share no code and no data structure with this file.
 """
 
 from collections import Counter
@@ -58,7 +58,7 @@ class CachePlan:
 
     Attributes:
         slots: slot of each distinct row, `set * 32 + way`; None if it is read from its tier.
-        fetched: evicted row by fetched row; None if the way was empty.
+        fetched: the row that each fetched row evicts; None if the way was empty.
     """
 
     slots: dict[int, int | None] = field(default_factory=dict)
@@ -89,44 +89,48 @@ class CacheModel:
         `oldest` is the number of the oldest batch in flight: rows last used by that batch or a
         later one are not evicted.
         """
-        batch = Counter(row for row in lookups if self._table(row) >= 0)
+        lookups_of_row = Counter(row for row in lookups if self._table_of(row) >= 0)
         plan = CachePlan()
         missing_by_set: dict[int, list[int]] = {}
-        for row, times in batch.items():
+        for row, num_lookups in lookups_of_row.items():
             if self.policy == "lfu":
-                self.counts[row] = min(self.counts[row] + times, MAX_LOOKUPS)
+                self.counts[row] = min(self.counts[row] + num_lookups, MAX_LOOKUPS)
             set_index = set_of(row, len(self.sets))
-            ways = [way for way, entry in enumerate(self.sets[set_index]) if entry.row == row]
-            if ways:
-                self.sets[set_index][ways[0]].stamp = clock
-                plan.slots[row] = set_index * WAYS + ways[0]
+            slot = self.locate(row)
+            if slot is not None:
+                self.sets[set_index][slot % WAYS].stamp = clock
+                plan.slots[row] = slot
             else:
                 missing_by_set.setdefault(set_index, []).append(row)
         for set_index, rows in missing_by_set.items():
-            self._admit(set_index, rows, plan, clock=clock, oldest=min(oldest, clock))
-        self._count(batch, plan, {row for rows in missing_by_set.values() for row in rows})
+            self._assign_ways(set_index, rows, plan, clock=clock, oldest=min(oldest, clock))
+        missing_rows = {row for rows in missing_by_set.values() for row in rows}
+        self._count_batch(lookups_of_row, plan, missing_rows)
         return plan
 
-    def _admit(
+    def _assign_ways(
         self, set_index: int, rows: list[int], plan: CachePlan, *, clock: int, oldest: int
     ) -> None:
-        """Assign the ways of a set to its missing rows, both in the order of the policy."""
+        """Assign the ways of a set to its missing rows, both in the order of the policy.
+
+        Sorts `rows`, and writes their slots and evicted rows to `plan`.
+        """
         is_lfu, ways = self.policy == "lfu", self.sets[set_index]
         rows.sort(key=lambda row: (-self.counts[row], row) if is_lfu else row)
-        free = [w for w in range(WAYS) if ways[w].row is None or ways[w].stamp < oldest]
-        free.sort(key=lambda w: (*self._order(ways[w]), w))
+        usable_ways = [w for w in range(WAYS) if ways[w].row is None or ways[w].stamp < oldest]
+        usable_ways.sort(key=lambda w: (*self._sort_key(ways[w]), w))
         for row in rows:
             plan.slots[row] = None
-            if not free:
+            if not usable_ways:
                 continue
-            way = ways[free[0]]
+            way = ways[usable_ways[0]]
             if is_lfu and way.row is not None and self.counts[row] < self.counts[way.row]:
                 continue
-            plan.slots[row] = set_index * WAYS + free.pop(0)
+            plan.slots[row] = set_index * WAYS + usable_ways.pop(0)
             plan.fetched[row] = way.row
             way.row, way.stamp = row, clock
 
-    def _order(self, way: Way) -> tuple[int, ...]:
+    def _sort_key(self, way: Way) -> tuple[int, ...]:
         """Return the sort key of ways that may be taken: the lowest is taken first."""
         if way.row is None:
             return (0, 0, 0)
@@ -134,30 +138,32 @@ class CacheModel:
             return (1, self.counts[way.row], -way.stamp)
         return (1, 0, way.stamp)
 
-    def _table(self, row: int) -> int:
+    def _table_of(self, row: int) -> int:
         """Return the table of a row; -1 if no table has it."""
         for t, (first_row, rows) in enumerate(self.ranges):
             if first_row <= row < first_row + rows:
                 return t
         return -1
 
-    def _count(self, batch: Counter[int], plan: CachePlan, missing_rows: set[int]) -> None:
-        """Add a planned batch to the counters; `batch` has the lookups of each row."""
-        for t in {self._table(row) for row in batch}:
+    def _count_batch(
+        self, lookups_of_row: Counter[int], plan: CachePlan, missing_rows: set[int]
+    ) -> None:
+        """Add a planned batch, with the number of lookups of each row, to the counters."""
+        for t in {self._table_of(row) for row in lookups_of_row}:
             self.tables[t]["calls"] += 1
         self.totals["calls"] += 1
-        for row, times in batch.items():
+        for row, num_lookups in lookups_of_row.items():
             has_no_way = plan.slots[row] is None
-            for counters in (self.tables[self._table(row)], self.totals):
-                counters["lookups"] += times
+            for counters in (self.tables[self._table_of(row)], self.totals):
+                counters["lookups"] += num_lookups
                 counters["unique"] += 1
                 counters["unique_misses"] += row in missing_rows
-                counters["lookup_misses"] += times * (row in missing_rows)
+                counters["lookup_misses"] += num_lookups * (row in missing_rows)
                 counters["conflict_unique_misses"] += has_no_way
-                counters["conflict_misses"] += times * has_no_way
+                counters["conflict_misses"] += num_lookups * has_no_way
         for evicted in plan.fetched.values():
             if evicted is not None:
-                self.tables[self._table(evicted)]["write_backs"] += 1
+                self.tables[self._table_of(evicted)]["write_backs"] += 1
                 self.totals["write_backs"] += 1
 
     def locate(self, row: int) -> int | None:
@@ -174,8 +180,7 @@ class CacheMemory:
     Attributes:
         weights: flat weights by `Tier`.
         states: optimizer states by `Tier`, flat; a state has one number per row or one per weight.
-        tables: int64 `[T, 8]`, per table weight_offset, row_base, rows, dim, column, tier,
-            state_base and cache_stride (`FeatureColumn`).
+        tables: int64 `[T, 8]`, a row per table with the columns of `FeatureColumn`.
     """
 
     weights: Sequence[Tensor]
@@ -186,10 +191,10 @@ class CacheMemory:
         """Return (view in the table's tier, view in the cache) of a row and of each state."""
         tables = [FeatureRow(*columns) for columns in self.tables.tolist()]
         table = next(t for t in tables if t.row_base <= row < t.row_base + t.rows)
-        dim, tier, stride = table.dim, table.tier, table.cache_stride
+        dim, tier, first_cached = table.dim, table.tier, slot * table.cache_stride
         row_in_table = row - table.row_base
-        start = table.weight_offset + row_in_table * dim
-        row_slice, slot_slice = slice(start, start + dim), slice(slot * stride, slot * stride + dim)
+        first = table.weight_offset + row_in_table * dim
+        row_slice, slot_slice = slice(first, first + dim), slice(first_cached, first_cached + dim)
         pairs = [(self.weights[tier][row_slice], self.weights[Tier.CACHE][slot_slice])]
         for state, cached in zip(self.states[tier], self.states[Tier.CACHE], strict=True):
             if cached.numel() == self.weights[Tier.CACHE].numel():  # one number per weight
@@ -200,18 +205,18 @@ class CacheMemory:
         return pairs
 
     def fetch(self, row: int, slot: int) -> None:
-        """Copy a row and its states into the cache; narrower dtypes round to nearest."""
+        """Copy a linear row and its states into a cache slot; narrower dtypes round to nearest."""
         for stored, cached in self._locations(row, slot):
             cached.copy_(stored)
 
     def write_back(self, row: int, slot: int) -> None:
-        """Copy a row and its states from the cache; narrower dtypes round to nearest."""
+        """Copy a linear row and its states from a slot back; narrower dtypes round to nearest."""
         for stored, cached in self._locations(row, slot):
             stored.copy_(cached)
 
 
 def move(memory: CacheMemory, plan: CachePlan) -> None:
-    """Fetch the rows that a plan fetches, each after writing back the row that it evicts."""
+    """Fetch the rows of a plan, each after writing back the row that it evicts."""
     for row, evicted in plan.fetched.items():
         slot = plan.slots[row]
         assert slot is not None, "a fetched row has a slot"

@@ -9,27 +9,28 @@ keys. The kernels of `csrc/hash` share no code and no data structure with this f
 
 The rules:
 
-- a key is in one of its two buckets (`addresses`), of 32 slots each; a table grows by splitting
-  buckets as its keys grow (`wanted_buckets`)
-- entries rank by stamp and key ("lru"), by score and key ("lfu"), by score, stamp and key
-  ("lru_lfu", "assigned"); the lowest is evicted. No order evicts an entry that the current batch
-  used, and "none" evicts nothing
+- a key is in one of its two buckets (`addresses`), of 32 slots each; a table with more keys gets
+  more buckets by splitting some (`wanted_buckets`)
+- entries rank by stamp and key ("lru"), by score and key ("lfu"), or by score, stamp and key
+  ("lru_lfu", "assigned"); the lowest-ranked one is evicted. An entry that the current batch used is
+  not evicted, and "none" evicts nothing
 - missing keys that are admitted choose their bucket in rounds (`max_choosers`), all by the state at
-  the beginning of the round: the first bucket if it has more than 16 free slots or no fewer free
-  slots than the second one, else the second one; if both are full, the one with the lower entry to
-  evict
-- a bucket then serves the keys that chose it in order, until half of its free slots, or of its
-  entries that may be evicted, are taken, rounded up; the other keys choose again in the next round
-- a key that would have to evict is refused if there is no such entry, or, with the policy
-  "competes", if it ranks below the entry
+  the beginning of the round. A key chooses its first bucket if that has more than 16 free slots, or
+  no fewer than the second bucket; otherwise the second one. If both buckets are full, it chooses
+  the bucket whose lowest evictable entry ranks lower
+- a bucket then serves the keys that chose it, in order. It stops after half of its free slots, or
+  of its evictable entries, rounded up; the remaining keys choose again in the next round
+- a key whose buckets are full is refused if they have no evictable entry. With the policy
+  "competes" it is also refused if it ranks below the entry that it would evict
 
 Details:
 
 - a slot is empty if its tag is 0; its `entries` are then unspecified
-- if one of two full buckets has no entry that may be evicted, the other bucket evicts
-- the score of a new key is its uses (lfu, lru_lfu), the score of its table (assigned), or else 0
-- a present key that was not admitted is a hit like any other: admission concerns missing keys
-- a row that moved leaves its old bytes unchanged
+- if one of two full buckets has no evictable entry, the other bucket evicts
+- the score of a new key is its number of uses ("lfu", "lru_lfu"), the score of its table
+  ("assigned"), or else 0
+- a present key is a hit, admitted or not: admission concerns missing keys
+- moving a row does not change the bytes of its old slot
 """
 
 from array import array
@@ -44,7 +45,7 @@ from emblib.columns import InitialKind
 from emblib.reference.random import mix, philox_counters
 
 SLOTS = 32  # slots per bucket
-PREFER_FIRST = 16  # a first bucket with more free slots than this is taken
+MAX_COMPARED_FREE = 16  # a first bucket with more free slots than this is chosen
 FIRST_CHOOSERS = 8  # keys per bucket that may choose a bucket in the first round
 CHOOSERS_GROWTH = 4  # keys that may have chosen after a round ÷ those after the previous round
 # Eviction orders, and counters in the order of `HashCounter`.
@@ -87,28 +88,30 @@ def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
     return first_bucket, second_bucket
 
 
-def max_choosers(buckets: int, number: int) -> int:
-    """Return how many missing keys of a table have had their first choice after round `number`.
+def max_choosers(buckets: int, round_number: int) -> int:
+    """Return how many missing keys of a table may have chosen a bucket after round `round_number`.
 
-    Rounds count from 0. There are few of them, because the number grows by CHOOSERS_GROWTH.
+    Rounds count from 0. There are few, because each multiplies the number by CHOOSERS_GROWTH.
     """
-    return FIRST_CHOOSERS * buckets * CHOOSERS_GROWTH**number
+    return FIRST_CHOOSERS * buckets * CHOOSERS_GROWTH**round_number
 
 
 def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
-    """Return the buckets that `keys` keys need: from `buckets` to `max_buckets`.
+    """Return the number of buckets that `keys` keys need: from `buckets` to `max_buckets`.
 
-    `load` is in 1024ths of the slots. An unsplit bucket gets twice the keys of a split one. So all
-    2^n buckets of a level are split while the number of keys grows by a quarter from the load, and
-    then none until the next level is as full. The last level ends at `max_buckets`.
+    `load` is the number of keys per 1024 slots above which a table grows. A level is 2^n buckets.
+    While only some buckets of a level are split, an unsplit bucket gets twice the keys of a split
+    one. To pass through this state quickly, all buckets of a level are split while the number of
+    keys grows by a quarter from the load on. Then none is split until the next level is as full.
+    The last level ends at `max_buckets`.
     """
-    load_of_bucket = SLOTS * load  # keys of a bucket, in 1024ths
+    keys_1024ths, bucket_keys_1024ths = keys * 1024, SLOTS * load
     level = 1
-    while 4 * level <= max_buckets and 2 * level * load_of_bucket < keys * 1024:
+    while 4 * level <= max_buckets and 2 * level * bucket_keys_1024ths < keys_1024ths:
         level *= 2
-    over = max(0, keys * 1024 - level * load_of_bucket)
+    excess_1024ths = max(0, keys_1024ths - level * bucket_keys_1024ths)
     limit = 2 * level if 4 * level <= max_buckets else max_buckets
-    return max(buckets, min(limit, level + -(-4 * over // load_of_bucket)))
+    return max(buckets, min(limit, level + -(-4 * excess_1024ths // bucket_keys_1024ths)))
 
 
 @dataclass(eq=False)
@@ -126,9 +129,9 @@ class Miss:
 
     key: int
     positions: list[int]  # in the batch, ascending
-    total: int = 0  # uses in the batch
+    total: int = 0  # number of uses in the batch
     admitted: bool = True  # set by the caller before the insertion
-    slot: int = -1  # of the table; -1 if the key got none
+    slot: int = -1  # slot in the table; -1 if the key got none
     status: int = NOT_ADMITTED
     evicted: HashEntry | None = None
 
@@ -137,9 +140,9 @@ class Miss:
 class ReferenceHashTable:
     """One table: its slots, bucket after bucket, and counters."""
 
-    buckets: int  # in use
-    max_buckets: int  # that it has slots for
-    load: int  # keys per slot, in 1024ths, above which it grows
+    buckets: int  # number of buckets in use
+    max_buckets: int  # number of buckets that it has slots for
+    load: int  # keys per 1024 slots above which it grows
     hash_key: int = 0  # selects the hash of its keys
     slots: list[HashEntry | None] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
@@ -174,7 +177,7 @@ class ReferenceHashTable:
         self.counters[counter] += 1
 
     def grow(self, keys: int) -> dict[int, int]:
-        """Split buckets for `keys` keys (`wanted_buckets`); return moved keys' {old: new slot}."""
+        """Split buckets for `keys` keys (`wanted_buckets`); return {old: new slot} of moves."""
         old_buckets, self.buckets = (
             self.buckets,
             wanted_buckets(keys, self.buckets, self.max_buckets, self.load),
@@ -197,8 +200,8 @@ class HashModel:
     Args:
         tables: tables, which the model changes.
         order: eviction order, one of `ORDERS`.
-        insert_policy: "wins" or "competes": whether a key that ranks below all it could evict is
-            inserted or refused.
+        insert_policy: treatment of a key that ranks below every entry it could evict: "wins"
+            inserts it, "competes" refuses it.
     """
 
     def __init__(
@@ -242,13 +245,13 @@ class HashModel:
 
         `slots` must be what `touch` returned. Misses are `admitted` until the caller changes that.
         """
-        misses_by_key: list[dict[int, Miss]] = [{} for _ in self.tables]
+        miss_of_key: list[dict[int, Miss]] = [{} for _ in self.tables]
         for position, ((t, key), slot, count) in enumerate(zip(batch, slots, counts, strict=True)):
             if slot < 0:
-                miss = misses_by_key[t].setdefault(key, Miss(key, []))
+                miss = miss_of_key[t].setdefault(key, Miss(key, []))
                 miss.positions.append(position)
                 miss.total = min(miss.total + count, MAX_USES)
-        return [list(misses.values()) for misses in misses_by_key]
+        return [list(misses.values()) for misses in miss_of_key]
 
     def grow(self, misses: Sequence[Sequence[Miss]]) -> list[dict[int, int]]:
         """Grow every table for its admitted misses; return per table the slots that moved."""
@@ -279,17 +282,17 @@ class HashModel:
                 table.counters["not_admitted"] += miss.status == NOT_ADMITTED
 
     def _run_round(self, table: ReferenceHashTable, pending: list[Miss], score: int) -> list[Miss]:
-        """Run one round of a table's missing keys; return those left for the next."""
-        chosen_by: dict[tuple[int, bool], list[tuple[Miss, HashEntry]]] = {}
+        """Run one round of a table's missing keys; return those left for the next round."""
+        misses_of_choice: dict[tuple[int, bool], list[tuple[Miss, HashEntry]]] = {}
         for miss in pending:
             entry = HashEntry(miss.key, self.clock, self._first_score(miss, score))
             choice = self._choose(table, entry)
             if choice is None:
                 miss.status = REFUSED
             else:
-                chosen_by.setdefault(choice, []).append((miss, entry))
-        for (bucket, evict), bucket_misses in chosen_by.items():
-            self._insert_into_bucket(table, bucket, bucket_misses, evict=evict)
+                misses_of_choice.setdefault(choice, []).append((miss, entry))
+        for (bucket, must_evict), bucket_misses in misses_of_choice.items():
+            self._insert_into_bucket(table, bucket, bucket_misses, must_evict=must_evict)
         return [miss for miss in pending if miss.slot < 0 and miss.status != REFUSED]
 
     def _insert_into_bucket(
@@ -298,17 +301,21 @@ class HashModel:
         bucket: int,
         bucket_misses: Sequence[tuple[Miss, HashEntry]],
         *,
-        evict: bool,
+        must_evict: bool,
     ) -> None:
-        """Insert keys in order into at most half of a bucket's usable slots, rounded up."""
+        """Insert keys in order into at most half of a bucket's usable slots, rounded up.
+
+        These are the slots of evictable entries if `must_evict`, else the empty slots.
+        """
         num_usable = (
             len(self._evictable_entries(table, bucket))
-            if evict
+            if must_evict
             else table.bucket(bucket).count(None)
         )
+        insert = self._replace_entry if must_evict else self._fill_slot
         max_inserts = (num_usable + 1) // 2
         for miss in bucket_misses:
-            if max_inserts and (self._replace if evict else self._fill)(table, bucket, miss):
+            if max_inserts and insert(table, bucket, miss):
                 max_inserts -= 1
 
     def _first_score(self, miss: Miss, batch_score: int) -> int:
@@ -320,24 +327,25 @@ class HashModel:
     def _choose(self, table: ReferenceHashTable, entry: HashEntry) -> tuple[int, bool] | None:
         """Return a missing key's bucket and whether it must evict there; None if it is refused."""
         first_bucket, second_bucket = table.addresses(entry.key)
-        free = [table.bucket(number).count(None) for number in (first_bucket, second_bucket)]
-        if any(free):
-            return (
-                first_bucket if free[0] > PREFER_FIRST or free[0] >= free[1] else second_bucket
-            ), False
+        first_free, second_free = (
+            table.bucket(number).count(None) for number in (first_bucket, second_bucket)
+        )
+        if first_free or second_free:
+            is_first = first_free > MAX_COMPARED_FREE or first_free >= second_free
+            return first_bucket if is_first else second_bucket, False
         candidates = [
             (self._candidate(table, number), number) for number in (first_bucket, second_bucket)
         ]
-        ranked = [
+        ranked_buckets = [
             (self._rank(candidate), number)
             for candidate, number in candidates
             if candidate is not None
         ]
-        if not ranked or self._is_refused(entry, min(ranked)[0]):
+        if not ranked_buckets or self._is_refused(entry, min(ranked_buckets)[0]):
             return None
-        return min(ranked)[1], True
+        return min(ranked_buckets)[1], True
 
-    def _fill(
+    def _fill_slot(
         self, table: ReferenceHashTable, number: int, miss_and_entry: tuple[Miss, HashEntry]
     ) -> bool:
         """Insert the new key into the lowest empty slot of a bucket; return False if it is full."""
@@ -348,12 +356,12 @@ class HashModel:
         table.slots[miss.slot] = entry
         return True
 
-    def _replace(
+    def _replace_entry(
         self, table: ReferenceHashTable, number: int, miss_and_entry: tuple[Miss, HashEntry]
     ) -> bool:
-        """Replace an entry of the bucket by the new key; return False if it may evict none.
+        """Replace the lowest entry of a bucket by the new key; return False if it may evict none.
 
-        The key then chooses again, and may be refused.
+        In that case the key chooses again in the next round, and may be refused there.
         """
         miss, entry = miss_and_entry
         candidate = self._candidate(table, number)
@@ -365,57 +373,61 @@ class HashModel:
 
     def _rank(self, entry: HashEntry) -> tuple[int, int, int]:
         """Return the sort key of entries: the smallest is evicted first."""
-        scored = self.order in ("lfu", "lru_lfu", "assigned")
+        has_score = self.order in ("lfu", "lru_lfu", "assigned")
         stamp = 0 if self.order == "lfu" else entry.stamp
-        return entry.score if scored else 0, stamp, entry.key
+        return entry.score if has_score else 0, stamp, entry.key
 
     def _candidate(self, table: ReferenceHashTable, number: int) -> HashEntry | None:
         """Return a bucket's eviction candidate: its lowest entry that this batch did not use."""
         return min(self._evictable_entries(table, number), key=self._rank, default=None)
 
     def _evictable_entries(self, table: ReferenceHashTable, number: int) -> list[HashEntry]:
-        """Return the entries of a bucket that may be evicted."""
+        """Return the entries of a bucket that may be evicted: those that this batch did not use."""
         if self.order == "none":
             return []
         return [e for e in table.bucket(number) if e is not None and e.stamp < self.clock]
 
-    def _is_refused(self, entry: HashEntry, candidate: tuple[int, int, int]) -> bool:
-        """Return whether a new key ranks too low to evict an entry of rank `candidate`."""
-        return self.insert_policy == "competes" and self._rank(entry) < candidate
+    def _is_refused(self, entry: HashEntry, candidate_rank: tuple[int, int, int]) -> bool:
+        """Return whether a new key ranks too low to evict an entry of rank `candidate_rank`."""
+        return self.insert_policy == "competes" and self._rank(entry) < candidate_rank
 
-    # Without a batch of training
+    # Changes outside of training batches
 
     def erase(self, batch: Batch) -> list[int]:
         """Remove keys; return the slot that each position freed, -1 if its key was not there."""
-        freed = []
+        freed_slots = []
         for t, key in batch:
-            freed.append(self.tables[t].find(key))
-            if freed[-1] >= 0:
-                self.tables[t].remove(freed[-1], "erased")
-        return freed
+            freed_slots.append(self.tables[t].find(key))
+            if freed_slots[-1] >= 0:
+                self.tables[t].remove(freed_slots[-1], "erased")
+        return freed_slots
 
     def expire(self, t: int, window: tuple[int, int], before: int) -> list[int]:
-        """Remove keys whose stamp is below `before` from a window, (first bucket, num_buckets).
+        """Remove the keys of some buckets of table t whose stamp is below `before`.
 
-        Returns the slots of the table that became free, ascending.
+        `window` is (first bucket, number of buckets). Returns the slots of the table that became
+        free, ascending.
         """
         table, (first_bucket, num_buckets) = self.tables[t], window
         end_bucket = min(first_bucket + num_buckets, table.buckets)
         slots = range(first_bucket * SLOTS, end_bucket * SLOTS)
         entries = [(slot, table.slots[slot]) for slot in slots]
-        freed = [slot for slot, entry in entries if entry is not None and entry.stamp < before]
-        for slot in freed:
+        freed_slots = [
+            slot for slot, entry in entries if entry is not None and entry.stamp < before
+        ]
+        for slot in freed_slots:
             table.remove(slot, "expired")
-        return freed
+        return freed_slots
 
     def shrink(self, t: int, buckets: int) -> list[HashEntry]:
-        """Remove the buckets of a table from number `buckets` on; return the dropped entries.
+        """Remove the buckets of table t from number `buckets` on; return the dropped entries.
 
-        Of the entries of the removed buckets, the lowest-ranked ones are dropped, in proportion to
-        the entries of the table that have no slot left. The others are inserted, the highest-ranked
-        first, like the missing keys of a batch that evict others; their stamps and scores stay.
-        Entries that these evict, or that find no slot, are dropped too. Dropped entries count as
-        evicted. The table must have at least `buckets` buckets; not checked.
+        If the table has more entries than slots are left, the lowest-ranked entries of the removed
+        buckets are dropped, the same share of them as of the whole table lacks a slot. The others
+        are inserted like the missing keys of a batch, the highest-ranked first, and may evict
+        entries; their stamps and scores stay. Entries that they evict, and entries that find no
+        slot, are dropped too. Dropped entries count as evicted. The table must have at least
+        `buckets` buckets; not checked.
         """
         table, size, counters = self.tables[t], self.tables[t].size, dict(self.tables[t].counters)
         displaced = [entry for entry in table.slots[buckets * SLOTS :] if entry is not None]
@@ -426,9 +438,9 @@ class HashModel:
         table.buckets = buckets
         misses = [Miss(entry.key, [], total=entry.score) for entry in displaced[:num_inserted]]
         policy, self.insert_policy = self.insert_policy, "wins"
-        of_tables: list[list[Miss]] = [[] for _ in self.tables]
-        of_tables[t] = misses
-        self.insert(of_tables, [0] * len(self.tables))
+        misses_by_table: list[list[Miss]] = [[] for _ in self.tables]
+        misses_by_table[t] = misses
+        self.insert(misses_by_table, [0] * len(self.tables))
         self.insert_policy = policy
         dropped = displaced[num_inserted:]
         for miss, entry in zip(misses, displaced, strict=False):
@@ -441,11 +453,11 @@ class HashModel:
         table.counters = {**counters, "evicted": counters["evicted"] + len(dropped)}
         return dropped
 
-    # As tensors
+    # Conversion to and from tensors
 
     def index(self) -> list[Tensor]:
         """Return `[tags, entries, tables, clock, counters]`; words of empty slots are 0."""
-        words = 3 if self.order in ("lfu", "lru_lfu", "assigned") else 2
+        num_words = 3 if self.order in ("lfu", "lru_lfu", "assigned") else 2
         # Arrays, because a tensor of a long list takes ten times as long.
         tags, entries = array("B"), array("q")
         for table in self.tables:
@@ -453,15 +465,15 @@ class HashModel:
                 tags.append(0 if e is None else tag_of(e.key, table.hash_key))
                 entries.extend((0, 0, 0) if e is None else (e.key, e.stamp, e.score))
         rows, first_bucket = [], 0
-        for x in self.tables:
-            rows.append((first_bucket, x.buckets, x.max_buckets, x.size, x.load, x.hash_key))
-            first_bucket += x.max_buckets
+        for t in self.tables:
+            rows.append((first_bucket, t.buckets, t.max_buckets, t.size, t.load, t.hash_key))
+            first_bucket += t.max_buckets
         return [
             torch.frombuffer(tags, dtype=torch.uint8),
-            torch.frombuffer(entries, dtype=torch.int64).view(-1, 3)[:, :words].contiguous(),
+            torch.frombuffer(entries, dtype=torch.int64).view(-1, 3)[:, :num_words].contiguous(),
             torch.tensor(rows).view(-1, 6),
             torch.tensor([self.clock]),
-            torch.tensor([list(x.counters.values()) for x in self.tables]).view(-1, len(COUNTERS)),
+            torch.tensor([list(t.counters.values()) for t in self.tables]).view(-1, len(COUNTERS)),
         ]
 
     @classmethod
@@ -477,29 +489,31 @@ class HashModel:
                 HashEntry(*words) if tag else None
                 for tag, words in zip(tags[window], entries[window], strict=True)
             ]
-            by_name = dict(zip(COUNTERS, counts, strict=True))
-            tables.append(ReferenceHashTable(buckets, max_buckets, load, hash_key, slots, by_name))
+            counters_by_name = dict(zip(COUNTERS, counts, strict=True))
+            tables.append(
+                ReferenceHashTable(buckets, max_buckets, load, hash_key, slots, counters_by_name)
+            )
         model = cls(tables, order, insert_policy)
         (model.clock,) = clock
         return model
 
 
-# Features with rules of their own
+# Rules of admission, expiry, and the rows of keys
 
 
 def is_admitted(uses: int, features: Iterable[int], thresholds: Sequence[int]) -> bool:
-    """Return whether a missing key with `uses` so far is admitted.
+    """Return whether a missing key with `uses` uses so far is admitted.
 
-    It needs the lowest of the `thresholds` of the `features` that use it in the batch.
+    The key needs the lowest of the `thresholds` of the `features` that use it in the batch.
     """
     return uses >= min(thresholds[feature] for feature in features)
 
 
 def is_alive(last_uses: Mapping[int, int], ttls: Sequence[int | None], clock: int) -> bool:
-    """Return whether a key has not expired: some feature used it within its ttl, None for ever.
+    """Return whether a key has not expired: at least one feature used it within the feature's ttl.
 
-    `last_uses` is the clock of the last use by feature; features that never used the key are not in
-    it. `ttls`, by feature, are in batches.
+    `last_uses` has the clock of the last use by each feature that used the key. `ttls`, by feature,
+    are in batches; a feature with the ttl None keeps a key alive without limit.
     """
     return any(
         ttls[feature] is None or clock - used <= ttls[feature]  # type: ignore[operator]
@@ -515,9 +529,9 @@ def positions(ids: Tensor, starts: Tensor, segment_tables: Tensor) -> list[tuple
 
 
 def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
-    """Return the slot of every position: `slots` for hits, `inserted[groups]` for misses.
+    """Return the slot, or the status, of every position.
 
-    Also used for statuses.
+    Position i has `slots[i]` if it hit (`groups[i]` is -1), else `inserted[groups[i]]`.
     """
     filled = slots.clone()
     filled[groups >= 0] = inserted[groups[groups >= 0].long()]
@@ -539,9 +553,9 @@ def start_rows_(
     starting: Tensor,
     default_value: float,
 ) -> Tensor:
-    """Write the rows of missing keys, each the first of its `starting` rows.
+    """Write the initial row of each missing key: the `starting` row of its first position.
 
-    Returns the rows of all positions, `[L, dim]`.
+    Returns the rows of all positions after that, `[L, dim]`.
 
     Args:
         values: `[slots, dim]`, changed in place.
@@ -558,7 +572,7 @@ def start_rows_(
 
 
 def write_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows to slots (-1: none), in order: the last row of a slot wins."""
+    """Write rows to slots (-1: none) in order; a later row of a slot overwrites an earlier one."""
     for slot, row in zip(slots.tolist(), rows, strict=True):
         if slot >= 0:
             values[slot] = row
@@ -597,7 +611,7 @@ def values(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) ->
         key: key of any sign; its 64 bits count.
         dim: number of values.
     """
-    kind, base, scale, first_share, span, low, high = rule
+    kind, base, scale, first_probability, span, low, high = rule
     if kind == InitialKind.CONSTANT:
         return torch.full((dim,), base, dtype=torch.float64)
     if kind == InitialKind.KEY_MODULO:
@@ -608,9 +622,9 @@ def values(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) ->
     random = philox_counters(seed, counters).flatten()[:dim]
     if kind == InitialKind.UNIFORM:
         return base + scale * ((random >> 8).double() * 2.0**-24)
-    # A truncated normal distribution, by its inverse: a share between the shares of its two ends.
-    share = first_share + span * ((random.double() + 0.5) * 2.0**-32)
-    return (base + scale * torch.special.ndtri(share)).clamp(low, high)
+    # A truncated normal distribution by its inverse: a probability between those of its two ends.
+    probability = first_probability + span * ((random.double() + 0.5) * 2.0**-32)
+    return (base + scale * torch.special.ndtri(probability)).clamp(low, high)
 
 
 def initial_rows_(

@@ -2,7 +2,7 @@
 
 `OPTIMIZERS` maps the name of every functor of `csrc/optim` to its rule, a function from a
 `RowBatch` to new weights and states. Arithmetic is in the dtype of the gradients, e.g. float64;
-only stored values are rounded. A quotient with the denominator 0 counts as 0 (`_ratio`).
+only stored values are rounded. A quotient whose denominator can be 0 is 0 then (`_ratio`).
 
 `round_stochastically` defines stochastic rounding from float32 to 16 bits in integer arithmetic,
 bit for bit as the kernels do it. The random words come from Philox: key `seed`, counter (low and
@@ -12,7 +12,7 @@ the element-wise states; 8, 9 and 10 are the same tensors when a cache writes ro
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -47,10 +47,11 @@ def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
 def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> Tensor:
     """Round `values` (as float32) up or down at random to float16 or bfloat16.
 
-    A magnitude is rounded up with the probability (magnitude - lower) / (upper - lower) of its
-    neighbours, for float16 cut to a multiple of 2^-13. `words` are int64 in [0, 2^32), one per
-    value: bfloat16 uses the low 16 bits, float16 the low 13. Any other `dtype` is rounded to
-    nearest without them. A finite value becomes infinite only if rounding to nearest does so.
+    A magnitude between two neighbours `lower` and `upper` is rounded up with the probability
+    (magnitude - lower) / (upper - lower), for float16 cut to a multiple of 2^-13. `words` are int64
+    in [0, 2^32), one per value: bfloat16 uses the low 16 bits, float16 the low 13. Any other
+    `dtype` is rounded to nearest without words. A finite value becomes infinite only if rounding to
+    nearest makes it infinite.
     """
     values = values.float()
     if dtype not in (torch.float16, torch.bfloat16):
@@ -58,11 +59,12 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> T
     bits = values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     magnitude, sign = bits & 0x7FFFFFFF, bits >> 16 & 0x8000
     rounded = (_round_to_half if dtype == torch.float16 else _round_to_bfloat)(magnitude, words)
-    infinity = 0x7C00 if dtype == torch.float16 else 0x7F80
-    nearest = values.abs().to(dtype).view(torch.int16).long()
-    rounded = torch.where(rounded >= infinity, nearest.clamp(max=infinity), rounded)
-    word = sign | rounded
-    result = torch.where(word >= 0x8000, word - 0x10000, word).to(torch.int16).view(dtype)
+    infinity_bits = 0x7C00 if dtype == torch.float16 else 0x7F80
+    nearest_bits = values.abs().to(dtype).view(torch.int16).long().clamp(max=infinity_bits)
+    rounded = torch.where(rounded >= infinity_bits, nearest_bits, rounded)
+    unsigned = sign | rounded
+    result_bits = torch.where(unsigned >= 0x8000, unsigned - 0x10000, unsigned).to(torch.int16)
+    result = result_bits.view(dtype)
     return torch.where(values.isnan(), torch.full_like(result, torch.nan), result)
 
 
@@ -71,7 +73,7 @@ def _round_to_bfloat(magnitude: Tensor, words: Tensor) -> Tensor:
 
 
 def _round_to_half(magnitude: Tensor, words: Tensor) -> Tensor:
-    # The bits of a half and 13 more, the rest truncated; below 2^-14 halves are spaced by 2^-24.
+    # The bits of a float16 and 13 more bits. Below 2^-14 (subnormal) float16s are 2^-24 apart.
     mantissa = (magnitude & 0x7FFFFF) | 0x800000
     subnormal = mantissa >> (113 - (magnitude >> 23)).clamp(0, 31)
     bits = torch.where(magnitude < 0x38800000, subnormal, magnitude - 0x38000000)
@@ -87,7 +89,7 @@ class RowBatch:
 
     Attributes:
         w: weights `[U, D]` before the step.
-        decayed: weights `[U, D]` after decoupled decay, from which the step is subtracted.
+        decayed: weights `[U, D]` after decoupled decay, from which most rules subtract the step.
         g: gradient `[U, D]` with the L2 penalty.
         states: states in the optimizer's order, `[U, D]` or `[U]`.
         lr: learning rate.
@@ -141,14 +143,13 @@ def _rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
 
 
 def _ensemble_rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
-    slow, total = rows.states
-    plain = RowBatch(rows.w, rows.decayed, rows.g, [total], rows.lr, rows.step, rows.numbers)
-    new_rows, states = _rowwise_adagrad(plain)
-    return new_rows, [slow, *states]
+    moving_average, total = rows.states  # `ensemble_` of emblib.optim updates the average
+    new_rows, states = _rowwise_adagrad(replace(rows, states=[total]))
+    return new_rows, [moving_average, *states]
 
 
 def _limit_norm(new_rows: Tensor, max_norm: float) -> Tensor:
-    """Scale rows to a norm of at most `max_norm`, if that is positive."""
+    """Scale rows of larger norm to `max_norm`, if that is positive."""
     norm = _norm(new_rows)
     if max_norm <= 0:
         return new_rows
@@ -166,29 +167,27 @@ def _global_decay(rows: RowBatch) -> tuple[Tensor, States]:
     The factor for the missed steps is at least `min_scale`.
     """
     _, max_norm, rate, min_scale, start = rows.numbers
-    sums, previous = rows.states
-    last_step = decode_steps(previous).double()  # 0 for rows that had no update
-    missed_decay, num_missed_steps = (
-        torch.ones_like(sums),
-        min(rows.step, LAST_STEP) - last_step - 1,
-    )
+    sums, prev_iter = rows.states
+    last_step = decode_steps(prev_iter).double()  # 0 for rows that had no update
+    num_missed_steps = min(rows.step, LAST_STEP) - last_step - 1
+    missed_decay = torch.ones_like(sums)
     if rows.step >= start:
         factor = max(1 - rows.lr * rate, 0.0) ** num_missed_steps.clamp(min=0)
         has_missed = (last_step > 0) & (num_missed_steps > 0)
         missed_decay = torch.where(
             has_missed, factor.clamp(min=min_scale).to(missed_decay), missed_decay
         )
-        previous = _current_step_state(rows, previous)
+        prev_iter = _current_step_state(rows, prev_iter)
     total = sums + rows.g.square().mean(1)
     decayed = _scale_rows(missed_decay * (1 - rows.lr * rate), rows.decayed)
     new_rows = decayed - _scale_rows(_adagrad_rate(rows, total), rows.g)
-    return _limit_norm(new_rows, max_norm), [total, previous]
+    return _limit_norm(new_rows, max_norm), [total, prev_iter]
 
 
 def _steps_since_update(rows: RowBatch) -> Tensor:
     """Return the steps since the last update of each row; 1 for rows that had none."""
-    previous = decode_steps(rows.states[1]).double()
-    return torch.where(previous == 0, 1.0, min(rows.step, LAST_STEP) - previous).to(
+    last_step = decode_steps(rows.states[1]).double()
+    return torch.where(last_step == 0, 1.0, min(rows.step, LAST_STEP) - last_step).to(
         rows.states[1].dtype
     )
 
@@ -199,9 +198,10 @@ def _current_step_state(rows: RowBatch, like: Tensor) -> Tensor:
 
 
 def _update_count(rows: RowBatch, halflife: float) -> Tensor:
-    """Return the count of updates with this one: 1 for a halflife of 0, a plain count below 0.
+    """Return the count of the updates of each row, including this one.
 
-    Otherwise the earlier count is halved per `halflife` steps.
+    A halflife of 0 counts only this one, a negative halflife all of them. With a positive halflife
+    the earlier count is halved per `halflife` steps.
     """
     counter = rows.states[2]
     if halflife == 0:
@@ -237,43 +237,44 @@ class _CounterNumbers(NamedTuple):
     largest: float  # the largest count of the table plus 1
 
 
-def _tail_rate(rows: RowBatch, plain: Tensor, count: Tensor) -> Tensor:
-    """Return the step size per row: `plain`, changed for rows of a count above the threshold."""
+def _tail_rate(rows: RowBatch, plain_rate: Tensor, count: Tensor) -> Tensor:
+    """Return the step size per row: `plain_rate`, changed if the count exceeds the threshold."""
     n = _CounterNumbers(*rows.numbers)
     if n.tail == -1:
-        return plain
+        return plain_rate
     if n.tail == 0:
-        rate = plain * ((n.largest / (count + 1)) ** n.bound).clamp(1, 10)
+        rate = plain_rate * ((n.largest / (count + 1)) ** n.bound).clamp(1, 10)
     elif n.tail == 1:
-        rate = plain * (((count + 1) / n.largest) ** n.bound).clamp(0.1, 1)
+        rate = plain_rate * (((count + 1) / n.largest) ** n.bound).clamp(0.1, 1)
     else:
         rate = _ratio(rows.lr, (n.bound * count).sqrt() + n.eps)
     is_relative = n.threshold_is_relative > 0
     threshold = math.floor(n.threshold * n.largest) if is_relative else n.threshold
-    return torch.where(count > threshold, rate, plain)
+    return torch.where(count > threshold, rate, plain_rate)
 
 
 def _counter(rows: RowBatch) -> tuple[Tensor, States]:
     """Apply FBGEMM's counter-based regularization: see `emblib.optim.Counter`.
 
-    An `AdagradW` decay changes the step size by the count for a halflife of exactly -1 or -2, and
-    catches up on the decay of the steps since the row's last update. Changes of the step size and
-    decays of rows begin after step `start`; sums have the L2 penalty from the first step on.
+    An `AdagradW` decay makes up for the steps since the row's last update. It also changes the step
+    size by the count if the halflife is exactly -1 or -2. Changes of the step size and decays of
+    rows begin after step `start`. The L2 penalty enters the sums from the first step on.
     """
     n = _CounterNumbers(*rows.numbers)
-    penalised = rows.g + n.decay_rate * rows.w if n.decay_kind == 1 else rows.g
-    total, count = rows.states[0] + penalised.square().mean(1), _update_count(rows, n.halflife)
-    plain = rate = _adagrad_rate(rows, total)
+    penalised_grad = rows.g + n.decay_rate * rows.w if n.decay_kind == 1 else rows.g
+    total = rows.states[0] + penalised_grad.square().mean(1)
+    count = _update_count(rows, n.halflife)
+    plain_rate = rate = _adagrad_rate(rows, total)
     decay = torch.ones_like(total)
     if n.start <= 0 or rows.step > n.start:
-        rate = _tail_rate(rows, plain, count)
+        rate = _tail_rate(rows, plain_rate, count)
         if n.decay_kind == 1:
-            decay = 1 - n.halflife / count * n.decay_rate * plain
+            decay = 1 - n.halflife / count * n.decay_rate * plain_rate
         if n.decay_kind == 2:
             decay = 1 - n.halflife / count * n.decay_rate * rows.lr
         if n.decay_kind == 3:
             if n.halflife == -1:
-                rate = plain * count.sqrt()
+                rate = plain_rate * count.sqrt()
             if n.halflife == -2:
                 rate = _adagrad_rate(rows, total, (rows.lr * count).clamp(max=n.bound))
             num_missed_steps = _steps_since_update(rows).clamp(max=rows.step - n.start) - 1
@@ -340,20 +341,24 @@ def _lars(rows: RowBatch) -> tuple[Tensor, States]:
 def _ftrl(rows: RowBatch) -> tuple[Tensor, States]:
     """Apply FTRL-Proximal, except to elements whose gradient is 0 (squared, in float32).
 
-    These only decay. A learning rate of 0 changes nothing.
+    Elements without a gradient only decay. With a learning rate of 0 all elements only decay.
     """
     beta, l1, l2 = rows.numbers
     total, linear = rows.states
     if rows.lr == 0:
         return rows.decayed, [total, linear]
-    moves = rows.g.float().square() != 0
+    has_step = rows.g.float().square() != 0
     new_total = total + rows.g * rows.g
     sigma = (new_total.sqrt() - total.sqrt()) / rows.lr
     new_linear = linear + rows.g - sigma * rows.w
     shrunk = new_linear.sign() * (new_linear.abs() - l1).clamp(min=0)
     denominator = (beta + new_total.sqrt()) / rows.lr + l2
-    new_rows = torch.where(moves, -_ratio(shrunk, denominator), rows.decayed)
-    return new_rows, [torch.where(moves, new_total, total), torch.where(moves, new_linear, linear)]
+    new_rows = torch.where(has_step, -_ratio(shrunk, denominator), rows.decayed)
+    new_states = [
+        torch.where(has_step, new_total, total),
+        torch.where(has_step, new_linear, linear),
+    ]
+    return new_rows, new_states
 
 
 @dataclass(frozen=True)
@@ -390,9 +395,9 @@ def step_rows(
     `states` are the states of these rows, `[U, D]` or `[U]`; `hyper` is float64, see `Hyper`.
     """
     lr, step, l2, decay, _, *numbers = hyper.tolist()
-    w, local = w.to(g.dtype), [state.to(g.dtype) for state in states]
-    with_penalty = g + l2 * w if l2 else g  # no NaN of zero times an infinite weight
-    rows = RowBatch(w, w * (1 - lr * decay), with_penalty, local, lr, step, tuple(numbers))
+    w, states = w.to(g.dtype), [state.to(g.dtype) for state in states]
+    penalised_grad = g + l2 * w if l2 else g  # no NaN of zero times an infinite weight
+    rows = RowBatch(w, w * (1 - lr * decay), penalised_grad, states, lr, step, tuple(numbers))
     return OPTIMIZERS[optimizer].rule(rows)
 
 
@@ -401,8 +406,9 @@ def store(
 ) -> None:
     """Write `values` to `target[positions]`, rounded as `hyper` selects.
 
-    Values `[U, D]` in 16 bits are rounded stochastically if the seed in `hyper` is not negative, by
-    the linear rows `ids` `[U]` and the number `tensor`; others are rounded to nearest.
+    Values `[U, D]` for a `target` in 16 bits are rounded stochastically if the seed in `hyper` is
+    not negative: the linear rows `ids` `[U]` and the number `tensor` select the random `words`.
+    Other values are rounded to nearest.
     """
     seed = int(hyper[Hyper.SEED])
     is_narrow = target.dtype in (torch.float16, torch.bfloat16)
@@ -427,10 +433,10 @@ def update_rows_(
     dtype of `grads` `[R, W]`. Written values are rounded as `hyper` selects, in row i with the
     random numbers of row `first_row + i`.
     """
-    touched = grads.ne(0).any(1).nonzero().squeeze(1)
-    local = [state[touched] for state in states]
-    new_rows, new_states = step_rows(optimizer, weights[touched], grads[touched], local, hyper)
-    ids = first_row + touched
-    store(weights, touched, new_rows, hyper, ids, 0)
+    rows = grads.ne(0).any(1).nonzero().squeeze(1)
+    row_states = [state[rows] for state in states]
+    new_rows, new_states = step_rows(optimizer, weights[rows], grads[rows], row_states, hyper)
+    ids = first_row + rows
+    store(weights, rows, new_rows, hyper, ids, 0)
     for number, (state, values) in enumerate(zip(states, new_states, strict=True)):
-        store(state, touched, values, hyper, ids, 1 + number)
+        store(state, rows, values, hyper, ids, 1 + number)

@@ -1,8 +1,8 @@
 """Pages of the files of a store: the definition of `emblib.ops.pages`.
 
-The arguments are those of the ops: row r of a file, int64, has `width` bytes from byte `first_byte
-+ r * width` on, and -1 is no row; `marks` are uint8 by page. `fetch_pages` has no definition here,
-since it changes no value.
+The arguments are those of the ops. `rows`, int64, are numbers of rows of a file, -1 for none: row r
+has `row_bytes` bytes from byte `first_byte + r * row_bytes` on. `marks` are uint8 by page.
+`fetch_pages` has no definition here, since it changes no value.
 """
 
 import zlib
@@ -22,45 +22,54 @@ def crc32(data: Tensor, pages: Tensor, page_bytes: int) -> Tensor:
         page_bytes: bytes per page.
     """
     content = bytes(data.tolist())
-    begins = [page * page_bytes for page in pages.tolist()]
-    crcs = array("I", [zlib.crc32(content[begin : begin + page_bytes]) for begin in begins])
+    first_bytes = [page * page_bytes for page in pages.tolist()]
+    crcs = array("I", [zlib.crc32(content[first : first + page_bytes]) for first in first_bytes])
     if not crcs:
         return torch.empty(0, 4, dtype=torch.uint8)
     return torch.frombuffer(crcs, dtype=torch.uint8).view(-1, 4)
 
 
-def pages_of(rows: Tensor, width: int, first_byte: int, page_bytes: int) -> Tensor:
-    """Return the numbers of the pages of rows, int64, row after row; a page may repeat."""
-    begins = [first_byte + row * width for row in rows.tolist() if row >= 0 and width]
-    pages = [range(begin // page_bytes, (begin + width - 1) // page_bytes + 1) for begin in begins]
-    return torch.tensor([page for row_pages in pages for page in row_pages], dtype=torch.int64)
+def pages_of(rows: Tensor, row_bytes: int, first_byte: int, page_bytes: int) -> Tensor:
+    """Return the numbers of the pages of rows, int64, row after row; a page may repeat.
+
+    Rows of 0 bytes have no page.
+    """
+    pages: list[int] = []
+    for row in rows.tolist():
+        if row >= 0 and row_bytes:
+            begin = first_byte + row * row_bytes
+            pages += range(begin // page_bytes, (begin + row_bytes - 1) // page_bytes + 1)
+    return torch.tensor(pages, dtype=torch.int64)
 
 
 def without_mark(
-    marks: Tensor, rows: Tensor, width: int, first_byte: int, page_bytes: int
+    marks: Tensor, rows: Tensor, row_bytes: int, first_byte: int, page_bytes: int
 ) -> Tensor:
     """Return the pages of rows whose mark is 0, int64; a page may repeat.
 
-    Pages beyond the end of `marks` have no mark and are left out.
+    Pages beyond the end of `marks` are left out.
     """
-    pages = pages_of(rows, width, first_byte, page_bytes)
+    pages = pages_of(rows, row_bytes, first_byte, page_bytes)
     pages = pages[pages < marks.numel()]
     return pages[marks[pages] == 0]
 
 
 def mark_(
-    marks: Sequence[Tensor], rows: Tensor, width: int, first_byte: int, page_bytes: int
+    marks: Sequence[Tensor], rows: Tensor, row_bytes: int, first_byte: int, page_bytes: int
 ) -> None:
-    """Set the marks of the pages of rows to 1 in every vector of marks, which must reach them."""
+    """Set the marks of the pages of rows to 1 in every vector of `marks`.
+
+    The vectors must have an entry for each of these pages.
+    """
     for vector in marks:
-        vector[pages_of(rows, width, first_byte, page_bytes)] = 1
+        vector[pages_of(rows, row_bytes, first_byte, page_bytes)] = 1
 
 
 def file_slots(slots: Tensor, file_slots: Tensor, is_hidden: Tensor | None) -> Tensor:
-    """Return `file_slots` of each slot, int64 `[n]`; -1 for slot -1 and for hidden entries.
+    """Return the file slot of each slot, int64 `[n]`; -1 for slot -1 and for hidden file slots.
 
     `slots` is int64 `[n]`, `file_slots` int64 by slot, -1 for none. `is_hidden` is uint8 by file
-    slot, not 0 for one to hide; None hides none.
+    slot, 0 for those that are not hidden; None hides none.
     """
     entries = torch.full_like(slots, -1)
     entries[slots >= 0] = file_slots[slots[slots >= 0]]

@@ -1,8 +1,8 @@
 """Hashing of 64-bit keys, and counter-based random numbers, in plain PyTorch.
 
-Random numbers are Philox4x32-10 (Salmon et al., 2011) in int64 arithmetic: each block of four
-32-bit words is a function of a 64-bit seed and a 128-bit counter. `finalise`, `mix` and Philox are
-also in csrc/core/random.h.
+Random numbers are Philox4x32-10 (Salmon et al., 2011) in int64 arithmetic: a block of four 32-bit
+words is a function of a 64-bit seed and a 128-bit counter. csrc/core/random.h has the same
+functions `finalise`, `mix` and Philox.
 """
 
 from typing import TypeVar
@@ -12,7 +12,7 @@ from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of Philox4x32
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # what Philox4x32 adds to its key per round
+_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)  # of Philox4x32, per round
 _ROUNDS = 10
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 divided by the golden ratio, as int64."""
@@ -55,7 +55,10 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(seed: int, blocks: Tensor) -> Tensor:
-    """Return the four random words, int64 `[N, 4]` in [0, 2^32), of blocks `[N]` >= 0 of a seed."""
+    """Return the four random words of each block number in `blocks`, int64 `[N]` >= 0.
+
+    The words are int64 `[N, 4]` in [0, 2^32).
+    """
     zero = torch.zeros_like(blocks)
     return philox_counters(seed, torch.stack([blocks & _MASK, blocks >> 32, zero, zero], dim=1))
 
@@ -67,7 +70,7 @@ def philox_counters(seed: int, counters: Tensor) -> Tensor:
     for _ in range(_ROUNDS):
         (h0, l0), (h1, l1) = _multiply(_MULTIPLIERS[0], c[0]), _multiply(_MULTIPLIERS[1], c[2])
         c = [h1 ^ c[1] ^ keys[0], l1, h0 ^ c[3] ^ keys[1], l0]
-        keys = [(key + step) & _MASK for key, step in zip(keys, _KEY_STEPS, strict=True)]
+        keys = [(key + added) & _MASK for key, added in zip(keys, _KEY_INCREMENTS, strict=True)]
     return torch.stack(c, dim=1)
 
 

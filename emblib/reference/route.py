@@ -1,8 +1,8 @@
 """Routing in plain PyTorch: ids to the ranks of their rows, and the pooled rows back.
 
-The arguments have the names of `emblib.ops.route`, whose docstring gives shapes and terms; ops take
-some more, which follow from these. A *block* is a range of a feature's rows, or a share of its
-keys; a *unit* is the part of a feature that one rank looks up; `copies` are the units that get the
+The docstring of `emblib.ops.route` explains arguments, shapes and terms. Its ops take additional
+arguments that follow from those here. A *block* is a range of a feature's rows, or a share of its
+keys. A *unit* is the part of a feature that one rank looks up. `copies` are the units that get the
 ids of a block. `routing` is the five tensors first_bags, features, blocks, copies and units. No
 loop runs over ids.
 """
@@ -17,9 +17,9 @@ from emblib.reference.random import mix
 
 
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
-    """Concatenate segments `order` of `values` `[N, ...]`; segment s is from row `starts[s]` on.
+    """Concatenate segments `order` of `values` `[N, ...]`.
 
-    `starts` is `[S + 1]`.
+    Segment s is `values[starts[s] : starts[s + 1]]`; `starts` is `[S + 1]`.
 
     Raises:
         ValueError: `total` is not the number of rows of these segments.
@@ -40,9 +40,9 @@ def blocks_and_local_ids(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[
     """Return the block of each id of one feature, int64 `[L]`, and the id within that block.
 
     `feature` is a row of `features` (`RouteFeatureColumn`), `blocks` as in `RouteBlockColumn`. The
-    ids within blocks have the dtype of `ids`. By range, -1 goes to the first block as -1, as does
-    every id of a table without rows; other ids outside the table go unchanged to the block of row
-    0, but BY_RANGE_ELSE_SPREAD spreads those from `rows` on, see `emblib.ops.route`.
+    ids within blocks have the dtype of `ids`. By range, -1 and every id of a table without rows go
+    to the first block as -1. Other ids outside the table go unchanged to the block of row 0. With
+    BY_RANGE_ELSE_SPREAD ids from `rows` on are spread over the blocks, see `emblib.ops.route`.
     """
     first_block, num_blocks, rows, rule = feature.tolist()
     if rule == RouteRule.BY_KEY:
@@ -68,42 +68,44 @@ class _UnitRoute(NamedTuple):
 
     Attributes:
         positions: int64 `[n]`, positions of the ids in the batch.
-        bag: int64 `[n]`, number of each id's bag among `bags`.
-        bags: int64, numbers in the batch of the bags of the unit's feature.
+        bag_of_id: int64 `[n]`, bag of each id, counted from the first bag of the unit's feature.
+        num_bags: number of bags of the feature.
         local_ids: `[n]` in the dtype of the batch, the ids within the unit's block.
     """
 
     positions: Tensor
-    bag: Tensor
-    bags: Tensor
+    bag_of_id: Tensor
+    num_bags: int
     local_ids: Tensor
 
 
-def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[_UnitRoute]:
+def _unit_routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[_UnitRoute]:
     """Return the route of every unit."""
     first_bags, features, blocks, copies, units = routing
-    none = ids.new_empty(0, dtype=torch.int64)
-    routes = [_UnitRoute(none, none, none, ids[:0])] * (units.numel() - 1)
+    no_ids = ids.new_empty(0, dtype=torch.int64)
+    routes = [_UnitRoute(no_ids, no_ids, 0, ids[:0])] * (units.numel() - 1)
     for f, feature in enumerate(features):
         first_block, num_blocks, _, _ = feature.tolist()
         if num_blocks == 0:
             continue
         bags = torch.arange(int(first_bags[f]), int(first_bags[f + 1]), device=ids.device)
         begin, end = (int(offsets[int(bag)]) for bag in first_bags[f : f + 2])
-        bag = torch.repeat_interleave(offsets[bags + 1] - offsets[bags])
+        bag_of_id = torch.repeat_interleave(offsets[bags + 1] - offsets[bags])
         block, local = blocks_and_local_ids(ids[begin:end], feature, blocks)
         for b in range(first_block, first_block + num_blocks):
             selected = (block == b).nonzero().flatten()
             _, first_copy, num_copies = blocks[b].tolist()
             for unit in copies[first_copy : first_copy + num_copies].tolist():
-                routes[unit] = _UnitRoute(begin + selected, bag[selected], bags, local[selected])
+                routes[unit] = _UnitRoute(
+                    begin + selected, bag_of_id[selected], bags.numel(), local[selected]
+                )
     return routes
 
 
 def route_lengths(ids: Tensor, offsets: Tensor, *routing: Tensor) -> Tensor:
     """Return the number of ids per bag, unit after unit, in the dtype of `ids`."""
-    routes = _routes(ids, offsets, routing)
-    counts = [torch.bincount(route.bag, minlength=route.bags.numel()) for route in routes]
+    routes = _unit_routes(ids, offsets, routing)
+    counts = [torch.bincount(route.bag_of_id, minlength=route.num_bags) for route in routes]
     return torch.cat([ids[:0], *counts]).to(ids.dtype)
 
 
@@ -114,7 +116,7 @@ def route_ids(
 
     Each is `[total]`; the weights are None if `weights` `[L]` is None.
     """
-    routes = _routes(ids, offsets, routing)
+    routes = _unit_routes(ids, offsets, routing)
     positions = torch.cat(
         [ids.new_empty(0, dtype=torch.int64), *(route.positions for route in routes)]
     )
@@ -122,35 +124,39 @@ def route_ids(
     return routed, positions, None if weights is None else weights[positions]
 
 
-def _rows(flat: Tensor, offset: int, stride: int, rows: int, width: int) -> Tensor:
-    """View `[rows, width]` in a flat tensor, from element `offset` on, rows `stride` apart."""
-    return flat.as_strided((rows, width), (stride, 1), flat.storage_offset() + offset)
+def _matrix_in(flat: Tensor, offset: int, stride: int, num_rows: int, width: int) -> Tensor:
+    """View elements of a flat tensor as a matrix `[num_rows, width]`.
+
+    Row i begins at element `offset + i * stride`.
+    """
+    return flat.as_strided((num_rows, width), (stride, 1), flat.storage_offset() + offset)
 
 
-def _divisors(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | float:
-    """Return what rows of a target are divided by: lengths of bags, at least 1, or 1.0 for sums.
+def _divisors(lengths: Tensor | None, first_bag: int, num_rows: int) -> Tensor | float:
+    """Return the divisors of the rows of a target: 1.0 for sums.
 
-    The lengths are `[rows, 1]`.
+    For means they are the lengths of the bags from `first_bag` on, at least 1, `[num_rows, 1]`.
     """
     if first_bag < 0 or lengths is None:
         return 1.0
-    return lengths[first_bag : first_bag + rows].clamp(min=1).float().unsqueeze(1)
+    return lengths[first_bag : first_bag + num_rows].clamp(min=1).float().unsqueeze(1)
 
 
-def _rows_of_piece(rows: Tensor | None, first_row: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return which of `count` rows of a target a piece has, and the piece's row for each.
+def _match_rows(row_map: Tensor | None, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of a target to which a piece adds, and the row of the piece for each.
 
-    Without `rows`, or with `first_row` -1, row i of the piece is for row i of the target.
+    The target has `num_rows` rows. Its row i gets row `row_map[first_row + i]` of the piece, none
+    if that is -1. Without `row_map`, or if `first_row` is -1, it gets row i.
     """
-    all_positions = torch.arange(count)
-    if first_row < 0 or rows is None:
-        return all_positions, all_positions
-    named_rows = rows[first_row : first_row + count].long()
-    return (named_rows >= 0).nonzero().view(-1), named_rows[named_rows >= 0]
+    all_rows = torch.arange(num_rows)
+    if first_row < 0 or row_map is None:
+        return all_rows, all_rows
+    piece_rows = row_map[first_row : first_row + num_rows].long()
+    return (piece_rows >= 0).nonzero().view(-1), piece_rows[piece_rows >= 0]
 
 
-def _num_rows(rows: Tensor) -> int:
-    """Return the number of rows that a piece needs to have all of `rows`."""
+def _min_num_rows(rows: Tensor) -> int:
+    """Return the smallest number of rows of a matrix that has all of `rows`."""
     return int(rows.max()) + 1 if rows.numel() else 0
 
 
@@ -167,21 +173,22 @@ def combine(
     local: Tensor | None = None,
     local_begin: int = 0,
 ) -> Tensor:
-    """Sum the pieces of every target in float32; means are divided by the lengths of bags.
+    """Sum the pieces of every target in float32; divide means by the lengths of their bags.
 
     Elements of the output without a target are 0.
 
     Args:
-        source: flat, all pieces, except for pieces in `local` if there is one.
+        source: flat, the elements of all pieces except those in `local`.
         targets: int64 `[T, 7]`, see `TargetColumn`.
         pieces: int64 `[P, 3]`, see `PieceColumn`.
         lengths: lengths of bags, by which means are divided; None divides nothing.
         out_numel: number of elements of the output.
         dtype: dtype of the output.
-        rows: int32, from `first_row` of a piece on: the row of the piece that each row of the
-            target adds, -1 for none. None adds row i to row i.
+        rows: int32: row i of a target adds row `rows[first_row + i]` of a piece, none if that is
+            -1. None adds row i to row i, as a `first_row` of -1 does.
         scale: factor of all sums.
-        local: flat, the elements of the source from `local_begin` on.
+        local: flat, the elements of the whole source from `local_begin` on, which `source` does not
+            have; None if `source` has all elements.
         local_begin: position of `local` in the whole source.
 
     Returns:
@@ -190,14 +197,15 @@ def combine(
     if local is not None:
         source = torch.cat([source[:local_begin], local, source[local_begin:]])
     out = source.new_zeros(out_numel, dtype=dtype)
-    for offset, stride, count, width, first_piece, end_piece, first_bag in targets.tolist():
-        total = source.new_zeros((count, width), dtype=torch.float32)
-        for piece, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
-            target_rows, piece_rows = _rows_of_piece(rows, first_row, count)
-            values = _rows(source, piece, piece_stride, _num_rows(piece_rows), width)
-            total[target_rows] += values[piece_rows].float()
-        total /= _divisors(lengths, first_bag, count)
-        _rows(out, offset, stride, count, width).copy_(total * scale)
+    for offset, stride, num_rows, width, first_piece, end_piece, first_bag in targets.tolist():
+        total = source.new_zeros((num_rows, width), dtype=torch.float32)
+        for piece_offset, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
+            target_rows, piece_rows = _match_rows(rows, first_row, num_rows)
+            num_piece_rows = _min_num_rows(piece_rows)
+            piece = _matrix_in(source, piece_offset, piece_stride, num_piece_rows, width)
+            total[target_rows] += piece[piece_rows].float()
+        total /= _divisors(lengths, first_bag, num_rows)
+        _matrix_in(out, offset, stride, num_rows, width).copy_(total * scale)
     return out
 
 
@@ -216,19 +224,20 @@ def combine_backward(
 ) -> Tensor:
     """Apply the adjoint of `combine`: copy each target's gradient, divided and scaled, to pieces.
 
-    `grad` is the gradient of the output of `combine`, `source_numel` the size of the whole source;
-    other arguments are those of `combine`. Returns the gradient of the source, flat in `dtype`, 0
-    where no piece is. With `local`, its part is written there and missing in the result. Pieces
-    must not overlap; not checked.
+    `grad` is the gradient of the output of `combine`, `source_numel` the number of elements of the
+    whole source; other arguments are those of `combine`. Returns the gradient of the source, flat
+    in `dtype`, 0 where no piece is. With `local`, the gradient of these elements is written to
+    `local`, and the result has only the other elements. Pieces must not overlap; not checked.
     """
     out = grad.new_zeros(source_numel, dtype=dtype)
-    for offset, stride, count, width, first_piece, end_piece, first_bag in targets.tolist():
-        target_grad = _rows(grad, offset, stride, count, width).float()
-        piece_grad = target_grad / _divisors(lengths, first_bag, count) * scale
-        for piece, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
-            target_rows, piece_rows = _rows_of_piece(rows, first_row, count)
-            values = _rows(out, piece, piece_stride, _num_rows(piece_rows), width)
-            values[piece_rows] = piece_grad[target_rows].to(dtype)
+    for offset, stride, num_rows, width, first_piece, end_piece, first_bag in targets.tolist():
+        target_grad = _matrix_in(grad, offset, stride, num_rows, width).float()
+        row_grads = target_grad / _divisors(lengths, first_bag, num_rows) * scale
+        for piece_offset, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
+            target_rows, piece_rows = _match_rows(rows, first_row, num_rows)
+            num_piece_rows = _min_num_rows(piece_rows)
+            piece = _matrix_in(out, piece_offset, piece_stride, num_piece_rows, width)
+            piece[piece_rows] = row_grads[target_rows].to(dtype)
     if local is None:
         return out
     local_end = local_begin + local.numel()

@@ -1,8 +1,7 @@
 """Table-batched embeddings in plain PyTorch: the definition of correct.
 
 Same terms as `emblib.ops.tbe`, no native code, any floating dtype (float64 for gradient checks),
-any device. `features` is int64 `[F, 8]`: weight_offset, row_base, rows, dim, column, tier,
-state_base, cache_stride (`FeatureColumn`). The rules for invalid input:
+any device. `features` is int64 `[F, 8]`, see `FeatureColumn`. The rules for invalid input:
 
 - offsets are clamped to `[0, L]` and made non-decreasing, and the last one is L
 - ids before the first offset are in no bag
@@ -26,8 +25,9 @@ class Extras(NamedTuple):
     """Optional inputs of a batch.
 
     Attributes:
-        slots: int `[L]`, cache slot of each lookup, -1 for none.
-        bag_layout: int64 `[bags, 2]`, feature and first output element of each bag.
+        slots: int `[L]`, cache slot of the row of each lookup, -1 for none; None without a cache.
+        bag_layout: int64 `[bags, 2]`, feature and first output element of each bag; None if all
+            features have the same number of bags.
     """
 
     slots: Tensor | None = None
@@ -38,7 +38,7 @@ NO_EXTRAS = Extras()
 
 
 class RowGroups(NamedTuple):
-    """Lookups grouped by row: `rows[u]` has the lookups `lookups[segments[u]:segments[u + 1]]`.
+    """Lookups grouped by row: row `rows[u]` has `lookups[segments[u] : segments[u + 1]]`.
 
     Attributes:
         rows: int64 `[U]`, linear rows, ascending.
@@ -91,10 +91,10 @@ def feature_of_bag(features: Tensor, offsets: Tensor, bag_layout: Tensor | None 
     return bags // max((offsets.numel() - 1) // max(features.size(0), 1), 1)
 
 
-def _locate(
+def _locate_lookups(
     features: Tensor, indices: Tensor, offsets: Tensor, bag_layout: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bag, feature and repaired index of each lookup; index -1 marks one to skip."""
+    """Return bag, feature and repaired index of each lookup; skipped lookups have index -1."""
     bag = bag_of_lookup(offsets, indices.numel())
     if features.size(0) == 0 or offsets.numel() < 2:
         return bag, torch.zeros_like(bag), torch.full_like(bag, -1)
@@ -107,12 +107,12 @@ def _locate(
     return bag, feature, torch.where(bag >= 0, index, -1)
 
 
-def _tiers(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def _flat_tiers(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Return flat weights by `Tier`; one tensor is tier 0."""
     return [weights.flatten()] if isinstance(weights, Tensor) else [w.flatten() for w in weights]
 
 
-def _rows(
+def _read_rows(
     tiers: Sequence[Tensor], feature: Sequence[int], index: Tensor, slots: Tensor | None
 ) -> Tensor:
     """Return rows `index` of a table; a row with a cache slot (>= 0) is read from the cache."""
@@ -156,30 +156,31 @@ def lookup(
         output_dim: columns of the output; with a bag layout its number of elements.
         extras: cache slots and bag layout.
     """
-    tiers, offsets = _tiers(weights), repair_offsets(offsets, indices.numel())
-    bag, feature, index = _locate(features, indices, offsets, extras.bag_layout)
+    tiers, offsets = _flat_tiers(weights), repair_offsets(offsets, indices.numel())
+    bag, feature, index = _locate_lookups(features, indices, offsets, extras.bag_layout)
     is_unpooled, lengths = pooling is Pooling.NONE, offsets.diff()
-    batch = (offsets.numel() - 1) // max(features.size(0), 1)
-    shape: tuple[int, ...] = (indices.numel(), output_dim) if is_unpooled else (batch, output_dim)
+    batch_size = (offsets.numel() - 1) // max(features.size(0), 1)
+    num_vectors = indices.numel() if is_unpooled else batch_size
+    shape: tuple[int, ...] = (num_vectors, output_dim)
     if is_unpooled:
-        start = torch.arange(indices.numel()) * output_dim
+        first_elements = torch.arange(indices.numel()) * output_dim  # per lookup, else per bag
     elif extras.bag_layout is not None:
-        shape, start = (output_dim,), extras.bag_layout[:, BagColumn.ELEMENT]
+        shape, first_elements = (output_dim,), extras.bag_layout[:, BagColumn.ELEMENT]
     else:
         bags = torch.arange(offsets.numel() - 1, device=offsets.device)
         column = features[feature_of_bag(features, offsets), FeatureColumn.COLUMN]
-        start = bags % max(batch, 1) * output_dim + column
-    start = start.to(indices.device)
+        first_elements = bags % max(batch_size, 1) * output_dim + column
+    first_elements = first_elements.to(indices.device)
     out = tiers[0].new_zeros(math.prod(shape))
     for f, feature_row in enumerate(features.tolist()):
         selected = ((feature == f) & (index >= 0)).nonzero().squeeze(1)
         slots = None if extras.slots is None else extras.slots[selected]
-        values = _rows(tiers, feature_row, index[selected], slots)
+        values = _read_rows(tiers, feature_row, index[selected], slots)
         if sample_weights is not None:
             values = values * sample_weights[selected].to(values.dtype).unsqueeze(1)
         if pooling is Pooling.MEAN:
             values = values / lengths[bag[selected]].to(values.dtype).unsqueeze(1)
-        first_element = start[selected if is_unpooled else bag[selected]]
+        first_element = first_elements[selected if is_unpooled else bag[selected]]
         elements = first_element.unsqueeze(1) + torch.arange(
             feature_row[FeatureColumn.DIM], device=first_element.device
         )
@@ -190,9 +191,9 @@ def lookup(
 def group(
     features: Tensor, indices: Tensor, offsets: Tensor, bag_layout: Tensor | None = None
 ) -> RowGroups:
-    """Group the lookups by linear row id (`row_base + index`), stably; skipped ones are dropped."""
+    """Group the lookups by linear row (`row_base + index`), stably; skipped ones are left out."""
     offsets = repair_offsets(offsets, indices.numel())
-    bag, feature, index = _locate(features, indices, offsets, bag_layout)
+    bag, feature, index = _locate_lookups(features, indices, offsets, bag_layout)
     valid_positions = (index >= 0).nonzero().squeeze(1)
     keys = features[feature[valid_positions], FeatureColumn.ROW_BASE] + index[valid_positions]
     order = keys.argsort(stable=True)
@@ -210,8 +211,11 @@ def sample_weight_grad(
     pooling: Pooling = Pooling.SUM,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
-    """Return the gradient of `lookup` in its sample weights, `[L]`, given its output's gradient."""
-    tiers = [tier.detach() for tier in _tiers(weights)]
+    """Return the gradient of `lookup` in its sample weights, `[L]`.
+
+    `grad` is the gradient of its output; the other arguments are those of `lookup`.
+    """
+    tiers = [tier.detach() for tier in _flat_tiers(weights)]
     ones = torch.ones(indices.numel(), dtype=tiers[0].dtype, device=indices.device)
     columns = grad.size(-1)
     with torch.enable_grad():
@@ -240,10 +244,11 @@ def update_(
         states: all states of tier 0, then of tier 1, ...; changed in place.
         hyper: float64 hyperparameters, see `Hyper`.
         optimizer: name in `optim.OPTIMIZERS`.
-        weight_grad: gradients of the weights, by `Tier`; the cache has none.
+        weight_grad: gradients of the weights, by `Tier`; those of cached rows are in the tier of
+            their table.
         features: int64 `[F, 8]`.
         groups: lookups by row, of which only the rows are used.
-        row_slots: `[U]`, cache slot of each row, -1 for none; None for no slots.
+        row_slots: `[U]`, cache slot of each row, -1 for none; None if no row has one.
     """
     weights = [weights] if isinstance(weights, Tensor) else weights
     weight_grad = [weight_grad] if isinstance(weight_grad, Tensor) else weight_grad
@@ -271,12 +276,12 @@ def update_(
                 elements, row_numbers = table_elements, state_base + linear - base
             tier_states = states[tier * len(per_row) : (tier + 1) * len(per_row)]
             state_positions = [row_numbers if by_row else elements for by_row in per_row]
-            local = [state[i] for state, i in zip(tier_states, state_positions, strict=True)]
+            row_states = [state[i] for state, i in zip(tier_states, state_positions, strict=True)]
             new_rows, new_states = optim.step_rows(
                 optimizer,
                 weights[tier][elements],
                 weight_grad[table_tier][table_elements],
-                local,
+                row_states,
                 hyper,
             )
             optim.store(weights[tier], elements, new_rows, hyper, linear, 0)

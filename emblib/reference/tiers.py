@@ -1,8 +1,8 @@
 """Rows that move between a dynamic table and its store: the definition of `emblib.ops.tiers`.
 
 Arguments and results are those of the ops. `row_buffers` are matrices by slot, such as weights and
-optimizer states; a *packed* row, uint8 `[row_bytes]`, is the bytes of one row in all of them, one
-buffer after the other. A record of a store is some 8-byte words (stamp, score), then a packed row.
+optimizer states. A *packed* row, uint8 `[row_bytes]`, has the bytes of one row in all buffers, one
+buffer after the other. A record of a store has some 8-byte words (stamp, score), then a packed row.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from emblib.reference.hash import EVICTING, HIT, NEW, REFUSED
 
 
-def packed(row_buffers: Sequence[Tensor], slots: Tensor) -> Tensor:
+def pack_rows(row_buffers: Sequence[Tensor], slots: Tensor) -> Tensor:
     """Return the packed rows in slots `[n]`, uint8 `[n, row_bytes]`."""
     return torch.cat(
         [buffer[slots].contiguous().view(torch.uint8) for buffer in row_buffers], dim=1
@@ -34,20 +34,21 @@ def swap_(
     Args:
         row_buffers: changed in place.
         slots: int64 `[n]`, the slot of each miss after its insertion, -1 for none.
-        status: uint8 `[n]`, the result of the insertion of each miss.
+        status: uint8 `[n]`, the result of the insertion of each miss (`InsertStatus`).
         evicted: int64 `[n, 3]`, key, stamp and score of the key that each miss evicted.
         found: int64 `[m]`, numbers of the misses that have a row in the store.
         rows: uint8 `[m, row_bytes]`, these rows.
-        first_overflow: the overflow row of the first refused miss; the others follow.
+        first_overflow: the overflow row of the first refused miss; the next ones get the rows after
+            it.
 
     Returns:
-        Slots `[n]`, overflow rows for refused misses; status `[n]`, NEW for these, then HIT for
-        `found`; keys, stamps and scores of evicted keys, int64 `[3, k]`, and their packed rows;
-        numbers of the refused misses; the slots of `found`.
+        Slots `[n]`, which for refused misses are overflow rows; status `[n]`, NEW for refused
+        misses and HIT for `found`; keys, stamps and scores of evicted keys, int64 `[3, k]`, and
+        their packed rows; numbers of the refused misses; the slots of `found`.
     """
     slots, status = slots.clone(), status.clone()
     is_evicting = status == EVICTING
-    demoted, demoted_rows = evicted[is_evicting].T, packed(row_buffers, slots[is_evicting])
+    demoted, demoted_rows = evicted[is_evicting].T, pack_rows(row_buffers, slots[is_evicting])
     refused = (status == REFUSED).nonzero().view(-1)
     slots[refused] = torch.arange(first_overflow, first_overflow + refused.numel())
     status[refused] = NEW
@@ -67,10 +68,10 @@ def swap_(
 
 
 def read(records: Tensor, slots: Tensor, row_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the positions of slots that are not -1, their words, and their rows.
+    """Return the positions of slots that are not -1, and the words and rows of their records.
 
-    `records` is uint8 `[S, stride]`. With m such positions, words are int64 `[words, m]`, as many
-    as fit before a row, and rows uint8 `[m, row_bytes]`.
+    `records` is uint8 `[S, record_bytes]`. With m such positions, the words are int64 `[words, m]`,
+    as many as fit before a row, and the rows uint8 `[m, row_bytes]`.
     """
     positions = (slots >= 0).nonzero().view(-1)
     selected, num_words = records[slots[positions]], (records.shape[1] - row_bytes) // 8
@@ -82,9 +83,12 @@ def read(records: Tensor, slots: Tensor, row_bytes: int) -> tuple[Tensor, Tensor
 
 
 def write_(records: Tensor, slots: Tensor, words: Tensor, values: Tensor) -> None:
-    """Write words, int64 `[words, n]`, and rows, uint8 `[n, bytes]`, to slots `[n]`; -1 is none."""
-    heads = [word.clone().view(-1, 1).view(torch.uint8) for word in words]
-    new_records = torch.cat([*heads, values], dim=1)
+    """Write records to slots `[n]`, -1 for none: words, int64 `[words, n]`, then rows `values`.
+
+    The rows are uint8 `[n, row_bytes]`. Bytes of a record after its row are not changed.
+    """
+    word_bytes = [word.clone().view(-1, 1).view(torch.uint8) for word in words]
+    new_records = torch.cat([*word_bytes, values], dim=1)
     for slot, record in zip(slots.tolist(), new_records, strict=True):
         if slot >= 0:
             records[slot, : record.numel()] = record

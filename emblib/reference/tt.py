@@ -5,8 +5,8 @@ Core k is `[p_k, R_k * q_k * R_{k+1}]` with `R_0 = R_d = 1`, its rows laid out a
 significant), is the chain `G_0[i_0] G_1[i_1] ..` flattened to `D = prod(q)` values, the column
 digit of core 0 most significant. Decomposition and layout are those of TT-Rec (Yin et al., MLSys
 2021). Cores may have any floating dtype and device; `rows`, `to_dense` and `lookup` are
-differentiable in them. Terms: L ids, D dim, d cores. `row_factors` are the p_k, `dim_factors` the
-q_k. `update_rows_` is the update of a core, whose rows are those of `[p_k, ...]`.
+differentiable in the cores. Terms: L ids, D dim, d cores. `row_factors` are the p_k, `dim_factors`
+the q_k. `update_rows_` updates a core as a matrix of p_k rows.
 """
 
 import math
@@ -48,9 +48,9 @@ def matmul_operand(values: Tensor, precision: MatmulPrecision) -> Tensor:
         return values.bfloat16().float()
     if precision is MatmulPrecision.FLOAT32:
         return values
-    rounded = (values.view(torch.int32).long() + 0x1000) & ~0x1FFF  # 13 of 24 bits are dropped
-    rounded = (rounded + 2**31) % 2**32 - 2**31  # a NaN may carry into the sign
-    return torch.where(values.isnan(), values, rounded.to(torch.int32).view(torch.float32))
+    bits = (values.view(torch.int32).long() + 0x1000) & ~0x1FFF  # drop 13 of 24 significant bits
+    bits = (bits + 2**31) % 2**32 - 2**31  # the sum for a NaN may change the sign bit
+    return torch.where(values.isnan(), values, bits.to(torch.int32).view(torch.float32))
 
 
 def rows(
@@ -95,9 +95,9 @@ def keys(
 ) -> Tensor:
     """Return sort keys of ids, int64 `[L]`: ids with neighbouring keys share slices of cores.
 
-    A key has the digits of an id in another order: with three or more cores the first two are
-    swapped, so that the digit of the large second core leads. -1 stays -1, any other id outside the
-    table gets the key of id 0.
+    A key has the digits of the row of an id in another order: with three or more cores the first
+    two are swapped, so that the digit of the large second core comes first. -1 stays -1, any other
+    id outside the table gets the key of id 0.
     """
     ids = indices.long()
     repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
@@ -112,9 +112,9 @@ def keys(
 
 
 def ids_of_keys(sort_keys: Tensor, row_factors: Sequence[int]) -> Tensor:
-    """Return the rows, int64 `[L]`, whose `keys` these are: ids after the permutation.
+    """Return the rows, int64 `[L]`, of sort keys: the inverse of `keys`, up to the permutation.
 
-    The keys must be valid: -1 is not handled.
+    A row is an id after its permutation. The keys must not be -1; not checked.
     """
     order = list(range(len(row_factors)))
     if len(order) > 2:
@@ -154,11 +154,12 @@ def lookup(
     dim = math.prod(dim_factors)
     ids = indices.long()
     repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
-    table = rows(cores, repaired, row_factors, dim_factors)  # row i is for lookup i
-    position = torch.arange(ids.numel(), device=ids.device)
-    position = torch.where(ids == -1, ids, position)
+    row_of_lookup = rows(cores, repaired, row_factors, dim_factors)  # read as a table
+    positions = torch.arange(ids.numel(), device=ids.device)
+    positions = torch.where(ids == -1, ids, positions)
     features = torch.tensor([FeatureRow(rows=ids.numel(), dim=dim)], device=ids.device)
-    return tbe.lookup(table.flatten(), features, position, offsets, sample_weights, pooling, dim)
+    weights = row_of_lookup.flatten()
+    return tbe.lookup(weights, features, positions, offsets, sample_weights, pooling, dim)
 
 
 def stored(
@@ -166,12 +167,12 @@ def stored(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ids to compute from the cores, the stored rows to read, and the keys to count.
 
-    All are int64 `[L]`, with -1 where there is none; the first two are empty if no rows are stored.
+    All are int64 `[L]`, -1 for none; the first two are empty if no rows are stored.
 
     Args:
-        indices: `[L]`, as the batch has them; one that differs from its `ids` entry is invalid.
-        ids: int64 `[L]`, repaired; -1 skips.
-        keys: int64 `[L]`, the ids offset by the first key of their table.
+        indices: `[L]`, as the batch has them; an index that differs from its id was invalid.
+        ids: int64 `[L]`, the repaired indices; -1 for lookups to skip.
+        keys: int64 `[L]`, the ids, numbered over all tables.
         slots: int64 `[L]`, slots of `keys` in the index of stored rows, -1 for none; None if no
             rows are stored.
         row_of_slot: int64 `[S]`, the stored row of each slot, -1 for none.
@@ -196,8 +197,8 @@ def count_(
         counters: changed in place.
     """
     for f, table in enumerate(tables.tolist()):
-        ids_of_feature = slice(int(starts[f]), int(starts[f + 1]))
-        is_lookup = counted_keys[ids_of_feature] >= 0
-        counters[table, 0] += is_lookup.sum()
+        lookups = slice(int(starts[f]), int(starts[f + 1]))
+        is_counted = counted_keys[lookups] >= 0
+        counters[table, 0] += is_counted.sum()
         if len(rows):
-            counters[table, 1] += (is_lookup & (rows[ids_of_feature] >= 0)).sum()
+            counters[table, 1] += (is_counted & (rows[lookups] >= 0)).sum()

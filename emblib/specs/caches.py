@@ -47,8 +47,8 @@ class Verify(Choice):
 class MultiPassPrefetch:
     """Prefetch a large batch in several passes, which bounds the memory for grouping it.
 
-    A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts. Both must be at
-    least 1 (else ValueError).
+    A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts, a smaller one
+    at once. Both numbers must be ints (else TypeError) of at least 1 (else ValueError).
 
     Example:
         >>> passes = emblib.MultiPassPrefetch(passes=4, min_lookups=1 << 20)
@@ -68,7 +68,7 @@ class CacheConfig:
     """The cache of the MANAGED_CACHING and DISK tables of a module: 32-way set-associative.
 
     Args:
-        policy: policy that selects the row to evict.
+        policy: policy that selects the row that a full set evicts.
         load_factor: fraction of the rows of those tables that fits into the cache, in (0, 1];
             unused if `sets` is set.
         sets: number of sets of 32 rows; 0 computes it from `load_factor`.

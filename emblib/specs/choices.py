@@ -1,4 +1,4 @@
-"""Enums of words, and the checks and the format that all descriptions share."""
+"""The base class of enums, and the checks and the formatting that all specs share."""
 
 from __future__ import annotations
 
@@ -51,19 +51,25 @@ def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
     if number < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {number}")
     if number >= 1 << 63:
-        # Without the number, which may be the secret seed of a hash function.
+        # The message omits the number, which may be the secret seed of a hash function.
         raise ValueError(f"{name} must be below 2^63, got {number.bit_length()} bits")
     return number
 
 
 def set_counts(spec: Any, *names: str, minimum: int = 1) -> None:
-    """Check fields of a frozen dataclass by `check_count`, and convert them to plain ints."""
+    """Check the fields `names` of a frozen dataclass by `check_count`; convert them to plain ints.
+
+    Raises the errors of `check_count`.
+    """
     for name in names:
         object.__setattr__(spec, name, check_count(name, getattr(spec, name), minimum=minimum))
 
 
 def set_dim(spec: Any) -> None:
-    """Check and convert the field `dim`, the elements of a row, in [1, MAX_DIM]."""
+    """Check the field `dim` (elements per row, 1 to MAX_DIM), and convert it to a plain int.
+
+    Raises TypeError unless it is an integer, ValueError unless it is in this range.
+    """
     set_counts(spec, "dim")
     if spec.dim > MAX_DIM:
         raise ValueError(f"dim must be at most {MAX_DIM}, got {spec.dim}")

@@ -17,21 +17,21 @@ SLOTS = 32
 
 
 class Eviction(Choice):
-    """Value by which keys are evicted: a new key replaces the key with the least value.
+    """Value by which keys are evicted: the key with the lowest value is evicted first.
 
-    A key may be in either of two buckets of 32 slots. If both are full, the least of the keys in
-    them is evicted.
+    A key may be in either of two buckets of 32 slots. A new key evicts another one only if both of
+    its buckets are full: the key with the lowest value in them.
 
-    ========  ==========================================================
-    LRU       the step it was last used in
-    LFU       how often it was used
-    LRU_LFU   how often it was used, then the step it was last used in
-    STEP      the step number that the module counts for each table
-    CUSTOM    the score that you set, then the step it was last used in
-    NONE      no eviction: a full table rejects new keys
-    ========  ==========================================================
+    ========  =================================================================
+    LRU       training batch of the last use
+    LFU       number of uses
+    LRU_LFU   number of uses, then training batch of the last use
+    STEP      step of the last use, which the module counts per table
+    CUSTOM    score that you set for the last use, then its training batch
+    NONE      none: no key is evicted, and new keys of full buckets are refused
+    ========  =================================================================
 
-    Remaining ties evict the smaller key. Keys of the current batch are never evicted.
+    Of keys with equal values the smallest is evicted. Keys of the current batch are never evicted.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=32, dim=4, eviction=emblib.Eviction.LFU)
@@ -71,7 +71,7 @@ class InsertPolicy(Choice):
     """
 
     ALWAYS_EVICT = "wins"  # the new key replaces the lowest-ranked key
-    EVICT_IF_LOWER = "competes"  # only if that key ranks lower than the new one; else rejects it
+    EVICT_IF_LOWER = "competes"  # a new key that ranks below the lowest-ranked key is refused
 
 
 class OnInsertFailure(Choice):
@@ -100,7 +100,9 @@ class OnInsertFailure(Choice):
 
 @dataclass(frozen=True)
 class ExactCounter:
-    """Count up to `capacity` keys (rounded up to 32); keys with the lowest counts are evicted.
+    """Count the uses of up to `capacity` keys, rounded up to a multiple of 32.
+
+    In a full counter a new key evicts the key with the lowest count, and that count is lost.
 
     Example:
         >>> admission = emblib.FrequencyAdmission(threshold=3, counter=emblib.ExactCounter(100))
@@ -116,10 +118,11 @@ class ExactCounter:
 
 @dataclass(frozen=True)
 class CountMinSketch:
-    """Count keys in a count-min sketch of `depth` rows of `width` counters; counts may be too high.
+    """Count the uses of keys in a count-min sketch; counts may be too high.
 
-    With `halve_every`, each counter is halved once per that many batches, so that old counts fade.
-    None never halves. All numbers must be at least 1, `width` below 2^31 (else ValueError).
+    The sketch has `depth` rows with `width` counters each. Each counter is halved once per
+    `halve_every` batches, so that old counts fade; None never halves them. All numbers must be at
+    least 1, `width` below 2^31 (else ValueError).
 
     Example:
         >>> counter = emblib.CountMinSketch(width=1 << 16, depth=4, halve_every=1_000)
@@ -147,8 +150,8 @@ class PerFeature:
     `FrequencyAdmission.threshold` and `DynamicSpec.ttl` take it for tables that features share.
 
     Args:
-        values: the values. A ttl may be None, for a feature whose use keeps a key until it is
-            evicted.
+        values: the values. The ttl of a feature may be None: a key that this feature has used does
+            not expire.
 
     Example:
         >>> spec = emblib.DynamicSpec(100, 4, ttl=emblib.PerFeature(1, 100))
@@ -175,14 +178,15 @@ class FrequencyAdmission:
     """Admit a key once it was used `threshold` times, the current batch included.
 
     Args:
-        threshold: number of uses, duplicates within a batch included; with a `PerFeature`, the
-            smallest threshold of the features that use the key in the batch counts.
+        threshold: number of uses; repeated uses in one batch count. With a `PerFeature`, the lowest
+            threshold of the features that use the key in the batch applies.
         counter: counter of the uses of keys without a row.
-        reads: initializer of the values that a key without a row reads in training, which are not
-            trained; None reads `DynamicSpec.default_value`.
+        reads: initializer of the values that keys without a row read in training; these values are
+            not trained. With None such keys read `DynamicSpec.default_value`.
         rule: function that replaces the comparison with the threshold. From keys and their counts,
-            int64 `[n]` on the device of the tables, it returns which keys to admit, bool `[n]`. It
-            must depend on its arguments only, and makes the host wait for a GPU. None compares.
+            int64 `[n]` on the device of the tables, it returns which keys to admit, bool `[n]`. Its
+            result must depend on nothing else. With a rule the host waits for the GPU. None
+            compares counts with the threshold.
 
     Raises:
         TypeError: an argument of another type.
@@ -232,9 +236,9 @@ class FrequencyAdmission:
 
 
 def check_ttl(ttl: Any) -> Any:
-    """Return a time to live, checked: a positive number of steps or time, None, or a PerFeature.
+    """Check a time to live and return it: a positive int (steps) or timedelta, None, or PerFeature.
 
-    Raises TypeError for another type, ValueError for other numbers or for steps mixed with time.
+    Raises TypeError for another type, ValueError if it is not positive or mixes steps with time.
     """
     if isinstance(ttl, PerFeature):
         ttls = [check_ttl(value) for value in ttl.values]
@@ -257,7 +261,8 @@ class DynamicSpec:
     Args:
         capacity: maximum number of rows; rounded up to a multiple of 32, as `initial_capacity` is.
         dim: elements per row.
-        name: name of the table in checkpoints; the initial values of rows depend on it.
+        name: name of the table in checkpoints, without dots; "" names it by its position. The
+            initial values of rows depend on it.
         initial_capacity: rows to start with; the table grows up to `capacity` as keys are inserted.
             None starts with `capacity`.
         max_load: load, in keys per allocated row, above which a table grows. The default 0.8 is the
@@ -267,21 +272,23 @@ class DynamicSpec:
         insert_policy: condition for a new key to evict the lowest-ranked key, see `InsertPolicy`.
         initializer: first values of a row, a function of seed, table, key and element.
         initial_state: first value of the optimizer states of a row.
-        default_value: value of all elements that a key without a row reads: one that is not in the
-            table in lookups without gradients, or was not inserted in training.
+        default_value: value of all elements that a key without a row reads. In training these are
+            keys that were not inserted, in lookups without gradients keys not in the table.
         admission: requirement for a key to be inserted; None inserts all keys.
-        ttl: time without use after which a key expires: an int counts training forwards of the
-            module, a `datetime.timedelta` is wall-clock time; None: keys do not expire. With a
-            `PerFeature` a key lives as long as the last use by some feature is within the ttl of
-            that feature.
+        ttl: time without use after which a key expires. An int counts training forwards of the
+            module, a `datetime.timedelta` is wall-clock time; with None keys do not expire. With a
+            `PerFeature` a key expires when each feature that has used it did so longer ago than its
+            own ttl.
         on_insert_failure: reaction of a training forward to keys that found no slot.
-        fallback_rows: number of further rows, which keys without a row read, and train in training;
-            a hash of the key selects one of them. With 0, such keys read `default_value`.
+        fallback_rows: number of additional rows that keys without a row share. A hash of the key
+            selects the row that it reads and, in training, updates. With 0, such keys read
+            `default_value`.
 
     Raises:
         TypeError: an argument of another type, unless listed next.
-        ValueError: a number out of range; `name`, a word or a float of another type; or
-            `fallback_rows` together with an argument that would have no effect then.
+        ValueError: a number out of range, a float that is no number, a name with dots or that is no
+            string, or an unknown word; or `fallback_rows` with another `default_value` than 0 or
+            with `FrequencyAdmission.reads`, which would have no effect.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)
@@ -340,8 +347,8 @@ class DynamicSpec:
         object.__setattr__(self, "fallback_rows", rows)
         if rows >= 1 << 31:
             raise ValueError(f"fallback_rows must be below 2^31, got {rows}")
-        reads = self.admission is not None and self.admission.reads is not None
-        if rows and (reads or self.default_value != 0.0):
+        has_unadmitted_values = self.admission is not None and self.admission.reads is not None
+        if rows and (has_unadmitted_values or self.default_value != 0.0):
             raise ValueError(
                 "keys without a row read one of fallback_rows, so default_value and "
                 "FrequencyAdmission(reads=...) have no effect: leave them or fallback_rows out"
@@ -349,7 +356,10 @@ class DynamicSpec:
 
     @property
     def lifetimes(self) -> tuple[int | timedelta | None, ...]:
-        """Return the distinct times to live of the features, ascending; None, for ever, is last."""
+        """Return the distinct times to live of the features, ascending; None, no expiry, is last.
+
+        Without a `PerFeature` there is one.
+        """
         if not isinstance(self.ttl, PerFeature):
             return (self.ttl,)
         finite = {value for value in self.ttl.values if value is not None}
@@ -372,7 +382,7 @@ class DynamicSpec:
 
     @property
     def buckets(self) -> int:
-        """Return the initial number of buckets; the table grows up to `max_buckets`."""
+        """Return the number of buckets at the start, before the table grows up to `max_buckets`."""
         capacity = self.capacity if self.initial_capacity is None else self.initial_capacity
         return -(-capacity // SLOTS)
 

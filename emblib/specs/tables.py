@@ -45,21 +45,22 @@ class BoundsCheck(Choice):
     instead.
 
     On CUDA no mode makes the host wait. WARNING counts on the device; one of the next 16 or so
-    lookups warns of what was counted, and so does `emblib.report_bounds_violations(model)`. FATAL
-    runs the same kernels and ends them as a failed device assert does: nothing after them runs, the
-    next call that waits for the device raises, and the process cannot use CUDA any more.
+    lookups warns of the counted violations, and so does `emblib.report_bounds_violations(model)`.
+    FATAL runs the same kernels and ends them as a failed device assert does: nothing after them
+    runs, the next call that waits for the device raises, and the process cannot use CUDA any more.
 
-    Offsets that do not begin with 0, or that lack the last entry, would skip ids or a bag: on the
+    Offsets that do not begin with 0, or that lack the last entry, would skip ids or a bag. On the
     CPU, compiled or not, WARNING raises RuntimeError for them; on CUDA it counts such ids and
     offsets too. Ids of -1 before the first offset are padding, which may be skipped. NONE checks
-    nothing: it equals IGNORE for offsets that never decrease, and is memory-safe but otherwise
-    unspecified for others.
+    nothing. For offsets that never decrease it equals IGNORE; for other offsets it is memory-safe,
+    and its results are unspecified.
 
     A collection treats the lengths of a batch in the same way whatever the order of its keys, its
-    tables and its ranks. If they do not add up to the number of ids, FATAL raises; the other modes
-    clamp offsets and give the last bag the ids that no bag has, and WARNING warns; with a single
-    feature it raises for ids after the last bag. A negative length would move ids to other bags:
-    FATAL and, on the CPU and not compiled, WARNING raise; IGNORE and NONE take its bag as empty.
+    tables and its ranks. If lengths do not add up to the number of ids, FATAL raises. The other
+    modes clamp offsets and add the ids that are in no bag to the last bag. WARNING also warns, and
+    with a single feature it raises for ids after the last bag. A negative length would move ids to
+    other bags: FATAL raises, and so does WARNING on the CPU in code that is not compiled; IGNORE
+    and NONE treat its bag as empty.
 
     Example:
         >>> tables, check = [emblib.TableSpec(rows=3, dim=4)], emblib.BoundsCheck

@@ -69,8 +69,8 @@ class TTSpec:
         dim_factors: one factor per core, whose product is `dim`; () lets `emblib.tt.shapes` choose
             them.
         name: name of the table in messages.
-        ids: order of the ids in the train. PERMUTED maps ids to rows by a bijection, which is
-            better if ids are in random order or in order of frequency (see `emblib.tt.shapes`).
+        ids: order of the ids in the rows. PERMUTED maps ids to rows by a bijection; choose it if
+            ids are in random order or in order of frequency (see `emblib.tt.shapes`).
         seed: seed of the bijection, >= 0; unused with AS_GIVEN.
 
     Raises:
@@ -142,7 +142,7 @@ class TTSpec:
     def usable(self) -> TTSpec:
         """Return this spec with ranks lowered to those that its cores can use; log a change."""
         max_ranks = shapes.max_ranks(self.row_factors, self.dim_factors)
-        ranks = tuple(min(rank, top) for rank, top in zip(self.ranks, max_ranks, strict=True))
+        ranks = tuple(map(min, self.ranks, max_ranks))
         if ranks == self.ranks:
             return self
         _LOG.info(
@@ -166,9 +166,9 @@ class TTSpec:
     ) -> TTSpec:
         """Return the spec with the largest ranks whose cores take at most `nbytes` in `dtype`.
 
-        All ranks are equal, except where the cores can use only a lower one. All else is that of
-        `like`, whose factors must fit `rows` and `dim`; without it there are `cores` cores, with
-        factors of `emblib.tt.shapes`.
+        All ranks are equal, except where the cores can use only a lower one. The other fields are
+        those of `like`, whose factors must fit `rows` and `dim`. Without `like` there are `cores`
+        cores with factors of `emblib.tt.shapes`.
 
         Raises:
             TypeError: `rows` or `dim` that is no int.
@@ -189,7 +189,7 @@ class TTSpec:
         max_ranks = shapes.max_ranks(template.row_factors, template.dim_factors)
 
         def with_rank(rank: int) -> TTSpec:
-            return replace(template, ranks=tuple(min(rank, top) for top in max_ranks))
+            return replace(template, ranks=tuple(min(rank, max_rank) for max_rank in max_ranks))
 
         if with_rank(1).numel > max_numel:
             raise ValueError(
