@@ -253,7 +253,7 @@ def test_every_instruction_set_rounds_to_16_bits_as_torch_does() -> None:
 
 def _refusal(monkeypatch: pytest.MonkeyPatch, library: Path | None) -> str:
     """Return the error of an import that finds this library, or none."""
-    monkeypatch.setattr(ops, "_find", lambda name: library)
+    monkeypatch.setattr(ops, "_library_path", lambda name: library)
     with pytest.raises(ImportError) as refused:
         ops._load_library("emblib_cpu")
     return str(refused.value)
@@ -309,7 +309,7 @@ def test_the_cause_of_a_library_that_does_not_load_is_named(error: str, cause: s
 def test_missing_cuda_kernels_are_explained(
     library: Path | None, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "_find", lambda name: library)
+    monkeypatch.setattr(ops, "_library_path", lambda name: library)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
     ops.require_kernels(torch.device("cpu"))
     with pytest.raises(RuntimeError, match=advice):

@@ -77,8 +77,7 @@ class Lookup(NamedTuple):
             tables are trained.
         hooks: callbacks around the update, e.g. of a cache or of dynamic tables; None if there are
             none.
-        default_rows: rows that `slots` refer to if there is no cache, read but not updated; None if
-            `slots` are those of a cache.
+        default_rows: rows that `slots` refer to if there is no cache, not updated; else None.
         repaired: whether `check_bounds` returned `offsets`.
         joint: `GradientSum` of a table that several lookups read; None updates at once.
     """
@@ -204,9 +203,8 @@ class FusedLookup(torch.autograd.Function):
     """Function that looks up; its backward updates weights and states in place.
 
     `grad_anchor` is a scalar that requires grad, unless all tables are frozen: autograd sees it as
-    the input, in place of the weights, which backward mutates. `row_weights`, float32 `[L]`, are
-    the factors of the gradients of rows; they differ from `sample_weights` if rows decay before
-    they are read.
+    the input, in place of the weights, which backward mutates. `row_weights` are the factors of
+    the gradients of rows; they differ from `sample_weights` if rows decay before they are read.
 
     A gradient that a `torch.amp.GradScaler` has scaled is divided by the scale, and skipped if it
     is not finite; `grad_anchor` then gets the gradient 0 or infinity, which the scaler checks.
@@ -418,7 +416,6 @@ def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
     groups = groups_of(batch._replace(features=batch.trained_features))
     if row_slots is not None and row_slots.numel() > 0:
         positions = torch.arange(all_groups.rows.numel(), device=all_groups.rows.device)
-        # The padding after the last row must be sorted too.
         all_rows = torch.where(
             positions < all_groups.count, all_groups.rows, torch.iinfo(torch.int64).max
         )
@@ -469,10 +466,9 @@ class GradientLookup(torch.autograd.Function):
     """Function that looks up; its backward leaves sparse or dense gradients on parameters.
 
     Lookups read `memory`, the first tier, and `slower`, the other tiers. The parameters are views
-    of these tensors at `offsets`; without offsets the only parameter is `memory` itself. A sparse
-    gradient has the distinct rows of the batch; a dense one requires that all tables are in
-    `memory`. `dtypes` has the dtype of the output, then the dtype of the gradients. `num_distinct`
-    is as in `lookup`.
+    of these at `offsets`; without offsets the only parameter is `memory` itself. A sparse gradient
+    has the distinct rows of the batch; a dense one requires that all tables are in `memory`.
+    `dtypes` has the dtypes of output and gradients; `num_distinct` is as in `lookup`.
     """
 
     @staticmethod
@@ -505,8 +501,7 @@ class GradientLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, each on the device of its parameter.
 
-        For sparse gradients the host waits for the device if `num_distinct` is None, or if there
-        are `offsets`.
+        For sparse gradients the host waits for the device without `num_distinct` or with `offsets`.
         """
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
@@ -598,10 +593,7 @@ def _split_dense(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
 
 
 def _split_sparse(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
-    """Split a sparse gradient by table; the host waits for the device.
-
-    The rows of the gradient ascend, so the rows of a table are neighbours.
-    """
+    """Split a sparse gradient, whose rows ascend, by table; the host waits for the device."""
     rows, values = grad._indices()[0], grad._values()
     first_rows = torch.tensor([t.first_row for t in offsets], device=rows.device)
     counts = torch.tensor([t.rows for t in offsets], device=rows.device)

@@ -4,34 +4,33 @@
 - `tags` uint8 `[S]`: 0 for an empty slot, else 8 bits of a hash of its key. 32 slots are a bucket
 - `entries` int64 `[S, 2]` or `[S, 3]`: key, stamp (the clock at its last use) and, for orders other
   than "none" and "lru", score
-- `tables` int64 `[T, 6]`: `TABLE_FIELDS`; the load is in 1024ths, size is the number of keys, the
-  hash of a table's keys depends on its `hash_key`
+- `tables` int64 `[T, 6]`: see `emblib.columns.HashTableColumn`
 - `clock` int64 `[1]`: the number of training batches so far
 - `counters` int64 `[T, 8]`: `COUNTERS`
-- `queues` int64 `[S / 32, 8]`, on the CPU, optional: the eviction order of each bucket as of some
-  time. It makes evictions faster and changes no result. Zeros are always valid: write them before
-  you write tags, stamps or scores, or set the clock back
+- `queues` int64 `[S / 32, 8]`, on the CPU, optional: an earlier eviction order of each bucket. It
+  makes evictions faster and changes no result. Zeros are always valid: write zeros before you write
+  tags, stamps or scores, or set the clock back
 
 A batch is `ids` int64 `[L]`, any 64 bits each, in segments: `ids[starts[f] : starts[f + 1]]` are
-keys of table `tables[f]`; `starts` int64 `[F + 1]`, `tables` int64 `[F]`. Segments cover all ids;
-on a GPU ids may be in none, and ops ignore these. A slot is int64, counted from the first bucket of
-its table, -1 for none: rows of values have the same numbers.
+keys of table `tables[f]`; `starts` int64 `[F + 1]`, `tables` int64 `[F]`. On the CPU segments must
+cover all ids; on a GPU ops ignore ids that are in no segment. A slot is an int64, counted from the
+first bucket of its table, -1 for none; the row of a key has the number of its slot.
 
 A key may be in either of two buckets. A full bucket evicts its least entry in `order`: by stamp and
-key ("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none" it
-evicts nothing. Scores are counts of uses (lfu, lru_lfu) or set by the caller. Keys of the batch are
-never evicted by it. Counts stop at 2^63 - 1. With `insert_policy` "competes" a key is refused if it
-would rank below every entry that it could evict; with "wins" it evicts the least entry. With no
-entry to evict a key is refused. The ops take the numbers of orders and policies in
-`emblib.ops.codes`.
+key ("lru"), by score and key ("lfu"), or by score, stamp and key ("lru_lfu", "assigned"); with
+"none" it evicts nothing. Scores are counts of uses ("lfu", "lru_lfu"; at most 2^63 - 1) or set by
+the caller ("assigned"). A batch does not evict its own keys. With `insert_policy` "wins" a new key
+evicts the least entry; with "competes" it is refused if it would rank below every entry that it
+could evict. A key that finds no entry to evict is refused. The ops take the codes of orders and
+policies in `emblib.ops.codes`.
 
 A training step is `touch_`, which finds and stamps the keys that hit and lists the distinct missing
 keys (`Misses`); `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and
 `insert_`, which inserts them. With `slots` and `groups` of the batch, `insert_` also returns slot
 and status of every position; a position that missed gets the slot and status of its miss.
 
-The ops of the index follow; optional arguments may be None. All tensors are contiguous and on one
-device. Any other input raises RuntimeError before anything changes; on a GPU the contents of
+The ops of the index follow; optional arguments may be None. All tensors must be contiguous and on
+one device. Wrong input raises RuntimeError before anything changes; on a GPU the contents of
 tensors are not checked.
 
 - `find(index, *batch)` returns the slot of every position, int64 `[L]`
@@ -40,9 +39,9 @@ tensors are not checked.
   order "assigned" gives keys of a table; other orders ignore it. Returns the slots, then the fields
   of `Misses`
 - `grow_(index, row_buffers, row_layout, *batch, slots, offsets, admitted)` grows tables for their
-  misses, moves the rows of keys whose bucket is split, and corrects `slots` of the batch in place.
+  misses, moves keys and rows of buckets that are split, and corrects `slots` of the batch in place.
   `row_layout` int64 `[T, P, 2]` has for each table and buffer the byte at which row 0 begins, and
-  the bytes per row; `admitted` bool `[L]` says by miss whether it counts, None for all
+  the bytes per row; `admitted` bool `[L]` says for each miss whether it counts, None counts all
 - `insert_(index, ids, first, totals, offsets, admitted, batch_scores, order, insert_policy, slots,
   groups)` inserts misses: `ids` of the batch and the fields of its `Misses`; `totals` are their
   `counts`. Returns the fields of `InsertResult`, then slot and status by position, which are empty
@@ -52,27 +51,27 @@ tensors are not checked.
   and inserts the keys of a batch, admits all of them, and writes their initial rows as
   `initial_rows_` does. `features`, `offsets` are those of `emblib.ops.tbe`, `tables` int64 `[F]` is
   the table of each feature. Returns offsets (int32), starts and slots of the batch, then the fields
-  of `emblib.ops.tbe.Groups` for its rows, whose groups do not ascend, and, if keys were missing,
+  of `emblib.ops.tbe.Groups`, whose rows do not ascend here. If keys were missing, it also returns
   the status of every position. Returns an empty list, and changes nothing, if there is no bag, if
-  offsets are invalid, if a table may have to grow, or if a table has more lookups than one thread
-  should take
+  offsets are invalid, if a table may have to grow, or if a table has too many lookups for one
+  thread
 - `erase_(index, *batch)` removes keys and returns by position the slot that it emptied, -1 if the
   key is missing or an earlier position has removed it
-- `expire_(index, table, first_bucket, num_buckets, before)` removes the keys of those buckets that
-  were last used before clock `before`; returns which slots it freed, bool `[num_buckets * 32]`
+- `expire_(index, table, first_bucket, num_buckets, before)` removes the keys of these buckets that
+  were last used before clock `before`. Returns which slots it freed, bool `[num_buckets * 32]`
 
-The misses of a table are inserted in rounds. In the first round, the first 8 misses per bucket
-choose between their buckets; in each later round four times as many misses, without those that have
-a result already. A miss chooses by the state at the beginning of the round: the first bucket if it
-has more than 16 free slots or no fewer than the second, else the second; if both are full, the
-bucket with the lesser least entry. A bucket then serves the misses that chose it in order, until
-half of its free slots (of its entries that may be evicted, if no slot is free), rounded up, are
-taken; the others choose again in the next round. The limit keeps misses that cannot see each other
-from filling some buckets.
+The misses of a table are inserted in rounds. In round r (from 0) those of the first 8 * 4^r misses
+per bucket choose a bucket that have no result yet. A miss chooses by the state at the beginning of
+the round: its first bucket if that has more than 16 free slots, or no fewer than the second one;
+else the second one. If both are full, it chooses the bucket with the lesser least entry. A bucket
+then serves the misses that chose it, in order. It stops when half of its free slots, rounded up,
+are taken; without free slots, half of its entries that may be evicted. The other misses choose
+again in the next round. This limit balances the buckets, since misses of one round do not see each
+other.
 
 `initial_rows_(row_buffers, layout, rules, ids, first, offsets, slots, seed)` writes the initial
-values of row `slots[i]` of each row buffer for missing key i, unless `slots[i]` is -1. Missing keys
-are ordered as `touch_` returns them: the key of i is `ids[first[i]]`, and table t has those in
+values of row `slots[i]` of each row buffer for miss i, unless `slots[i]` is -1. Misses are ordered
+as `touch_` returns them: the key of miss i is `ids[first[i]]`, and table t has the misses
 `[offsets[t], offsets[t + 1])`.
 
 - `row_buffers`: float32 | float16 | bfloat16, flat: weights and states of all tables
@@ -81,8 +80,8 @@ are ordered as `touch_` returns them: the key of i is `ids[first[i]]`, and table
 
 A value depends only on seed, stream, rule, key and element.
 
-Rows of values by slot, `values` `[slots, dim]` with contiguous rows, slots outside of it, such as
--1, for none:
+The next ops read and write rows by slot: `values` is `[slots, dim]` with contiguous rows, and slots
+outside of it, such as -1, mean no row.
 
 - `find_rows(index, *batch, values, default_value)` finds keys and reads their rows; missing keys
   read the default value. Returns the rows and which keys were found. The rows of table t begin with
@@ -91,14 +90,14 @@ Rows of values by slot, `values` `[slots, dim]` with contiguous rows, slots outs
 - `start_rows_(values, slots, groups, first, starting, default_value, returns_rows)` writes the rows
   of the new keys of a batch, each the `starting` row of its first position, and returns the rows of
   all positions (none if not `returns_rows`)
-- `write_rows_(values, slots, rows)` writes rows; the last one of a slot stays
+- `write_rows_(values, slots, rows)` writes rows; of several rows for a slot the last one remains
 - `add_rows_(values, slots, segments, permutation, count, rows)` adds rows to those in slots, one
-  after the other in the order of positions, each sum rounded; its second to fifth argument are what
-  `emblib.ops.primitives.group` makes of the slots of positions
+  after the other in the order of positions, and rounds each sum. Its second to fifth argument are
+  the results of `emblib.ops.primitives.group` for the slots of positions
 - `evicted_rows(values, slots, status, evicted)` gathers keys, rows, stamps and scores of evicted
-  keys in the order of the misses, and their number; what follows them is unspecified. `values` is a
-  list, e.g. of weights and states, and so are the rows. Its other arguments are those of
-  `InsertResult`, and it must be called before the rows are written
+  keys in the order of the misses, and the number of evicted keys; entries after it are unspecified.
+  `values` is a list, e.g. of weights and states, and so are the rows. Its other arguments are those
+  of `InsertResult`. It must be called before the rows of new keys are written
 
 Every op is deterministic: the same bytes on any number of threads, on any device. The definition is
 `emblib.reference.hash`. Sources: linear hashing (Litwin, 1980), the power of two choices (Azar et
@@ -119,7 +118,7 @@ from emblib.specs import DynamicSpec
 
 SLOTS = 32  # of a bucket
 LOAD_UNIT = 1024  # slots: a load is a number of keys per 1024 slots
-QUEUE_WORDS = 8  # words of `queues` per bucket
+QUEUE_WORDS = 8  # int64 words of `queues` per bucket
 _WORD_BYTES = 8
 TABLE_FIELDS = tuple(column.name.lower() for column in HashTableColumn)
 COUNTERS = tuple(column.name.lower() for column in HashCounter)
@@ -197,7 +196,7 @@ class InsertResult(NamedTuple):
     Attributes:
         slots: int64 `[L]`, -1 where a key was not inserted.
         status: uint8 `[L]`: `NEW`, `EVICTING` (took the slot of an evicted key), `REFUSED` or
-            `NOT_ADMITTED`; after a backing store has moved rows also `HIT`, for a row from there.
+            `NOT_ADMITTED`; after a backing store has moved rows also `HIT`, for a row of the store.
         evicted: int64 `[L, 3]`: key, stamp and score of the evicted entry; unspecified where the
             status is not `EVICTING`.
     """
@@ -212,8 +211,8 @@ class InsertedBatch(NamedTuple):
 
     Attributes:
         slots: int64 `[L]`, -1 for keys that were not inserted.
-        misses: the keys that were not in their table before; None if `insert_batch_`
-            inserted the batch, or if all keys hit on the CPU.
+        misses: the keys that were not in their table before; None if `insert_batch_` inserted the
+            batch, or, on the CPU, if all keys hit.
         result: slots and status of the misses; None if `misses` is.
         status: uint8 `[L]`, status of the key at each position; None if all hit, or if only
             `result` has it. A backing store may change `result` later, but not this.
@@ -255,12 +254,12 @@ def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
         load: load above which the table grows, in keys per 1024 slots (MAX_LOAD).
     """
     # Keys are counted in 1024ths, as the load is.
-    keys_1024ths, per_bucket, level = keys * LOAD_UNIT, SLOTS * load, 1
-    while 4 * level <= max_buckets and 2 * level * per_bucket < keys_1024ths:
+    keys_1024ths, bucket_keys_1024ths, level = keys * LOAD_UNIT, SLOTS * load, 1
+    while 4 * level <= max_buckets and 2 * level * bucket_keys_1024ths < keys_1024ths:
         level *= 2
-    excess = max(0, keys_1024ths - level * per_bucket)
+    excess_1024ths = max(0, keys_1024ths - level * bucket_keys_1024ths)
     limit = 2 * level if 4 * level <= max_buckets else max_buckets
-    return max(buckets, min(limit, level + -(-4 * excess // per_bucket)))
+    return max(buckets, min(limit, level + -(-4 * excess_1024ths // bucket_keys_1024ths)))
 
 
 @torch.library.register_fake("emblib::hash_find")

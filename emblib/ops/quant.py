@@ -3,39 +3,40 @@
 Shapes and dtypes, with R rows, D dim, F features, L lookups:
 
 - `packed` uint8: the rows of all tables, `row_bytes(D, format)` bytes each. A row of a format with
-  2, 4 or 8 bits is its scale and its offset, both float16, then the numbers q of its D values, then
+  2, 4 or 8 bits has its scale and offset, both float16, then the numbers q of its D values, then
   zeros up to a multiple of 4 bytes; columns fill a byte from its lowest bits on. Value d is
-  `scale * q[d] + offset`. Rows of float16, bfloat16 and float32 are the values alone. Rows of
-  FBGEMM's `IntNBitTableBatchedEmbeddingBagsCodegen` have the same format.
-- `format` is the code of one format (`emblib.columns.RowFormatCode`), or, where the formats of
-  features differ, minus the sum of 2^code of all codes in use (`format_argument`); column TIER of
-  `features` then has the code of each feature
+  `scale * q[d] + offset`. Rows of float16, bfloat16 and float32 have the values, then such zeros.
+  Rows of FBGEMM's `IntNBitTableBatchedEmbeddingBagsCodegen` have the same format.
+- `format` is the code of one format (`emblib.columns.RowFormatCode`). If the formats of features
+  differ, it is minus the sum of 2^code of all codes in use (`format_argument`), and column TIER of
+  `features` has the code of each feature
 - `features` int64 `[F, 8]` as for dense tables (`emblib.ops.tbe`), except for TIER, and that
   `weight_offset` counts bytes of `packed`, a multiple of 4
 - indices, offsets, bag layout, sample weights, pooling and output as for dense tables
 
 `quantize_rows_(packed [R, row_bytes], weights [R, D], format)` writes the rows of float32, float16
-or bfloat16 `weights`, integers with the same bits as FBGEMM on a CPU (a minimum of -0 apart, which
-is 0 here). The offset of integers is the minimum of the row in float16, the scale
-`(maximum - offset) / (2^bits - 1)` in float16, both rounded to nearest, and the scale 1 if that
-is 0; then every value goes to the nearest number, ties to even. So the error of a value is at most
+or bfloat16 `weights`. Rows of integers have the same bits as those of FBGEMM on a CPU, except that
+a minimum of -0 is 0 here. The offset of integers is the minimum of the row, the scale
+`(maximum - offset) / (2^bits - 1)`, both rounded to nearest in float16; a scale of 0 is replaced
+by 1. Each value is rounded to the nearest number, ties to even. So the error of a value is at most
 
     max(|scale| / 2, 2^-11 |maximum - offset| + 2^-25 (2^bits - 1)) + 2^-11 |minimum| + 2^-25.
 
-The numbers of `FP8_E4M3` and `FP8_E5M2` are floats; their offset is 0 and the scale the smallest
-float16 with which the largest magnitude of the row is at most the largest number, 448 or 57,344:
-the relative error of a value is at most 2^-4 or 2^-3, or 2^-10 or 2^-17 times the scale.
-Rows must be finite; where there is a scale, values beyond `LARGEST` become about `LARGEST`.
+The numbers of `FP8_E4M3` and `FP8_E5M2` are floats, at most 448 and 57,344. Their offset is 0, and
+the scale is the smallest float16 for which the largest magnitude of the row is not beyond the
+largest number. The error of a value is at most 2^-4 (E4M3) or 2^-3 (E5M2) of the value, or, if that
+is more, 2^-10 or 2^-17 of the scale. Rows must be finite; in formats with a scale, values beyond
+`LARGEST` become about `LARGEST`.
 
 `quant_lookup` adds up `weight * scale * q + weight * offset` in float32 and in the order of the
 lookups. It has no gradient. The definition is `emblib.reference.quant`. `quant_lookup_checked_`
 also checks the bounds of the batch, as `tbe_lookup_checked_` of dense tables does.
 
-`map_ids(index, tables, features, indices, offsets, bag_layout)` returns the row, int64 `[L]`, that
-is stored for each id, for tables with fewer rows than ids, or with keys. `tables` is int64 `[F, 6]`
-(`emblib.columns.IndexColumn`), `index` int64, the memory of `hash_entries` and arrays. An id that
-is out of range is returned unchanged, so that the bounds check of the lookup finds it. An id in
-range without a stored row gets the row `MISSING` of its table, -1 for zeros.
+`map_ids(index, tables, features, indices, offsets, bag_layout)` returns the stored row of each id,
+int64 `[L]`, for tables with fewer rows than ids, or with keys. `tables` is int64 `[F, 6]`
+(`emblib.columns.IndexColumn`). `index` is int64: the arrays and `hash_entries` of all features. An
+id out of range is returned unchanged, so that the bounds check of the lookup finds it. An id in
+range without a stored row gets the row `MISSING` of its table; -1 is a row of zeros.
 """
 
 from collections.abc import Iterable
@@ -92,7 +93,7 @@ def format_argument(codes: Iterable[int]) -> int:
     return min(distinct) if len(distinct) == 1 else -sum(1 << code for code in distinct)
 
 
-HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, of 2^64 divided by the golden ratio
+HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 divided by the golden ratio, as int64
 
 
 def hash_bits(num_keys: int) -> int:
@@ -103,17 +104,18 @@ def hash_bits(num_keys: int) -> int:
 def hash_entries(keys: Tensor, rows: Tensor) -> tuple[Tensor, int]:
     """Return a hash table int64 `[entries, 2]` of distinct int64 keys, and its number of hash bits.
 
-    An entry is a key and its row, or -1 twice. A key is in the first free entry from its hash on,
-    in the order of hashes, then of keys; the last entry is free, so every search ends. The result
-    does not depend on the order of `keys` and `rows`, int64 `[n]`.
+    An entry is a key and its row, or -1 twice if it is free. Keys are inserted in the order of
+    their hashes, then of their values, each in the first free entry from its hash on. The last
+    entry is free, so every search ends. The result does not depend on the order of `keys` and
+    `rows`, int64 `[n]`.
     """
     bits = hash_bits(keys.numel())
     hashes = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * HASH_FACTOR
     hashes = hashes >> (64 - bits) & ((1 << bits) - 1) if bits else torch.zeros_like(keys)
     order = keys.argsort()
     order = order[hashes[order].argsort(stable=True)]
-    numbers = torch.arange(keys.numel(), device=keys.device)
-    positions = numbers + (hashes[order] - numbers).cummax(0).values if keys.numel() else numbers
+    ranks = torch.arange(keys.numel(), device=keys.device)  # of the keys in `order`
+    positions = ranks + (hashes[order] - ranks).cummax(0).values if keys.numel() else ranks
     last_position = int(positions[-1]) if keys.numel() else 0
     entries = torch.full((max(1 << bits, last_position + 2), 2), -1, device=keys.device)
     entries[positions, 0], entries[positions, 1] = keys[order], rows[order]

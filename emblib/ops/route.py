@@ -9,27 +9,27 @@ features, K blocks, U units, L ids, and bags delimited by `offsets`:
 - `blocks` `[K, 3]`, see `RouteBlockColumn`. By range, an id goes to the last block of its feature
   that begins at or before it; the first block begins at row 0. The rank receives `id - first_row`.
   An id outside `[0, rows)` goes unchanged to the rank with row 0, whose lookup repairs and reports
-  it like any other; -1, and every id of a table without rows, goes to the first block as -1.
+  it like any invalid id. -1, and every id of a table without rows, goes to the first block as -1.
   BY_RANGE_ELSE_SPREAD is the same, except that an id from `rows` on goes to block `id % num_blocks`
   of its feature, as `id // num_blocks`. With BY_KEY a key goes unchanged to the block that
   `emblib.dynamic.keys.owner` returns
-- `copies` `[C]`: the units that receive the ids of a block; each unit occurs once
+- `copies` `[C]`: the units that receive the ids of each block; each unit occurs once
 - `units` `[U + 1]`: the first bag of each unit in the output; a unit has as many bags as its
   feature, in the same order
 
-`route_lengths` int `[units[U]]` in the dtype of `ids`: the number of ids per bag of each unit.
-`route_ids` takes their sums `starts` `[units[U] + 1]` and `total`, the last of them, and returns
-`(out_ids [total], positions int64 [total], out_weights)`: output i is `ids[positions[i]]` as its
-rank numbers it. The ids of a bag keep their order.
+`route_lengths` returns the number of ids per bag of each unit, `[units[U]]` in the dtype of `ids`.
+`route_ids` takes the running sums of these numbers, `starts` `[units[U] + 1]`, and the last sum,
+`total`. It returns `(out_ids [total], positions int64 [total], out_weights)`: output i is
+`ids[positions[i]]`, numbered within its block. The ids of a bag keep their order.
 
-`combine` computes a flat output of *targets*, int64 `[T, 7]`, see `TargetColumn`. Each is the sum,
-in float32 and in order, of its `pieces`, int64 `[P, 3]`, see `PieceColumn`, in the flat `source`.
-If `first_row` is not negative, row i of the target uses row `rows[first_row + i]` (int32) of the
-piece, none if that is -1. The sum is multiplied by `scale`. If `first_bag` is not negative, row i
-is divided by `max(lengths[first_bag + i], 1)`. Targets must cover the output without overlap;
-pieces must not overlap. `combine_backward` is the adjoint: pieces receive the gradient of their
-target, and elements of the source that no piece names are 0. `source` and `dtype` are float32,
-float16 or bfloat16.
+`combine` computes a flat output that consists of *targets*, int64 `[T, 7]`, see `TargetColumn`. A
+target is the sum, in float32 and in order, of its *pieces*, int64 `[P, 3]`, see `PieceColumn`,
+which are matrices in the flat `source`. If `first_row` of a piece is not negative, row i of the
+target adds row `rows[first_row + i]` (int32) of the piece, none if that is -1; otherwise row i. The
+sum is multiplied by `scale`. If `first_bag` of the target is not negative, row i is divided by
+`max(lengths[first_bag + i], 1)`. Targets must cover the output without overlap; pieces must not
+overlap. `combine_backward` is the adjoint: pieces receive the gradient of their target, and
+elements of the source in no piece receive 0. `source` and `dtype` are float32, float16 or bfloat16.
 
 Part of the source may be in a tensor of its own: with `local`, flat, elements `[local_begin,
 local_begin + local.numel())` of the source are in `local`, and `source` has the others. A piece
@@ -38,10 +38,10 @@ lies completely in one of the two. `combine_backward_` writes `local` and return
 `gather_segments(values [N, ...], starts [S + 1], order [M], total)` concatenates the segments
 `values[starts[s]:starts[s + 1]]` for s in `order`, `total` rows in all; any dtype.
 
-On the CPU wrong descriptions raise RuntimeError before anything is written. On a GPU they cannot be
-read without waiting, and nothing outside the tensors is touched. Results depend on neither the
-number of threads nor the device. The definition is `emblib.reference.route`. The columns are
-defined in `emblib.columns`.
+On the CPU, wrong contents of routing, targets and pieces raise RuntimeError before anything is
+written. A GPU does not check them, since the host would wait, but touches nothing outside the
+tensors. Results depend on neither the number of threads nor the device. The definition is
+`emblib.reference.route`. The columns are defined in `emblib.columns`.
 """
 
 from collections.abc import Sequence
@@ -105,10 +105,10 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
 
 
 def segments_at_end(starts: Tensor, order: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return sources to concatenate segments `order` so that they end at position `total`.
+    """Return the sources of a concatenation of segments `order` that ends at position `total`.
 
-    Unlike `gather_segments` it reads no number from the device, so a CUDA graph can capture it for
-    segments of any lengths whose sum is at most `total`.
+    Unlike `gather_segments` it needs no exact number of rows on the host, so a CUDA graph can
+    capture it for segments of any lengths whose sum is at most `total`.
 
     Args:
         starts: `[S + 1]`, segment s is `[starts[s], starts[s + 1])`.
@@ -134,9 +134,9 @@ def take_or_fill(values: Tensor, sources: Tensor, fill: int) -> Tensor:
     `values` is `[N, ...]`, `sources` int64 `[M]`; N is 0 only if M is. The result is `[M, ...]` of
     the dtype of `values`.
     """
-    values_taken = values.index_select(0, sources.clamp(min=0))
-    is_present = (sources >= 0).view(-1, *[1] * (values.dim() - 1))
-    return torch.where(is_present, values_taken, fill)
+    selected = values.index_select(0, sources.clamp(min=0))
+    has_source = (sources >= 0).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(has_source, selected, fill)
 
 
 def is_captured(tensor: Tensor) -> bool:
@@ -300,11 +300,13 @@ class _RouteWeighted(torch.autograd.Function):
         starts: Tensor,
         total: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        routed, positions, carried = _ops.route_ids(ids, offsets, *routing, starts, total, weights)
+        routed, positions, routed_weights = _ops.route_ids(
+            ids, offsets, *routing, starts, total, weights
+        )
         ctx.save_for_backward(positions)
         ctx.num_ids = ids.numel()
         ctx.mark_non_differentiable(routed, positions)
-        return routed, positions, carried
+        return routed, positions, routed_weights
 
     @staticmethod
     @once_differentiable
@@ -329,15 +331,16 @@ class _Combine(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ctx.save_for_backward(targets, pieces, lengths, rows)
-        ctx.source, ctx.scale = (source.numel(), source.dtype), scale
+        ctx.source_numel, ctx.source_dtype, ctx.scale = source.numel(), source.dtype, scale
         return _ops.combine(source, targets, pieces, rows, lengths, out_numel, dtype, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         targets, pieces, lengths, rows = ctx.saved_tensors
-        numel, dtype = ctx.source
-        source = combine_backward(grad, targets, pieces, lengths, numel, dtype, rows, ctx.scale)
-        return source, None, None, None, None, None, None, None
+        source_grad = combine_backward(
+            grad, targets, pieces, lengths, ctx.source_numel, ctx.source_dtype, rows, ctx.scale
+        )
+        return source_grad, None, None, None, None, None, None, None
 
 
 class _CombineBackward(torch.autograd.Function):
@@ -354,7 +357,7 @@ class _CombineBackward(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ctx.save_for_backward(targets, pieces, lengths, rows)
-        ctx.grad, ctx.scale = (grad.numel(), grad.dtype), scale
+        ctx.grad_numel, ctx.grad_dtype, ctx.scale = grad.numel(), grad.dtype, scale
         return _ops.combine_backward(
             grad, targets, pieces, rows, lengths, source_numel, dtype, scale
         )
@@ -362,8 +365,9 @@ class _CombineBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         targets, pieces, lengths, rows = ctx.saved_tensors
-        numel, dtype = ctx.grad
-        result = combine(grad, targets, pieces, lengths, numel, dtype, rows, ctx.scale)
+        result = combine(
+            grad, targets, pieces, lengths, ctx.grad_numel, ctx.grad_dtype, rows, ctx.scale
+        )
         return result, None, None, None, None, None, None, None
 
 
@@ -380,10 +384,10 @@ def _(ids: Tensor, offsets: Tensor, *routing_and_num_bags: Any) -> Tensor:
 @torch.library.register_fake("emblib::route_ids")
 def _(ids: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, total, weights = rest
-    carried = ids.new_empty(0, dtype=torch.float32)
+    routed_weights = ids.new_empty(0, dtype=torch.float32)
     if weights is not None:
-        carried = weights.new_empty(total)
-    return ids.new_empty(total), ids.new_empty(total, dtype=torch.int64), carried
+        routed_weights = weights.new_empty(total)
+    return ids.new_empty(total), ids.new_empty(total, dtype=torch.int64), routed_weights
 
 
 @torch.library.register_fake("emblib::combine")

@@ -2,12 +2,12 @@
 
 A scaler multiplies the loss, divides the gradients of the parameters by the same number before the
 optimizer steps, and skips steps whose gradients are not finite. Tables that are updated in backward
-do the same there: they divide by the scale, a tensor on the device, and skip the update of a
-gradient that is not finite, without reading anything back. `GradScaler.scale` is wrapped to mark
-the losses that it returns; the backward of a marked loss is known by the id of its graph task.
+do the same in backward: they divide by the scale, a tensor on the device, and skip the update of a
+gradient that is not finite; the host does not wait. `GradScaler.scale` is wrapped to mark the
+losses that it returns; the backward of a marked loss is known by the id of its graph task.
 
-Either all ranks skip a step or none does: sharded collections tell `note_finite` whether the
-gradients of the other ranks are finite.
+Either all ranks skip a step or none does: sharded collections call `note_finite` with the result of
+the other ranks.
 """
 
 import functools
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-_MARK = "_emblib_scalers"
-# Maximum number of backwards whose scale is stored: nested ones, and those of other threads. The
-# oldest is dropped beyond it.
+_MARK = "_emblib_scalers"  # attribute of a wrapped method: the record of scalers
+# Maximum number of backwards whose scale is stored: nested ones, and those of other threads. A
+# further one drops the oldest.
 _MAX_TASKS = 64
 
 
-class _Scaler:
+class _ScalerRecord:
     """A scaler, and whether it has scaled a loss since its last `update`."""
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -35,10 +35,10 @@ class _Scaler:
 
 
 # The scalers of the process, by id because a subclass may define equality without a hash.
-_Scalers = dict[int, _Scaler]
+_Scalers = dict[int, _ScalerRecord]
 
 
-class _Scaled:
+class _BackwardScale:
     """The scale of a backward, and whether gradients of other ranks are finite, if known."""
 
     def __init__(self, scale: Tensor) -> None:
@@ -46,39 +46,39 @@ class _Scaled:
         self.is_finite: Tensor | None = None
 
 
-_scaled: OrderedDict[int, _Scaled] = OrderedDict()  # by the id of a graph task
+_scale_of_task: OrderedDict[int, _BackwardScale] = OrderedDict()  # by the id of a graph task
 
 
-def _scaler_entry(scalers: _Scalers, scaler: GradScaler) -> _Scaler:
-    """Return the entry of a scaler, made at its first use and removed with the scaler."""
-    entry = scalers.get(id(scaler))
-    if entry is None or entry.reference() is not scaler:
-        entry = scalers[id(scaler)] = _Scaler(scaler)
+def _record_of(scalers: _Scalers, scaler: GradScaler) -> _ScalerRecord:
+    """Return the record of a scaler, made at its first use and removed with the scaler."""
+    record = scalers.get(id(scaler))
+    if record is None or record.reference() is not scaler:
+        record = scalers[id(scaler)] = _ScalerRecord(scaler)
         weakref.finalize(scaler, scalers.pop, id(scaler), None)
-    return entry
+    return record
 
 
-def _recording(name: str, method: Callable[..., Any], scalers: _Scalers) -> Callable[..., Any]:
-    """Wrap a method of `GradScaler` to record its scaler, and the losses that it scales."""
+def _wrap_method(name: str, method: Callable[..., Any], scalers: _Scalers) -> Callable[..., Any]:
+    """Wrap the method `name` of `GradScaler` to record its scaler, and losses that it scales."""
 
     @functools.wraps(method)
-    def record(self: GradScaler, *arguments: Any, **options: Any) -> Any:
+    def call_and_record(self: GradScaler, *arguments: Any, **options: Any) -> Any:
         result = method(self, *arguments, **options)
         if torch.compiler.is_compiling():
             return result
-        entry = _scaler_entry(scalers, self)
+        record = _record_of(scalers, self)
         if name == "scale":
             scale = getattr(self, "_scale", None)
-            entry.has_scaled = True
+            record.has_scaled = True
             if self.is_enabled() and isinstance(scale, Tensor):
                 for loss in _tensors(result):
                     mark_scaled(loss, scale)
         elif name == "update":
-            entry.has_scaled = False
+            record.has_scaled = False
         return result
 
-    setattr(record, _MARK, scalers)
-    return record
+    setattr(call_and_record, _MARK, scalers)
+    return call_and_record
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -91,11 +91,10 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 
 def _record_scalers() -> _Scalers:
-    """Wrap `GradScaler` to record every scaler; return the record.
+    """Wrap `GradScaler` and all its subclasses, also future ones, to record every scaler.
 
     Constructor and unpickling are wrapped to record new scalers, `scale` and `update` to record
-    scalers that exist already; in `GradScaler` and all its subclasses, also future ones. Loading
-    this module again wraps nothing twice.
+    scalers that exist already. Loading this module again wraps nothing twice. Returns the records.
     """
     scalers: _Scalers = getattr(GradScaler.__init__, _MARK, {})
     scaler_classes: list[type] = [GradScaler]
@@ -113,11 +112,11 @@ def _wrap_methods(cls: type, scalers: _Scalers) -> None:
     for name in ("__init__", "__setstate__", "scale", "update"):
         method = vars(cls).get(name)
         if method is not None and not hasattr(method, _MARK):
-            setattr(cls, name, _recording(name, method, scalers))
+            setattr(cls, name, _wrap_method(name, method, scalers))
 
 
 def _wrap_subclass(scalers: _Scalers, cls: type, **options: Any) -> None:
-    """Wrap the methods of a new subclass of `GradScaler`; its `__init_subclass__`."""
+    """Wrap the methods of a new subclass: the `__init_subclass__` of `GradScaler`."""
     base: Any = super
     base(GradScaler, cls).__init_subclass__(**options)
     _wrap_methods(cls, scalers)
@@ -128,25 +127,25 @@ _scalers = _record_scalers()
 
 def mark_scaled(loss: Tensor, scale: Tensor) -> None:
     """Record that gradients of every backward from `loss` are multiplied by `scale`, a scalar."""
-    _mark_loss(loss, lambda: _Scaled(scale))
+    _mark_loss(loss, lambda: _BackwardScale(scale))
 
 
-def _mark_loss(loss: Tensor, make_scaled: Callable[[], _Scaled]) -> None:
-    """Record the scale of the backward that begins at a scaled loss."""
+def _mark_loss(loss: Tensor, make_scale: Callable[[], _BackwardScale]) -> None:
+    """Make each backward that begins at `loss` record the scale that `make_scale` returns."""
     if not loss.requires_grad:
         return
 
-    def begin(grad: Tensor) -> None:
-        _scaled[torch._C._current_graph_task_id()] = make_scaled()
-        while len(_scaled) > _MAX_TASKS:
-            _scaled.popitem(last=False)
+    def record_scale(grad: Tensor) -> None:
+        _scale_of_task[torch._C._current_graph_task_id()] = make_scale()
+        while len(_scale_of_task) > _MAX_TASKS:
+            _scale_of_task.popitem(last=False)
 
-    loss.register_hook(begin)
+    loss.register_hook(record_scale)
 
 
 def mark_nested(output: Tensor) -> None:
-    """Record that a nested backward from `output` has the scale of the running one."""
-    outer = _of_this_backward()
+    """Record that a nested backward from `output` has the scale of the running backward."""
+    outer = _running_scale()
     if outer is not None:
         _mark_loss(output, lambda: outer)
 
@@ -156,19 +155,20 @@ def note_finite(is_finite: Tensor) -> None:
 
     Later updates of this backward are skipped if it is false.
     """
-    scaled = _of_this_backward()
-    assert scaled is not None
-    scaled.is_finite = is_finite if scaled.is_finite is None else scaled.is_finite & is_finite
+    running = _running_scale()
+    assert running is not None
+    running.is_finite = is_finite if running.is_finite is None else running.is_finite & is_finite
 
 
-def _of_this_backward() -> _Scaled | None:
-    return _scaled.get(torch._C._current_graph_task_id())
+def _running_scale() -> _BackwardScale | None:
+    """Return the recorded scale of the running backward; None if there is none."""
+    return _scale_of_task.get(torch._C._current_graph_task_id())
 
 
 def known_scale() -> Tensor | None:
-    """Return the scale of the running backward's gradients, a scalar tensor, if it is known."""
-    scaled = _of_this_backward()
-    return None if scaled is None else scaled.scale
+    """Return the recorded scale of the running backward, a scalar tensor; None if there is none."""
+    running = _running_scale()
+    return None if running is None else running.scale
 
 
 def scale_of_backward() -> Tensor | None:
@@ -179,13 +179,13 @@ def scale_of_backward() -> Tensor | None:
     Raises:
         RuntimeError: a scaler is in use, and it is unknown whether it scaled this loss.
     """
-    if not (_scalers or _scaled) or torch.compiler.is_compiling():
+    if not (_scalers or _scale_of_task) or torch.compiler.is_compiling():
         return None
     scale = known_scale()
     if scale is None:
-        for entry in list(_scalers.values()):
-            scaler = entry.reference()
-            if scaler is not None and entry.has_scaled and scaler.is_enabled():
+        for record in list(_scalers.values()):
+            scaler = record.reference()
+            if scaler is not None and record.has_scaled and scaler.is_enabled():
                 raise RuntimeError(
                     "a torch.amp.GradScaler is in use, but this backward did not begin at a loss "
                     "that it returned, so tables that are updated in backward cannot know whether "
@@ -202,9 +202,9 @@ class UnscaledGradient(NamedTuple):
     """A gradient divided by its scale.
 
     Attributes:
-        gradient: the float32 gradient, in its shape.
-        is_finite: bool scalar on its device, whether the step is finite on all ranks, as far as
-            `note_finite` was called.
+        gradient: the float32 gradient, in the shape of the scaled one.
+        is_finite: bool scalar on its device: whether it is finite, and the gradients of other ranks
+            are, as far as `note_finite` was called.
     """
 
     gradient: Tensor
@@ -219,32 +219,32 @@ class UnscaledGradient(NamedTuple):
 
 
 def unscaled(grad: Tensor, scale: Tensor) -> UnscaledGradient:
-    """Divide a gradient by its scale, in float32; nothing is read back from the device.
+    """Divide a gradient by its scale, in float32; the host does not wait for the device.
 
-    The step is also not finite if gradients of other ranks are not, see `note_finite`.
-
-    `grad` has any shape, `scale` is a float32 scalar on any device.
+    `grad` has any shape, `scale` is a float32 scalar on any device. `is_finite` of the result is
+    also false if gradients of other ranks are not finite, see `note_finite`.
     """
     inverse = scale.to(grad.device).double().reciprocal().float()
     gradient = grad.float() * inverse
-    is_finite, scaled = gradient.isfinite().all(), _of_this_backward()
-    if scaled is not None and scaled.is_finite is not None:
-        is_finite = is_finite & scaled.is_finite.to(grad.device)
+    is_finite, running = gradient.isfinite().all(), _running_scale()
+    if running is not None and running.is_finite is not None:
+        is_finite = is_finite & running.is_finite.to(grad.device)
     return UnscaledGradient(gradient, is_finite)
 
 
 def counted_step(hyper: Tensor, grad: Tensor) -> Tensor | int:
-    """Return 1, the increment of the step; in a compiled graph an op that returns it.
+    """Return 1, the increment of the step; in a compiled graph call an op that returns 1.
 
-    The op raises if gradients are scaled when the graph runs. The graph cannot drop it, because the
-    step depends on it, nor move it out of backward, because it depends on `grad`.
+    The op raises RuntimeError if gradients are scaled when the graph runs. The graph cannot drop
+    the op, because the step depends on it, nor move it out of backward, because it depends on
+    `grad`.
 
     `hyper` are the float64 entries of `emblib.columns.Hyper`.
     """
     if not torch.compiler.is_compiling():
         return 1
-    step_count: Tensor = torch.ops.emblib_python.one_unless_scaled(hyper, grad)
-    return step_count
+    increment: Tensor = torch.ops.emblib_python.one_unless_scaled(hyper, grad)
+    return increment
 
 
 def _one_unless_scaled(hyper: Tensor, grad: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 
 Shapes and dtypes, with F features, B batch, L lookups, D dim:
 
-- `weights`: a list of 1 to 4 flat tensors, float32 | float16 | bfloat16, one per memory tier
-  (device, host, disk, cache; unused ones are empty, trailing ones may be omitted). Each holds its
+- `weights`: a list of 1 to 4 flat tensors, float32 | float16 | bfloat16, one per memory tier:
+  device, host, disk, cache. Unused tiers are empty, trailing ones may be omitted. Each has its
   tables one after the other; only the cache tier may have another dtype
-- `states`: the optimizer's, all of tier 0, then all of tier 1, ...: as long as the tier's weights,
-  or one entry per row
+- `states`: the states of the optimizer, all of tier 0, then all of tier 1, ... A state is as long
+  as the weights of its tier, or has one entry per row
 - `features` int64 `[F, 8]`, see `emblib.columns.FeatureColumn`
 - `indices` int32 | int64 `[L]`
 - `offsets` int32 | int64 `[F * B + 1]`, feature-major: bag `f * B + b`
@@ -18,9 +18,9 @@ Shapes and dtypes, with F features, B batch, L lookups, D dim:
 - output `[B, output_dim]`; `[output_dim]` with `bag_layout`; `[L, output_dim]` for pooling NONE
 
 Invalid indices and offsets are repaired as they are read, see `emblib.BoundsCheck`. MEAN divides by
-the length of the bag, weighted or not. Sums are float32. The same input gives the same bits on any
-number of threads and for any location of the rows: rows are grouped by a stable sort, and long
-groups are summed in fixed chunks.
+the length of the bag, weighted or not. Sums are float32. The same input has the same results, bit
+for bit, on any number of threads and for any location of the rows: rows are grouped by a stable
+sort, and long groups are summed in fixed chunks.
 
 `tbe_row_grads` returns the gradient of each distinct row, float32 `[L, dim]`; rows from `count` on
 are unspecified.
@@ -72,9 +72,10 @@ def output_shape(
 class Groups(NamedTuple):
     """The lookups of a batch sorted by row, as `tbe_group` returns them.
 
-    `rows` int64 `[L]` linear row ids, `segments` int32 `[L + 1]`, `lookups` and `bags` int32 `[L]`
-    (position and bag of each sorted lookup), `count` int32 `[1]`, the number of distinct rows. All
-    are padded as in `emblib.ops.primitives`.
+    `rows`, int64 `[L]`, are the distinct linear rows. `lookups` and `bags`, int32 `[L]`, are the
+    position and bag of each sorted lookup; row u has those in `[segments[u], segments[u + 1])`.
+    `segments` is int32 `[L + 1]`; `count`, int32 `[1]`, is the number of distinct rows. All are
+    padded as in `emblib.ops.primitives`.
     """
 
     rows: Tensor
@@ -95,9 +96,9 @@ def group(
 ) -> Groups:
     """Group lookups by linear row id `row_base + index`, in ascending order of ids.
 
-    Arguments are as at the top of this file. `total_rows` must exceed every linear row id. Lookups
-    of index -1 are in no group. With `repaired`, `check_bounds` has returned the offsets, so a GPU
-    does not check them again.
+    The module docstring explains the other arguments. `total_rows` must exceed every linear row id.
+    Lookups of index -1 are in no group. `repaired` states that `check_bounds` has returned the
+    offsets, so that a GPU does not check them again.
     """
     return Groups(*tbe_group(features, indices, offsets, bag_layout, total_rows, repaired))
 

@@ -1,8 +1,8 @@
 """Rows that move between a dynamic table and the store behind it, on the CPU.
 
-Between the tiers rows are packed, uint8 `[n, row_bytes]`: the bytes of a row in all row buffers,
-weights, then optimizer states. A row that changes the tier is copied twice: from its tier into a
-packed matrix, and from the matrix into the other tier.
+Rows that move between the tiers are packed, uint8 `[n, row_bytes]`: a packed row has the bytes of a
+row in all row buffers, weights, then optimizer states. A row that moves is copied twice: from its
+tier into a packed matrix, and from the matrix into the other tier.
 
 - `tier_swap_(row_buffers, slots, status, evicted, found, rows, first_overflow)` moves the rows of
   one table after the insertion of a batch. `row_buffers` are matrices by slot with the same number
@@ -10,10 +10,9 @@ packed matrix, and from the matrix into the other tier.
   `hash_insert_` for the table's misses. `found` int64 `[m]` are the misses that have a row in the
   store, in any order, and `rows` uint8 `[m, row_bytes]` these rows. The rows of evicted keys are
   copied out of their slots before stored rows are written there. Refused misses get the overflow
-  rows from `first_overflow` on. Returns slots and status by miss, as they are then (`HIT` for
-  stored rows, else `NEW` for refused misses), keys, stamps and scores of evicted keys, int64
-  `[3, k]`, their rows, the refused misses, and the slots of `found`. A stored row without a slot,
-  -1, is not written
+  rows from `first_overflow` on. Returns the new slots and status by miss (`HIT` for stored rows,
+  else `NEW` for refused misses), keys, stamps and scores of evicted keys, int64 `[3, k]`, their
+  rows, the refused misses, and the slots of `found`. A stored row whose slot is -1 is not written
 - `tier_insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
   insert_policy, layout, rules, seed, store_indices, records, first_overflow)` inserts a training
   batch like `hash_insert_batch_` into tables in front of stores in host memory: missing keys that
@@ -21,13 +20,14 @@ packed matrix, and from the matrix into the other tier.
   stores are only read. `store_indices` has the tensors of one index per table, one after the
   other, `records` uint8 `[S, 16 + row_bytes]` stamp, score and row by slot of that index, and
   `first_overflow` the first overflow row per table. Returns an empty list, with nothing changed, if
-  it does not serve the batch; else the first eight results of `hash_insert_batch_` and, if keys
+  it cannot process the batch; else the first eight results of `hash_insert_batch_` and, if keys
   were missing, the fields of `InsertedMisses` and, per table, of `SwappedMisses`
 - `tier_put_(store_index, records, lifted, entries, rows, order)` removes the keys `lifted`, int64
   `[m]`, from such a store and puts rows into it: `entries` int64 `[n, 3]` has keys, which are
-  distinct, stamps and scores, `rows` is uint8 `[n, row_bytes]`. Where both buckets of a key are
-  full, the row that `order` ranks lowest among those that the same call did not put is evicted; if
-  there is none, the new row is dropped. Returns entries and rows that were evicted or dropped
+  distinct, stamps and scores, `rows` is uint8 `[n, row_bytes]`. If both buckets of a key are full,
+  the row in them that `order` ranks lowest is evicted, except for rows of the same call; if only
+  these are in the buckets, the new row is dropped. Returns entries and rows that were evicted or
+  dropped
 - `tier_read(records, slots, row_bytes)` reads records of a store, uint8 `[S, stride]`: some words
   of 8 bytes, then the bytes of a row; either may be missing. Returns the positions of slots that
   are not -1, their words, int64 `[words, m]`, and rows, uint8 `[m, row_bytes]`

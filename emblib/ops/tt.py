@@ -1,9 +1,9 @@
 """Tensor-train tables: a provider of rows for the table-batched ops.
 
-A batch of T tables is keyed, grouped and pooled by the ops of `emblib.ops.tbe`; between them the
-ops here compute each distinct row once. With L lookups, D the dim of the widest table, d cores, M
-distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of cores is cut into
-(`Q_l * Q_r = dim`, see csrc/tt/args.h):
+The ops of `emblib.ops.tbe` group and pool the lookups of T tables; the ops here compute the keys,
+and each distinct row once. The chain of cores of a table is divided into two halves, see
+csrc/tt/args.h. With L lookups, D the dim of the widest table, d cores, M distinct rows, and `Q_l`,
+`Q_r` the columns of the halves (`Q_l * Q_r = dim`):
 
 - `tables`, `feature_tables`: int64 `[T, 10]` and `[F, 10]`, see `emblib.columns.TTTableColumn`; the
   second has the row of the table of each feature. `layout_of` makes them
@@ -14,9 +14,10 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
 - `tt_plan(keys, count, tables, left_ids, right_ids)`: eight int32 tensors, `TTPlan`: which halves
   the distinct rows share. Here `keys` has the distinct keys of all tables, one table after the
   other; `left_ids` and `right_ids` are those of `TTLayout`
-- `tt_rows(cores, plan, row_factors, dim_factors, num_cores, num_saved, matmul_precision=0)`: rows
-  `[L, D]` in key order, those from M on and columns beyond the dim of their table unspecified; and
-  the values of the first `num_saved` left halves, `[num_saved, largest Q_l * rank]`, for backward
+- `tt_rows(cores, plan, row_factors, dim_factors, num_cores, num_saved, matmul_precision=0)`: the
+  distinct rows `[L, D]` in key order; rows from M on and columns beyond the dim of their table are
+  unspecified. Also the values of the first `num_saved` left halves, `[num_saved, largest Q_l *
+  rank]`, for backward
 - `tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors, num_cores,
   matmul_precision=0)`: gradients of all cores
 - `tt_update_(cores, states, hyper, optimizer, plan, ...)`, then as `tt_core_grads`: computes these
@@ -30,14 +31,13 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
 tensor cores; all other products are float32.
 
 Cores are `[p_k, R_k * q_k * R_{k+1}]`, all float32, all float16 or all bfloat16; rows and gradients
-are float32. Core rows in 16 bits are converted as they are read, and an update rounds the rows that
-it writes, to nearest or stochastically as `hyper` says: the number of a core row among the rows of
-all cores selects its random numbers. So before they are rounded, results equal, bit for bit, the
-results of float32 cores of the same values. Per table, the CPU keeps float32 copies of the core
-rows that the batch uses, a GPU keeps copies of the cores of left halves. The gradient of the large
-middle core is formed by one product per row of it, never per lookup; nothing is summed with
-atomics, so that the same input gives the same bits on any number of threads, and a table the same
-bits as in a batch of its own.
+are float32. Core rows in 16 bits are converted as they are read. An update rounds the rows that it
+writes, to nearest or stochastically as `hyper` selects; the number of a core row among the rows of
+all cores selects its random numbers. So before rounding, results equal, bit for bit, the results of
+float32 cores with the same values. For 16-bit cores the CPU makes float32 copies of the core rows
+that the batch uses, a GPU copies of the cores of left halves. The gradient of the large middle core
+is computed by one product per core row, not per lookup. No sum uses atomics: the same input has the
+same results, bit for bit, on any number of threads, and a table the same as in a batch of its own.
 
 Sources: TT-Rec (Yin et al., MLSys 2021) for the table; sharing of prefixes and sums per distinct
 row as in EL-Rec (Wang et al., SC 2022); grouping by the middle core is emblib's. The definition
@@ -69,8 +69,8 @@ _ops = torch.ops.emblib
 tt_lookup_checked_ = _ops.tt_lookup_checked_.default
 tt_backward_ = _ops.tt_backward_.default
 
-# Maximum size of left halves that are saved for backward on the CPU. Computing them again costs
-# about as much as reading them from memory, so a small limit, which bounds memory, loses nothing.
+# Maximum size of the left halves that are saved for backward on the CPU. Computing a half again
+# costs about as much as reading it from memory, so this small limit loses nothing.
 _SAVED_BYTES_CPU = 6 << 20
 
 
@@ -106,8 +106,8 @@ _GROUP_TENSORS, _PLAN_TENSORS = len(tbe.Groups._fields), len(TTPlan._fields)
 class ShareGradients(Protocol):
     """Function that sums the gradients of cores which several slices of one table share.
 
-    It calls `apply_gradients` once with the summed gradients, as soon as these are known: possibly
-    only after the backward passes of other slices.
+    It calls `apply_gradients` once with the summed gradients, as soon as these are known. That may
+    be after the backward passes of other slices.
     """
 
     def __call__(
@@ -174,10 +174,10 @@ def look_up(
     *,
     keeps_rows: bool = False,
 ) -> tuple[Tensor, ComputedRows]:
-    """Pool each bag; return the output and the values that backward needs (rows if `keeps_rows`).
+    """Pool each bag; return the output of `pool`, and the values that backward needs.
 
-    The output is that of `pool`. `num_saved` left halves are stored for backward, which computes
-    the other ones again.
+    The values have the computed rows only if `keeps_rows`, and the first `num_saved` left halves;
+    backward computes the other halves again.
     """
     if keeps_rows or not _has_whole_passes(batch):
         computed = compute_rows(cores, batch, num_saved)
@@ -273,9 +273,9 @@ def _pool_chunk(
     sample_weights: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write, or add if a bag is divided, the output of a chunk.
+    """Write the output of a chunk to `out`; add it if the chunk has a part of a bag.
 
-    `out` has the shape of the whole batch's output, float32.
+    `out`, float32, has the shape of the output of the whole `batch`.
     """
     weights = None if sample_weights is None else sample_weights[chunk.lookups]
     pooled, _ = look_up(cores[chunk.cores], chunk.batch, weights)
@@ -296,8 +296,8 @@ def chunk_gradients(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the gradients of whole cores, summed over chunks, and of the sample weights.
 
-    `grad` has the shape of the output. The gradients are float32: of the shapes of the cores, and
-    `[L]`, or None without `needs_sample_grad`.
+    `grad` has the shape of the output. The gradients are float32, in the shapes of the cores. That
+    of the sample weights is float32 `[L]`; None without `needs_sample_grad`.
     """
     core_grads = [torch.zeros_like(core, dtype=torch.float32) for core in cores]
     sample_grad = torch.zeros(batch.indices.numel()) if needs_sample_grad else None
@@ -314,7 +314,7 @@ def _add_chunk(
     sample_weights: Tensor | None,
     sums: tuple[list[Tensor], Tensor | None],
 ) -> None:
-    """Add the gradients of a chunk; its memory is free for the next one."""
+    """Add the gradients of a chunk to `sums`: those of all cores and of the sample weights."""
     core_grads, sample_grad = sums
     chunk_batch, chunk_cores = chunk.batch, cores[chunk.cores]
     weights = None if sample_weights is None else sample_weights[chunk.lookups]
@@ -368,25 +368,25 @@ class DenseTTLookup(torch.autograd.Function):
     ) -> Tensor:
         """Return the output of `pool`."""
         ctx.batch, ctx.rule, ctx.shares = batch, rule, shares
-        ctx.chunked = is_chunked(batch, sample_weights)
-        if ctx.chunked:
+        ctx.is_chunked = is_chunked(batch, sample_weights)
+        if ctx.is_chunked:
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, *cores)
             return lookup_chunks(cores, batch, sample_weights)
-        weighted = sample_weights is not None and sample_weights.requires_grad
+        keeps_rows = sample_weights is not None and sample_weights.requires_grad
         num_saved = num_saved_left_halves(batch, cores)
-        out, computed = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
+        out, computed = look_up(cores, batch, sample_weights, num_saved, keeps_rows=keeps_rows)
         _save(ctx, computed, sample_weights, cores)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of cores and, if asked, of `sample_weights`."""
+        """Return the gradients of cores and, if required, of `sample_weights`."""
         _, needs_sample_grad, _, _, *needs_core_grads = ctx.needs_input_grad
         if ctx.rule.max_gradient is not None:
             grad = autograd.clip_gradient(grad, ctx.rule, scale_of_backward())
         core_grads: list[Any]
-        if ctx.chunked:
+        if ctx.is_chunked:
             _, _, sample_weights, *cores = ctx.saved_tensors
             core_grads, sample_grad = chunk_gradients(
                 grad,
@@ -439,27 +439,27 @@ class FusedTTLookup(torch.autograd.Function):
         frozen_cores: frozenset[int],
     ) -> Tensor:
         """Return the output of `pool`."""
-        compiling = torch.compiler.is_compiling()  # a compiled graph cannot compare versions
+        is_compiling = torch.compiler.is_compiling()  # a compiled graph cannot compare versions
         ctx.cores = cores
-        ctx.chunked = is_chunked(batch, sample_weights)
-        ctx.versions = [] if compiling else [core._version for core in cores]
+        ctx.is_chunked = is_chunked(batch, sample_weights)
+        ctx.versions = [] if is_compiling else [core._version for core in cores]
         ctx.states, ctx.hyperparams, ctx.rule, ctx.batch = states, hyper, rule, batch
         ctx.shares, ctx.frozen_cores = shares, frozen_cores
-        if ctx.chunked:
+        if ctx.is_chunked:
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights)
             return lookup_chunks(cores, batch, sample_weights)
-        weighted = sample_weights is not None and sample_weights.requires_grad
-        num_saved = 0 if compiling else num_saved_left_halves(batch, cores)
-        out, computed = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
+        keeps_rows = sample_weights is not None and sample_weights.requires_grad
+        num_saved = 0 if is_compiling else num_saved_left_halves(batch, cores)
+        out, computed = look_up(cores, batch, sample_weights, num_saved, keeps_rows=keeps_rows)
         _save(ctx, computed, sample_weights, ())
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Apply the optimizer to the trained cores; gradient of `sample_weights` if asked."""
+        """Apply the optimizer to the trained cores; return the gradients of the inputs."""
         cores, batch = ctx.cores, ctx.batch
-        if ctx.chunked:
+        if ctx.is_chunked:
             return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
         computed, sample_weights, _ = _saved(ctx)
         trains, _, _, _, _, _, needs_sample_grad, _, _ = ctx.needs_input_grad
@@ -741,9 +741,10 @@ def _saved(ctx: Any) -> tuple[ComputedRows, Tensor | None, Sequence[Tensor]]:
 def _row_memory(
     computed: ComputedRows, batch: TTLookup
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """Describe the computed rows as dense tables of L rows: weights, features, slots of a lookup.
+    """Return weights, features and slots of a lookup that reads the computed rows as dense tables.
 
-    If dims differ, all rows have the stride of the widest table, which only cache rows can have.
+    If dims differ, all rows have the stride of the widest table, as only rows of a cache can: the
+    computed rows are then the cache.
     """
     features = batch.features[2 * batch.num_features() :]
     if features.device.type == "cpu":  # ops on the CPU check that a table has its ROWS

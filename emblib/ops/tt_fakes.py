@@ -15,7 +15,7 @@ _ops = torch.ops.emblib
 def left_value_size(
     cores: Sequence[Tensor], dim_factors: Sequence[int], num_cores: Sequence[int]
 ) -> int:
-    """Return the maximum number of floats per left half: its columns times the rank at its end."""
+    """Return the number of floats of the largest left half: its columns times its last rank."""
     sizes, begin = [], 0
     for count in num_cores:
         size = cores[begin].size(1)
@@ -42,7 +42,7 @@ def _(keys: Tensor, count: Tensor, tables: Tensor, left_ids: int, right_ids: int
     ]
 
 
-def _widest(dim_factors: Sequence[int], num_cores: Sequence[int]) -> int:
+def _max_dim(dim_factors: Sequence[int], num_cores: Sequence[int]) -> int:
     factors = iter(dim_factors)
     return max(math.prod(next(factors) for _ in range(count)) for count in num_cores)
 
@@ -58,7 +58,7 @@ def _(
     matmul_precision: int = 0,
 ) -> tuple[Tensor, Tensor]:
     no_values = cores[0].new_empty(0, dtype=torch.float32)
-    rows = no_values.new_empty(plan[2].numel(), _widest(dim_factors, num_cores))
+    rows = no_values.new_empty(plan[2].numel(), _max_dim(dim_factors, num_cores))
     size = left_value_size(cores, dim_factors, num_cores)
     return rows, no_values.new_empty(num_saved, size)
 

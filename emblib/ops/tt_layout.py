@@ -17,7 +17,7 @@ from emblib.columns import BagColumn, FeatureColumn, FeatureRow, TTTableColumn
 from emblib.ops import codes, tbe
 from emblib.specs import MatmulPrecision, Pooling, TTSpec
 
-# Scratch memory of a chunk, apart from cores and their gradients.
+# Maximum scratch memory of a chunk, without cores and their gradients.
 CHUNK_BYTES = 128 << 20
 # Scratch memory per lookup, see `_chunk_lookups`: about a dozen integers of the grouping and the
 # plan; a float32 row and the quarter of a bag, per column; with sample weights a gradient as well.
@@ -48,7 +48,7 @@ class TTLayout(NamedTuple):
     dim: int
     has_one_dim: bool
 
-    # Methods here and below are not properties: torch 2.10 compiles no property of a NamedTuple.
+    # These are methods, not properties: torch 2.10 cannot compile properties of a NamedTuple.
     def op_arguments(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return `row_factors`, `dim_factors` and `num_cores`, which ops take in this order."""
         return self.row_factors, self.dim_factors, self.num_cores
@@ -77,10 +77,10 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
     num_keys = left_ids = right_ids = 0
     for spec in specs:
         p = spec.row_factors
-        cores_in_left = 1 if len(p) == 2 else 2
-        num_lefts, num_rights = math.prod(p[:cores_in_left]), math.prod(p[cores_in_left:])
-        left_inner_rows = p[1] if cores_in_left == 2 else 1
-        halves = p[0], left_inner_rows, num_rights, int(cores_in_left == 2)
+        num_left_cores = 1 if len(p) == 2 else 2
+        num_lefts, num_rights = math.prod(p[:num_left_cores]), math.prod(p[num_left_cores:])
+        left_inner_rows = p[1] if num_left_cores == 2 else 1
+        halves = p[0], left_inner_rows, num_rights, int(num_left_cores == 2)
         # In the order of `TTTableColumn`.
         tables.append((spec.rows, *spec.permutation, *halves, num_keys, left_ids, right_ids))
         num_keys, left_ids, right_ids = (
@@ -110,10 +110,10 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
 
 def id_table_row(rows: int) -> tuple[int, ...]:
     """Return the row of `tables` for which `tt_keys` returns ids below `rows` (>= 1) unchanged."""
-    first_size = min(rows, _MAX_HALVES)
-    columns = {TTTableColumn.ROWS: rows, TTTableColumn.LEFT_OUTER_ROWS: first_size}
+    num_lefts = min(rows, _MAX_HALVES)
+    columns = {TTTableColumn.ROWS: rows, TTTableColumn.LEFT_OUTER_ROWS: num_lefts}
     columns[TTTableColumn.MULTIPLIER] = columns[TTTableColumn.LEFT_INNER_ROWS] = 1
-    columns[TTTableColumn.RIGHT_IDS] = -(-rows // first_size)
+    columns[TTTableColumn.RIGHT_IDS] = -(-rows // num_lefts)
     return tuple(columns.get(column, 0) for column in TTTableColumn)
 
 
@@ -123,9 +123,9 @@ class TTLookup(NamedTuple):
     Attributes:
         layout: layout of the tables.
         tables, feature_tables: int64 `[T, 10]` and `[F, 10]`, see `emblib.columns.TTTableColumn`.
-        features: int64 `[3 F, 8]`, which describe the tables as dense ones: first F rows for tables
-            indexed by keys, then F indexed by ids, then F for the computed rows that a GPU pools,
-            see `row_feature`.
+        features: int64 `[3 F, 8]`, which describe the tables as dense tables in three ways: F rows
+            for tables indexed by keys, F for tables indexed by ids, and F for the computed rows
+            that a GPU pools, see `row_feature`.
         indices: int32 or int64 `[L]`.
         offsets: `[F * B + 1]`, or `[bags + 1]` with a `bag_layout`.
         bag_layout: int64 `[bags, 2]`, see `emblib.ops.tbe`; None if all features have B bags.
@@ -179,7 +179,7 @@ class Chunk(NamedTuple):
         cores: position of the table's cores among all cores.
         lookups, bags: position of the chunk's lookups and bags in the large batch.
         feature: feature of the bags.
-        share: 1 if the chunk has whole bags, else the fraction that it has of its only bag.
+        share: 1 if the chunk has whole bags, else its fraction of the lookups of its only bag.
     """
 
     batch: TTLookup
@@ -233,7 +233,7 @@ def is_chunked(batch: TTLookup, sample_weights: Tensor | None) -> bool:
 
 
 def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]:
-    """Yield chunks of whole bags of one feature; a bag of more lookups than fit is several chunks.
+    """Yield the chunks of a batch: each has whole bags of one feature, or a part of one large bag.
 
     Offsets are repaired first, see `BoundsCheck.IGNORE`.
     """
