@@ -226,7 +226,7 @@ _TT_CACHE_COUNTERS = {
 def _add_sample(
     metrics: dict[str, _Metric],
     name: str,
-    text: str,
+    help_text: str,
     labels: Mapping[str, str],
     value: float | None,
 ) -> None:
@@ -234,7 +234,7 @@ def _add_sample(
     if value is None:
         return
     kind = "counter" if name.endswith("_total") else "gauge"
-    metrics.setdefault(name, _Metric(name, kind, text)).add(labels, value)
+    metrics.setdefault(name, _Metric(name, kind, help_text)).add(labels, value)
 
 
 def _add_dynamic(

@@ -312,15 +312,15 @@ class _Sketches(nn.Module):
         hash_1, hash_2 = mixed & _LOW_31_BITS, mixed >> 33 & _LOW_31_BITS | 1
         rows = torch.arange(self.depth, device=mixed.device)[:, None]
         column = ((hash_1 + rows * hash_2 & _LOW_31_BITS) * width) >> 31
-        spare = self.counters.numel() - 1
-        cells = torch.where(rows < depth, begin + rows * width + column, spare)
+        spare_counter = self.counters.numel() - 1
+        cells = torch.where(rows < depth, begin + rows * width + column, spare_counter)
         num_seen = torch.where(rows < depth, self.counters[cells].long(), threshold).amin(0)
         # The minimum is taken before the sum, which would wrap for counts near the largest int64.
         num_new = torch.minimum(missing_keys.counts, threshold - num_seen)
         counts: Tensor = effects.once(torch.ops.aten.add.Tensor, num_seen, num_new)
-        raised = counts.to(self.counters.dtype).expand(self.depth, -1)
-        self.counters.scatter_reduce_(0, cells.flatten(), raised.flatten(), "amax")
-        self.counters[spare:].zero_()
+        raised_counts = counts.to(self.counters.dtype).expand(self.depth, -1)
+        self.counters.scatter_reduce_(0, cells.flatten(), raised_counts.flatten(), "amax")
+        self.counters[spare_counter:].zero_()
         return counts
 
     def fade(self, effects: Effects) -> None:

@@ -9,7 +9,7 @@ Once no bytes are free, each table evicts keys of its own. Then pressure is comp
 tables, every `interval` training forwards of a module. The *receiver* is a table below its
 capacity: the one whose evicted keys had been unused for the shortest time. The *donor* is the table
 whose lowest-ranked keys are unused for the longest. If the donor's age is more than `ratio` times
-the receiver's, the donor shrinks by a share of its rows, and the freed bytes are reserved for the
+the receiver's, the donor shrinks by a share of its rows. The freed bytes are reserved for the
 receiver until the next decision. Without `ratio`, tables of equal pressure would take rows from
 each other for ever.
 
@@ -83,11 +83,11 @@ class MemoryBudget:
     used up, tables whose evicted keys are youngest grow at the expense of tables whose
     lowest-ranked keys are oldest (docs/dynamic.md). All tables together never exceed the budget.
 
-    The bytes of a table count its rows in use, with weights, optimizer states and index, 8 bytes
-    per row for versions, which are recorded only if steps overlap, and its fallback rows.
-    Overflow rows and the store of a `BackingStore`, counters of admission and statistics do not
-    count. Tables that cannot grow count with their whole size. Tables with `Eviction.NONE` grow,
-    but never shrink.
+    The bytes of a table are those of its rows in use, with weights, optimizer states and index, and
+    of its fallback rows. Each row in use also counts 8 bytes for versions, recorded only if
+    steps overlap. Overflow rows and the store of a `BackingStore`, counters of admission and
+    statistics do not count. Tables that cannot grow count with their whole size. Tables with
+    `Eviction.NONE` grow, but never shrink.
 
     A sharded model has one budget per rank, of the shards of the rank; ranks do not communicate.
     Copies of a module and modules that load its checkpoint belong to no budget; a copy of a budget

@@ -1,10 +1,10 @@
 """Tensor trains with a cache: the most used rows are stored dense, outside the cores.
 
-A batch is split by a hash table from ids to stored rows: hits are looked up in the stored rows,
-misses in the tensor train, and the two outputs are added. Backward updates stored rows and cores
-separately. Training lookups count ids in a second hash table. `populate` chooses the most used ids,
-moves the values of rows that leave into the cores (or drops or spills them, see `RowEviction`), and
-computes newly stored rows from the cores.
+A hash table from ids to stored rows splits a batch: hits are looked up in the stored rows, misses
+in the tensor train, and the two outputs are added. Backward updates stored rows and cores
+separately. Training lookups count ids in a second hash table. `populate` chooses the most used ids.
+It moves the values of rows that leave into the cores, or drops or spills them (see `RowEviction`),
+and computes newly stored rows from the cores.
 """
 
 from __future__ import annotations

@@ -166,12 +166,12 @@ class Expiry(nn.Module):
     """Choose the keys that expire: which buckets a step searches, and for which age.
 
     The ages of keys are known in ticks, the numbers of training batches. For a table whose `ttl` is
-    a time, a list of (tick, time) pairs turns "not used for `ttl`" into "last used before tick k":
-    keys with a stamp up to the tick of a pair were used no later than at its time. The list is
-    short: a pair and the next but one are at least a 16th of the ttl apart, and of the pairs older
-    than the ttl only the newest is kept. `times`, int64 `[N, 40, 2]`, has the pairs with ticks as
-    2^62 - tick, so that the element-wise maximum over ranks holds for the keys of all ranks. A
-    table whose features have different times has one list per time (`lifetimes`).
+    a time, a list of (tick, time) pairs converts times to ticks: keys with a stamp up to the tick
+    of a pair were last used at the time of the pair or earlier. The list is short: a pair and the
+    next but one are at least a 16th of the ttl apart. Of the pairs older than the ttl only the
+    newest is kept. `times`, int64 `[N, 40, 2]`, has the pairs with ticks as 2^62 - tick, so that
+    the element-wise maximum over ranks holds for the keys of all ranks. A table whose features have
+    different times has one list per time (`lifetimes`).
 
     Every bucket of a table is searched at least once per eighth of its shortest ttl in steps, or
     16th of its shortest ttl in time. So a key that is not evicted stays for at least its ttl after

@@ -80,13 +80,13 @@ class TableChanges(NamedTuple):
 class DynamicTable:
     """A dynamic table as a whole, wherever its shards are.
 
-    If the table is sharded over several ranks, methods are collectives: all ranks call them, and an
-    error on one rank is raised on all, on the others as a RuntimeError. Properties, `local_shards`,
-    `reserve` and options (`set_score`, `set_step`, `set_clock`, `track_...`) do not communicate,
-    but must be used in the same way on all ranks. Each rank passes any keys, possibly none, and
-    gets results for these keys, on the CPU. Other arguments must be equal on all ranks, and
-    results about the whole table are equal. `local` acts on the shards of this rank alone, possibly
-    none. Keys are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
+    If the table is sharded over several ranks, methods are collectives: all ranks call them. An
+    error on one rank is raised there, and as a RuntimeError on all others. Properties,
+    `local_shards`, `reserve` and options (`set_score`, `set_step`, `set_clock`, `track_...`) do not
+    communicate, but must be used in the same way on all ranks. Each rank passes any keys, possibly
+    none, and gets results for these keys, on the CPU. Other arguments must be equal on all ranks,
+    and results about the whole table are equal. `local` acts on the shards of this rank alone,
+    possibly none. Keys are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
 
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
 
@@ -218,10 +218,10 @@ class DynamicTable:
     def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
         """Set scores of single keys, for `Eviction.CUSTOM`; return which are present, bool `[n]`.
 
-        Right after the forward of a batch this is the same as scores per lookup, since keys of a
-        batch never evict each other: with a feature of ids and one of their scores, pass the values
-        of both. A key that occurs more than once, on any rank, gets the largest of its scores; the
-        next batch that uses it assigns the score of `set_score` again.
+        Keys of a batch never evict each other, so a call right after the forward has the effect of
+        scores per lookup. E.g. with one feature of ids and one of their scores, pass the values of
+        both features. A key that occurs more than once, on any rank, gets the largest of its
+        scores; the next batch that uses it assigns the score of `set_score` again.
 
         Args:
             keys: keys of this rank.

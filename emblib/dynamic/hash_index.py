@@ -250,7 +250,7 @@ class HashIndex(nn.Module):
             tensors.append((self.versions.by_slot, 1, 1))
         for tensor, elements, slots in tensors:
             first_element, num_before, num_now = (
-                count * elements // slots for count in (first_slot, slots_before, slots_now)
+                num_slots * elements // slots for num_slots in (first_slot, slots_before, slots_now)
             )
             yield tensor, first_element, num_before, num_now
 
@@ -597,10 +597,10 @@ class HashIndex(nn.Module):
                 "load a state_dict instead, which fits any capacity"
             )
         buckets = saved[:, HashTableColumn.BUCKETS].tolist()
-        for count, spec in zip(buckets, self.specs, strict=True):
-            if not 0 < count <= spec.max_buckets:
+        for num_buckets, spec in zip(buckets, self.specs, strict=True):
+            if not 0 < num_buckets <= spec.max_buckets:
                 raise ValueError(
-                    f"index.tables has {count} buckets of a table, of which there are 1 to "
+                    f"index.tables has {num_buckets} buckets of a table, of which there are 1 to "
                     f"{spec.max_buckets}"
                 )
         for name in ("clock", "counters"):
@@ -609,10 +609,10 @@ class HashIndex(nn.Module):
         for name, shape in (("tags", ()), ("entries", self.entries.shape[1:])):
             buffer = getattr(self, name)
             tensors = dumps.check_list(f"index.{name}", entries[name], len(buckets), "table")
-            for tensor, count in zip(tensors, buckets, strict=True):
-                expected_shape = (count * SLOTS, *shape)
+            for tensor, num_buckets in zip(tensors, buckets, strict=True):
+                expected_shape = (num_buckets * SLOTS, *shape)
                 dumps.check_tensor(f"index.{name}", tensor, buffer.dtype, expected_shape)
-        return [count * SLOTS for count in buckets]
+        return [num_buckets * SLOTS for num_buckets in buckets]
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Restore a snapshot, with its hash keys; slots that were found before become stale.

@@ -65,8 +65,8 @@ class Insertion(NamedTuple):
         """Return the insertion with `evicted` cut to `num_evicted` rows (waits for the device)."""
         if self.evicted is None or self.num_evicted is None:
             return self
-        count = int(self.num_evicted)
-        return self._replace(evicted=TableRows(*(column[:count] for column in self.evicted)))
+        num_valid = int(self.num_evicted)
+        return self._replace(evicted=TableRows(*(column[:num_valid] for column in self.evicted)))
 
 
 class HashTable(SentAsCopy, nn.Module):
@@ -81,9 +81,9 @@ class HashTable(SentAsCopy, nn.Module):
 
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
     its device and dtype, scores `[n]` to its device and int64, and neither gets a gradient. Methods
-    raise ValueError for other shapes and for scores that the eviction does not take, TypeError for
-    keys of another dtype, scores that are no integers and values that are no tensor of real
-    numbers, and RuntimeError for keys on another device, before they change anything.
+    raise these errors before they change anything: ValueError for other shapes and for scores that
+    the eviction does not accept; TypeError for keys of another dtype, scores that are no integers
+    and values that are no tensor of real numbers; RuntimeError for keys on another device.
 
     Args:
         spec: capacity, dim, growth, eviction, `insert_policy`, `default_value`, and the initializer
@@ -411,9 +411,9 @@ class HashTable(SentAsCopy, nn.Module):
         if result is None:
             zero = torch.zeros(1, dtype=torch.int64, device=self.values.device)
             return insertion._replace(evicted=self._no_rows(), num_evicted=zero)
-        keys, rows, stamps, scores, count = hash.hash_evicted_rows([self.values], *result)
+        keys, rows, stamps, scores, num_evicted = hash.hash_evicted_rows([self.values], *result)
         return insertion._replace(
-            evicted=TableRows(keys, rows[0], stamps, scores), num_evicted=count
+            evicted=TableRows(keys, rows[0], stamps, scores), num_evicted=num_evicted
         )
 
     @without_gradients

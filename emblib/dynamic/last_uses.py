@@ -29,13 +29,13 @@ from emblib.tables import memory
 def check_features(specs: Sequence[DynamicSpec], feature_tables: Sequence[int]) -> None:
     """Raise ValueError for a table with values per feature that has another number of features."""
     for t, spec in enumerate(specs):
-        count = list(feature_tables).count(t)
+        num_features = list(feature_tables).count(t)
         threshold = None if spec.admission is None else spec.admission.threshold
         for name, value in (("ttl", spec.ttl), ("threshold", threshold)):
-            if isinstance(value, PerFeature) and len(value.values) != count:
+            if isinstance(value, PerFeature) and len(value.values) != num_features:
                 raise ValueError(
                     f"{name} of table {spec.name or t!r} has {len(value.values)} values, and "
-                    f"{count} features read the table: give one per feature, in their order"
+                    f"{num_features} features read the table: give one per feature, in their order"
                 )
 
 

@@ -1,9 +1,9 @@
 """DynamicEmbeddingBags: T hash tables of rows with the optimizer fused into backward.
 
 The module owns a `DynamicState` (index, rows, admission, scores, eviction log, backing store). A
-training forward makes keys of the ids, inserts them, looks up the slots like rows of a dense table,
-and stores a `TrainingUpdate`, with which backward finds the rows again. Queries, eviction, saving
-and loading are functions of the state, called by the methods here.
+training forward makes keys of the ids, inserts them, and looks up their slots like rows of a dense
+table. It stores a `TrainingUpdate`, with which backward finds the rows again. Queries, eviction,
+saving and loading are functions of the state, called by the methods here.
 """
 
 import weakref
@@ -264,8 +264,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     def track_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the states of `optimizer` for `weights` reset in the rows of new keys.
 
-        It is meant for `optim.External`: an optimizer of torch.optim knows rows, not keys, so
-        without this a new key continues with the states of the evicted key that had its row.
+        Call it with `optim.External`. An optimizer of torch.optim knows rows, not keys, so without
+        this call a new key continues with the states of the evicted key that had its row.
 
         Raises:
             ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
@@ -407,11 +407,11 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         """Return int32 zeros, one per id, usually in memory that batches share."""
         if torch.compiler.is_exporting():  # zeros of the last batch would fix the number of ids
             return torch.zeros_like(ids, dtype=torch.int32)
-        zeros, count = self._zeros, ids.numel()
-        if zeros.numel() != count or zeros.device != ids.device:
-            if zeros.device != ids.device or zeros.untyped_storage().nbytes() < 4 * count:
-                zeros = torch.zeros(2 * count, dtype=torch.int32, device=ids.device)
-            zeros = self._zeros = zeros.as_strided((count,), (1,))
+        zeros, num_ids = self._zeros, ids.numel()
+        if zeros.numel() != num_ids or zeros.device != ids.device:
+            if zeros.device != ids.device or zeros.untyped_storage().nbytes() < 4 * num_ids:
+                zeros = torch.zeros(2 * num_ids, dtype=torch.int32, device=ids.device)
+            zeros = self._zeros = zeros.as_strided((num_ids,), (1,))
         return zeros
 
     @run_uncompiled  # an index is state, and its rows move

@@ -114,9 +114,7 @@ class RowLayout:
 
     def row_bytes(self, table: int) -> int:
         """Return the bytes per row of all buffers together."""
-        return sum(
-            self.width(table, number) * dtype.itemsize for number, dtype in enumerate(self.dtypes)
-        )
+        return sum(self.width(table, b) * dtype.itemsize for b, dtype in enumerate(self.dtypes))
 
     def first_element(self, table: int, buffer: int) -> int:
         """Return the index of a table's first element in a buffer."""
@@ -142,22 +140,22 @@ class RowLayout:
     def allocate(self, device: torch.device) -> list[Tensor]:
         """Allocate the buffers, filled with zeros."""
         used_rows = sum(spec.buckets for spec in self.specs) * SLOTS
-        sizes = (
+        buffer_sizes = (
             (self._first_rows if per_row else self._first_elements)[-1] for per_row in self._per_row
         )
         return [
-            memory.reserve(size, dtype, device, used_rows / max(self.total_rows, 1))
-            for size, dtype in zip(sizes, self.dtypes, strict=True)
+            memory.reserve(num_elements, dtype, device, used_rows / max(self.total_rows, 1))
+            for num_elements, dtype in zip(buffer_sizes, self.dtypes, strict=True)
         ]
 
     def advise_growth(
         self, buffers: Sequence[Tensor], table: int, rows_before: int, rows_now: int
     ) -> None:
         """Request huge pages for the growth of a table from `rows_before` to `rows_now` rows."""
-        for number, buffer in enumerate(buffers):
-            width = self.width(table, number)
+        for b, buffer in enumerate(buffers):
+            width = self.width(table, b)
             memory.advise_growth(
-                buffer, self.first_element(table, number), rows_before * width, rows_now * width
+                buffer, self.first_element(table, b), rows_before * width, rows_now * width
             )
 
     def views(self, buffers: Sequence[Tensor], table: int) -> dict[str, Tensor]:
@@ -174,11 +172,11 @@ class RowLayout:
     ) -> dict[str, Tensor]:
         """Return views of `num_rows` rows from `first_row` of a table on, by name of the buffer."""
         views = {}
-        for number, (name, buffer) in enumerate(zip(self.buffer_names, buffers, strict=True)):
-            width = self.width(table, number)
-            begin = self.first_element(table, number) + first_row * width
+        for b, (name, buffer) in enumerate(zip(self.buffer_names, buffers, strict=True)):
+            width = self.width(table, b)
+            begin = self.first_element(table, b) + first_row * width
             rows = buffer[begin : begin + num_rows * width]
-            views[name] = rows if self._per_row[number] else rows.view(num_rows, width)
+            views[name] = rows if self._per_row[b] else rows.view(num_rows, width)
         return views
 
     def byte_layout(self, device: torch.device) -> Tensor:
@@ -287,9 +285,9 @@ class RowLayout:
 
     def nbytes(self, capacities: Sequence[int]) -> Iterator[int]:
         """Yield the bytes in use of each buffer, if tables have these rows in use."""
-        for number, dtype in enumerate(self.dtypes):
+        for b, dtype in enumerate(self.dtypes):
             yield sum(
-                (num_rows + self.specs[t].fallback_rows) * self.width(t, number) * dtype.itemsize
+                (num_rows + self.specs[t].fallback_rows) * self.width(t, b) * dtype.itemsize
                 for t, num_rows in enumerate(capacities)
             )
 

@@ -2,14 +2,14 @@
 
 A table of n buckets shrinks to m: buckets m to n - 1 are dissolved. Entries in other buckets keep
 their slots, because a key whose bucket is below m has the same bucket in the smaller table. Entries
-of dissolved buckets are inserted again, as the missing keys of a batch are: into an empty slot of
-one of their two buckets, else in place of the lowest-ranked entry of both. If x of the k entries of
-the table are too many for the smaller table, the lowest-ranked share x / k of the dissolved entries
-is evicted at once. The others are inserted, and evict as many entries as they lack slots. Since a
-hash selects the buckets, the dissolved entries are a sample of the table. Thus nearly the
-lowest-ranked entries of the whole table leave, and the work depends on the dissolved buckets, not
-on the size of the table. Rows and versions move with their entries. Evicted rows go to the backing
-store, if there is one. At the end the memory of the dissolved buckets is returned to the system.
+of dissolved buckets are inserted again like missing keys of a batch: into an empty slot of their
+two buckets, or in place of the lowest-ranked entry of both. If x of the k entries of the table are
+too many for the smaller table, the lowest-ranked share x / k of the dissolved entries is evicted at
+once. The others are inserted, and evict as many entries as they lack slots. Since a hash selects
+the buckets, the dissolved entries are a sample of the table. Thus nearly the lowest-ranked entries
+of the whole table leave, and the work depends on the dissolved buckets, not on the size of the
+table. Rows and versions move with their entries. Evicted rows go to the backing store, if there is
+one. At the end the memory of the dissolved buckets is returned to the system.
 """
 
 from __future__ import annotations
@@ -109,21 +109,21 @@ class _TableShrink:
         if state.backing is not None:
             state.backing.write_back()
             self._num_demoted = state.backing.num_demoted(table)
-        self._rows_before, size = index.capacity(table), index.size(table)
+        self._rows_before, num_keys = index.capacity(table), index.size(table)
         self._counters = index.counters[table].clone()
         # By slot: entries, versions if there are any, and the row buffers.
         self._slot_views = index.views_by_slot(table)
         self._row_views = [*_slot_bytes(state, table)]
         self._tags = index.table_tags(table)[buckets * SLOTS :]
-        occupied = self._tags.nonzero().view(-1) + buckets * SLOTS
-        self._num_kept = size - occupied.numel()
+        occupied_slots = self._tags.nonzero().view(-1) + buckets * SLOTS
+        self._num_kept = num_keys - occupied_slots.numel()
         # The dissolved entries, the highest rank first. Entries from `_num_inserted` on are evicted
         # without an attempt to insert them.
-        slots = occupied[self._best_first(occupied)]
+        slots = occupied_slots[self._best_first(occupied_slots)]
         self._slot_values = [view[slots] for view in self._slot_views]
         self._row_values = [view[slots] for view in self._row_views]
-        num_lacking = max(0, size - buckets * SLOTS)
-        self._num_inserted = slots.numel() - num_lacking * slots.numel() // max(1, size)
+        num_lacking = max(0, num_keys - buckets * SLOTS)
+        self._num_inserted = slots.numel() - num_lacking * slots.numel() // max(1, num_keys)
         self._effects = Effects()
         self._evicted_rows: _EvictedRows | None = None
         self._has_written = self._is_demoted = False

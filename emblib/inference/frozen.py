@@ -195,15 +195,15 @@ def _collection_content(
     """Return `config` and the sections of a collection: those of its parts, numbered."""
     tensors: dict[str, Tensor] = {}
     parts = []
-    for number, part in enumerate(collection.parts):
+    for part_index, part in enumerate(collection.parts):
         any_part: Any = part
         if not isinstance(part, ReadOnly):
             raise TypeError(
-                f"part {number} of the collection is {type(part).__name__}, a file has tables as "
-                "for_inference makes them"
+                f"part {part_index} of the collection is {type(part).__name__}, a file has tables "
+                "as for_inference makes them"
             )
-        tables, sections = _tables_content(any_part, _section_prefix(number))
-        parts.append({"tables": tables, "positions": collection.positions[number]})
+        tables, sections = _tables_content(any_part, _section_prefix(part_index))
+        parts.append({"tables": tables, "positions": collection.positions[part_index]})
         tensors |= sections
     config: dict[str, Any] = {
         "features": [list(feature) for feature in collection.features],
@@ -222,8 +222,8 @@ def _open_collection(
     """Return the collection that a configuration describes."""
     features = [ServedFeature(*feature) for feature in config["features"]]
     parts = [
-        (_open_tables(part["tables"], tensors, _section_prefix(number)), part["positions"])
-        for number, part in enumerate(config["parts"])
+        (_open_tables(part["tables"], tensors, _section_prefix(part_index)), part["positions"])
+        for part_index, part in enumerate(config["parts"])
     ]
     if "is_weighted" in config:
         bags = InferenceEmbeddingBagCollection(features, parts)

@@ -134,9 +134,9 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
     path = Path(path)
     with open(path, "rb") as file:
         header = _read_header(path, file)
-        size = os.fstat(file.fileno()).st_size
-        _check_size(path, header, size)
-        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        file_bytes = os.fstat(file.fileno()).st_size
+        _check_size(path, header, file_bytes)
+        memory = mmap.mmap(file.fileno(), file_bytes, access=mmap.ACCESS_COPY)
     tensors = {}
     for section in header["sections"]:
         name, begin, nbytes = section["name"], section["begin"], section["nbytes"]
@@ -177,15 +177,15 @@ def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:
     return header
 
 
-def _check_size(path: Path, header: dict[str, Any], size: int) -> None:
+def _check_size(path: Path, header: dict[str, Any], file_bytes: int) -> None:
     for section in header["sections"]:
         end = section["begin"] + section["nbytes"]
-        if end > size:
+        if end > file_bytes:
             raise ChecksumError(
                 f"{path} is truncated: its section {section['name']!r} ends at byte {end}, the "
-                f"file at {size}; {_REMEDY}"
+                f"file at {file_bytes}; {_REMEDY}"
             )
-    if size != header["nbytes"]:
+    if file_bytes != header["nbytes"]:
         raise ChecksumError(
-            f"{path} is damaged: it has {size} bytes instead of {header['nbytes']}; {_REMEDY}"
+            f"{path} is damaged: it has {file_bytes} bytes instead of {header['nbytes']}; {_REMEDY}"
         )

@@ -1,8 +1,8 @@
 """Read-only tables in host memory, with copies of the most used rows on a GPU.
 
-A lookup is made twice: in the compact tables on the GPU, whose index gives -1 for ids without a
-copy, and in the pinned memory of the host, with -1 for ids that have a copy. Tables skip -1, so the
-sum of the two outputs has every row once.
+A batch is looked up twice: in the copies on the GPU, with -1 for ids that have no copy, and in the
+pinned memory of the host, with -1 for ids that have one. Tables skip -1, so the sum of the two
+outputs has every row once.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,9 @@
 """Read-only tables with rows for some ids alone: pruned tables, and tables keyed by any id.
 
 A `QuantizedEmbeddingBags` stores the rows. An index per table maps an id to its row: an array with
-an entry per id, or a hash table with an entry per key that has a row.
-An id without a row reads zeros, or a row that such ids share: one of default values, or one of the
-fallback rows of a dynamic table, which a hash of the key selects.
+an entry per id, or a hash table with an entry per key that has a row. An id without a row reads
+zeros, or a row that such ids share. Shared rows are one row of default values, or the fallback rows
+of a dynamic table, of which a hash of the key selects one.
 """
 
 import math

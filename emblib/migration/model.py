@@ -127,8 +127,8 @@ class Migration:
 
     def _memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         """Return the bytes of all replaced modules, and of those that replace them."""
-        sizes = [replaced.memory for replaced in self.replaced]
-        before, after = zip(*sizes, strict=True)
+        memories = [replaced.memory for replaced in self.replaced]
+        before, after = zip(*memories, strict=True)
         return sum(before, TrainingMemory()), sum(after, TrainingMemory())
 
     def _migrate_sample(self, model: nn.Module, optimizers: Sequence[TorchOptimizer]) -> None:

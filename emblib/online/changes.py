@@ -313,8 +313,8 @@ class KeyedChanges:
 
     def check(self) -> None:
         """Raise RuntimeError if a table was replaced since the last commit."""
-        for shard, number in zip(self._shards, self._num_replacements, strict=True):
-            if shard.location.module.state.eviction_log.num_replacements != number:
+        for shard, num_replacements in zip(self._shards, self._num_replacements, strict=True):
+            if shard.location.module.state.eviction_log.num_replacements != num_replacements:
                 raise RuntimeError(
                     f"the content of table {shard.name!r} was replaced since the last entry of the "
                     "log (load, load_state_dict, set_entries): call snapshot(step), which has all "

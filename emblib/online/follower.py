@@ -2,7 +2,7 @@
 
 Each rank of the trainer has a log. A boundary is a step for which all logs have a record; `apply`
 goes from boundary to boundary. It checks and converts the records up to the next boundary, and then
-writes them while no reader is inside, so readers see all of a boundary or nothing. Only if writing
+writes them while no reader is inside. So readers see all of a boundary or nothing. Only if writing
 raises, readers see a mix of two boundaries until the next record with all rows is applied.
 """
 

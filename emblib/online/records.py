@@ -13,9 +13,9 @@ A record is a prefix of 72 bytes, then its body. All numbers are little-endian.
 | 8, 4 | zeros; CRC-32 of the prefix up to here |
 
 The body is the length of a header (8 bytes), the header in JSON, and the tensors that it lists,
-each from a multiple of 8 bytes on. The header is {"tables": [...]}, with one object per change:
-"name" is the table, "numbers" are `first_column`, `dim`, `tick` and `hash_key` of the
-`TableChange`, and "tensors" lists name, dtype and shape of its tensors. Nothing is pickled.
+each from a multiple of 8 bytes on. The header is {"tables": [...]}, with one object per change. Its
+"name" is the table. Its "numbers" are `first_column`, `dim`, `tick` and `hash_key` of the
+`TableChange`. Its "tensors" list name, dtype and shape of each tensor. Nothing is pickled.
 """
 
 import json

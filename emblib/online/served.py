@@ -3,9 +3,9 @@
 `prepare` checks a change and converts its rows; it may fail, and changes nothing. It returns a
 function that writes them, which the follower calls while there is no reader.
 
-Read-only tables of keys have a hash table that is built once: entries sorted by the hash of their
-key, a search ends at the key or at an empty entry. A follower also inserts new keys, at the empty
-entry where the search for them ends. A removed key keeps its entry, with the row of the default
+Read-only tables of keys have a hash table that is built once. Its entries are sorted by the hash of
+their key, and a search ends at the key or at an empty entry. A follower also inserts new keys, at
+the empty entry where their search ends. A removed key keeps its entry, with the row of the default
 value, so that no search ends early. Where rows or entries run out, a larger table is built.
 """
 
@@ -327,14 +327,14 @@ class IndexedRows:
         self._entries()[positions[is_found], _ROW] = rows[is_found]
         self._insert(keys[~is_found], rows[~is_found])
 
-    def _take_rows(self, count: int) -> Tensor:
+    def _take_rows(self, num_rows: int) -> Tensor:
         """Return rows without a key, int64 `[count]`: first the rows of removed keys."""
-        freed_rows, self._freed_rows = self._freed_rows[:count], self._freed_rows[count:]
+        freed_rows, self._freed_rows = self._freed_rows[:num_rows], self._freed_rows[num_rows:]
         assert self._unused_rows is not None
-        count -= freed_rows.numel()
-        if count > self._unused_rows.numel():
-            self._grow(count - self._unused_rows.numel())
-        fresh_rows, self._unused_rows = self._unused_rows[:count], self._unused_rows[count:]
+        num_rows -= freed_rows.numel()
+        if num_rows > self._unused_rows.numel():
+            self._grow(num_rows - self._unused_rows.numel())
+        fresh_rows, self._unused_rows = self._unused_rows[:num_rows], self._unused_rows[num_rows:]
         return torch.cat([freed_rows, fresh_rows])
 
     def _find_free_rows(self) -> None:
@@ -366,14 +366,14 @@ class IndexedRows:
         """Build a larger table; the rows of all tables of the module are copied."""
         old_rows, free_rows = self._served.rows, self._unused_rows
         assert free_rows is not None
-        sizes = [spec.rows for spec in old_rows.tables]
-        rows_before = sizes[self._table]
-        sizes[self._table] = max(int(rows_before * _GROWTH_FACTOR), rows_before + num_rows)
-        rows = old_rows.with_rows(sizes)
+        row_counts = [spec.rows for spec in old_rows.tables]
+        rows_before = row_counts[self._table]
+        row_counts[self._table] = max(int(rows_before * _GROWTH_FACTOR), rows_before + num_rows)
+        rows = old_rows.with_rows(row_counts)
         for view, old_view in zip(rows.table_views(), old_rows.table_views(), strict=True):
             view["packed"][: old_view["packed"].size(0)] = old_view["packed"]
         self._served.rows = rows
-        added_rows = torch.arange(rows_before, sizes[self._table], device=free_rows.device)
+        added_rows = torch.arange(rows_before, row_counts[self._table], device=free_rows.device)
         self._unused_rows = torch.cat([free_rows, added_rows])
 
     def _insert(self, keys: Tensor, rows: Tensor) -> None:

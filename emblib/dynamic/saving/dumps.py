@@ -336,9 +336,9 @@ class PartReader:
         if not is_file_of_part:
             raise DumpError(f"{self.path} is damaged: {name!r} is no file of {self.part.name}")
         path = self.path.parent / name
-        size = path.stat().st_size if path.exists() else None
-        if size != nbytes:
-            state = "is missing" if size is None else f"has {size} bytes"
+        file_bytes = path.stat().st_size if path.exists() else None
+        if file_bytes != nbytes:
+            state = "is missing" if file_bytes is None else f"has {file_bytes} bytes"
             raise DumpError(f"{path} {state}, its array has {nbytes}; the dump is damaged")
         if not nbytes:
             return torch.empty(shape, dtype=dtype)

@@ -12,11 +12,10 @@ A table `t` of a directory is, for every rank of W, raw little-endian numbers wi
 - `t_opt_args.json`: numbers of the optimizer, `evict_strategy`, `dist_type`, `step_score`
 
 The format cannot show that a file was truncated. So a reader compares the sizes of the files, and
-raises if a file of any rank is missing. Writing first stages the files of all tables and
-ranks in `.t.new`, then moves the old files of all tables to `.t.old`, then moves the new ones into
-place. Keys are moved out first and in last, because neither emblib nor DynamicEmb reads a table
-without keys. So a killed process leaves each table old, new, or without keys, so that it cannot be
-read.
+raises if a file of any rank is missing. A writer first stages the files of all tables and ranks in
+`.t.new`. Then it moves the old files of all tables to `.t.old`, and the new ones into place. Keys
+are moved out first and in last, because neither emblib nor DynamicEmb reads a table without keys.
+So a killed process leaves each table old, new, or without keys, so that it cannot be read.
 
 emblib writes one more entry to `t_opt_args.json`, `emblib_dump`: an id of the call that wrote the
 table, and the names of all tables that the call wrote. Loading compares these entries, see

@@ -272,11 +272,11 @@ def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict
         match = _PART.fullmatch(key)
         if match is None or not hasattr(saved, "properties"):
             continue
-        number, num_parts = int(match[1]), int(match[2])
+        part_rank, num_parts = int(match[1]), int(match[2])
         # Rank r of W owns routes from r / W to (r + 1) / W of all.
         if (
-            number * world_size < (rank + 1) * num_parts
-            and rank * num_parts < (number + 1) * world_size
+            part_rank * world_size < (rank + 1) * num_parts
+            and rank * num_parts < (part_rank + 1) * world_size
         ):
             parts[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
     return parts

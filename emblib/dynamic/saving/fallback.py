@@ -1,9 +1,9 @@
 """Fallback rows in checkpoints, in a form that shards divide and join like entries.
 
-Fallback row f of F serves the keys in the f-th of F equal ranges of routes, and a shard of W has
-the keys in one of W ranges. So if F is a multiple of W, one shard uses each fallback row. A saved
-row has a key of its range, in `fallback.keys`, so readers find the row's shard like that of any
-key; another F has other keys. All shards have memory for all F rows.
+Fallback row f of F serves the keys in the f-th of F equal ranges of routes. A shard of W has the
+keys in one of W ranges. So if F is a multiple of W, one shard uses each fallback row. A saved row
+has a key of its range, in `fallback.keys`, so readers find the row's shard like that of any key;
+another F has other keys. All shards have memory for all F rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,13 +65,13 @@ def owned(rows: FallbackRows, shard: int, num_shards: int) -> dict[str, Tensor]:
 
 def owned_by_name(named: Mapping[str, Tensor], shard: int, num_shards: int) -> dict[str, Tensor]:
     """Return named tensors without the fallback rows of other shards."""
-    result = dict(named)
+    owned_tensors = dict(named)
     for key in named:
         if key.endswith(f".{FALLBACK}.{KEYS}"):
             name = key.removesuffix(f".{FALLBACK}.{KEYS}")
             rows = owned(select(named, name), shard, num_shards)
-            result.update({f"{name}.{FALLBACK}.{k}": v for k, v in rows.items()})
-    return result
+            owned_tensors.update({f"{name}.{FALLBACK}.{k}": v for k, v in rows.items()})
+    return owned_tensors
 
 
 def are_keys(keys: Tensor, num_rows: int) -> bool:

@@ -1,9 +1,9 @@
 """Export the entries of one dynamic table, and import them into a table of any capacity.
 
-Entries are inserted with the native op first, in blocks. If some find both buckets full although
-the table has empty slots, `assign_slots` computes a better assignment, by cuckoo hashing: a waiting
-entry gets a slot whose entry moves to its other bucket. Rounds of such moves are vectorised. For
-the last few entries the shortest chains of moves are searched one by one.
+Entries are inserted with the native op first, in blocks. If some entries find both buckets full
+although the table has empty slots, `assign_slots` computes a better assignment by cuckoo hashing. A
+waiting entry gets the slot of another entry, which moves to its other bucket. Rounds of such moves
+are vectorised. For the last few entries the shortest chains of moves are searched one by one.
 """
 
 from collections.abc import Callable, Mapping
@@ -202,8 +202,8 @@ def _random_ints(shape: tuple[int, ...], step: int) -> Tensor:
     num_values = 1
     for size in shape:
         num_values *= size
-    numbers = torch.arange(num_values) + (step << 40)
-    return (mix(numbers) >> 2 & 0x3FFFFFFFFFFFFFFF).view(shape) + 1
+    seeds = torch.arange(num_values) + (step << 40)
+    return (mix(seeds) >> 2 & 0x3FFFFFFFFFFFFFFF).view(shape) + 1
 
 
 _KEYS_PER_CALL = 1 << 22  # keys that one call inserts, which bounds its memory; not measured

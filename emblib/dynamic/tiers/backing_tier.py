@@ -4,11 +4,12 @@ Each key of a table is in one of two tiers: the fast tier (the index and its row
 Rows in the store are read and updated like others, so results do not depend on the size of the fast
 tier, as long as the store drops no row.
 
-A row in the store that a batch needs is promoted: it gets a slot like a new key, and the row that
-it evicts is demoted, with optimizer state, stamp and score. If it finds no slot (it ranks below all
-rows that it could replace, or the batch itself fills its buckets) it is served in place: the batch
-reads and updates a copy in an overflow row (`RowLayout.overflow_rows`), and the copy is written
-back before another batch reads the store. A new key that finds no slot gets an overflow row, too.
+A row in the store that a batch needs is promoted: it gets a slot like a new key. The row that it
+evicts is demoted, with optimizer state, stamp and score. A row finds no slot if it ranks below all
+rows that it could replace, or if the batch itself fills its buckets. Such a row is served in place:
+the batch reads and updates a copy in an overflow row (`RowLayout.overflow_rows`). The copy is
+written back before another batch reads the store. A new key that finds no slot gets an overflow
+row, too.
 
 A training step calls, in this order: `find_in_store`, `add_stored_uses`, `place`, `record`,
 `start_moves`. If the store is a `HostRows`, one native op makes the step, and the calls are
@@ -618,9 +619,9 @@ class BackingTier:
             )
         values = torch.empty(keys.numel(), self._row_bytes[table], dtype=torch.uint8)
         values[found.positions] = found.rows.values
-        widths = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
-        begin = sum(widths[:buffer])
-        bytes_of_buffer = values[:, begin : begin + widths[buffer]]
+        value_bytes = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
+        begin = sum(value_bytes[:buffer])
+        bytes_of_buffer = values[:, begin : begin + value_bytes[buffer]]
         values_of_buffer = bytes_of_buffer.clone(memory_format=torch.contiguous_format).view(
             layout.dtypes[buffer]
         )
@@ -671,8 +672,8 @@ class BackingTier:
         """Put entries into the store; return how many rows were dropped."""
         layout, values = self.fast.layout, []
         buffer_fields = zip(layout.buffer_names, layout.dtypes, strict=True)
-        for number, (name, dtype) in enumerate(buffer_fields):
-            shape = (len(entries), layout.width(table, number))
+        for b, (name, dtype) in enumerate(buffer_fields):
+            shape = (len(entries), layout.width(table, b))
             rows = entries.rows.get(name)
             if rows is None:
                 buffer_values = torch.full(shape, self.fast.specs[table].initial_state, dtype=dtype)

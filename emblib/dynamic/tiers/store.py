@@ -171,9 +171,9 @@ def check_rows(table: StoredTable, rows: StoredRows) -> StoredRows:
 
     Dtypes are not checked.
     """
-    count = rows.keys.numel()
+    num_rows = rows.keys.numel()
     shapes = [tuple(buffer.shape) for buffer in rows]
-    if shapes != [(count,), (count,), (count,), (count, table.row_bytes)]:
+    if shapes != [(num_rows,), (num_rows,), (num_rows,), (num_rows, table.row_bytes)]:
         raise ValueError(
             f"rows of {table.name} need keys, stamps and scores of shape [n] and values of shape "
             f"[n, {table.row_bytes}], got {shapes}"
@@ -215,8 +215,8 @@ class StoreShard(NamedTuple):
         """Return a name for files that no other shard has: `user`, or `user.0_of_4`."""
         if self.shard is None:
             return self.name
-        number, count = self.shard
-        return f"{self.name}.{number}_of_{count}"
+        shard_index, num_shards = self.shard
+        return f"{self.name}.{shard_index}_of_{num_shards}"
 
     def divide(self, capacity: int) -> int:
         """Return the shard's part of a number of rows, rounded up."""
