@@ -382,7 +382,7 @@ class _BudgetedModule:
     def grant(self, number: int, buckets: int) -> int:
         """Raise a table's limit towards a number of buckets; return how many of them it may have.
 
-        A table that cannot grow, or whose module was deleted, gets what it asks for.
+        A table that cannot grow, or whose module was deleted, gets the number that it asks for.
         """
         table, state = self._table_of_number.get(number), self.state()
         if table is None or state is None:

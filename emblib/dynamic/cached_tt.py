@@ -537,11 +537,11 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         """Remove stored rows, given by index in a table; then store `new_keys`, which must fit.
 
         One native call changes cores, stored rows and their keys. The index is derived from the
-        keys, so the next lookup rebuilds it if an interrupt comes before it is updated.
+        keys, so after an interrupt before its update the next lookup rebuilds it.
         """
         if not len(leaving_rows) and not len(new_keys):
             return
-        if not self._index_is_current:  # also of other tables, which the update below leaves alone
+        if not self._index_is_current:  # also of other tables, which are not updated below
             self._rebuild_index()
         cached_keys = self._stored_keys(table)
         keys_after, removed_keys = cached_keys.clone(), cached_keys[leaving_rows]

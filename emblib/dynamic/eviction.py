@@ -235,7 +235,7 @@ class Expiry(nn.Module):
     def first_alive_ticks(self, table: int, tick: int) -> tuple[int, ...]:
         """Return per lifetime the first tick of use with which a key is alive at `tick` and `now`.
 
-        The ticks of the second and later lifetimes are at least 1, since 0 stands for no use.
+        The ticks of the second and later lifetimes are at least 1, since 0 means no use.
         """
         list_indices = self._list_indices(table)
         ticks = []

@@ -520,14 +520,14 @@ class DynamicTable:
         """Gather values of all ranks, after checking that all call the same method."""
         if self.ranks is None:
             return [value]
-        answers = self.ranks.gather_objects((f"{method} of {self.name!r}", value))
-        methods = [rank_method for rank_method, _ in answers]
+        calls = self.ranks.gather_objects((f"{method} of {self.name!r}", value))
+        methods = [rank_method for rank_method, _ in calls]
         if len(set(methods)) > 1:
             raise RuntimeError(
                 "all ranks call the same method of the same table together, and these are called, "
                 f"by rank: {', '.join(methods)}; `local` acts on the shards of one rank"
             )
-        return [value for _, value in answers]
+        return [value for _, value in calls]
 
     def _run_on_all_ranks(self, method: str, function: Callable[[], T]) -> list[T]:
         """Return the results of all ranks; raise on every rank if one fails."""
@@ -537,13 +537,13 @@ class DynamicTable:
         except Exception as raised:
             error = raised
         own_problem = None if error is None else f"{type(error).__name__}: {error}"
-        answers = self._gather(method, (own_problem, value))
+        results = self._gather(method, (own_problem, value))
         if error is not None:
             raise error
-        for rank, (problem, _) in enumerate(answers):
+        for rank, (problem, _) in enumerate(results):
             if problem is not None:
                 raise RuntimeError(f"table {self.name!r}: rank {rank} failed with {problem}")
-        return [answer for _, answer in answers]  # type: ignore[misc]
+        return [result for _, result in results]  # type: ignore[misc]
 
     def _map_numbered_shards(
         self, method: str, function: Callable[[DynamicState, int, int], T]

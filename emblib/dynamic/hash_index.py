@@ -275,7 +275,7 @@ class HashIndex(nn.Module):
 
         Args:
             keys: the batch.
-            counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
+            counts: int64 `[L]`, the number of uses per position; None is 1 each.
             batch_scores: int64 `[T]`, the scores of this batch, needed where eviction is by
                 assigned scores.
             admit: function of the batch and its misses that returns which of these to admit: bool

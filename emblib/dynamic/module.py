@@ -296,8 +296,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
             batch_sizes: `[F][ranks]` bags per feature and rank, for features of unequal batch
                 sizes; None if all have B bags.
-            counts: int64 `[L]`, number of uses that each lookup stands for, if ids were
-                deduplicated; None is 1 each. Eviction by counts and admission use it.
+            counts: int64 `[L]`, number of uses per lookup, if ids were deduplicated; None is 1
+                each. Eviction by counts and admission use it.
 
         Raises:
             RuntimeError: wrong shape, dtype, device or number of offsets; offsets that would leave

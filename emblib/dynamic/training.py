@@ -91,7 +91,7 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
     Args:
         state: the tables, whose lock this thread holds.
         keys: the batch.
-        counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
+        counts: int64 `[L]`, the number of uses per position; None is 1 each.
 
     Returns:
         Slots, int64 `[L]`: the slot or overflow row of each key, -1 for none. The misses of the
@@ -362,7 +362,7 @@ class BatchInsertion:
         state, keys = self._state, self._keys
         assert inserted.result is not None
         slots: Tensor | None = inserted.result.slots
-        # With a backing store evicted rows are demoted, and the tier records what leaves the store.
+        # With a backing store evicted rows are demoted, and the tier records rows that the store drops.
         if state.backing is not None:
             if self._placement is None:
                 self._placement_effects.restart()

@@ -433,7 +433,7 @@ def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
             f"keys follow from dist_type roundrobin and hash_roundrobin, got "
             f"{dist_type!r}; load on as many ranks as dumped"
         )
-    # The remainder of keys as unsigned numbers: a negative int64 stands for itself plus 2^64.
+    # The remainder of keys as unsigned numbers: a negative int64 means itself plus 2^64.
     return (keys % world_size + (keys < 0) * (2**64 % world_size)) % world_size
 
 

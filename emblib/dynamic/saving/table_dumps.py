@@ -222,7 +222,7 @@ def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
             "they are changes of"
         )
     if state.backing is not None:
-        state.backing.write_back()  # the store may drop rows for those that it takes
+        state.backing.write_back()  # the store may drop rows for new ones
     logged_keys = state.eviction_log.since(table, since)
     removed = loading.absent(target_of(state, table), logged_keys)
     return removed if state.backing is None else state.backing.absent(table, removed)

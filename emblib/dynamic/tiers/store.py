@@ -276,7 +276,7 @@ class BackingStore:
             reserves an overflow row, so None is 2^20 on the CPU, where they take only address
             space, and 2^16 on CUDA, where they take memory.
         write_behind: whether another thread removes promoted rows from the store and adds demoted
-            ones, while the caller goes on with the step. Results are the same. The store's methods
+            ones, while the caller continues the step. Results are the same. The store's methods
             are then called by either thread, though only by one at a time.
 
     Raises:
