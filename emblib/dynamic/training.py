@@ -362,7 +362,7 @@ class BatchInsertion:
         state, keys = self._state, self._keys
         assert inserted.result is not None
         slots: Tensor | None = inserted.result.slots
-        # With a backing store evicted rows are demoted, and the tier records rows that the store drops.
+        # With a backing store evicted rows are demoted, and the tier records the dropped ones.
         if state.backing is not None:
             if self._placement is None:
                 self._placement_effects.restart()
