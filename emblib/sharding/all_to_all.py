@@ -5,10 +5,10 @@ output_dist, and their gradients. Messages may be empty and uneven, over any bac
 gradients are summed in transit: their receivers add them up in rank order. The gradients of
 replicated tables, which every rank needs, are gathered.
 
-In host memory ranks first compare headers, see `emblib.sharding.headers`. `start_minimum` has no
-header, nor has a collective that an earlier header of the same forward or backward covers, or whose
-caller leaves the header out (`has_header`). A call that compares headers returns only once every
-rank has made it; the payload is still in flight.
+In host memory ranks first compare headers, see `emblib.sharding.headers`. Some collectives have no
+header: `start_minimum`, those that an earlier header of the same forward or backward covers, and
+those whose caller leaves it out (`has_header`). A call that compares headers returns only once
+every rank has made it; the payload is still in flight.
 
 Numbers that ranks need to allocate memory for ids travel in the header if they fit (`start_sizes`).
 Several messages for the same ranks may travel in one collective (`start_all_to_alls`).
@@ -87,9 +87,9 @@ def start_all_to_all(
         received: buffer for the messages, flat, in rank order, of the dtype and device of `sent`;
             allocated if None.
         content: kind of the message, the same on all ranks.
-        has_header: whether ranks compare headers, where the content allows it. False if ranks
+        has_header: whether ranks compare headers, if the content allows it. Pass False if ranks
             cannot disagree: an earlier header of this step covers the message, or no other
-            collective uses the process group. Then no rank waits for the others here.
+            collective uses the process group. Without a header no rank waits for the others here.
 
     Raises:
         RuntimeError: the compared headers differ; or two threads have had collectives over this
@@ -253,10 +253,10 @@ def start_all_to_alls(
         has_header=False,
     ).then(lambda received: received.split(received_sizes))
 
-    def part(index: int) -> Tensor:
+    def received_message(index: int) -> Tensor:
         return torch.cat(pending.wait()[index::num_messages]).view(messages[index].sent.dtype)
 
-    return [DeferredAwaitable(partial(part, index)) for index in range(num_messages)]
+    return [DeferredAwaitable(partial(received_message, index)) for index in range(num_messages)]
 
 
 def start_sizes(
@@ -287,11 +287,11 @@ def start_sizes(
         return ReadyAwaitable([(list(common), [list(numbers) for numbers in lists[0]])])
     kind = [Content.SIZES, ALL_TO_ALL, len(received_sizes)]
     if ranks.device.type == "cpu":
-        compact = [
+        compact_lists = [
             [number for list_ in rank_lists for number in _trim_repeats(list_)]
             for rank_lists in lists
         ]
-        numbers = [*common, *map(len, compact), *chain.from_iterable(compact)]
+        numbers = [*common, *map(len, compact_lists), *chain.from_iterable(compact_lists)]
         headers = Headers(kind, [0] * ranks.size, [0] * ranks.size, ranks, numbers)
         received = headers.check()
         if received is not None:

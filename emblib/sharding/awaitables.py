@@ -1,8 +1,8 @@
 """Awaitables: results of operations that are still in flight.
 
 `Awaitable.wait()` waits and returns the result. A `LazyAwaitable` can be used like its result; its
-first use waits. The stages of a sharded lookup return them:
-input_dist an `Awaitable`, the output of a collection a `LazyAwaitable`.
+first use waits. In a sharded lookup, the input_dist returns an `Awaitable`, and a collection a
+`LazyAwaitable` as its output.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ T = TypeVar("T")
 class Awaitable(Generic[T]):
     """A result that `wait()` returns.
 
-    A subclass defines `_wait_impl`, which the first `wait` calls. If it or a callback raises, every
-    further `wait` raises the same error, or RuntimeError after e.g. a KeyboardInterrupt: an
-    operation in flight cannot be retried.
+    A subclass defines `_wait_impl`, which the first `wait` calls. If `_wait_impl` or a callback
+    raises, every further `wait` raises the same error, because an operation in flight cannot be
+    retried. After an error that is no Exception, e.g. a KeyboardInterrupt, it raises RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Awaitable(Generic[T]):
         return self._callbacks
 
     def _finish(self) -> T:
-        """Wait, and return the result that the callbacks make of it."""
+        """Wait for the result, and return it as the callbacks have changed it."""
         result: Any = self._wait_impl()
         for callback in self._callbacks:
             result = callback(result)
@@ -189,9 +189,9 @@ class LazyDeferredAwaitable(LazyAwaitable[T]):
 
 
 def wait_all(value: Any) -> Any:
-    """Return the result of an awaitable; of lists, tuples and dicts, a copy with results in it.
+    """Return the result of an awaitable, or a copy of a list, tuple or dict with results in it.
 
-    Anything else is returned as it is, also objects of their subclasses, e.g. named tuples.
+    Other values are returned unchanged, also instances of subclasses, e.g. named tuples.
     """
     if isinstance(value, Awaitable):
         return value.wait()

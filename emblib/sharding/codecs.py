@@ -5,8 +5,8 @@ all-to-alls; the awaitables that it returns decode them. The first and the last 
 their rows for themselves, see `local_part`.
 
 A codec encodes a flat tensor, the concatenation of one split per rank, into a payload with splits
-of its own, and decodes it. These are the largest errors of float32 values; `bound` adds those of
-the float32 operations of a codec, and those of INT8 and FP8 rows whose values are all below 2^-110:
+of its own, and decodes it. The table has the largest errors of float32 values. `bound` adds the
+errors of a codec's float32 operations, and of INT8 and FP8 rows whose values are all below 2^-110:
 
 | codec     | bytes per value | largest error of a value x                                  |
 | --------- | --------------- | ----------------------------------------------------------- |
@@ -17,11 +17,11 @@ the float32 operations of a codec, and those of INT8 and FP8 rows whose values a
 | FP8, E4M3 | 1 + 4 / row_dim | 2^-4 abs(x), or m 2^-10 / 448 where that is more            |
 | FP8, E5M2 | 1 + 4 / row_dim | 2^-3 abs(x), or m 2^-17 / 57344 where that is more          |
 
-FP16 ends at 65504 / loss_scale, BF16 at 3.39e38: values that round to more decode to infinity. A
-row is `row_dim` neighbouring values of one split, with one float32 scale; the last row of a split
-is padded with zeros. A value that is not finite decodes to one that is not finite, so that a
-diverging training stays visible; INT8 and FP8 then decode its whole row to NaN. Values are rounded
-to nearest, so that equal splits give equal bytes on every rank.
+The largest value of FP16 is 65504 / loss_scale, of BF16 3.39e38: values that round to more decode
+to infinity. A row is `row_dim` neighbouring values of one split, with one float32 scale; the last
+row of a split is padded with zeros. A value that is not finite decodes to one that is not finite,
+so that a diverging training stays visible; INT8 and FP8 then decode its whole row to NaN. Values
+are rounded to nearest, so that equal splits give equal bytes on every rank.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Codec(ABC):
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Return the largest error of each of these values, float64, in the shape of `values`.
 
-        Rounding to a `dtype` of `decode` below float32 comes on top. `splits` None is one split.
+        The bound does not include the rounding of `decode` to a `dtype` below float32. `splits`
+        None is one split.
         """
 
     def nbytes(self, splits: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
@@ -158,10 +159,10 @@ class BF16(_HalfPrecision):
 
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
-        exact = values.double().abs()
+        magnitudes = values.double().abs()
         half_of_smallest = 2.0**-134  # half of the smallest subnormal number of bfloat16
-        bound = (exact * 2.0**-8).clamp_(min=half_of_smallest)  # 8 significant bits
-        return bound.masked_fill_(exact >= _BF16_OVERFLOW, float("inf"))
+        bound = (magnitudes * 2.0**-8).clamp_(min=half_of_smallest)  # 8 significant bits
+        return bound.masked_fill_(magnitudes >= _BF16_OVERFLOW, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -202,12 +203,12 @@ class FP16(_HalfPrecision):
 
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
-        exact = values.double().abs()
+        magnitudes = values.double().abs()
         # float16 has 11 significant bits; its smallest subnormal number is 2^-24.
-        bound = (exact * 2.0**-11).clamp_(min=2.0**-25 / self.loss_scale)
+        bound = (magnitudes * 2.0**-11).clamp_(min=2.0**-25 / self.loss_scale)
         if not float(self.loss_scale).hex().startswith("0x1.0000000000000p"):
             bound *= 1 + 2.0**-10  # both products are rounded too
-        overflows = exact * self.loss_scale >= _FP16_OVERFLOW
+        overflows = magnitudes * self.loss_scale >= _FP16_OVERFLOW
         return bound.masked_fill_(overflows, float("inf"))
 
 
@@ -224,7 +225,7 @@ class _ScaledRows(Codec):
     @property
     @abstractmethod
     def _max_code(self) -> float:
-        """Return the largest encoded magnitude, which stands for the largest value of a row."""
+        """Return the largest encoded magnitude: the code of the largest value of a row."""
 
     @property
     @abstractmethod
@@ -280,7 +281,7 @@ class _ScaledRows(Codec):
         return values.float().view(-1, self.row_dim)
 
     def _without_padding(self, values: Tensor, splits: Sequence[int]) -> Tensor:
-        """Return values without what pads each split to whole rows."""
+        """Return values without the zeros that pad each split to whole rows."""
         if not any(n % self.row_dim for n in splits):
             return values
         padded = [-(-n // self.row_dim) * self.row_dim for n in splits]
@@ -347,12 +348,12 @@ class FP8(_ScaledRows):
 
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
-        exact, scales = self._row_bound(values, splits)
+        magnitudes, scales = self._row_bound(values, splits)
         is_e5m2 = self.format == FP8Format.E5M2
         # 3 or 4 significant bits, and half of the smallest subnormal number of the format.
         relative, absolute = (2.0**-3, 2.0**-17) if is_e5m2 else (2.0**-4, 2.0**-10)
-        bound = torch.maximum(exact * relative, scales * absolute)
-        return bound + exact * 2.0**-22  # the quotient and the product are rounded too
+        bound = torch.maximum(magnitudes * relative, scales * absolute)
+        return bound + magnitudes * 2.0**-22  # the quotient and the product are rounded too
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ tensors that require gradients; a rank without values passes an empty tensor tha
 (`MEAN`, which matches DDP's averaged gradients of the dense part) or not (`SUM`, the gradient of
 the sum of all ranks' losses). The codecs must be equal on all ranks. `values` must be on the device
 of the ranks, and must not change before `wait`. `W` is the number of ranks, `B[r]` the examples of
-rank r, `D` the columns. Results have the dtype of `values`. Arguments of a rank that do not fit
-together raise ValueError, values that are not floating raise TypeError: on that rank alone, before
-it sends anything, so that the others wait for it. Sizes that differ from those of another rank
-raise RuntimeError on all ranks in host memory; on a GPU they are not compared.
+rank r, `D` the columns. Results have the dtype of `values`.
+
+Arguments of a rank that do not fit together raise ValueError, and values that are not floating
+raise TypeError. They raise on that rank alone, before it sends anything, and the other ranks wait
+for it. Sizes that differ from those of another rank raise RuntimeError on all ranks in host memory;
+on a GPU they are not compared.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def alltoallv(
 
     `values[i]` is [sum B, columns[rank][i]]; rank r has `len(columns[r])` tensors. The result has a
     tensor [B[rank], n] for every n of columns[0], columns[1], ... All tensors are of `dtype`, which
-    a rank without tables could not know.
+    is an argument because a rank without tables has no tensor that shows it.
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
@@ -187,7 +189,7 @@ def reduce_scatter_pooled(
     comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Sum over all ranks the rows for this one: `values[r]` [B[r], D] is for rank r."""
+    """Sum the rows of all ranks for this rank: `values[r]` [B[r], D] is for rank r."""
     _check_ranks("values", values, ranks)
     shapes = [list(tensor.shape) for tensor in values]
     if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
@@ -206,7 +208,7 @@ def reduce_scatter_base_pooled(
     comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Sum over all ranks where each has B examples: [W * B, D] to [B, D]."""
+    """Sum the rows of all ranks for this rank, if each has B examples: [W * B, D] to [B, D]."""
     if values.size(0) % ranks.size:
         raise ValueError(
             f"values must have as many rows for each of {ranks.size} ranks, got {values.size(0)} "
@@ -226,7 +228,7 @@ def reduce_scatter_v_pooled(
     comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Sum over all ranks the rows for this one: `values` [sum B, D] to [B[rank], D]."""
+    """Sum the rows of all ranks for this rank: `values` [sum B, D] to [B[rank], D]."""
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_rows("values", values, 2, sum(batch_sizes))
     width, batch = values.size(1), batch_sizes[ranks.rank]
@@ -282,7 +284,7 @@ def _start_collective(
 
 
 class _Pattern(Choice):
-    """Parts of the values of a rank that the others get."""
+    """The part of a rank's values that each other rank gets."""
 
     PARTS = "parts"  # every rank gets a part of its own
     COPIES = "copies"  # every rank gets the same values
@@ -310,7 +312,7 @@ class _Direction:
     ranks: RankGroup
 
     def start(self, values: Tensor) -> Any:
-        """Send flat `values`: the elements for all ranks, or once those that all ranks get."""
+        """Start to send flat `values`: those for each rank, or for COPIES those for all ranks."""
         splits = self.codec.payload_splits
         if self.pattern is _Pattern.COPIES:
             payload = self.codec.encode(values, self.sent_sizes[:1])

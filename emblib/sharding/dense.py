@@ -25,7 +25,7 @@ class DDP:
     float16 or bfloat16, gradients are sent and added up in it; None is the dtype of each parameter.
 
     Raises:
-        ValueError: another `gradient_dtype`.
+        ValueError: `gradient_dtype` is another value.
 
     Example:
         >>> emblib.sharding.DDP(gradient_dtype=torch.bfloat16).gradient_dtype
@@ -128,7 +128,7 @@ def parse_wrapping(wrap: str | Wrapping | None) -> Wrapping | None:
     """Return the wrapping for a name or a wrapping; None for no wrapping.
 
     Raises:
-        ValueError: another name or value.
+        ValueError: `wrap` is another name or value.
     """
     if wrap is None or isinstance(wrap, Wrapping):
         return wrap
@@ -175,7 +175,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def _with_containers(submodule: nn.Module) -> list[nn.Module]:
-    """Return a module and the parameter dicts and lists in it, which its own reset initializes."""
+    """Return a module and its parameter dicts and lists, which `reset_parameters` initializes."""
     container_types = (nn.ParameterDict, nn.ParameterList)
     return [
         submodule,

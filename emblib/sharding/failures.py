@@ -76,11 +76,11 @@ class detect_rank_failures:
 
     All ranks enter the block, equally often but not necessarily at the same time, and stay in it
     for as long as they use collectives: it goes around the training loop, not into it. A failure
-    that is detected while no collective has failed is logged, e.g. of a stopped process, of a
-    network that is down, or over NCCL, which waits for its own timeout. An error of this rank
-    itself propagates unchanged, and the `RankFailure` of the other ranks quotes it, unless the
-    store ends with this process: without torchrun it is in the process with rank 0. For one rank
-    alone the block does nothing.
+    that is detected while no collective has failed is logged: a process may be stopped, a network
+    may be down, or NCCL waits for its own timeout. An error of this rank itself propagates
+    unchanged. The `RankFailure` of the other ranks quotes it, unless the store ends with this
+    process: without torchrun the process with rank 0 has the store. For one rank alone the block
+    does nothing.
 
     Args:
         ranks: the processes.
@@ -179,25 +179,27 @@ class detect_rank_failures:
 
     def _watch(self, name: str) -> None:
         """Write heartbeats and watch those of the next rank, in a thread."""
-        # It has its own connection: on a shared one it would wait for answers to other threads.
+        # The thread has its own connection: a shared one would make it wait for other threads.
         board = _StatusBoard(self._ranks, name)
         watched = (self._ranks.rank + 1) % self._ranks.size
-        last_beat, since_s = b"", time.monotonic()
+        last_beat, last_change_s = b"", time.monotonic()
         with suppress(Exception):  # without the store the collectives fail too
             while not self._stop.wait(self._interval_s):
                 board.beat()
                 beat, now_s = board.beat_of(watched), time.monotonic()
                 if beat != last_beat:
-                    last_beat, since_s = beat, now_s
-                elif beat and now_s - since_s > self._timeout_s and watched != self._ranks.rank:
+                    last_beat, last_change_s = beat, now_s
+                elif (
+                    beat and now_s - last_change_s > self._timeout_s and watched != self._ranks.rank
+                ):
                     if not board.exit_state(watched):
                         _LOG.error(
                             "%s has written no heartbeat for %.0f s",
                             board.name_of(watched),
-                            now_s - since_s,
+                            now_s - last_change_s,
                         )
                     # The ranks of a node fail together: report them all, one after another.
-                    watched, last_beat, since_s = (watched + 1) % self._ranks.size, b"", now_s
+                    watched, last_beat, last_change_s = (watched + 1) % self._ranks.size, b"", now_s
 
 
 def is_collective_error(error: BaseException | None) -> bool:
@@ -318,9 +320,9 @@ class _StatusBoard:
         return self._store.get(key) if self._store.check([key]) else b""
 
     def wait_for_readers(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` until the other ranks have ended, if the store is in this process.
+        """Wait up to `timeout_s` until the other ranks have ended, if this process has the store.
 
-        They still read the store.
+        Until then they read the store.
         """
         if _agent_has_store() or self._ranks.global_rank(self._ranks.rank) > 0:
             return
@@ -336,12 +338,12 @@ class _StatusBoard:
 
 def _without_store(error: Exception, ranks: RankGroup) -> RankFailure:
     """Return the failure of the process that served the store of `ranks`."""
-    agent = _agent_has_store()
-    holder = "torchrun on the first node" if agent else "rank 0 of all processes"
+    agent_has_store = _agent_has_store()
+    server_name = "torchrun on the first node" if agent_has_store else "rank 0 of all processes"
     return RankFailure(
-        f"{holder}, which serves the store of the process group, cannot be reached "
+        f"{server_name}, which serves the store of the process group, cannot be reached "
         f"({type(error).__name__}). Start the job again from its last checkpoint",
-        () if agent else tuple(r for r in range(ranks.size) if ranks.global_rank(r) == 0),
+        () if agent_has_store else tuple(r for r in range(ranks.size) if ranks.global_rank(r) == 0),
     )
 
 
@@ -388,10 +390,10 @@ def init_distributed(
     `detect_rank_failures`. Without torchrun the group is this process alone, so that the same
     script runs anywhere. An existing process group is used, and not destroyed.
 
-    Where every rank of a node has a GPU, it becomes the current device, and the backend is NCCL for
-    GPUs and gloo for the host; otherwise it is gloo. The ranks agree about a fresh part of the
-    store (`rendezvous`): after a restart torchrun may pass them the store of the previous attempt,
-    with addresses of processes that have ended.
+    If a node has a GPU for each of its ranks, the GPU of this rank becomes the current device, and
+    the backend is NCCL for GPUs and gloo for the host. Otherwise the backend is gloo. The ranks
+    agree about a fresh part of the store (`rendezvous`), because after a restart torchrun may pass
+    them the store of the previous attempt, with addresses of processes that have ended.
 
     Args:
         backend: a backend of `torch.distributed.init_process_group` to use instead.
@@ -413,8 +415,8 @@ def init_distributed(
     """
     if not heartbeat_timeout_s > 0:
         raise ValueError(f"heartbeat_timeout_s must be above 0, got {heartbeat_timeout_s}")
-    joins = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if joins:
+    makes_group = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if makes_group:
         _init_process_group(backend, timedelta(seconds=timeout_seconds))
     ranks = RankGroup(device=None if dist.is_initialized() else _device_alone())
     interval_s = min(1.0, heartbeat_timeout_s / 5)
@@ -423,7 +425,7 @@ def init_distributed(
     ):
         yield ranks
     # Skipped after a failure: the process ends, and the other ranks may not answer.
-    if joins:
+    if makes_group:
         dist.destroy_process_group()
         _wait_for_gloo_threads()
 

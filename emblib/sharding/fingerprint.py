@@ -35,7 +35,7 @@ _MAX_DIFFERENCES = 10
 _MAX_CHARACTERS = 200
 # Directories of DISK tables and GPUs of DDP: every rank has its own.
 _FIELDS_OF_ONE_RANK = {"directory", "device_ids", "output_device"}
-_MAX_DEPTH = 8  # nesting of values that is compared
+_MAX_DEPTH = 8  # levels of nested values that are compared
 _MAX_VALUES = 16  # of a larger tensor only dtype and shape are compared
 
 
@@ -51,8 +51,9 @@ def agree(
     Args:
         ranks: the processes.
         prepare: local work. It must not communicate, because it may have failed on other ranks.
-        describe: function that returns the description that must be equal on all ranks, given the
-            result of `prepare`; None if that failed, perhaps because of a difference.
+        describe: function that returns the description that must be equal on all ranks. Its
+            argument is the result of `prepare`, or None if `prepare` failed, perhaps because of a
+            difference.
 
     Raises:
         ValueError: the descriptions differ; the message is the same on all ranks.
@@ -182,7 +183,7 @@ def _digest_of_sources() -> str:
     return digest.hexdigest()[:16]
 
 
-# Taken when the code is imported: files that change later are not the code that runs.
+# Computed when the code is imported: files that change later are not the code that runs.
 _SOURCES = _digest_of_sources()
 
 
@@ -275,8 +276,9 @@ def _texts(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield the texts of a value and of its parts.
 
     Functions are compared by module and qualified name, dataclasses by class and fields, tensors as
-    `_MAX_VALUES` says, objects without a rule in `_text` by `repr`, or by class if that shows an
-    address. Paths and `_FIELDS_OF_ONE_RANK` are compared only for being None.
+    `_MAX_VALUES` says. Objects without a rule in `_text` are compared by `repr`, or by class if
+    that shows an address. Of paths and `_FIELDS_OF_ONE_RANK` ranks compare only whether they are
+    None.
 
     Args:
         name: name of the value, with dots.

@@ -1,11 +1,10 @@
 """Headers: numbers with which ranks agree on a collective before they make it.
 
-The ranks of a process group pair up collectives by the order of their calls. Over gloo, a rank that
-calls another collective than its peers makes gloo abort the process. So for tensors in host memory
-ranks first exchange a header that describes the collective, and all ranks raise if headers disagree
+The ranks of a process group match collectives by the order of their calls. If a rank calls another
+collective than its peers, gloo aborts the process. So for tensors in host memory ranks first
+exchange a header that describes the collective, and all ranks raise if headers disagree
 (`Headers`). All headers of a process group have the same size, so even ranks that disagree can
-exchange them. A rank that calls a collective without a header instead, such as a barrier, is not
-detected.
+exchange them. A rank that calls a collective without a header, such as a barrier, is not detected.
 """
 
 from __future__ import annotations
@@ -280,7 +279,7 @@ class _Collective:
 
 
 class _GroupState:
-    """The thread that exchanges over a process group; the error, if two did at the same time."""
+    """The thread that exchanges over a process group, and the error if two threads overlapped."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -297,11 +296,14 @@ _group_states_lock = threading.Lock()
 def enter_collective(ranks: HeaderRanks) -> _Collective:
     """Register a collective of this thread, which lasts as long as the returned object.
 
-    Raises RuntimeError if another living thread has a collective in flight; from then on every call
-    for the group raises. Ranks match collectives by their order in the group. Two threads could
-    call them in different orders on different ranks, so messages would reach the wrong table, and
-    gloo aborts a process that gets more bytes than it expects. Callers do not register collectives
-    of tensors on a GPU, because torch runs their backward in other threads.
+    Ranks match collectives by their order in the group. Two threads could call them in different
+    orders on different ranks. Messages would then reach the wrong table, and gloo aborts a process
+    that gets more bytes than it expects. Callers do not register collectives of tensors on a GPU,
+    because torch runs their backward in other threads.
+
+    Raises:
+        RuntimeError: another living thread has a collective in flight, or had one at an earlier
+            call for this group.
     """
     group = ranks.group
     assert group is not None

@@ -309,7 +309,7 @@ class InputDist(nn.Module):
         return summed_units, sum(len(node.units) for node in sums.nodes)
 
     def _segment_order(self, num_before: int) -> list[int]:
-        """Return the unit-major order of rank-major segments.
+        """Return the unit-major order of segments that lie rank by rank.
 
         The segments of a rank follow `num_before` other segments of that rank.
         """
@@ -373,8 +373,8 @@ class InputDist(nn.Module):
     def row_nbytes(self, inputs: LocalBatch) -> int:
         """Return an estimate of the bytes of float32 rows that the ranks return for a batch.
 
-        Pooled, it is one row per bag; tables divided by rows may return one per block of rows.
-        Unpooled, all ids count with the largest dim. Codecs do not count.
+        Of pooled rows one row per bag counts, although tables that are divided by rows may return
+        one per block. Of unpooled rows each id counts with the largest dim. Codecs do not count.
         """
         if not self._is_pooled:
             return _FLOAT_BYTES * inputs.ids.numel() * max(self._dims, default=0)
@@ -486,7 +486,7 @@ class InputDist(nn.Module):
     def _drop_empty_bags(
         self, lengths: Tensor, unit_bags: list[int], whole_units: Sequence[int]
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Drop bags that have no id in a block of rows, if there are many: they need no row.
+        """Drop bags that have no id in a block of rows, if they are many; they need no row.
 
         With one id per bag, each of W blocks of rows has ids of 1/W of the bags. Bags of
         `whole_units` are not dropped. Returns `lengths`, `row_numbers` and `unit_bags` of the
@@ -611,7 +611,7 @@ def as_int64(ids: Tensor) -> Tensor:
 def number_bags(has_ids: Tensor) -> Tensor:
     """Return the number of each bag among those of its unit with ids; -1 for bags without.
 
-    `has_ids` is bool `[units, bags]`, the result int32 of that shape. Nothing is read back.
+    `has_ids` is bool `[units, bags]`, the result int32 of that shape. Does not wait for the device.
     """
     # `masked_fill_(~has_ids, -1)` would take 50 % longer.
     return has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)

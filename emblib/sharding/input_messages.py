@@ -26,7 +26,7 @@ from emblib.sharding.headers import Content
 from emblib.sharding.input_dist import IncomingBatch, InputDist, LocalBatch, OutgoingBatch
 from emblib.sharding.ranks import RankGroup
 
-# To copy larger messages into one costs more than a collective per message.
+# Copying larger messages into one costs more than one collective per message.
 _MAX_MERGED_NBYTES = 1 << 19
 
 
@@ -82,9 +82,10 @@ def start_input_dists(
     batch and no rank has an error, the first `wait` returns None on all ranks. Then, and after an
     error, no ids are sent.
 
-    A rank whose batch is wrong raises here, after it has told the others, whose first `wait` raises
-    RuntimeError. So does that of all ranks if ids differ in dtype between them, or if only some
-    batches have weights, gradients of weights, counts or features of different batch sizes.
+    A rank whose batch is wrong raises here, after it has told the other ranks. Their first `wait`
+    then raises RuntimeError. On all ranks the first `wait` raises RuntimeError if ids differ in
+    dtype between ranks, or if only some batches have weights, gradients of weights, counts or
+    features of different batch sizes.
 
     Args:
         requests: the batches; at least one.
@@ -120,12 +121,12 @@ def start_input_dists(
 def _id_nbytes(outgoing: _Outgoing) -> int:
     """Return the bytes of ids, lengths, weights and counts; a weight counts as an id."""
     num_ids = sum(outgoing.batch.num_ids)
-    per_id = 1 + (outgoing.batch.weights is not None)
+    elements_per_id = 1 + (outgoing.batch.weights is not None)
     count_nbytes = (
         0 if outgoing.batch.counts is None else num_ids * outgoing.batch.counts.element_size()
     )
-    elements = num_ids * per_id + sum(outgoing.batch.num_bags)
-    return elements * outgoing.inputs.ids.element_size() + count_nbytes
+    num_elements = num_ids * elements_per_id + sum(outgoing.batch.num_bags)
+    return num_elements * outgoing.inputs.ids.element_size() + count_nbytes
 
 
 def _send_ids(

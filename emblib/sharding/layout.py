@@ -103,7 +103,7 @@ class CollectionLayout(NamedTuple):
 class NodeSums(NamedTuple):
     """The units whose rows are summed within a node, before they are sent to other nodes.
 
-    A sum adds up the units of one feature and span of columns. Those are summed whose rows are
+    A sum adds up the units of one feature and span of columns. Units are summed if their rows are
     divided over all ranks of one node and no other rank, as by `table_row_wise` and `grid`.
 
     Attributes:
@@ -275,9 +275,10 @@ def _rank_layout(
 class Blocks(NamedTuple):
     """The routing of ids to units, as rows of the tensors that `emblib.ops.route` takes.
 
-    `features`: (first block, number of blocks, rows, 1 if by key) per feature. `blocks`: (first
-    row, first entry of `units`, number of entries) per block. `units`: the units to which ids of a
-    block are sent, numbered rank after rank.
+    Attributes:
+        features: (first block, number of blocks, rows, 1 if by key) per feature.
+        blocks: (first row, first entry of `units`, number of entries) per block.
+        units: units to which the ids of each block are sent, numbered rank after rank.
     """
 
     features: list[tuple[int, int, int, int]]
@@ -291,17 +292,17 @@ def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
     Raises:
         ValueError: shards of one table overlap in rows, but are cut at different rows.
     """
-    by_feature: dict[int, dict[Span, list[int]]] = {}
-    number = 0
+    units_by_feature: dict[int, dict[Span, list[int]]] = {}
+    unit_number = 0
     for rank in layout.ranks:
         for unit in rank.all_units:
-            units_of = by_feature.setdefault(unit.feature, {})
-            units_of.setdefault(unit.shard.rows, []).append(number)
-            number += 1
+            units_by_rows = units_by_feature.setdefault(unit.feature, {})
+            units_by_rows.setdefault(unit.shard.rows, []).append(unit_number)
+            unit_number += 1
     result = Blocks([], [], [])
     for f, feature in enumerate(layout.features):
         config = configs[feature.table]
-        spans = sorted(by_feature.get(f, {}).items())
+        spans = sorted(units_by_feature.get(f, {}).items())
         _check_rows(config.name, [rows for rows, _ in spans])
         rows = config.num_embeddings
         is_keyed = config.storage.is_keyed

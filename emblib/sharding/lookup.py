@@ -141,7 +141,7 @@ def start_output_dist(module: ShardedModule, rows: Any, received: Any) -> LazyAw
 
 
 class InputCall(NamedTuple):
-    """A sharded collection and its batch; None for no batch."""
+    """A sharded collection and its batch; `features` is None if there is no batch."""
 
     module: ShardedModule
     features: Any
@@ -153,10 +153,12 @@ def start_joint_input_dist(
     """Send the sizes of the batches of several collections.
 
     The first `wait` receives the sizes and sends the ids; `wait` on each of its results receives
-    what `compute` of that collection takes. If a rank has no batch for one of them, the first
-    `wait` returns None on all ranks of that collection. A rank whose batch is wrong raises here,
-    and the other ranks of its process group raise RuntimeError in the first `wait`; so do all of
-    them if their batches are of different kinds (`start_input_dists`).
+    the argument of that collection's `compute`. If a rank has no batch for a collection, the first
+    `wait` returns None on all ranks of that collection.
+
+    A rank whose batch is wrong raises here, and the other ranks of its process group raise
+    RuntimeError in the first `wait`. All ranks raise RuntimeError there if their batches are of
+    different kinds (`start_input_dists`).
 
     Args:
         calls: the collections and their batches.
@@ -182,7 +184,7 @@ def start_joint_input_dist(
             positions, requests = zip(*sent, strict=True)
             try:
                 pending.append((list(positions), start_input_dists(requests, ranks, error)))
-            except Exception as raised:  # the other process groups get to know it, too
+            except Exception as raised:  # passed on, to tell the other process groups as well
                 error = raised
     if error is not None:
         raise error
@@ -206,7 +208,7 @@ def start_joint_input_dist(
 def _join_when_received(
     join: Callable[[list[IncomingBatch]], Any], batches: Sequence[Awaitable[IncomingBatch]]
 ) -> Any:
-    """Wait for several batches, and return what `join` makes of them."""
+    """Wait for several batches, and return `join` of them."""
     return join([batch.wait() for batch in batches])
 
 

@@ -49,9 +49,9 @@ class DistributedModelParallel(nn.Module):
     Every `EmbeddingBagCollection` and `EmbeddingCollection` of the plan is replaced by its sharded
     form. Weights are kept; tables on the meta device get initial values that do not depend on the
     plan. Then the dense part is copied from rank 0 and wrapped. Parameters and entries of state
-    dicts have the names of the unsharded model, except for the parameters of further shards of a
-    table on a rank, see `ShardParameters`. All ranks must construct this and call it together, each
-    from one thread (docs/threads.md).
+    dicts have the names of the unsharded model. If a rank has several shards of a table, the
+    parameters of all but the first have other names, see `ShardParameters`. All ranks must
+    construct this and call it together, each from one thread (docs/threads.md).
 
     Args:
         module: the model, which is modified; or one collection, which is not.
@@ -72,10 +72,11 @@ class DistributedModelParallel(nn.Module):
             `wrap_dense` later.
 
     Raises:
-        ValueError, TypeError, RuntimeError: see `shard`. ValueError also for another `wrap`, and
-            for parameters that backward updates and the plan does not shard; RuntimeError for a
-            dense module on the meta device that has no `reset_parameters`, or that would be
-            wrapped there.
+        TypeError: see `shard`.
+        ValueError: see `shard`; or `wrap` is another value, or backward updates parameters that the
+            plan does not shard.
+        RuntimeError: see `shard`; or a dense module on the meta device has no `reset_parameters`,
+            or would be wrapped there.
         PlanError: no plan fits into memory; raised on all ranks.
 
     Example:
@@ -142,14 +143,14 @@ class DistributedModelParallel(nn.Module):
             self.wrap_dense(wrapping)
 
     def wrap_dense(self, wrap: str | Wrapping) -> None:
-        """Wrap the dense part, where the model was made with `wrap="none"`; a collective.
+        """Wrap the dense part of a model that was made with `wrap="none"`; a collective.
 
         It does nothing on one rank, for "none", or if no parameter of the dense part is trained.
         The dense part must have equal values on all ranks if the caller allocated it; not checked.
 
         Raises:
             RuntimeError: the dense part is still on the meta device, or is wrapped already.
-            ValueError: another `wrap`, or another one than on other ranks.
+            ValueError: `wrap` is another value, or differs between ranks.
         """
         model = self.module
 
@@ -173,9 +174,9 @@ class DistributedModelParallel(nn.Module):
                 "the dense part is on the meta device, since the model was made with "
                 "init_parameters=False: allocate and load it, then call wrap_dense"
             )
-        trained = any(p.requires_grad and not is_updated_in_backward(p) for p in dense)
+        has_trained = any(p.requires_grad and not is_updated_in_backward(p) for p in dense)
         # DDP raises for a model without parameters that need gradients.
-        if wrapping is not None and self.dense_ranks.size > 1 and trained:
+        if wrapping is not None and self.dense_ranks.size > 1 and has_trained:
             self._wrapped = wrapping.wrap(model, self.dense_ranks, ignored)
             self._is_wrapped = True
             mark_dense(model, self.dense_ranks)
@@ -340,11 +341,11 @@ def _move_own_tensors(part: nn.Module, device: torch.device) -> None:
 
 def _check_that_tables_are_sharded(module: nn.Module) -> None:
     """Raise ValueError for unsharded tables that backward updates: replicas would diverge."""
-    inside = names_of_tables(module)
+    sharded_names = names_of_tables(module)
     unsharded = [
         name
         for name, parameter in module.named_parameters()
-        if name not in inside and hasattr(parameter, "_in_backward_optimizers")
+        if name not in sharded_names and hasattr(parameter, "_in_backward_optimizers")
     ]
     paths = tuple(f"{path}." if path else "" for path in collections_of(module))
     outside = [name for name in unsharded if not name.startswith(paths)]
@@ -386,16 +387,18 @@ def _names_of_dense_tables(module: nn.Module) -> set[str]:
 def make_plan(
     module: nn.Module, planner: Planner | None, ranks: RankGroup, optimizer: Optimizer | None
 ) -> ShardingPlan:
-    """Return the plan of a planner, None for one for this machine; all ranks call this.
+    """Return the plan of a planner, or for None of a planner for this machine; all ranks call this.
 
     `optimizer` is that of tables whose configuration has none. Raises PlanError, on all ranks, if
     no plan fits into memory.
     """
     from emblib.sharding.planner import Planner, Topology, collective_plan
 
-    def default() -> Planner:
+    def default_planner() -> Planner:
         topology = Topology.detect(ranks.size, ranks.local_size, device=ranks.device.type)
         return Planner(topology, BATCH_SIZE)
 
-    agreed_planner = fingerprint.agree(ranks, lambda: default() if planner is None else planner)
+    agreed_planner = fingerprint.agree(
+        ranks, lambda: default_planner() if planner is None else planner
+    )
     return collective_plan(module, agreed_planner, ranks, optimizer=optimizer)

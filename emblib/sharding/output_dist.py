@@ -187,7 +187,7 @@ class _RowsInFlight:
     ) -> list[Awaitable[Received]]:
         """Start to send values to single ranks; return their awaitables, by step.
 
-        A step for which no rank has any sends nothing, and gets its own, empty values.
+        A step for which no rank has values sends nothing, and gets its own, empty values.
         """
         is_sent = [step is None or step.has_direct for step in sums]
         received = iter(
@@ -228,9 +228,9 @@ class _RowsInFlight:
     def send_gradient(self, index: int, grad: Tensor) -> Tensor | None:
         """Store the gradient of an output; return the gradient of the replicated tables' rows.
 
-        The latter is None if there are no such rows, or if a `gradient_sink` gets their gradients.
-        Once all outputs have a gradient, the gradients are sent; if the loss does not use all
-        outputs, `receive_gradient` sends them. `grad` has the shape of the output `index`.
+        That is None if there are no such rows, or if a `gradient_sink` gets their gradients. Once
+        all outputs have a gradient, the gradients are sent. If the loss does not use all outputs,
+        `receive_gradient` sends them. `grad` has the shape of the output `index`.
         """
         step = self._steps[index]
         self._add_to_scaling(grad)
@@ -250,11 +250,11 @@ class _RowsInFlight:
     def receive_gradient(self, index: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of a lookup's rows, and of its `gradient_sink`; wait for them.
 
-        The first call of a backward sends gradients that are still to be sent, and lets the ranks
-        agree about the scale of a `GradScaler`.
+        The first call of a backward sends the gradients that `send_gradient` has not sent, and lets
+        the ranks agree about the scale of a `GradScaler`.
 
         Raises:
-            RuntimeError: in host memory, the ranks' losses use other outputs or scales; see
+            RuntimeError: in host memory, the losses of ranks use different outputs or scales, see
                 `Headers.check` and `_Scaling.agree`.
         """
         if self._ready_gradients:

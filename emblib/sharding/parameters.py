@@ -142,18 +142,18 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their norm over all ranks is at most `max_norm`.
 
-    `torch.nn.utils.clip_grad_norm_` sees only the table shards of its own rank: in a model whose
+    `torch.nn.utils.clip_grad_norm_` sees only the table shards of its own rank. In a model whose
     sharded tables have dense gradients, it would scale every rank's replica of the dense part by a
-    different factor. Here every shard counts on the rank that stores it and everything else counts
-    once, so that the result is the same as for the whole model in one process. All ranks call this
-    together, after the gradients of the dense part are averaged. Sparse gradients are clipped too,
-    which torch refuses. Tables that backward updates have no gradients to clip and raise: make
-    their optimizer `deferred`, or set its `max_gradient`; pass the parameters of the dense part to
-    clip that alone.
+    different factor. Here every shard counts on the rank that stores it and all other parameters
+    count once, so the result is the same as for the whole model in one process. All ranks call this
+    together, after the gradients of the dense part are averaged. Sparse gradients, which torch
+    refuses, are clipped too. Tables that backward updates have no gradients to clip, and raise:
+    make their optimizer `deferred`, or set its `max_gradient`. To clip the dense part alone, pass
+    its parameters.
 
     Args:
-        parameters: a model that `DistributedModelParallel` or `shard` made, or parameters of one.
-            Pass the model where the dense part was wrapped by hand after `shard`.
+        parameters: a model that `DistributedModelParallel` or `shard` returned, or parameters of
+            one. Pass the model if the dense part was wrapped by hand after `shard`.
         max_norm: the largest norm after clipping; `inf` only computes the norm.
         norm_type: the order of the norm; `inf` for the largest magnitude.
         error_if_nonfinite: whether to raise, on every rank, if the norm is infinite or NaN.
@@ -162,10 +162,10 @@ def clip_grad_norm_(
         The norm before clipping, the same on all ranks.
 
     Raises:
-        ValueError: trained tables that backward updates, on all ranks if one has them; parameters
-            over several groups of ranks; or, over ranks or with sparse gradients, a `norm_type`
-            that is not positive.
-        RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
+        ValueError: backward updates some of the tables (on all ranks if one has such tables); the
+            parameters belong to several groups of ranks; or, over ranks or with sparse gradients,
+            `norm_type` is not positive.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
 
     Example:
         >>> model = torch.nn.Linear(2, 1, bias=False)
