@@ -1,9 +1,10 @@
 """Optimizers that run fused into the backward pass, as frozen descriptions.
 
 Each dataclass but `External` names a functor of `csrc/optim`, lists its states, and packs its
-numbers into the hyperparameters that the kernels read (`Hyper`): learning rate, step, the rates of
-L2 penalty and decoupled decay, the seed of stochastic rounding, then the optimizer's parameters in
-the functor's order. States start at zero, in hash tables at `DynamicSpec.initial_state`.
+numbers into the hyperparameters that the kernels read (`Hyper`). These are the learning rate, the
+step, the rates of L2 penalty and decoupled decay, the seed of stochastic rounding, then the
+optimizer's parameters in the order of the functor. States start at zero, in hash tables at
+`DynamicSpec.initial_state`.
 """
 
 from typing import NoReturn
@@ -58,7 +59,7 @@ FUSED: dict[str, type[Optimizer]] = {
         FTRL,
     )
 }
-"""The optimizers that backward can apply, by the name of their (plain) functor."""
+"""The optimizers that backward can apply, by the name of their functor without variant."""
 
 __all__ = [
     "FTRL",

@@ -22,11 +22,11 @@ from emblib.optim.base import (
 )
 from emblib.specs import Choice, check_count
 
-_LAST_PLAIN = 1 << 24  # the last step that float32 represents and that equals its code
-_BITS_OF_LAST_PLAIN = 0x4B800000  # 2^24 as float32
-_BITS_OF_LARGEST = 0x7F7FFFFF  # the largest finite float32
-LAST_STEP = _LAST_PLAIN + _BITS_OF_LARGEST - _BITS_OF_LAST_PLAIN
-"""The last step that `prev_iter` distinguishes from the next, about 8.9e8; it saturates there."""
+_LAST_EXACT_STEP = 1 << 24  # up to here float32 represents every integer: a step is its own code
+_LAST_EXACT_BITS = 0x4B800000  # 2^24 as float32
+_MAX_FLOAT_BITS = 0x7F7FFFFF  # the largest finite float32
+LAST_STEP = _LAST_EXACT_STEP + _MAX_FLOAT_BITS - _LAST_EXACT_BITS
+"""The last step that `prev_iter` can encode, about 8.9e8; later steps are encoded as this one."""
 
 
 def decode_steps(prev_iter: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ def decode_steps(prev_iter: Tensor) -> Tensor:
         tensor([       3, 33554432])
     """
     code = prev_iter.to(torch.float32)
-    steps_beyond = (code.view(torch.int32) - _BITS_OF_LAST_PLAIN).clamp(min=0)
-    return code.clamp(0, _LAST_PLAIN).long() + torch.where(code > 0, steps_beyond, 0)
+    steps_beyond = (code.view(torch.int32) - _LAST_EXACT_BITS).clamp(min=0)
+    return code.clamp(0, _LAST_EXACT_STEP).long() + torch.where(code > 0, steps_beyond, 0)
 
 
 def encode_steps(steps: Tensor) -> Tensor:
@@ -54,17 +54,18 @@ def encode_steps(steps: Tensor) -> Tensor:
         >>> emblib.optim.encode_steps(torch.tensor([3]))
         tensor([3.])
     """
-    bits = (steps.clamp(_LAST_PLAIN, LAST_STEP) - _LAST_PLAIN + _BITS_OF_LAST_PLAIN).to(torch.int32)
-    return torch.where(steps <= _LAST_PLAIN, steps.to(torch.float32), bits.view(torch.float32))
+    steps_beyond = steps.clamp(_LAST_EXACT_STEP, LAST_STEP) - _LAST_EXACT_STEP
+    bits = (steps_beyond + _LAST_EXACT_BITS).to(torch.int32)
+    return torch.where(steps <= _LAST_EXACT_STEP, steps.to(torch.float32), bits.view(torch.float32))
 
 
 class TailRate(Choice):
     """Learning rate of the rows seen more often than `Counter.threshold`.
 
-    With `c` the count of the row, `largest` the largest count of the table plus 1, and `bound` of
-    the `Counter`: EQUAL changes nothing; RAISED multiplies the rate by
-    `(largest / (c + 1)) ** bound`, within [1, 10]; LOWERED by `((c + 1) / largest) ** bound`,
-    within [0.1, 1]; BY_COUNT uses `lr / (sqrt(bound * c) + eps)`.
+    `c` is the count of the row, `largest` the largest count of the table plus 1, `bound` a field of
+    the `Counter`. EQUAL leaves the rate unchanged. RAISED multiplies it by
+    `(largest / (c + 1)) ** bound`, clamped to [1, 10]; LOWERED by `((c + 1) / largest) ** bound`,
+    clamped to [0.1, 1]. BY_COUNT replaces the step size by `lr / (sqrt(bound * c) + eps)`.
 
     Example:
         >>> counter = emblib.optim.Counter(tail=emblib.optim.TailRate.BY_COUNT, threshold=10)
@@ -85,7 +86,9 @@ _DECAYS = (None, L2, Decoupled, AdagradW)
 
 @dataclass(frozen=True)
 class RelativeThreshold:
-    """A threshold of `floor(fraction_of_largest * largest)`, with `largest` of `TailRate`.
+    """A threshold of `floor(fraction_of_largest * largest)`.
+
+    `largest` is the largest count of the table plus 1, as in `TailRate`.
 
     Example:
         >>> emblib.optim.Counter(threshold=emblib.optim.RelativeThreshold(0.5)).threshold
@@ -106,12 +109,12 @@ class Counter:
 
     Args:
         halflife: steps after which an occurrence counts half; 0 counts only the last occurrence,
-            < 0 all of them. `Decoupled` or `L2` decay multiplies rows by
-            `1 - halflife / count * rate * a`, where `a` is the learning rate for `Decoupled` and
-            the step size for `L2`: rows grow if `halflife` < 0. The penalty of `L2` enters the
-            state `sum` alone.
-        start: step after which rows decay and rates are adjusted; <= 0 is from the beginning.
-        bound: exponent, factor or bound of the adjustments, see `TailRate` and `AdagradW`.
+            a negative one counts all fully. `Decoupled` or `L2` decay multiplies rows by
+            `1 - halflife / count * rate * a`, so rows grow if `halflife` < 0; `a` is the learning
+            rate for `Decoupled`, the step size for `L2`. The penalty of `L2` is added to the
+            gradients only in the state `sum`.
+        start: step after which rows decay and rates are adjusted; <= 0 begins with the first step.
+        bound: exponent or factor of `tail` (see `TailRate`), or bound of the rate of `AdagradW`.
         tail: learning rate of the rows above the threshold; not used by `AdagradW` with a
             `halflife` of -1 or -2.
         threshold: a count, or a `RelativeThreshold` of the largest.
@@ -176,13 +179,13 @@ class Counter:
 class CowClip:
     """Clip the norm of a row's gradient by its count (Zheng et al., "CowClip", 2022).
 
-    The bound is `count * max(coefficient * norm of the row, lower_bound)`: with both at their
-    default of 0, rows do not change.
+    The norm is at most `count * max(coefficient * norm of the row, lower_bound)`. With the defaults
+    of both, 0, gradients are clipped to zero.
 
     Args:
         halflife: steps after which an occurrence counts half, as in `Counter`.
-        coefficient: share of the norm of the row.
-        lower_bound: minimum of the bound per occurrence.
+        coefficient: factor of the norm of the row in the bound, >= 0.
+        lower_bound: minimum of the bound per occurrence, >= 0.
 
     Example:
         >>> clip = emblib.optim.CowClip(coefficient=1.0, lower_bound=1e-4)
@@ -231,10 +234,10 @@ class GlobalDecay:
         """Return the decay factors of rows that were last updated at step `prev_iter`, `[n]`.
 
         A factor is `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, with `previous`
-        decoded from `prev_iter` (`decode_steps`), and 1 for rows never updated and for steps before
-        `start`; it has the dtype of `prev_iter`. `step` is the step of the coming update. From
-        `LAST_STEP` on, where `prev_iter` saturates, no missed steps are counted, as in the update.
-        Nothing is read back from the device.
+        decoded from `prev_iter` (`decode_steps`). It is 1 for rows never updated and for steps
+        before `start`, and has the dtype of `prev_iter`. `step` is the step of the coming update.
+        Steps after `LAST_STEP`, which `prev_iter` cannot encode, are not counted as missed, nor are
+        they in the update. The host does not wait for the device.
         """
         current_step = torch.as_tensor(step, dtype=torch.float64, device=prev_iter.device)
         rate = torch.as_tensor(lr, dtype=torch.float64, device=prev_iter.device) * self.rate
@@ -391,7 +394,7 @@ class RowwiseAdagrad(Optimizer):
 class EmaReset(Choice):
     """Treatment of the moving average after a step that updated it: KEEP it, or CLEAR it to zero.
 
-    With CLEAR, a replacement of the weights in any other step writes zeros.
+    With CLEAR, a step that replaces the weights without updating the average writes zeros.
 
     Example:
         >>> optimizer = emblib.optim.EnsembleRowwiseAdagrad(0.1, slow=emblib.optim.EmaReset.CLEAR)

@@ -18,7 +18,7 @@ class Adam(Optimizer):
 
     Args:
         betas: decay rates of the first and the second moment, in [0, 1).
-        eps: constant that is added to the root.
+        eps: constant that is added to the root, >= 0.
 
     Example:
         >>> [state.name for state in emblib.optim.Adam(lr=0.01, betas=(0.9, 0.99)).states]
@@ -67,7 +67,7 @@ class LAMB(Optimizer):
 
     Args:
         betas: decay rates of the first and the second moment, in [0, 1).
-        eps: constant that is added to the root.
+        eps: constant that is added to the root, >= 0.
 
     Example:
         >>> [state.name for state in emblib.optim.LAMB(lr=0.01).states]
@@ -114,6 +114,6 @@ class PartialRowwiseLAMB(LAMB):
 
 def _check_betas(betas: tuple[float, float]) -> None:
     """Raise ValueError unless `betas` is a tuple of two numbers in [0, 1)."""
-    pair = isinstance(betas, tuple) and len(betas) == 2
-    if not pair or not all(0.0 <= number_or_nan(beta) < 1.0 for beta in betas):
+    is_pair = isinstance(betas, tuple) and len(betas) == 2
+    if not is_pair or not all(0.0 <= number_or_nan(beta) < 1.0 for beta in betas):
         raise ValueError(f"betas must be a tuple of two numbers in [0, 1), got {betas}")

@@ -15,7 +15,7 @@ from emblib.torch_names import refuse_names_of_torch
 
 @dataclass(frozen=True)
 class State:
-    """One state tensor of a table, one number per row if `per_row`, otherwise one per weight.
+    """One state tensor of a table: one number per row if `per_row`, otherwise one per weight.
 
     Example:
         >>> emblib.optim.Adam(0.01).states
@@ -30,7 +30,7 @@ class State:
 class L2:
     """Coupled weight decay: the gradient becomes `g + rate * w` before any other computation.
 
-    `RowwiseAdagrad(counter=Counter())` applies it otherwise, see `Counter`.
+    `RowwiseAdagrad(counter=Counter())` applies it in another way, see `Counter`.
 
     Example:
         >>> emblib.optim.SGD(0.1, weight_decay=emblib.optim.L2(1e-4)).weight_decay
@@ -47,7 +47,8 @@ class L2:
 class Decoupled:
     """Decoupled weight decay: `w -= lr * rate * w`, outside the step.
 
-    LAMB decays inside its ratio, and `RowwiseAdagrad(counter=Counter())` otherwise, see `Counter`.
+    LAMB applies the decay before it scales its step, and `RowwiseAdagrad(counter=Counter())` in
+    another way, see `Counter`.
 
     Example:
         >>> emblib.optim.Adam(0.01, weight_decay=emblib.optim.Decoupled(1e-2)).weight_decay
@@ -64,9 +65,9 @@ class Decoupled:
 class AdagradW:
     """Decoupled decay of `RowwiseAdagrad(counter=Counter())` that makes up for missed steps.
 
-    A row that is seen again after n steps is decayed n times, from `Counter.start` on. With
-    `Counter(halflife=-1)` the learning rate is multiplied by the square root of the count; with -2
-    it is `min(lr * count, bound)`.
+    A row that is seen again after n steps is decayed n times; steps before `Counter.start` do not
+    count. With `Counter(halflife=-1)` the step size is multiplied by the square root of the count.
+    With `halflife=-2` the learning rate is `min(lr * count, bound)`.
 
     Example:
         >>> counter = emblib.optim.Counter()
@@ -109,18 +110,20 @@ class Optimizer:
     Args:
         lr: learning rate.
         weight_decay: None, or one of the kinds in `decays` of the optimizer.
-        max_gradient: clamp the gradient of the output to `[-max_gradient, max_gradient]`, element
-            by element, before any other computation. Where backward updates the table, no gradient
-            is left for functions such as `torch.nn.utils.clip_grad_norm_`, which skip it.
+        max_gradient: bound of the elements of the output's gradient, which are clamped to
+            `[-max_gradient, max_gradient]` before any other computation; None clamps none. If
+            backward updates the table, it leaves no gradient, so functions such as
+            `torch.nn.utils.clip_grad_norm_` skip the table.
         deferred: False applies the optimizer in backward. True leaves a sparse gradient on the
             parameter of each table, as `nn.EmbeddingBag(sparse=True)` does, or a dense one on the
             cores of a tensor train. The `step` of `FusedOptimizer` applies it: gradients can be
             accumulated, unscaled and clipped before.
-        maximize: negate the gradient, before weight decay, as `torch.optim` does.
+        maximize: whether the gradient is negated before weight decay, as in `torch.optim`.
 
     Raises:
-        TypeError: an argument by its name in `torch.optim` (the message has the name here).
-        ValueError: a number that is negative, NaN or infinite in float32; or another weight decay.
+        TypeError: an argument has its name of `torch.optim` (the message has the name here).
+        ValueError: a number that is negative, NaN or infinite in float32; or a weight decay of a
+            kind that the optimizer does not have.
 
     Example:
         >>> emblib.optim.SGD(0.1, max_gradient=1.0, deferred=True)
@@ -154,7 +157,7 @@ class Optimizer:
 
     @property
     def name(self) -> str:
-        """Return the name of the functor that runs it."""
+        """Return the name of the functor that makes the updates."""
         return self.functor
 
     @property
@@ -219,7 +222,7 @@ _MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def number_or_nan(value: Any) -> float:
-    """Return a value as a float; NaN for a string, no number, or one that is beyond floats."""
+    """Return a value as a float; NaN for a string, for no number, or if it exceeds all floats."""
     try:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -269,11 +272,11 @@ class LARS(Optimizer):
     """Momentum SGD whose learning rate follows the norms of row and gradient (You et al., 2017).
 
     `a = lr * eta * |w| / (|g| + rate * |w|); m = momentum * m + a * (g + rate * w); w -= m`, with
-    the rate of `weight_decay=L2(rate)`. A row of zeros, which has no ratio, takes `a = lr`.
+    the rate of `weight_decay=L2(rate)`. If `|w|` or the denominator is 0, `a` is `lr`.
 
     Args:
         momentum: weight of the old `m`, in [0, 1).
-        eta: factor of the learning rate (>= 0), see `a`.
+        eta: factor of the learning rate in `a`, >= 0.
 
     Example:
         >>> emblib.optim.LARS(lr=0.1, momentum=0.9).states
@@ -311,11 +314,12 @@ class FTRL(Optimizer):
 
     `s = sqrt(sum + g*g) - sqrt(sum); linear += g - s / lr * w; sum += g*g`, then `w` is 0 where
     `|linear| <= l1`, else `-(linear - sign(linear) * l1) / ((beta + sqrt(sum)) / lr + l2)`. An
-    element whose gradient is 0 does not change, and none at `lr` 0. The weight decay is `l2`.
+    element whose gradient is 0 does not change. With `lr` 0 no element changes. `l2` is the weight
+    decay.
 
     Args:
-        beta: constant that is added to the root: the smaller, the larger the first steps. If it,
-            `l1` or `l2` is positive, the first step also shrinks the initial value.
+        beta: constant that is added to the root; a smaller one makes the first steps larger. If
+            `beta`, `l1` or `l2` is positive, the first step also shrinks the initial value.
         l1: the threshold (>= 0).
         l2: the ridge penalty (>= 0).
 
