@@ -17,7 +17,7 @@ from emblib.reference.hash import (
     EVICTING,
     HIT,
     NEW,
-    SLOTS,
+    SLOTS_PER_BUCKET,
     HashModel,
     Miss,
     ReferenceHashTable,
@@ -97,7 +97,7 @@ class Tables:
         generator = torch.Generator().manual_seed(seed)
         keys = torch.tensor(EDGE_KEYS)
         garbage = keys[torch.randint(0, len(keys), entries.shape, generator=generator)]
-        queues = torch.zeros(tags.numel() // SLOTS, 8, dtype=torch.int64)
+        queues = torch.zeros(tags.numel() // SLOTS_PER_BUCKET, 8, dtype=torch.int64)
         return [tags, garbage, *rest, *[queues][: self.queues]]
 
 
@@ -190,12 +190,12 @@ class Rows:
 
     def __init__(self, tables: Tables) -> None:
         self._dims = [5 + 3 * t for t in range(len(tables.sizes))]
-        self._rows_of = [most * SLOTS for _, most, _ in tables.sizes]
+        self._rows_of = [most * SLOTS_PER_BUCKET for _, most, _ in tables.sizes]
         layout, floats, rows = [], 0, 0
         for dim, (_, most, _) in zip(self._dims, tables.sizes, strict=True):
             layout.append([(4 * floats, 4 * dim), (3 * rows, 3)])
-            floats += most * SLOTS * dim
-            rows += most * SLOTS
+            floats += most * SLOTS_PER_BUCKET * dim
+            rows += most * SLOTS_PER_BUCKET
         self.layout = torch.tensor(layout).view(-1, 2, 2)
         self.row_buffers = [torch.full((floats,), -1.0), torch.zeros(3 * rows, dtype=torch.uint8)]
         self._written = 0
@@ -257,7 +257,7 @@ class Twin:
         self._check_queues()
         for t, table in enumerate(self.model.tables):
             there = [(slot, e.key) for slot, e in enumerate(table.slots) if e is not None]
-            assert all(slot // SLOTS in table.addresses(key) for slot, key in there)
+            assert all(slot // SLOTS_PER_BUCKET in table.addresses(key) for slot, key in there)
             self.rows.check(t, [slot for slot, _ in there], [key for _, key in there])
 
     def _check_queues(self) -> None:
@@ -265,9 +265,15 @@ class Twin:
         for bucket, line in enumerate(
             self.index[5].view(torch.uint8).tolist() if self.tables.queues else ()
         ):
-            size, elements = line[8], [element % SLOTS for element in line[24 : 24 + line[8]]]
+            size, elements = (
+                line[8],
+                [element % SLOTS_PER_BUCKET for element in line[24 : 24 + line[8]]],
+            )
             assert len(set(elements)) == size
-            assert size == 0 or self.index[0][bucket * SLOTS : (bucket + 1) * SLOTS].all()
+            assert (
+                size == 0
+                or self.index[0][bucket * SLOTS_PER_BUCKET : (bucket + 1) * SLOTS_PER_BUCKET].all()
+            )
 
     def find(self, batch: Batch) -> Tensor:
         """Looks keys up, which changes nothing."""
@@ -354,7 +360,9 @@ class Twin:
         """Removes what was last used before `before` from a window of buckets."""
         mask = self.ops["expire_"](self.index, t, *window, before)
         freed = self.model.expire(t, window, before)
-        assert mask.nonzero().flatten().tolist() == [slot - window[0] * SLOTS for slot in freed]
+        assert mask.nonzero().flatten().tolist() == [
+            slot - window[0] * SLOTS_PER_BUCKET for slot in freed
+        ]
         self.compare()
 
     def step(self, draws: Draws) -> None:

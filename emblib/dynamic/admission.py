@@ -165,7 +165,7 @@ class _ExactCounters(nn.Module):
         selected = self.select(missing_keys)
         slots = self.index.insert(selected.batch, selected.counts, effects=effects).slots
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
-        first_slots = first_buckets[hash.segments_of(selected.batch)] * hash.SLOTS
+        first_slots = first_buckets[hash.segments_of(selected.batch)] * hash.SLOTS_PER_BUCKET
         scores = self.index.entries[first_slots + slots.clamp(min=0), HashEntryColumn.SCORE]
         counts = effects.once(torch.ops.aten.where.self, slots < 0, selected.counts, scores)
         return torch.cat([counts, counts.new_zeros(1)])[selected.positions]

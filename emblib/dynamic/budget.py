@@ -38,7 +38,7 @@ from emblib.dynamic.shrinking import release_rows, shrink_to
 from emblib.dynamic.state import DynamicState, track_statistics
 from emblib.dynamic.statistics import AgeHistogram
 from emblib.ops import hash
-from emblib.specs import SLOTS, check_count
+from emblib.specs import SLOTS_PER_BUCKET, check_count
 
 _SAMPLED_BUCKETS = 256  # buckets whose ages are read per table and decision; not measured
 _VERSION_BYTES = 8  # per row, which the index records as soon as steps overlap
@@ -198,7 +198,9 @@ class MemoryBudget:
         with self._lock:
             self._used_bytes()
             return [
-                BudgetedTable(t.name, t.limit * t.bucket_bytes, t.limit * SLOTS, t.pressure)
+                BudgetedTable(
+                    t.name, t.limit * t.bucket_bytes, t.limit * SLOTS_PER_BUCKET, t.pressure
+                )
                 for t in self._tables()
             ]
 
@@ -353,7 +355,7 @@ class _BudgetedModule:
         for number, spec in enumerate(state.specs):
             buckets = state.index.buckets(number)
             slot_bytes = hash.bytes_per_slot(state.index.order, "cpu") + _VERSION_BYTES
-            bucket_bytes = SLOTS * (state.moved_bytes(number) + slot_bytes)
+            bucket_bytes = SLOTS_PER_BUCKET * (state.moved_bytes(number) + slot_bytes)
             fixed_bytes += spec.fallback_rows * state.layout.row_bytes(number)
             if spec.buckets == spec.max_buckets:
                 fixed_bytes += buckets * bucket_bytes
@@ -412,7 +414,7 @@ class _BudgetedModule:
         """
         buckets = state.index.buckets(table.number)
         if buckets < table.limit and table.target is None:
-            rows_before, rows = table.limit * SLOTS, buckets * SLOTS
+            rows_before, rows = table.limit * SLOTS_PER_BUCKET, buckets * SLOTS_PER_BUCKET
             release_rows(state, table.number, rows_before, rows)
             state.index.set_limit(table.number, buckets)
             self._budget.lower_limit(table, buckets)
@@ -444,12 +446,12 @@ def _lowest_age(state: DynamicState, table: int, num_freed: int) -> float:
     """
     index = state.index
     buckets, spec = index.buckets(table), state.specs[table]
-    if index.size(table) * 1024 <= (buckets - num_freed) * SLOTS * spec.max_load_1024ths:
+    if index.size(table) * 1024 <= (buckets - num_freed) * SLOTS_PER_BUCKET * spec.max_load_1024ths:
         return math.inf
     num_sampled = min(buckets, _SAMPLED_BUCKETS)
     bucket_indices = torch.arange(num_sampled) * buckets // num_sampled
-    entries = index.table_entries(table).view(buckets, SLOTS, -1)[bucket_indices]
-    is_used = index.table_tags(table).view(buckets, SLOTS)[bucket_indices] != 0
+    entries = index.table_entries(table).view(buckets, SLOTS_PER_BUCKET, -1)[bucket_indices]
+    is_used = index.table_tags(table).view(buckets, SLOTS_PER_BUCKET)[bucket_indices] != 0
     return _mean_lowest_age(index, entries, is_used)
 
 

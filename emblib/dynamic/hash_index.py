@@ -28,7 +28,7 @@ from emblib.ops.hash import (
     Keys,
     Misses,
 )
-from emblib.specs import SLOTS, DynamicSpec
+from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec
 from emblib.tables import memory
 from emblib.tables.parameters import refuse_averages
 
@@ -143,7 +143,7 @@ class HashIndex(nn.Module):
             self._first_slots.append(self._first_slots[-1] + spec.rows)
         self.versions = SlotVersions(self._first_slots)
         num_columns = 3 if self.order in SCORED else 2
-        used_share = sum(spec.buckets for spec in self.specs) * SLOTS / max(num_slots, 1)
+        used_share = sum(spec.buckets for spec in self.specs) * SLOTS_PER_BUCKET / max(num_slots, 1)
         entries = memory.reserve(num_slots * num_columns, torch.int64, device, used_share).view(
             num_slots, num_columns
         )
@@ -164,7 +164,7 @@ class HashIndex(nn.Module):
         `used_share` is the share of them that is in use at once, see `memory.reserve`.
         """
         if self.tags.device.type == "cpu":
-            num_words = self.tags.numel() // SLOTS * QUEUE_WORDS
+            num_words = self.tags.numel() // SLOTS_PER_BUCKET * QUEUE_WORDS
             queues = memory.reserve(num_words, torch.int64, self.tags.device, used_share)
             self._register_tensor("queues", queues.view(-1, QUEUE_WORDS))
 
@@ -180,13 +180,22 @@ class HashIndex(nn.Module):
         self.versions.forget()
         for t, spec in enumerate(self.specs):
             first_slot = self._first_slots[t]
-            num_slots = max(self.buckets(t), spec.buckets) * SLOTS
+            num_slots = max(self.buckets(t), spec.buckets) * SLOTS_PER_BUCKET
             if self._has_queues:
-                self.queues[first_slot // SLOTS : (first_slot + num_slots) // SLOTS].zero_()
+                self.queues[
+                    first_slot // SLOTS_PER_BUCKET : (first_slot + num_slots) // SLOTS_PER_BUCKET
+                ].zero_()
             self.tags[first_slot : first_slot + num_slots].zero_()
-            self._advise_growth(t, 0, spec.buckets * SLOTS)
+            self._advise_growth(t, 0, spec.buckets * SLOTS_PER_BUCKET)
         table_rows = [
-            (first_slot // SLOTS, spec.buckets, limit, 0, spec.max_load_1024ths, hash_key)
+            (
+                first_slot // SLOTS_PER_BUCKET,
+                spec.buckets,
+                limit,
+                0,
+                spec.max_load_1024ths,
+                hash_key,
+            )
             for first_slot, spec, limit, hash_key in zip(
                 self._first_slots, self.specs, self.limits, self._hash_keys, strict=False
             )
@@ -245,7 +254,7 @@ class HashIndex(nn.Module):
         # Each tensor has `elements` elements per `slots` slots.
         tensors = [(self.tags, 1, 1), (self.entries.view(-1), self.entries.shape[1], 1)]
         if self._has_queues:
-            tensors.append((self.queues.view(-1), QUEUE_WORDS, SLOTS))
+            tensors.append((self.queues.view(-1), QUEUE_WORDS, SLOTS_PER_BUCKET))
         if self.versions.by_slot is not None:
             tensors.append((self.versions.by_slot, 1, 1))
         for tensor, elements, slots in tensors:
@@ -381,9 +390,13 @@ class HashIndex(nn.Module):
         if wanted_buckets > num_buckets and self.grant is not None:
             wanted_buckets = self.grant(table, wanted_buckets)
         if wanted_buckets > num_buckets:
-            self._advise_growth(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
+            self._advise_growth(
+                table, num_buckets * SLOTS_PER_BUCKET, wanted_buckets * SLOTS_PER_BUCKET
+            )
             if rows is not None and rows.on_grow is not None:
-                rows.on_grow(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
+                rows.on_grow(
+                    table, num_buckets * SLOTS_PER_BUCKET, wanted_buckets * SLOTS_PER_BUCKET
+                )
 
     def set_limit(self, table: int, buckets: int) -> None:
         """Set the buckets up to which a table may grow; at least those in use, not checked."""
@@ -441,7 +454,7 @@ class HashIndex(nn.Module):
             hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before
         )
         # A freed slot keeps its entry until a key is inserted there; only its tag is 0.
-        begin = self._first_slots[table] + first_bucket * SLOTS
+        begin = self._first_slots[table] + first_bucket * SLOTS_PER_BUCKET
         return self.entries[begin : begin + is_freed.numel(), HashEntryColumn.KEY][is_freed]
 
     def export(self, table: int, since: int | None = None) -> ExportedEntries:
@@ -504,7 +517,7 @@ class HashIndex(nn.Module):
 
     def capacity(self, table: int) -> int:
         """Return the number of slots in use (reads the device)."""
-        return self.buckets(table) * SLOTS
+        return self.buckets(table) * SLOTS_PER_BUCKET
 
     def size(self, table: int) -> int:
         """Return the number of keys of a table (reads the device)."""
@@ -531,12 +544,12 @@ class HashIndex(nn.Module):
         """
         if not self._has_queues:
             return
-        first_bucket = self._first_slots[table] // SLOTS
+        first_bucket = self._first_slots[table] // SLOTS_PER_BUCKET
         queues = self.queues[first_bucket : first_bucket + self.buckets(table)]
         if slots is None:
             queues.zero_()
         else:
-            queues.index_fill_(0, slots[slots >= 0] // SLOTS, 0)
+            queues.index_fill_(0, slots[slots >= 0] // SLOTS_PER_BUCKET, 0)
 
     @property
     def _has_queues(self) -> bool:
@@ -554,7 +567,7 @@ class HashIndex(nn.Module):
         """Return the bytes of the slots in use (reads the device)."""
         num_slots = sum(self.capacity(t) for t in range(len(self.specs)))
         num_words = self.entries.shape[1] + (self.versions.by_slot is not None)
-        num_queue_words = num_slots // SLOTS * QUEUE_WORDS * self._has_queues
+        num_queue_words = num_slots // SLOTS_PER_BUCKET * QUEUE_WORDS * self._has_queues
         return num_slots + (num_slots * num_words + num_queue_words) * self.entries.itemsize
 
     def snapshot(self) -> dict[str, Any]:
@@ -610,9 +623,9 @@ class HashIndex(nn.Module):
             buffer = getattr(self, name)
             tensors = dumps.check_list(f"index.{name}", entries[name], len(buckets), "table")
             for tensor, num_buckets in zip(tensors, buckets, strict=True):
-                expected_shape = (num_buckets * SLOTS, *shape)
+                expected_shape = (num_buckets * SLOTS_PER_BUCKET, *shape)
                 dumps.check_tensor(f"index.{name}", tensor, buffer.dtype, expected_shape)
-        return [num_buckets * SLOTS for num_buckets in buckets]
+        return [num_buckets * SLOTS_PER_BUCKET for num_buckets in buckets]
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Restore a snapshot, with its hash keys; slots that were found before become stale.
@@ -624,7 +637,7 @@ class HashIndex(nn.Module):
         saved = _with_hash_keys(snapshot["tables"])
         self.clear()
         for t in range(len(self.specs)):
-            rows = int(saved[t, HashTableColumn.BUCKETS]) * SLOTS
+            rows = int(saved[t, HashTableColumn.BUCKETS]) * SLOTS_PER_BUCKET
             self._advise_growth(t, self.capacity(t), rows)
             first_slot = self._first_slots[t]
             self.tags[first_slot : first_slot + rows] = snapshot["tags"][t].to(self.tags.device)

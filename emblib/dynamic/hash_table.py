@@ -25,7 +25,7 @@ from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch, Keys, Misses, initial_rows_, rule_of
 from emblib.ops.primitives import group
-from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype
+from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec, Eviction, check_count, check_float_dtype
 from emblib.tables import memory, state_dicts
 from emblib.tables.changes import CompletingLock
 from emblib.tables.locks import atomic
@@ -675,7 +675,9 @@ class HashTable(SentAsCopy, nn.Module):
     def extra_repr(self) -> str:
         """Return capacity, dim and eviction for `repr`."""
         spec = self.spec
-        return f"capacity={spec.max_buckets * SLOTS}, dim={spec.dim}, {spec.eviction.value}"
+        return (
+            f"capacity={spec.max_buckets * SLOTS_PER_BUCKET}, dim={spec.dim}, {spec.eviction.value}"
+        )
 
 
 def _check_uses(scores: Tensor, eviction: Eviction) -> None:

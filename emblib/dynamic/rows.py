@@ -26,7 +26,7 @@ from emblib.init import Constant
 from emblib.ops import autograd, hash
 from emblib.ops.hash import InsertedBatch, Keys, tables_of
 from emblib.optim import State
-from emblib.specs import SLOTS, DynamicSpec, Precision
+from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec, Precision
 from emblib.tables import memory
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.locks import ModuleLock
@@ -139,7 +139,7 @@ class RowLayout:
 
     def allocate(self, device: torch.device) -> list[Tensor]:
         """Allocate the buffers, filled with zeros."""
-        used_rows = sum(spec.buckets for spec in self.specs) * SLOTS
+        used_rows = sum(spec.buckets for spec in self.specs) * SLOTS_PER_BUCKET
         buffer_sizes = (
             (self._first_rows if per_row else self._first_elements)[-1] for per_row in self._per_row
         )
@@ -297,8 +297,8 @@ def check_capacity(specs: Sequence[DynamicSpec]) -> None:
     for spec in specs:
         if spec.max_buckets >= 1 << 31:
             raise ValueError(
-                f"a table has fewer than 2^31 buckets of {SLOTS} rows, got {spec.max_buckets}; "
-                "choose a smaller capacity"
+                f"a table has fewer than 2^31 buckets of {SLOTS_PER_BUCKET} rows, got "
+                f"{spec.max_buckets}; choose a smaller capacity"
             )
 
 

@@ -31,7 +31,7 @@ from emblib.dynamic.tiers.store import StoredRows
 from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash
 from emblib.ops.effects import Effects
-from emblib.specs import SLOTS, check_count
+from emblib.specs import SLOTS_PER_BUCKET, check_count
 
 
 @of_state
@@ -60,11 +60,12 @@ def shrink(state: DynamicState, table: int | str, rows: int) -> int:
     table_number = state.table_number(table)
     check_shrinkable(state, table_number)
     spec = state.specs[table_number]
-    buckets = -(-check_count("rows", rows) // SLOTS)
+    buckets = -(-check_count("rows", rows) // SLOTS_PER_BUCKET)
     if buckets < spec.buckets:
         raise ValueError(
             f"table {state.table_names[table_number]!r} shrinks to its initial_capacity, "
-            f"{spec.buckets * SLOTS} rows, and not to {rows}; choose a smaller initial_capacity"
+            f"{spec.buckets * SLOTS_PER_BUCKET} rows, and not to {rows}; choose a smaller "
+            "initial_capacity"
         )
     return shrink_to(state, table_number, buckets)
 
@@ -114,15 +115,15 @@ class _TableShrink:
         # By slot: entries, versions if there are any, and the row buffers.
         self._slot_views = index.views_by_slot(table)
         self._row_views = [*_slot_bytes(state, table)]
-        self._tags = index.table_tags(table)[buckets * SLOTS :]
-        occupied_slots = self._tags.nonzero().view(-1) + buckets * SLOTS
+        self._tags = index.table_tags(table)[buckets * SLOTS_PER_BUCKET :]
+        occupied_slots = self._tags.nonzero().view(-1) + buckets * SLOTS_PER_BUCKET
         self._num_kept = num_keys - occupied_slots.numel()
         # The dissolved entries, the highest rank first. Entries from `_num_inserted` on are evicted
         # without an attempt to insert them.
         slots = occupied_slots[self._best_first(occupied_slots)]
         self._slot_values = [view[slots] for view in self._slot_views]
         self._row_values = [view[slots] for view in self._row_views]
-        num_lacking = max(0, num_keys - buckets * SLOTS)
+        num_lacking = max(0, num_keys - buckets * SLOTS_PER_BUCKET)
         self._num_inserted = slots.numel() - num_lacking * slots.numel() // max(1, num_keys)
         self._effects = Effects()
         self._evicted_rows: _EvictedRows | None = None
@@ -163,7 +164,7 @@ class _TableShrink:
         index.counters[table] = counters
         index.versions.advance()
         self._pass_on(evicted_rows)
-        release_rows(state, table, self._rows_before, self._buckets * SLOTS)
+        release_rows(state, table, self._rows_before, self._buckets * SLOTS_PER_BUCKET)
         return len(evicted_rows.keys)
 
     def _dissolve(self) -> None:
@@ -171,7 +172,10 @@ class _TableShrink:
         index, table = self._state.index, self._table
         if index.buckets(table) == self._buckets:
             return
-        index.forget_queues(table, torch.arange(self._buckets * SLOTS, self._rows_before, SLOTS))
+        index.forget_queues(
+            table,
+            torch.arange(self._buckets * SLOTS_PER_BUCKET, self._rows_before, SLOTS_PER_BUCKET),
+        )
         self._tags.zero_()
         index.tables[table, HashTableColumn.SIZE] = self._num_kept
         index.tables[table, HashTableColumn.BUCKETS] = self._buckets

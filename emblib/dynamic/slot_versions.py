@@ -16,7 +16,7 @@ from torch import Tensor
 
 from emblib.columns import HashTableColumn
 from emblib.ops.hash import EVICTING, HIT, NEW, InsertedBatch, Keys, tables_of
-from emblib.specs import SLOTS
+from emblib.specs import SLOTS_PER_BUCKET
 from emblib.tables import memory
 
 
@@ -172,8 +172,8 @@ class SlotVersions:
     def _elements_of_slots(self, index: VersionedIndex, keys: Keys, slots: Tensor) -> Tensor:
         """Return the element of `by_slot` of each slot; -1 maps to the spare last entry."""
         tables = tables_of(keys)
-        max_slots = index.tables[:, HashTableColumn.MAX_BUCKETS][tables] * SLOTS
-        elements = index.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS + slots
+        max_slots = index.tables[:, HashTableColumn.MAX_BUCKETS][tables] * SLOTS_PER_BUCKET
+        elements = index.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS_PER_BUCKET + slots
         return torch.where((slots >= 0) & (slots < max_slots), elements, self._first_slots[-1])
 
     def _allocate_versions(self, index: VersionedIndex) -> Tensor:

@@ -29,7 +29,7 @@ from emblib.dynamic.tiers.store import TierStats
 from emblib.grad_mode import in_grad_mode
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
-from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Precision, check_count
+from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec, OnInsertFailure, Precision, check_count
 from emblib.tables import hyperparameters
 from emblib.tables.changes import CompletingLock
 
@@ -178,7 +178,7 @@ class DynamicState:
     def advise_initial_rows(self) -> None:
         """Request huge pages for the rows of the initial capacities."""
         for t, spec in enumerate(self.specs):
-            self._advise_growth(t, 0, spec.buckets * SLOTS)
+            self._advise_growth(t, 0, spec.buckets * SLOTS_PER_BUCKET)
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules of the state by their names in state dicts."""
@@ -429,8 +429,8 @@ def statistics(state: DynamicState, table: int | str) -> TableStatistics:
 def bucket_fill(state: DynamicState, table: int | str) -> list[int]:
     """Return how many buckets of a table have 0, 1, ... 32 keys (reads the device)."""
     tags = state.index.table_tags(state.table_number(table))
-    num_keys = (tags != 0).view(-1, SLOTS).sum(1)
-    num_buckets: list[int] = num_keys.bincount(minlength=SLOTS + 1).tolist()
+    num_keys = (tags != 0).view(-1, SLOTS_PER_BUCKET).sum(1)
+    num_buckets: list[int] = num_keys.bincount(minlength=SLOTS_PER_BUCKET + 1).tolist()
     return num_buckets
 
 

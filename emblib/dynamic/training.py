@@ -42,7 +42,7 @@ from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch, Keys, Misses, tables_of
 from emblib.ops.tbe import Groups
 from emblib.optim import External, Optimizer, description
-from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief
+from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.parameters import (
@@ -404,7 +404,9 @@ def _run_sweeps(state: DynamicState, sweeps: Sequence[Sweep], effects: Effects) 
         if state.last_uses is None or len(ticks) == 1:
             keys = state.index.expire(table, ticks[0], first_bucket, num_buckets, effects)
         else:
-            slots = slice(first_bucket * SLOTS, (first_bucket + num_buckets) * SLOTS)
+            slots = slice(
+                first_bucket * SLOTS_PER_BUCKET, (first_bucket + num_buckets) * SLOTS_PER_BUCKET
+            )
             keys = state.last_uses.expire(state.index, table, slots, ticks, effects)
         state.record_evictions(table, keys)
         counts.append(keys.numel())

@@ -116,7 +116,7 @@ from emblib.init import Constant, Initializer, KeyModulo, Normal, Uniform
 from emblib.ops import codes
 from emblib.specs import DynamicSpec
 
-SLOTS = 32  # of a bucket
+SLOTS_PER_BUCKET = 32
 LOAD_UNIT = 1024  # slots: a load is a number of keys per 1024 slots
 QUEUE_WORDS = 8  # int64 words of `queues` per bucket
 _WORD_BYTES = 8
@@ -133,7 +133,7 @@ def bytes_per_slot(order: str, device: str) -> int:
     `order` is one of `ORDERS`, `device` "cpu" or "cuda".
     """
     tag_bytes, entry_words = 1, 3 if order in SCORED else 2
-    queue_bytes = _WORD_BYTES * QUEUE_WORDS // SLOTS if device == "cpu" else 0
+    queue_bytes = _WORD_BYTES * QUEUE_WORDS // SLOTS_PER_BUCKET if device == "cpu" else 0
     return tag_bytes + _WORD_BYTES * entry_words + queue_bytes
 
 
@@ -254,7 +254,7 @@ def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
         load: load above which the table grows, in keys per 1024 slots (MAX_LOAD).
     """
     # Keys are counted in 1024ths, as the load is.
-    keys_1024ths, bucket_keys_1024ths, level = keys * LOAD_UNIT, SLOTS * load, 1
+    keys_1024ths, bucket_keys_1024ths, level = keys * LOAD_UNIT, SLOTS_PER_BUCKET * load, 1
     while 4 * level <= max_buckets and 2 * level * bucket_keys_1024ths < keys_1024ths:
         level *= 2
     excess_1024ths = max(0, keys_1024ths - level * bucket_keys_1024ths)
@@ -350,7 +350,7 @@ def _(index: list[Tensor], ids: Tensor, starts: Tensor, tables: Tensor) -> Tenso
 
 @torch.library.register_fake("emblib::hash_expire_")
 def _(index: list[Tensor], table: int, first_bucket: int, num_buckets: int, before: int) -> Tensor:
-    return index[0].new_empty(num_buckets * SLOTS, dtype=torch.bool)
+    return index[0].new_empty(num_buckets * SLOTS_PER_BUCKET, dtype=torch.bool)
 
 
 @torch.library.register_fake("emblib::hash_find_rows")

@@ -44,7 +44,7 @@ from torch import Tensor
 from emblib.columns import InitialKind
 from emblib.reference.random import mix, philox_counters
 
-SLOTS = 32  # slots per bucket
+SLOTS_PER_BUCKET = 32
 MAX_COMPARED_FREE = 16  # a first bucket with more free slots than this is chosen
 FIRST_CHOOSERS = 8  # keys per bucket that may choose a bucket in the first round
 CHOOSERS_GROWTH = 4  # keys that may have chosen after a round ÷ those after the previous round
@@ -105,7 +105,7 @@ def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
     keys grows by a quarter from the load on. Then none is split until the next level is as full.
     The last level ends at `max_buckets`.
     """
-    keys_1024ths, bucket_keys_1024ths = keys * 1024, SLOTS * load
+    keys_1024ths, bucket_keys_1024ths = keys * 1024, SLOTS_PER_BUCKET * load
     level = 1
     while 4 * level <= max_buckets and 2 * level * bucket_keys_1024ths < keys_1024ths:
         level *= 2
@@ -148,7 +148,7 @@ class ReferenceHashTable:
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
     def __post_init__(self) -> None:
-        self.slots = self.slots or [None] * (self.max_buckets * SLOTS)
+        self.slots = self.slots or [None] * (self.max_buckets * SLOTS_PER_BUCKET)
 
     @property
     def size(self) -> int:
@@ -157,7 +157,7 @@ class ReferenceHashTable:
 
     def bucket(self, number: int) -> list[HashEntry | None]:
         """Return the contents of the slots of a bucket, copied."""
-        return self.slots[number * SLOTS : (number + 1) * SLOTS]
+        return self.slots[number * SLOTS_PER_BUCKET : (number + 1) * SLOTS_PER_BUCKET]
 
     def addresses(self, key: int) -> tuple[int, int]:
         """Return the two buckets of a key."""
@@ -168,7 +168,7 @@ class ReferenceHashTable:
         for number in self.addresses(key):
             for way, entry in enumerate(self.bucket(number)):
                 if entry is not None and entry.key == key:
-                    return number * SLOTS + way
+                    return number * SLOTS_PER_BUCKET + way
         return -1
 
     def remove(self, slot: int, counter: str) -> None:
@@ -183,13 +183,13 @@ class ReferenceHashTable:
             wanted_buckets(keys, self.buckets, self.max_buckets, self.load),
         )
         new_slots: dict[int, int] = {}
-        for slot, entry in enumerate(self.slots[: old_buckets * SLOTS]):
+        for slot, entry in enumerate(self.slots[: old_buckets * SLOTS_PER_BUCKET]):
             if entry is None:
                 continue
             first_bucket, _ = addresses(entry.key, old_buckets, self.hash_key)
-            bucket = self.addresses(entry.key)[0 if first_bucket == slot // SLOTS else 1]
-            if bucket != slot // SLOTS:
-                new_slots[slot] = bucket * SLOTS + self.bucket(bucket).index(None)
+            bucket = self.addresses(entry.key)[0 if first_bucket == slot // SLOTS_PER_BUCKET else 1]
+            if bucket != slot // SLOTS_PER_BUCKET:
+                new_slots[slot] = bucket * SLOTS_PER_BUCKET + self.bucket(bucket).index(None)
                 self.slots[new_slots[slot]], self.slots[slot] = entry, None
         return new_slots
 
@@ -352,7 +352,7 @@ class HashModel:
         miss, entry = miss_and_entry
         if None not in table.bucket(number):
             return False
-        miss.slot, miss.status = number * SLOTS + table.bucket(number).index(None), NEW
+        miss.slot, miss.status = number * SLOTS_PER_BUCKET + table.bucket(number).index(None), NEW
         table.slots[miss.slot] = entry
         return True
 
@@ -367,7 +367,10 @@ class HashModel:
         candidate = self._candidate(table, number)
         if candidate is None or self._is_refused(entry, self._rank(candidate)):
             return False
-        miss.slot, miss.status = number * SLOTS + table.bucket(number).index(candidate), EVICTING
+        miss.slot, miss.status = (
+            number * SLOTS_PER_BUCKET + table.bucket(number).index(candidate),
+            EVICTING,
+        )
         miss.evicted, table.slots[miss.slot] = candidate, entry
         return True
 
@@ -410,7 +413,7 @@ class HashModel:
         """
         table, (first_bucket, num_buckets) = self.tables[t], window
         end_bucket = min(first_bucket + num_buckets, table.buckets)
-        slots = range(first_bucket * SLOTS, end_bucket * SLOTS)
+        slots = range(first_bucket * SLOTS_PER_BUCKET, end_bucket * SLOTS_PER_BUCKET)
         entries = [(slot, table.slots[slot]) for slot in slots]
         freed_slots = [
             slot for slot, entry in entries if entry is not None and entry.stamp < before
@@ -430,11 +433,15 @@ class HashModel:
         `buckets` buckets; not checked.
         """
         table, size, counters = self.tables[t], self.tables[t].size, dict(self.tables[t].counters)
-        displaced = [entry for entry in table.slots[buckets * SLOTS :] if entry is not None]
+        displaced = [
+            entry for entry in table.slots[buckets * SLOTS_PER_BUCKET :] if entry is not None
+        ]
         displaced.sort(key=self._rank, reverse=True)
-        num_lacking = max(0, size - buckets * SLOTS)
+        num_lacking = max(0, size - buckets * SLOTS_PER_BUCKET)
         num_inserted = len(displaced) - num_lacking * len(displaced) // max(1, size)
-        table.slots[buckets * SLOTS :] = [None] * ((table.max_buckets - buckets) * SLOTS)
+        table.slots[buckets * SLOTS_PER_BUCKET :] = [None] * (
+            (table.max_buckets - buckets) * SLOTS_PER_BUCKET
+        )
         table.buckets = buckets
         misses = [Miss(entry.key, [], total=entry.score) for entry in displaced[:num_inserted]]
         policy, self.insert_policy = self.insert_policy, "wins"
@@ -484,7 +491,9 @@ class HashModel:
         for (first_bucket, buckets, max_buckets, _, load, hash_key), counts in zip(
             rows, counters, strict=True
         ):
-            window = slice(first_bucket * SLOTS, (first_bucket + max_buckets) * SLOTS)
+            window = slice(
+                first_bucket * SLOTS_PER_BUCKET, (first_bucket + max_buckets) * SLOTS_PER_BUCKET
+            )
             slots = [
                 HashEntry(*words) if tag else None
                 for tag, words in zip(tags[window], entries[window], strict=True)

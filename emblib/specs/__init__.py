@@ -9,7 +9,7 @@ from emblib.specs.choices import (
     check_float_dtype,
 )
 from emblib.specs.dynamic import (
-    SLOTS,
+    SLOTS_PER_BUCKET,
     CountMinSketch,
     DynamicSpec,
     Eviction,
@@ -32,7 +32,7 @@ from emblib.specs.tensor_trains import IdOrder, TTSpec, check_cores
 
 __all__ = [
     "FLOAT_DTYPES",
-    "SLOTS",
+    "SLOTS_PER_BUCKET",
     "BoundsCheck",
     "CacheConfig",
     "CachePolicy",

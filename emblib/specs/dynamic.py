@@ -12,8 +12,8 @@ from torch import Tensor
 from emblib.init import Initializer, Uniform, check_finite, check_initializer
 from emblib.specs.choices import Choice, check_count, set_counts, set_dim
 
-SLOTS = 32
-"""Slots of a bucket: capacities are rounded up to a multiple of it."""
+SLOTS_PER_BUCKET = 32
+"""Number of slots of a bucket; capacities are rounded up to a multiple of it."""
 
 
 class Eviction(Choice):
@@ -373,18 +373,18 @@ class DynamicSpec:
     @property
     def max_buckets(self) -> int:
         """Return the number of buckets at full capacity."""
-        return -(-self.capacity // SLOTS)
+        return -(-self.capacity // SLOTS_PER_BUCKET)
 
     @property
     def rows(self) -> int:
         """Return the number of rows for which memory is reserved: `capacity`, rounded up to 32."""
-        return self.max_buckets * SLOTS
+        return self.max_buckets * SLOTS_PER_BUCKET
 
     @property
     def buckets(self) -> int:
         """Return the number of buckets at the start, before the table grows up to `max_buckets`."""
         capacity = self.capacity if self.initial_capacity is None else self.initial_capacity
-        return -(-capacity // SLOTS)
+        return -(-capacity // SLOTS_PER_BUCKET)
 
     @property
     def max_load_1024ths(self) -> int:

@@ -35,7 +35,7 @@ from emblib.ops import autograd
 from emblib.ops.hash import bytes_per_slot
 from emblib.optim import Optimizer
 from emblib.specs import (
-    SLOTS,
+    SLOTS_PER_BUCKET,
     CountMinSketch,
     DynamicSpec,
     Eviction,
@@ -400,7 +400,11 @@ def _counter_bytes(admission: FrequencyAdmission | None, device: str) -> int:
         return 0
     counter = admission.counter
     if isinstance(counter, ExactCounter):
-        return -(-counter.capacity // SLOTS) * SLOTS * bytes_per_slot("lfu", device)
+        return (
+            -(-counter.capacity // SLOTS_PER_BUCKET)
+            * SLOTS_PER_BUCKET
+            * bytes_per_slot("lfu", device)
+        )
     assert isinstance(counter, CountMinSketch)
     threshold = admission.max_threshold
     # Counters are uint8, int32 or int64, the smallest that can count to the threshold.

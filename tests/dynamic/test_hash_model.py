@@ -11,7 +11,7 @@ from torch import Tensor
 
 from emblib.dynamic.hash_index import HashIndex, RowBuffers
 from emblib.ops.hash import Keys, Misses
-from emblib.reference.hash import SLOTS, HashModel, ReferenceHashTable
+from emblib.reference.hash import SLOTS_PER_BUCKET, HashModel, ReferenceHashTable
 from emblib.specs import DynamicSpec, Eviction, InsertPolicy
 from tests.hash_cases import EDGE_KEYS, HASH_KEYS, Batch
 
@@ -61,9 +61,9 @@ class IndexMachine(RuleBasedStateMachine):
     ) -> None:
         self.specs = [
             DynamicSpec(
-                most * SLOTS,
+                most * SLOTS_PER_BUCKET,
                 8,
-                initial_capacity=buckets * SLOTS,
+                initial_capacity=buckets * SLOTS_PER_BUCKET,
                 max_load=load,
                 eviction=eviction,
                 insert_policy=insert_policy,

@@ -351,7 +351,7 @@ def _hash_find_rows(draw: random.Random) -> Call:
     values = _values(draw, case.index[0].numel())
 
     def check(_: Arguments, got: Any) -> None:
-        firsts = case.index[2][:, 0] * hash_cases.SLOTS
+        firsts = case.index[2][:, 0] * hash_cases.SLOTS_PER_BUCKET
         slots = torch.tensor(case.model.find(case.batch.positions), dtype=torch.int64)
         tables = torch.tensor([t for t, _ in case.batch.positions], dtype=torch.int64)
         at = torch.where(slots >= 0, slots + firsts[tables], -1)
@@ -465,7 +465,9 @@ def _hash_expire(draw: random.Random) -> Call:
 
     def check(arguments: Arguments, got: Any) -> None:
         freed = model.expire(t, window, before)
-        assert got.nonzero().flatten().tolist() == [s - first * hash_cases.SLOTS for s in freed]
+        assert got.nonzero().flatten().tolist() == [
+            s - first * hash_cases.SLOTS_PER_BUCKET for s in freed
+        ]
         _same_index(arguments[0], model)
 
     return Call("hash_expire_", (case.index, t, *window, before), check)

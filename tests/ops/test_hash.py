@@ -16,7 +16,7 @@ from emblib.ops import hash
 from emblib.ops.codes import HASH_ORDER, INSERT_POLICY
 from emblib.ops.hash import Keys
 from emblib.reference import hash as reference
-from emblib.reference.hash import NEW, REFUSED, SLOTS, Miss
+from emblib.reference.hash import NEW, REFUSED, SLOTS_PER_BUCKET, Miss
 from tests.conftest import DEVICES
 from tests.hash_cases import (
     EDGE_KEYS,
@@ -109,7 +109,9 @@ def _large_run(threads: int, tables: Tables, batches: list[Batch]) -> list[Tenso
         call = (batch.ids, first, totals, offsets, *ways, slots, groups)
         placed = ops["insert_"](twin.index, *call)
         for start, width, plane in zip((0, 0), (5, 3), twin.rows.row_buffers, strict=True):
-            table = plane[start : start + tables.sizes[0][1] * SLOTS * width].view(-1, width)
+            table = plane[start : start + tables.sizes[0][1] * SLOTS_PER_BUCKET * width].view(
+                -1, width
+            )
             new = placed[0][: int(offsets[1])]
             table[new[new >= 0]] = number + 1
         found += [slots, *misses, *placed, ops["find"](twin.index, *batch.keys)]
@@ -191,9 +193,9 @@ def test_both_buckets_may_be_the_same(device: torch.device) -> None:
     twin = Twin(Tables(((5, 5, 1024),)), _ops(device))
     own = keys_in(3, 5, 40)
     misses = twin.train(Batch.of((0, own)))
-    assert _keys(misses, NEW) == own[:SLOTS]
-    assert _keys(misses, REFUSED) == own[SLOTS:], "all others are used by this batch"
-    misses = twin.train(Batch.of((0, own[SLOTS:])))
+    assert _keys(misses, NEW) == own[:SLOTS_PER_BUCKET]
+    assert _keys(misses, REFUSED) == own[SLOTS_PER_BUCKET:], "all others are used by this batch"
+    misses = twin.train(Batch.of((0, own[SLOTS_PER_BUCKET:])))
     assert sorted(_gone(misses)) == own[:8], "the last use is the same, so the least key"
 
 
@@ -559,7 +561,7 @@ def test_one_batch_fills_a_table(buckets: int) -> None:
     """Keys that choose at the same time spread as well as keys that come one by one."""
     for seed in range(4):
         table = Index(Tables(((buckets, buckets, 1024),), "none"))
-        assert bool(table.insert(_random_keys(buckets * SLOTS * 7 // 8, seed)).all())
+        assert bool(table.insert(_random_keys(buckets * SLOTS_PER_BUCKET * 7 // 8, seed)).all())
 
 
 @pytest.mark.parametrize("insert_policy", ["wins", "competes"])
@@ -572,9 +574,9 @@ def test_a_batch_of_many_times_the_capacity(
     twin.train(Batch.of((0, range(100))))
     twin.train(Batch.of((0, range(200, 2_200))))
     (table,) = twin.model.tables
-    assert table.size == 2 * SLOTS
-    assert table.counters["evicted"] == 2 * SLOTS
-    assert table.counters["refused"] == 100 + 2_000 - 4 * SLOTS
+    assert table.size == 2 * SLOTS_PER_BUCKET
+    assert table.counters["evicted"] == 2 * SLOTS_PER_BUCKET
+    assert table.counters["refused"] == 100 + 2_000 - 4 * SLOTS_PER_BUCKET
 
 
 def test_small_tables_fill_up() -> None:

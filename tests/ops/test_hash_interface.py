@@ -56,7 +56,7 @@ def test_opcheck() -> None:
 
 
 def test_constants_agree() -> None:
-    assert hash.SLOTS == reference.SLOTS
+    assert hash.SLOTS_PER_BUCKET == reference.SLOTS_PER_BUCKET
     assert (hash.COUNTERS, hash.ORDERS) == (reference.COUNTERS, reference.ORDERS)
     assert len(hash.TABLE_FIELDS) == TABLES.index()[2].size(1)
 
@@ -226,7 +226,7 @@ def test_growth_into_buckets_that_are_not_empty_stays_inside() -> None:
     misses = model.misses([(0, key) for key in range(32)], [-1] * 32, [1] * 32)
     model.insert(misses, [0, 0])
     index = model.index()
-    index[0][hash.SLOTS : 2 * hash.SLOTS] = 7
+    index[0][hash.SLOTS_PER_BUCKET : 2 * hash.SLOTS_PER_BUCKET] = 7
     before = [tensor.clone() for tensor in index[:2]]
     batch = Batch.of((0, [99]))
     layout = torch.empty(2, 0, 2, dtype=torch.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from emblib.ops import hash
 from emblib.ops.primitives import group
 from emblib.reference import hash as reference
-from emblib.reference.hash import EVICTING, SLOTS
+from emblib.reference.hash import EVICTING, SLOTS_PER_BUCKET
 from tests.hash_cases import Batch, Draws, Tables, Twin, on
 
 Op = Callable[..., Any]
@@ -114,7 +114,7 @@ def check_evicted(ops: dict[str, Op], dtype: torch.dtype, dim: int) -> None:
 def check_finds(find_rows: Op, twin: Twin, dtype: torch.dtype, dim: int) -> None:
     """Compare `find_rows` with a search by the model and a read of the slots that it finds."""
     values = draw_values(dtype, dim, twin.index[0].numel())
-    firsts = (twin.index[2][:, 0] * SLOTS).tolist()
+    firsts = (twin.index[2][:, 0] * SLOTS_PER_BUCKET).tolist()
     draws = Draws(len(twin.tables.sizes), keys=400, seed=5)
     for batch in (Batch.of(), *(draws.batch() for _ in range(6))):
         slots = twin.model.find(batch.positions)

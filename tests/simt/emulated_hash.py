@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from emblib.ops.codes import INSERT_POLICY
-from emblib.ops.hash import SLOTS
+from emblib.ops.hash import SLOTS_PER_BUCKET
 from tests.simt.emulated import DTYPES
 from tests.simt.library import Word, library
 
@@ -177,7 +177,7 @@ def expire_(
     index: Sequence[Tensor], table: int, first_bucket: int, num_buckets: int, before: int
 ) -> Tensor:
     """Emulated `hash_expire_`."""
-    removed = torch.ones(num_buckets * SLOTS, dtype=torch.bool)
+    removed = torch.ones(num_buckets * SLOTS_PER_BUCKET, dtype=torch.bool)
     words = (*_index(index), table, first_bucket, num_buckets, before)
     library().call("hash_expire", *words, removed)
     return removed

@@ -8,7 +8,7 @@ import torch
 
 from emblib.ops import hash
 from emblib.ops.codes import HASH_ORDER
-from emblib.reference.hash import NEW, ORDERS, SLOTS, HashEntry, addresses
+from emblib.reference.hash import NEW, ORDERS, SLOTS_PER_BUCKET, HashEntry, addresses
 from emblib.specs import DynamicSpec
 from tests.hash_cases import (
     BATCH_SIZES,
@@ -83,9 +83,12 @@ def test_crowds_at_one_bucket(order: str, insert_policy: str) -> None:
     """More keys at a time than a warp has lanes, both to fill a bucket and to replace in it."""
     twin = Twin(Tables(((80, 80, 1024),), order, insert_policy), OPS)
     table, twin.model.clock = twin.model.tables[0], 3
-    keys = [unmix(slot % SLOTS << 40 | slot // SLOTS) for slot in range(80 * SLOTS)]
+    keys = [
+        unmix(slot % SLOTS_PER_BUCKET << 40 | slot // SLOTS_PER_BUCKET)
+        for slot in range(80 * SLOTS_PER_BUCKET)
+    ]
     for slot, key in enumerate(keys):  # all are full, and the entries of bucket 3 the least
-        bucket, way = divmod(slot, SLOTS)
+        bucket, way = divmod(slot, SLOTS_PER_BUCKET)
         stamp, score = (1, way) if bucket == 3 else (2, 50)
         table.slots[slot] = HashEntry(key, stamp, score if order != "lru" else 0)
     twin.rows.write(0, list(range(len(keys))), keys)
@@ -190,7 +193,7 @@ def test_broken_segments() -> None:
         offsets = found[3]
         assert torch.equal(slots, OPS["find"](twin.index, *keys))
         assert int(slots.min()) >= -1
-        assert int(slots.max()) < 3 * SLOTS
+        assert int(slots.max()) < 3 * SLOTS_PER_BUCKET
         assert 0 <= int(offsets[2]) <= 50
         assert 0 <= int(found[0].min()) <= int(found[0].max()) < 50
         rows = (twin.rows.row_buffers, twin.rows.layout)

@@ -20,7 +20,7 @@ from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import LAST_USES, WEIGHT, Entries, Rows, SelectedRows
 from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash
-from emblib.ops.hash import SCORED, SLOTS, Keys
+from emblib.ops.hash import SCORED, SLOTS_PER_BUCKET, Keys
 from emblib.reference.random import GOLDEN, mix
 
 # Not measured.
@@ -93,7 +93,7 @@ class _Assignment:
 
     def __init__(self, bucket_pairs: Tensor, slots: Tensor, buckets: int) -> None:
         self._bucket_pairs, self.slots = bucket_pairs, slots
-        self._entry_in_slot = torch.full((buckets, SLOTS), -1)  # by slot, -1 for empty
+        self._entry_in_slot = torch.full((buckets, SLOTS_PER_BUCKET), -1)  # by slot, -1 for empty
         placed = (slots >= 0).nonzero().view(-1)
         self._entry_in_slot.view(-1)[slots[placed]] = placed
         self.num_free = (self._entry_in_slot < 0).sum(1)
@@ -108,7 +108,9 @@ class _Assignment:
         # The bucket that each neighbour could move to; empty slots need no move.
         is_empty = neighbours < 0
         other_buckets = self._other_bucket(neighbours.clamp(min=0))
-        other_buckets = own_buckets.repeat_interleave(SLOTS, 1).where(is_empty, other_buckets)
+        other_buckets = own_buckets.repeat_interleave(SLOTS_PER_BUCKET, 1).where(
+            is_empty, other_buckets
+        )
         has_room = self.num_free[other_buckets] > 0
         column = (_random_ints(has_room.shape, round_index) * has_room).argmax(1, keepdim=True)
         neighbour = neighbours.gather(1, column)[:, 0]
@@ -126,8 +128,8 @@ class _Assignment:
 
     def swap_neighbours(self, waiting: Tensor, round_index: int) -> Tensor:
         """Give waiting entries slots of others; return the entries that then wait, int64 `[n]`."""
-        offsets = _random_ints((waiting.numel(),), round_index) % SLOTS
-        slots = self._bucket_pairs[0, waiting] * SLOTS + offsets
+        offsets = _random_ints((waiting.numel(),), round_index) % SLOTS_PER_BUCKET
+        slots = self._bucket_pairs[0, waiting] * SLOTS_PER_BUCKET + offsets
         is_first = _first_of_each(slots, torch.ones_like(waiting, dtype=torch.bool))
         displaced = self._entry_in_slot.view(-1)[slots[is_first]]
         self.slots[displaced] = -1
@@ -160,12 +162,12 @@ class _Assignment:
     def _shift(self, bucket: int, mover_into: Tensor, entry: int) -> None:
         """Move every entry of a chain to the slot that the next one frees."""
         current = int(mover_into[bucket])
-        slot = bucket * SLOTS + int((self._entry_in_slot[bucket] < 0).int().argmax())
+        slot = bucket * SLOTS_PER_BUCKET + int((self._entry_in_slot[bucket] < 0).int().argmax())
         self.num_free[bucket] -= 1
         while current != entry:
             freed_slot = int(self.slots[current])
             self._occupy(torch.tensor([current]), torch.tensor([slot]))
-            slot, current = freed_slot, int(mover_into[freed_slot // SLOTS])
+            slot, current = freed_slot, int(mover_into[freed_slot // SLOTS_PER_BUCKET])
         self._occupy(torch.tensor([entry]), torch.tensor([slot]))
 
     def _other_bucket(self, entries: Tensor) -> Tensor:
@@ -173,13 +175,13 @@ class _Assignment:
         return (
             self._bucket_pairs[0, entries]
             + self._bucket_pairs[1, entries]
-            - self.slots[entries] // SLOTS
+            - self.slots[entries] // SLOTS_PER_BUCKET
         )
 
     def _put_in_empty(self, entries: Tensor, buckets: Tensor) -> None:
         """Put entries into the first empty slots of distinct buckets."""
         first_empty = (self._entry_in_slot[buckets] < 0).int().argmax(1)
-        self._occupy(entries, buckets * SLOTS + first_empty)
+        self._occupy(entries, buckets * SLOTS_PER_BUCKET + first_empty)
         self.num_free[buckets] -= 1
 
     def _occupy(self, entries: Tensor, slots: Tensor) -> None:
