@@ -94,12 +94,12 @@ class _Assignment:
     def __init__(self, bucket_pairs: Tensor, slots: Tensor, buckets: int) -> None:
         self._bucket_pairs, self.slots = bucket_pairs, slots
         self._entry_in_slot = torch.full((buckets, SLOTS_PER_BUCKET), -1)  # by slot, -1 for empty
-        placed = (slots >= 0).nonzero().view(-1)
-        self._entry_in_slot.view(-1)[slots[placed]] = placed
+        placed_entries = (slots >= 0).nonzero().view(-1)
+        self._entry_in_slot.view(-1)[slots[placed_entries]] = placed_entries
         self.num_free = (self._entry_in_slot < 0).sum(1)
-        # Buckets from which no chain of moves leads to an empty slot. They stay closed, since no
-        # entry of another bucket moves into them.
-        self._closed = torch.zeros(buckets, dtype=torch.bool)
+        # By bucket, whether no chain of moves leads from it to an empty slot. Such a bucket stays
+        # closed, since no entry of another bucket moves into it.
+        self._is_closed = torch.zeros(buckets, dtype=torch.bool)
 
     def assign_within_one_move(self, waiting: Tensor, round_index: int) -> Tensor:
         """Assign slots to waiting entries by at most one move each; return which got one, bool."""
@@ -114,16 +114,16 @@ class _Assignment:
         has_room = self.num_free[other_buckets] > 0
         column = (_random_ints(has_room.shape, round_index) * has_room).argmax(1, keepdim=True)
         neighbour = neighbours.gather(1, column)[:, 0]
-        target = other_buckets.gather(1, column)[:, 0]  # bucket of an empty slot
+        target_buckets = other_buckets.gather(1, column)[:, 0]  # bucket of an empty slot
         is_settled = has_room.gather(1, column)[:, 0]
-        is_settled &= _first_of_each(target, has_room.any(1))
+        is_settled &= _first_of_each(target_buckets, has_room.any(1))
         needs_move = is_settled & (neighbour >= 0)
-        movers = neighbour[needs_move]
-        freed_slots = self.slots[movers]
-        self._put_in_empty(movers, target[needs_move])
+        moving_entries = neighbour[needs_move]
+        freed_slots = self.slots[moving_entries]
+        self._put_in_empty(moving_entries, target_buckets[needs_move])
         self._occupy(waiting[needs_move], freed_slots)
         needs_no_move = is_settled & (neighbour < 0)
-        self._put_in_empty(waiting[needs_no_move], target[needs_no_move])
+        self._put_in_empty(waiting[needs_no_move], target_buckets[needs_no_move])
         return is_settled
 
     def swap_neighbours(self, waiting: Tensor, round_index: int) -> Tensor:
@@ -140,7 +140,7 @@ class _Assignment:
 
     def search(self, entry: int) -> None:
         """Assign a slot to a waiting entry by the shortest chain of moves, if there is one."""
-        is_visited, mover_into = self._closed.clone(), torch.full_like(self.num_free, -1)
+        is_visited, mover_into = self._is_closed.clone(), torch.full_like(self.num_free, -1)
         frontier = self._bucket_pairs[:, entry].unique()
         frontier = frontier[~is_visited[frontier]]
         mover_into[frontier] = entry  # the entry that moves into each bucket of the chain
@@ -157,7 +157,7 @@ class _Assignment:
                 0, next_buckets[is_unvisited], members[is_unvisited], "amin", include_self=False
             )
             frontier = next_buckets[is_unvisited].unique()
-        self._closed = is_visited
+        self._is_closed = is_visited
 
     def _shift(self, bucket: int, mover_into: Tensor, entry: int) -> None:
         """Move every entry of a chain to the slot that the next one frees."""
@@ -463,14 +463,11 @@ def _rearrange(target: TableTarget, refused_keys: Tensor) -> int:
     slots_before = torch.cat([exported.slots.cpu(), torch.full_like(refused_keys, -1)])
     hash_key = index.hash_key(table)
     slots_after = assign_slots(keys, slots_before, index.buckets(table), hash_key)
-    moved = (
-        ((slots_before >= 0) & (slots_after >= 0) & (slots_after != slots_before))
-        .nonzero()
-        .view(-1)
-    )
+    is_moved = (slots_before >= 0) & (slots_after >= 0) & (slots_after != slots_before)
+    moved = is_moved.nonzero().view(-1)
     old_slots, moved_slots = slots_before[moved].to(device), slots_after[moved].to(device)
-    placed = (slots_after >= 0).nonzero().view(-1)
-    new_entries = placed[placed >= num_slots]
+    placed_entries = (slots_after >= 0).nonzero().view(-1)
+    new_entries = placed_entries[placed_entries >= num_slots]
     new_slots = slots_after[new_entries].to(device)
     # All values are computed before the first write, so an interrupted write can be repeated.
     views = [*index.views_by_slot(table), *(view.detach() for view in target.views.values())]
@@ -478,7 +475,8 @@ def _rearrange(target: TableTarget, refused_keys: Tensor) -> int:
         views.append(target.last_uses)
     rows = [view[old_slots] for view in views]
     tags = torch.zeros_like(index.table_tags(table))
-    tags[slots_after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
+    new_tags = tags_of(keys[placed_entries], hash_key).to(device)
+    tags[slots_after[placed_entries].to(device)] = new_tags
     tick = index.tick
 
     def write() -> None:
@@ -490,7 +488,7 @@ def _rearrange(target: TableTarget, refused_keys: Tensor) -> int:
         entries = index.table_entries(table)
         entries[new_slots, HashEntryColumn.KEY] = keys[new_entries].to(device)
         entries[new_slots, HashEntryColumn.STAMP] = tick
-        index.tables[table, HashTableColumn.SIZE] = placed.numel()
+        index.tables[table, HashTableColumn.SIZE] = placed_entries.numel()
         index.versions.note_inserted(index, table, new_slots)
 
     target.complete(write)
@@ -525,24 +523,24 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
 def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report | None) -> None:
     """Write stamps, scores and rows of the entries that have a slot."""
     index, device = target.index, target.index.tags.device
-    placed = (slots >= 0).nonzero().view(-1)
+    placed_entries = (slots >= 0).nonzero().view(-1)
     scores = entries.scores if index.order in SCORED else None
     index.set_entries(
         target.table,
-        slots[placed].to(device),
-        entries.stamps[placed].to(device),
-        None if scores is None else scores[placed].to(device),
+        slots[placed_entries].to(device),
+        entries.stamps[placed_entries].to(device),
+        None if scores is None else scores[placed_entries].to(device),
     )
     if target.last_uses is not None and target.last_uses.size(1):
         uses = entries.rows.get(LAST_USES)
         if _has_levels_of(uses, target):
-            values = uses[placed]
+            values = uses[placed_entries]
         else:  # the feature is not known: write the stamp to every level; 0 would mean no use
-            values = entries.stamps[placed][:, None].clamp(min=1)
-        target.last_uses[slots[placed].to(device)] = values.to(device)
+            values = entries.stamps[placed_entries][:, None].clamp(min=1)
+        target.last_uses[slots[placed_entries].to(device)] = values.to(device)
     for name, view in target.views.items():
         rows, num_written = entries.rows.get(name), 0
-        for block in placed.split(rows_at_a_time(view)):
+        for block in placed_entries.split(rows_at_a_time(view)):
             block_slots = slots[block].to(view.device)
             if rows is None:
                 view[block_slots] = target.initial_state
@@ -550,7 +548,7 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
                 view[block_slots] = rows[block].to(view)
             num_written += block.numel()
             if report is not None:
-                report(DumpProgress(target.name, num_written, placed.numel()))
+                report(DumpProgress(target.name, num_written, placed_entries.numel()))
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:

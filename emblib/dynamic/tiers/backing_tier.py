@@ -8,8 +8,7 @@ A row in the store that a batch needs is promoted: it gets a slot like a new key
 evicts is demoted, with optimizer state, stamp and score. A row finds no slot if it ranks below all
 rows that it could replace, or if the batch itself fills its buckets. Such a row is served in place:
 the batch reads and updates a copy in an overflow row (`RowLayout.overflow_rows`). The copy is
-written back before another batch reads the store. A new key that finds no slot gets an overflow
-row, too.
+written back before another batch reads the store. New keys without a slot get overflow rows, too.
 
 A training step calls, in this order: `find_in_store`, `add_stored_uses`, `place`, `record`,
 `start_moves`. If the store is a `HostRows`, one native op makes the step, and the calls are
@@ -82,15 +81,15 @@ class BatchPlacement(NamedTuple):
 
     Attributes:
         misses: result of the swap of rows, per table.
-        positions: int64 `[L]`, the slot of each position of the batch; None if no row is in an
-            overflow row.
+        slots_by_position: int64 `[L]`, the slot of each position of the batch; None if no row is
+            in an overflow row.
         overflow: keys that are served in overflow rows, per table, without values.
         moves: rows that move between the tiers.
         counts: counters of `TierStats` after the batch, per table.
     """
 
     misses: list[SwappedRows]
-    positions: Tensor | None
+    slots_by_position: Tensor | None
     overflow: list[StoredRows]
     moves: RowMoves
     counts: list[dict[str, int]]
@@ -315,7 +314,7 @@ class BackingTier:
         Args:
             results: results of `tier_insert_batch_` that describe misses: the tensors of an
                 `InsertedMisses`, then those of one `SwappedMisses` per table.
-            batch_scores: int64 `[T]`, of this batch, where scores are assigned.
+            batch_scores: int64 `[T]`, scores of the batch where eviction is by assigned scores.
         """
         num_fields, begin = len(SwappedMisses._fields), len(InsertedMisses._fields)
         inserted = InsertedMisses(*results[:begin])
@@ -331,7 +330,7 @@ class BackingTier:
                 counts[name] += count
             all_counts.append(counts)
         misses = Misses(inserted.first, inserted.groups, inserted.uses, inserted.offsets)
-        evicted = inserted.slots.new_empty(0, 3)  # the demoted rows have them
+        evicted = inserted.slots.new_empty(0, 3)  # they are among the demoted rows
         result = InsertResult(inserted.slots, inserted.status, evicted)
         return OneOpPlacement(misses, result, overflow, moves, all_counts)
 
@@ -359,7 +358,7 @@ class BackingTier:
             keys: the batch.
             inserted: the result of its insertion.
             found_rows: result of `find_in_store`.
-            batch_scores: int64 `[T]`, of this batch, where scores are assigned.
+            batch_scores: int64 `[T]`, scores of the batch where eviction is by assigned scores.
             effects: native calls that an interrupted call has made, restarted.
         """
         misses, result = inserted.misses, inserted.result
@@ -385,24 +384,25 @@ class BackingTier:
             counts["demoted"] += moves.demoted[t].keys.numel()
             counts["served_in_place"] += swapped.refused.numel()
             all_counts.append(counts)
-        positions = None
+        slots_by_position = None
         if any(refused_rows.keys.numel() for refused_rows in overflow):
             groups, slots = misses.groups.long(), torch.cat([swapped.slots for swapped in swaps])
-            positions = torch.where(groups < 0, inserted.slots, slots[groups.clamp(min=0)])
-        return BatchPlacement(swaps, positions, overflow, moves, all_counts)
+            by_position = slots[groups.clamp(min=0)]
+            slots_by_position = torch.where(groups < 0, inserted.slots, by_position)
+        return BatchPlacement(swaps, slots_by_position, overflow, moves, all_counts)
 
     def _refused_rows(
         self,
         table: int,
         keys: Keys,
         misses: Misses,
-        refused: Tensor,
+        refused_misses: Tensor,
         batch_scores: Tensor | None,
     ) -> StoredRows:
         """Return the rows of a table's misses that found no slot, without values."""
-        refused = misses.offsets[table] + refused
-        refused_keys = keys.ids[misses.first[refused]].cpu()
-        uses = misses.counts[refused].cpu()
+        refused_misses = misses.offsets[table] + refused_misses
+        refused_keys = keys.ids[misses.first[refused_misses]].cpu()
+        uses = misses.counts[refused_misses].cpu()
         return self._rows_without_values(table, refused_keys, uses, batch_scores)
 
     def _rows_without_values(
@@ -437,14 +437,14 @@ class BackingTier:
         demoted = torch.stack([keys, stamps, scores])[:, valid_rows].cpu()
         demoted_rows = as_bytes([column[valid_rows] for column in values])
         slots, status = slots.clone(), status.clone()
-        refused = (status == hash.REFUSED).nonzero().view(-1)
-        slots[refused] = self._overflow_slots(table, refused.numel()).to(slots.device)
-        status[refused] = hash.NEW
+        refused_misses = (status == hash.REFUSED).nonzero().view(-1)
+        slots[refused_misses] = self._overflow_slots(table, refused_misses.numel()).to(slots.device)
+        status[refused_misses] = hash.NEW
         status[positions.to(status.device)] = hash.HIT
         found_slots = slots.cpu()[positions]
         has_row = found_slots >= 0
         self._fast_rows.scatter(table, found_slots[has_row], rows[has_row])
-        return SwappedRows(slots, status, demoted, demoted_rows, refused, found_slots)
+        return SwappedRows(slots, status, demoted, demoted_rows, refused_misses, found_slots)
 
     def record(self, inserted: InsertedBatch, placement: BatchPlacement) -> Tensor | None:
         """Record the placement of a batch; repeated calls have no further effect.
@@ -461,8 +461,8 @@ class BackingTier:
             end = begin + swapped.slots.numel()
             result.slots[begin:end], result.status[begin:end] = swapped.slots, swapped.status
             begin = end
-        if placement.positions is not None:
-            inserted.slots.copy_(placement.positions)
+        if placement.slots_by_position is not None:
+            inserted.slots.copy_(placement.slots_by_position)
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
         self._moves = placement.moves
         if all(s.found_slots.numel() == s.slots.numel() for s in placement.misses):

@@ -72,16 +72,16 @@ _NO_WORDS = torch.empty(0, dtype=torch.int64)  # files of values have rows alone
 
 
 class GrowingFile:
-    """A file of rows of `width` bytes, mapped as `rows`, uint8 `[count, width]`.
+    """A file of rows of `row_bytes` bytes, mapped as `rows`, uint8 `[count, row_bytes]`.
 
     Growing replaces `mapped` and `rows`; older ones stay readable as long as they are referenced.
     """
 
-    def __init__(self, path: Path, width: int) -> None:
-        self.path, self.width = path, width
+    def __init__(self, path: Path, row_bytes: int) -> None:
+        self.path, self.row_bytes = path, row_bytes
         self._handle = durable_files.open_file(path)
         self.mapped: mmap.mmap | None = None
-        self.rows = torch.empty(0, width, dtype=torch.uint8)
+        self.rows = torch.empty(0, row_bytes, dtype=torch.uint8)
 
     def map_committed(self, count: int) -> None:
         """Map the first `count` rows and truncate the rest of the file.
@@ -89,7 +89,7 @@ class GrowingFile:
         Raises RuntimeError if the file is shorter.
         """
         self._check_length(count, "delete the directory and start from a checkpoint")
-        durable_files.resize(self._handle, count * self.width)
+        durable_files.resize(self._handle, count * self.row_bytes)
         self.grow(count)
 
     def grow(self, count: int) -> None:
@@ -98,7 +98,7 @@ class GrowingFile:
         Raises:
             OSError: the disk is full; the rows are unchanged.
         """
-        nbytes = count * self.width
+        nbytes = count * self.row_bytes
         if not nbytes:
             return
         old_nbytes = os.fstat(self._handle).st_size
@@ -106,10 +106,10 @@ class GrowingFile:
             durable_files.allocate(self._handle, old_nbytes, nbytes - old_nbytes)
         self.mapped = mmap.mmap(self._handle, nbytes)
         self.mapped.madvise(mmap.MADV_RANDOM)
-        self.rows = torch.frombuffer(self.mapped, dtype=torch.uint8).view(count, self.width)
+        self.rows = torch.frombuffer(self.mapped, dtype=torch.uint8).view(count, self.row_bytes)
 
     def _check_length(self, count: int, remedy: str) -> None:
-        if os.fstat(self._handle).st_size < count * self.width:
+        if os.fstat(self._handle).st_size < count * self.row_bytes:
             raise RuntimeError(f"{self.path} is shorter than its {count} rows; {remedy}")
 
     def check_length(self) -> None:
@@ -148,7 +148,7 @@ class RowFile:
         heads: file of heads, 32 bytes per slot.
         values: file of rows.
         sums: page checksums of `heads` and of `values`.
-        count: number of slots in the files.
+        num_slots: number of slots in the files.
         committed: end of the slots of the last commit; later slots were free then.
         allocator: slot of each key; keys in the fast tier are included.
         is_changing: whether slots of keys are being assigned or freed, see `recover`.
@@ -168,9 +168,10 @@ class RowFile:
             for file in self._files
         ]
         self.sums = [
-            PageSums(file.path, partial(_describe, table.name, file.width)) for file in self._files
+            PageSums(file.path, partial(_describe, table.name, file.row_bytes))
+            for file in self._files
         ]
-        self.count = 0
+        self.num_slots = 0
         self.committed = 0
         self.is_changing = False
         self.journaled, self.in_fast_tier = zeros(0), zeros(0)
@@ -181,12 +182,12 @@ class RowFile:
         """Map the slots of the last commit, before the journal is rolled back."""
         self.committed = committed
         self.allocator = SlotAllocator()
-        self._resize(max(committed, _MIN_SLOTS), begin=True)
+        self._resize(max(committed, _MIN_SLOTS), at_commit=True)
 
     def add_sums(self, committed: int) -> None:
         """Grow the checksum files to the committed slots: for a store that may have none."""
         for file, sums in zip(self._files, self._sum_files, strict=True):
-            sums.grow(num_pages(committed * file.width))
+            sums.grow(num_pages(committed * file.row_bytes))
 
     def find_keys(self) -> None:
         """Read the slot of each key from the heads."""
@@ -204,33 +205,34 @@ class RowFile:
         if not self.is_changing:
             return
         self._last_read = None
-        heads = self._head_words()[: self.count]
+        heads = self._head_words()[: self.num_slots]
         is_used = heads[:, 0] != 0
         slots = is_used.nonzero().squeeze(1)
-        self.in_fast_tier[: self.count] *= is_used
+        self.in_fast_tier[: self.num_slots] *= is_used
         allocator = SlotAllocator()
         end_slot = int(slots[-1]) + 1 if slots.numel() else 0
         allocator.restore(heads[slots, 1], slots, max(self.committed, end_slot))
         self.allocator = allocator
         self.is_changing = False
 
-    def _resize(self, count: int, *, begin: bool = False) -> None:
-        """Grow the files to `count` slots; with `begin`, map those of the last commit first."""
+    def _resize(self, num_slots: int, *, at_commit: bool = False) -> None:
+        """Grow the files to `num_slots` slots; `at_commit` first cuts them to the last commit."""
         for file, sum_file in zip(self._files, self._sum_files, strict=True):
-            if begin:
+            if at_commit:
                 file.map_committed(self.committed)
-                sum_file.map_committed(num_pages(self.committed * file.width))
-            file.grow(count)
-            sum_file.grow(num_pages(count * file.width))
+                sum_file.map_committed(num_pages(self.committed * file.row_bytes))
+            file.grow(num_slots)
+            sum_file.grow(num_pages(num_slots * file.row_bytes))
         for file, sum_file, sums in zip(self._files, self._sum_files, self.sums, strict=True):
             sums.resize(file.mapped, sum_file.mapped)
-            sums.length = self.committed * file.width
-        journaled, in_fast_tier = zeros(count), zeros(count)
-        if not begin:
-            journaled[: self.count], in_fast_tier[: self.count] = self.journaled, self.in_fast_tier
+            sums.length = self.committed * file.row_bytes
+        journaled, in_fast_tier = zeros(num_slots), zeros(num_slots)
+        if not at_commit:
+            journaled[: self.num_slots] = self.journaled
+            in_fast_tier[: self.num_slots] = self.in_fast_tier
         # Slots after the last commit need no journal.
-        journaled[self.committed if begin else max(self.committed, self.count) :] = 1
-        self.journaled, self.in_fast_tier, self.count = journaled, in_fast_tier, count
+        journaled[self.committed if at_commit else max(self.committed, self.num_slots) :] = 1
+        self.journaled, self.in_fast_tier, self.num_slots = journaled, in_fast_tier, num_slots
 
     def _head_words(self) -> Tensor:
         """Return the heads of all slots as words, int64 `[count, 4]`, as a view."""
@@ -239,7 +241,7 @@ class RowFile:
     @property
     def block(self) -> Block:
         """Return the journal's block of the table."""
-        return Block(0, self.count, [self.heads.rows, self.values.rows])
+        return Block(0, self.num_slots, [self.heads.rows, self.values.rows])
 
     @property
     def sum_blocks(self) -> list[Block]:
@@ -260,7 +262,7 @@ class RowFile:
     def change_heads(self, slots: Tensor) -> None:
         """Prepare for writing heads at slots, see `change`."""
         head_sums, _ = self.sums
-        head_sums.change(slots, self.heads.width)
+        head_sums.change(slots, self.heads.row_bytes)
 
     def check_lengths(self) -> None:
         """Raise RuntimeError if a file was cut off while it was open."""
@@ -275,12 +277,12 @@ class RowFile:
         """
         head_sums, value_sums = self.sums
         value_sums.fetch(slots, self.row_bytes)
-        head_sums.fetch(slots, self.heads.width)
+        head_sums.fetch(slots, self.heads.row_bytes)
 
     def sums_to_renew(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield kind (0 heads, 1 values), changed pages, int64, and their new checksums, uint8."""
         for kind, (file, sums) in enumerate(zip(self._files, self.sums, strict=True)):
-            length = self.end_slot * file.width
+            length = self.end_slot * file.row_bytes
             sums.extend(length)
             for pages, new_sums in sums.renewed(length):
                 yield kind, pages, new_sums
@@ -288,7 +290,7 @@ class RowFile:
     def roots(self) -> list[int]:
         """Return the root checksums of heads and of values, for the slots in use."""
         pairs = zip(self._files, self.sums, strict=True)
-        return [sums.root(self.end_slot * file.width) for file, sums in pairs]
+        return [sums.root(self.end_slot * file.row_bytes) for file, sums in pairs]
 
     def assign(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots of distinct keys, assigning missing ones, and the new keys; int64.
@@ -303,9 +305,9 @@ class RowFile:
             return slots, new_keys
         self._last_read = None
         slots[is_new] = self.allocator.add(new_keys)
-        if self.allocator.high > self.count:
+        if self.allocator.high > self.num_slots:
             try:
-                self._resize(max(self.allocator.high, self.count + self.count // 4))
+                self._resize(max(self.allocator.high, self.num_slots + self.num_slots // 4))
             except OSError:
                 self.allocator.remove(new_keys)
                 raise
@@ -344,7 +346,8 @@ class RowFile:
     @property
     def end_slot(self) -> int:
         """Return the end of the slots that may have a row."""
-        return min(self.allocator.high, self.count)  # `high` exceeds `count` after a full disk
+        # `high` exceeds `num_slots` after a full disk.
+        return min(self.allocator.high, self.num_slots)
 
     def stored_slots(self) -> Tensor:
         """Return the slots of all rows that are not in the fast tier, int64, ascending."""
@@ -390,10 +393,10 @@ class RowFile:
     def after_commit(self) -> None:
         """Record that the files hold the last commit."""
         self.committed = self.end_slot
-        self.journaled = zeros(self.count)
+        self.journaled = zeros(self.num_slots)
         self.journaled[self.committed :] = 1
         for file, sums in zip(self._files, self.sums, strict=True):
-            sums.after_commit(self.committed * file.width)
+            sums.after_commit(self.committed * file.row_bytes)
 
     def flush(self) -> None:
         """Flush all files to the disk."""
@@ -685,11 +688,11 @@ class DiskRows:
         is_changed = row_file.is_changed(slots, rows)
         self._write(table, slots[is_changed], new_keys, rows.at(is_changed))
         row_file.is_changing = False
-        if was_in_fast_tier.numel() < row_file.count:
+        if was_in_fast_tier.numel() < row_file.num_slots:
             was_in_fast_tier = torch.cat(
                 [
                     was_in_fast_tier,
-                    row_file.in_fast_tier.new_zeros(row_file.count - len(was_in_fast_tier)),
+                    row_file.in_fast_tier.new_zeros(row_file.num_slots - len(was_in_fast_tier)),
                 ]
             )
         was_in_fast_tier[slots] = 0
