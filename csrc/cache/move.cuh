@@ -21,8 +21,8 @@ namespace emb::cuda {
 inline constexpr int kMoveThreads = 256;
 inline constexpr int kMoveColumns = 4;  // columns per lane and access, where dtypes are converted
 inline constexpr int kMoveRows = 4;     // rows in flight per group of lanes
-// The grid is small: a bus of 55 GB/s with a latency of 2 us is full with some 100 KB in flight,
-// and a prefetch on a side stream must leave the multiprocessors to the training step.
+// The grid is small, because a prefetch on a side stream must leave the multiprocessors to the
+// training step. A bus of 55 GB/s with a latency of 2 us is full with some 100 KB in flight.
 inline constexpr int kMaxMoveBlocks = 16;  // 128 warps with 256 KB in flight per direction
 
 // Round columns [column, column + kMoveColumns) of linear row `row`, which is written back, to
@@ -215,9 +215,9 @@ EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const Row
   }
 }
 
-// Return whether a row consists of aligned 16-byte packs, both in a tensor of its tier and in the
-// slot of the cache that begins at slot_element, and both tensors have one dtype. True if there is
-// no row.
+// Return whether a row can be copied in 16-byte packs between a tensor of its tier and the slot of
+// the cache that begins at slot_element. Then both tensors have one dtype, and the row consists of
+// aligned packs in both. True if there is no row.
 EMB_DEVICE bool has_aligned_packs(const CacheMemory& memory, int tensor, const TierRow& row,
                                   int64_t slot_element) {
   if (row.dim == 0) return true;

@@ -47,9 +47,9 @@ struct DeviceIndex {
 
 // A batch of n keys in segments: the ids [starts[f], starts[f + 1]) are keys of table tables[f].
 // `starts` must ascend from 0 to n, and `tables` must be existing tables; not checked. With other
-// values, loops with for_each_key still stay inside their memory: a position before starts[0], or
-// in the segment of a table that does not exist, has no table, and a position from the last start
-// on belongs to the last segment.
+// values, loops with for_each_key still stay inside their memory. A position before starts[0], or
+// in the segment of a table that does not exist, has no table. A position from the last start on
+// belongs to the last segment.
 struct KeyBatch {
   const int64_t *ids, *starts, *tables;  // [n], [num_segments + 1], [num_segments]
   int64_t n;                             // positions

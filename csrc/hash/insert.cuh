@@ -674,9 +674,9 @@ EMB_DEVICE void count_statuses(const Insertion& insertion, const GridSlice& slic
 }
 
 // The last kernel, after `num_rounds` rounds. The first `num_finishers` blocks to begin finish the
-// tables. The other blocks, of which there must be at least one, wait for the num_finishers, count
-// the results of the misses in the index, and write the results of all positions. A block waits
-// only for blocks that began before it.
+// tables. There must be at least one other block. The other blocks wait until the tables are
+// finished. Then they count the results of the misses in the index, and write the results of all
+// positions. A block waits only for blocks that began before it.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kOutcomeBlocksPerSm)
     hash_outcome_kernel(Insertion insertion, BatchSlots batch, int num_rounds, int num_finishers) {
   __shared__ int range[2];

@@ -148,9 +148,9 @@ EMB_HD bool is_below(const QueuedBucket& bucket, uint8_t element, const EntryRan
 }
 
 // Add an element for the entry in slot `way`, which has no element because it is new or its rank
-// rose. If kMaxComparisons do not find the index of the element, drop the elements that were not
-// compared, because entries without an element must rank above the last known rank. An empty queue
-// and the queue of LRU do not change.
+// rose. If kMaxComparisons do not find the index of the element, the elements that were not
+// compared are dropped: entries without an element must rank above the last known rank. An empty
+// queue and the queue of LRU do not change.
 EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   EvictionQueue& queue = *bucket.queue;
   const HashOrder order = bucket.insertion.order;

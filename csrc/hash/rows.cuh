@@ -185,9 +185,9 @@ struct StartingRows {
   const int64_t* first_positions;
 };
 
-// Write the rows of new keys to the matrix unless starting.data is null, and the row of every
-// position to `out` [n], contiguous, unless `out` is null. A position whose slot has no row gets
-// default values.
+// Write the rows of new keys to the matrix unless starting.data is null. Also write the row of
+// every position to `out` [n], contiguous, unless `out` is null. A position whose slot has no row
+// gets default values.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_read_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n,

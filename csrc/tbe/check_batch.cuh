@@ -5,9 +5,9 @@
 // Every block reads all offsets. They are valid if the first is not negative, no offset exceeds the
 // next, and the last is the number of indices. This check needs no scan, and no block waits for
 // another. If the offsets are valid, a block copies its share of them and checks its tiles of
-// indices. If they are not, which is rare, each thread reads the offsets from the first on, to
-// compute the running maximum up to its own offset and the bag of its own index. This is quadratic
-// work, but no block waits.
+// indices. Otherwise, which is rare, each thread reads the offsets from the first on. It computes
+// the running maximum up to its own offset, and the bag of its own index. This is quadratic work,
+// but no block waits.
 #pragma once
 
 #include "tbe/bounds.cuh"

@@ -30,7 +30,7 @@ struct GroupBatch {
 // A small batch is grouped in one launch of a cluster of blocks (group/small_group.cuh). It has up
 // to kMaxSmallGroup lookups, or up to 2,048 on GPUs without clusters, and up to kMaxSmallBags bags.
 // Larger batches, and any with total_rows of 2^32 - 1 or more, need a kernel that makes keys, CUB's
-// sort, and two kernels over the sorted keys, of which the last counts the step.
+// sort, and two kernels over the sorted keys. The last kernel counts the step.
 void group_lookups(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                    const GroupBatch& batch, const GroupArrays& out, const StepCount& step);
 

@@ -124,15 +124,17 @@ struct GridCounts {
   bool is_last;
 };
 
-// Add the counts of this block to `check.progress`, and return the counts of the grid in the block
-// that finishes last; a grid of one block does not use check.progress. All threads of the block
-// must call it; it has barriers. The first word counts invalid indices in its lower 32 bits and
-// lost indices in the upper 32; the second counts invalid offsets in its lower 40 bits and the
-// blocks that have finished in the upper 24. That suffices: there are fewer than 2^31 lookups and
-// bags. Both words must be 0 before the launch. The block *arrives* when it adds to the second
-// word. The first fence orders the keys that the block wrote before its arrival, since the last
-// block may overwrite them. The second orders its counts of indices before its arrival. The third
-// orders all arrivals before the last block reads the counts of indices.
+// Add the counts of this block to `check.progress`. In the block that finishes last, return the
+// counts of the grid. A grid of one block does not use check.progress. All threads of the block
+// must call this; it has barriers.
+//
+// The first word counts invalid indices in its lower 32 bits and lost indices in the upper 32. The
+// second word counts invalid offsets in its lower 40 bits and finished blocks in the upper 24.
+// These bits suffice, because there are fewer than 2^31 lookups and bags. Both words must be 0
+// before the launch. The block *arrives* when it adds to the second word. The first fence orders
+// the keys that the block wrote before its arrival, because the last block may overwrite them. The
+// second orders its counts of indices before its arrival. The third orders all arrivals before the
+// last block reads the counts of indices.
 EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& bad,
                                    int bad_offsets) {
   constexpr int kLostShift = 32, kFinishedShift = 40;

@@ -494,10 +494,11 @@ EMB_DEVICE bool has_mixed_vectors(const DeviceLookupArgs& args, int dim, int64_t
   return address == 0 || (dim % kMixedColumns == 0 && (address & low_bits) == 0);
 }
 
-// For the first `num_steps` lanes k of a group in turn, call `use(k, slice)` with columns [column,
-// column + 4) of the row whose `address` lane k passed, zeros for address 0. `num_steps` is rounded
-// up to a multiple of kRowsInFlight. All lanes of the warp call it with equal `num_steps`;
-// `columns_left` is the number of columns from `column` to the end of the row.
+// For the first `num_steps` lanes k of a group in turn, call `use(k, slice)`. The slice has columns
+// [column, column + 4) of the row whose `address` lane k passed, or zeros for address 0.
+// `num_steps` is rounded up to a multiple of kRowsInFlight. All lanes of the warp must call this
+// with equal `num_steps`. `columns_left` is the number of columns from `column` to the end of the
+// row.
 template <bool kVector, class Use>
 EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, int column,
                                 int columns_left, int lanes, int num_steps, const Use& use) {

@@ -264,8 +264,8 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t max_di
   }
 }
 
-// Tables without a cache: all rows of a table have one dim and one memory tier, and usually one
-// feature reads it, so that little is left to compute per row.
+// Tables without a cache. All rows of a table have one dim and one memory tier, and usually one
+// feature reads the table. So little is left to compute per row.
 
 // Cache lines of rows and states in flight.
 constexpr int64_t kLinesAhead = 32;
