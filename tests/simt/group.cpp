@@ -19,8 +19,8 @@ bool group_small(const Source& source, int64_t n, int64_t max_cluster, const Sma
 }
 
 template <class Key, class MakeKeys>
-void group_with(const simt::HostLauncher& launcher, int64_t n, int64_t no_group_key, int32_t* permutation,
-                const DeviceGroupOutput& out, const MakeKeys& make_keys) {
+void group_with(const simt::HostLauncher& launcher, int64_t n, int64_t no_group_key,
+                int32_t* permutation, const DeviceGroupOutput& out, const MakeKeys& make_keys) {
   HostSort<Key> sort(n, static_cast<uint64_t>(no_group_key), permutation);
   make_keys(sort.buffers);
   sort.run();
