@@ -77,9 +77,9 @@ EMB_HD void philox_vecs(uint64_t seed, const Counter4& counter, uint32_t* words)
 
 #endif
 
-// Write the words of `num_counters` counters, at most kBlockCounters, to `words`, four each; the
-// rest of `words` may be overwritten. The first counter is `counter`; word kSteppedWord of each
-// next counter is greater by 1, modulo 2^32.
+// Write the words of `num_counters` counters, four per counter, to `words`. There may be at most
+// kBlockCounters counters; the rest of `words` may be overwritten. The first counter is `counter`;
+// word kSteppedWord of each next counter is greater by 1, modulo 2^32.
 template <int kSteppedWord>
 EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int num_counters,
                          uint32_t (&words)[kBlockWords]) {

@@ -68,8 +68,8 @@ void upload_words(const Launcher& launcher, const uint64_t* source, int num_word
            kUploadThreads, words, num_words, target, step_start);
 }
 
-// A list of arrays that are copied to the device together: `add` every array, allocate `words()`
-// words of device memory, then `start` the copy.
+// A list of arrays that are copied to the device together: `add` every array, allocate
+// `num_words()` words of device memory, then `start` the copy.
 class Upload {
  public:
   // Append a copy of an array, which may be empty; its elements are whole words of 8 bytes. Return
@@ -84,29 +84,29 @@ class Upload {
   }
 
   // Return the number of words of all arrays.
-  int64_t words() const { return static_cast<int64_t>(words_.size()); }
+  int64_t num_words() const { return static_cast<int64_t>(words_.size()); }
 
-  // Start the copy to `target`, [words()] in device memory. A launch copies up to kLargeUploadWords
-  // words, and the first launch also does the work of `step_start`. Without words and such work
-  // there is no launch. This object may be destroyed afterwards. `target` and the memory that
-  // `step_start` points to must live until the kernels have run.
+  // Start the copy to `target`, [num_words()] in device memory. A launch copies up to
+  // kLargeUploadWords words, and the first launch also does the work of `step_start`. Without words
+  // and such work there is no launch. This object may be destroyed afterwards. `target` and the
+  // memory that `step_start` points to must live until the kernels have run.
   template <class Launcher>
   void start(const Launcher& launcher, uint64_t* target, StepStart step_start = {}) const {
     int64_t num_done = 0;  // words whose copy has been launched
-    while (num_done < words() || step_start.step != nullptr || step_start.num_zeros > 0) {
-      const int64_t num_remaining = words() - num_done;
-      const int num_words =
+    while (num_done < num_words() || step_start.step != nullptr || step_start.num_zeros > 0) {
+      const int64_t num_remaining = num_words() - num_done;
+      const int launch_words =
           static_cast<int>(num_remaining < kLargeUploadWords ? num_remaining : kLargeUploadWords);
-      if (num_words <= kSmallUploadWords) {
-        upload_words<kSmallUploadWords>(launcher, words_.data() + num_done, num_words,
+      if (launch_words <= kSmallUploadWords) {
+        upload_words<kSmallUploadWords>(launcher, words_.data() + num_done, launch_words,
                                         target + num_done, step_start);
       } else {
-        upload_words<kLargeUploadWords>(launcher, words_.data() + num_done, num_words,
+        upload_words<kLargeUploadWords>(launcher, words_.data() + num_done, launch_words,
                                         target + num_done, step_start);
       }
-      num_done += num_words;
+      num_done += launch_words;
       step_start = {.is_finite = step_start.is_finite,
-                    .first_step_word = step_start.first_step_word - num_words};
+                    .first_step_word = step_start.first_step_word - launch_words};
     }
   }
 

@@ -205,21 +205,21 @@ int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t gro
                      uint64_t key_base = 0) {
   // Every item writes the end of its group, and the last write remains. A branch on whether an item
   // starts a new group would often be mispredicted.
-  uint64_t previous = ~uint64_t{0};
+  uint64_t previous_key = ~uint64_t{0};
   for (int64_t j = begin; j < end; ++j) {
     const Item item = sorted[j];
     out.permutation[j] = static_cast<int32_t>(item.position);
     emit(j, static_cast<int64_t>(item.position));
     if (item.key >= no_group_key) continue;
-    group += item.key != previous;
-    previous = item.key;
+    group += item.key != previous_key;
+    previous_key = item.key;
     out.write_unique(group, key_base + item.key);
     out.segments[group + 1] = static_cast<int32_t>(j + 1);
   }
   return group;
 }
 
-// Complete the output after the last of `num_groups` groups is written: write segments[0], fill
+// Complete the output when all of its `num_groups` groups are written: write segments[0], fill
 // `unique` and `segments` after the last group, and write the number of groups. `sorted` has all n
 // items.
 template <class Item>

@@ -41,10 +41,10 @@ struct SmallGroupPlan {
 // plans with equal capacities, more blocks with fewer items per thread were faster on an H100; the
 // figures are not recorded.
 inline SmallGroupPlan plan_small_group(int64_t n, unsigned max_cluster_blocks) {
-  const auto size =
+  const auto padded_n =
       static_cast<unsigned>(std::bit_ceil(static_cast<uint64_t>(std::max(n, int64_t{1}))));
-  const unsigned threads = std::clamp(size, static_cast<unsigned>(kDigits), kSmallGroupThreads);
-  const unsigned max_blocks = std::max(size / threads, 1u);  // blocks with one item per thread
+  const unsigned threads = std::clamp(padded_n, static_cast<unsigned>(kDigits), kSmallGroupThreads);
+  const unsigned max_blocks = std::max(padded_n / threads, 1u);  // blocks with one item per thread
   const unsigned blocks = std::min({max_blocks, max_cluster_blocks, kMaxClusterBlocks});
   const unsigned items_per_thread = max_blocks / blocks;
   if (n > kMaxSmallGroup || items_per_thread > kMaxThreadItems) return {};
@@ -151,8 +151,8 @@ struct SmallGroupArgs {
 inline SmallGroupArgs small_group_args(int64_t n, uint32_t no_group_key, int32_t* sorted_positions,
                                        const DeviceGroupOutput& out) {
   const int bits = std::max(1, static_cast<int>(std::bit_width(no_group_key)));
-  const int passes = (bits + kDigitBits - 1) / kDigitBits;
-  return {static_cast<int32_t>(n), no_group_key, bits, (bits + passes - 1) / passes,
+  const int num_passes = (bits + kDigitBits - 1) / kDigitBits;
+  return {static_cast<int32_t>(n), no_group_key, bits, (bits + num_passes - 1) / num_passes,
           sorted_positions,        nullptr,      out};
 }
 
@@ -170,7 +170,8 @@ inline SmallGroupArgs small_group_args(int64_t n, uint32_t no_group_key, int32_t
 //   report(memory)   one thread writes the sums of the tallies of violations. All threads call it
 //                    after the cluster_sync that completes the tallies
 
-// The keys of the op `group`, [n] in device memory; keys outside [0, limit) belong to no group.
+// The keys of the op `group`, [n] in device memory; keys outside [0, no_group_key) belong to no
+// group.
 struct GivenKeys {
   static constexpr bool kHasBags = false;
   IndexArray keys;
@@ -292,9 +293,9 @@ struct SmallGroupSort {
       memory.totals[digit] = total;
     }
     simt::cluster_sync();
-    // Items of this digit in earlier blocks and in the cluster; items of the warp's digits up to
-    // it.
-    uint32_t earlier_blocks = 0, cluster_count = 0, inclusive_sum = 0;
+    uint32_t earlier_blocks = 0;  // items of this digit in the earlier blocks
+    uint32_t cluster_count = 0;   // items of this digit in the cluster
+    uint32_t inclusive_sum = 0;   // items of this digit and of the warp's lower digits
     if (digit < kDigits) {
       const unsigned blocks = simt::cluster_size();
 #pragma unroll
@@ -360,14 +361,14 @@ struct SmallGroupSort {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const unsigned item = first_item + i * simt::kWarpLanes;
-      uint32_t previous = args.no_group_key;
+      uint32_t previous_key = args.no_group_key;
       if (item > 0) {
-        previous = memory.keys[item - 1];
+        previous_key = memory.keys[item - 1];
       } else if (block_rank > 0) {
-        previous = simt::address_in_block(memory.keys, block_rank - 1)[block_items - 1];
+        previous_key = simt::address_in_block(memory.keys, block_rank - 1)[block_items - 1];
       }
       const bool is_valid = key[i] < args.no_group_key;
-      head_lanes[i] = __ballot_sync(simt::kFullMask, is_valid && previous != key[i]);
+      head_lanes[i] = __ballot_sync(simt::kFullMask, is_valid && previous_key != key[i]);
       num_grouped += is_valid;
       warp_groups += __popc(head_lanes[i]);
     }

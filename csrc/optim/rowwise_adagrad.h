@@ -282,9 +282,8 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
     float squares = sums[0];
     if (decay == kCoupled) squares += rate * (2.0f * sums[1] + rate * sums[2]);
     states[RowwiseState::kSum] += (squares > 0.0f ? squares : 0.0f) / dim;
-    const float counter =
-                    next_count(states[RowwiseState::kCounter], states[RowwiseState::kLastStep]),
-                previous_step = states[RowwiseState::kLastStep];
+    const float previous_step = states[RowwiseState::kLastStep];
+    const float counter = next_count(states[RowwiseState::kCounter], previous_step);
     const float plain_scale = adagrad_scale(lr, states[RowwiseState::kSum], eps);
     states[RowwiseState::kCounter] = counter;
     states[RowwiseState::kLastStep] = current_step;

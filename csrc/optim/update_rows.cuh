@@ -78,14 +78,15 @@ EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 }
 
 // Add the terms of this thread's columns to the sums of the row that begins at element `start`;
-// return whether one of their gradients is not zero. `threads` threads process the row; this one
-// has the number `thread`.
+// return whether one of their gradients is not zero. `num_threads` threads process the row; this
+// one has the number `thread`.
 template <class Selection>
 EMB_DEVICE bool sum_row(const MatrixGrad& matrix, const OptimizerStepArgs& args,
                         const BlockStep& step, const TierMemory& tier, int64_t start,
-                        unsigned thread, unsigned threads, float (&sums)[kMaxRowSums]) {
+                        unsigned thread, unsigned num_threads, float (&sums)[kMaxRowSums]) {
   bool is_nonzero = false;
-  for (int64_t column = thread * kColumns; column < matrix.width; column += threads * kColumns) {
+  for (int64_t column = thread * kColumns; column < matrix.width;
+       column += num_threads * kColumns) {
     const int num_valid = static_cast<int>(matrix.width - column);
     float gradient[kColumns];
     read_columns(matrix.grad + start + column, num_valid, gradient);
@@ -109,7 +110,7 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& matrix, const OptimizerStep
                                    const BlockStep& step, const TierMemory& tier, int64_t block) {
   const bool has_row_per_warp = matrix.has_row_per_warp();
   const unsigned thread = has_row_per_warp ? threadIdx.x % simt::kWarpLanes : threadIdx.x;
-  const unsigned threads = has_row_per_warp ? simt::kWarpLanes : kMatrixThreads;
+  const unsigned num_threads = has_row_per_warp ? simt::kWarpLanes : kMatrixThreads;
   const int64_t row =
       has_row_per_warp ? block * matrix.rows_per_block() + threadIdx.x / simt::kWarpLanes : block;
   if (row >= matrix.rows) return;  // only if warps update rows: then no barrier follows
@@ -119,14 +120,15 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& matrix, const OptimizerStep
     if (s < args.num_row_states) states[s] = tier.row_states[s][row];
   }
   const bool is_nonzero =
-      sum_row<Selection>(matrix, args, step, tier, start, thread, threads, sums);
+      sum_row<Selection>(matrix, args, step, tier, start, thread, num_threads, sums);
   if (!(has_row_per_warp ? warp_sums(sums, is_nonzero) : block_sums(sums, is_nonzero))) return;
   const RowFactors factors =
       begin_row<Selection>(args, step, states, sums, static_cast<int>(matrix.width));
   for (int s = 0; s < kMaxRowStates; ++s) {
     if (s < args.num_row_states && thread == 0) tier.row_states[s][row] = states[s];
   }
-  for (int64_t column = thread * kColumns; column < matrix.width; column += threads * kColumns) {
+  for (int64_t column = thread * kColumns; column < matrix.width;
+       column += num_threads * kColumns) {
     const int num_valid = static_cast<int>(matrix.width - column);
     float gradient[kColumns];
     LaneColumns x;
@@ -175,21 +177,21 @@ template <class Launcher>
 void launch_update_rows(const Launcher& launcher, const MatrixGrad& in,
                         const OptimizerStepArgs& step) {
   if (in.rows * in.width == 0) return;
-  const MatrixSteps one{{in, step.tiers[0], 0}, nullptr, 1, in.num_blocks()};
+  const MatrixSteps single{{in, step.tiers[0], 0}, nullptr, 1, in.num_blocks()};
   launcher(update_matrices_kernel<AtRunTime>,
            blocks_for(in.num_blocks(), 1, launcher.blocks(2 * kResidentBlocksPerSm)),
-           kMatrixThreads, one, step);
+           kMatrixThreads, single, step);
 }
 
-// Update the `count` matrices of `matrices`, in device memory, which take `blocks` blocks in all.
-// The tiers of `step` are not used.
+// Update `matrices`, [num_matrices] in device memory, which have num_blocks blocks in all. The
+// tiers of `step` are not used.
 template <class Launcher>
-void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices, int count,
-                            int64_t blocks, const OptimizerStepArgs& step) {
-  if (blocks == 0) return;
+void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices, int num_matrices,
+                            int64_t num_blocks, const OptimizerStepArgs& step) {
+  if (num_blocks == 0) return;
   launcher(update_matrices_kernel<AtRunTime>,
-           blocks_for(blocks, 1, launcher.blocks(kMaxMatrixBlocksPerSm)), kMatrixThreads,
-           MatrixSteps{{}, matrices, count, blocks}, step);
+           blocks_for(num_blocks, 1, launcher.blocks(kMaxMatrixBlocksPerSm)), kMatrixThreads,
+           MatrixSteps{{}, matrices, num_matrices, num_blocks}, step);
 }
 
 }  // namespace emb::cuda

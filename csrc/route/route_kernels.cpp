@@ -44,7 +44,7 @@ struct FeatureRoute {
   const RouteBlock* blocks;
   const Routing& routing;
   int64_t begin, end;  // bags, relative to the first of the feature
-  // For find_in_equal_blocks; 0 if that function cannot find the blocks.
+  // If all blocks have equal size, their rows, for find_in_equal_blocks; else 0.
   int64_t rows_per_block;
 
   // Bags [first, last) of the batch, all of feature f.
@@ -92,16 +92,16 @@ template <class I>
 void count_in_few_blocks(const FeatureRoute& route, const I* ids, int64_t n, int64_t* counts) {
   const int64_t num_blocks = route.feature.num_blocks;
   const int64_t num_beyond = count_at_least(ids, n, route.feature.rows);
-  int64_t num_after = 0;  // ids of the blocks after this one
+  int64_t num_after_block = 0;  // ids of the blocks after this one
   for (int64_t k = num_blocks - 1; k > 0; --k) {
     const int64_t first = route.blocks[k].first_row;
-    const int64_t num_from =  // ids of this block and of later blocks
+    const int64_t num_from_block =  // ids of this block and of later blocks
         first > 0 ? count_at_least(ids, n, first) - num_beyond
                   : count_not_pruned(ids, n, route.feature.rows);
-    counts[k] = num_from - num_after;
-    num_after = num_from;
+    counts[k] = num_from_block - num_after_block;
+    num_after_block = num_from_block;
   }
-  counts[0] = n - num_after;
+  counts[0] = n - num_after_block;
 }
 
 // The functions find_*() write the block of each of n ids to `block`, [n], and the id in the

@@ -7,11 +7,11 @@ namespace emb::cuda {
 namespace {
 
 // Group a small batch in one launch and return true; false if it has to be sorted on the host.
-// `max_cluster` is that of the device, 0 to sort on the host in any case.
+// `max_cluster_blocks` is that of the device, 0 to sort on the host in any case.
 template <class Source>
-bool group_small(const Source& source, int64_t n, int64_t max_cluster, const SmallGroupArgs& args) {
-  const simt::HostLauncher launcher{static_cast<unsigned>(max_cluster)};
-  if (max_cluster == 0) return false;
+bool group_small(const Source& source, int64_t n, int64_t max_cluster_blocks, const SmallGroupArgs& args) {
+  const simt::HostLauncher launcher{static_cast<unsigned>(max_cluster_blocks)};
+  if (max_cluster_blocks == 0) return false;
   const auto plan = plan_small_group(n, max_small_cluster<Source>(launcher));
   if (plan.items_per_thread == 0) return false;
   launch_small_group(launcher, plan, source, args);
@@ -41,13 +41,13 @@ __global__ void search_kernel(int64_t begin, int32_t* intervals) {
 
 using namespace emb::cuda;
 
-// keys, is_int64, n, num_keys, wide, max_cluster, unique, segments, permutation, count
+// keys, is_int64, n, num_keys, wide, max_cluster_blocks, unique, segments, permutation, count
 extern "C" const char* simt_group(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
     const emb::IndexArray keys = words.indices();
     const int64_t n = words.number(), num_keys = words.number(), wide = words.number();
-    const int64_t max_cluster = words.number();
+    const int64_t max_cluster_blocks = words.number();
     DeviceGroupOutput out{};
     out.unique = words.pointer<void>();
     out.unique_is_int64 = keys.is_int64;
@@ -56,7 +56,7 @@ extern "C" const char* simt_group(const int64_t* call) {
     out.num_groups = words.pointer<int32_t>();
     if (wide == 0) {
       const auto args = small_group_args(n, static_cast<uint32_t>(num_keys), permutation, out);
-      if (group_small(GivenKeys{keys}, n, max_cluster, args)) return;
+      if (group_small(GivenKeys{keys}, n, max_cluster_blocks, args)) return;
     }
     const auto make = [&](const auto& sort) {
       if (n > 0) launch_keys(launcher, keys, sort);
@@ -70,8 +70,8 @@ extern "C" const char* simt_group(const int64_t* call) {
 }
 
 // features, indices, is_int64, offsets, is_int64, bag_layout, batch, bags, n, total_rows, wide,
-// max_cluster, repaired, copies, violations, rows, segments, lookups, sorted bags, count, scratch
-// for bags, sorted rows
+// max_cluster_blocks, repaired, copies, violations, rows, segments, lookups, sorted bags, count,
+// scratch for bags, sorted rows
 extern "C" const char* simt_tbe_group(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
@@ -84,7 +84,7 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     in.bags.num_bags = words.number();
     in.bags.num_lookups = words.number();
     const int64_t total_rows = words.number(), wide = words.number();
-    const int64_t max_cluster = words.number();
+    const int64_t max_cluster_blocks = words.number();
     BatchCheck check{};
     check.repaired = words.pointer<int32_t>();
     check.copies_valid = words.number() != 0;
@@ -104,7 +104,7 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     if (wide == 0) {
       auto args = small_group_args(n, static_cast<uint32_t>(total_rows), lookups, out);
       args.sorted_keys = words.pointer<uint32_t>();
-      if (group_small(SmallLookups{in, check}, n, max_cluster, args)) return;
+      if (group_small(SmallLookups{in, check}, n, max_cluster_blocks, args)) return;
     }
     const auto make = [&](const auto& sort) { launch_lookup_keys(launcher, in, check, sort); };
     if (wide != 0) {
