@@ -170,7 +170,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
         """Return rows pooled for all ranks, and replicated tables' rows of this rank's batch."""
         replica_rows = None if self.replicated is None else self.replicated(received.inputs)
-        return self.look_up_rows(received), replica_rows
+        return self.rows(received), replica_rows
 
     def output_dist(
         self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch

@@ -159,7 +159,7 @@ class SequenceTables(ShardedTables):
     def compute(self, received: IncomingBatch) -> Rows:
         """Look up the vectors of this rank's units, and its batch in the replicated tables."""
         replica_rows = None if self.replicated is None else self.replicated(received.inputs)
-        rows = self.look_up_rows(received)
+        rows = self.rows(received)
         if not self._local_layout.units:
             rows = rows.new_empty(0, self.vector_format.width)
         return rows, replica_rows

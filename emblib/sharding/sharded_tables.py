@@ -1,7 +1,7 @@
 """The tables of one sharded collection: the base of pooled and sequence collections.
 
 `ShardedTables` makes the shards of this rank and fills them from the unsharded collection. It has
-two stages of a sharded lookup: `input_request` returns the batch to send, `look_up_rows` looks up
+two stages of a sharded lookup: `input_request` returns the batch to send, `rows` looks up
 the received ids. `ReplicatedTables` are the tables that every rank has: each rank looks up its own
 batch, and equal updates keep the replicas equal.
 """
@@ -711,7 +711,7 @@ class ShardedTables(nn.Module):
             counts=counts,
         )
 
-    def look_up_rows(self, received: IncomingBatch) -> Tensor:
+    def rows(self, received: IncomingBatch) -> Tensor:
         """Look up the received ids in the shards of this rank; in training dynamic tables insert.
 
         The result is `[bags, columns]`, `[L, dim]` if not pooled, or flat if units differ in their
@@ -739,7 +739,7 @@ class ShardedTables(nn.Module):
         return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=counts)
 
     def prefetch(self, received: IncomingBatch) -> None:
-        """Prefetch the rows that `look_up_rows` will look up for this batch into caches."""
+        """Prefetch the rows that `rows` will look up for this batch into caches."""
         ids, offsets = received.ids, received.offsets
         if len(received.bag_counts) > len(self._local_layout.units):
             ids, offsets, _ = self._without_replicas(received)
