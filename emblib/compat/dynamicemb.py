@@ -95,9 +95,9 @@ _MODULES = {
     "utils": "DTYPE_NUM_BYTES TORCHREC_TYPES torch_to_dyn_emb",
 }
 """The modules of DynamicEmb that users import from, and their names."""
-_OTHERS = "BoundsCheckMode DynamicEmbDataType WeightDecayMode"  # of this module only
-# Modules that implement names; of several that have a name, the first one has DynamicEmb's form.
-_SOURCES: tuple[_ModuleType, ...] = (
+_NAMES_OF_THIS_MODULE = "BoundsCheckMode DynamicEmbDataType WeightDecayMode"  # of this module only
+# Modules that implement names. If several have a name, the first one has DynamicEmb's form of it.
+_IMPLEMENTING_MODULES: tuple[_ModuleType, ...] = (
     _dynamicemb_helpers,
     _dynamicemb_dump,
     _dynamicemb_planner,
@@ -111,9 +111,9 @@ _SOURCES: tuple[_ModuleType, ...] = (
 
 def _find_names() -> dict[str, _Any]:
     """Return the implementation of each name, without names that raise."""
-    names = {name for text in (*_MODULES.values(), _OTHERS) for name in text.split()}
+    names = {name for text in (*_MODULES.values(), _NAMES_OF_THIS_MODULE) for name in text.split()}
     values_by_name = {
-        name: next(vars(m)[name] for m in _SOURCES if name in vars(m))
+        name: next(vars(m)[name] for m in _IMPLEMENTING_MODULES if name in vars(m))
         for name in names - _RAISES.keys()
     }
     return dict(sorted(values_by_name.items()))
@@ -126,12 +126,12 @@ def _make_modules() -> dict[str, _ModuleType]:
     for path, names in _MODULES.items():
         module = _ModuleType(f"{__name__}.{path}", f"Names of DynamicEmb's module {path}.")
         vars(module).update({name: implementations[name] for name in names.split()})
-        parent, _, last = path.rpartition(".")
+        parent, _, last_name = path.rpartition(".")
         if parent:
             modules[parent].__path__ = []
-            setattr(modules[parent], last, module)
+            setattr(modules[parent], last_name, module)
         else:
-            globals().setdefault(last, module)  # functions get_planner, incremental_dump stay
+            globals().setdefault(last_name, module)  # functions get_planner, incremental_dump stay
         _sys.modules[module.__name__] = modules[path] = module
     return modules
 

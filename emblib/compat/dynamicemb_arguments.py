@@ -45,7 +45,7 @@ POOLINGS = {
     DynamicEmbPoolingMode.MEAN: Pooling.MEAN,
     DynamicEmbPoolingMode.NONE: Pooling.NONE,
 }
-_CHECKS = {
+_INSERT_FAILURES = {
     DynamicEmbCheckMode.ERROR: OnInsertFailure.RAISE,
     DynamicEmbCheckMode.WARNING: OnInsertFailure.WARN,
     DynamicEmbCheckMode.IGNORE: OnInsertFailure.IGNORE,
@@ -75,12 +75,12 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
         NotImplementedError: options that emblib does not have.
         TypeError: an `admit_strategy` that is no AdmissionStrategy.
     """
-    _check(options, name)
+    _check_options(options, name)
     assert options.max_capacity is not None
     assert options.dim is not None
     capacity = options.max_capacity
     start = capacity if options.init_capacity is None else min(options.init_capacity, capacity)
-    initial = initializer(options.initializer_args, capacity)
+    row_initializer = initializer(options.initializer_args, capacity)
     return DynamicSpec(
         capacity,
         options.dim,
@@ -88,15 +88,15 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
         initial_capacity=start,
         max_load=options.max_load_factor,
         eviction=eviction(options.score_strategy),
-        initializer=initial,
+        initializer=row_initializer,
         initial_state=initial_state,
         default_value=options.eval_initializer_args.value,
-        admission=_admission(options, initial, name),
-        on_insert_failure=_check_mode(options),
+        admission=_admission(options, row_initializer, name),
+        on_insert_failure=_insert_failure(options),
     )
 
 
-def _check(options: DynamicEmbTableOptions, name: str) -> None:
+def _check_options(options: DynamicEmbTableOptions, name: str) -> None:
     """Raise for options that are missing, contradict each other, or have no counterpart."""
     for field in ("dim", "max_capacity"):
         if getattr(options, field) is None:
@@ -118,16 +118,16 @@ def _check(options: DynamicEmbTableOptions, name: str) -> None:
             f"evict_strategy follows from score_strategy, which evicts by {required.name}; got "
             f"{requested.name}; leave it out"
         )
-    width = options.bucket_capacity
-    if width == dynamicemb_types.MAX_BUCKET_CAPACITY:
+    bucket_capacity = options.bucket_capacity
+    if bucket_capacity == dynamicemb_types.MAX_BUCKET_CAPACITY:
         raise NotImplementedError(
             "bucket_capacity MAX_BUCKET_CAPACITY asks for the lowest key of the whole table to be "
             "evicted; here it is the lowest in the 64 slots that a key may have"
         )
-    if width <= 0 or width % dynamicemb_types.BUCKET_ALIGNMENT:
+    if bucket_capacity <= 0 or bucket_capacity % dynamicemb_types.BUCKET_ALIGNMENT:
         raise ValueError(
             f"bucket_capacity must be a multiple of {dynamicemb_types.BUCKET_ALIGNMENT}, "
-            f"got {width}"
+            f"got {bucket_capacity}"
         )
 
 
@@ -150,11 +150,12 @@ def initializer(args: DynamicEmbInitializerArgs, capacity: int) -> Any:
 
 
 def _admission(
-    options: DynamicEmbTableOptions, initial: Any, name: str
+    options: DynamicEmbTableOptions, row_initializer: Any, name: str
 ) -> FrequencyAdmission | None:
-    """Return the admission of a table, whose new rows are `initial`; None admits all keys.
+    """Return the admission of a table; None admits all keys.
 
-    Without an `initializer_args` of the strategy, keys without a row read `initial` values.
+    New rows start with values of `row_initializer`. Keys without a row read values by the
+    strategy's `initializer_args`, or of `row_initializer` if it has none.
     """
     strategy, counter = options.admit_strategy, options.admission_counter
     if strategy is None and counter is None:
@@ -172,27 +173,29 @@ def _admission(
         )
     if counter.key_type not in (torch.int64, torch.uint64):
         raise ValueError(f"key_type must be torch.int64 or torch.uint64, got {counter.key_type}")
-    reads, args = initial, getattr(strategy, "initializer_args", None)
+    unadmitted_values, args = row_initializer, getattr(strategy, "initializer_args", None)
     if args is not None:
         assert options.max_capacity is not None
-        reads = initializer(args, options.max_capacity)
+        unadmitted_values = initializer(args, options.max_capacity)
     counts = ExactCounter(counter.capacity)
     if not isinstance(strategy, dynamicemb_types.FrequencyAdmissionStrategy):
-        return FrequencyAdmission(1, counts, reads, rule=strategy.admit)
+        return FrequencyAdmission(1, counts, unadmitted_values, rule=strategy.admit)
     if strategy.threshold == 0:
         return None
-    return FrequencyAdmission(strategy.threshold, counts, reads)
+    return FrequencyAdmission(strategy.threshold, counts, unadmitted_values)
 
 
-def _check_mode(options: DynamicEmbTableOptions) -> OnInsertFailure:
-    """Return the requested check mode; a table without eviction at least warns when it is full.
+def _insert_failure(options: DynamicEmbTableOptions) -> OnInsertFailure:
+    """Return the reaction to keys without a slot that `safe_check_mode` requests.
 
-    In DynamicEmb such a table grows beyond max_capacity.
+    A table without eviction at least warns: in DynamicEmb it would grow beyond max_capacity.
     """
-    requested = _CHECKS[DynamicEmbCheckMode(options.safe_check_mode)]
-    never_evicts = options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
+    requested = _INSERT_FAILURES[DynamicEmbCheckMode(options.safe_check_mode)]
+    has_no_eviction = options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
     return (
-        OnInsertFailure.WARN if never_evicts and requested is OnInsertFailure.IGNORE else requested
+        OnInsertFailure.WARN
+        if has_no_eviction and requested is OnInsertFailure.IGNORE
+        else requested
     )
 
 
@@ -214,27 +217,28 @@ def precision(args: SimpleNamespace) -> Precision:
 
 
 def device(requested_device: Any, options: Sequence[DynamicEmbTableOptions]) -> torch.device:
-    """Return the device of the tables: the requested one, or else one that is chosen.
+    """Return the device of the tables: the requested one, if any.
 
-    That is GPU `device_id` of the first table if torch sees a GPU, else torch's default device.
+    Otherwise it is the GPU `device_id` of the first table if torch sees a GPU, else torch's default
+    device.
     """
-    number = options[0].device_id
-    if requested_device is None and number is not None and torch.cuda.is_available():
-        requested_device = torch.device("cuda", number)
+    gpu_index = options[0].device_id
+    if requested_device is None and gpu_index is not None and torch.cuda.is_available():
+        requested_device = torch.device("cuda", gpu_index)
     return torch.empty(0, device=requested_device).device
 
 
-_ADAGRAD = ("eps", "initial_accumulator_value")
-_ADAM = ("eps", "beta1", "beta2", "weight_decay", "initial_accumulator_value")
+_ADAGRAD_NUMBERS = ("eps", "initial_accumulator_value")
+_ADAM_NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "initial_accumulator_value")
 # The numbers of each supported optimizer, besides the learning rate.
-_USES: dict[EmbOptimType, tuple[str, ...]] = {
+_NUMBERS_OF_OPTIMIZER: dict[EmbOptimType, tuple[str, ...]] = {
     EmbOptimType.SGD: (),
     EmbOptimType.EXACT_SGD: (),
-    EmbOptimType.ADAM: _ADAM,
-    EmbOptimType.EXACT_ADAGRAD: _ADAGRAD,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _ADAGRAD,
+    EmbOptimType.ADAM: _ADAM_NUMBERS,
+    EmbOptimType.EXACT_ADAGRAD: _ADAGRAD_NUMBERS,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _ADAGRAD_NUMBERS,
 }
-OPTIMIZERS = tuple(_USES)
+OPTIMIZERS = tuple(_NUMBERS_OF_OPTIMIZER)
 _DEFAULTS = {
     "eps": 1.0e-8,
     "initial_accumulator_value": 0.0,
@@ -255,31 +259,31 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
         ValueError: a number, or a mode of weight decay, that would have no effect.
     """
     kind = EmbOptimType(getattr(args.optimizer, "value", args.optimizer))
-    if kind not in _USES:
+    if kind not in _NUMBERS_OF_OPTIMIZER:
         raise NotImplementedError(
             f"optimizer {kind.name} is not supported; those that are: "
-            f"{', '.join(k.name for k in _USES)}"
+            f"{', '.join(k.name for k in _NUMBERS_OF_OPTIMIZER)}"
         )
-    for name in _DEFAULTS.keys() - set(_USES[kind]):
+    for name in _DEFAULTS.keys() - set(_NUMBERS_OF_OPTIMIZER[kind]):
         if getattr(args, name) != _DEFAULTS[name]:
             raise ValueError(
                 f"{name}={getattr(args, name)} has no part in {kind.name} (DynamicEmb ignores it): "
                 "leave it out"
             )
     _check_decay(args, kind)
-    common: dict[str, Any] = {"lr": args.learning_rate}
+    arguments: dict[str, Any] = {"lr": args.learning_rate}
     if args.gradient_clipping:
-        common["max_gradient"] = args.max_gradient
+        arguments["max_gradient"] = args.max_gradient
     match kind:
         case EmbOptimType.ADAM:
             if args.weight_decay:
-                common["weight_decay"] = optim.Decoupled(args.weight_decay)
-            return optim.Adam(betas=(args.beta1, args.beta2), eps=args.eps, **common)
+                arguments["weight_decay"] = optim.Decoupled(args.weight_decay)
+            return optim.Adam(betas=(args.beta1, args.beta2), eps=args.eps, **arguments)
         case EmbOptimType.EXACT_ADAGRAD:
-            return optim.Adagrad(eps=args.eps, **common)
+            return optim.Adagrad(eps=args.eps, **arguments)
         case EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-            return optim.RowwiseAdagrad(eps=args.eps, **common)
-    return optim.SGD(**common)
+            return optim.RowwiseAdagrad(eps=args.eps, **arguments)
+    return optim.SGD(**arguments)
 
 
 def default_optimizer(kind: EmbOptimType) -> optim.Optimizer:
@@ -303,13 +307,13 @@ def default_optimizer(kind: EmbOptimType) -> optim.Optimizer:
 
 def _check_decay(args: SimpleNamespace, kind: EmbOptimType) -> None:
     mode = WeightDecayMode(args.weight_decay_mode)
-    modes = {WeightDecayMode.NONE}
+    allowed_modes = {WeightDecayMode.NONE}
     if kind is EmbOptimType.ADAM:
-        modes.add(WeightDecayMode.DECOUPLE)  # its decay is decoupled under either name
-    if mode not in modes:
+        allowed_modes.add(WeightDecayMode.DECOUPLE)  # its decay is decoupled under either name
+    if mode not in allowed_modes:
         raise ValueError(
-            f"weight_decay_mode of {kind.name} must be one of {sorted(m.name for m in modes)}, got "
-            f"{mode.name} (DynamicEmb ignores it)"
+            f"weight_decay_mode of {kind.name} must be one of "
+            f"{sorted(m.name for m in allowed_modes)}, got {mode.name} (DynamicEmb ignores it)"
         )
     for name in ("counter_based_regularization", "cowclip_regularization"):
         if getattr(args, name) is not None:

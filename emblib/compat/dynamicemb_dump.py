@@ -46,7 +46,7 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, str, DynamicEmbTables]]:
             yield path, path.rpartition(".")[2], tables
 
 
-def _by_module(
+def _numbers_by_module(
     model: nn.Module, numbers: Scores
 ) -> Iterator[tuple[str, DynamicEmbTables, dict[str, int]]]:
     """Yield path and tables of each module that `numbers` names, and the numbers by table.
@@ -87,7 +87,7 @@ def set_score(model: nn.Module, table_score: Scores) -> None:
         TypeError: neither an int nor ints by module and table.
         ValueError: no such module or table, a table that is not CUSTOMIZED, or the score 0.
     """
-    for _, module, scores in _by_module(model, table_score):
+    for _, module, scores in _numbers_by_module(model, table_score):
         module.set_score(scores)
 
 
@@ -113,7 +113,7 @@ def incremental_dump(
         ValueError: no such module or table.
     """
     rows_by_module, scores = {}, {}
-    for path, module, thresholds in _by_module(model, score_threshold):
+    for path, module, thresholds in _numbers_by_module(model, score_threshold):
         rows_by_module[path], scores[path] = module.incremental_dump(thresholds, pg)
     return rows_by_module, scores
 
@@ -134,8 +134,8 @@ def DynamicEmbDump(
     `<table>_emb_keys.rank_<r>.world_size_<W>`. The files of an earlier dump stay until every rank
     has written its new files, so the disk needs space for both. Then the files of all tables are
     replaced together: after a failure or an interrupt, all files are old or all are new. If the
-    process is killed while it replaces them, `DynamicEmbLoad` refuses the directory; the old files
-    are in `.<table>.old` then.
+    process is killed while it replaces them, `DynamicEmbLoad` refuses the directory, and the old
+    files are in `.<table>.old`.
 
     Args:
         path: directory of the dump, created if it is missing; all ranks must see the same one.
@@ -155,8 +155,8 @@ def DynamicEmbDump(
     """
     ranks, root = RankGroup.from_value(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
-    left_out = _left_out(states=optim, counts=counter)
-    _dump(ranks, root, tables, left_out, allow_overwrite=allow_overwrite)
+    omitted = _omitted_parts(states=optim, counts=counter)
+    _dump(ranks, root, tables, omitted, allow_overwrite=allow_overwrite)
 
 
 def dump_module(
@@ -173,12 +173,12 @@ def dump_module(
     See `DynamicEmbDump`; `table_names` of None writes all tables.
     """
     ranks, root = RankGroup.from_value(pg), Path(save_dir)
-    tables = [_DumpedTable(root, module, name) for name in _chosen(module, table_names)]
-    left_out = _left_out(states=optim, counts=counter)
-    _dump(ranks, root, tables, left_out, allow_overwrite=True)
+    tables = [_DumpedTable(root, module, name) for name in _checked_names(module, table_names)]
+    omitted = _omitted_parts(states=optim, counts=counter)
+    _dump(ranks, root, tables, omitted, allow_overwrite=True)
 
 
-def _chosen(module: DynamicEmbTables, names: Sequence[str] | None) -> list[str]:
+def _checked_names(module: DynamicEmbTables, names: Sequence[str] | None) -> list[str]:
     requested_names = module.table_names if names is None else list(names)
     if unknown := sorted(set(requested_names) - set(module.table_names)):
         raise ValueError(f"there are no tables {unknown}, there are {module.table_names}")
@@ -189,27 +189,27 @@ def _dump(
     ranks: RankGroup,
     root: Path,
     tables: Sequence[_DumpedTable],
-    left_out: Sequence[str],
+    omitted: Sequence[str],
     *,
     allow_overwrite: bool,
 ) -> None:
     """Write tables below `root`: stage the files of all, then replace the earlier ones together.
 
-    All ranks call this with the same paths and tables. `left_out` may have "states" and "counts".
+    All ranks call this with the same paths and tables. `omitted` may have "states" and "counts".
     """
-    names = [(directory, name) for directory, _, name in tables]
-    _check_same(ranks, root, tables)
-    with _together(ranks):
+    directories_and_names = [(directory, name) for directory, _, name in tables]
+    _check_same_tables(ranks, root, tables)
+    with _all_ranks_succeed(ranks):
         _check_target(root, allow_overwrite=allow_overwrite)
-    with _together(ranks):
+    with _all_ranks_succeed(ranks):
         root.mkdir(parents=True, exist_ok=True)
-        _discard(ranks, names)
-    written_by = dynamicemb_files.dump_argument([_label(*table) for table in names])
+        _discard(ranks, directories_and_names)
+    written_by = dynamicemb_files.dump_argument([_label(*table) for table in directories_and_names])
     part = Part(ranks.rank, ranks.size)
     try:
         for directory, module, name in tables:
-            with _together(ranks):
-                table_entries = module.saved_entries(name, ranks, left_out)
+            with _all_ranks_succeed(ranks):
+                table_entries = module.saved_entries(name, ranks, omitted)
                 arguments = {**module.opt_args(name), **written_by}
                 table_module, index = module.table_module_of(name)
                 stage_dynamicemb(
@@ -220,17 +220,17 @@ def _dump(
                     part=part,
                     uses_first=module.uses_first(name),
                 )
-        with _together(ranks):
+        with _all_ranks_succeed(ranks):
             if ranks.rank == 0:
-                dynamicemb_files.commit(names, ranks.size)
+                dynamicemb_files.commit(directories_and_names, ranks.size)
     except BaseException:
-        _discard(ranks, names)
+        _discard(ranks, directories_and_names)
         raise
 
 
-def _discard(ranks: RankGroup, names: Sequence[tuple[Path, str]]) -> None:
-    """Delete the staged files, on rank 0, which alone knows whether files are being moved."""
-    for directory, name in names if ranks.rank == 0 else ():
+def _discard(ranks: RankGroup, directories_and_names: Sequence[tuple[Path, str]]) -> None:
+    """Delete the staged files, on rank 0 alone: only it knows whether files are being moved."""
+    for directory, name in directories_and_names if ranks.rank == 0 else ():
         dynamicemb_files.discard(directory, name)
 
 
@@ -250,19 +250,21 @@ def _check_target(root: Path, *, allow_overwrite: bool) -> None:
         )
 
 
-def _check_same(ranks: RankGroup, root: Path, tables: Sequence[_DumpedTable]) -> None:
+def _check_same_tables(ranks: RankGroup, root: Path, tables: Sequence[_DumpedTable]) -> None:
     """Raise ValueError on every rank where ranks would write or read other tables."""
     local_description = (str(root), [(str(directory), name) for directory, _, name in tables])
-    for rank, theirs in enumerate(ranks.gather_objects(local_description)):
-        if theirs != local_description:
+    for rank, description in enumerate(ranks.gather_objects(local_description)):
+        if description != local_description:
             raise ValueError(
                 f"all ranks must give the same path and tables; rank {ranks.rank} gives "
-                f"{local_description}, rank {rank} {theirs}"
+                f"{local_description}, rank {rank} {description}"
             )
 
 
 @contextlib.contextmanager
-def _together(ranks: RankGroup, outcome: str = "nothing was changed here") -> Iterator[None]:
+def _all_ranks_succeed(
+    ranks: RankGroup, outcome: str = "nothing was changed here"
+) -> Iterator[None]:
     """Wait for all ranks at the end of the block; if one raised, raise on all, see `agree`.
 
     `outcome` is the state of the tables then. Interrupts are raised at once, without waiting.
@@ -312,8 +314,8 @@ def DynamicEmbLoad(
         RuntimeError: another rank failed; the message says whether tables were changed.
     """
     tables = list(_tables_of(Path(path), model, table_names))
-    left_out = _left_out(states=optim, counts=counter)
-    _load(RankGroup.from_value(pg), Path(path), tables, left_out)
+    omitted = _omitted_parts(states=optim, counts=counter)
+    _load(RankGroup.from_value(pg), Path(path), tables, omitted)
 
 
 def load_module(
@@ -330,27 +332,27 @@ def load_module(
     See `DynamicEmbLoad`; `table_names` of None reads all tables.
     """
     root = Path(save_dir)
-    tables = [_DumpedTable(root, module, name) for name in _chosen(module, table_names)]
-    left_out = _left_out(states=optim, counts=counter)
-    _load(RankGroup.from_value(pg), root, tables, left_out)
+    tables = [_DumpedTable(root, module, name) for name in _checked_names(module, table_names)]
+    omitted = _omitted_parts(states=optim, counts=counter)
+    _load(RankGroup.from_value(pg), root, tables, omitted)
 
 
 def _load(
-    ranks: RankGroup, root: Path, tables: Sequence[_DumpedTable], left_out: Sequence[str]
+    ranks: RankGroup, root: Path, tables: Sequence[_DumpedTable], omitted: Sequence[str]
 ) -> None:
-    _check_same(ranks, root, tables)
-    optim = "states" not in left_out
+    _check_same_tables(ranks, root, tables)
+    optim = "states" not in omitted
     tables_read, arguments = [], {}
-    with _together(ranks):
+    with _all_ranks_succeed(ranks):
         for directory, module, name in tables:
             file = dynamicemb_files.arguments_path(directory, name)
             content = dynamicemb_files.arguments_of(directory, name)
             arguments[_label(directory, name)] = (file, content)
             saved = module.check_opt_args(name, file, content, with_optimizer=optim)
-            entries = _read(ranks, directory, module, name, left_out)
+            entries = _read(ranks, directory, module, name, omitted)
             tables_read.append(_CheckedFiles(module, name, saved, entries))
         dynamicemb_files.check_one_dump(arguments)
-    with _together(ranks, "some tables were changed already: load again"):
+    with _all_ranks_succeed(ranks, "some tables were changed already: load again"):
         for table in tables_read:
             set_dynamicemb(*table.module.table_module_of(table.name), table.entries)
             table.module.take_opt_args(table.name, table.saved)
@@ -361,7 +363,7 @@ def _read(
     directory: Path,
     module: DynamicEmbTables,
     name: str,
-    left_out: Sequence[str],
+    omitted: Sequence[str],
 ) -> DynamicEmbTable:
     """Read the entries of a table that this rank owns."""
     has_same_world_size = dynamicemb_files.world_size(directory, name) == ranks.size
@@ -372,7 +374,7 @@ def _read(
         directory,
         index,
         rank=ranks.rank if reads_own_file else None,
-        leave_out=left_out,
+        leave_out=omitted,
         uses_first=module.uses_first(name),
     )
     if reads_own_file or ranks.size == 1:
@@ -380,8 +382,8 @@ def _read(
     return module.owned(name, ranks, table_entries)
 
 
-def _left_out(**flags: bool | None) -> list[str]:
-    """Return which of "states" and "counts" are not wanted."""
+def _omitted_parts(**flags: bool | None) -> list[str]:
+    """Return which parts of a table, "states" and "counts", are neither written nor read."""
     return [word for word, is_wanted in flags.items() if not is_wanted]
 
 

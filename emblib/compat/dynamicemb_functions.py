@@ -67,13 +67,13 @@ def opt_args(
 def dist_type_of_files(options: DynamicEmbTableOptions) -> str:
     """Return the rule by which files of a table are read on another number of ranks.
 
-    With "continuous", DynamicEmb's files have remainders of keys, which `check_kind` refuses. Files
-    here have whole keys: they are those of "roundrobin".
+    With "continuous", DynamicEmb's files have remainders of keys, which `check_same_kind` refuses.
+    Files here have whole keys: they are those of "roundrobin".
     """
     return "roundrobin" if options.dist_type == "continuous" else options.dist_type
 
 
-_MAX_DRAWN_KEYS = 1 << 18  # keys that `fill` draws at a time; bounds its memory
+_MAX_DRAWN_KEYS = 1 << 18  # keys that `fill_table` draws at a time; bounds its memory
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Saved:
     step_score: int | None
 
 
-def check_kind(
+def check_same_kind(
     table: str,
     path: Path,
     content: Mapping[str, Any],
@@ -129,7 +129,7 @@ def check_kind(
         )
 
 
-def checked(
+def checked_numbers(
     path: Path, content: Mapping[str, Any], rule: Any, *, counts_steps: bool = False
 ) -> Saved:
     """Read the numbers of the file at `path` that a table takes; numbers it lacks stay unchanged.
@@ -143,7 +143,7 @@ def checked(
     Raises:
         DumpError: a number is of the wrong type or out of range, or one beta lacks the other.
     """
-    hyper = {} if rule is None else _hyper(path, content, rule)
+    hyper = {} if rule is None else _hyperparameter_changes(path, content, rule)
     step = score = None
     if rule is not None and "iters" in content:
         step = _whole_number(path, content, "iters", 0, 2**53)
@@ -152,8 +152,8 @@ def checked(
     return Saved(hyper, step, score)
 
 
-def _hyper(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
-    """Return the changes for `set_hyperparameters` that a file has of the optimizer `rule`."""
+def _hyperparameter_changes(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
+    """Return the changes for `set_hyperparameters` that a file has for the optimizer `rule`."""
 
     def number(name: str) -> float:
         return float(entry_of(path, content, name, int, float))
@@ -250,7 +250,9 @@ class DynamicEmbTables:
 
     def flush(self) -> None:
         """Commit all rows to the backing store, and wait; without a store this does nothing."""
-        for module in {id(k): k for k, _ in map(self.table_module_of, self.table_names)}.values():
+        for module in {
+            id(module): module for module, _ in map(self.table_module_of, self.table_names)
+        }.values():
             module.flush()
 
     def export_keys_values(
@@ -264,12 +266,12 @@ class DynamicEmbTables:
         module, index = self.table_module_of(table_name)
         entries = export_dynamicemb(module, index, {}, leave_out=["states"]).entries
         rows = entries.rows["weight"]
-        parts = [
-            rows[part].to(device, torch.float32)
-            for part in torch.arange(len(entries)).split(batch_size)
+        row_blocks = [
+            rows[block_positions].to(device, torch.float32)
+            for block_positions in torch.arange(len(entries)).split(batch_size)
         ]
-        none = torch.empty(0, module.tables[index].dim, device=device)
-        return entries.keys.to(device), torch.cat([none, *parts])
+        no_rows = torch.empty(0, module.tables[index].dim, device=device)
+        return entries.keys.to(device), torch.cat([no_rows, *row_blocks])
 
     def fill_tables(
         self, load_factor: float = 0.95, tolerance: float = 1e-5, seed: int = 0
@@ -297,9 +299,9 @@ class DynamicEmbTables:
             capacity = self.options_of(name).max_capacity
             assert capacity is not None
             generator = torch.Generator().manual_seed(seed + number)
-            size = int(capacity * load_factor)
-            if size - module.size(index) > tolerance * capacity:
-                fill(module, index, size, generator, self.owns)
+            target_size = int(capacity * load_factor)
+            if target_size - module.size(index) > tolerance * capacity:
+                fill_table(module, index, target_size, generator, self.owns)
 
     def owns(self, keys: Tensor) -> Tensor:
         """Return which keys this rank may have, bool."""
@@ -400,10 +402,10 @@ class DynamicEmbTables:
             ValueError: it was saved with another kind of table.
         """
         options, (module, index) = self.options_of(table), self.table_module_of(table)
-        check_kind(table, path, content, opt_args(module, index, options), with_optimizer)
+        check_same_kind(table, path, content, opt_args(module, index, options), with_optimizer)
         counts_steps = options.score_strategy is DynamicEmbScoreStrategy.STEP
         rule = module.optimizer if with_optimizer else None
-        return checked(path, content, rule, counts_steps=counts_steps)
+        return checked_numbers(path, content, rule, counts_steps=counts_steps)
 
     def take_opt_args(self, table: str, saved: Saved) -> None:
         """Set the numbers that `check_opt_args` returned."""
@@ -441,8 +443,8 @@ class DynamicEmbTables:
 
     def _rows_since(self, name: str, threshold: int) -> tuple[Tensor, Tensor]:
         entries = table_entries(*self.table_module_of(name))
-        is_timed = is_compound(self.options_of(name).score_strategy)
-        scores = entries.stamps if entries.scores is None or is_timed else entries.scores
+        uses_stamps = is_compound(self.options_of(name).score_strategy)
+        scores = entries.stamps if entries.scores is None or uses_stamps else entries.scores
         positions = (scores >= threshold).nonzero().view(-1)
         return entries.keys[positions], entries.rows["weight"][positions].cpu()
 
@@ -477,14 +479,14 @@ def agree(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
             raise RuntimeError(f"rank {rank} failed, {outcome}: {message}")
 
 
-def fill(
+def fill_table(
     module: DynamicEmbeddingBags,
     index: int,
-    size: int,
+    target_size: int,
     generator: torch.Generator,
     owns: Callable[[Tensor], Tensor],
 ) -> None:
-    """Insert random keys until a table has `size` keys, by training forwards without update.
+    """Insert random keys until a table has `target_size` keys, by training forwards without update.
 
     Ends early if a forward inserts no key. Only keys for which `owns` is true are used. A table
     that no feature reads raises ValueError.
@@ -498,14 +500,14 @@ def fill(
     spec, was_training = module.tables[index], module.training
     module.train()
     try:
-        while (missing := size - module.size(index)) > 0:
-            num_drawn = min(2 * missing + 64, _MAX_DRAWN_KEYS)  # some are of other ranks
+        while (num_missing := target_size - module.size(index)) > 0:
+            num_drawn = min(2 * num_missing + 64, _MAX_DRAWN_KEYS)  # some are of other ranks
             keys = torch.randint(2**62, (num_drawn,), generator=generator)
-            keys = keys[owns(keys)][: min(missing, BATCH_SIZE_PER_DUMP)]
+            keys = keys[owns(keys)][: min(num_missing, BATCH_SIZE_PER_DUMP)]
             offsets = torch.zeros(len(module.feature_tables) + 1, dtype=torch.int64)
             offsets[feature + 1 :] = keys.numel()
-            uses = 1 if spec.admission is None else spec.admission.max_threshold
-            counts = torch.full_like(keys, uses)
+            uses_per_key = 1 if spec.admission is None else spec.admission.max_threshold
+            counts = torch.full_like(keys, uses_per_key)
             size_before, device = module.size(index), module.weights.device
             with torch.enable_grad():
                 module(keys.to(device), offsets.to(device), counts=counts.to(device))

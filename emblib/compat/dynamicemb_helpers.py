@@ -96,10 +96,12 @@ def string_to_evict_strategy(strategy_str: str) -> DynamicEmbEvictStrategy:
     Raises:
         ValueError: no such name.
     """
-    by_name = {f"K{s.name.title().replace('_', '')}": s for s in DynamicEmbEvictStrategy}
-    if strategy_str not in by_name:
-        raise ValueError(f"an eviction strategy is one of {list(by_name)}, got {strategy_str!r}")
-    return by_name[strategy_str]
+    strategy_of_name = {f"K{s.name.title().replace('_', '')}": s for s in DynamicEmbEvictStrategy}
+    if strategy_str not in strategy_of_name:
+        raise ValueError(
+            f"an eviction strategy is one of {list(strategy_of_name)}, got {strategy_str!r}"
+        )
+    return strategy_of_name[strategy_str]
 
 
 def get_optimizer_state_dim(
@@ -133,7 +135,7 @@ def get_optimizer_ckpt_state_dim(
 # Files of dumps
 
 # Items of files in a dump, by the suffixes that `find_files` takes.
-_ITEMS = {
+_ITEM_OF_SUFFIX = {
     "emb_keys": "emb_keys",
     "emb_values": "emb_values",
     "emb_scores": "emb_scores",
@@ -156,7 +158,7 @@ def encode_checkpoint_file_path(
     Raises:
         ValueError: another item.
     """
-    return _path(root_path, table_name, rank, world_size, f"emb_{item}")
+    return _item_path(root_path, table_name, rank, world_size, f"emb_{item}")
 
 
 def encode_counter_checkpoint_file_path(
@@ -167,12 +169,12 @@ def encode_counter_checkpoint_file_path(
     Raises:
         ValueError: another item.
     """
-    return _path(root_path, table_name, rank, world_size, f"counter_{item}")
+    return _item_path(root_path, table_name, rank, world_size, f"counter_{item}")
 
 
-def _path(root: str, table: str, rank: int, world_size: int, item: str) -> str:
-    if item not in _ITEMS.values():
-        raise ValueError(f"a dump has no {item!r}; it has {list(_ITEMS.values())}")
+def _item_path(root: str, table: str, rank: int, world_size: int, item: str) -> str:
+    if item not in _ITEM_OF_SUFFIX.values():
+        raise ValueError(f"a dump has no {item!r}; it has {list(_ITEM_OF_SUFFIX.values())}")
     return str(Path(root) / dynamicemb_files.file_name(table, item, rank, world_size))
 
 
@@ -183,13 +185,18 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
         ValueError: an unknown suffix.
         DumpError: files of some ranks are missing.
     """
-    if suffix not in _ITEMS:
-        raise ValueError(f"suffix must be one of {list(_ITEMS)}, got {suffix!r}")
-    item, pattern = _ITEMS[suffix], dynamicemb_files.file_name(table_name, _ITEMS[suffix], "*", "*")
+    if suffix not in _ITEM_OF_SUFFIX:
+        raise ValueError(f"suffix must be one of {list(_ITEM_OF_SUFFIX)}, got {suffix!r}")
+    item, pattern = (
+        _ITEM_OF_SUFFIX[suffix],
+        dynamicemb_files.file_name(table_name, _ITEM_OF_SUFFIX[suffix], "*", "*"),
+    )
     if not any(Path(root_path).glob(pattern)):
         return [], 0
     world_size = dynamicemb_files.world_size(root_path, table_name)
-    paths = [_path(root_path, table_name, rank, world_size, item) for rank in range(world_size)]
+    paths = [
+        _item_path(root_path, table_name, rank, world_size, item) for rank in range(world_size)
+    ]
     if missing := [path for path in paths if not Path(path).exists()]:
         raise DumpError(f"the dump is not whole: {', '.join(missing)} is missing")
     return paths, world_size
@@ -203,11 +210,14 @@ def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, s
 
     A path is the argument `path`, then `model`, then the path within `module`.
     """
-    kinds = (sharding.ShardedEmbeddingBagCollection, sharding.ShardedEmbeddingCollection)
+    collection_classes = (
+        sharding.ShardedEmbeddingBagCollection,
+        sharding.ShardedEmbeddingCollection,
+    )
     return [
-        (name, name.rpartition(".")[2], part)
-        for name, part in unwrapped(module).named_modules(prefix=f"{path}model")
-        if isinstance(part, kinds)
+        (name, name.rpartition(".")[2], submodule)
+        for name, submodule in unwrapped(module).named_modules(prefix=f"{path}model")
+        if isinstance(submodule, collection_classes)
     ]
 
 
@@ -224,8 +234,8 @@ def check_emb_collection_modules(
     Args:
         module: model or part of one.
         ret_list: list that is extended.
-        visited: ids of modules for which nothing is appended, to which that of `module` is added;
-            None for none.
+        visited: ids of modules for which nothing is appended; the id of `module` is added. None is
+            an empty set.
     """
     visited = set() if visited is None else visited
     if id(module) not in visited:
@@ -266,7 +276,7 @@ class ShardedDynamicEmbeddingBagCollection(metaclass=_ShardedDynamic):
     emblib_class = sharding.ShardedEmbeddingBagCollection
 
 
-_BY_REASON = (
+_NAMES_OF_REASON = (
     (
         "emblib.RowStore is the protocol of a storage, BackingStore(store, mode) of "
         "emblib.DynamicEmbeddingBags where it is given; HostRows, DiskRows and SQLiteRows exist",
@@ -299,7 +309,7 @@ _BY_REASON = (
 )
 RAISES = {
     name: raising(name, reason, "DynamicEmb")
-    for reason, names in _BY_REASON
+    for reason, names in _NAMES_OF_REASON
     for name in names.split()
 }
 """Names that import and raise where they are used, with what to use instead."""

@@ -53,7 +53,7 @@ def align_to_table_size(n: int, alignment: int = BUCKET_ALIGNMENT) -> int:
 
 
 def _rows_per_bucket(bucket_capacity: int) -> int:
-    """Return the number of rows that a table has whole multiples of.
+    """Return the rows per bucket: the rows of a table are a multiple of this number.
 
     Raises:
         ValueError: a bucket that is not a positive multiple of BUCKET_ALIGNMENT.
@@ -81,7 +81,7 @@ def get_sharded_table_capacity(
     return align_to_table_size(rows, _rows_per_bucket(bucket_capacity))
 
 
-def _rule_of(optimizer_type: Any) -> optim.Optimizer:
+def _optimizer_of(optimizer_type: Any) -> optim.Optimizer:
     return dynamicemb_arguments.default_optimizer(as_member(EmbOptimType, optimizer_type))
 
 
@@ -98,7 +98,7 @@ def get_table_value_bytes(
     """
     rows = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
     dtype = data_type_to_dtype(embedding_config.data_type)
-    rule = _rule_of(optimizer_type)
+    rule = _optimizer_of(optimizer_type)
     return rows * bytes_per_row(dtype, embedding_config.embedding_dim, rule)
 
 
@@ -116,15 +116,15 @@ def get_constraint_capacity(
         ValueError: a bucket that is not a positive multiple of BUCKET_ALIGNMENT.
     """
     bucket_rows = _rows_per_bucket(bucket_capacity)
-    bucket_bytes = bytes_per_row(dtype, dim, _rule_of(optimizer_type)) * bucket_rows
-    buckets = int(memory_bytes) // bucket_bytes
-    if not buckets:
+    bucket_bytes = bytes_per_row(dtype, dim, _optimizer_of(optimizer_type)) * bucket_rows
+    num_buckets = int(memory_bytes) // bucket_bytes
+    if not num_buckets:
         warnings.warn(
             f"{memory_bytes} bytes are less than the {bucket_bytes} bytes of a bucket, and are "
             "rounded up to one bucket",
             stacklevel=2,
         )
-    return max(buckets, 1) * bucket_rows
+    return max(num_buckets, 1) * bucket_rows
 
 
 def complete_initializer_args(
@@ -249,7 +249,7 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
                 f"{sorted(constrained - set(names))}"
             )
 
-    def _dynamic(self) -> dict[str, DynamicEmbTableOptions]:
+    def _options_of_dynamic_tables(self) -> dict[str, DynamicEmbTableOptions]:
         """Return the options of the dynamic tables, by name."""
         options_by_table = {}
         for name, constraint in self._table_constraints.items():
@@ -277,10 +277,10 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
 
     def _with_options(self, module: nn.Module, plan: ShardingPlan, world_size: int) -> ShardingPlan:
         """Return a plan whose dynamic tables have their completed options."""
-        dynamic = self._dynamic()
+        dynamic = self._options_of_dynamic_tables()
         for config in _configs_in(module):
             if config.name in dynamic:
-                _complete(dynamic[config.name], config, world_size)
+                _complete_options(dynamic[config.name], config, world_size)
         for tables in plan.plan.values():
             for name in tables.keys() & dynamic.keys():
                 table, options = tables[name], dynamic[name]
@@ -300,14 +300,14 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         names = [config.name for config in _configs_in(module)]
         if self._names is not None and sorted(self._names) != sorted(names):
             raise ValueError(f"eb_configs must be those of the model, {names}, got {self._names}")
-        dynamic, world_size = self._dynamic(), native_planner.topology.world_size
+        dynamic, world_size = self._options_of_dynamic_tables(), native_planner.topology.world_size
 
-        def as_planned(work: planner.TableWorkload) -> planner.TableWorkload:
+        def with_hash_storage(work: planner.TableWorkload) -> planner.TableWorkload:
             options = dynamic.get(work.config.name)
             if options is None:
                 return work
             options = dataclasses.replace(options)
-            _complete(options, work.config, world_size)
+            _complete_options(options, work.config, world_size)
             sharding = DynamicEmbParameterSharding(
                 ShardingType.ROW_WISE.value,
                 ranks=list(range(world_size)),
@@ -319,7 +319,7 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             )
             return dataclasses.replace(work, config=config)
 
-        return plan_with_report(native_planner, module, sharders, as_planned)
+        return plan_with_report(native_planner, module, sharders, with_hash_storage)
 
 
 def _configs_in(module: nn.Module) -> list[Any]:
@@ -327,8 +327,8 @@ def _configs_in(module: nn.Module) -> list[Any]:
     return [config for collection in collections for config in collection.configs]
 
 
-def _complete(options: DynamicEmbTableOptions, config: Any, world_size: int) -> None:
-    """Set the options that follow from the plan, as DynamicEmb does; twice is as once."""
+def _complete_options(options: DynamicEmbTableOptions, config: Any, world_size: int) -> None:
+    """Set the options that follow from the plan, as DynamicEmb does; may be called repeatedly."""
     bucket = options.bucket_capacity
     options.dim = config.embedding_dim
     options.max_capacity = get_sharded_table_capacity(config, world_size, bucket)

@@ -20,7 +20,7 @@ from emblib import collections as emblib_collections
 from emblib.checkpoints import owner
 from emblib.compat import dynamicemb_arguments
 from emblib.compat.dynamicemb_functions import DynamicEmbTables
-from emblib.compat.dynamicemb_tables import split
+from emblib.compat.dynamicemb_tables import split_tiers
 from emblib.compat.dynamicemb_types import DynamicEmbTableOptions
 from emblib.compat.fbgemm_types import SparseType
 from emblib.compat.torchrec_sharders import (
@@ -98,17 +98,19 @@ def hash_storage(
             "collection leave it out and call eval(), or use BatchedDynamicEmbeddingTablesV2"
         )
     spec = dynamicemb_arguments.spec(options, name, initial_state)
-    (fast,), tiers = split([options], [spec], rule, torch.device(device))
-    backing = tiers
-    if tiers is not None and options.external_storage is None:
-        store: Any = tiers.store
+    (fast_spec,), split_store = split_tiers([options], [spec], rule, torch.device(device))
+    backing = split_store
+    if split_store is not None and options.external_storage is None:
+        store: Any = split_store.store
         (slow_rows,) = store.capacity
-        backing = BackingStore(HostRows(slow_rows * world_size, store.eviction), tiers.mode)
-    names = {f.name for f in fields(Hash)} & {f.name for f in fields(fast)}
+        backing = BackingStore(HostRows(slow_rows * world_size, store.eviction), split_store.mode)
+    names = {f.name for f in fields(Hash)} & {f.name for f in fields(fast_spec)}
     storage = DynamicEmbHash(
-        **{choice: getattr(fast, choice) for choice in names}, backing=backing, options=options
+        **{field_name: getattr(fast_spec, field_name) for field_name in names},
+        backing=backing,
+        options=options,
     )
-    return fast.rows * world_size, storage
+    return fast_spec.rows * world_size, storage
 
 
 def dynamic_config(
@@ -126,16 +128,16 @@ def dynamic_config(
     rows, storage = hash_storage(
         sharding.dynamicemb_options, config.name, config.optimizer or rule, world_size, **more
     )
-    weights = sharding.dynamicemb_options.embedding_dtype or config.data_type
-    native = (
+    data_type = sharding.dynamicemb_options.embedding_dtype or config.data_type
+    config_class = (
         emblib_collections.EmbeddingBagConfig
         if isinstance(config, emblib_collections.EmbeddingBagConfig)
         else emblib_collections.EmbeddingConfig
     )
-    values = {f.name: getattr(config, f.name) for f in fields(native)}
+    values = {f.name: getattr(config, f.name) for f in fields(config_class)}
     bounds = {"weight_init_min": None, "weight_init_max": None, "init_fn": None}
-    replaced_fields = {"num_embeddings": rows, "storage": storage, "data_type": weights, **bounds}
-    return native(**{**values, **replaced_fields})
+    replaced_fields = {"num_embeddings": rows, "storage": storage, "data_type": data_type, **bounds}
+    return config_class(**{**values, **replaced_fields})
 
 
 class _DynamicSharder:
@@ -149,7 +151,7 @@ class _DynamicSharder:
     def prepare(self, module: nn.Module, plan: Any) -> nn.Module:
         """Replace the collections whose plan has dynamic tables, in a model; return the model.
 
-        A `module` that is such a collection itself does not change: return its replacement.
+        If `module` is itself such a collection, it does not change: its replacement is returned.
 
         Raises:
             ValueError: a collection that is not on the meta device, whose rows would be lost.
@@ -335,8 +337,8 @@ class ShardedCollectionTables(DynamicEmbTables):
         dist_type = self.dist_type(name)
         received_parts: list[DynamicEmbTable] = []
         for rank in range(ranks.size):
-            part = entries.owned(partial(_goes_to, rank, ranks.size, dist_type))
-            parts = ranks.gather_objects(replace(part, entries=_copied(part.entries)))
+            part = entries.owned(partial(_is_routed_to, rank, ranks.size, dist_type))
+            parts = ranks.gather_objects(replace(part, entries=_on_cpu(part.entries)))
             if rank == ranks.rank:
                 received_parts = parts
         counts = [part.counts for part in received_parts if part.counts is not None]
@@ -348,12 +350,12 @@ class ShardedCollectionTables(DynamicEmbTables):
         )
 
 
-def _goes_to(rank: int, world_size: int, dist_type: str, keys: Tensor) -> Tensor:
+def _is_routed_to(rank: int, world_size: int, dist_type: str, keys: Tensor) -> Tensor:
     """Return which keys `dist_type` routes to a rank, bool."""
     return dynamicemb_files.owner(keys, world_size, dist_type) == rank
 
 
-def _copied(entries: Entries) -> Entries:
+def _on_cpu(entries: Entries) -> Entries:
     """Return entries whose rows are tensors on the CPU, which can be sent to other ranks."""
     positions = torch.arange(len(entries))
     rows = {name: rows[positions].cpu() for name, rows in entries.rows.items()}

@@ -39,13 +39,13 @@ from emblib.compat.fbgemm_types import (
 _BUCKET_ROWS = 32  # of emblib's hash tables
 
 
-def split(
+def split_tiers(
     options: Sequence[DynamicEmbTableOptions],
     specs: Sequence[DynamicSpec],
     rule: optim.Optimizer,
     device: torch.device,
 ) -> tuple[list[DynamicSpec], BackingStore | None]:
-    """Return the tables as the device has them, and their backing store if they do not fit.
+    """Return the specs of the tables on the device, and a backing store if they do not fit.
 
     A store in host memory has the rows of max_capacity that are not on the device, at least 1 per
     table; `external_storage` takes all rows that the device evicts. On a CPU, a table without
@@ -61,27 +61,33 @@ def split(
         NotImplementedError: a GPU without memory for values and without `caching`; tables without
             eviction that do not fit.
     """
-    rows = [_num_fast_rows(o, s, rule, device) for o, s in zip(options, specs, strict=True)]
+    fast_rows_of_tables = [
+        _num_fast_rows(o, s, rule, device) for o, s in zip(options, specs, strict=True)
+    ]
     store = options[0].external_storage
-    if store is None and all(fast_rows >= s.rows for fast_rows, s in zip(rows, specs, strict=True)):
+    if store is None and all(
+        fast_rows >= s.rows for fast_rows, s in zip(fast_rows_of_tables, specs, strict=True)
+    ):
         return list(specs), None
-    for fast_rows, s in zip(rows, specs, strict=True):
+    for fast_rows, s in zip(fast_rows_of_tables, specs, strict=True):
         if s.eviction is Eviction.NONE and fast_rows < s.rows:
             raise NotImplementedError(
                 f"table {s.name!r} has NO_EVICTION and {s.rows} rows, of which {fast_rows} are in "
                 "local_hbm_for_values: rows that do not fit would be evicted; make it larger"
             )
-    slow_rows = [max(s.rows - fast_rows, 1) for fast_rows, s in zip(rows, specs, strict=True)]
+    slow_rows = [
+        max(s.rows - fast_rows, 1) for fast_rows, s in zip(fast_rows_of_tables, specs, strict=True)
+    ]
     mode = TierMode.CACHING if options[0].caching else TierMode.HYBRID
-    fast = [
+    fast_specs = [
         replace(
             s, capacity=fast_rows, initial_capacity=min(s.initial_capacity or fast_rows, fast_rows)
         )
-        for fast_rows, s in zip(rows, specs, strict=True)
+        for fast_rows, s in zip(fast_rows_of_tables, specs, strict=True)
     ]
     if store is None:
         store = HostRows(slow_rows, specs[0].eviction)
-    return fast, BackingStore(store, mode)
+    return fast_specs, BackingStore(store, mode)
 
 
 def _num_fast_rows(
@@ -159,12 +165,12 @@ class Cache:
         return torch.tensor([after - before for after, before in pairs])
 
     def _count_before(self, *_: Any) -> None:
-        self._before = self._counts()
+        self._before = self._count_totals()
 
     def _count_after(self, *_: Any) -> None:
-        self._after = self._counts()
+        self._after = self._count_totals()
 
-    def _counts(self) -> tuple[int, int]:
+    def _count_totals(self) -> tuple[int, int]:
         stats = self._bags.tier_stats().values()
         return sum(table.lookups for table in stats), sum(table.hits for table in stats)
 
@@ -214,14 +220,14 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
     ) -> None:
         arguments = SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"})
         super().__init__()
-        self._options = _checked(table_options)
-        self._names = _names(table_names, len(self._options))
+        self._options = _checked_options(table_options)
+        self._names = _unique_names(table_names, len(self._options))
         self.pooling_mode = DynamicEmbPoolingMode(pooling_mode)
         self.output_dtype = output_dtype
         self.index_type = self._options[0].index_type or torch.int64
         self.use_index_dedup = use_index_dedup
         self.prefetch_pipeline = prefetch_pipeline
-        self.bags = self._make(arguments)
+        self.bags = self._make_bags(arguments)
         has_cache = self._options[0].caching and self.bags.backing is not None
         self._cache = Cache(self.bags) if has_cache else None
         self._prefetched: deque[_Prefetched] = deque()  # by prefetch, not yet by forward
@@ -230,7 +236,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             if options.init_capacity is None:
                 options.init_capacity = options.max_capacity
 
-    def _make(self, args: SimpleNamespace) -> DynamicEmbeddingBags:
+    def _make_bags(self, args: SimpleNamespace) -> DynamicEmbeddingBags:
         """Return the module that does the work, given the arguments of the constructor."""
         optimizer, state = dynamicemb_arguments.optimizer(args), args.initial_accumulator_value
         if not self._options[0].training:
@@ -242,7 +248,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         device = dynamicemb_arguments.device(args.device, self._options)
         backing = None
         if not args.enforce_hbm:
-            specs, backing = split(self._options, specs, optimizer, device)
+            specs, backing = split_tiers(self._options, specs, optimizer, device)
         return DynamicEmbeddingBags(
             specs,
             optimizer,
@@ -295,8 +301,8 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             )
         if pooling_weights is not None and self.bags.pooling is Pooling.NONE:
             raise ValueError("pooling_weights need pooling_mode SUM or MEAN, got NONE")
-        counts = None if per_sample_weights is None else self._counts(per_sample_weights)
-        ids = self._ids(indices)
+        counts = None if per_sample_weights is None else self._use_counts(per_sample_weights)
+        ids = self._as_int64(indices)
         if not self.training or not self._prefetched:
             return self.bags(ids, offsets, pooling_weights, counts=counts)
         prefetched = self._prefetched.popleft()
@@ -318,13 +324,13 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         finally:
             scores.values.copy_(current)
 
-    def _ids(self, indices: Tensor) -> Tensor:
+    def _as_int64(self, indices: Tensor) -> Tensor:
         """Return ids as int64; uint64 ids keep their bits."""
         if indices.dtype is torch.uint64:
             return indices.view(torch.int64)
         return indices.long()
 
-    def _counts(self, weights: Tensor) -> Tensor:
+    def _use_counts(self, weights: Tensor) -> Tensor:
         """Return uses per lookup as int64; raise ValueError where they would not count.
 
         Fractions raise on a CPU; on a GPU, where that would wait, they are cut off.
@@ -368,14 +374,14 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
                 `per_sample_weights` of `forward`.
         """
         _refuse(batch_size_per_feature_per_rank=batch_size_per_feature_per_rank)
-        counts = None if frequency_counters is None else self._counts(frequency_counters)
+        counts = None if frequency_counters is None else self._use_counts(frequency_counters)
         if self.training:
             scores = self.bags.scores
             values = None if scores is None else scores.batch_scores()
             if scores is not None:
                 scores.advance()
             self._prefetched.append(_Prefetched(values, counts))
-        self.bags.prefetch(self._ids(indices), offsets)
+        self.bags.prefetch(self._as_int64(indices), offsets)
 
     @property
     def num_prefetched(self) -> int:
@@ -451,7 +457,7 @@ def _refuse(**arguments: Any) -> None:
             )
 
 
-def _checked(options: Sequence[DynamicEmbTableOptions]) -> list[DynamicEmbTableOptions]:
+def _checked_options(options: Sequence[DynamicEmbTableOptions]) -> list[DynamicEmbTableOptions]:
     if not options:
         raise ValueError("table_options must have at least one DynamicEmbTableOptions")
     for i, other in enumerate(options):
@@ -470,7 +476,7 @@ def _checked(options: Sequence[DynamicEmbTableOptions]) -> list[DynamicEmbTableO
     return list(options)
 
 
-def _names(names: list[str] | None, count: int) -> list[str]:
+def _unique_names(names: list[str] | None, count: int) -> list[str]:
     names = [f"t{i}" for i in range(count)] if names is None else list(names)
     if len(names) != count or len(set(names)) != count:
         raise ValueError(f"table_names must be {count} different names, got {names}")

@@ -135,7 +135,7 @@ class KVCounter:
     key_type: torch.dtype = torch.int64
 
 
-def _zeros() -> DynamicEmbInitializerArgs:
+def _zero_values() -> DynamicEmbInitializerArgs:
     return DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.CONSTANT, value=0.0)
 
 
@@ -185,7 +185,7 @@ class DynamicEmbTableOptions:
     device_id: int | None = None
     training: bool = True
     initializer_args: DynamicEmbInitializerArgs = field(default_factory=DynamicEmbInitializerArgs)
-    eval_initializer_args: DynamicEmbInitializerArgs = field(default_factory=_zeros)
+    eval_initializer_args: DynamicEmbInitializerArgs = field(default_factory=_zero_values)
     caching: bool = False
     init_capacity: int | None = None
     max_load_factor: float = 0.5
@@ -207,7 +207,7 @@ class DynamicEmbTableOptions:
             )
         if self.dist_type not in DIST_TYPES:
             raise ValueError(f"dist_type must be one of {DIST_TYPES}, got {self.dist_type!r}")
-        self.score_strategy = _canonical(self.score_strategy)
+        self.score_strategy = _normal_form(self.score_strategy)
 
     def get_grouped_key(self) -> dict[str, Any]:
         """Return fields in which all tables of a module must agree, as in `embedding_dtype`."""
@@ -232,28 +232,28 @@ class DynamicEmbTableOptions:
         return hash(tuple(self.get_grouped_key().items()))
 
 
-def _canonical(strategy: Any) -> ScoreStrategy:
+def _normal_form(strategy: Any) -> ScoreStrategy:
     """Return the strategy; a tuple of one strategy becomes that strategy.
 
     Raises:
         TypeError: not a strategy.
         NotImplementedError: a tuple other than of TIMESTAMP and LFU.
     """
-    parts = strategy if isinstance(strategy, tuple) else (strategy,)
-    for part in parts:
-        if not isinstance(part, DynamicEmbScoreStrategy):
+    strategies = strategy if isinstance(strategy, tuple) else (strategy,)
+    for member in strategies:
+        if not isinstance(member, DynamicEmbScoreStrategy):
             raise TypeError(
                 "score_strategy must be a DynamicEmbScoreStrategy or a tuple of them, got "
                 f"{strategy!r}"
             )
-    if len(parts) == 1:
-        return parts[0]
-    if len(parts) != 2 or frozenset(parts) != COMPOUND:
+    if len(strategies) == 1:
+        return strategies[0]
+    if len(strategies) != 2 or frozenset(strategies) != COMPOUND:
         raise NotImplementedError(
             "of several scores only TIMESTAMP and LFU go together, got "
-            f"{tuple(part.name for part in parts)}"
+            f"{tuple(member.name for member in strategies)}"
         )
-    return tuple(parts)
+    return tuple(strategies)
 
 
 def warns_of_lower_scores() -> bool:

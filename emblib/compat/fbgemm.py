@@ -202,26 +202,28 @@ def mask_gradients(
     """
     if feature_requires_grad is None:
         return sample_weights
-    features = len(bags.feature_tables)
-    if feature_requires_grad.shape != (features,):
+    num_features = len(bags.feature_tables)
+    if feature_requires_grad.shape != (num_features,):
         raise ValueError(
-            f"feature_requires_grad must have one entry per feature = {features}, got shape "
+            f"feature_requires_grad must have one entry per feature = {num_features}, got shape "
             f"{tuple(feature_requires_grad.shape)}"
         )
-    if sample_weights is None or not features or not sample_weights.numel():
+    if sample_weights is None or not num_features or not sample_weights.numel():
         return sample_weights
     if batch_sizes is not None:
-        last = torch.tensor(list(itertools.accumulate(map(sum, batch_sizes))))
-        if int(last[-1]) != len(offsets) - 1:
+        bag_ends = torch.tensor(list(itertools.accumulate(map(sum, batch_sizes))))
+        if int(bag_ends[-1]) != len(offsets) - 1:
             return sample_weights
-        ends = offsets[last.to(offsets.device)]
-    elif (len(offsets) - 1) % features:
+        id_ends = offsets[bag_ends.to(offsets.device)]
+    elif (len(offsets) - 1) % num_features:
         return sample_weights
     else:
-        ends = offsets[1:].view(features, -1)[:, -1]
-    positions = torch.arange(len(sample_weights), device=ends.device)
-    feature = torch.bucketize(positions, ends.long().contiguous(), right=True)
-    is_wanted = (feature_requires_grad != 0).to(feature.device)[feature.clamp(max=features - 1)]
+        id_ends = offsets[1:].view(num_features, -1)[:, -1]
+    positions = torch.arange(len(sample_weights), device=id_ends.device)
+    feature_of_id = torch.bucketize(positions, id_ends.long().contiguous(), right=True)
+    is_wanted = (feature_requires_grad != 0).to(feature_of_id.device)[
+        feature_of_id.clamp(max=num_features - 1)
+    ]
     return torch.where(is_wanted, sample_weights, sample_weights.detach())
 
 
@@ -252,39 +254,41 @@ def keep_first_lookups(
     if not output.requires_grad:
         return
     lengths = offsets.diff()
-    bag = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+    bag_of_lookup = torch.repeat_interleave(
+        torch.arange(lengths.numel(), device=lengths.device), lengths
+    )
     if dims is not None and lengths.numel() and int(lengths.max()) > 1:
         raise ValueError(
             "use_writeback_bwd_prehook needs bags of at most one lookup, got one of "
             f"{int(lengths.max())}; look the rows up in bags of one, or with PoolingMode.NONE"
         )
-    features = len(feature_tables)
-    feature = bag // max(lengths.numel() // max(features, 1), 1)
-    table = torch.tensor(list(feature_tables), device=indices.device)[feature]
-    rows = torch.stack([table, indices.long()])
-    keep = _first_of_each(rows)
+    num_features = len(feature_tables)
+    feature_of_lookup = bag_of_lookup // max(lengths.numel() // max(num_features, 1), 1)
+    table_of_lookup = torch.tensor(list(feature_tables), device=indices.device)[feature_of_lookup]
+    rows = torch.stack([table_of_lookup, indices.long()])
+    is_first = _mark_first_columns(rows)
     if first_feature_only:
-        keep &= feature == 0
+        is_first &= feature_of_lookup == 0
     if dims is None:
-        mask = keep.unsqueeze(1)
+        mask = is_first.unsqueeze(1)
     else:
-        of_bag = torch.zeros(lengths.numel(), dtype=torch.bool, device=keep.device)
-        of_bag[bag] = keep
-        columns = torch.tensor(list(dims), device=keep.device)
-        mask = of_bag.view(features, -1).t().repeat_interleave(columns, dim=1)
+        bag_has_first = torch.zeros(lengths.numel(), dtype=torch.bool, device=is_first.device)
+        bag_has_first[bag_of_lookup] = is_first
+        columns = torch.tensor(list(dims), device=is_first.device)
+        mask = bag_has_first.view(num_features, -1).t().repeat_interleave(columns, dim=1)
     output.register_hook(lambda grad: torch.where(mask, grad, 0))
 
 
-def _first_of_each(rows: Tensor) -> Tensor:
+def _mark_first_columns(rows: Tensor) -> Tensor:
     """Return whether each column of `rows` `[2, L]` is the first of its value, bool `[L]`."""
-    keep = torch.zeros(rows.size(1), dtype=torch.bool, device=rows.device)
+    is_first = torch.zeros(rows.size(1), dtype=torch.bool, device=rows.device)
     if rows.size(1) == 0:
-        return keep
+        return is_first
     values, group = torch.unique(rows, dim=1, return_inverse=True)
     position = torch.arange(rows.size(1), device=rows.device)
-    first = position.new_full((values.size(1),), rows.size(1))
-    keep[first.scatter_reduce(0, group, position, "amin")] = True
-    return keep
+    first_position = position.new_full((values.size(1),), rows.size(1))
+    is_first[first_position.scatter_reduce(0, group, position, "amin")] = True
+    return is_first
 
 
 __all__ = [
@@ -395,9 +399,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
-        self._build(fbgemm_arguments.normalise(arguments))
+        self._make_tables(fbgemm_arguments.normalise(arguments))
 
-    def _build(self, arguments: SimpleNamespace) -> None:
+    def _make_tables(self, arguments: SimpleNamespace) -> None:
         """Make tables and attributes; `arguments` must be the result of `normalise`."""
         self.bags = _tables_of(arguments)
         with torch.no_grad():
@@ -485,7 +489,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
         While a module without such hooks is compiled, only look up: steps are not counted.
         """
-        indices = self._cast(indices)
+        indices = self._cast_indices(indices)
         sizes = batch_size_per_feature_per_rank
         weights = None if per_sample_weights is None else per_sample_weights.float()
         weights = mask_gradients(weights, feature_requires_grad, offsets, sizes, self.bags)
@@ -536,7 +540,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         ignored: offsets get the dtype of the indices with any value. Waits for a GPU.
         """
         sizes = batch_size_per_feature_per_rank
-        indices = self._cast(indices).clone()
+        indices = self._cast_indices(indices).clone()
         offsets = offsets.to(indices.dtype, copy=True)
         layout = VBEMetadata.of(sizes, [self.dims[t] for t in self.feature_table_map])
         layout = layout._replace(vbe_output=vbe_output, vbe_output_offsets=vbe_output_offsets)
@@ -558,8 +562,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     def _needs_python_hooks(self) -> bool:
         """Return whether a forward does more than look up; if not, it compiles into one graph."""
         writes_back = self._arguments.extra_optimizer_config.use_writeback_bwd_prehook
-        observed = self._events is not None or self._counters.is_active
-        return observed or writes_back or self._averaging is not None
+        is_reported = self._events is not None or self._counters.is_active
+        return is_reported or writes_back or self._averaging is not None
 
     def _begin_step(self, indices: Tensor) -> None:
         """Count a forward, average rows if it is time for that, and report the input."""
@@ -580,13 +584,13 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         if stream is None or not output.requires_grad:
             return
 
-        def wait(gradient: Tensor) -> None:
+        def wait_for_prefetch(gradient: Tensor) -> None:
             with events.wait_timer.recording(self.step, gradient.device):
                 torch.cuda.current_stream(gradient.device).wait_stream(stream)
 
-        output.register_hook(wait)
+        output.register_hook(wait_for_prefetch)
 
-    def _cast(self, indices: Tensor) -> Tensor:
+    def _cast_indices(self, indices: Tensor) -> Tensor:
         """Return indices as int32 if `embedding_table_index_type` is int32, else as they are."""
         int32 = self._arguments.embedding_table_index_type == torch.int32
         return indices.to(torch.int32) if int32 else indices
@@ -614,11 +618,11 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
                     "prefetch and forward_stream must be on different streams: call "
                     "prefetch within torch.cuda.stream(another)"
                 )
-        indices = self._cast(indices)
-        timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        indices = self._cast_indices(indices)
+        timer_context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._events is not None and self._counters.has_cache:
-            timed = self._events.prefetch_timer.recording(self.step, indices.device)
-        with self._counters.counting(), timed:
+            timer_context = self._events.prefetch_timer.recording(self.step, indices.device)
+        with self._counters.counting(), timer_context:
             self.bags.prefetch(indices, offsets, batch_sizes=batch_size_per_feature_per_rank)
         self._num_prefetched += 1
         self._report_cache(indices)

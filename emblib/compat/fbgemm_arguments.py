@@ -42,7 +42,7 @@ from emblib.compat.fbgemm_types import (
     as_member,
 )
 
-_ENUMS = {
+_ENUM_OF_ARGUMENT = {
     "cache_algorithm": CacheAlgorithm,
     "cache_precision": SparseType,
     "weights_precision": SparseType,
@@ -60,13 +60,13 @@ _UNSUPPORTED = {
     "split_embedding_weights()",
     "is_qr_tbe": "there is no quotient-remainder subclass",
 }
-_PLACEMENTS = {
+_PLACEMENT_OF_LOCATION = {
     EmbeddingLocation.DEVICE: Placement.DEVICE,
     EmbeddingLocation.HOST: Placement.HOST,
     EmbeddingLocation.MANAGED: Placement.MANAGED,
     EmbeddingLocation.MANAGED_CACHING: Placement.MANAGED_CACHING,
 }
-_FLOATS = {
+_DTYPE_OF_FORMAT = {
     SparseType.FP32: torch.float32,
     SparseType.FP16: torch.float16,
     SparseType.BF16: torch.bfloat16,
@@ -109,7 +109,7 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
     for name, reason in _UNSUPPORTED.items():
         if getattr(args, name) not in (None, False):
             raise NotImplementedError(f"{name} is not supported: {reason}; leave it out")
-    for name, kind in _ENUMS.items():
+    for name, kind in _ENUM_OF_ARGUMENT.items():
         if getattr(args, name) is not None:
             setattr(args, name, as_member(kind, getattr(args, name)))
     if not args.embedding_specs:
@@ -184,23 +184,28 @@ def tables(args: SimpleNamespace) -> list[TableSpec]:
     """Return the specification of each table: rows, dim, name and placement."""
     tables_and_names = zip(args.embedding_specs, locations(args), _names(args), strict=True)
     return [
-        TableSpec(rows, dim, name, Placement.DEVICE if args.enforce_hbm else _PLACEMENTS[location])
+        TableSpec(
+            rows,
+            dim,
+            name,
+            Placement.DEVICE if args.enforce_hbm else _PLACEMENT_OF_LOCATION[location],
+        )
         for (rows, dim, _, _), location, name in tables_and_names
     ]
 
 
 def locations(args: SimpleNamespace) -> list[EmbeddingLocation]:
     """Return where the rows of each table are: on a GPU, two options override the location."""
-    asked = [spec.location for spec in args.embedding_specs]
+    requested = [spec.location for spec in args.embedding_specs]
     if args.compute_device is not ComputeDevice.CUDA:
-        return asked
+        return requested
     if args.enforce_hbm:
-        return [EmbeddingLocation.DEVICE] * len(asked)
+        return [EmbeddingLocation.DEVICE] * len(requested)
     if args.uvm_non_rowwise_momentum and args.optimizer in _WHOLE_ROW_STATES:
         # FBGEMM then has states in host memory; here a table's states are where its rows are.
         managed = EmbeddingLocation.MANAGED
-        return [managed if x is EmbeddingLocation.DEVICE else x for x in asked]
-    return asked
+        return [managed if x is EmbeddingLocation.DEVICE else x for x in requested]
+    return requested
 
 
 def _names(args: SimpleNamespace) -> list[str]:
@@ -210,9 +215,9 @@ def _names(args: SimpleNamespace) -> list[str]:
     ]
     names: list[str] = []
     for t, name in enumerate(wanted_names):
-        number = t
-        while name and (name in names or (number > t and name in wanted_names)):
-            name, number = f"{wanted_names[t]}_{number}", number + 1
+        suffix = t
+        while name and (name in names or (suffix > t and name in wanted_names)):
+            name, suffix = f"{wanted_names[t]}_{suffix}", suffix + 1
         names.append(name)
     return names
 
@@ -233,12 +238,12 @@ def float_dtype(name: str, kind: SparseType) -> torch.dtype:
     Raises:
         NotImplementedError: any other format; `name` is the argument's name, for the message.
     """
-    if kind not in _FLOATS:
+    if kind not in _DTYPE_OF_FORMAT:
         raise NotImplementedError(
             f"{name} must be SparseType.FP32, FP16 or BF16, got {kind.name}: there are no kernels "
             "that train it"
         )
-    return _FLOATS[kind]
+    return _DTYPE_OF_FORMAT[kind]
 
 
 def precision(args: SimpleNamespace) -> Precision:
@@ -310,26 +315,26 @@ _DEFAULTS = {
     "ema_beta": 0.99,
     "min_shrinkage": 0.1,
 }
-_ADAM = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
-_ADAGRAD = ("learning_rate", "eps")
+_ADAM_NUMBERS = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
+_ADAGRAD_NUMBERS = ("learning_rate", "eps")
 # The numbers that each supported optimizer has.
-_USES = {
+_NUMBERS_OF_OPTIMIZER = {
     EmbOptimType.EXACT_SGD: ("learning_rate",),
-    EmbOptimType.EXACT_ADAGRAD: _ADAGRAD,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: (*_ADAGRAD, "weight_decay", "max_norm"),
-    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _ADAGRAD,
-    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: _ADAGRAD,
-    EmbOptimType.ADAM: _ADAM,
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: _ADAM,
-    EmbOptimType.LAMB: _ADAM,
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: _ADAM,
+    EmbOptimType.EXACT_ADAGRAD: _ADAGRAD_NUMBERS,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: (*_ADAGRAD_NUMBERS, "weight_decay", "max_norm"),
+    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _ADAGRAD_NUMBERS,
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: _ADAGRAD_NUMBERS,
+    EmbOptimType.ADAM: _ADAM_NUMBERS,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: _ADAM_NUMBERS,
+    EmbOptimType.LAMB: _ADAM_NUMBERS,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: _ADAM_NUMBERS,
     EmbOptimType.LARS_SGD: ("learning_rate", "momentum", "eta", "weight_decay"),
     EmbOptimType.NONE: (),
 }
-SUPPORTED = tuple(_USES)
+SUPPORTED = tuple(_NUMBERS_OF_OPTIMIZER)
 # Numbers that raise if the optimizer does not have them, because without them training would give
 # another result. Others only warn.
-_MUST_ACT = ("weight_decay", "max_norm")
+_RESULT_CHANGING_NUMBERS = ("weight_decay", "max_norm")
 _OPTIONS_OF = {
     "counter_based_regularization": "weight_decay_mode=WeightDecayMode.COUNTER",
     "cowclip_regularization": "weight_decay_mode=WeightDecayMode.COWCLIP",
@@ -347,10 +352,10 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
         ValueError: a mode of weight decay or an option that the optimizer does not have or, without
             its counterpart, would not use.
     """
-    if args.optimizer not in _USES:
+    if args.optimizer not in _NUMBERS_OF_OPTIMIZER:
         raise NotImplementedError(
             f"optimizer {args.optimizer.name} is not supported; those that are: "
-            f"{', '.join(kind.name for kind in _USES)}"
+            f"{', '.join(kind.name for kind in _NUMBERS_OF_OPTIMIZER)}"
         )
     _check_inert_numbers(args)
     _check_options(args)
@@ -364,13 +369,13 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
 
 def _check_inert_numbers(args: SimpleNamespace) -> None:
     """Raise or warn for hyperparameters other than the defaults that the optimizer lacks."""
-    for name in _DEFAULTS.keys() - set(_USES[args.optimizer]):
+    for name in _DEFAULTS.keys() - set(_NUMBERS_OF_OPTIMIZER[args.optimizer]):
         if getattr(args, name) == _DEFAULTS[name]:
             continue
-        what = f"{name}={getattr(args, name)} has no part in {args.optimizer.name}"
-        if name in _MUST_ACT:
-            raise ValueError(f"{what}: leave it out, or choose an optimizer that has it")
-        warnings.warn(f"emblib: {what}", stacklevel=5)
+        problem = f"{name}={getattr(args, name)} has no part in {args.optimizer.name}"
+        if name in _RESULT_CHANGING_NUMBERS:
+            raise ValueError(f"{problem}: leave it out, or choose an optimizer that has it")
+        warnings.warn(f"emblib: {problem}", stacklevel=5)
 
 
 def _check_options(args: SimpleNamespace) -> None:
@@ -379,28 +384,28 @@ def _check_options(args: SimpleNamespace) -> None:
     modes = {WeightDecayMode.NONE}
     if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         modes = set(WeightDecayMode)
-    elif "weight_decay" in _USES[kind]:
+    elif "weight_decay" in _NUMBERS_OF_OPTIMIZER[kind]:
         modes.add(WeightDecayMode.DECOUPLE)
     if mode not in modes:
         raise ValueError(
             f"weight_decay_mode of {kind.name} must be one of {[m.name for m in sorted(modes)]}, "
             f"got {mode.name}"
         )
-    rowwise = kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD
-    if rowwise and mode is WeightDecayMode.NONE and args.weight_decay != 0.0:
+    is_rowwise = kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    if is_rowwise and mode is WeightDecayMode.NONE and args.weight_decay != 0.0:
         raise ValueError(
             f"weight_decay={args.weight_decay} has no part in {kind.name} with "
             "weight_decay_mode=WeightDecayMode.NONE: leave it out, or choose a mode that has it, "
             "e.g. WeightDecayMode.L2 or WeightDecayMode.DECOUPLE"
         )
-    needs = {
+    is_needed = {
         "counter_based_regularization": mode is WeightDecayMode.COUNTER,
         "cowclip_regularization": mode is WeightDecayMode.COWCLIP,
         "global_weight_decay": mode is WeightDecayMode.DECOUPLE_GLOBAL,
         "ensemble_mode": None if kind is EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD else False,
         "emainplace_mode": None if kind is EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD else False,
     }
-    for name, needed in needs.items():
+    for name, needed in is_needed.items():
         is_passed = getattr(args, name) is not None
         if needed is not None and is_passed is not needed:
             raise ValueError(f"{name} goes with {_OPTIONS_OF[name]}, got one without the other")
@@ -410,8 +415,8 @@ def _check_options(args: SimpleNamespace) -> None:
             "use_rowwise_bias_correction is not supported: bias corrections follow the step of the "
             "module"
         )
-    writeback = extra.writeback_first_feature_only or extra.precompute_writeback
-    if writeback and not extra.use_writeback_bwd_prehook:
+    has_writeback = extra.writeback_first_feature_only or extra.precompute_writeback
+    if has_writeback and not extra.use_writeback_bwd_prehook:
         raise ValueError(
             "writeback_first_feature_only and precompute_writeback are options of "
             "use_writeback_bwd_prehook"
@@ -424,29 +429,29 @@ def _decay(kind: Callable[[float], Any], args: SimpleNamespace) -> Any:
     return kind(args.weight_decay) if args.weight_decay else None
 
 
-def _rowwise_adagrad(args: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
+def _rowwise_adagrad(args: SimpleNamespace, options: dict[str, Any]) -> optim.Optimizer:
     """Convert weight decay, of any mode."""
-    common |= {"eps": args.eps, "max_norm": args.max_norm}
+    options |= {"eps": args.eps, "max_norm": args.max_norm}
     mode = args.weight_decay_mode
     if mode is WeightDecayMode.L2:
-        common["weight_decay"] = _decay(optim.L2, args)
+        options["weight_decay"] = _decay(optim.L2, args)
     elif mode is WeightDecayMode.DECOUPLE:
-        common["weight_decay"] = _decay(optim.Decoupled, args)
+        options["weight_decay"] = _decay(optim.Decoupled, args)
     elif mode is WeightDecayMode.DECOUPLE_GLOBAL:
         global_decay = args.global_weight_decay
-        common["global_decay"] = optim.GlobalDecay(
+        options["global_decay"] = optim.GlobalDecay(
             args.weight_decay, global_decay.start_iter, global_decay.lower_bound
         )
     elif mode is WeightDecayMode.COUNTER:
-        common["counter"] = _counter(args.counter_based_regularization)
-        common["weight_decay"] = _counter_decay(args, args.counter_based_regularization)
+        options["counter"] = _counter(args.counter_based_regularization)
+        options["weight_decay"] = _counter_decay(args, args.counter_based_regularization)
     elif mode is WeightDecayMode.COWCLIP:
         clip = args.cowclip_regularization
-        common["counter"] = optim.CowClip(
+        options["counter"] = optim.CowClip(
             clip.counter_halflife, clip.weight_norm_coefficient, clip.lower_bound
         )
-        common["weight_decay"] = _counter_decay(args, clip)
-    return optim.RowwiseAdagrad(**common)
+        options["weight_decay"] = _counter_decay(args, clip)
+    return optim.RowwiseAdagrad(**options)
 
 
 def _counter(definition: CounterBasedRegularizationDefinition) -> optim.Counter:
@@ -455,7 +460,7 @@ def _counter(definition: CounterBasedRegularizationDefinition) -> optim.Counter:
             "grad_sum_decay must be GradSumDecay.NO_DECAY: FBGEMM's kernels have no rule for "
             f"another, got {definition.grad_sum_decay!r}"
         )
-    tail = definition.tail_id_threshold
+    tail_threshold = definition.tail_id_threshold
     return optim.Counter(
         halflife=definition.counter_halflife,
         start=definition.adjustment_iter,
@@ -466,7 +471,9 @@ def _counter(definition: CounterBasedRegularizationDefinition) -> optim.Counter:
             LearningRateMode.TAIL_ID_LR_DECREASE: optim.TailRate.LOWERED,
             LearningRateMode.COUNTER_SGD: optim.TailRate.BY_COUNT,
         }[as_member(LearningRateMode, definition.learning_rate_mode)],
-        threshold=optim.RelativeThreshold(tail.val) if tail.is_ratio else tail.val,
+        threshold=optim.RelativeThreshold(tail_threshold.val)
+        if tail_threshold.is_ratio
+        else tail_threshold.val,
         update_every=definition.max_counter_update_freq,
     )
 
@@ -535,7 +542,7 @@ _MAKERS: dict[EmbOptimType, Callable[[SimpleNamespace, dict[str, Any]], optim.Op
 }
 
 # Names of `update_hyper_parameters`, and of the arguments that they change.
-_UPDATED = {
+_ARGUMENT_OF_UPDATE = {
     "lr": "learning_rate",
     "eps": "eps",
     "beta1": "beta1",
@@ -578,8 +585,8 @@ def update(
     """
     new_args = with_numbers_of(bags, args)
     for name, value in new.items():
-        if name in _UPDATED:
-            setattr(new_args, _UPDATED[name], value)
+        if name in _ARGUMENT_OF_UPDATE:
+            setattr(new_args, _ARGUMENT_OF_UPDATE[name], value)
         elif name == "lower_bound":
             if new_args.global_weight_decay is not None:
                 decay = replace(new_args.global_weight_decay, lower_bound=value)
@@ -587,18 +594,22 @@ def update(
         else:
             raise NotImplementedError(
                 f"Setting hyper-parameter {name} is not supported; those that can be set: "
-                f"{', '.join((*_UPDATED, 'lower_bound'))}"
+                f"{', '.join((*_ARGUMENT_OF_UPDATE, 'lower_bound'))}"
             )
-    uses = _USES[args.optimizer]
-    inert = [name for name in new if name != "lower_bound" and _UPDATED[name] not in uses]
+    used_names = _NUMBERS_OF_OPTIMIZER[args.optimizer]
+    unused_names = [
+        name
+        for name in new
+        if name != "lower_bound" and _ARGUMENT_OF_UPDATE[name] not in used_names
+    ]
     if "lower_bound" in new and args.weight_decay_mode is not WeightDecayMode.DECOUPLE_GLOBAL:
-        inert.append("lower_bound")
-    if inert:
+        unused_names.append("lower_bound")
+    if unused_names:
         warnings.warn(
-            f"emblib: {', '.join(inert)} have no part in {args.optimizer.name}", stacklevel=3
+            f"emblib: {', '.join(unused_names)} have no part in {args.optimizer.name}", stacklevel=3
         )
     used_args = SimpleNamespace(**vars(new_args))
-    for name in _DEFAULTS.keys() - set(uses):
+    for name in _DEFAULTS.keys() - set(used_names):
         setattr(used_args, name, _DEFAULTS[name])
     new_optimizer = optimizer(used_args)
     bags.set_hyperparameters(
@@ -644,7 +655,7 @@ def in_place_average(args: SimpleNamespace) -> InPlaceAverage | None:
     """
     if args.optimizer is not EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD:
         return None
-    odd = [spec.dim for spec in args.embedding_specs if spec.dim % 2]
-    if odd:
-        raise ValueError(f"EMAINPLACE_ROWWISE_ADAGRAD needs even dims, got {odd}")
+    odd_dims = [spec.dim for spec in args.embedding_specs if spec.dim % 2]
+    if odd_dims:
+        raise ValueError(f"EMAINPLACE_ROWWISE_ADAGRAD needs even dims, got {odd_dims}")
     return InPlaceAverage(args.emainplace_mode or EmainplaceModeDefinition())

@@ -14,7 +14,7 @@ from emblib.compat.fbgemm_operators.messages import RoundingMode
 from emblib.compat.fbgemm_types import SparseType, as_member
 
 _ROW_OVERHEAD = 8  # bytes: float32 scale and minimum of an INT8 row, scale and 0 of a FP8 row
-_HALVES = {SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
+_HALF_DTYPES = {SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
 
 
 @dataclass
@@ -136,13 +136,19 @@ class QuantizedCommCodec:
         output_dtype: SparseType | None = None,
     ) -> None:
         self._precision = as_member(SparseType, comm_precision)
-        supported = (*_HALVES, SparseType.FP32, SparseType.INT8, SparseType.FP8, SparseType.MX4)
+        supported = (
+            *_HALF_DTYPES,
+            SparseType.FP32,
+            SparseType.INT8,
+            SparseType.FP8,
+            SparseType.MX4,
+        )
         if self._precision not in supported:
             raise NotImplementedError(
                 f"messages of {self._precision.name} are not supported; use one of "
                 f"{', '.join(kind.name for kind in supported)}"
             )
-        self._loss_scale = loss_scale if self._precision in _HALVES else None
+        self._loss_scale = loss_scale if self._precision in _HALF_DTYPES else None
         self._row_dim = -1 if row_dim is None else row_dim
         if row_dim is None and self._precision is SparseType.MX4:
             self._row_dim = QuantizationContext().mx_group_size
@@ -161,8 +167,8 @@ class QuantizedCommCodec:
         """
         if self._loss_scale is not None:
             input_tensor = input_tensor * self._loss_scale
-        if self._precision in _HALVES:
-            return _clamp(input_tensor, _HALVES[self._precision])
+        if self._precision in _HALF_DTYPES:
+            return _clamp(input_tensor, _HALF_DTYPES[self._precision])
         if self._precision is SparseType.FP32:
             return input_tensor
         if self._precision is SparseType.MX4:
@@ -170,8 +176,8 @@ class QuantizedCommCodec:
             return fp32_to_mx4(
                 input_tensor, ctx.mx_group_size, rounding_mode=ctx.rounding_mode
             ).view(-1)
-        if self._is_rows(ctx):
-            ctx = self._required(ctx)
+        if self._has_row_scales(ctx):
+            ctx = self._require_context(ctx)
             rows = input_tensor.reshape(-1, ctx.row_dim)
             if self._precision is SparseType.FP8:
                 rows = messages.to_fp8_rows(rows, self._is_fwd)
@@ -186,10 +192,10 @@ class QuantizedCommCodec:
         if self._precision is SparseType.MX4:
             size = (ctx or QuantizationContext()).mx_group_size
             return mx4_to_float(input_tensor, size, output_dtype=self._output)
-        if self._precision is SparseType.FP8 and not self._is_rows(ctx):
+        if self._precision is SparseType.FP8 and not self._has_row_scales(ctx):
             return hfp8_to_fp32(input_tensor)
-        if self._is_rows(ctx):
-            row_dim = self._required(ctx).row_dim
+        if self._has_row_scales(ctx):
+            row_dim = self._require_context(ctx).row_dim
             rows = input_tensor.view(-1, _row_nbytes(row_dim, self._precision))
             if self._precision is SparseType.INT8:
                 return rowwise.fused_8bit_to_float(rows).view(-1)
@@ -206,10 +212,10 @@ class QuantizedCommCodec:
             ValueError: INT8 or MX4 without a context.
         """
         if self._precision is SparseType.MX4:
-            row_dim = self._required(ctx).mx_group_size
+            row_dim = self._require_context(ctx).mx_group_size
             nbytes = row_dim // 2 + 1
-        elif self._is_rows(ctx) and self._precision in (SparseType.INT8, SparseType.FP8):
-            row_dim = self._required(ctx).row_dim
+        elif self._has_row_scales(ctx) and self._precision in (SparseType.INT8, SparseType.FP8):
+            row_dim = self._require_context(ctx).row_dim
             nbytes = _row_nbytes(row_dim, self._precision)
         else:
             return input_len
@@ -265,13 +271,13 @@ class QuantizedCommCodec:
         padding = -columns % block
         return columns + padding, padding
 
-    def _is_rows(self, ctx: QuantizationContext | None) -> bool:
+    def _has_row_scales(self, ctx: QuantizationContext | None) -> bool:
         """Return whether a message is rows with a scale each."""
         if self._precision is SparseType.FP8:
             return ctx is not None and ctx.row_dim > 0
         return self._precision is SparseType.INT8
 
-    def _required(self, ctx: QuantizationContext | None) -> QuantizationContext:
+    def _require_context(self, ctx: QuantizationContext | None) -> QuantizationContext:
         if ctx is None:
             raise ValueError(
                 f"{self._precision.name} messages need the context of create_context()"
@@ -329,11 +335,11 @@ class PermutePooledEmbeddingsSplit(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self._permuted = PermutePooledEmbeddings(embs_dims, permute, device)
+        self._permutation = PermutePooledEmbeddings(embs_dims, permute, device)
 
     def forward(self, pooled_embs: Tensor) -> Tensor:
         """Return `pooled_embs` `[B, sum D]` with permuted columns."""
-        return self._permuted(pooled_embs)
+        return self._permutation(pooled_embs)
 
 
 def rounded_row_size_in_bytes(

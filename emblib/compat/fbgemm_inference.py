@@ -50,8 +50,8 @@ class QuantizedSpec(NamedTuple):
 _Rows = tuple[Tensor, Tensor | None]
 """Numbers of the rows of a table, and scale and bias if the format has them; or whole rows."""
 
-_HEADER = 4  # bytes of scale and bias, two float16
-_FLOATS = {
+_HEADER_BYTES = 4  # bytes of scale and bias, two float16
+_DTYPE_OF_FORMAT = {
     SparseType.FP16: torch.float16,
     SparseType.BF16: torch.bfloat16,
     SparseType.FP32: torch.float32,
@@ -66,7 +66,7 @@ class _FP8Format(NamedTuple):
     largest: int  # byte of the largest finite number
 
 
-_FP8 = {  # by exponent bits
+_FP8_FORMAT_OF_BITS = {  # by exponent bits
     4: _FP8Format(RowFormat.FP8_E4M3, 7, 0x7E),
     5: _FP8Format(RowFormat.FP8_E5M2, 15, 0x7B),
 }
@@ -75,7 +75,7 @@ _MAX_SCALE_EXPONENT = 15  # of a float16, which holds the scale of a row
 _ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "record_cache_metrics": (None, "there is no cache"),
     "gather_uvm_cache_stats": (False, "there is no cache"),
-    "scale_bias_size_in_bytes": (_HEADER, "scale and bias of a row are two float16"),
+    "scale_bias_size_in_bytes": (_HEADER_BYTES, "scale and bias of a row are two float16"),
     "reverse_qparam": (False, "a row begins with scale and bias"),
 }
 """The only value of each argument that has no counterpart, and why."""
@@ -142,7 +142,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         fp8_exponent_bits: int | None = None,
         fp8_exponent_bias: int | None = None,
         cache_assoc: int = 32,
-        scale_bias_size_in_bytes: int = _HEADER,
+        scale_bias_size_in_bytes: int = _HEADER_BYTES,
         cacheline_alignment: bool = True,
         uvm_host_mapped: bool = False,
         reverse_qparam: bool = False,
@@ -260,16 +260,18 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             )
         if (mode := rows.bounds_check) is not BoundsCheck.NONE:
             bags, code = offsets, codes.BOUNDS_CHECK[mode.value]
-            offsets, wrong = tbe.check_bounds(indices, bags, rows.features, None, code)
-            if mode is BoundsCheck.WARNING and bool(wrong.any()):
+            offsets, violations = tbe.check_bounds(indices, bags, rows.features, None, code)
+            if mode is BoundsCheck.WARNING and bool(violations.any()):
                 rows(indices, bags)  # counts and warns
-        features = len(self.feature_table_map)
-        step = (offsets.numel() - 1) // features
-        ends = offsets[torch.arange(features + 1, device=offsets.device) * step].tolist()
+        num_features = len(self.feature_table_map)
+        bags_per_feature = (offsets.numel() - 1) // num_features
+        id_ends = offsets[
+            torch.arange(num_features + 1, device=offsets.device) * bags_per_feature
+        ].tolist()
         tables = self._rows()
         # the first block is for lookups before the first bag
-        row_blocks = [tables[0].new_zeros(ends[0], tables[0].size(1))]
-        for table, begin, end in zip(self.feature_table_map, ends, ends[1:], strict=False):
+        row_blocks = [tables[0].new_zeros(id_ends[0], tables[0].size(1))]
+        for table, begin, end in zip(self.feature_table_map, id_ends, id_ends[1:], strict=False):
             ids = indices[begin:end]
             row_ids = ids.where((ids >= 0) & (ids < len(tables[table])), 0)  # as in float lookups
             row_blocks.append(tables[table][row_ids] * (ids != -1).unsqueeze(1))
@@ -299,7 +301,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         rows = QuantizedEmbeddingBags(
             [TableSpec(*spec[1:3]) for spec in self.embedding_specs],
             formats=[
-                _FP8[self.fp8_exponent_bits].rows
+                _FP8_FORMAT_OF_BITS[self.fp8_exponent_bits].rows
                 if kind is SparseType.FP8
                 else RowFormat[kind.name]
                 for _, _, _, kind, _ in self.embedding_specs
@@ -310,10 +312,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             bounds_check=BoundsCheck(mode.name.removeprefix("V2_").lower()),
             device=self._device,
         )
-        bias = _FP8[self.fp8_exponent_bits].bias - self.fp8_exponent_bias
+        bias = _FP8_FORMAT_OF_BITS[self.fp8_exponent_bits].bias - self.fp8_exponent_bias
         for view, spec in zip(rows.table_views(), self.embedding_specs, strict=True):
             if spec.format is SparseType.FP8:
-                view["packed"][:, : _HEADER // 2].view(torch.float16).fill_(2.0**bias)
+                view["packed"][:, : _HEADER_BYTES // 2].view(torch.float16).fill_(2.0**bias)
         self._serve(rows)
 
     def _serve(self, rows: QuantizedEmbeddingBags) -> None:
@@ -349,11 +351,13 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             if split_scale_bias_mode == 0 or not _has_header(spec.format):
                 result.append((rows, None, None))
                 continue
-            numbers, header = rows[:, _HEADER:], rows[:, :_HEADER]
+            numbers, header = rows[:, _HEADER_BYTES:], rows[:, :_HEADER_BYTES]
             if split_scale_bias_mode == 1:
                 result.append((numbers, header, None))
                 continue
-            scale, bias = (part.view(torch.float16) for part in header.split(_HEADER // 2, dim=1))
+            scale, bias = (
+                part.view(torch.float16) for part in header.split(_HEADER_BYTES // 2, dim=1)
+            )
             result.append((numbers, scale, bias))
         return result
 
@@ -368,7 +372,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         views = [view["packed"] for view in self._rows_of_tables().table_views()]
         result = []
         for view, (_, _, dim, kind, _) in zip(views, self.embedding_specs, strict=True):
-            view = view[:, _HEADER:] if kind is SparseType.FP8 else view
+            view = view[:, _HEADER_BYTES:] if kind is SparseType.FP8 else view
             sizes = [rounded_row_size_in_bytes(dim, kind, n) for n in (1, self.row_alignment)]
             has_padding = padded and sizes[1] <= view.size(1)
             result.append(view[:, : sizes[has_padding]])
@@ -407,7 +411,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                 if values.dtype != torch.uint8:
                     raise ValueError(f"table {name!r}: rows must be uint8, got {values.dtype}")
                 if kind is SparseType.FP8:
-                    largest = _FP8[self.fp8_exponent_bits].largest
+                    largest = _FP8_FORMAT_OF_BITS[self.fp8_exponent_bits].largest
                     if values.numel() and int((values & 0x7F).max()) > largest:
                         raise ValueError(f"table {name!r}: FP8 rows have bytes up to {largest:#x}")
                 copies.append((view, values))
@@ -420,8 +424,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         for (rows, _), spec in zip(
             self.split_embedding_weights(), self.embedding_specs, strict=True
         ):
-            if spec.format in _FLOATS:
-                rows.view(_FLOATS[spec.format]).uniform_(-1, 1)
+            if spec.format in _DTYPE_OF_FORMAT:
+                rows.view(_DTYPE_OF_FORMAT[spec.format]).uniform_(-1, 1)
             else:  # of FP8, bytes that are finite in both formats
                 rows.random_(0, 0x78 if spec.format is SparseType.FP8 else 0xFF)
 
@@ -558,10 +562,10 @@ def index_of_map(rows: Tensor, *, is_array: bool) -> RowIndex:
 
 def _check_fixed(arguments: Mapping[str, Any]) -> None:
     """Raise for arguments without a counterpart."""
-    for name, (only, reason) in _ONLY_VALUES.items():
+    for name, (only_value, reason) in _ONLY_VALUES.items():
         value = arguments[name]
-        if value != only:
-            raise NotImplementedError(f"{name} must be {only!r}, got {value!r}: {reason}")
+        if value != only_value:
+            raise NotImplementedError(f"{name} must be {only_value!r}, got {value!r}: {reason}")
 
 
 def _device(device: str | int | torch.device | None) -> torch.device:
@@ -582,7 +586,7 @@ def _specs(embedding_specs: Sequence[tuple[Any, ...]]) -> list[QuantizedSpec]:
     result: list[QuantizedSpec] = []
     for name, rows, dim, kind, location in embedding_specs:
         kind = as_member(SparseType, kind)
-        headerless_formats = (*_FLOATS, SparseType.FP8)
+        headerless_formats = (*_DTYPE_OF_FORMAT, SparseType.FP8)
         if kind not in headerless_formats and not _has_header(kind):
             raise NotImplementedError(
                 f"table {name!r}: rows of {kind.name} are not supported; formats are INT8, INT4, "
@@ -599,7 +603,10 @@ def _specs(embedding_specs: Sequence[tuple[Any, ...]]) -> list[QuantizedSpec]:
 
 def _check_fp8(bits: int, bias: int) -> None:
     """Raise for FP8 rows that no float16 scale converts to a format of torch."""
-    if bits not in _FP8 or abs(_FP8[bits].bias - bias) > _MAX_SCALE_EXPONENT:
+    if (
+        bits not in _FP8_FORMAT_OF_BITS
+        or abs(_FP8_FORMAT_OF_BITS[bits].bias - bias) > _MAX_SCALE_EXPONENT
+    ):
         raise NotImplementedError(
             "FP8 rows have 4 or 5 exponent bits, and a bias within 15 of 7 or 15, got "
             f"fp8_exponent_bits={bits}, fp8_exponent_bias={bias}"

@@ -16,7 +16,7 @@ from emblib.compat.fbgemm_arguments import float_dtype
 from emblib.compat.fbgemm_operators import bucketize, rowwise
 from emblib.compat.fbgemm_types import BoundsCheckMode, PoolingMode
 
-_HEADER = 8  # bytes of the scale and the minimum, two float32
+_HEADER_BYTES = 8  # bytes of the scale and the minimum, two float32
 
 
 def check_pooled(pooling: PoolingMode, per_sample_weights: Tensor | None) -> None:
@@ -27,7 +27,7 @@ def check_pooled(pooling: PoolingMode, per_sample_weights: Tensor | None) -> Non
         )
 
 
-class _Untrained(torch.autograd.Function):
+class _UntrainedFunction(torch.autograd.Function):
     """Function that returns its first argument, and raises in the backward pass.
 
     `anchor` requires a gradient, so that there is such a pass.
@@ -64,7 +64,7 @@ class Int8Tables(nn.Module):
 
     def __init__(self, args: SimpleNamespace) -> None:
         super().__init__()
-        self._shapes = [(rows, dim + _HEADER) for rows, dim, _, _ in args.embedding_specs]
+        self._shapes = [(rows, dim + _HEADER_BYTES) for rows, dim, _, _ in args.embedding_specs]
         self.feature_tables = list(args.feature_table_map)
         self._pooling = args.pooling_mode
         self._output = float_dtype("output_dtype", args.output_dtype)
@@ -72,7 +72,7 @@ class Int8Tables(nn.Module):
         self.optimizer = optim.SGD(0.0)
         self.learning_rate = args.learning_rate
         self.tables: list[Any] = []  # none is cached
-        size = sum(rows * width for rows, width in self._shapes)
+        size = sum(rows * row_bytes for rows, row_bytes in self._shapes)
         rows = torch.tensor([self._shapes[t][0] for t in self.feature_tables], device=args.device)
         self.register_buffer("weights", torch.zeros(size, dtype=torch.uint8, device=args.device))
         self.register_buffer("rows", rows, persistent=False)
@@ -83,7 +83,7 @@ class Int8Tables(nn.Module):
 
     def table_weights(self) -> list[Tensor]:
         """Return the rows of each table, uint8 `[rows, dim + 8]`, as views."""
-        parts = self.weights.split([rows * width for rows, width in self._shapes])
+        parts = self.weights.split([rows * row_bytes for rows, row_bytes in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def table_optimizer_states(self) -> list[dict[str, Tensor]]:
@@ -118,25 +118,25 @@ class Int8Tables(nn.Module):
         indices, offsets = indices.clone(), offsets.to(indices.dtype, copy=True)
         counter = torch.zeros(1, dtype=torch.int64, device=indices.device)
         bucketize.bounds_check_indices(self.rows, indices, offsets, self._check, counter)
-        features = len(self.feature_tables)
-        batch_size = (offsets.numel() - 1) // features
-        ends = offsets[::batch_size].tolist() if batch_size else [0] * (features + 1)
+        num_features = len(self.feature_tables)
+        batch_size = (offsets.numel() - 1) // num_features
+        id_ends = offsets[::batch_size].tolist() if batch_size else [0] * (num_features + 1)
         weights = None if per_sample_weights is None else per_sample_weights.detach()
         blocks, tables = [], self.table_weights()
         for feature, table in enumerate(self.feature_tables):
-            id_range = slice(ends[feature], ends[feature + 1])
+            id_range = slice(id_ends[feature], id_ends[feature + 1])
             ids = indices[id_range]
             rows = rowwise.fused_8bit_to_float(tables[table].index_select(0, ids.clamp(min=0)))
             rows.masked_fill_((ids < 0).unsqueeze(1), 0.0)
             if weights is not None:
                 rows *= weights[id_range].unsqueeze(1)
-            starts = (
+            bag_starts = (
                 offsets[feature * batch_size : (feature + 1) * batch_size + 1].long()
-                - ends[feature]
+                - id_ends[feature]
             )
-            blocks.append(self._pool(rows, starts))
+            blocks.append(self._pool(rows, bag_starts))
         output = torch.cat(blocks, int(self._pooling is not PoolingMode.NONE)).to(self._output)
-        result: Tensor = _Untrained.apply(output, self.anchor)
+        result: Tensor = _UntrainedFunction.apply(output, self.anchor)
         return result
 
     def _pool(self, rows: Tensor, starts: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def _arguments(old: Any) -> dict[str, Any]:
     names: Any = sys.modules[type(old).__module__]
     args, kind = old.optimizer_args, old.optimizer.name
     decay = old.weight_decay_mode.name
-    ignored = _ignored(old)
+    ignored = _ignored_options(old)
     has_decay = kind.startswith(("EXACT_ROWWISE", "ADAM", "PARTIAL", "LAMB", "LARS"))
     if kind == "EXACT_ROWWISE_ADAGRAD" and decay == "NONE":
         has_decay = False  # FBGEMM ignores the rate
@@ -57,7 +57,7 @@ def _arguments(old: Any) -> dict[str, Any]:
         "gradient_clipping": args.gradient_clipping,
         "max_gradient": args.max_gradient,
         "max_norm": args.max_norm if has_norm else 0.0,
-        "learning_rate": _shortest(old.get_learning_rate()),
+        "learning_rate": _shortest_decimal(old.get_learning_rate()),
         "eps": args.eps,
         "momentum": args.momentum,
         "weight_decay": args.weight_decay if has_decay else 0.0,
@@ -101,21 +101,21 @@ class _SameReporter:
         return self.reporter
 
 
-def _shortest(number: float) -> float:
-    """Return a float32 as the number that was written, e.g. 0.05 for 0.05000000074505806."""
+def _shortest_decimal(number: float) -> float:
+    """Return the shortest decimal of a float32, e.g. 0.05 for 0.05000000074505806."""
     short = float(f"{number:.7g}")
     return short if torch.tensor(short).item() == number else number
 
 
-def _ignored(old: Any) -> list[str]:
+def _ignored_options(old: Any) -> list[str]:
     """Return the options of a module that FBGEMM's kernels for a CPU ignore."""
-    ignored_options = []
+    names = []
     if old.use_cpu and old.optimizer_args.max_norm:
-        ignored_options.append("max_norm")
+        names.append("max_norm")
     is_single = len(old.feature_table_map) == len(old.embedding_specs)
     if old.use_cpu and is_single and old.weight_decay_mode.name in ("L2", "DECOUPLE"):
-        ignored_options.append("weight_decay")
-    return ignored_options
+        names.append("weight_decay")
+    return names
 
 
 def _options(old: Any, names: Any) -> dict[str, Any]:
@@ -181,14 +181,16 @@ def _copy_values(
         counts_rows: whether the optimizer counts how often rows are seen.
     """
     source.flush()
-    pairs = [(target.split_embedding_weights(), source.split_embedding_weights())]
+    weight_lists = [(target.split_embedding_weights(), source.split_embedding_weights())]
     states = zip(target.split_optimizer_states(), source.split_optimizer_states(), strict=True)
-    per_table = [[(new, old)] for new, old in zip(*pairs[0], strict=True)]
-    for table, (new_states, old_states) in zip(per_table, states, strict=False):  # SGD has none
-        table += zip(new_states, old_states, strict=True)
-    for number, table in enumerate(per_table):
-        for new, old in table:
-            values = old if rows is None else old[rows[number].to(old.device)]
+    tensor_pairs_of_tables = [[(new, old)] for new, old in zip(*weight_lists[0], strict=True)]
+    for tensor_pairs, (new_states, old_states) in zip(
+        tensor_pairs_of_tables, states, strict=False
+    ):  # SGD has none
+        tensor_pairs += zip(new_states, old_states, strict=True)
+    for t, tensor_pairs in enumerate(tensor_pairs_of_tables):
+        for new, old in tensor_pairs:
+            values = old if rows is None else old[rows[t].to(old.device)]
             new.copy_(values.view_as(new))
     step = step_of(source)
     if isinstance(target, fbgemm.SplitTableBatchedEmbeddingBagsCodegen):
@@ -198,14 +200,14 @@ def _copy_values(
         target.iter_cpu.fill_(step)
     if counts_rows:
         target.max_counter.copy_(source.max_counter)
-    target.set_learning_rate(_shortest(source.get_learning_rate()))
+    target.set_learning_rate(_shortest_decimal(source.get_learning_rate()))
     target.reset_cache_states()
 
 
 class _ReplacedTBE(Replaced):
     """Base of the replacements of table-batched modules: features, calls, sizes."""
 
-    _made_with: dict[str, Any]  # arguments that make the old and the new module
+    _constructor_arguments: dict[str, Any]  # arguments that make the old and the new module
 
     @property
     def optimizers(self) -> list[optim.Optimizer]:
@@ -221,7 +223,7 @@ class _ReplacedTBE(Replaced):
         """Return the features as `TraceRecorder` names them."""
         return [
             (tuple(f"{path}.{number}" for path in self.paths), table)
-            for number, table in enumerate(self._made_with["feature_table_map"])
+            for number, table in enumerate(self._constructor_arguments["feature_table_map"])
         ]
 
     def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
@@ -249,24 +251,26 @@ class ReplacedSplitTBE(_ReplacedTBE):
     def __init__(
         self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
     ) -> None:
-        _check(old)
+        _check_class(old)
         if old.optimizer.name == "NONE":
             raise NotMigrated(
                 "OptimType.NONE leaves its gradient to an optimizer of your own: make it with "
                 "emblib.compat.fbgemm, whose class takes the same arguments"
             )
-        self._made_with = _arguments(old)
+        self._constructor_arguments = _arguments(old)
         reporting: Any = _SameReporter(old.stats_reporter)
         with warnings.catch_warnings():  # numbers that have no part in an optimizer
             warnings.filterwarnings("ignore", "emblib: .* no part", UserWarning)
             try:
                 new = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
-                    **self._made_with, stats_reporter_config=reporting
+                    **self._constructor_arguments, stats_reporter_config=reporting
                 )
             except (NotImplementedError, ValueError) as error:
                 raise NotMigrated(str(error)) from error
         self._is_counted = old.weight_decay_mode.name == "COUNTER"
-        notes = [f"{name} is left out: FBGEMM ignores it on a CPU" for name in _ignored(old)]
+        notes = [
+            f"{name} is left out: FBGEMM ignores it on a CPU" for name in _ignored_options(old)
+        ]
         if new.bags.precision.stochastic_rounding is not None:
             notes.append("updates are rounded by other random numbers")
         if new.bags.optimizer.weight_decay is not None and old.use_cpu and not self._is_counted:
@@ -307,12 +311,12 @@ class ReplacedSplitTBE(_ReplacedTBE):
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
         """Return a module of FBGEMM with some of the rows; it trains itself."""
-        specs = self._made_with["embedding_specs"]
+        specs = self._constructor_arguments["embedding_specs"]
         rows = [chosen_rows(spec[0], max_rows, seed) for spec in specs]
         smaller_specs = [
             (len(row_ids), *spec[1:]) for row_ids, spec in zip(rows, specs, strict=True)
         ]
-        module = type(self.old)(**{**self._made_with, "embedding_specs": smaller_specs})
+        module = type(self.old)(**{**self._constructor_arguments, "embedding_specs": smaller_specs})
         _copy_values(self.new, module, rows, counts_rows=self._is_counted)
         return module, []
 
@@ -323,9 +327,9 @@ class ReplacedDenseTBE(_ReplacedTBE):
     def __init__(
         self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
     ) -> None:
-        _check(old)
+        _check_class(old)
         names: Any = sys.modules[type(old).__module__]
-        self._made_with = {
+        self._constructor_arguments = {
             "embedding_specs": list(old.embedding_specs),
             "feature_table_map": self._feature_table_map(old),
             "weights_precision": old.weights_precision,
@@ -334,7 +338,7 @@ class ReplacedDenseTBE(_ReplacedTBE):
             "output_dtype": names.SparseType.from_int(old.output_dtype),
         }
         try:
-            new = fbgemm.DenseTableBatchedEmbeddingBagsCodegen(**self._made_with)
+            new = fbgemm.DenseTableBatchedEmbeddingBagsCodegen(**self._constructor_arguments)
         except (NotImplementedError, ValueError) as error:
             raise NotMigrated(str(error)) from error
         if tables is not None:
@@ -385,7 +389,7 @@ class ReplacedDenseTBE(_ReplacedTBE):
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
         """Return a module of FBGEMM with all rows: states are of one flat parameter."""
-        module = type(self.old)(**self._made_with)
+        module = type(self.old)(**self._constructor_arguments)
         with torch.no_grad():
             module.weights.copy_(self.new.weights)
         if self.weight.trained is None or not self.is_trained:
@@ -404,7 +408,7 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
     def __init__(
         self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
     ) -> None:
-        _check(old)
+        _check_class(old)
         names: Any = sys.modules[type(old).__module__]
         if any(
             mapping.numel() for mapping in old.buffers() if mapping is old.index_remappings_array
@@ -413,7 +417,7 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
                 "maps of pruned tables are not read back: construct the class of "
                 "emblib.compat.fbgemm_inference with the same index_remapping"
             )
-        self._made_with = {
+        self._constructor_arguments = {
             "embedding_specs": list(old.embedding_specs),
             "feature_table_map": list(old.feature_table_map),
             "pooling_mode": old.pooling_mode,
@@ -426,7 +430,9 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
             "indices_dtype": old.indices_dtype,
         }
         try:
-            new = fbgemm_inference.IntNBitTableBatchedEmbeddingBagsCodegen(**self._made_with)
+            new = fbgemm_inference.IntNBitTableBatchedEmbeddingBagsCodegen(
+                **self._constructor_arguments
+            )
             new.assign_embedding_weights(old.split_embedding_weights())
         except (NotImplementedError, ValueError) as error:
             raise NotMigrated(str(error)) from error
@@ -460,7 +466,7 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
         smaller_specs = [
             (spec[0], len(row_ids), *spec[2:]) for row_ids, spec in zip(rows, specs, strict=True)
         ]
-        module = type(self.old)(**{**self._made_with, "embedding_specs": smaller_specs})
+        module = type(self.old)(**{**self._constructor_arguments, "embedding_specs": smaller_specs})
         module.initialize_weights()
         pairs = zip(self.rows(module), self.rows(self.new), rows, strict=True)
         for target, source, row_ids in pairs:
@@ -468,7 +474,7 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
         return module, []
 
 
-def _check(old: Any) -> None:
+def _check_class(old: Any) -> None:
     """Raise NotMigrated unless a module is of one of FBGEMM's classes itself."""
     if type(old).__name__ not in FACTORIES:
         raise NotMigrated(f"{type(old).__name__} is a subclass, whose code would be lost")
@@ -480,7 +486,7 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _refuse(paths: Sequence[str], old: Any, optimizers: Any, tables: Any) -> Replaced:
+def _refuse_disk_tables(paths: Sequence[str], old: Any, optimizers: Any, tables: Any) -> Replaced:
     raise NotMigrated(
         f"{type(old).__name__} has its rows on a disk or a server: use a collection with "
         "storage=emblib.storage.Hash(...) over a BackingStore (docs/tiers.md)"
@@ -491,5 +497,5 @@ FACTORIES = {
     "SplitTableBatchedEmbeddingBagsCodegen": ReplacedSplitTBE,
     "DenseTableBatchedEmbeddingBagsCodegen": ReplacedDenseTBE,
     "IntNBitTableBatchedEmbeddingBagsCodegen": ReplacedIntNBitTBE,
-    "SSDTableBatchedEmbeddingBags": _refuse,
+    "SSDTableBatchedEmbeddingBags": _refuse_disk_tables,
 }

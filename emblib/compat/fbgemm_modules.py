@@ -57,7 +57,7 @@ _RAISES = {
     }.items()
 }
 # Names of key-value tables that may be used, because only those tables raise.
-_KEY_VALUE: dict[str, Any] = {
+_KEY_VALUE_NAMES: dict[str, Any] = {
     "BackendType": BackendType,
     "EnrichmentResponseFormat": EnrichmentResponseFormat,
     "EnrichmentType": EnrichmentType,
@@ -89,7 +89,7 @@ def get_table_batched_offsets_from_dense(
     return merged_indices.contiguous().view(-1).to(device), offsets
 
 
-def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _names_of_modules(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the names of each module, by its path below the root.
 
     `names` are the names of `emblib.compat.fbgemm`, with their values.
@@ -134,7 +134,7 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "SparseType": names["SparseType"],
         },
         "split_table_batched_embeddings_ops": training,
-        "split_table_batched_embeddings_ops_common": training | _KEY_VALUE,
+        "split_table_batched_embeddings_ops_common": training | _KEY_VALUE_NAMES,
         "split_table_batched_embeddings_ops_training": training,
         "split_table_batched_embeddings_ops_inference": training | inference,
         "tbe": {},
@@ -148,8 +148,8 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "runtime_monitor": monitoring,
         "tbe.monitoring": monitoring,
         "tbe.monitoring.runtime_monitor": monitoring,
-        "tbe.ssd": disk | _KEY_VALUE | {"ASSOC": 32},
-        "tbe.ssd.ssd_config": _KEY_VALUE,
+        "tbe.ssd": disk | _KEY_VALUE_NAMES | {"ASSOC": 32},
+        "tbe.ssd.ssd_config": _KEY_VALUE_NAMES,
         "tbe.ssd.training": disk,
         "tbe.ssd.utils": {},
         "tbe.utils": dense,
@@ -170,7 +170,7 @@ class Installation:
     _fallback: Fallback | None = None
 
     def __init__(self, names: Mapping[str, Any]) -> None:
-        contents = _contents(names)
+        contents = _names_of_modules(names)
         self._modules: dict[str, ModuleType] = {}
         for path, names_of_module in contents.items():
             full_name = f"{ROOT}.{path}" if path else ROOT
@@ -199,19 +199,19 @@ class Installation:
             ModuleNotFoundError: a fallback without an installed FBGEMM.
             RuntimeError: the real fbgemm_gpu was imported, or its operators are registered.
         """
-        other = sorted(
+        foreign_modules = sorted(
             name
             for name, module in sys.modules.items()
             if name.partition(".")[0] == ROOT
             and module is not self._modules.get(name)
             and self._fallback is None
         )
-        if other:
-            origin = getattr(sys.modules[other[0]], "__file__", None)
+        if foreign_modules:
+            origin = getattr(sys.modules[foreign_modules[0]], "__file__", None)
             raise RuntimeError(
-                f"fbgemm_gpu is imported already ({other[0]} from {origin}), and its objects would "
-                "mix with emblib's: call emblib.compat.fbgemm.install() before anything imports "
-                "fbgemm_gpu or torchrec"
+                f"fbgemm_gpu is imported already ({foreign_modules[0]} from {origin}), and its "
+                "objects would mix with emblib's: call emblib.compat.fbgemm.install() before "
+                "anything imports fbgemm_gpu or torchrec"
             )
         foreign = fbgemm_operators.foreign()
         if foreign:

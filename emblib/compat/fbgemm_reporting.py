@@ -131,7 +131,7 @@ class StdLogStatsReporterConfig(TBEStatsReporterConfig):
 
 
 # Counts of emblib's caches, in the order of `UVMCacheStatsIndex`.
-_NAMES = (
+_COUNT_NAMES = (
     "calls",
     "lookups",
     "unique",
@@ -159,30 +159,30 @@ class CacheCounters:
     def __init__(self, bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> None:
         metrics = RecordCacheMetrics(*(args.record_cache_metrics or (False, False)))
         self._bags = bags
-        self._batches, self._by_table = metrics
+        self._counts_batches, self._counts_tables = metrics
         self.gathers = bool(args.gather_uvm_cache_stats)
         self.has_cache = any(spec.placement.cached for spec in bags.tables)
-        num_tables = len(bags.tables) if self._by_table else 0
+        num_tables = len(bags.tables) if self._counts_tables else 0
         self.cache_miss_counter = torch.zeros(2, dtype=torch.int64)
         self.table_wise_cache_miss = torch.zeros(num_tables, dtype=torch.int64)
-        self._last = torch.zeros(len(_NAMES), dtype=torch.int64)
-        self._logged = torch.zeros(len(_NAMES), dtype=torch.int64)
+        self._last = torch.zeros(len(_COUNT_NAMES), dtype=torch.int64)
+        self._logged = torch.zeros(len(_COUNT_NAMES), dtype=torch.int64)
 
     @property
     def is_active(self) -> bool:
         """Return whether a table is cached and an option asks for counts."""
-        return self.has_cache and (self.gathers or self._batches or self._by_table)
+        return self.has_cache and (self.gathers or self._counts_batches or self._counts_tables)
 
     def _counts(self) -> Tensor:
         """Return int64 `[1 + T, 6]`: of all tables, then of each."""
-        lines = torch.zeros(1 + len(self._bags.tables), len(_NAMES), dtype=torch.int64)
+        count_rows = torch.zeros(1 + len(self._bags.tables), len(_COUNT_NAMES), dtype=torch.int64)
         if self.has_cache:
             stats = self._bags.cache_stats()
-            of_tables = [stats.tables.get(name) for name in self._bags.table_names]
-            for line, counts in zip(lines, (stats, *of_tables), strict=True):
+            table_stats = [stats.tables.get(name) for name in self._bags.table_names]
+            for count_row, counts in zip(count_rows, (stats, *table_stats), strict=True):
                 if counts is not None:
-                    line.copy_(torch.tensor([getattr(counts, name) for name in _NAMES]))
-        return lines
+                    count_row.copy_(torch.tensor([getattr(counts, name) for name in _COUNT_NAMES]))
+        return count_rows
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -196,12 +196,12 @@ class CacheCounters:
         if not new[0, UVMCacheStatsIndex.num_calls]:
             return  # the batch had been prefetched
         self._last = new[0]
-        if self._batches:
+        if self._counts_batches:
             num_unique_misses = new[0, _UNIQUE_MISSES]
             self.cache_miss_counter += torch.stack(
                 [(num_unique_misses > 0).long(), num_unique_misses]
             )
-        if self._by_table:
+        if self._counts_tables:
             self.table_wise_cache_miss += new[1:, _UNIQUE_MISSES]
 
     def uvm_stats(self, *, local: bool) -> Tensor:
@@ -340,13 +340,13 @@ class Events:
     def cache(self, indices: Tensor, row_bytes: int) -> None:
         """Report a prefetched batch: its size, and the counts since the last, as bytes per step."""
         self.tensor("prefetch_input", indices)
-        steps = self.step - self._last_step
-        if not (steps and self._counters.gathers and self.reporter.should_report(self.step)):
+        num_steps = self.step - self._last_step
+        if not (num_steps and self._counters.gathers and self.reporter.should_report(self.step)):
             return
         counts = self._counters.uvm_stats(local=False)
         self._last_step = self.step
         for index in UVMCacheStatsIndex:
-            since = int(counts[index] - self._last_counts[index])
+            increase = int(counts[index] - self._last_counts[index])
             name = f"tbe.prefetch.cache_stats_by_data_size.{index.name}"
-            self._amount(name, since * row_bytes // steps)
+            self._amount(name, increase * row_bytes // num_steps)
         self._last_counts = counts

@@ -52,8 +52,10 @@ class InstallOnImport(MetaPathFinder, Loader):
 
 def watch() -> None:
     """Put the finder first, unless one of the packages is imported or a finder waits already."""
-    waits = any(type(finder).__name__ == InstallOnImport.__name__ for finder in sys.meta_path)
-    if not waits and not any(root in sys.modules for root in ROOTS):
+    is_installed = any(
+        type(finder).__name__ == InstallOnImport.__name__ for finder in sys.meta_path
+    )
+    if not is_installed and not any(root in sys.modules for root in ROOTS):
         sys.meta_path.insert(0, InstallOnImport())
 
 

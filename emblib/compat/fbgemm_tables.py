@@ -20,8 +20,8 @@ from emblib.compat.fbgemm_types import (
     WeightDecayMode,
 )
 
-_CACHED = EmbeddingLocation.MANAGED_CACHING
-_OUTSIDE_DEVICE = (EmbeddingLocation.MANAGED, EmbeddingLocation.MANAGED_CACHING)
+_CACHED_LOCATION = EmbeddingLocation.MANAGED_CACHING
+_HOST_LOCATIONS = (EmbeddingLocation.MANAGED, EmbeddingLocation.MANAGED_CACHING)
 STATE_ORDER = (
     "sum",
     "exp_avg",
@@ -34,7 +34,7 @@ STATE_ORDER = (
 """FBGEMM's order of the optimizer states, by emblib's names."""
 
 
-_MEMORIES = ("dev", "host", "uvm")
+_MEMORY_SUFFIXES = ("dev", "host", "uvm")
 """Suffixes of FBGEMM's attributes: memory of the device, of a CPU, and of the host for a GPU."""
 
 States = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -74,7 +74,9 @@ class TableViews(nn.Module):
         self.logging_table_name = self.get_table_name_for_logging(args.table_names)
         self.embedding_shard_info = args.embedding_shard_info
         self.max_D = max(self.dims)
-        cached_dims = [spec.dim for spec in args.embedding_specs if spec.location == _CACHED]
+        cached_dims = [
+            spec.dim for spec in args.embedding_specs if spec.location == _CACHED_LOCATION
+        ]
         self.max_D_cache = max(cached_dims, default=0)
         dims = [self.dims[t] for t in self.feature_table_map]
         self.total_D = sum(dims)
@@ -102,8 +104,8 @@ class TableViews(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         prefix, _, memory = name.rpartition("_")
-        if memory in _MEMORIES and prefix in self._prefixes():
-            return self.get_states(prefix)[_MEMORIES.index(memory)]
+        if memory in _MEMORY_SUFFIXES and prefix in self._state_of_prefix():
+            return self.get_states(prefix)[_MEMORY_SUFFIXES.index(memory)]
         return super().__getattr__(name)
 
     # Weights
@@ -208,7 +210,7 @@ class TableViews(nn.Module):
         mode = args.counter_based_regularization.counter_weight_decay_mode
         return int(mode) == CounterWeightDecayMode.ADAGRADW
 
-    def _prefixes(self) -> dict[str, str]:
+    def _state_of_prefix(self) -> dict[str, str]:
         """Return emblib's name of each optimizer state, by FBGEMM's names of it."""
         if "bags" not in self._modules or self.optimizer is EmbOptimType.NONE:
             return {}
@@ -234,29 +236,33 @@ class TableViews(nn.Module):
         """
         if prefix == "weights":
             views = self.bags.table_weights()
-        elif prefix in self._prefixes():
-            name = self._prefixes()[prefix]
+        elif prefix in self._state_of_prefix():
+            name = self._state_of_prefix()[prefix]
             views = [states[name] for states in self.bags.table_optimizer_states()]
         else:
-            raise DoesNotHavePrefix(f"there is no {prefix}, only {['weights', *self._prefixes()]}")
-        memories = [views[0].new_empty(0)] * len(_MEMORIES)
+            raise DoesNotHavePrefix(
+                f"there is no {prefix}, only {['weights', *self._state_of_prefix()]}"
+            )
+        memories = [views[0].new_empty(0)] * len(_MEMORY_SUFFIXES)
         offsets = [int(view.storage_offset()) for view in views]
         locations = fbgemm_arguments.locations(self._arguments)
         memory_of_table = [
-            1 if self.use_cpu else 2 if location in _OUTSIDE_DEVICE else 0 for location in locations
+            1 if self.use_cpu else 2 if location in _HOST_LOCATIONS else 0 for location in locations
         ]
         for memory in set(memory_of_table):
-            tables = [t for t, other in enumerate(memory_of_table) if other == memory]
+            tables = [t for t, table_memory in enumerate(memory_of_table) if table_memory == memory]
             if len({views[t].untyped_storage().data_ptr() for t in tables}) > 1:
                 raise NotImplementedError(
-                    f"{prefix}_{_MEMORIES[memory]}: the tables lie in several pieces of memory; "
-                    "use split_embedding_weights() or split_optimizer_states()"
+                    f"{prefix}_{_MEMORY_SUFFIXES[memory]}: the tables lie in several pieces of "
+                    "memory; use split_embedding_weights() or split_optimizer_states()"
                 )
-            first = min(offsets[t] for t in tables)
-            count = max(offsets[t] + views[t].numel() for t in tables) - first
-            memories[memory] = views[tables[0]].detach().as_strided((count,), (1,), first)
+            first_element = min(offsets[t] for t in tables)
+            num_elements = max(offsets[t] + views[t].numel() for t in tables) - first_element
+            memories[memory] = (
+                views[tables[0]].detach().as_strided((num_elements,), (1,), first_element)
+            )
             for t in tables:
-                offsets[t] -= first
+                offsets[t] -= first_element
         return (
             memories[0],
             memories[1],
@@ -267,7 +273,7 @@ class TableViews(nn.Module):
 
     def get_all_states(self) -> list[States]:
         """Return `get_states` of the weights and of each optimizer state, in FBGEMM's order."""
-        prefixes = [name for name in self._prefixes() if name in STATE_ORDER]
+        prefixes = [name for name in self._state_of_prefix() if name in STATE_ORDER]
         return [self.get_states(prefix) for prefix in ("weights", *prefixes)]
 
     def _use_buffers(self, buffers: Mapping[str, Tensor]) -> None:
@@ -278,7 +284,7 @@ class TableViews(nn.Module):
         """
         targets = {"weights": "weights"} | {
             name: f"state_{state}"
-            for name, state in self._prefixes().items()
+            for name, state in self._state_of_prefix().items()
             if name in ("momentum1", "momentum2")
         }
         for name, buffer in buffers.items():
@@ -312,8 +318,8 @@ class TableViews(nn.Module):
         if state == "iter":
             return self.iter
         prefix, _, memory = state.rpartition("_")
-        names = self._prefixes()
-        name = names.get(prefix if memory in _MEMORIES else state)
+        names = self._state_of_prefix()
+        name = names.get(prefix if memory in _MEMORY_SUFFIXES else state)
         if name is None:
             raise ValueError(f"the optimizer's states are {sorted(names)}, got {state!r}")
         return getattr(self.bags, f"state_{name}")
