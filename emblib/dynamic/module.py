@@ -163,7 +163,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         self._layout = self._feature_rows(self.rows.feature_row)
         self.index, self.row_initializer = self.state.index, self.state.row_initializer
         self.admission, self.scores = self.state.admission, self.state.scores
-        self.expiry = self.state.parts().get("expiry")
+        self.expiry = self.state.child_modules().get("expiry")
         self._register_rows(self.state.row_buffers, self.state.byte_layout)
         self.register_buffer("dropped_updates", self.state.dropped_updates, persistent=False)
         features = torch.tensor(self.feature_tables, dtype=torch.int64, device=device)

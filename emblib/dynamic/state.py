@@ -180,7 +180,7 @@ class DynamicState:
         for t, spec in enumerate(self.specs):
             self._advise_growth(t, 0, spec.buckets * SLOTS_PER_BUCKET)
 
-    def parts(self) -> dict[str, nn.Module]:
+    def child_modules(self) -> dict[str, nn.Module]:
         """Return the modules of the state by their names in state dicts."""
         children = {
             "index": self.index,

@@ -25,7 +25,7 @@ from emblib.specs import check_count
 # more records while as many are pending.
 _MAX_PENDING = 64
 
-Key = tuple[int, int]  # generation and step of a record
+BoundaryKey = tuple[int, int]  # generation and step of a record
 
 
 class Lag(NamedTuple):
@@ -112,7 +112,7 @@ class LogFollower:
             raise ValueError("a follower needs the sink of each rank's log, got none")
         self._logs = [_Log(check_sink(source)) for source in logs]
         self._step = None if step is None else check_count("step", step, minimum=0)
-        self._key: Key | None = None  # of the last boundary; None if the tables are at none
+        self._boundary: BoundaryKey | None = None  # the last one; None if the tables are at none
         self._has_base = step is not None  # whether the tables are at `_step` without a boundary
         self._lock = ReaderLock()
         self._apply_lock = threading.Lock()  # held while the logs are read or applied
@@ -154,8 +154,8 @@ class LogFollower:
 
     def _is_new(self, record: Record) -> bool:
         """Return whether a record is newer than the state of the tables."""
-        if self._key is not None:
-            return record.key > self._key
+        if self._boundary is not None:
+            return record.key > self._boundary
         return self._step is None or record.step > self._step
 
     def apply(self) -> int | None:
@@ -189,7 +189,7 @@ class LogFollower:
     def _poll(self) -> bool:
         """Read more records of the logs; return whether there were any."""
         newest = max((log.newest for log in self._logs if log.newest is not None), default=None)
-        has_base = self._key is not None or self._has_base
+        has_base = self._boundary is not None or self._has_base
         # Each log is read, although one of them has more.
         return any([log.poll(newest, needs_whole=not has_base) for log in self._logs])
 
@@ -201,7 +201,7 @@ class LogFollower:
 
     # Boundaries
 
-    def _next_boundary(self) -> Key | None:
+    def _next_boundary(self) -> BoundaryKey | None:
         """Return the key of the next boundary; None while there is none.
 
         After a gap the last boundary is forgotten. Without a last boundary, it is the newest step
@@ -213,14 +213,14 @@ class LogFollower:
         """
         self._check_ranks()
         if any(log.has_gap for log in self._logs):
-            self._key, self._has_base = None, False
-        if self._key is None and self._has_base:
+            self._boundary, self._has_base = None, False
+        if self._boundary is None and self._has_base:
             self._begin_at_base()
-        if self._key is None:
+        if self._boundary is None:
             whole_keys = [{r.key for r in log.pending if r.is_whole} for log in self._logs]
             return max(set.intersection(*whole_keys), default=None)
         for log in self._logs:
-            log.drop(self._key)
+            log.drop(self._boundary)
         keys = [{record.key for record in log.pending} for log in self._logs]
         return min(set.intersection(*keys), default=None)
 
@@ -238,7 +238,7 @@ class LogFollower:
             for log in self._logs:
                 log.restart()
         else:
-            self._key = max(record.generation for record in first_records), self._step
+            self._boundary = max(record.generation for record in first_records), self._step
 
     def _check_ranks(self) -> None:
         """Raise LogError unless pending records are of different ranks, of as many as the logs."""
@@ -251,14 +251,14 @@ class LogFollower:
                     f"are logs of ranks {ranks}: pass one source per rank"
                 )
 
-    def _apply(self, key: Key) -> None:
+    def _apply(self, key: BoundaryKey) -> None:
         """Write all records up to one boundary while no reader is inside.
 
         An exception while tables are written leaves them at no boundary: the logs are read again
         from their oldest records, and the next boundary replaces the tables.
         """
         records_by_log = [log.up_to(key) for log in self._logs]  # none is empty
-        is_whole = self._key is None or any(
+        is_whole = self._boundary is None or any(
             records[-1].kind is RecordKind.SNAPSHOT for records in records_by_log
         )
         if is_whole:  # the last record with all rows of each log replaces all before it
@@ -282,9 +282,9 @@ class LogFollower:
             try:
                 for write in write_functions:
                     write()
-                self._key, self._step = key, key[1]
+                self._boundary, self._step = key, key[1]
             except BaseException:
-                self._key, self._has_base = None, False  # the tables are at no boundary
+                self._boundary, self._has_base = None, False  # the tables are at no boundary
                 for log in self._logs:
                     log.restart()
                 raise
@@ -354,11 +354,11 @@ class _Log:
         self._position: str | None = None
         self._last: tuple[int, float] | None = None  # sequence and time of the last record
         self.pending: deque[Record] = deque()
-        self.newest: Key | None = None
+        self.newest: BoundaryKey | None = None
         self.has_gap = False
         self.has_skipped = False
 
-    def poll(self, newest: Key | None, *, needs_whole: bool) -> bool:
+    def poll(self, newest: BoundaryKey | None, *, needs_whole: bool) -> bool:
         """Read records, not much further than other logs; return whether there were any.
 
         Args:
@@ -394,11 +394,11 @@ class _Log:
                 break
         return num_read > 0
 
-    def up_to(self, key: Key) -> list[Record]:
+    def up_to(self, key: BoundaryKey) -> list[Record]:
         """Return the pending records up to a boundary."""
         return [record for record in self.pending if record.key <= key]
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: BoundaryKey) -> None:
         """Remove the pending records up to a boundary."""
         while self.pending and self.pending[0].key <= key:
             self.pending.popleft()

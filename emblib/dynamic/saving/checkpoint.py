@@ -187,7 +187,7 @@ def child_state(state: DynamicState) -> dict[str, Tensor]:
     names = state_names(state)
     return {
         f"{child}.{key}": value
-        for child, child_module in state.parts().items()
+        for child, child_module in state.child_modules().items()
         for key, value in child_module.state_dict().items()
         if f"{child}.{key}" not in names
     }
@@ -230,7 +230,7 @@ def read_state(
         unexpected_keys: names with the prefix that are not of the module are appended to it.
     """
     saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-    names, children = state_names(state), state.parts()
+    names, children = state_names(state), state.child_modules()
     missing_keys.extend(prefix + key for key in names if key not in saved)
     unexpected_keys.extend(
         prefix + key for key in saved if key not in names and key.split(".")[0] not in children
@@ -438,7 +438,7 @@ def set_child_state(
         DumpMismatchError: the state in `directory` does not fit, before anything is changed.
     """
     by_child = check_child_state(state, saved, directory)
-    for child, child_module in state.parts().items():
+    for child, child_module in state.child_modules().items():
         if by_child[child]:
             child_module.load_state_dict(by_child[child])
 
@@ -459,7 +459,7 @@ def check_child_state(
             for key, value in saved.items()
             if key.startswith(f"{child}.")
         }
-        for child in state.parts()
+        for child in state.child_modules()
     }
     with naming(directory):
         if state.admission is not None and by_child["admission"]:
@@ -467,7 +467,7 @@ def check_child_state(
         if state.scores is not None and by_child["scores"]:
             dumps.check_state("scores", by_child["scores"], state.scores.state_dict())
         if by_child.get("expiry"):
-            expected = state.parts()["expiry"].state_dict()
+            expected = state.child_modules()["expiry"].state_dict()
             times = by_child["expiry"].get("times", torch.empty(0))
             if len(times) != len(expected["times"]):  # for other ttls: the ages are not known
                 by_child["expiry"] = {}

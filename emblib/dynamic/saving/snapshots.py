@@ -49,7 +49,7 @@ def take(state: DynamicState) -> dict[str, Any]:
 
 def _times_of(state: DynamicState) -> dict[str, Any]:
     """Return the entry of the times by which keys expire; {} unless a ttl is a time."""
-    expiry = state.parts().get("expiry")
+    expiry = state.child_modules().get("expiry")
     return {} if expiry is None else {"expiry": expiry.state_dict()}
 
 
@@ -133,8 +133,8 @@ def _check(state: DynamicState, snapshot: Any) -> None:
     if state.scores is not None:
         dumps.check_state("scores", entries["scores"], state.scores.state_dict())
     if "expiry" in entries:
-        dumps.check_presence("expiry", entries["expiry"], state.parts().get("expiry"))
-        dumps.check_state("expiry", entries["expiry"], state.parts()["expiry"].state_dict())
+        dumps.check_presence("expiry", entries["expiry"], state.child_modules().get("expiry"))
+        dumps.check_state("expiry", entries["expiry"], state.child_modules()["expiry"].state_dict())
 
 
 def _check_no_backing(state: DynamicState) -> None:

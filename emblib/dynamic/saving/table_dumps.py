@@ -410,15 +410,15 @@ def _state_of_table(state: DynamicState, table: int) -> dict[str, Tensor]:
     Raises:
         ValueError: several tables share counters, scores or times.
     """
-    states_of_parts = child_state(state)
+    child_states = child_state(state)
     if len(state.specs) == 1:
-        return states_of_parts
-    if state.parts().keys() - {"index", "row_initializer"}:
+        return child_states
+    if state.child_modules().keys() - {"index", "row_initializer"}:
         raise ValueError(
             f"tables {state.table_names} of one module share admission counters, scores or times, "
             "which are not divided: save the module instead, or give this table a module of its own"
         )
-    return {INDEX_HASH_KEYS: states_of_parts[INDEX_HASH_KEYS][table : table + 1]}
+    return {INDEX_HASH_KEYS: child_states[INDEX_HASH_KEYS][table : table + 1]}
 
 
 @of_state

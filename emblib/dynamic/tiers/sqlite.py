@@ -75,12 +75,12 @@ class SqliteRows:
         self._verify = Verify(verify)
         self._connection: sqlite3.Connection | None = None
         self._process = -1
-        self._in_batch = False  # whether a savepoint may be open
+        self._may_have_savepoint = False  # set before a savepoint is opened
         self._is_committing = False  # whether `flush` may have ended the transaction
         self.path = Path(path).expanduser()
         self.note = ""
         self._tables: list[StoredTable] = []
-        self._entries: dict[str, str] = {}  # format and layout
+        self._layout_entries: dict[str, str] = {}  # format and layout
         call_in_forks(self)
 
     def for_shard(self, shard: StoreShard) -> "SqliteRows":
@@ -111,7 +111,7 @@ class SqliteRows:
         """
         self.close()
         self._tables = list(tables)
-        self._in_batch = self._is_committing = False
+        self._may_have_savepoint = self._is_committing = False
         self._check_file()
         connection = None
         try:
@@ -245,7 +245,7 @@ class SqliteRows:
                 "name another file"
             )
         self.note = saved.get("note", "")
-        self._entries = expected
+        self._layout_entries = expected
         self._write_entries(self.note)
         columns = (
             "(key INTEGER PRIMARY KEY, stamp INTEGER, score INTEGER, value BLOB NOT NULL, "
@@ -273,7 +273,7 @@ class SqliteRows:
 
     def _write_entries(self, note: str) -> None:
         """Write the layout and a note, with their checksum."""
-        entries = {**self._entries, "note": note}
+        entries = {**self._layout_entries, "note": note}
         for name, value in {**entries, _CHECKSUM: str(json_checksum(entries))}.items():
             self._run("INSERT OR REPLACE INTO emblib VALUES (?, ?)", (name, value))
 
@@ -337,7 +337,7 @@ class SqliteRows:
     def _run_for_each(self, statement: str, values: Iterable[Sequence[Any]]) -> None:
         """Run a statement once per tuple of values; undo all if an exception is raised."""
         self._undo_batch()
-        self._in_batch = True
+        self._may_have_savepoint = True
         self._run("SAVEPOINT batch")
         assert self._connection is not None
         try:
@@ -347,15 +347,15 @@ class SqliteRows:
             self._undo_batch()
             raise
         self._run("RELEASE batch")
-        self._in_batch = False
+        self._may_have_savepoint = False
 
     def _undo_batch(self) -> None:
         """Undo the writes of an interrupted `_run_for_each`."""
-        if self._in_batch and self._connection is not None:
+        if self._may_have_savepoint and self._connection is not None:
             with contextlib.suppress(sqlite3.OperationalError):  # it ended, or was never begun
                 self._connection.execute("ROLLBACK TO batch")
                 self._connection.execute("RELEASE batch")
-        self._in_batch = False
+        self._may_have_savepoint = False
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
