@@ -284,10 +284,10 @@ def benchmarks(page: str, folder: Path = REFERENCE / DEVICE) -> str:
         ValueError: `page` lacks the markers PEERS or MATRIX.
     """
     peers = StoredEvidence.read(folder / "cpu_peers")
-    source = f"- {text.capitalised(peers.age())}; {describe_load(peers.state)}."
+    source = f"- {text.capitalise(peers.age())}; {describe_load(peers.state)}."
     page = replace_block(page, PEERS, f"{peers_table(peer_ratios(folder))}\n{source}")
     rows = matrix_rows(folder)
-    source = text.capitalised(f"{matrix_source(rows, folder)}.")
+    source = text.capitalise(f"{matrix_source(rows, folder)}.")
     return replace_block(page, MATRIX, f"{source}\n\n{matrix_table(rows)}")
 
 

@@ -153,7 +153,7 @@ def with_questions(page: str) -> str:
     """Return the text of reports/README.md with its table of experiments up to date."""
     lines = ["| question | experiment |", "| --- | --- |"]
     lines += [
-        f"| {text.capitalised(configure.question(name))} | `python run.py +experiment={name}` |"
+        f"| {text.capitalise(configure.question(name))} | `python run.py +experiment={name}` |"
         for name in configure.groups()["experiment"]
     ]
     return front_page.replace_block(page, QUESTIONS, "\n".join(lines))

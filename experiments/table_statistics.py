@@ -16,7 +16,7 @@ import pandas as pd
 
 from experiments.config.schema import UsageError
 from experiments.report.charts import Curve, Scale, curves, percent_scale
-from experiments.report.style import COLOURS, Figure, Panel, draw, theme
+from experiments.report.style import COLOURS, Figure, Panel, draw_files, theme
 
 MAX_TABLES = 8
 _AGE = "age_"
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"the {MAX_TABLES} tables of most lookups are drawn, left out are {left_out}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with theme():
-        draw(figure(series), "", arguments.out)
+        draw_files(figure(series), "", arguments.out)
     print(arguments.out / "table_statistics.png")
     return 0
 

@@ -326,8 +326,8 @@ def differences(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[str],
 
 
 def _equal(old: Any, new: Any) -> bool:
-    if text.missing(old) or text.missing(new):
-        return text.missing(old) and text.missing(new)
+    if text.is_missing(old) or text.is_missing(new):
+        return text.is_missing(old) and text.is_missing(new)
     try:
         return math.isclose(float(old), float(new), rel_tol=RELATIVE_TOLERANCE, abs_tol=0.0)
     except ValueError:

@@ -158,7 +158,7 @@ def _draw_speedups(comparison: Comparison, number: int) -> Drawing:
         for kind, ratio in comparison.bandwidth_ratios(number).items()
         if math.isfinite(ratio)
     ]
-    scale = Scale("speed-up", log=10, shown=lambda v: f"{v:g}×")
+    scale = Scale("speed-up", log=10, format_tick=lambda v: f"{v:g}×")
     return row_chart(lines, scale, marks=marks, shared=True)
 
 

@@ -200,7 +200,7 @@ def machines_table(machines: Sequence[Machine]) -> Table:
     """Return the table of machines: memory, power, software."""
 
     def known(value: float | None, otherwise: str, unit: str = "") -> Value:
-        if value is None or text.missing(value):
+        if value is None or text.is_missing(value):
             return Value(otherwise)
         return Value(f"{text.digits(value)}{unit}", value)
 
@@ -215,7 +215,7 @@ def machines_table(machines: Sequence[Machine]) -> Table:
             value_of: Any = machine.run.environment
             for key in keys:
                 value_of = (value_of or {}).get(key)
-            return str(value_of or text.NONE)
+            return str(value_of or text.DASH)
 
         return read
 
@@ -232,7 +232,7 @@ def machines_table(machines: Sequence[Machine]) -> Table:
         "torch": fact("torch"),
         "driver": fact("gpu", "driver"),
         "CUDA": fact("gpu", "cuda"),
-        "emblib": lambda m: text.commit(m.run.environment) or text.NONE,
+        "emblib": lambda m: text.commit(m.run.environment) or text.DASH,
         "measured": lambda m: str(m.run.environment.get("time_utc", ""))[:10],
     }
     return Table.of(machines, columns)
@@ -245,7 +245,7 @@ def sources_table(machines: Sequence[Machine]) -> Table:
         {
             "device": device.name,
             "figure": words,
-            "value": f"{device.figures[key]:g}" if key in device.figures else text.NONE,
+            "value": f"{device.figures[key]:g}" if key in device.figures else text.DASH,
             "source": device.sources.get(key, ceilings.UNKNOWN),
         }
         for device in devices
@@ -310,7 +310,7 @@ def _listed(published_figures: Sequence[PublishedFigure]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for figure in published_figures:
         begin, colon, end = figure.name.rpartition(": ")
-        value = published.shown(figure.value)
+        value = published.format_number(figure.value)
         prefix, words = (begin, f"{end} {value}") if colon else (figure.name, value)
         groups.setdefault((prefix, figure.unit), []).append(words)
     return [f"{begin}: {' · '.join(ends)} {unit}" for (begin, unit), ends in groups.items()]

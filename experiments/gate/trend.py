@@ -391,7 +391,7 @@ def _moved_table(moves: Sequence[PointInRun]) -> Table:
             "in emblib ÷ base": lambda move: _change(move.finding, NATIVE),
             "counted": lambda move: (
                 "; ".join((*(move.finding.get("grown") or ()), *(move.finding.get("shrunk") or ())))
-                or text.NONE
+                or text.DASH
             ),
             "subject": lambda move: move.run.head.subject,
         },

@@ -13,9 +13,9 @@ from experiments.report import answer as timed
 from experiments.report import figures as timed_figures
 from experiments.report import published as anchors
 from experiments.report import text
-from experiments.report.charts import plain_ticks
+from experiments.report.charts import set_plain_ticks
 from experiments.report.data import Run
-from experiments.report.published import JudgedFigure, Reproduction, shown
+from experiments.report.published import JudgedFigure, Reproduction, format_number
 from experiments.report.style import INK, Drawing, Figure, Panel
 from experiments.report.tables import Column, Table, TitledTable, Value
 from experiments.results import metrics
@@ -56,7 +56,7 @@ def answer(run: Run) -> list[str]:
 
 def _pair(finding: JudgedFigure) -> str:
     figure = finding.figure
-    return f"{text.digits(finding.ours, 4)} for {shown(figure.value)} {figure.unit}"
+    return f"{text.digits(finding.ours, 4)} for {format_number(figure.value)} {figure.unit}"
 
 
 def tables(run: Run) -> list[TitledTable]:
@@ -80,7 +80,7 @@ def table(judgements: Sequence[JudgedFigure]) -> Table:
     rows = sorted(judgements, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
     columns: dict[str, Column] = {
         "figure": lambda f: f.figure.name,
-        "theirs": lambda f: Value(shown(f.figure.value), f.figure.value),
+        "theirs": lambda f: Value(format_number(f.figure.value), f.figure.value),
         "ours": _ours,
         "unit": lambda f: f.figure.unit,
         "verdict": lambda f: f.verdict.value,
@@ -100,7 +100,7 @@ def _ours(finding: JudgedFigure) -> Value:
 
 def _measured(finding: JudgedFigure) -> str:
     point = finding.figure.ours
-    return f"{_label(point.arm)}, {finding.device}" if point and finding.device else text.NONE
+    return f"{_label(point.arm)}, {finding.device}" if point and finding.device else text.DASH
 
 
 def _label(arm: str) -> str:
@@ -161,7 +161,7 @@ def _pair_chart(judgements: Sequence[JudgedFigure]) -> Drawing:
             [1.25, *(max(f.ours, f.figure.value) / min(f.ours, f.figure.value) for f in judgements)]
         )
         axes.set_xlim(1 / max_ratio, max_ratio)
-        plain_ticks(axes.xaxis)
+        set_plain_ticks(axes.xaxis)
         axes.set_yticks(range(len(judgements)), [_short(f.figure.name) for f in judgements])
         axes.set_ylim(len(judgements) - 0.4, -0.8)
         axes.grid(visible=False, axis="y")

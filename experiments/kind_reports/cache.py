@@ -201,7 +201,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     for fraction, group in rows.groupby("fraction"):
         by_name = group.set_index("contender")["lookup_hit_rate"]
         timed = _timed_step(run, f"{run.subject.contender}@{group['cache'].iloc[0]:g}")
-        step = text.NONE if timed is None else text.ratio(timed)
+        step = text.DASH if timed is None else text.ratio(timed)
         shares = [text.percent(by_name.get(name, math.nan)) for name in names]
         lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step])
     caption = f"Share of the lookups of {_workload_words(run)} that the cache serves:"

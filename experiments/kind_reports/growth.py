@@ -66,7 +66,7 @@ def _pause(row: pd.Series) -> str:
 def _memory(row: pd.Series) -> str:
     """Return the peak of memory during growth ÷ the memory at the end, the median of each."""
     ratio = row["peak_over_kept"]
-    if text.missing(ratio):
+    if text.is_missing(ratio):
         return ""
     return f", with a peak of {text.times(ratio)} the memory it ends with"
 
@@ -106,7 +106,7 @@ def figures(run: Run) -> list[Figure]:
         label = str(record["label"])
         name = str(record["contender"])
         lines.append(contender_curve(name, keys, call_s, marker="", width=1.0, label=label))
-    y_scale = Scale("time per call", log=10, shown=text.seconds)
+    y_scale = Scale("time per call", log=10, format_tick=text.seconds)
     return [
         Figure(
             "growth",

@@ -118,7 +118,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
             suffix = f", {mode}" * (len(run.modes) > 1)
             section_rows = rows[rows["section"] == section]
             table = _table(run, section_rows)
-            parts.append(TitledTable(text.capitalised(title) + suffix, words, table))
+            parts.append(TitledTable(text.capitalise(title) + suffix, words, table))
     return parts
 
 

@@ -78,7 +78,7 @@ def figures(run: Run) -> list[Figure]:
             )
             for _, row in device_rows.iterrows()
         ]
-        drawing = charts.row_chart(lines, Scale("time per call", log=10, shown=text.seconds))
+        drawing = charts.row_chart(lines, Scale("time per call", log=10, format_tick=text.seconds))
         panels.append(Panel(f"On {device}", drawing, 1.8 * WIDTH, 1.0 + 0.22 * len(device_rows)))
     return [
         Figure(

@@ -134,7 +134,7 @@ def figures(run: Run) -> list[Figure]:
             )
         )
     x_scale = Scale("measured ms per step", log=10)
-    ratio = Scale("predicted ÷ measured", reach=(0.6, 1.4), shown=lambda v: f"{v:g}×")
+    ratio = Scale("predicted ÷ measured", reach=(0.6, 1.4), format_tick=lambda v: f"{v:g}×")
     drawing = curves(lines, x_scale, ratio, name_position="outside", marks=[Mark(1.0, INK, DASHED)])
     note = "At the dashed line a prediction is exact. All ranks, orders of ids and batches."
     return [

@@ -121,7 +121,7 @@ def _share_words(share: float) -> str:
 
 def _change(row: pd.Series) -> str:
     change = _signed(row["auc_change"])
-    if text.missing(row["auc_change_lo"]):
+    if text.is_missing(row["auc_change_lo"]):
         return f"{change} [one seed]"
     return f"{change} [{_signed(row['auc_change_lo'])}, {_signed(row['auc_change_hi'])}]"
 
@@ -187,7 +187,7 @@ def _interval(row: pd.Series, name: str) -> Value:
     if row["contender"] == PLAIN:
         return Value("0", 0.0)
     low, high = row[f"{name}_lo"], row[f"{name}_hi"]
-    interval = "" if text.missing(low) else f" [{_signed(low)}, {_signed(high)}]"
+    interval = "" if text.is_missing(low) else f" [{_signed(low)}, {_signed(high)}]"
     return Value.of(row[name], lambda v: _signed(v) + interval)
 
 
@@ -202,8 +202,8 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
     for method, group in at_share.groupby("contender", sort=False):
         by_data = group.set_index("data")
         measured = [by_data.loc[n] if n in by_data.index else None for n in names]
-        changes = [text.NONE if row is None else _change(row) for row in measured]
-        steps = [text.NONE if row is None else text.times(row["ratio"]) for row in measured]
+        changes = [text.DASH if row is None else _change(row) for row in measured]
+        steps = [text.DASH if row is None else text.times(row["ratio"]) for row in measured]
         lines.append([TRAINED[str(method)], *changes, " · ".join(steps)])
     seeds = text.count(int(rows["seeds"].max()), "seed")
     return [
@@ -251,7 +251,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
     parts = [TitledTable("Data that models are trained on", words, table)]
     rows = run.frame("quality")
     for name, record in records.items():
-        words = f"{text.capitalised(record['title'])}."
+        words = f"{text.capitalise(record['title'])}."
         table = _results_table(rows[rows["data"] == name])
         parts.append(TitledTable(f"Models trained on {name}", words, table))
     return parts
@@ -262,8 +262,8 @@ def figures(run: Run) -> list[Figure]:
     rows = good_results(run)
     if not len(rows):
         return []
-    smaller = Scale("times smaller (large tables)", log=2, shown=lambda v: f"{v:g}×")
-    slower = Scale("time of a step ÷ plain", shown=lambda v: f"{v:g}×")
+    smaller = Scale("times smaller (large tables)", log=2, format_tick=lambda v: f"{v:g}×")
+    slower = Scale("time of a step ÷ plain", format_tick=lambda v: f"{v:g}×")
     share = _headline_share(run, rows)
     rows_at_share = rows[(rows["share"] == share) | (rows["contender"] == PLAIN)]
     words = "Mean over seeds with its 95 % interval, paired with plain tables (dashed)."
@@ -294,7 +294,7 @@ def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
         # Intervals may leave the panel: with few seeds some are far wider than all effects.
         low, high = group["auc_change"].min(), group["auc_change"].max()
         margin = 0.5 * (high - low) or NEGLIGIBLE_LOSS
-        change = Scale("change of AUC", low=low - margin, high=high + margin, shown=_short)
+        change = Scale("change of AUC", low=low - margin, high=high + margin, format_tick=_short)
         lines = [
             _curve(str(m), group_of_method, column)
             for m, group_of_method in group.groupby("contender", sort=False)
@@ -302,7 +302,7 @@ def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
         drawing = curves(
             lines, scale, change, name_position="outside", marks=[Mark(0.0, INK, DASHED)]
         )
-        panels.append(Panel(text.capitalised(str(data)), drawing, 1.7 * WIDTH, 1.1 * HEIGHT))
+        panels.append(Panel(text.capitalise(str(data)), drawing, 1.7 * WIDTH, 1.1 * HEIGHT))
     return panels
 
 

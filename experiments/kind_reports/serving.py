@@ -71,7 +71,7 @@ def answer(run: Run) -> list[str]:
     waits = [
         f"{text.seconds(row['p99_s'])} at {text.percent(row['load'], 2)}"
         for _, row in loaded.iterrows()
-        if not text.missing(row["p99_s"])
+        if not text.is_missing(row["p99_s"])
     ]
     if waits:
         sentences.append(f"Of that rate, its p99 from arrival to answer is {text.listed(waits)}.")
@@ -79,7 +79,7 @@ def answer(run: Run) -> list[str]:
 
 
 def _against(run: Run, row: pd.Series) -> str:
-    if text.missing(row["ratio"]) or row["arm"] == run.baseline.key:
+    if text.is_missing(row["ratio"]) or row["arm"] == run.baseline.key:
         return ""
     return f"; a request takes {text.ratio(row)} the time of {run.baseline.label}"
 
@@ -182,7 +182,7 @@ def figures(run: Run) -> list[Figure]:
             for name, group in of_batch.groupby("contender", sort=False)
         ]
         x_scale = Scale("thousand samples answered per second", log=10)
-        y_scale = Scale("p99, from arrival to answer", log=10, shown=text.seconds)
+        y_scale = Scale("p99, from arrival to answer", log=10, format_tick=text.seconds)
         drawing = curves(lines, x_scale, y_scale, name_position="below", columns=3)
         title = f"{text.count(float(batch), 'sample')} per request"
         panels.append(Panel(title, drawing, 1.3 * WIDTH, 1.2 * HEIGHT))

@@ -149,7 +149,7 @@ def _efficiency(row: pd.Series) -> str:
     """Say how long a step takes, how much of it is communication, and how efficient it is."""
     share = text.digits(100 * row["communication_s"] / row["median_s"], 2)
     efficiency = ""
-    if not text.missing(row["efficiency"]):
+    if not text.is_missing(row["efficiency"]):
         efficiency = f", an efficiency of {text.digits(100 * row['efficiency'], 2)} %"
     return (
         f"{row['type']} takes {text.seconds(row['median_s'])} per step, "
@@ -204,7 +204,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
             note = f" {case.note}" if case is not None and case.note else ""
             line = f"{_sizes(run, str(cell))}.{note}"
             table = _table(all_rows[all_rows["cell"] == cell], rows[rows["cell"] == cell])
-            parts.append(TitledTable(text.capitalised(title), line, table))
+            parts.append(TitledTable(text.capitalise(title), line, table))
     predicted = sharding.predictions(run.records)
     if len(predicted):
         words = "Of worlds that were not measured these are predictions, and nothing else."

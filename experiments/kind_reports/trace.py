@@ -346,7 +346,7 @@ def _repetition(records: Sequence[TraceRecord]) -> Figure:
             lines.append(Curve(positions, stars, INK, "published, 2022", "*", line="", size=7))
         x_scale = Scale("lookups per row, at most", ticks=positions[::2], names=names[::2])
         y_scale = Scale(f"share of the {unit} (%)", low=0)
-        return Panel(text.capitalised(unit), curves(lines, x_scale, y_scale))
+        return Panel(text.capitalise(unit), curves(lines, x_scale, y_scale))
 
     about_stars = (
         " Stars: the published production trace; in its last bins a smaller table has few rows."
@@ -380,7 +380,7 @@ def _reuse(records: Sequence[TraceRecord]) -> Figure:
             distances = record["analysis"]["distances"]
             y = 100 * transform(np.array(distances["reuse"]))
             lines.append(Curve(distances["edges"][1:], y, colour, name, "o", size=3))
-        x_scale = Scale("reuse distance (rows), below", log=2, shown=_binary)
+        x_scale = Scale("reuse distance (rows), below", log=2, format_tick=_binary)
         return Panel(title, curves(lines, x_scale, Scale(label, low=0), name_position="upper left"))
 
     return Figure(
@@ -409,8 +409,8 @@ def _working_set(records: Sequence[TraceRecord]) -> Figure:
         new.append(Curve(1 + np.arange(len(shares)), shares, colour, label))
     ends = [first, max(max_rows, first)]
     growth.append(Curve(ends, ends, INK, width=0.7))
-    lookups = Scale("lookups", log=10, shown=_whole)
-    rows = Scale("distinct rows", log=10, shown=_whole)
+    lookups = Scale("lookups", log=10, format_tick=_whole)
+    rows = Scale("distinct rows", log=10, format_tick=_whole)
     share = percent_scale("of its distinct rows (%)")
     return Figure(
         "working_set",

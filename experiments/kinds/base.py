@@ -295,7 +295,7 @@ class Kind:
     def section_table(self, run: Run, section: str) -> Table | None:
         """Return the table of results of a section, by default of timed cells; None without any."""
         table: Table | None = self._part("section_table", None, run, section)
-        if table is None and len(run.of(section)):
+        if table is None and len(run.results_of(section)):
             table = load("experiments.report.results:section_table")(run, section)
         return table
 

@@ -1,4 +1,4 @@
-"""A run directory to results.csv, figures, report.md and index.html; repeatable at any time."""
+"""The command `report`: write tables, figures and pages of a run from its raw records."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_report(path: Path, *, draws_figures: bool = True) -> str:
             store.write_table(name, table)
     for name, content in run_data.kind.write_files(run_data).items():
         store.write(name, content)
-    page = pages.page(run_data)
+    page = pages.page_of(run_data)
     document.write(path, page, draws_figures=draws_figures)
     return " ".join(page.answer)
 

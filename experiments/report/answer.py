@@ -13,16 +13,16 @@ from experiments.report import text
 from experiments.report.data import Run, select
 from experiments.report.document import Tile
 
-Rows = dict[str, dict[str, Any]]
+RowByPhase = dict[str, dict[str, Any]]
 """The rows of an arm in a cell and mode, by phase; `results.metrics.frame` names their columns."""
-PLAIN, DENSE = "torch", "tbe"  # contenders: nn.EmbeddingBag, and emblib's dense tables
-TILE_STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # verdict -> style of a tile
+TORCH_BAGS, DENSE_TABLES = "torch", "tbe"  # contenders: nn.EmbeddingBag, emblib's dense tables
+TILE_STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # by verdict
 
 
 def answer(run: Run) -> list[str]:
-    """Return sentences: the headline workload, then what forward, sweep and other modes add.
+    """Return sentences on the headline workload, then on forward, sweep and further modes.
 
-    Without a result of subject and baseline it is one sentence that says why.
+    Without a result of the subject or the baseline, return one sentence that says why.
     """
     main_run = run.in_mode(run.modes[0])
     cell = main_run.headline_cell()
@@ -34,17 +34,17 @@ def answer(run: Run) -> list[str]:
         if not rows or rows["step"]["status"] != "ok":
             reason = rows["step"]["reason"] if rows else "it was not among the contenders"
             return [f"No answer: {arm.label} has no result on the headline workload ({reason})."]
-    sentences = [_headline(main_run, subject["step"], baseline["step"])]
-    if gain := _gain(main_run, cell):
-        sentences[0] += f" {gain}"
+    sentences = [_headline_sentence(main_run, subject["step"], baseline["step"])]
+    if torch_sentence := _torch_sentence(main_run, cell):
+        sentences[0] += f" {torch_sentence}"
     sentences.append(f"Forward alone takes {text.ratio(subject['forward'])}.")
     steps = _swept_steps(main_run)
     if len(steps) > 1:
-        low, high = (steps.loc[end] for end in (steps["ratio"].idxmin(), steps["ratio"].idxmax()))
+        lowest, highest = (steps.loc[i] for i in (steps["ratio"].idxmin(), steps["ratio"].idxmax()))
         sentences.append(
-            f"Across the sweep the step ratio ranges from {text.times(low['ratio'])} "
-            f"({sweep_point(main_run, low)}) to {text.times(high['ratio'])} "
-            f"({sweep_point(main_run, high)})."
+            f"Across the sweep the step ratio ranges from {text.times(lowest['ratio'])} "
+            f"({sweep_point(main_run, lowest)}) to {text.times(highest['ratio'])} "
+            f"({sweep_point(main_run, highest)})."
         )
     for mode in run.modes[1:]:
         rows = _rows_by_phase(run.in_mode(mode), cell, run.subject.key)
@@ -53,56 +53,61 @@ def answer(run: Run) -> list[str]:
     return sentences
 
 
-def _rows_by_phase(run: Run, cell: str, arm: str) -> Rows:
+def _rows_by_phase(run: Run, cell: str, arm: str) -> RowByPhase:
     """Return the rows of an arm in a cell; the run must be of one mode."""
     rows = select(run.table, cell=cell, arm=arm)
     return {str(row["phase"]): row for row in rows.to_dict("records")}
 
 
-def _headline(run: Run, step: dict[str, Any], base: dict[str, Any]) -> str:
+def _headline_sentence(run: Run, step: dict[str, Any], baseline_step: dict[str, Any]) -> str:
     """State what a step of the subject saves and costs on the headline workload."""
     subject, baseline, ratio = run.subject.label, run.baseline.label, text.ratio(step)
-    weights, base_bytes = step["weights_bytes"], base["weights_bytes"]
+    weights, base_bytes = step["weights_bytes"], baseline_step["weights_bytes"]
     cost = f"{subject} takes {ratio} the step time of {baseline}"
     if step["ratio_hi"] < 1:
         faster = f"{subject} is {text.times(1 / step['ratio'])} as fast as {baseline}"
         cost = f"{faster}: it takes {ratio} its step time"
-    saving, memory = "", f" with the same memory ({text.size(weights)})"
+    saving, memory_note = "", f" with the same memory ({text.size(weights)})"
     if weights != base_bytes:
         share, sizes = base_bytes / weights, f"{text.size(weights)} against {text.size(base_bytes)}"
         share_words = "of the memory" if share >= 1 else "the memory"
         saving = f"{subject} needs {text.fraction(share)} {share_words} of {baseline} ({sizes}); "
-        cost, memory = cost.replace(subject, "it", 1), ""
+        cost, memory_note = cost.replace(subject, "it", 1), ""
     scale = step["rows_scale"]
-    scaled = f" scaled to {text.digits(100 * scale)} % of the rows" if scale < 1 else ""
-    mode = "" if step["mode"] == Mode.hot.value else f", mode {step['mode']}"
-    verdict_word = text.verdict(step["verdict"])  # empty: too few processes
+    scale_note = f" scaled to {text.digits(100 * scale)} % of the rows" if scale < 1 else ""
+    mode_note = "" if step["mode"] == Mode.hot.value else f", mode {step['mode']}"
+    verdict = text.verdict(step["verdict"])  # empty: too few processes
     processes = text.count(step["processes"], "process", "processes")
-    verdict = f"; {verdict_word}, {processes}" if verdict_word else ""
-    if verdict_word == "unsure" and math.isfinite(step["visible"]):
+    verdict_note = f"; {verdict}, {processes}" if verdict else ""
+    if verdict == "unsure" and math.isfinite(step["visible"]):
         percent = f"{100 * step['visible']:.1f} %"
-        verdict = f"; unsure: {processes} can show differences of {percent} or more"
-    times = f"{text.seconds(step['median_s'])} against {text.seconds(base['median_s'])}"
-    return f"On {run.title(run.headline)}{scaled}, {saving}{cost} ({times}{mode}{verdict}){memory}."
+        verdict_note = f"; unsure: {processes} can show differences of {percent} or more"
+    times = f"{text.seconds(step['median_s'])} against {text.seconds(baseline_step['median_s'])}"
+    notes = f"({times}{mode_note}{verdict_note}){memory_note}"
+    return f"On {run.title(run.headline)}{scale_note}, {saving}{cost} {notes}."
 
 
-def _gain(run: Run, cell: str) -> str:
+def _torch_sentence(run: Run, cell: str) -> str:
     """Compare PyTorch's tables, a further contender, with the baseline; "" without a ratio."""
-    rows = _rows_by_phase(run, cell, PLAIN)
-    if PLAIN in (run.subject.key, run.baseline.key) or not rows or rows["step"]["status"] != "ok":
+    rows = _rows_by_phase(run, cell, TORCH_BAGS)
+    if (
+        TORCH_BAGS in (run.subject.key, run.baseline.key)
+        or not rows
+        or rows["step"]["status"] != "ok"
+    ):
         return ""
     step, baseline, torch = rows["step"], run.baseline.label, rows["step"]["label"]
-    if text.missing(step["ratio"]):
+    if text.is_missing(step["ratio"]):
         return ""
     compared = f"{torch} takes {text.ratio(step)} the step time of {baseline}"
-    if step["ratio"] > 1 and run.baseline.contender == DENSE:
+    if step["ratio"] > 1 and run.baseline.contender == DENSE_TABLES:
         compared = f"{baseline} is {text.ratio(step)} as fast as {torch}"
     return f"{compared} ({text.seconds(step['median_s'])})."
 
 
 def _swept_steps(run: Run) -> pd.DataFrame:
     """Return the sweep's steps of the subject's contender, at the ranks of the configuration."""
-    rows = select(run.of(SWEEP), contender=run.subject.contender, phase="step", status="ok")
+    rows = select(run.results_of(SWEEP), contender=run.subject.contender, phase="step", status="ok")
     rows = rows[rows["ratio"].notna()] if len(rows) else rows
     if len(rows) and run.subject.rank:
         rows = rows[rows["rank"].isin([int(r) for r in run.config.tt.ranks])]
@@ -111,27 +116,27 @@ def _swept_steps(run: Run) -> pd.DataFrame:
 
 def sweep_point(run: Run, row: pd.Series) -> str:
     """Return how a row of the sweep differs from the base point: 'L=1'."""
-    base = run.of(SWEEP).iloc[0]
-    changed = [f"{axis}={text.number(row[axis])}" for axis in AXES if row[axis] != base[axis]]
+    base_point = run.results_of(SWEEP).iloc[0]
+    changed = [f"{axis}={text.number(row[axis])}" for axis in AXES if row[axis] != base_point[axis]]
     return ", ".join(changed) or "base point"
 
 
 def tiles(run: Run) -> list[Tile]:
-    """Return the numbers to remember; none if the subject has no result on the headline."""
+    """Return the numbers to remember; [] if the subject has no result on the headline workload."""
     main_run = run.in_mode(run.modes[0])
     cell = main_run.headline_cell()
     subject = _rows_by_phase(main_run, cell, run.subject.key) if cell else {}
     if not subject or subject["step"]["status"] != "ok":
         return []
-    step, result = subject["step"], []
+    step, tiles = subject["step"], []
     if step["compression"] != 1:
-        result.append(Tile(text.fraction(step["compression"]), "of the plain tables' memory"))
+        tiles.append(Tile(text.fraction(step["compression"]), "of the plain tables' memory"))
     for phase in ("step", "forward"):
         row = subject[phase]
-        if not text.missing(row["ratio"]):
+        if not text.is_missing(row["ratio"]):
             verdict = text.verdict(row["verdict"])
             interval = text.interval(row["ratio_lo"], row["ratio_hi"])
             meaning = f"{phase} time of {run.baseline.label} {interval}{verdict and ': ' + verdict}"
-            result.append(Tile(text.times(row["ratio"]), meaning, TILE_STYLES.get(verdict, "")))
+            tiles.append(Tile(text.times(row["ratio"]), meaning, TILE_STYLES.get(verdict, "")))
     rate = text.digits(step["lookups"] / step["median_s"] / 1e6)
-    return [*result, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]
+    return [*tiles, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]

@@ -1,7 +1,7 @@
 """The drawings of reports: curves against two scales, rows along a scale, squares of a map.
 
-Each function takes data and returns a `Drawing`, which a `Panel` draws once for the sheet and once
-for the web page.
+`curves`, `row_chart` and `squares` take data and return a `Drawing`: a function that plots on axes.
+A `Panel` calls it once for the sheet and once for the web page.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ POINT_GAP = 9.0  # typographic points from a point to its name
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis: its label, and how values are placed and written on it."""
+    """The scale of an axis: label, limits, ticks and the format of numbers."""
 
     label: str
     log: int = 0  # base of a logarithmic scale; 0: linear
-    ticks: Sequence[float] = ()  # empty: as many as there is room for
+    ticks: Sequence[float] = ()  # empty: chosen by matplotlib
     names: Sequence[str] = ()  # a name per tick; empty: the numbers
-    low: float | None = None  # lower end of the axis; None: that of the points and of `reach`
-    high: float | None = None  # upper end of the axis; None: likewise
-    shown: Callable[[float], str] | None = None  # formats the number of a tick; None: in full
+    low: float | None = None  # lower end of the axis; None: the lowest of the points and `reach`
+    high: float | None = None  # upper end of the axis; None: the highest of these
+    format_tick: Callable[[float], str] | None = None  # None: numbers in full
     reach: tuple[float, float] | None = None  # values that the axis includes at least
-    headroom: float = 1.0  # factor by which an upper end is raised that `high` does not set
+    headroom: float = 1.0  # factor on the upper end, unless `high` sets it
 
     def begin(self, axis: XAxis | YAxis) -> None:
         """Make the axis linear or logarithmic; call it before anything is plotted."""
@@ -58,10 +58,10 @@ class Scale:
     def finish(self, axis: XAxis | YAxis) -> None:
         """Set limits, ticks and label; call it when everything is plotted."""
         data = [float(end) for end in axis.get_data_interval()]
-        # matplotlib would give almost equal values equal ends, which have no scale.
-        is_single = math.isclose(data[0], data[1], rel_tol=NEARLY_EQUAL)
-        getattr(axis.axes, f"set_autoscale{axis.axis_name}_on")(not is_single)
-        ends = data if is_single else axis.get_view_interval()
+        # For almost equal values matplotlib would choose equal ends, between which is no scale.
+        is_one_value = math.isclose(data[0], data[1], rel_tol=NEARLY_EQUAL)
+        getattr(axis.axes, f"set_autoscale{axis.axis_name}_on")(not is_one_value)
+        ends = data if is_one_value else axis.get_view_interval()
         getattr(axis.axes, f"set_{axis.axis_name}lim")(*self._limits(*map(float, ends)))
         if self.ticks:
             names = self.names or [text.number(t) for t in self.ticks]
@@ -69,9 +69,9 @@ class Scale:
             axis.set_minor_formatter(NullFormatter())
             axis.set_minor_locator(NullLocator())
         elif self.log:
-            plain_ticks(axis)
-        if (shown := self.shown) is not None:
-            axis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
+            set_plain_ticks(axis)
+        if (format_tick := self.format_tick) is not None:
+            axis.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value)))
         axis.set_label_text(self.label)
 
     def _limits(self, low: float, high: float) -> tuple[float, float]:
@@ -85,25 +85,28 @@ class Scale:
 
 
 def percent_scale(label: str) -> Scale:
-    """Return a scale from 0 to 100 %, with a margin above."""
+    """Return a scale from 0 to 100 %, with a small margin above."""
     return Scale(label, low=0, high=102)
 
 
-def plain_ticks(axis: Axis) -> None:
+def set_plain_ticks(axis: Axis) -> None:
     """Put ticks on a logarithmic axis, denser on a short one, and write numbers in full."""
     low, high = axis.get_view_interval()
     span = high / max(low, 1e-12)
-    fine = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 8.0, 9.0)
-    levels = ((4, fine), (12, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)), (200, (1.0, 2.0, 5.0)))
-    subs = next((subs for limit, subs in levels if span < limit), (1.0,))
-    axis.set_major_locator(LogLocator(subs=subs))
+    ticks_by_max_span = (  # the ticks of a decade
+        (4, (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 8.0, 9.0)),
+        (12, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)),
+        (200, (1.0, 2.0, 5.0)),
+    )
+    decade_ticks = next((ticks for max_span, ticks in ticks_by_max_span if span < max_span), (1.0,))
+    axis.set_major_locator(LogLocator(subs=decade_ticks))
     axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1000 else f"{v:g}"))
     axis.set_minor_locator(NullLocator())
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points with a line through them, and an interval about each."""
+    """Points with a line through them, and an interval around each."""
 
     x: Floats
     y: Floats
@@ -115,12 +118,15 @@ class Curve:
     size: float = 6.0
     opacity: float = 1.0
     hollow: bool = False
-    low: Floats | None = None  # lower ends of the intervals; one nan among the ends: none is drawn
-    high: Floats | None = None  # upper ends; with `low` or not at all
-    band: bool = False  # the interval is a band and not bars
-    names: Sequence[str] = ()  # names of the first points, or of all (`curves` with "points")
-    offset: tuple[float, float] = (0, 7)  # from a point to its name; (0, 0): not written
-    above: bool = False  # drawn over other curves
+    low: Floats | None = None  # lower ends of the intervals; no interval is drawn if an end is nan
+    high: Floats | None = None  # upper ends; needed with `low`
+    band: bool = False  # True: intervals are drawn as a band; False: as bars
+    names: Sequence[str] = ()  # names of the first points; of all for `name_position="points"`
+    offset: tuple[float, float] = (
+        0,
+        7,
+    )  # typographic points from a point to its name; (0, 0): no names
+    above: bool = False  # True: drawn over other curves
     edge_name: str = ""  # written right of the panel, at the height of the last point
 
 
@@ -156,8 +162,8 @@ def curves(
             the panel), "below" (a legend below it), "ends" (at the right end of each curve),
             "points" (next to each point; every curve needs a name per point) or "" (nowhere).
         columns: number of columns of the legend.
-        marks: lines across the panel. On a logarithmic vertical scale, level lines without words
-            and label are left out if they are far from all points.
+        marks: lines across the panel. On a logarithmic vertical scale, a level line far from all
+            points is left out, unless it has words or a label.
     """
 
     def draw(axes: Axes) -> None:
@@ -171,19 +177,25 @@ def curves(
         x.finish(axes.xaxis)
         y.finish(axes.yaxis)
         _write_foot_words(axes, marks)
-        written = _edge_names(lines, marks)
+        names = _edge_names(lines, marks)
         if name_position == "points":
-            written += _point_names(axes, lines)
+            names += _point_names(axes, lines)
         elif name_position == "ends":
             labelled_lines = [line for line in lines if line.label]
-            right = max((max(line.x) for line in labelled_lines), default=0.0)
-            written += [
-                Name(line.label, (list(line.x)[-1], list(line.y)[-1]), right, line.colour, END_GAP)
+            right_end = max((max(line.x) for line in labelled_lines), default=0.0)
+            names += [
+                Name(
+                    line.label,
+                    (list(line.x)[-1], list(line.y)[-1]),
+                    right_end,
+                    line.colour,
+                    END_GAP,
+                )
                 for line in labelled_lines
             ]
         elif name_position and axes.get_legend_handles_labels()[1]:
             _draw_legend(axes, name_position, columns)
-        _write_names(axes, written)
+        _write_names(axes, names)
 
     return draw
 
@@ -196,11 +208,11 @@ def _marks_near_points(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Ma
     heights = [value for line in lines for value in line.y if value > 0]
     if not heights:
         return list(marks)
-    low, high = min(heights) / FAR, FAR * max(heights)
+    low, high = min(heights) / MAX_MARK_DISTANCE, MAX_MARK_DISTANCE * max(heights)
     return [m for m in marks if m.upright or m.words or m.label or low <= m.value <= high]
 
 
-FAR = 3.0  # ratio of a mark to the nearest point, beyond which the mark is left out
+MAX_MARK_DISTANCE = 3.0  # ratio of a mark to the nearest point; farther marks are left out
 # Shares of the range that stay free on both sides of named points. Names go towards the middle.
 POINT_MARGIN_X, POINT_MARGIN_Y = 0.12, 0.25
 LEGEND_DEPTH = 36.0  # typographic points from the panel down to a legend below it
@@ -213,12 +225,16 @@ def _draw_legend(axes: Axes, position: str, columns: int) -> None:
     if position == "outside":
         options = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
     elif position == "below":
-        foot = offset_copy(axes.transAxes, canvas, y=-LEGEND_DEPTH, units="points")
-        options = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": foot}
+        below_panel = offset_copy(axes.transAxes, canvas, y=-LEGEND_DEPTH, units="points")
+        options = {
+            "loc": "upper center",
+            "bbox_to_anchor": (0.5, 0.0),
+            "bbox_transform": below_panel,
+        }
     axes.legend(fontsize=8, ncols=columns, **options)
     engine = canvas.get_layout_engine()
     if position == "below" and engine is not None:
-        # The legend takes height from the panel. Names at its edge must know what remains.
+        # The legend makes the panel lower, and names at its edge are placed by its final height.
         engine.execute(canvas)
 
 
@@ -288,11 +304,11 @@ class Name:
 
     words: str
     point: tuple[float, float]
-    x: float  # from which the name is written
+    x: float  # horizontal position from which `shift` counts
     colour: str
     shift: float  # typographic points from `x` to the name; negative: the name is left of `x`
     lift: float = 0.0  # typographic points from the height of the point to that of the name
-    at_edge: bool = False  # horizontal positions are shares of the panel's width instead
+    at_edge: bool = False  # True: horizontal positions are shares of the panel's width
 
     def transform(self, axes: Axes) -> Transform:
         """Return the transform of the name's positions."""
@@ -327,31 +343,31 @@ def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[Name]:
 
 
 def _lift(line: Curve, x: float, y: float, *, is_left: bool) -> float:
-    """Return how far a name is written above its point, so that its line does not strike it out.
+    """Return how far above its point a name is written, so that the line does not cross the name.
 
-    The line leaves the point on the side of the name if it has a point there: the name is above it,
-    or below where the line rises.
+    If the line has a point on the name's side, the name is above its own point, or below it where
+    the line rises. Otherwise it is level with its point.
     """
-    on_the_side = [
+    neighbours = [  # (distance, height) of the points on the name's side
         (abs(v - x), w)
         for v, w in zip(line.x, line.y, strict=True)
         if (v > x if is_left else v < x)
     ]
-    if not on_the_side:
+    if not neighbours:
         return 0.0
-    return -NAME_LIFT if min(on_the_side)[1] > y else NAME_LIFT
+    return -NAME_LIFT if min(neighbours)[1] > y else NAME_LIFT
 
 
 def _write_names(axes: Axes, names: Sequence[Name]) -> None:
-    """Write names at the height of their points, moved as little as keeps them apart.
+    """Write names at the heights of their points, moved no farther than needed to keep them apart.
 
-    A name that had to move is joined with its point by a thin line. Names of the two sides are kept
-    apart only where they would meet. All positions are in the units of the data, so that names stay
-    at their marks when the layout of the figure changes the size of the panel.
+    A thin line joins a name that had to move with its point. Names right of their points and names
+    left of theirs are kept apart from each other only if some would overlap. All positions are in
+    the units of the data: names stay at their points when the layout resizes the panel.
     """
     canvas = cast(Canvas, axes.figure)
-    scale = 72 / canvas.dpi
-    low, high = axes.bbox.y0 * scale, axes.bbox.y1 * scale
+    points_per_pixel = 72 / canvas.dpi
+    low, high = axes.bbox.y0 * points_per_pixel, axes.bbox.y1 * points_per_pixel
     edge_names = [name for name in names if name.at_edge]
     right_names = [name for name in names if name.shift > 0 and not name.at_edge]
     left_names = [name for name in names if name.shift <= 0]
@@ -368,7 +384,7 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
             names_by_height, spread_apart(wanted_heights, NAME_POINTS, low, high), strict=True
         ):
             is_moved = abs(height - wanted_height) > NAME_POINTS / 3
-            y = float(axes.transData.inverted().transform((0.0, height / scale))[1])
+            y = float(axes.transData.inverted().transform((0.0, height / points_per_pixel))[1])
             name_transform = name.transform(axes)
             axes.annotate(
                 name.words,
@@ -412,21 +428,23 @@ def spread_apart(
     Neighbours that would overlap form a block around the mean of their wanted heights; blocks merge
     until none overlap. All heights stay between `low` and `high` where these leave enough room.
     """
-    # A block is [sum over its members of the lowest height that the member wants, their number]. A
-    # member wants its own height, thus a lowest height of that less its distance from the lowest.
+    # Member i of a block is i * gap above the block's base, so that a member at its wanted height
+    # means a base of that height less i * gap. A block is [sum of these bases, number of members];
+    # their mean is the base with the least squared moves.
     blocks: list[list[float]] = []
     for height in sorted(wanted_heights):
         blocks.append([height, 1.0])
         while len(blocks) > 1:
-            (total, count), (added, count_added) = blocks[-2:]
-            if added / count_added - total / count >= count * gap:
+            (lower_sum, lower_count), (upper_sum, upper_count) = blocks[-2:]
+            if upper_sum / upper_count - lower_sum / lower_count >= lower_count * gap:
                 break
-            blocks[-2:] = [[total + added - count_added * count * gap, count + count_added]]
+            merged_sum = lower_sum + upper_sum - upper_count * lower_count * gap
+            blocks[-2:] = [[merged_sum, lower_count + upper_count]]
     heights: list[float] = []
-    for total, count in blocks:
-        lowest = min(total / count, high - (count - 1) * gap)
-        lowest = max(lowest, low, heights[-1] + gap if heights else low)
-        heights += [lowest + number * gap for number in range(int(count))]
+    for base_sum, count in blocks:
+        base = min(base_sum / count, high - (count - 1) * gap)
+        base = max(base, low, heights[-1] + gap if heights else low)
+        heights += [base + i * gap for i in range(int(count))]
     return heights
 
 
@@ -441,7 +459,7 @@ class Row:
     high: float = math.nan
     dots: Sequence[float] = ()  # values of single processes, drawn below a dot if several
     margin: float = math.nan  # of a dot: a grey band from 1 / (1 + margin) to 1 + margin; nan: none
-    hollow: bool = False
+    hollow: bool = False  # a dot without filling, or a hatched bar
     marker: str = "o"  # of a dot
     bar: bool = False
     rest: float = math.nan  # length of a hatched bar that continues the bar; nan: none
@@ -452,7 +470,7 @@ class Row:
 def row_chart(
     rows: Sequence[Row], x: Scale, *, marks: Sequence[Mark] = (), shared: bool = False
 ) -> Drawing:
-    """Return a drawing of rows from the top in the order given.
+    """Return a drawing of rows in the given order, the first at the top.
 
     With `shared`, rows of the same name share one label and are drawn close together, and a legend
     names the rows with a `label`.
@@ -461,7 +479,7 @@ def row_chart(
     heights: Sequence[float] = range(len(names))
     if shared:
         names = list(dict.fromkeys(names))
-        heights = _dodged([names.index(row.name) for row in rows])
+        heights = _spread_around_labels([names.index(row.name) for row in rows])
 
     def draw(axes: Axes) -> None:
         x.begin(axes.xaxis)
@@ -480,17 +498,17 @@ def row_chart(
     return draw
 
 
-MAX_DODGE = 0.16  # maximum distance of rows that share a label ÷ the distance of labels
+MAX_ROW_GAP = 0.16  # maximum distance of rows that share a label ÷ the distance of labels
 LABEL_HEIGHT = 0.64  # maximum height of all rows that share a label ÷ the distance of labels
 
 
-def _dodged(indices: Sequence[int]) -> list[float]:
-    """Return a height per row; `indices` are those of labels, and rows surround their label."""
-    counts, num_placed = Counter(indices), Counter[int]()
+def _spread_around_labels(label_indices: Sequence[int]) -> list[float]:
+    """Return a height per row, from the index of its label; rows of a label surround it."""
+    counts, num_placed = Counter(label_indices), Counter[int]()
     heights = []
-    for index in indices:
+    for index in label_indices:
         count = counts[index]
-        gap = min(MAX_DODGE, LABEL_HEIGHT / count)
+        gap = min(MAX_ROW_GAP, LABEL_HEIGHT / count)
         heights.append(index + gap * (num_placed[index] - (count - 1) / 2))
         num_placed[index] += 1
     return heights
@@ -549,12 +567,12 @@ def forest(title: str, rows: Sequence[Row], label: str) -> Panel:
     return Panel(title, drawing, WIDTH + 0.8, height)
 
 
-LEVEL_LETTERS = 34  # names of columns with more letters in all are tilted
+MAX_LEVEL_LETTERS = 34  # names of columns with more letters in all are tilted
 
 
 @dataclass(frozen=True)
 class Square:
-    """One entry of a map."""
+    """One entry of a map: a square, which may be coloured, and its words."""
 
     column: str  # name of its column
     row: str  # name of its row
@@ -565,7 +583,7 @@ class Square:
 
 
 def squares(entries: Sequence[Square], xlabel: str = "", ylabel: str = "") -> Drawing:
-    """Return a drawing of a map; columns and rows are in the order of their first entries."""
+    """Return a drawing of a map: squares in columns and rows, in the order of first entries."""
     columns = list(dict.fromkeys(entry.column for entry in entries))
     rows = list(dict.fromkeys(entry.row for entry in entries))
 
@@ -580,7 +598,7 @@ def squares(entries: Sequence[Square], xlabel: str = "", ylabel: str = "") -> Dr
                 hatch: dict[str, Any] = {"fill": False, "hatch": "///", "lw": 0, "alpha": 0.45}
                 axes.add_patch(Rectangle(corner, 0.96, 0.92, **hatch))
             axes.text(x, y, entry.words, ha="center", va="center", fontsize=8, in_layout=False)
-        is_long = len("".join(columns)) > LEVEL_LETTERS
+        is_long = len("".join(columns)) > MAX_LEVEL_LETTERS
         tilt: dict[str, Any] = {"rotation": 25, "ha": "right"} if is_long else {}
         axes.set_xticks(range(len(columns)), columns, fontsize=8, **tilt)
         axes.set_yticks(range(len(rows)), rows, fontsize=8)

@@ -1,4 +1,4 @@
-"""A run directory read back: everything that a report needs, and nothing else.
+"""The data of a run for its report, read from the run's directory.
 
 A *section* is a case by name, or "sweep"; a cell is a workload with its arms. `table` is
 results.csv: a row per cell, arm, mode and phase, over all processes.
@@ -88,7 +88,7 @@ class Run:
         for labelled in (info, *records):
             for name in {"question", "title", "label"} & labelled.keys():
                 labelled[name] = text.one_line(str(labelled[name]))
-        kinds = [TIME, *(r.get("kind", TIME) for r in records), _kind(config)]
+        kinds = [TIME, *(r.get("kind", TIME) for r in records), _kind_name(config)]
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise UsageError(
                 f"{path}: this harness has no kind of experiment '{unknown[0]}'. There is: "
@@ -159,17 +159,17 @@ class Run:
     @property
     def kind(self) -> Kind:
         """Return the kind of the run."""
-        return find(_kind(self.config))
+        return find(_kind_name(self.config))
 
     def case_reports(self) -> list[CaseReport]:
-        """Return what cases of other kinds add to the report."""
+        """Return the parts of the report on cases of other kinds, a part per kind."""
         kind_names = dict.fromkeys(r.get("kind", TIME) for r in self.records)
         kinds = (find(name) for name in kind_names if name != self.kind.name)
         return [kind.case_report(self) for kind in kinds]
 
     @property
     def smoke(self) -> bool:
-        """Return whether sizes were capped to see whether the experiment runs at all."""
+        """Return whether sizes were capped: the run only shows that the experiment works."""
         timing = self.config.timing
         return bool(timing.max_rows or timing.max_batch or timing.max_cells)
 
@@ -179,12 +179,15 @@ class Run:
         return str(self.config.report.headline) or SWEEP
 
     def headline_cell(self) -> str | None:
-        """Return the cell that answers the question, of a sweep its base point; None if missing."""
+        """Return the cell that answers the question; None if it has no record.
+
+        If the sweep answers it, that is the cell of the base point.
+        """
         cells = [r["cell"] for r in self.records if r["section"] == self.headline]
         return cells[0] if cells else None
 
-    def spread(self) -> float:
-        """Return the median over all rows of (upper quartile - lower) ÷ median time, or nan."""
+    def median_spread(self) -> float:
+        """Return the median over all rows of (upper - lower quartile) ÷ median; nan without."""
         table = self.table
         if not len(table):
             return math.nan
@@ -194,7 +197,7 @@ class Run:
         """Return the sections that have records, in the order of the experiment's cells."""
         return list(dict.fromkeys(r["section"] for r in self.records))
 
-    def of(self, section: str) -> pd.DataFrame:
+    def results_of(self, section: str) -> pd.DataFrame:
         """Return the results of one section."""
         return select(self.table, section=section)
 
@@ -203,19 +206,22 @@ class Run:
         return next((r["title"] for r in self.records if r["section"] == section), section)
 
     def sizes(self, section: str) -> str:
-        """Describe the section's first workload in one line; for the sweep, its base point.
-
-        The section must have records.
-        """
+        """Describe the section's first workload in one line; the section must have records."""
         record = next(r for r in self.records if r["section"] == section)
-        p, tables = record["params"], record["features"]
-        ids = describe_distribution(p)
-        base = "Base point: " if section == SWEEP and not self.kind.cell_kinds.sweep_first else ""
+        params, num_tables = record["params"], record["features"]
+        prefix = "Base point: " if self.has_base_point(section) else ""
         return (
-            f"{base}{tables} table{'s' * (tables > 1)}, "
-            f"{record['rows']:,} rows, D={p['D']}, B={p['B']:,}, "
-            f"{record['lookups']:,} lookups per batch, {ids}"
+            f"{prefix}{num_tables} table{'s' * (num_tables > 1)}, "
+            f"{record['rows']:,} rows, D={params['D']}, B={params['B']:,}, "
+            f"{record['lookups']:,} lookups per batch, {describe_distribution(params)}"
         )
+
+    def has_base_point(self, section: str) -> bool:
+        """Return whether the section is a sweep whose points vary a base point.
+
+        A sweep that is measured before the cases has none: its cells are workloads of the user.
+        """
+        return section == SWEEP and not self.kind.cell_kinds.sweep_first
 
     def failures(self) -> list[Record]:
         """Return the records whose status is not "ok"."""
@@ -240,30 +246,32 @@ class Run:
         """Return the axes with at least two measured values, in the order of the schema."""
 
         def is_swept(axis: str) -> bool:
-            values = set(self.along(axis)["x"])
+            values = set(self.results_along(axis)["x"])
             return len(values - {0} if axis == "rank" else values) > 1
 
         return [axis for axis in (*AXES, "rank") if is_swept(axis)]
 
-    def along(self, axis: str) -> pd.DataFrame:
-        """Return the sweep's ok rows that differ from its base point in `axis` only.
+    def results_along(self, axis: str) -> pd.DataFrame:
+        """Return the sweep's rows with status "ok" that differ from its base point in `axis` only.
 
-        The column x is the value of `axis`. Rows of other axes than "rank" have no rank or one of
-        tt.ranks, and no cache or the first of cache.fractions.
+        The column x is the value of `axis`. For an axis other than "rank", rows have no rank or one
+        of tt.ranks, and no cache or the first of cache.fractions.
         """
-        rows = self.of(SWEEP)
+        rows = self.results_of(SWEEP)
         if not len(rows):
             return rows.assign(x=[])
-        base = rows.iloc[0]
+        base_point = rows.iloc[0]
         fixed_axes = [axis_name for axis_name in AXES if axis_name != axis]
-        rows = rows[(rows[fixed_axes] == base[fixed_axes]).all(axis=1) & (rows["status"] == "ok")]
+        rows = rows[
+            (rows[fixed_axes] == base_point[fixed_axes]).all(axis=1) & (rows["status"] == "ok")
+        ]
         if axis != "rank":  # the configured ranks, and at most one size of the cache
             ranks = {0, *(int(r) for r in self.config.tt.ranks)}
-            sizes = [0.0, *self.config.cache.fractions[:1]] if "cache" in self.config else [0.0]
-            rows = rows[rows["rank"].isin(ranks) & rows["cache"].isin(sizes)]
+            caches = [0.0, *self.config.cache.fractions[:1]] if "cache" in self.config else [0.0]
+            rows = rows[rows["rank"].isin(ranks) & rows["cache"].isin(caches)]
         return rows.assign(x=rows[axis])
 
 
-def _kind(config: DictConfig) -> str:
-    """Return the name of the kind; the oldest runs have none."""
+def _kind_name(config: DictConfig) -> str:
+    """Return the name of the kind; the oldest runs have none, and are of the kind "time"."""
     return str(OmegaConf.select(config, "kind", default=TIME))

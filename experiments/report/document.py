@@ -4,9 +4,9 @@ A `Page` is an answer, notices and sections; a `Section` is a heading with text,
 bullet points and code, each optional. `write` draws the figures and writes report.md and a
 self-contained index.html; the templates are in `templates/`.
 
-Texts are sentences. index.html shows them as they are. Readers of report.md take them as Markdown,
-so a page that has links, or a label with a `*`, looks right there alone; HTML and links to scripts
-become plain text.
+Texts are sentences. index.html shows them as they are, and report.md passes them on as Markdown. So
+Markdown in a text, e.g. a link or a `*`, takes effect in report.md only. HTML and links to scripts
+become plain text in both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tile:
 
     value: str
     meaning: str  # what the value is, in a few words
-    style: str = ""  # good, bad, open, or "" for none
+    style: str = ""  # "good", "bad", "open" (undecided), or "" for none
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Notice:
     """What a reader must know before believing a number."""
 
     text: str
-    style: str = "notice"  # or confounder; or remark, which report.md does not print bold
+    style: str = "notice"  # or "confounder", or "remark", which report.md does not print bold
 
 
 @dataclass(frozen=True)
 class Section:
     """A part of a page, shown in the order of its fields; empty sections and parts are not shown.
 
-    A section with `code` needs a title and no `points`: Markdown reads an indented block after a
-    list as a part of the list.
+    A section with `code` needs a title and no `points`, because Markdown reads an indented block
+    after a list as a part of the list.
     """
 
     title: str = ""  # "" for no heading
@@ -88,34 +88,34 @@ class Page:
     question: str = ""
     tiles: Sequence[Tile] = ()
     notices: Sequence[Notice] = ()
-    closing: str = ""  # which files are in the page's folder; on the web page only
+    closing: str = ""  # last sentence, about the files in the page's folder; on the web page only
 
     @property
-    def shown(self) -> list[Section]:
+    def shown_sections(self) -> list[Section]:
         """Return the sections that have something to show."""
         return [section for section in self.sections if not section.is_empty]
 
     @property
     def figures(self) -> list[Figure]:
-        """Return the figures of all sections, by which `write` draws them; names are distinct."""
+        """Return the figures of all sections that are shown; their names are distinct."""
         return [figure for _, section in _flatten(self.sections) for figure in section.figures]
 
     def markdown(self, *, figures: bool = True) -> str:
-        """Return the page for a terminal, an issue or a repository.
+        """Return the page as Markdown, for a terminal, an issue or a repository.
 
-        `figures` are links to `<name>.png` in the folder of the page; False leaves them out.
+        `figures` is True for links to `<name>.png` in the folder of the page; False for none.
         """
         sections = list(_flatten(self.sections, on_web=False))
-        template = _MARKDOWN.get_template("page.md")
+        template = _MARKDOWN_TEMPLATES.get_template("page.md")
         rendered = template.render(page=self, sections=sections, with_figures=figures)
         return re.sub(r"\n{3,}", "\n\n", rendered).rstrip() + "\n"
 
     def html(self, drawings: Mapping[str, Sequence[str]]) -> str:
-        """Return the page as one file that loads nothing.
+        """Return the page as one HTML file that loads no other file.
 
-        `drawings` has the SVG of each panel, by name of the figure; a `Markup` is not escaped.
+        `drawings` has the SVGs of the panels by the figure's name; a `Markup` is not escaped.
         """
-        return _HTML.get_template("page.html").render(page=self, drawings=drawings)
+        return _HTML_TEMPLATES.get_template("page.html").render(page=self, drawings=drawings)
 
 
 def _flatten(
@@ -129,7 +129,7 @@ def _flatten(
 
 
 def write(folder: Path, page: Page, *, draws_figures: bool = True) -> Path:
-    """Draw the figures into a folder, write report.md and index.html there; return the latter.
+    """Write a page's figures, report.md and index.html to a folder; return the path of index.html.
 
     The folder is created. A figure without a subtitle gets that of the page. Without
     `draws_figures`, only the texts of figures are written.
@@ -139,23 +139,22 @@ def write(folder: Path, page: Page, *, draws_figures: bool = True) -> Path:
     if draws_figures:
         with style.theme():
             for figure in page.figures:
-                panels = style.draw(figure, figure.subtitle or page.subtitle, folder)
+                panels = style.draw_files(figure, figure.subtitle or page.subtitle, folder)
                 drawings[figure.name] = [Markup(svg) for svg in panels]
     store.write("report.md", page.markdown())
     return store.write("index.html", page.html(drawings))
 
 
-def _inert(value: Any) -> str:
-    """Return a value as it may stand in Markdown; code that the page marks stays as it is."""
-    return value if isinstance(value, Markup) else text.inert(str(value))
+def _escape_markdown(value: Any) -> str:
+    """Return a value as safe Markdown; a `Markup`, which only `_code_block` makes, is unchanged."""
+    return value if isinstance(value, Markup) else text.make_inert(str(value))
 
 
-def _code(lines: str) -> Markup:
+def _code_block(lines: str) -> Markup:
     """Return a Markdown code block. It must follow a heading.
 
     Markdown reads an indented line as code or as a part of a list, depending on the lines before
-    it, which labels of other people may have changed. So only code that the page itself marks stays
-    unescaped.
+    it, and labels of other people can be among these. So only code below a heading is unescaped.
     """
     return Markup(textwrap.indent(lines, "    "))
 
@@ -173,6 +172,8 @@ def template_environment(folder: Path, **options: Any) -> jinja2.Environment:
 
 # Labels, error messages and commands come from configurations and other people's runs: every
 # expression of a template is escaped.
-_HTML = template_environment(TEMPLATES, autoescape=True)
-_MARKDOWN = template_environment(TEMPLATES, finalize=_inert, keep_trailing_newline=True)
-_MARKDOWN.filters["code"] = _code
+_HTML_TEMPLATES = template_environment(TEMPLATES, autoescape=True)
+_MARKDOWN_TEMPLATES = template_environment(
+    TEMPLATES, finalize=_escape_markdown, keep_trailing_newline=True
+)
+_MARKDOWN_TEMPLATES.filters["code"] = _code_block

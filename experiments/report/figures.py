@@ -1,11 +1,11 @@
 """The figures of contenders timed together; `figures` returns those of one mode.
 
-Each `*_figures` function returns figures in the order of the page; if the run lacks their data it
+Each `*_figures` function returns figures in the order of the page. If the run lacks their data, it
 returns none, or figures without panels, which `figures` drops. `mode_figures` compares the modes. A
-function that returns a `Drawing` draws one panel; `report.style` calls the drawing later.
+function that returns a `Drawing` prepares one panel; `report.style` calls the drawing later.
 
-A data frame `rows` has rows of `Run.table`; `results.metrics.frame` lists its columns. `run.along`
-adds the column `x`, the value of the swept axis.
+A data frame `rows` has rows of `Run.table`; `results.metrics.frame` lists its columns.
+`run.results_along` adds the column `x`, the value of the swept axis.
 """
 
 from __future__ import annotations
@@ -30,33 +30,42 @@ from experiments.results.store import Record
 from experiments.timing.statistics import summarise
 
 LOOKUP_UNIT = "us per lookup"  # published numbers in this unit share an axis with ours
-PHASES = {"step": "forward + backward + update", "forward": "forward"}
+PHASE_TITLES = {"step": "forward + backward + update", "forward": "forward"}
 LOG_AXES = ("T", "E", "D", "B", "L", "rank")  # swept axes that are drawn logarithmically
 BAR_HEIGHT = 0.4  # inches
-WORDS_ROOM = 1.35  # end of a linear scale ÷ the longest bar, next to which words are written
+WORDS_ROOM = 1.35  # end of a linear scale ÷ the longest bar: room for the words at its end
 LOG_WORDS_ROOM = 1.6  # the same for a logarithmic scale
 PUBLISHED = "published"  # style of numbers that others measured
-SAME_MEMORY = 1.05  # contenders whose memory differs by at most this factor need "the same"
+SAME_MEMORY = 1.05  # memories within this factor count as the same
 
 
 def figures(run: Run) -> list[Figure]:
     """Return every figure that this run of one mode has the data for, the main one first."""
-    result = [*cost_figures(run), *ratios.forest_figures(run), *ratios.speedup_figures(run)]
-    result += [*new_key_figures(run), *sweep_figures(run)]
-    result += [*roofline_figures(run), *published_figures(run)]
-    return [f for f in (*result, *sample_figures(run)) if f.panels]
+    candidates = [
+        *cost_figures(run),
+        *ratios.forest_figures(run),
+        *ratios.speedup_figures(run),
+        *new_key_figures(run),
+        *sweep_figures(run),
+        *roofline_figures(run),
+        *published_figures(run),
+        *sample_figures(run),
+    ]
+    return [figure for figure in candidates if figure.panels]
 
 
 def subtitle(run: Run) -> str:
-    """Return machine, software and amount of measuring, for a figure without its page."""
-    e = run.environment
-    driver = (e.get("gpu") or {}).get("driver")
-    parts = [e.get("device"), f"torch {e.get('torch')}", *([f"driver {driver}"] if driver else [])]
-    parts += [f"emblib {text.commit(e) or 'no git'}", run.config.optimizer, "+".join(run.modes)]
+    """Return a line with machine, software, modes and processes, as a figure alone needs it."""
+    environment = run.environment
+    driver = (environment.get("gpu") or {}).get("driver")
+    parts = [environment.get("device"), f"torch {environment.get('torch')}"]
+    parts += [f"driver {driver}"] if driver else []
+    parts += [f"emblib {text.commit(environment) or 'no git'}", run.config.optimizer]
+    parts += ["+".join(run.modes)]
     processes = sorted(set(run.processes_per_cell().values()))
     if processes:
-        count = f"{processes[0]}–{processes[-1]}" if len(processes) > 1 else f"{processes[0]}"
-        parts.append(f"{count} process{'es' * (processes[-1] > 1)} per cell")
+        counts = f"{processes[0]}–{processes[-1]}" if len(processes) > 1 else f"{processes[0]}"
+        parts.append(f"{counts} process{'es' * (processes[-1] > 1)} per cell")
     return " · ".join(str(p) for p in (*parts, f"timing {run.config.timing.preset}"))
 
 
@@ -73,31 +82,31 @@ def contender_curve(name: str, x: charts.Floats, y: charts.Floats, **options: An
     return Curve(x, y, colour_of(name), **options)
 
 
-def _headline(run: Run) -> pd.DataFrame:
+def _headline_rows(run: Run) -> pd.DataFrame:
     """Return the rows of the headline's cell that have a result."""
     return select(run.table, cell=run.headline_cell(), status="ok")
 
 
 def cost_figures(run: Run) -> list[Figure]:
     """Return the figure of time against memory, or of time alone if all need the same memory."""
-    rows = _headline(run)
+    rows = _headline_rows(run)
     if not len(rows):
         return []
-    sizes = rows["weights_bytes"]
+    weights_bytes = rows["weights_bytes"]
     draw, height, quantity = _time_by_memory, HEIGHT, "Time against memory"
     caption = (
         "Each mark is one contender: parameters on the horizontal axis, median time of one "
         "batch on the vertical one, with quartiles. Left and down is better."
     )
-    if sizes.max() <= SAME_MEMORY * sizes.min():
+    if weights_bytes.max() <= SAME_MEMORY * weights_bytes.min():
         draw, height, quantity = _time_bars, 1.3 + BAR_HEIGHT * rows["arm"].nunique(), "Time"
         caption = (
             "Bars: median time of one batch; lines: quartiles; then the time ÷ that of "
-            f"{run.baseline.label}. All need {text.size(sizes.max())}. Shorter is better."
+            f"{run.baseline.label}. All need {text.size(weights_bytes.max())}. Shorter is better."
         )
     panels = [
         Panel(f"Time of {title}", draw(rows[rows["phase"] == phase]), height=height)
-        for phase, title in PHASES.items()
+        for phase, title in PHASE_TITLES.items()
     ]
     title = f"{quantity} on {run.title(run.headline)}"
     return [Figure("cost_and_memory", title, caption, run.sizes(run.headline), panels)]
@@ -150,25 +159,25 @@ def mode_figures(run: Run) -> list[Figure]:
 
     `run` has all modes.
     """
-    rows = _headline(run)
+    rows = _headline_rows(run)
     if len(run.modes) < 2 or not len(rows):
         return []
-    panels, last = [], len(run.modes) - 1
-    x_scale = Scale("", ticks=range(last + 1), names=run.modes, low=-0.5, high=last + 0.5)
-    for phase in PHASES:
+    panels, num_modes = [], len(run.modes)
+    x_scale = Scale("", ticks=range(num_modes), names=run.modes, low=-0.5, high=num_modes - 0.5)
+    for phase in PHASE_TITLES:
         groups = list(rows[rows["phase"] == phase].groupby("arm", sort=False))
         lines = [
             contender_curve(
                 group["contender"].iloc[0],
                 group["mode"].map(run.modes.index)
-                + MODE_WIDTH * ((number + 0.5) / len(groups) - 0.5),
+                + MODE_WIDTH * ((group_index + 0.5) / len(groups) - 0.5),
                 1e3 * group["median_s"],
                 line="",
                 low=1e3 * group["q25_s"],
                 high=1e3 * group["q75_s"],
                 label=group["label"].iloc[0],
             )
-            for number, (_, group) in enumerate(groups)
+            for group_index, (_, group) in enumerate(groups)
         ]
         drawing = curves(lines, x_scale, Scale("time per batch (ms)", log=10), name_position="ends")
         panels.append(Panel(phase.capitalize(), drawing))
@@ -186,10 +195,10 @@ def mode_figures(run: Run) -> list[Figure]:
 
 def published_figures(run: Run) -> list[Figure]:
     """Return a figure for each case that has a published time per lookup."""
-    result = []
+    published = []
     for section in run.sections():
         case = run.config.cases.get(section)
-        steps = select(run.of(section), phase="step", status="ok")
+        steps = select(run.results_of(section), phase="step", status="ok")
         numbers = [p for p in case.published if p["unit"].startswith(LOOKUP_UNIT)] if case else []
         if not numbers or not len(steps):
             continue
@@ -203,21 +212,21 @@ def published_figures(run: Run) -> list[Figure]:
         longest = max(line.value for line in lines)
         reach = (longest, LOG_WORDS_ROOM * longest)
         scale = Scale("µs per lookup of a step (log scale)", log=10, reach=reach)
-        result.append(
+        published.append(
             Figure(
                 f"published_{section}",
-                text.capitalised(run.title(section)),
+                text.capitalise(run.title(section)),
                 "Measured here (solid) and published elsewhere (hatched): another machine, so the "
                 "two kinds of bar are not divided by each other. Shorter is better.",
                 run.sizes(section),
                 [Panel("Time per lookup", charts.row_chart(lines, scale), 1.2 * WIDTH)],
             )
         )
-    return result
+    return published
 
 
 def _lookup_bar(name: str, style: str, time_us: float) -> Row:
-    """Return the bar of a time per lookup; `style` is a contender, or PUBLISHED: a hollow bar."""
+    """Return the bar of a time per lookup; `style` is a contender or PUBLISHED: a hatched bar."""
     is_hollow = style == PUBLISHED
     return Row(name, time_us, colour_of(style), bar=True, hollow=is_hollow, words=f"{time_us:.3g}")
 
@@ -228,16 +237,16 @@ BANDWIDTH_ROOM = 1.3  # top of the axis ÷ the highest limit
 
 
 def roofline_figures(run: Run) -> list[Figure]:
-    """Return the roofline figure: GB/s of every contender and cell, below the memory's limits.
+    """Return the roofline figure: GB/s of every contender and cell, against the memory's limits.
 
-    A cell has two dots: a hollow one that counts all lookups, and a filled one that counts each
-    distinct row once.
+    A contender has two dots per cell: a hollow one that counts all lookups, and a filled one that
+    counts each distinct row once. [] without a measured limit.
     """
     rows, measured = select(run.table, status="ok"), MeasuredCeilings.of(run.environment)
     rows = rows[rows["useful_gb_s"].notna()] if len(rows) else rows
     if not len(rows) or not (math.isfinite(measured.copy_gb_s) or measured.gather_gb_s):
         return []
-    limits = "copy and random gather" if measured.gather_gb_s else "copy"
+    limit_names = "copy and random gather" if measured.gather_gb_s else "copy"
     method = f" Gather: {measured.gather_method}." if measured.gather_gb_s else ""
     device = ceilings.of_environment(run.environment)
     theory = device.bandwidth_gb_s if device else None
@@ -246,8 +255,9 @@ def roofline_figures(run: Run) -> list[Figure]:
         Figure(
             "roofline",
             "Achieved bandwidth and the memory's limits",
-            f"Limits: {limits} bandwidth of memory, measured in the same run.{method}{theory_note} "
-            "Hollow: every lookup counted, as most papers do; caches can lift it above the limit. "
+            f"Limits: {limit_names} bandwidth of memory, measured in the same run.{method}"
+            f"{theory_note} Hollow: every lookup counted, as most papers do; caches can lift it "
+            "above the limit. "
             "Filled: each distinct row of a batch counted once, which is nearer to what memory "
             "must deliver. The bytes are those of plain rows for every contender (formula below), "
             "so a compressed table, which computes its rows, is low here by nature. Higher is "
@@ -270,39 +280,41 @@ def _roofline(rows: pd.DataFrame, measured: MeasuredCeilings, theory: float | No
     names_at_size = rows.groupby("row_bytes")["contender"].unique()
     lines = []
     for name, group in rows.groupby("contender", sort=False):
-        shifts = [_dodge(list(names_at_size[size]), name) for size in group["row_bytes"]]
+        shifts = [_shift_factor(list(names_at_size[size]), name) for size in group["row_bytes"]]
         points = contender_curve(
             str(name), group["row_bytes"] * shifts, group["distinct_gb_s"], line="", size=5
         )
         lines.append(dataclasses.replace(points, y=group["useful_gb_s"], hollow=True, label=""))
         lines.append(points)
-    gather = {s: v for s, v in measured.gather_gb_s if low <= s <= high}
-    if gather:
-        lines.append(Curve(list(gather), list(gather.values()), line=DASHED, edge_name="gather"))
+    gather_by_size = {s: v for s, v in measured.gather_gb_s if low <= s <= high}
+    if gather_by_size:
+        rates = list(gather_by_size.values())
+        lines.append(Curve(list(gather_by_size), rates, line=DASHED, edge_name="gather"))
     marks = []
     if math.isfinite(measured.copy_gb_s):
-        marks.append(Mark(measured.copy_gb_s, width=1.4, words=f"copy {_rate(measured.copy_gb_s)}"))
+        marks.append(
+            Mark(measured.copy_gb_s, width=1.4, words=f"copy {_format_rate(measured.copy_gb_s)}")
+        )
     if theory:
-        marks.append(Mark(theory, line=":", words=f"theory {_rate(theory)}"))
-    top = max(
-        (v for v in (measured.copy_gb_s, theory, *gather.values()) if v and v > 0), default=1.0
-    )
+        marks.append(Mark(theory, line=":", words=f"theory {_format_rate(theory)}"))
+    limits = (measured.copy_gb_s, theory, *gather_by_size.values())
+    top = max((limit for limit in limits if limit and limit > 0), default=1.0)
     x_scale = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=low, high=high)
     y_scale = Scale("GB/s", log=10, reach=(top, BANDWIDTH_ROOM * top))
     return curves(lines, x_scale, y_scale, name_position="below", columns=3, marks=marks)
 
 
-def _dodge(names: Sequence[str], name: str) -> float:
+def _shift_factor(names: Sequence[str], name: str) -> float:
     """Return the factor on the x of `name` that sets it apart from the other `names`."""
     return 2.0 ** (CONTENDER_SHIFT * (2 * names.index(name) - len(names) + 1))
 
 
-def _rate(gb_s: float) -> str:
+def _format_rate(gb_s: float) -> str:
     """Format a bandwidth: three digits, or a whole number from 100 GB/s on."""
     return f"{gb_s:,.0f}" if gb_s >= 100 else f"{gb_s:.3g}"
 
 
-FEW_SAMPLES = 60  # up to this number of samples of a contender the dots are large
+MAX_LARGE_DOTS = 60  # a contender with more samples has small dots
 CONTENDER_WIDTH = 0.86  # width of a contender's samples ÷ the distance between contenders
 PROCESS_GAP = 0.06  # gap between two processes ÷ the width of one
 
@@ -333,17 +345,17 @@ def sample_figures(run: Run) -> list[Figure]:
 
 def _samples(records: Sequence[Record], phase: str) -> Drawing:
     """Draw every sample of a phase, a column per contender and process."""
-    labels = {r["arm"]: _two_lines(r["label"]) for r in records}
+    labels = {r["arm"]: _break_label(r["label"]) for r in records}
     lines = []
-    for number, arm in enumerate(labels):
+    for arm_index, arm in enumerate(labels):
         processes = sorted((r for r in records if r["arm"] == arm), key=replicate_of)
         width = CONTENDER_WIDTH / len(processes)
-        for process, record in enumerate(processes):
+        for process_index, record in enumerate(processes):
             samples_ms = [1e3 * s for s in seconds(record, phase)]
-            x_begin = number - CONTENDER_WIDTH / 2 + process * width
+            x_begin = arm_index - CONTENDER_WIDTH / 2 + process_index * width
             x_width = width * (1 - PROCESS_GAP)
             x = [x_begin + x_width * (i + 0.5) / len(samples_ms) for i in range(len(samples_ms))]
-            size = 3.2 if len(samples_ms) * len(processes) > FEW_SAMPLES else 6
+            size = 3.2 if len(samples_ms) * len(processes) > MAX_LARGE_DOTS else 6
             colour = colour_of(record["contender"])
             lines.append(Curve(x, samples_ms, colour, marker=".", line="", size=size, opacity=0.65))
             lines.append(
@@ -353,12 +365,12 @@ def _samples(records: Sequence[Record], phase: str) -> Drawing:
     return curves(lines, x_scale, Scale("time (ms)", log=10))
 
 
-def _two_lines(label: str) -> str:
-    """Return a label; one of 9 letters or more is broken at the space nearest to its middle."""
-    gaps = [i for i, c in enumerate(label) if c == " "]
-    if len(label) < 9 or not gaps:
+def _break_label(label: str) -> str:
+    """Break a label of at least 9 letters at the space nearest to its middle, if it has a space."""
+    spaces = [i for i, letter in enumerate(label) if letter == " "]
+    if len(label) < 9 or not spaces:
         return label
-    break_position = min(gaps, key=lambda i: abs(i - len(label) / 2))
+    break_position = min(spaces, key=lambda i: abs(i - len(label) / 2))
     return f"{label[:break_position]}\n{label[break_position + 1 :]}"
 
 
@@ -380,7 +392,7 @@ def sweep_figures(run: Run) -> list[Figure]:
     sizes, baseline = run.sizes(SWEEP), run.baseline.label
 
     def panels(draw: Callable[[Run, str], Drawing]) -> list[Panel]:
-        return [Panel(text.capitalised(AXIS_NAMES[axis]), draw(run, axis)) for axis in axes]
+        return [Panel(text.capitalise(AXIS_NAMES[axis]), draw(run, axis)) for axis in axes]
 
     return [
         Figure(
@@ -415,16 +427,19 @@ def sweep_figures(run: Run) -> list[Figure]:
 
 
 def new_key_figures(run: Run) -> list[Figure]:
-    """Return the figure of step time against the share of new keys, a panel per dimension."""
+    """Return the figure of step time against the share of new keys, a panel per dimension.
+
+    [] without two shares, or if the baseline inserts keys too.
+    """
     rows = select(run.table, phase="step")
     if not len(rows):
         return []
     rows = rows[rows["ratio"].notna()]
-    shares = {"dynamic": 0.0}  # share of new keys by contender
-    shares |= {name: e.new_keys for name, e in registry.entries().items() if e.new_keys}
-    rows = rows[rows["contender"].isin(shares)]
-    rows = rows.assign(x=[100 * shares[name] for name in rows["contender"]])
-    if rows["x"].nunique() < 2 or run.baseline.contender in shares:
+    new_key_shares = {"dynamic": 0.0}  # by contender
+    new_key_shares |= {name: e.new_keys for name, e in registry.entries().items() if e.new_keys}
+    rows = rows[rows["contender"].isin(new_key_shares)]
+    rows = rows.assign(x=[100 * new_key_shares[name] for name in rows["contender"]])
+    if rows["x"].nunique() < 2 or run.baseline.contender in new_key_shares:
         return []
     panels = [
         Panel(f"D = {dim}", _by_new_keys(run, rows_of_dim.sort_values("x")))
@@ -459,7 +474,7 @@ def _by_new_keys(run: Run, rows: pd.DataFrame) -> Drawing:
 
 def _throughput(run: Run, axis: str) -> Drawing:
     """Draw the lookups per second of a step along `axis`, with quartiles as a band."""
-    rows = run.along(axis)
+    rows = run.results_along(axis)
     rows = rows[rows["phase"] == "step"]
     lines = [
         contender_curve(
@@ -478,7 +493,7 @@ def _throughput(run: Run, axis: str) -> Drawing:
 
 def _ratio(run: Run, axis: str) -> Drawing:
     """Draw time ÷ baseline along `axis`: the step solid, the forward dashed, with intervals."""
-    rows = run.along(axis)
+    rows = run.results_along(axis)
     rows = rows[(rows["arm"] != run.baseline.key) & rows["ratio"].notna()]
     lines = []
     for name, group in _by_contender(rows, axis):
@@ -495,8 +510,8 @@ def _ratio(run: Run, axis: str) -> Drawing:
 
 
 def _memory(run: Run, axis: str, column: str) -> Drawing:
-    """Draw a step's column of bytes along `axis`, in MB."""
-    rows = run.along(axis)
+    """Draw the memory in a column of the steps along `axis`, in MB."""
+    rows = run.results_along(axis)
     rows = rows[(rows["phase"] == "step") & (rows[column].fillna(0) > 0)]
     lines = []
     for name, group in _by_contender(rows, axis):
@@ -525,7 +540,10 @@ def _by_contender(rows: pd.DataFrame, axis: str) -> Iterator[tuple[str, pd.DataF
 
 
 def _level_lines(rows: pd.DataFrame, axis: str, column: str) -> list[Curve]:
-    """Return a level line per contender without a rank, in millions; none along other axes."""
+    """Return a level line of a column, in millions, per contender without a rank.
+
+    [] for any axis but "rank".
+    """
     if axis != "rank":
         return []
     ends = [float(rows.loc[rows["rank"] > 0, "rank"].min()), float(rows["rank"].max())]

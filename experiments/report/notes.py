@@ -1,4 +1,4 @@
-"""What a reader must know: how the numbers came about, and what to be careful with in this run."""
+"""Sentences of a report: how its numbers are measured, and what limits the trust in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.report import text
 from experiments.report.data import Run
 from experiments.results.metrics import GPU_BUSY, MARGIN, PROCESSES_FOR_A_VERDICT
 
-NOISY_SPREAD = 0.3  # `Run.spread` above which a notice calls the run noisy
+NOISY_SPREAD = 0.3  # `Run.median_spread` above which a notice calls the run noisy
 
 MODES = {
     Mode.hot.value: "Hot: executions follow each other, so that caches hold what the one before "
@@ -85,20 +85,20 @@ def how_to_read(run: Run) -> list[str]:
     if run.kind.reporting.compared < Compared.ROUNDS:
         return []
     notes = [HOW_TO_READ[0], *(MODES[mode] for mode in run.modes if mode in MODES)]
-    has_several = max(run.processes_per_cell().values(), default=0) > 1
-    notes += [PROCESSES, VERDICTS] if has_several else [ONE_PROCESS]
+    has_intervals = max(run.processes_per_cell().values(), default=0) > 1
+    notes += [PROCESSES, VERDICTS] if has_intervals else [ONE_PROCESS]
     notes += HOW_TO_READ[1:]
-    ids = {r["params"].get("distribution") for r in run.records}
-    notes += [SYNTHETIC] if ids & {"uniform", "zipf"} else []
-    notes += [PRODUCTION] if "production" in ids else []
-    notes += [REPLAYED] if "trace" in ids else []
+    distributions = {r["params"].get("distribution") for r in run.records}
+    notes += [SYNTHETIC] if distributions & {"uniform", "zipf"} else []
+    notes += [PRODUCTION] if "production" in distributions else []
+    notes += [REPLAYED] if "trace" in distributions else []
     measured = MeasuredCeilings.of(run.environment)
     notes += [f"'of gather' divides by {measured.gather_method}."] if measured.gather_gb_s else []
     notes += [HOST] if any(r.get("wall_samples") for r in run.records) else []
     packages = sorted({pair for r in run.records for pair in r.get("packages", {}).items()})
     if packages:
-        package_versions = ", ".join(f"{package} {version}" for package, version in packages)
-        notes.append(f"Contenders from other packages are those of {package_versions}.")
+        versions = ", ".join(f"{package} {version}" for package, version in packages)
+        notes.append(f"Contenders from other packages are those of {versions}.")
     return notes
 
 
@@ -110,24 +110,24 @@ def notices(run: Run) -> list[str]:
             "Tables, batches and rounds are capped to see whether everything works (timing=smoke)."
         )
     else:
-        sentences += _scaled_sections(run)
-        if run.spread() > NOISY_SPREAD:
+        sentences += _scaled_sentences(run)
+        if (spread := run.median_spread()) > NOISY_SPREAD:
             sentences.append(
-                f"Noisy run: half of the medians have quartiles more than {100 * run.spread():.0f} "
+                f"Noisy run: half of the medians have quartiles more than {100 * spread:.0f} "
                 "% apart. Something else used the machine; believe the intervals, not the third "
                 "digit."
             )
-    sentences += _unfinished(run)
-    if note := run.environment.get("note"):  # what was added to the environment by hand
+    sentences += _unfinished_sentences(run)
+    if note := run.environment.get("note"):  # the user's own entry in environment.json
         sentences.append(f"Note: {note}")
     sentences += host_bound(run)
     disturbed = [(explain(f), n) for f, n in flag_counts(run).items() if f not in MINOR]
     if disturbed:
         total = len(run.table) // len(PHASES)
-        words = "; ".join(f"{flag} ({n} of {total} rows)" for flag, n in disturbed)
-        sentences.append(f"While this was measured: {words}.")
-    folded = {r["section"]: r for r in run.records if r.get("pool_folded")}
-    for section, record in folded.items():
+        disturbances = "; ".join(f"{flag} ({n} of {total} rows)" for flag, n in disturbed)
+        sentences.append(f"While this was measured: {disturbances}.")
+    folded_records = {r["section"]: r for r in run.records if r.get("pool_folded")}
+    for section, record in folded_records.items():
         share = record["pool_folded"] / (record["lookups"] * record["pool_batches"])
         sentences.append(
             f"Trace: {100 * share:.3g} % of the lookups of {run.title(section)} are outside their "
@@ -141,23 +141,23 @@ def host_bound(run: Run) -> list[str]:
     if not len(run.table) or "host_bound" not in run.table:
         return []
     steps = run.table[(run.table["phase"] == "step") & run.table["host_s"].notna()]
-    bound = steps[steps["host_bound"]]
+    bound_steps = steps[steps["host_bound"]]
     if not len(steps):
         return []
-    if not len(bound):
+    if not len(bound_steps):
         return [f"Host-bound: none of {text.count(len(steps), 'measured step')}."]
-    worst = bound.loc[(bound["host_s"] / bound["median_s"]).idxmax()]
+    worst = bound_steps.loc[(bound_steps["host_s"] / bound_steps["median_s"]).idxmax()]
     return [
-        f"Host-bound: {len(bound)} of {text.count(len(steps), 'measured step')}. The host takes "
-        "longer to launch them than the GPU to do them, so that steps in a row take the column "
-        "'host', not 'step', unless they are captured as CUDA graphs; ratios of such steps compare "
-        f"kernels, not training loops. The widest gap: {worst['label']}, {worst['cell']}, mode "
-        f"{worst['mode']}: {text.seconds(worst['host_s'])} of host for "
+        f"Host-bound: {len(bound_steps)} of {text.count(len(steps), 'measured step')}. The host "
+        "takes longer to launch them than the GPU to do them, so that steps in a row take the "
+        "column 'host', not 'step', unless they are captured as CUDA graphs; ratios of such steps "
+        f"compare kernels, not training loops. The widest gap: {worst['label']}, "
+        f"{worst['cell']}, mode {worst['mode']}: {text.seconds(worst['host_s'])} of host for "
         f"{text.seconds(worst['median_s'])}."
     ]
 
 
-def _scaled_sections(run: Run) -> list[str]:
+def _scaled_sentences(run: Run) -> list[str]:
     """Describe the sections whose tables did not fit into memory."""
     if not len(run.table):
         return []
@@ -171,31 +171,33 @@ def _scaled_sections(run: Run) -> list[str]:
     ]
 
 
-def _unfinished(run: Run) -> list[str]:
-    """Describe what an interruption, too few processes or the time limit left unmeasured."""
+def _unfinished_sentences(run: Run) -> list[str]:
+    """Describe what was planned and not measured: cells, processes of cells, values of axes."""
     sentences, processes = [], run.processes_per_cell()
     status = run.info.get("status", "finished")
     if status != "finished":
         num_cells = len({r["cell"] for r in run.records})
-        end = "Interrupted" if status == "interrupted" else f"Ended early ({status})"
+        ending = "Interrupted" if status == "interrupted" else f"Ended early ({status})"
         sentences.append(
-            f"{end} after {num_cells} of {run.info.get('cells')} cells; the same command goes on."
+            f"{ending} after {num_cells} of {run.info.get('cells')} cells; "
+            "the same command goes on."
         )
-    short = [n for n in processes.values() if n < run.planned_processes]
-    if short:
+    counts_below_plan = [n for n in processes.values() if n < run.planned_processes]
+    if counts_below_plan:
         planned = text.count(run.planned_processes, "process", "processes")
         sentences.append(
-            f"{len(short)} of {text.count(len(processes), 'cell')} were measured in fewer than the "
-            f"planned {planned} (fewest: {min(short)}). "
+            f"{len(counts_below_plan)} of {text.count(len(processes), 'cell')} were measured in "
+            f"fewer than the planned {planned} (fewest: {min(counts_below_plan)}). "
             "One process gives no interval; two take the spread of the run's other cells."
         )
     if values := run.info.get("values_left_out"):
         sentences.append(f"Not in this run, for timing.max_cells: {', '.join(values)}.")
-    left_out = int(run.info.get("cells_left_out", 0))
-    if left_out:
+    num_left_out = int(run.info.get("cells_left_out", 0))
+    if num_left_out:
         sentences.append(
-            f"{left_out} of {text.count(run.info['cells'], 'cell')} were not measured: the time "
-            "of the run (timing.total_seconds) was used up. The same command goes on with them."
+            f"{num_left_out} of {text.count(run.info['cells'], 'cell')} were not measured: the "
+            "time of the run (timing.total_seconds) was used up. The same command goes on with "
+            "them."
         )
     return sentences
 

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 
-from experiments.config.sweep import SWEEP
 from experiments.report import figures, notes, outcomes, results, text
 from experiments.report.data import Run
 from experiments.report.document import Notice, Page, Section
 from experiments.report.style import Figure
 
-SMOKE = "Smoke run: its tables, batches and rounds are too small for its numbers to mean anything."
-CLOSING = (
+SMOKE_NOTICE = (
+    "Smoke run: its tables, batches and rounds are too small for its numbers to mean anything."
+)
+FILES_IN_FOLDER = (
     "In the folder of this page: points.jsonl (raw samples), results.csv, report.md, figures as "
     "PNG and SVG. To rebuild all but the samples: python run.py report RUN."
 )
 
 
-def page(run: Run) -> Page:
+def page_of(run: Run) -> Page:
     """Return the report of a run."""
     cases = run.case_reports()
     tables = [*run.kind.tables(run), *(table for case in cases for table in case.tables)]
     answer = run.kind.answer(run)
-    if added := [words for case in cases for words in case.answer]:
-        answer = [" ".join([*answer[:1], *added]), *answer[1:]]
-    mode_parts = [section for mode in run.modes for section in mode_sections(run, mode)]
-    first_part, further_parts = mode_parts[:1], mode_parts[1:]
-    sections = [
-        *first_part,
-        *(Section(part.title, [part.words], table=part.table) for part in tables),
+    if case_sentences := [sentence for case in cases for sentence in case.answer]:
+        answer = [" ".join([*answer[:1], *case_sentences]), *answer[1:]]
+    answer_section, *result_sections = [
+        section for mode in run.modes for section in mode_sections(run, mode)
     ]
-    sections += further_parts
-    sections += [
+    sections = [
+        answer_section,
+        *(Section(part.title, [part.paragraph], table=part.table) for part in tables),
+        *result_sections,
         Section("Failures", [outcomes.failures_sentence(run)], table=outcomes.failures_table(run)),
         Section("How to read this", points=[*notes.how_to_read(run), *run.kind.how_to_read()]),
         Section("Reproduce", code=str(run.environment.get("command", ""))),
@@ -52,20 +52,21 @@ def page(run: Run) -> Page:
     ]
     return Page(
         name=str(run.config.name),
-        answer=[SMOKE, *answer] if run.smoke else answer,
+        answer=[SMOKE_NOTICE, *answer] if run.smoke else answer,
         sections=sections,
         subtitle=figures.subtitle(run),
         question=str(run.info.get("question", "")),
-        tiles=[] if run.smoke else run.kind.tiles(run),  # large numbers that would mean nothing
-        notices=[Notice(words) for words in notes.notices(run)],
-        closing=CLOSING,
+        tiles=[] if run.smoke else run.kind.tiles(run),  # a tile is large: it must mean something
+        notices=[Notice(sentence) for sentence in notes.notices(run)],
+        closing=FILES_IN_FOLDER,
     )
 
 
 def mode_sections(run: Run, mode: str) -> list[Section]:
-    """Return the results of one mode: main figure, tables, further figures.
+    """Return the sections of one mode: main figure, tables of its cases, further figures.
 
-    The first mode also has the figures of the whole run; further modes start folded.
+    The first mode has three sections, and the figures of the whole run too. A further mode has one
+    section, which the web page folds.
     """
     run_in_mode, is_first = run.in_mode(mode), mode == run.modes[0]
     mode_figures: list[Figure] = []
@@ -84,7 +85,9 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
             ]
         ]
         mode_figures += [*figures.mode_figures(run), *outcomes.figures(run)] if is_first else []
-    cases = [section for name in run_in_mode.sections() for section in _case(run_in_mode, name)]
+    cases = [
+        section for name in run_in_mode.sections() for section in _case_sections(run_in_mode, name)
+    ]
     if is_first:
         return [
             Section("Answer", figures=mode_figures[:1]),
@@ -102,18 +105,20 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
     ]
 
 
-def _case(run: Run, section: str) -> list[Section]:
-    """Return a case's table with its workload and published numbers; empty without results."""
+def _case_sections(run: Run, section: str) -> list[Section]:
+    """Return one section: the table of a case or sweep, its workload, published numbers.
+
+    The list is empty if the kind has no table for the case.
+    """
     table = run.kind.section_table(run, section)
     if table is None:
         return []
-    swept = section == SWEEP and not run.kind.cell_kinds.sweep_first
-    title = "The sweep" if swept else text.capitalised(run.title(section))
+    title = "The sweep" if run.has_base_point(section) else text.capitalise(run.title(section))
     records = [r for r in run.records if r["section"] == section]
     case, workload = run.config.cases.get(section), run.sizes(section)
-    with_counts = next((r for r in records if r["unique_rows"]), None)
-    if with_counts is not None:
-        distinct = text.percent(with_counts["unique_rows"] / with_counts["lookups"])
+    counted_record = next((r for r in records if r["unique_rows"]), None)
+    if counted_record is not None:
+        distinct = text.percent(counted_record["unique_rows"] / counted_record["lookups"])
         workload += f"; {distinct} of a batch's lookups are distinct rows"
     workload += f". {case.note}" if case is not None and case.note else "."
     if case is not None and case.tt.row_factors and records[0]["rows_scale"] < 1:

@@ -1,4 +1,4 @@
-"""Figures that others published, reports/published/*.yaml: each with its source and our verdict."""
+"""Published figures of others (reports/published/*.yaml), and our verdict on each of them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FOLDER = ROOT / "reports" / "published"
 class Nature(Enum):
     """The kind of a published figure, which determines where it can be reproduced."""
 
-    exact = "exact"  # follows from sizes alone: must come out anywhere
-    measured = "measured"  # belongs to a machine: can come out only there
+    exact = "exact"  # follows from sizes alone: must come out on any machine
+    measured = "measured"  # depends on the machine: can come out only there
 
 
 class Quantity(Enum):
@@ -45,7 +45,7 @@ class Quantity(Enum):
 
 @dataclass
 class RunPoint:
-    """The row of our results that has the same quantity."""
+    """The place of our number: section, arm and phase of a row of results."""
 
     section: str
     arm: str
@@ -62,15 +62,15 @@ class PublishedFigure:
         value: number as printed.
         unit: unit as printed.
         last_digit: value of one step of the last printed digit; 0 if rounding does not matter.
-        quantity: quantity, if our runs have it.
-        nature: whether it follows from sizes or belongs to a machine.
+        quantity: what the number measures; `other` if our runs have no such quantity.
+        nature: whether it follows from sizes or depends on the machine.
         device: key of conf/hardware; "" if the source names no device.
         device_words: device in words, where conf/hardware has none.
-        work: entries of `params`, `optimizer`, `rows` and `mode` that our work must have in common.
+        work: values that our record must have: entries of `params`, `optimizer`, `rows`, `mode`.
         ours: row of our results to compare with; None with `not_here`.
         not_here: why no run of ours can have the figure.
         peer: program that was measured, if our contender is another one.
-        otherwise: difference of method because of which ours cannot be judged even on that device.
+        otherwise: difference of method, which rules out a verdict even on that device; "" for none.
         note: remark.
     """
 
@@ -99,12 +99,12 @@ class Publication:
     source: str  # what was read, and when it was written
     url: str
     figures: tuple[PublishedFigure, ...]
-    experiment: str = ""  # that runs its configuration; empty where none can
+    experiment: str = ""  # our experiment of the same configuration; "" where none can run it
     note: str = ""
 
 
-def shown(value: float) -> str:
-    """Return a number with its thousands separated, without zeros at its end."""
+def format_number(value: float) -> str:
+    """Return a number with its thousands separated; a whole number has no decimal point."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,}"
 
 
@@ -115,12 +115,12 @@ def publications(folder: Path = FOLDER) -> tuple[Publication, ...]:
 
 
 def publications_of(name: str, folder: Path = FOLDER) -> list[Publication]:
-    """Return the publications whose configuration an experiment runs."""
+    """Return the publications whose configuration the named experiment runs."""
     return [source for source in publications(folder) if source.experiment == name]
 
 
 def read_publication(path: Path) -> Publication:
-    """Read one file; raise ValueError for wrong entries, and what OmegaConf raises for no YAML.
+    """Read one file; raise ValueError for wrong entries, or OmegaConf's error if it is no YAML.
 
     `device`, `device_words` and `work` of the file apply to every row that does not override them.
     """
@@ -146,6 +146,7 @@ T = TypeVar("T", PublishedFigure, Publication)
 
 
 def _build(kind: type[T], values: Mapping[str, Any], location: str) -> T:
+    """Return the dataclass of checked values; raise ValueError, beginning with the location."""
     try:
         return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), values)))
     except OmegaConfBaseException as error:
@@ -165,7 +166,7 @@ RULE = (
 
 
 class Reproduction(Enum):
-    """What became of a published figure."""
+    """The verdict on a published figure, by RULE."""
 
     REPRODUCED = "reproduced"
     DIFFERS = "differs"
@@ -174,16 +175,16 @@ class Reproduction(Enum):
 
 @dataclass(frozen=True)
 class JudgedFigure:
-    """One published figure, ours, and the verdict."""
+    """One published figure, our number, and the verdict."""
 
     source: Publication
     figure: PublishedFigure
     verdict: Reproduction
     reason: str
-    ours: float = math.nan  # in the unit of the figure; nan if we have none
-    lo: float = math.nan  # ends of the interval of ours; nan without one
+    ours: float = math.nan  # our number in the unit of the figure; nan if we have none
+    lo: float = math.nan  # ends of our number's interval; nan without one
     hi: float = math.nan
-    device: str = ""  # where ours was measured
+    device: str = ""  # device of our run; "" without a number
 
 
 def count_verdicts(judged: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
@@ -192,7 +193,10 @@ def count_verdicts(judged: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
 
 
 def judge_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
-    """Compare every source with all references, and all runs in `extra`, of its experiment."""
+    """Compare every source with the runs of its experiment: references, and those in `extra`.
+
+    A source without a run is judged without our numbers.
+    """
     paths = [path for path in (*runs_in(folder, "*/*"), *extra) if (path / "config.yaml").is_file()]
     runs = [Run.read(path) for path in paths]
     judgements = []
@@ -201,20 +205,22 @@ def judge_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> li
             run for run in runs if run.config.name == source.experiment
         ]
         judgements += [
-            finding for run in runs_of_source or [None] for finding in judge_figures(run, source)
+            judgement
+            for run in runs_of_source or [None]
+            for judgement in judge_figures(run, source)
         ]
     return judgements
 
 
 def judge_run(run: Run) -> list[JudgedFigure]:
-    """Compare a run with every publication whose configuration its experiment is."""
+    """Compare a run with every publication whose configuration its experiment runs."""
     return [
         f for source in publications_of(str(run.config.name)) for f in judge_figures(run, source)
     ]
 
 
 def judge_figures(run: Run | None, source: Publication) -> list[JudgedFigure]:
-    """Compare all figures of a source with a run's; without a run, judge them without ours."""
+    """Compare all figures of a source with those of a run; without a run, none is judged."""
     return [_judge(run, source, figure) for figure in source.figures]
 
 
@@ -228,13 +234,13 @@ def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> Jud
     elif run.smoke:
         reason = "this is a smoke run: its sizes are capped"
     else:
-        row, reason = _row(run, figure, figure.ours)
+        row, reason = _our_row(run, figure, figure.ours)
     if row is None or run is None:
         return JudgedFigure(source, figure, Reproduction.NOT_RUN, reason)
     our_value, lo, hi = _our_number(figure, row)
     if math.isnan(our_value):
         return JudgedFigure(source, figure, Reproduction.NOT_RUN, "our run has no such number")
-    verdict, reason = Reproduction.NOT_RUN, _incomparable(run, figure, row)
+    verdict, reason = Reproduction.NOT_RUN, _why_not_comparable(run, figure, row)
     if not reason:
         allowed = EXACT if figure.nature is Nature.exact else MEASURED
         deviation = our_value / figure.value - 1
@@ -245,30 +251,31 @@ def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> Jud
     return JudgedFigure(source, figure, verdict, reason, our_value, lo, hi, device)
 
 
-def _row(run: Run, figure: PublishedFigure, point: RunPoint) -> tuple[pd.Series | None, str]:
-    """Return (our row of results, ""); (None, the reason) without one that is ok."""
+def _our_row(run: Run, figure: PublishedFigure, point: RunPoint) -> tuple[pd.Series | None, str]:
+    """Return (our row of results, ""), or (None, why there is no row with status "ok")."""
     table = run.operations
     if not len(table) or not (table["section"] == point.section).any():
         table = run.table
     if len(table):
-        arm = (table["arm"] == point.arm) & (table["phase"] == point.phase)
-        table = table[arm & (table["section"] == point.section)]
+        is_at_point = (table["arm"] == point.arm) & (table["phase"] == point.phase)
+        table = table[is_at_point & (table["section"] == point.section)]
     if not len(table):
         return None, f"our run has no {point.arm} in {point.section}"
-    # The mode of the published figure if we have it; `work_differences` names another one.
+    # Prefer the mode of the published figure; `work_differences` names the mode if it is another.
     rows_in_mode = table[table["mode"] == figure.work.get("mode")]
     row = (rows_in_mode if len(rows_in_mode) else table).iloc[0]
     return (row, "") if row["status"] == "ok" else (None, f"{row['status']}: {row['reason']}")
 
 
-Measure = Callable[[pd.Series, float], float]  # (row, its time in seconds) -> number
-OUR_NUMBERS: Mapping[Quantity, Measure] = {
+Formula = Callable[[pd.Series, float], float]  # (row, its time in seconds) -> number
+FORMULAS: Mapping[Quantity, Formula] = {
     Quantity.compression: lambda row, _: float(row["compression"]),
     Quantity.us_per_lookup: lambda row, s: 1e6 * s / float(row["lookups"]),
     Quantity.milliseconds: lambda row, s: 1e3 * s,
     Quantity.giga_keys_per_s: lambda row, s: float(row["lookups"]) / s / 2**30,
     Quantity.seconds_of_ten: lambda row, s: 10 * s,
-    # Its benchmark counts the looked-up rows alone, and three times their bytes for a whole step.
+    # FBGEMM's benchmark counts the bytes of the looked-up rows once for a forward, and three times
+    # for a step.
     Quantity.fbgemm_gb_s: lambda row, s: (
         (3 if row["phase"] == "step" else 1) * 4 * float(row["lookups"]) * float(row["D"]) / s / 1e9
     ),
@@ -276,24 +283,24 @@ OUR_NUMBERS: Mapping[Quantity, Measure] = {
 
 
 def _our_number(figure: PublishedFigure, row: pd.Series) -> tuple[float, float, float]:
-    """Return our number and its interval."""
+    """Return our number and the ends of its interval; nan for what we do not have."""
     if figure.quantity is Quantity.times_baseline:
         our_value, *ends = (float(row[name]) for name in ("ratio", "ratio_lo", "ratio_hi"))
-    elif figure.quantity in OUR_NUMBERS:
-        measure = OUR_NUMBERS[figure.quantity]
-        our_value, *ends = (measure(row, float(row[name])) for name in ("median_s", "lo_s", "hi_s"))
+    elif figure.quantity in FORMULAS:
+        formula = FORMULAS[figure.quantity]
+        our_value, *ends = (formula(row, float(row[name])) for name in ("median_s", "lo_s", "hi_s"))
     else:
         return math.nan, math.nan, math.nan
     if figure.nature is Nature.exact:
-        return our_value, math.nan, math.nan  # nothing about it is a sample
+        return our_value, math.nan, math.nan  # computed from sizes, not sampled
     return our_value, min(ends), max(ends)
 
 
-def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
-    """Return why our number cannot be judged against theirs; empty where it can."""
-    changed = work_differences(run, figure, row)
-    if changed:
-        return f"ours is other work: {', '.join(changed)}"
+def _why_not_comparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
+    """Return why our number cannot be judged against theirs; "" if it can."""
+    differences = work_differences(run, figure, row)
+    if differences:
+        return f"ours is other work: {', '.join(differences)}"
     if figure.nature is Nature.measured:
         our_device = ceilings.of_environment(run.environment)
         if our_device is None or our_device.key != figure.device:
@@ -306,9 +313,9 @@ def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
 
 
 def work_differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
-    """Return how the work of a row of our run, which is ok, differs from the published one."""
+    """Return the differences of a row of our run, of status "ok", from the published work."""
     scale = float(row["rows_scale"])
-    changes = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
+    differences = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
     record = next(
         r
         for r in run.records
@@ -317,17 +324,17 @@ def work_differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[
     names = ("optimizer", "rows")
     our_work = {**record["params"], **{name: record[name] for name in names}, "mode": row["mode"]}
 
-    def plain(value: Any) -> str:
+    def format_work(value: Any) -> str:
         return f"{value:,}" if isinstance(value, int) else str(value)
 
-    return changes + [
-        f"{key} {plain(our_work.get(key))} for {plain(value)}"
+    return differences + [
+        f"{key} {format_work(our_work.get(key))} for {format_work(value)}"
         for key, value in figure.work.items()
         if our_work.get(key) != value
     ]
 
 
 def their_device(figure: PublishedFigure) -> str:
-    """Return the device of a published figure; "device not named" if its source does not say."""
+    """Return the name of a figure's device by conf/hardware, else its `device_words`."""
     device = next((d.name for d in ceilings.table() if d.key == figure.device), "")
     return device or figure.device_words

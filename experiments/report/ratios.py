@@ -1,4 +1,4 @@
-"""Ratios to the baseline: with their intervals, and as a map of speed-ups."""
+"""The figures of ratios to the baseline: with their intervals, and as a map of speed-ups."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from experiments.report.style import FASTER, SLOWER, WIDTH, Figure, Panel, colou
 from experiments.results.metrics import MARGIN, process_logs
 from experiments.results.store import Record
 
-MODEL_PHASES = ("step", "forward")  # what a model pays for first
+MODEL_PHASES = ("step", "forward")  # in the order of the panels
 FULL_COLOUR_SPEEDUP = 4.0  # a speed-up of 4, or of a quarter, has the full colour
 MAX_OPACITY = 0.75  # of a square with the full colour
-MAX_ROWS = 44  # of more ratios, a panel has the smallest and the largest
+MAX_ROWS = 44  # a panel omits the middle ones of more ratios
 
 
 def forest_figures(run: Run) -> list[Figure]:
@@ -28,27 +28,27 @@ def forest_figures(run: Run) -> list[Figure]:
     if not len(run.table):
         return []
     label = f"time ÷ {run.baseline.label}"
-    lines = {phase: forest_rows(run, phase) for phase in MODEL_PHASES}
+    rows_by_phase = {phase: forest_rows(run, phase) for phase in MODEL_PHASES}
     panels = [
         forest(phase.capitalize(), ratio_rows, label)
-        for phase, ratio_rows in lines.items()
+        for phase, ratio_rows in rows_by_phase.items()
         if ratio_rows
     ]
     if not panels:
         return []
-    dots = "One process per cell: the interval covers the noise within that process only. "
+    dots_note = "One process per cell: the interval covers the noise within that process only. "
     if run.table["processes"].max() > 1:
-        dots = "Small dots: the ratio within each process. "
-    is_cut = any(len(ratio_rows) == MAX_ROWS for ratio_rows in lines.values())
-    cut = f" Of more than {MAX_ROWS} ratios the smallest and the largest." if is_cut else ""
+        dots_note = "Small dots: the ratio within each process. "
+    is_cut = any(len(ratio_rows) == MAX_ROWS for ratio_rows in rows_by_phase.values())
+    cut_note = f" Of more than {MAX_ROWS} ratios the smallest and the largest." if is_cut else ""
     has_verdicts = any(text.verdict(v) for v in run.table["verdict"])
-    band = f"Grey: within {100 * MARGIN:g} %, too small to count. " if has_verdicts else ""
+    band_note = f"Grey: within {100 * MARGIN:g} %, too small to count. " if has_verdicts else ""
     return [
         Figure(
             "forest",
             f"Every ratio to {run.baseline.label}, with its confidence interval",
-            f"Bars: 95 % confidence interval. {dots}{band}Filled: the interval excludes 1. "
-            f"Left of 1 the contender is faster.{cut}",
+            f"Bars: 95 % confidence interval. {dots_note}{band_note}Filled: the interval excludes "
+            f"1. Left of 1 the contender is faster.{cut_note}",
             f"{run.table['cell'].nunique()} cells",
             panels,
         )
@@ -56,16 +56,16 @@ def forest_figures(run: Run) -> list[Figure]:
 
 
 def forest_rows(run: Run, phase: str) -> list[Row]:
-    """Return a row per ratio of a phase, smallest first; of more than MAX_ROWS, both ends.
+    """Return a row per ratio of a phase, smallest first; the MAX_ROWS at both ends if more.
 
-    The run is of one mode, as everywhere in this file.
+    The run must be of one mode, as everywhere in this file.
     """
     rows = run.table[(run.table["phase"] == phase) & (run.table["arm"] != run.baseline.key)]
     rows = rows[(rows["status"] == "ok") & rows["ratio"].notna()].sort_values("ratio")
     if len(rows) > MAX_ROWS:
         rows = pd.concat([rows[: MAX_ROWS // 2], rows[-(MAX_ROWS // 2) :]])
     margin = MARGIN if any(text.verdict(v) for v in rows["verdict"]) else math.nan
-    dots = process_ratios(run, phase)
+    ratios_of_processes = process_ratios(run, phase)
 
     def cell_name(row: pd.Series) -> str:
         return sweep_point(run, row) if row["section"] == SWEEP else str(row["section"])
@@ -77,7 +77,7 @@ def forest_rows(run: Run, phase: str) -> list[Row]:
             colour_of(row["contender"]),
             row["ratio_lo"],
             row["ratio_hi"],
-            dots=dots.get((row["cell"], row["arm"]), []),
+            dots=ratios_of_processes.get((row["cell"], row["arm"]), []),
             margin=margin,
             hollow=not math.isfinite(row["ratio_lo"]) or row["ratio_lo"] <= 1 <= row["ratio_hi"],
             words=text.times(row["ratio"]),
@@ -87,7 +87,7 @@ def forest_rows(run: Run, phase: str) -> list[Row]:
 
 
 def process_ratios(run: Run, phase: str) -> dict[tuple[str, str], list[float]]:
-    """Return the ratios of each process by cell and arm, for records with steps."""
+    """Return a phase's ratio within each process, by (cell, arm); only for records with steps."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in run.records:
         if record["status"] == "ok" and record.get("samples", {}).get("step"):
@@ -102,18 +102,23 @@ def process_ratios(run: Run, phase: str) -> dict[tuple[str, str], list[float]]:
 
 
 def speedup_figures(run: Run) -> list[Figure]:
-    """Return the map of speed-ups: over two axes that were varied together, else by contender."""
-    rows = run.of(SWEEP)
+    """Return the map of speed-ups: over two axes that were varied together, else by contender.
+
+    [] without two cells in the sweep, or without a ratio.
+    """
+    rows = run.results_of(SWEEP)
     if not len(rows):
         return []
     rows = rows[rows["arm"] != run.baseline.key]
     if rows["cell"].nunique() < 2 or not rows["ratio"].notna().any():
         return []
-    panels, pair = [], _grid(rows)
-    y_axis, x_axis = pair or ("", "")
-    if pair:
-        fixed_axes = [axis for axis in AXES if axis not in pair]
-        rows = rows[(rows[fixed_axes] == rows[fixed_axes].iloc[0]).all(axis=1)].sort_values([*pair])
+    panels, grid_axes = [], _grid_axes(rows)
+    y_axis, x_axis = grid_axes or ("", "")
+    if grid_axes:
+        fixed_axes = [axis for axis in AXES if axis not in grid_axes]
+        rows = rows[(rows[fixed_axes] == rows[fixed_axes].iloc[0]).all(axis=1)].sort_values(
+            [*grid_axes]
+        )
         x, y, title = rows[x_axis].map(text.number), rows[y_axis].map(text.number), rows["label"]
     else:
         x, y, title = rows["label"], [sweep_point(run, row) for _, row in rows.iterrows()], ""
@@ -123,7 +128,7 @@ def speedup_figures(run: Run) -> list[Figure]:
             entries = [speedup_square(row, row["x"], row["y"]) for _, row in phase_rows.iterrows()]
             drawing = squares(entries, AXIS_NAMES.get(x_axis, ""), AXIS_NAMES.get(y_axis, ""))
             height = max(2.2, 0.29 * phase_rows["y"].nunique() + 1.3)
-            panel_title = f"{name}, {phase}" if pair else phase.capitalize()
+            panel_title = f"{name}, {phase}" if grid_axes else phase.capitalize()
             panels.append(Panel(panel_title, drawing, WIDTH, height))
     return [
         Figure(
@@ -140,8 +145,8 @@ def speedup_figures(run: Run) -> list[Figure]:
     ]
 
 
-def _grid(rows: pd.DataFrame) -> tuple[str, str] | None:
-    """Return two axes whose values were all measured together, preferably D and B, or None."""
+def _grid_axes(rows: pd.DataFrame) -> tuple[str, str] | None:
+    """Return two axes of which every pair of values was measured, or None; D and B come first."""
     varied = [axis for axis in ("D", "B", *AXES) if rows[axis].nunique() > 1]
     for pair in itertools.combinations(dict.fromkeys(varied), 2):
         if len(rows[[*pair]].drop_duplicates()) == rows[[*pair]].nunique().prod():
@@ -149,16 +154,16 @@ def _grid(rows: pd.DataFrame) -> tuple[str, str] | None:
     return None
 
 
-def speedup_square(row: pd.Series, column: str, line: str) -> Square:
-    """Return a contender's speed-up as an entry of the map; without a result, its status."""
+def speedup_square(row: pd.Series, column_name: str, row_name: str) -> Square:
+    """Return the entry of the map for a row of results: its speed-up, or why it has none."""
     if row["status"] != "ok" or not row["ratio"] > 0:
-        return Square(column, line, str(row["status"]))
+        return Square(column_name, row_name, str(row["status"]))
     speedup, low, high = 1 / row["ratio"], row["ratio_lo"], row["ratio_hi"]
     return Square(
-        column,
-        line,
+        column_name,
+        row_name,
         f"{speedup:.2f}×" if 0.1 <= speedup < 10 else text.times(speedup),
         FASTER if speedup > 1 else SLOWER,
         MAX_OPACITY * min(1.0, abs(math.log(speedup)) / math.log(FULL_COLOUR_SPEEDUP)),
-        hatched=text.missing(low) or text.missing(high) or low <= 1 <= high,
+        hatched=text.is_missing(low) or text.is_missing(high) or low <= 1 <= high,
     )

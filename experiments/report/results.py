@@ -1,4 +1,4 @@
-"""The tables of a run: results by section, provenance, flags of the machine."""
+"""The tables of a run: results of a section, machine and software, flags of the machine."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from experiments.results.metrics import WEIGHT_BYTES
 def section_table(run: Run, section: str) -> Table:
     """Return the table of one case, or of the sweep: a row per contender and cell.
 
-    The run must be of one mode, and have rows of the section. A row is that of the step in
-    `run.table` (`results.metrics.frame` lists its columns), with the time of the forward as
+    The run must be of one mode, and have rows of the section. The columns are functions of a step's
+    row in `run.table` (`results.metrics.frame` lists its columns) with the time of the forward,
     `forward_s`.
     """
-    rows = run.of(section)
+    rows = run.results_of(section)
     measured, is_sweep = MeasuredCeilings.of(run.environment), section == SWEEP
     keys = ["cell", "arm"]
     forward = rows[rows["phase"] == "forward"].set_index(keys)["median_s"].rename("forward_s")
@@ -48,31 +48,31 @@ def section_table(run: Run, section: str) -> Table:
     if rows["host_s"].notna().any():
         columns["host"] = lambda r: time_value(r["host_s"])
         columns["bound by"] = lambda r: (
-            text.NONE if text.missing(r["host_s"]) else ("host" if r["host_bound"] else "GPU")
+            text.DASH if text.is_missing(r["host_s"]) else ("host" if r["host_bound"] else "GPU")
         )
     columns[f"step ÷ {run.baseline.label} [95\u00a0%]"] = lambda r: ratio_value(
         r, is_baseline=r["arm"] == run.baseline.key
     )
     if (run.table["processes"].max() or 0) > 1:
         columns["verdict"] = lambda r: (
-            "baseline" if r["arm"] == run.baseline.key else text.verdict(r["verdict"]) or text.NONE
+            "baseline" if r["arm"] == run.baseline.key else text.verdict(r["verdict"]) or text.DASH
         )
-        # Where all cells have the same number of processes, the head of the page says it.
+        # If all cells have the same number of processes, the subtitle of the page says it.
         if rows.loc[rows["status"] == "ok", "processes"].nunique() > 1:
             columns["processes"] = lambda r: count_value(r["processes"])
         columns["smallest effect shown"] = lambda r: (
-            text.NONE
+            text.DASH
             if r["arm"] == run.baseline.key
             else Value.of(r["visible"], lambda v: f"±{100 * v:.1f} %")
         )
     columns["per lookup"] = lambda r: Value.of(r["ns_per_lookup"], lambda v: text.seconds(v / 1e9))
     columns["useful GB/s"] = lambda r: number_value(r["useful_gb_s"])
     columns["distinct GB/s"] = lambda r: number_value(r["distinct_gb_s"])
-    if measured.gather_gb_s:  # the bandwidth that was measured for rows of about this size
+    if measured.gather_gb_s:  # bandwidth of random reads of rows of about this size
         columns["of gather"] = lambda r: percent_value(
             float(r["distinct_gb_s"]) / measured.gather(WEIGHT_BYTES * float(r["D"]))
         )
-    if rows["gflop_s"].notna().any():  # the products of tensor trains
+    if rows["gflop_s"].notna().any():  # of the matrix products of tensor trains
         columns["GFLOP/s"] = lambda r: number_value(r["gflop_s"])
         columns["of sgemm"] = lambda r: percent_value(float(r["gflop_s"]) / measured.sgemm_gflop_s)
     columns["parameters"] = lambda r: bytes_value(r["weights_bytes"])
@@ -93,22 +93,23 @@ def environment_table(run: Run) -> Table:
 
 
 def flags_table(run: Run) -> Table:
-    """Return the table of what disturbed the measurement, and what would help."""
+    """Return the table of the flags of steps: meaning, number of rows, remedy."""
     return Table.of(
         notes.flag_counts(run).items(),
         {
-            "flag": lambda flag: flag[0],
-            "what it means": lambda flag: explain(flag[0]),
-            "rows": lambda flag: count_value(flag[1]),
-            "what would help": lambda flag: remedy(flag[0]),
+            "flag": lambda flag_count: flag_count[0],
+            "what it means": lambda flag_count: explain(flag_count[0]),
+            "rows": lambda flag_count: count_value(flag_count[1]),
+            "what would help": lambda flag_count: remedy(flag_count[0]),
         },
     )
 
 
 def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return (name, value in words) of the entries, names of a path joined by spaces.
+    """Return (name, value in words) of the entries of a nested dictionary.
 
-    None and empty lists are left out.
+    A name is the path of keys, joined by spaces, with spaces for underscores. Entries that are None
+    or [] are left out, and so is an equal second copy bandwidth.
     """
     entries: list[tuple[str, str]] = []
     for key, value in tree.items():
@@ -119,7 +120,7 @@ def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[st
             entries.append((name.replace(" bytes", ""), text.size(value)))
         elif key == "copy_gb_s" and value:
             entry = ("copy bandwidth", f"{text.digits(value)} GB/s (read + write)")
-            entries += [entry] * (entry not in entries)
+            entries += [] if entry in entries else [entry]
         elif key == "sgemm_gflop_s" and value:
             entries.append(("float32 matrix products", f"{text.digits(value)} GFLOP/s"))
         elif prefix.endswith("gather gb s "):

@@ -1,4 +1,4 @@
-"""The look of every figure, and its drawing: once as a sheet of panels, once for the web page."""
+"""The style of figures, and their output: files of all panels, and each panel for the web page."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from matplotlib.figure import Figure as Canvas
 INK, GRID = "#1b1f24", "#d4d7db"
 SLOWER, FASTER = "#c2410f", "#1766b0"  # ends of a diverging scale; the opacity says how much
 
-# Colour and marker of each style. Okabe & Ito's palette first: its colours differ with any common
-# colour blindness and in print.
+# Colour and marker of each style. The first colours are Okabe & Ito's palette, which stays distinct
+# with any common colour blindness and in print.
 STYLES = {
     "tbe": ("#0072b2", "o"),
     "tt": ("#d55e00", "s"),
@@ -46,8 +46,8 @@ STYLES = {
     "other_4": ("#a8336b", "h"),
 }
 COLOURS = {name: colour for name, (colour, _) in STYLES.items()}
-# Colours of outcomes. Each status is also written out, because colour alone says nothing.
-STATUS = {
+# Colours of outcomes. Each status is also written out, for readers who cannot tell colours apart.
+STATUS_COLOURS = {
     "ok": "#2e8540",
     "partly": "#9aa51c",
     "oom": "#b45309",
@@ -57,7 +57,7 @@ STATUS = {
     "missing": "#64748b",
     "unsupported": "#94a3b8",
 }
-# Contenders with the style of another name: styles must differ within a figure.
+# Styles of contenders without their own. Contenders of one figure must have different styles.
 ALIASES = {
     "dynamic": "other_1",
     "scored": "tbe",
@@ -72,18 +72,18 @@ ALIASES = {
     "fbtt": "other_4",
     **dict.fromkeys(("served_fp32", "served_int8", "served_int4"), "tbe"),
 }
-OTHERS = [name for name in COLOURS if name.startswith("other_")]
+OTHER_STYLES = [name for name in COLOURS if name.startswith("other_")]
 
 
 def style_name(contender: str) -> str:
-    """Return the style of a contender; an unknown one always gets the same."""
+    """Return the key of STYLES for a contender; an unknown contender always has the same one."""
     contender = ALIASES.get(contender, contender)
     if contender in COLOURS:
         return contender
     for family in ("torchrec", "fbgemm", "tensorly", "torch"):
         if contender.startswith(family):
             return family
-    return OTHERS[zlib.crc32(contender.encode()) % len(OTHERS)]
+    return OTHER_STYLES[zlib.crc32(contender.encode()) % len(OTHER_STYLES)]
 
 
 def colour_of(contender: str) -> str:
@@ -97,10 +97,10 @@ def marker_of(contender: str) -> str:
 
 
 def css_variables() -> dict[str, str]:
-    """Return the page's CSS variable by colour; page.css defines both themes."""
+    """Return the name of the page's CSS variable by colour; page.css sets it in both themes."""
     colours_by_name = {"ink": INK, "grid": GRID, "slower": SLOWER, "faster": FASTER, **COLOURS}
-    colours_by_name |= {f"status_{name}": value for name, value in STATUS.items()}
-    return {value: f"--{name.replace('_', '-')}" for name, value in colours_by_name.items()}
+    colours_by_name |= {f"status_{name}": colour for name, colour in STATUS_COLOURS.items()}
+    return {colour: f"--{name.replace('_', '-')}" for name, colour in colours_by_name.items()}
 
 
 mpl.use("Agg")
@@ -116,7 +116,7 @@ SUBTITLE_GAP = 0.12  # inches between the title and the lines below it
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes; a panel with many lines asks for more room than others."""
+    """One plot of a figure: its title, drawing and size."""
 
     title: str
     draw: Drawing  # plots on the axes; called once for the sheet and once for the web page
@@ -126,15 +126,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels that belong together."""
+    """Panels with a common title and caption."""
 
-    name: str  # of its files; unique within a page
+    name: str  # name of its files, unique within a page
     title: str
-    caption: str  # what is shown, and which way is better
-    sizes: str  # the workload in one line, the first below the title
+    caption: str  # what the panels show, and whether lower or higher is better
+    sizes: str  # the workload in one line, written below the title
     panels: Sequence[Panel]
     columns: int = 0  # columns of the sheet; 0: chosen by the number of panels
-    subtitle: str = ""  # machine and software; empty: the page's
+    subtitle: str = ""  # machine and software; "": the subtitle of the page
 
 
 SETTINGS: Any = {
@@ -163,17 +163,17 @@ SETTINGS: Any = {
     "svg.hashsalt": "emblib",  # equal data give equal files
     "figure.dpi": 100,
 }
-theme = partial(plt.rc_context, SETTINGS)  # matplotlib settings of the whole report
+theme = partial(plt.rc_context, SETTINGS)  # context with the settings of all figures
 
 
-def draw(figure: Figure, subtitle: str, folder: Path) -> list[str]:
+def draw_files(figure: Figure, subtitle: str, folder: Path) -> list[str]:
     """Write the figure's PNG and SVG files to `folder`; return its panels as inline SVG.
 
     Call it within `theme()`.
     """
     canvas = draw_sheet(figure, subtitle)
     canvas.savefig(folder / f"{figure.name}.png", dpi=150)
-    canvas.set_layout_engine("none")  # the layout that the PNG found serves the SVG too
+    canvas.set_layout_engine("none")  # the SVG reuses the layout that was computed for the PNG
     canvas.savefig(folder / f"{figure.name}.svg", metadata={"Date": None})
     plt.close(canvas)
     return [inline_svg(panel) for panel in figure.panels]
@@ -193,27 +193,27 @@ def inline_svg(panel: Panel) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', "", svg, count=1)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
-    svg = _unique_ids(svg)
+    svg = _make_ids_unique(svg)
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "inherit", svg)
-    for shade, name in css_variables().items():
-        svg = svg.replace(shade, f"var({name})")
+    for colour, name in css_variables().items():
+        svg = svg.replace(colour, f"var({name})")
     label = panel.title.replace('"', "'").replace("&", "and").replace("<", "less than ")
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
-def _unique_ids(svg: str) -> str:
-    """Prefix the ids of a drawing, so that no other drawing of the page has them."""
-    mark = hashlib.blake2b(svg.encode(), digest_size=4).hexdigest()
-    svg = re.sub(r'\bid="([^"]+)"', rf'id="{mark}-\1"', svg)
-    svg = re.sub(r'href="#([^"]+)"', rf'href="#{mark}-\1"', svg)
-    return re.sub(r"url\(#([^)]+)\)", rf"url(#{mark}-\1)", svg)
+def _make_ids_unique(svg: str) -> str:
+    """Prefix the ids of a drawing with its hash, because all drawings share the page's document."""
+    digest = hashlib.blake2b(svg.encode(), digest_size=4).hexdigest()
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{digest}-\1"', svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{digest}-\1"', svg)
+    return re.sub(r"url\(#([^)]+)\)", rf"url(#{digest}-\1)", svg)
 
 
 def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
     """Draw the panels, at least one, on a white sheet for the files; the caller closes it."""
-    count = len(figure.panels)
-    columns = figure.columns or (2 if count == 4 else min(count, 3))
-    rows = -(-count // columns)
+    num_panels = len(figure.panels)
+    columns = figure.columns or (2 if num_panels == 4 else min(num_panels, 3))
+    rows = -(-num_panels // columns)
     width = max(6.5, (max(p.width for p in figure.panels) - 0.4) * columns)
     subtitle_lines = [
         line
@@ -234,9 +234,9 @@ def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
     for axes, panel in zip(grid.flat, figure.panels, strict=False):
         panel.draw(axes)
         axes.set_title(panel.title)
-    for axes in list(grid.flat)[count:]:
+    for axes in list(grid.flat)[num_panels:]:
         axes.set_visible(False)
-    # The empty lines of the title keep room for the subtitle, which the layout does not know.
+    # Blank lines of the title reserve room for the subtitle, of which the layout knows nothing.
     blank_lines = "\n" * max(2, math.ceil(0.75 * len(subtitle_lines)))
     title = "\n".join(title_lines) + blank_lines
     canvas.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")

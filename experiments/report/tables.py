@@ -17,24 +17,24 @@ from experiments.report import text
 class Value:
     """An entry of a table."""
 
-    shown: str
+    text: str
     key: float = math.nan  # number to sort by; nan for words
     link: str = ""  # address that the web page links it to; "" for none
 
     @classmethod
-    def of(cls, value: float | None, shown: Callable[[float], str]) -> Value:
-        """Return an entry for a number, formatted by `shown`; a dash for None and NaN."""
-        if value is None or text.missing(float(value)):
-            return cls(text.NONE)
-        return cls(shown(value), float(value))
+    def of(cls, value: float | None, format_value: Callable[[float], str]) -> Value:
+        """Return an entry for a number, formatted by `format_value`; a dash for None and NaN."""
+        if value is None or text.is_missing(float(value)):
+            return cls(text.DASH)
+        return cls(format_value(value), float(value))
 
 
 # Formatted numbers by what they are; None and NaN give a dash.
-time_value = partial(Value.of, shown=text.seconds)
-bytes_value = partial(Value.of, shown=text.size)
-number_value = partial(Value.of, shown=text.digits)  # three significant digits
-count_value = partial(Value.of, shown=lambda v: f"{v:,.0f}")
-factor_value = partial(Value.of, shown=text.times)
+time_value = partial(Value.of, format_value=text.seconds)
+bytes_value = partial(Value.of, format_value=text.size)
+number_value = partial(Value.of, format_value=text.digits)  # three significant digits
+count_value = partial(Value.of, format_value=lambda v: f"{v:,.0f}")
+factor_value = partial(Value.of, format_value=text.times)
 
 
 def percent_value(share: float | None) -> Value:
@@ -47,7 +47,7 @@ def ratio_value(row: Mapping[str, Any], *, is_baseline: bool = False) -> Value:
 
     A baseline that was measured has the entry 1.
     """
-    if is_baseline and not text.missing(row["ratio"]):
+    if is_baseline and not text.is_missing(row["ratio"]):
         return Value("1", 1.0)
     return Value.of(row["ratio"], lambda _: text.ratio(row))
 
@@ -92,7 +92,7 @@ class Table:
                 for column in shown_columns
             ]
             if is_failed:
-                line += [str(row["status"]), *[text.NONE] * (len(columns) - num_label_columns - 1)]
+                line += [str(row["status"]), *[text.DASH] * (len(columns) - num_label_columns - 1)]
             lines.append([v if isinstance(v, Value) else Value(v) for v in line])
         return cls(list(columns), lines)
 
@@ -100,7 +100,7 @@ class Table:
         """Return a GitHub table; numbers are aligned to the right."""
         lines = [list(self.heads), ["---", *["---:"] * (len(self.heads) - 1)]]
         lines += [
-            [" ".join(v.shown.replace("|", "\\|").split("\n")) for v in row] for row in self.rows
+            [" ".join(v.text.replace("|", "\\|").split("\n")) for v in row] for row in self.rows
         ]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -108,7 +108,7 @@ class Table:
     def is_wide(self) -> bool:
         """Return whether the page shows the table in small letters, intervals below numbers."""
         longest = [
-            max((len(row[i].shown) for row in self.rows), default=0) for i in range(len(self.heads))
+            max((len(row[i].text) for row in self.rows), default=0) for i in range(len(self.heads))
         ]
         return sum(longest) + CELL_PADDING * len(longest) > WIDE_LETTERS
 
@@ -121,7 +121,7 @@ class TitledTable(NamedTuple):
     """A table of a report below its heading."""
 
     title: str
-    words: str  # what the rows are, a paragraph above them; "" for none
+    paragraph: str  # what the rows are, written above them; "" for none
     table: Table
 
 

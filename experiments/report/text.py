@@ -1,4 +1,4 @@
-"""Formatting: numbers in engineering units, ratios with intervals, text made safe for Markdown."""
+"""Format numbers in engineering units and ratios with intervals; make text safe for Markdown."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-NONE = "–"  # what is shown for an unknown value
+DASH = "–"  # stands in place of an unknown value
 
-# A link that leads neither to a file next to the page nor to the web, e.g. javascript:.
+# A link to anything but a file next to the page or a web address, e.g. to javascript:.
 _UNSAFE_LINK = re.compile(r"\]\((?!(?:[\w./-]+|https?://[^\s()]*)\))")
 
 
@@ -22,31 +22,31 @@ def markdown_document(lines: Iterable[str]) -> str:
     themselves use no HTML. So every `<` is written as `&lt;`, and links to anything but files and
     web addresses are made plain text.
     """
-    return "\n".join(map(inert, lines))
+    return "\n".join(map(make_inert, lines))
 
 
-def inert(line: str) -> str:
+def make_inert(line: str) -> str:
     """Return a line of Markdown without HTML, link definitions and links to scripts."""
     return _UNSAFE_LINK.sub(r"]\\(", line.replace("<", "&lt;").replace("]:", r"]\:"))
 
 
 def one_line(label: str) -> str:
-    """Return a label without line breaks, with which it could open lists or headings."""
+    """Return a label without line breaks, after which it could begin a list or a heading."""
     return " ".join(line.strip() for line in label.splitlines())
 
 
-def missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
     """Return whether a scalar is None or NaN."""
     return bool(pd.isna(value))
 
 
 def digits(value: float, significant: int = 3) -> str:
-    """Return a finite number rounded to `significant` digits, but not before its decimal point.
+    """Return a finite number rounded to `significant` digits; DASH for NaN.
 
-    Thousands are separated; NaN gives NONE.
+    Digits before the decimal point are all written, with the thousands separated.
     """
-    if missing(value):
-        return NONE
+    if is_missing(value):
+        return DASH
     if value == 0:
         return "0"
     decimals = max(0, significant - 1 - math.floor(math.log10(abs(value))))
@@ -55,17 +55,18 @@ def digits(value: float, significant: int = 3) -> str:
 
 def seconds(value: float | None) -> str:
     """Return a time, e.g. '1.23 ms'."""
-    return _scaled(value, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)))
+    return _in_largest_unit(value, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)))
 
 
 def size(value: float | None) -> str:
     """Return a number of bytes in decimal units, e.g. '2.16 GB'."""
-    return _scaled(value, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+    return _in_largest_unit(value, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
 
 
-def _scaled(value: float | None, units: tuple[tuple[str, float], ...]) -> str:
-    if value is None or missing(value):
-        return NONE
+def _in_largest_unit(value: float | None, units: tuple[tuple[str, float], ...]) -> str:
+    """Return a number in the first unit (name, factor) not above it, else in the last; or DASH."""
+    if value is None or is_missing(value):
+        return DASH
     for unit, factor in units:
         if abs(value) >= factor:
             return f"{digits(value / factor)} {unit}"
@@ -74,17 +75,17 @@ def _scaled(value: float | None, units: tuple[tuple[str, float], ...]) -> str:
 
 def times(value: float) -> str:
     """Return a factor, e.g. '2.10×'."""
-    return NONE if missing(value) else f"{digits(value)}×"
+    return DASH if is_missing(value) else f"{digits(value)}×"
 
 
 def percent(share: float, significant: int = 3) -> str:
     """Return a share of 1 in percent, e.g. '71.3 %'."""
-    return NONE if missing(share) else f"{digits(100 * share, significant)} %"
+    return DASH if is_missing(share) else f"{digits(100 * share, significant)} %"
 
 
 def interval(lo: float, hi: float) -> str:
-    """Return '[1.9, 2.3]', or that a single process gives no interval."""
-    if missing(lo) or missing(hi):
+    """Return an interval, e.g. '[1.90, 2.30]'; '[one process]' for a missing end."""
+    if is_missing(lo) or is_missing(hi):
         return "[one process]"
     return f"[{digits(lo)}, {digits(hi)}]"
 
@@ -104,9 +105,9 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def count(amount: float, one: str, many: str = "") -> str:
-    """Return '1 cell' or '3 cells'; `many` is for plurals that are not `one` and an s."""
-    return f"{amount:,.0f} {one if amount == 1 else many or one + 's'}"
+def count(amount: float, singular: str, plural: str = "") -> str:
+    """Return '1 cell' or '3 cells'; `plural` is for words whose plural does not just add an s."""
+    return f"{amount:,.0f} {singular if amount == 1 else plural or singular + 's'}"
 
 
 def number(value: float) -> str:
@@ -114,17 +115,17 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"
 
 
-def capitalised(words: str) -> str:
-    """Return words with a capital first letter, the others as they are."""
+def capitalise(words: str) -> str:
+    """Return words with a capital first letter; the other letters stay as they are."""
     return words[:1].upper() + words[1:]
 
 
 def verdict(value: Any) -> str:
-    """Return 'slower', 'faster', 'same' or 'unsure'; empty where there were too few processes."""
-    return "" if missing(value) else str(getattr(value, "value", value)).lower()
+    """Return 'slower', 'faster', 'same' or 'unsure'; "" for None or NaN (too few processes)."""
+    return "" if is_missing(value) else str(getattr(value, "value", value)).lower()
 
 
 def commit(environment: Mapping[str, Any]) -> str:
-    """Return the commit that ran, marked where the tree had changes; empty outside git."""
+    """Return the commit that ran, with '-dirty' if the tree had changes; "" outside git."""
     git = environment.get("git") or {}
     return f"{git.get('sha') or ''}{'-dirty' * bool(git.get('dirty'))}"

@@ -400,7 +400,7 @@ def print_plan(cells: Sequence[Cell], config: Config, device: torch.device) -> i
     for cell in cells:
         kind = kinds.find(cell.kind)
         fitted_cell = fit_memory(cell, session.over_ranks_of(cell))
-        size = text.NONE
+        size = text.DASH
         if kind.measurement.makes_tables:
             scaled = f" ({100 * fitted_cell.rows_scale:.3g} % of the rows)" * (
                 fitted_cell.rows_scale < 1
@@ -416,7 +416,7 @@ def print_plan(cells: Sequence[Cell], config: Config, device: torch.device) -> i
             ", ".join(arm.key for arm in cell.arms),
             size,
             str(num_replicates(cell, config)),
-            text.seconds(seconds) if limited else text.NONE,
+            text.seconds(seconds) if limited else text.DASH,
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)

@@ -125,14 +125,14 @@ class SmokeHost:
 
 
 def render_once() -> Callable[..., list[str]]:
-    """Return a `style.draw` that renders the first figure completely, others once, in one form.
+    """Return a `style.draw_files` that renders the first figure in full, others in one form.
 
     Drawing takes most of the time of a smoke run: a figure is a bitmap, a file of vectors and a
     part of the page per panel, each with a layout of its own.
     """
     from experiments.report import style
 
-    draw, drawn = style.draw, []
+    draw, drawn = style.draw_files, []
 
     def once(figure: style.Figure, subtitle: str, folder: Path) -> list[str]:
         drawn.append(figure.name)
@@ -155,7 +155,7 @@ def _run(words: list[str], output: Path, errors: Path, variables: Mapping[str, s
         with path.open("wb") as file:
             os.dup2(file.fileno(), standard)
     if not nightly.IS_NIGHTLY:
-        style.draw = render_once()
+        style.draw_files = render_once()
     os.environ.update(variables)
     server: Any = forkserver._forkserver
     if _load_once(words).kind in ("gate", "noise", "power"):

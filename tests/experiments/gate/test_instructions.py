@@ -107,7 +107,7 @@ def test_two_per_cent_more_instructions_are_a_regression() -> None:
     assert line.state == Verdict.SAME.value
     assert line.regression
     assert line.grown == ["native instructions 1,000,000 → 1,020,000 (1.020×)"]
-    assert pages.instructions_value(line, NATIVE).shown == "1.0200 (1,020,000)"
+    assert pages.instructions_value(line, NATIVE).text == "1.0200 (1,020,000)"
     assert not counted(1.005, time=0.0).regression
     assert counted(0.9, time=0.0).shrunk
 

@@ -141,7 +141,7 @@ def test_the_first_sentence_is_made_of_counted_numbers(smoke_runs: Mapping[str, 
     assert rows is not None
     by_name = rows.set_index("contender")
     first = (run.path / "report.md").read_text().splitlines()[2]
-    assert first.startswith(f"**{pages.SMOKE}**")  # and no claim in bold
+    assert first.startswith(f"**{pages.SMOKE_NOTICE}**")  # and no claim in bold
     for name in ("cached_lru", "cached_lfu", "offline"):
         assert percent(by_name["lookup_hit_rate"][name]) in first
     page = (run.path / "index.html").read_text()
@@ -164,7 +164,7 @@ def test_a_run_that_was_interrupted_has_a_report(
     records.write_text("".join(x for x in lines if json.loads(x).get("kind", "time") == kept))
     answer = write_report(path)
     start = "No answer yet" if kept == "time" else "With "
-    assert answer.startswith(f"{pages.SMOKE} {start}")
+    assert answer.startswith(f"{pages.SMOKE_NOTICE} {start}")
     assert "Throughput" in (path / "report.md").read_text() or kept == "cache"
 
 

@@ -77,5 +77,5 @@ def test_a_column_is_a_function_of_the_row() -> None:
     table = Table.of(rows, columns, num_label_columns=1)
     from_frame = Table.of(pd.DataFrame(rows), {**columns, "name": "name"}, num_label_columns=1)
     assert repr(from_frame) == repr(table)  # keys of words are nan, which equals nothing
-    assert [[v.shown for v in row] for row in table.rows] == [["a", "3.0", ""], ["b", "oom", "–"]]
+    assert [[v.text for v in row] for row in table.rows] == [["a", "3.0", ""], ["b", "oom", "–"]]
     assert [table.is_text(column) for column in range(3)] == [True, False, True]

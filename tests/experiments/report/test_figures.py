@@ -163,12 +163,12 @@ def test_a_table_says_how_fast_trains_multiply(plain: Run) -> None:
     steps = hot.table[(hot.table["cell"] == hot.headline_cell()) & (hot.table["phase"] == "step")]
     median = steps.set_index("label")["median_s"]
     for line in table.rows:
-        label = line[name].shown
+        label = line[name].text
         if label.startswith("TT"):
             share = 3e6 / median[label] / 1e9 / 80.0
             assert line[column].key == pytest.approx(100 * share)
         else:
-            assert line[column].shown == text.NONE
+            assert line[column].text == text.DASH
 
 
 def test_the_roof_is_the_copy_of_an_older_run(tmp_path: Path) -> None:
@@ -217,8 +217,8 @@ def test_failures_are_a_map_and_a_table(tmp_path: Path) -> None:
     assert marks.count("oom") == (outcomes.outcome_frame(run)["label"] == "EmbeddingBag").sum()
     assert {"✓", "½", "oom"} == set(marks)
     table = outcomes.failures_table(run)
-    partly = next(row for row in table.rows if row[3].shown == "partly")
-    assert [v.shown for v in partly[4:]] == ["2 of 3", "timeout: silent for 120 s"]
+    partly = next(row for row in table.rows if row[3].text == "partly")
+    assert [v.text for v in partly[4:]] == ["2 of 3", "timeout: silent for 120 s"]
     assert "oom" in outcomes.failures_sentence(run)
     assert "partly" in outcomes.failures_sentence(run)
 
@@ -264,13 +264,13 @@ def test_strangers_get_a_colour_that_stays() -> None:
     assert style.colour_of("fbgemm_tbe") == style.COLOURS["fbgemm"]
     first = style.colour_of("somebody_elses")
     assert first == style.colour_of("somebody_elses")
-    assert first in [style.COLOURS[name] for name in style.OTHERS]
+    assert first in [style.COLOURS[name] for name in style.OTHER_STYLES]
     assert style.marker_of("somebody_elses")
 
 
 def test_colours_differ_and_the_page_has_each_in_both_themes() -> None:
     variables = style.css_variables()
-    assert len(variables) == len(style.COLOURS) + len(style.STATUS) + 4
+    assert len(variables) == len(style.COLOURS) + len(style.STATUS_COLOURS) + 4
     css = (document.TEMPLATES / "page.css").read_text()
     for name in variables.values():
         assert len(re.findall(rf"{name}: #", css)) == 2, name
@@ -411,7 +411,7 @@ def test_the_scale_of_a_roofline_is_that_of_its_points(plain: Run) -> None:
     plt.close()
     assert low > min(drawn) / 3
     assert high < 3 * max(drawn)
-    shifts = [figures._dodge(["a", "b"], name) for name in ("a", "b")]
+    shifts = [figures._shift_factor(["a", "b"], name) for name in ("a", "b")]
     assert math.prod(shifts) == pytest.approx(1)
     assert shifts[0] < 1
 

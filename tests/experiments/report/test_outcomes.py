@@ -49,7 +49,7 @@ def test_reasons_of_several_processes_and_a_missing_one(tmp_path: Path) -> None:
     found = outcomes.outcome_frame(Run.read(path))
     assert set(found["status"]) == {"partly"}
     assert set(found["reason"]) == {"oom: too large; error: "}
-    assert set(found["good"]) == {1}
+    assert set(found["num_ok"]) == {1}
 
 
 UNKNOWN = (

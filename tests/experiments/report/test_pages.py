@@ -178,8 +178,8 @@ def test_numbers_as_people_read_them() -> None:
     assert text.seconds(0.00123) == "1.23 ms"
     assert text.seconds(4e-10) == "0.400 ns"
     assert text.size(2_160_804_928) == "2.16 GB"
-    assert text.size(None) == text.NONE
-    assert text.times(float("nan")) == text.NONE
+    assert text.size(None) == text.DASH
+    assert text.times(float("nan")) == text.DASH
     assert text.interval(1.0, float("nan")) == "[one process]"
     assert text.fraction(187.04) == "1/187"
     assert text.fraction(0.5) == "2.00×"
@@ -312,7 +312,7 @@ def test_three_processes_give_a_verdict_and_the_sentence_says_it(tmp_path: Path)
     memory, step, *_ = answer.tiles(run)
     assert (memory.style, step.style) == ("", "bad")
     table = section_table(run, "criteo")
-    verdicts = [r[table.heads.index("verdict")].shown for r in table.rows]
+    verdicts = [r[table.heads.index("verdict")].text for r in table.rows]
     assert verdicts[0] == "baseline"
     assert set(verdicts[1:]) == {"slower"}
 
@@ -442,6 +442,6 @@ def test_flags_of_the_machine_are_said_once_with_what_would_help(tmp_path: Path)
     (said,) = [n for n in notes.notices(run) if n.startswith("While this was measured")]
     assert said.endswith(f"{explain('throttled')} ({total} of {total} rows).")
     assert explain("virtual") not in said  # true of most machines there are; the table has it
-    shown = [[v.shown for v in row] for row in flags_table(run).rows]
+    shown = [[v.text for v in row] for row in flags_table(run).rows]
     assert [row[0] for row in shown] == ["throttled", "virtual"]
     assert shown[0][3] == remedy("throttled")

@@ -171,7 +171,7 @@ def test_no_run_a_smoke_run_and_a_failure_say_so(run: Run) -> None:
 def test_units_of_others_are_computed_as_they_do(run: Run) -> None:
     row = run.table[(run.table["section"] == "fbtt_readme") & (run.table["arm"] == "tbe")]
     step = row[row["phase"] == "step"].iloc[0]
-    ours = {q: measure(step, 2e-3) for q, measure in published.OUR_NUMBERS.items()}
+    ours = {q: formula(step, 2e-3) for q, formula in published.FORMULAS.items()}
     assert ours[Quantity.milliseconds] == 2.0
     assert ours[Quantity.seconds_of_ten] == pytest.approx(0.02)
     assert ours[Quantity.us_per_lookup] == pytest.approx(2000 / 10240)
@@ -189,7 +189,7 @@ def test_fbgemms_bandwidth_is_its_own_arithmetic() -> None:
     work = by_unit["ms"].work
     lookups = work["T"] * work["B"] * work["L"]
     row: Any = {"phase": "step", "lookups": lookups, "D": work["D"]}
-    model = published.OUR_NUMBERS[Quantity.fbgemm_gb_s](row, by_unit["ms"].value / 1e3)
+    model = published.FORMULAS[Quantity.fbgemm_gb_s](row, by_unit["ms"].value / 1e3)
     assert model == pytest.approx(by_unit["GB/s"].value, rel=2e-3)
 
 
@@ -298,8 +298,8 @@ def test_a_full_size_run_is_judged_in_its_report(tmp_path: Path, run: Run) -> No
     assert said[0] == "Of 6 published figures: 2 reproduced, 0 differs, 4 not run here."
     assert "Kaggle, 7 largest tables, rank 8 (222.2 for 221 × smaller)" in said[1]
     (titled,) = anchor_report.tables(told)
-    rows = {row[0].shown: row for row in titled[2].rows}
-    assert rows["Kaggle, 7 largest tables, rank 8"][4].shown == "reproduced"
+    rows = {row[0].text: row for row in titled[2].rows}
+    assert rows["Kaggle, 7 largest tables, rank 8"][4].text == "reproduced"
     drawn = anchor_report.figures(told)[0]
     assert drawn.name == "published"
 

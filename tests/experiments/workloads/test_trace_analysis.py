@@ -286,7 +286,7 @@ def test_a_trace_of_ones_own_is_what_the_answer_is_about(run: Path) -> None:
     with (run / "points.jsonl").open("a") as file:
         file.write(json.dumps(own) + "\n")
     answer = write_report(run)
-    assert answer.startswith(pages.SMOKE)
+    assert answer.startswith(pages.SMOKE_NOTICE)
     assert " Of the lookups of the trace clicks.pt (1 table, " in answer
     assert "For comparison, at best it would serve" in answer
 
