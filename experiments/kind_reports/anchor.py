@@ -1,4 +1,4 @@
-"""What the report of an anchor says: published figures next to ours, each with its verdict."""
+"""The report of an anchor, which runs a published configuration: its figures, ours, verdicts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTES = (
 )
 LINE_HEIGHT = 0.62  # inches of a published figure in the drawing
 MIN_HEIGHT = 2.0  # inches of all lines together
-NAMED = 3  # figures that a sentence names
+MAX_NAMED = 3  # figures that a sentence names; the table has the others
 
 
 def answer(run: Run) -> list[str]:
@@ -40,13 +40,16 @@ def answer(run: Run) -> list[str]:
     counts_text = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
     sentences = [f"Of {len(judgements)} published figures: {counts_text}."]
     for verdict in (Reproduction.REPRODUCED, Reproduction.DIFFERS):
-        figure_names = [f"{f.figure.name} ({_pair(f)})" for f in judgements if f.verdict is verdict]
+        figure_names = [
+            f"{f.figure.name} ({_format_pair(f)})" for f in judgements if f.verdict is verdict
+        ]
         if figure_names:
             sentences.append(f"{verdict.value.capitalize()}: {'; '.join(figure_names)}.")
     not_run = [f for f in judgements if f.verdict is Reproduction.NOT_RUN and math.isfinite(f.ours)]
     if not_run:
-        figure_names = [f"{f.figure.name} ({_pair(f)})" for f in not_run[:NAMED]]
-        more_note = f"; {len(not_run) - NAMED} more in the table" if len(not_run) > NAMED else ""
+        figure_names = [f"{f.figure.name} ({_format_pair(f)})" for f in not_run[:MAX_NAMED]]
+        num_more = len(not_run) - MAX_NAMED
+        more_note = f"; {num_more} more in the table" if num_more > 0 else ""
         sentences.append(
             f"Ours for comparison, without a verdict: {'; '.join(figure_names)}{more_note}."
         )
@@ -54,7 +57,8 @@ def answer(run: Run) -> list[str]:
     return sentences + ([] if timed_answer[0].startswith("No answer") else timed_answer)
 
 
-def _pair(finding: JudgedFigure) -> str:
+def _format_pair(finding: JudgedFigure) -> str:
+    """Return our number and the published one, e.g. '1.23 for 1.2 ms'."""
     figure = finding.figure
     return f"{text.digits(finding.ours, 4)} for {format_number(figure.value)} {figure.unit}"
 
@@ -75,35 +79,38 @@ def tables(run: Run) -> list[TitledTable]:
 
 
 def table(judgements: Sequence[JudgedFigure]) -> Table:
-    """Return one row per figure, conclusive verdicts first; equal reasons are stated once."""
+    """Return one row per figure, conclusive verdicts first."""
     order = list(Reproduction)
     rows = sorted(judgements, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
     columns: dict[str, Column] = {
         "figure": lambda f: f.figure.name,
         "theirs": lambda f: Value(format_number(f.figure.value), f.figure.value),
-        "ours": _ours,
+        "ours": _our_value,
         "unit": lambda f: f.figure.unit,
         "verdict": lambda f: f.verdict.value,
         "why": lambda f: f.reason,
         "theirs is of": lambda f: anchors.their_device(f.figure),
-        "ours is of": _measured,
+        "ours is of": _our_origin,
     }
     return Table.of(rows, columns)
 
 
-def _ours(finding: JudgedFigure) -> Value:
+def _our_value(finding: JudgedFigure) -> Value:
+    """Return our number with its interval."""
     number = text.digits(finding.ours, 4)
     if math.isfinite(finding.lo) and math.isfinite(finding.hi):
         number += f" [{text.digits(finding.lo)}, {text.digits(finding.hi)}]"
     return Value(number, finding.ours)
 
 
-def _measured(finding: JudgedFigure) -> str:
+def _our_origin(finding: JudgedFigure) -> str:
+    """Return the arm and the device of our number; a dash without a number."""
     point = finding.figure.ours
-    return f"{_label(point.arm)}, {finding.device}" if point and finding.device else text.DASH
+    return f"{_arm_label(point.arm)}, {finding.device}" if point and finding.device else text.DASH
 
 
-def _label(arm: str) -> str:
+def _arm_label(arm: str) -> str:
+    """Return the label of an arm's key, 'name', 'name@load' or 'name-rank'."""
     name, _, load = arm.partition("@")
     if load:
         return Arm(name, load=float(load)).label
@@ -132,7 +139,7 @@ def figures(run: Run) -> list[Figure]:
     return [*result, *timed_figures.figures(run), *keys_report.figures(run)]
 
 
-SHADES = {Reproduction.REPRODUCED: "#2e8540", Reproduction.DIFFERS: "#be123c"}
+VERDICT_COLOURS = {Reproduction.REPRODUCED: "#2e8540", Reproduction.DIFFERS: "#be123c"}
 
 
 def _pair_chart(judgements: Sequence[JudgedFigure]) -> Drawing:
@@ -140,12 +147,12 @@ def _pair_chart(judgements: Sequence[JudgedFigure]) -> Drawing:
 
     def draw(axes: Axes) -> None:
         for line, finding in enumerate(judgements):
-            shade = SHADES[finding.verdict]
+            colour = VERDICT_COLOURS[finding.verdict]
             ratio = finding.ours / finding.figure.value
-            axes.plot([1.0, ratio], [line, line], color=shade, lw=1.2)
+            axes.plot([1.0, ratio], [line, line], color=colour, lw=1.2)
             axes.plot(1.0, line, "D", mfc="none", color=INK, ms=7)
-            axes.plot(ratio, line, "o", color=shade, ms=8)
-            label = f"{_pair(finding)}: {finding.verdict.value}"
+            axes.plot(ratio, line, "o", color=colour, ms=8)
+            label = f"{_format_pair(finding)}: {finding.verdict.value}"
             axes.annotate(
                 label,
                 (1.0, line),
@@ -153,7 +160,7 @@ def _pair_chart(judgements: Sequence[JudgedFigure]) -> Drawing:
                 textcoords="offset points",
                 ha="center",
                 fontsize=9,
-                color=shade,
+                color=colour,
             )
         axes.set_xscale("log")
         # At least a factor of 1.5 on both sides: a deviation of 1 % must look small.
@@ -162,7 +169,7 @@ def _pair_chart(judgements: Sequence[JudgedFigure]) -> Drawing:
         )
         axes.set_xlim(1 / max_ratio, max_ratio)
         set_plain_ticks(axes.xaxis)
-        axes.set_yticks(range(len(judgements)), [_short(f.figure.name) for f in judgements])
+        axes.set_yticks(range(len(judgements)), [_break_name(f.figure.name) for f in judgements])
         axes.set_ylim(len(judgements) - 0.4, -0.8)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("ours ÷ published")
@@ -170,5 +177,6 @@ def _pair_chart(judgements: Sequence[JudgedFigure]) -> Drawing:
     return draw
 
 
-def _short(name: str) -> str:
+def _break_name(name: str) -> str:
+    """Break a name of more than 34 letters after its colon and its first comma."""
     return name.replace(": ", ":\n").replace(", ", ",\n", 1) if len(name) > 34 else name

@@ -1,4 +1,4 @@
-"""What the report of traces through caches says and draws: hit rates, and the time of steps.
+"""The report of traces of lookups through caches: hit rates, and the time of steps.
 
 Rows are traces (`run.traces`): one per cell, policy (a contender or an ideal cache) and size of the
 cache; `kinds.cache.frame` lists the columns. Rows of `run.table` are timed phases, and
@@ -24,14 +24,14 @@ from experiments.report.tables import Table, Value, markdown_table
 from experiments.results import metrics
 from experiments.workloads.distributions import describe_distribution
 
-_FORMULA = (
+_HIT_RATE_NOTE = (
     "A cache is probed with all distinct rows of a batch before any row moves, so that a row is a "
     "hit or a miss together with all its lookups in that batch. Hit rate per lookup: lookups of "
     "rows that were there ÷ lookups. Hit rate per distinct row: rows that were there ÷ distinct "
     "rows, batch by batch; this is the one that says how many rows must be moved. Both are over "
     "the counted batches, after those that fill the cache."
 )
-_IDEALS = (
+_IDEAL_NOTES = (
     "'Offline optimum' is Belady's MIN on batches: of the rows it holds and those of the batch it "
     "keeps the ones looked up again soonest. No cache of that size serves more distinct rows of "
     "this trace. Among rows due in the same batch it keeps those with more lookups.",
@@ -41,9 +41,9 @@ _IDEALS = (
     "rows were always there, as in an endless trace. It can lie above the others where a trace is "
     "too short for every popular row to have been looked up once.",
 )
-NOTES = (_FORMULA, *_IDEALS, metrics.FORMULA)
+NOTES = (_HIT_RATE_NOTE, *_IDEAL_NOTES, metrics.FORMULA)
 
-UNITS = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
+UNITS = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}  # by column
 
 
 def answer(run: Run) -> list[str]:
@@ -52,44 +52,47 @@ def answer(run: Run) -> list[str]:
     if rows is None or not len(rows):
         return ["No answer yet: no trace was run before the run ended."]
     by_name = {str(r["contender"]): r for _, r in rows.iterrows()}
-    missing = [label_of(n) for n in (run.subject.contender, "offline") if n not in by_name]
-    if missing:
-        return [f"No answer: {missing[0]} has no result at this size of the cache."]
-    served = [
+    absent = [label_of(n) for n in (run.subject.contender, "offline") if n not in by_name]
+    if absent:
+        return [f"No answer: {absent[0]} has no result at this size of the cache."]
+    served_shares = [
         f"{_policy(name)} serves {text.percent(row['lookup_hit_rate'])}"
         for name, row in by_name.items()
         if name not in IDEALS
     ]
-    best = by_name["offline"]
+    optimum = by_name["offline"]
     return [
-        f"With {size_of(best)} of the rows in the cache, {text.listed(served)} of the lookups of "
-        f"{_workload_words(run)}, where a cache that knows the future serves "
-        f"{text.percent(best['lookup_hit_rate'])}{_step_cost(run)}.",
-        *_ideal_sentences(by_name, best),
+        f"With {size_of(optimum)} of the rows in the cache, {text.listed(served_shares)} of the "
+        f"lookups of {_describe_workload(run)}, where a cache that knows the future serves "
+        f"{text.percent(optimum['lookup_hit_rate'])}{_step_clause(run)}.",
+        *_ideal_sentences(by_name, optimum),
         *_other_steps(run),
     ]
 
 
 def size_of(row: pd.Series) -> str:
-    """Format the size of the cache: '1 %' of all rows."""
+    """Return the size of the cache in percent of all rows, e.g. '1 %'."""
     return f"{100 * row['fraction']:.3g} %"
 
 
 def _policy(contender: str) -> str:
+    """Return the label of a contender without the word "cache"."""
     return label_of(contender).replace(" cache", "")
 
 
-def _workload_words(run: Run) -> str:
+def _describe_workload(run: Run) -> str:
+    """Return the tables, rows and ids of the sweep's base point in words."""
     record = next(r for r in run.records if r["section"] == SWEEP)
-    p = record["params"]
-    ids = describe_distribution(p)
-    if p["distribution"] == "zipf":
-        ids = f"zipf s={p['s']:g}" if p["s"] else "uniform ids"
+    params = record["params"]
+    ids = describe_distribution(params)
+    if params["distribution"] == "zipf":
+        ids = f"zipf s={params['s']:g}" if params["s"] else "uniform ids"
     tables = "a table" if record["features"] == 1 else f"{record['features']} tables"
     return f"{tables} of {record['rows']:,} rows ({ids})"
 
 
-def _step_cost(run: Run) -> str:
+def _step_clause(run: Run) -> str:
+    """Return a clause on the step time of the subject; "" if its step has no result."""
     step = _timed_step(run, run.subject.key)
     if step is None:
         return ""
@@ -114,27 +117,28 @@ def _timed_step(run: Run, arm: str) -> pd.Series | None:
     return rows.iloc[0] if len(rows) else None
 
 
-def _ideal_sentences(by_name: dict[str, pd.Series], best: pd.Series) -> list[str]:
+def _ideal_sentences(by_name: dict[str, pd.Series], optimum: pd.Series) -> list[str]:
     """Compare the distinct rows served with the offline optimum, and state its slack.
 
-    The optimum is optimal for rows; `most_lookup_hit_rate` bounds how much more a cache could serve
-    of lookups.
+    The optimum is optimal for distinct rows only. `most_lookup_hit_rate` is an upper bound on the
+    lookups that any cache could serve; the slack is its distance from the optimum.
     """
-    rows = [
+    served_shares = [
         f"{_policy(name)} {text.percent(row['row_hit_rate'])}"
         for name, row in by_name.items()
         if name not in IDEALS
     ]
     sentences = [
-        f"Of the distinct rows of a batch, which determine how much is moved, {', '.join(rows)} "
-        f"hit in the cache; the best possible is {text.percent(best['row_hit_rate'])}."
+        f"Of the distinct rows of a batch, which determine how much is moved, "
+        f"{', '.join(served_shares)} hit in the cache; the best possible is "
+        f"{text.percent(optimum['row_hit_rate'])}."
     ]
     if "static_top" in by_name:
         sentences.append(
             "A cache of the most frequent rows alone serves "
             f"{text.percent(by_name['static_top']['lookup_hit_rate'])} of the lookups."
         )
-    slack = 100 * (best["most_lookup_hit_rate"] - best["lookup_hit_rate"])
+    slack = 100 * (optimum["most_lookup_hit_rate"] - optimum["lookup_hit_rate"])
     sentences.append(
         f"No cache of this size could serve more than {text.digits(max(slack, 0.0), 2)} percentage "
         "points of the lookups beyond the offline optimum shown, which is optimal for rows."
@@ -143,7 +147,10 @@ def _ideal_sentences(by_name: dict[str, pd.Series], best: pd.Series) -> list[str
 
 
 def headline_rows(run: Run) -> pd.DataFrame | None:
-    """Return the rows of the sweep's base point at the size nearest to the subject's."""
+    """Return the rows of the first point at the cache size nearest to report.subject_cache.
+
+    None if no trace has a result.
+    """
     rows = good_traces(run)
     if not len(rows):
         return None
@@ -163,7 +170,7 @@ def good_traces(run: Run) -> pd.DataFrame:
 def section_table(run: Run, section: str) -> Table | None:
     """Return one row per point and size: hit rates of policies and ideals, by lookup and row.
 
-    None for a section without traces, which has times.
+    None for a section without traces; its cells are timed.
     """
     if not len(run.traces) or not (run.traces["section"] == section).any():
         return None
@@ -174,7 +181,7 @@ def section_table(run: Run, section: str) -> Table | None:
     lines = []
     for (_, fraction), group in rows.groupby(["cell", "fraction"], sort=False):
         first, by_name = group.iloc[0], group.set_index("contender")
-        line = [Value(point_words(run, first)), Value(size_of(first), 100 * float(fraction))]
+        line = [Value(describe_point(run, first)), Value(size_of(first), 100 * float(fraction))]
         for column in UNITS:
             shares = [by_name[column].get(name, math.nan) for name in names]
             line += [Value(text.percent(share), 100 * share) for share in shares]
@@ -182,15 +189,15 @@ def section_table(run: Run, section: str) -> Table | None:
     return Table(heads, lines)
 
 
-def point_words(run: Run, row: pd.Series) -> str:
-    """Describe how a trace differs from the sweep's base point, or its skew."""
+def describe_point(run: Run, row: pd.Series) -> str:
+    """Return a trace's values of the axes that differ between traces; its skew if none does."""
     axes = [a for a in AXES if run.traces[a].nunique() > 1] or ["s"]
     axis_values = {a: "uniform" if a == "s" and row[a] == 0 else f"{a}={row[a]:g}" for a in axes}
     return ", ".join(axis_values.values())
 
 
 def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
-    """Return the base point in Markdown: the hit rate and step time of each cache size."""
+    """Return the base point in Markdown: hit rate and step time by cache size; None if untimed."""
     if run.table.empty:
         return None
     rows = good_traces(run)
@@ -200,23 +207,24 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     lines = []
     for fraction, group in rows.groupby("fraction"):
         by_name = group.set_index("contender")["lookup_hit_rate"]
-        timed = _timed_step(run, f"{run.subject.contender}@{group['cache'].iloc[0]:g}")
-        step = text.DASH if timed is None else text.ratio(timed)
+        step = _timed_step(run, f"{run.subject.contender}@{group['cache'].iloc[0]:g}")
+        step_ratio = text.DASH if step is None else text.ratio(step)
         shares = [text.percent(by_name.get(name, math.nan)) for name in names]
-        lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step])
-    caption = f"Share of the lookups of {_workload_words(run)} that the cache serves:"
+        lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step_ratio])
+    caption = f"Share of the lookups of {_describe_workload(run)} that the cache serves:"
     table = markdown_table(heads, lines).splitlines()
     return [f"{command}.", caption, "", *table, "", link]
 
 
-OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # from a point to its written size, by curve
+NAME_OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # from a point to its name, by curve
 
 
 def figures(run: Run) -> list[Figure]:
     """Return the figures of hit rates by size, throughput by hit rate, skew, and filling."""
-    rates = _hit_rates(run)
-    result = [*rates[:1], _throughput(run), *rates[1:], _along_axes(run), _filling(run)]
-    return [f for f in result if f is not None and f.panels]
+    hit_rates = _hit_rate_figures(run)
+    result = [*hit_rates[:1], _throughput_figure(run), *hit_rates[1:]]
+    result += [_axis_figure(run), _filling_figure(run)]
+    return [figure for figure in result if figure is not None and figure.panels]
 
 
 def policy_curve(contender: str, x: Floats, y: Floats) -> Curve:
@@ -226,7 +234,7 @@ def policy_curve(contender: str, x: Floats, y: Floats) -> Curve:
     return contender_curve(contender, x, y, marker="", line=DASHED, width=1.6, above=True)
 
 
-def _hit_rates(run: Run) -> list[Figure]:
+def _hit_rate_figures(run: Run) -> list[Figure]:
     """Return the figure of hit rates at the sweep's base point, then that of its other points."""
     rows = good_traces(run)
     if not len(rows):
@@ -236,7 +244,7 @@ def _hit_rates(run: Run) -> list[Figure]:
         first = rows[rows["cell"] == cell].iloc[0]
         return tuple(float(first[a]) for a in AXES)
 
-    base, *other_cells = rows["cell"].unique()
+    base_cell, *other_cells = rows["cell"].unique()
     caption = (
         "Share of the lookups, and of the distinct rows of a batch, that hit in the cache once it "
         "has been filled. Solid: measured. Dashed: ideals, which know the whole trace; per "
@@ -245,18 +253,18 @@ def _hit_rates(run: Run) -> list[Figure]:
     )
     result = []
     for name, title, cells in (
-        ("hit_rate", "Hit rate against the size of the cache", [base]),
+        ("hit_rate", "Hit rate against the size of the cache", [base_cell]),
         ("hit_rates", "Hit rates of the other workloads", sorted(other_cells, key=axes_of)),
     ):
         panels = [
             Panel(
-                f"Per {unit[:-1]}, {point_words(run, rows[rows['cell'] == cell].iloc[0])}",
-                _curves(rows[rows["cell"] == cell], column, legend=cell == cells[0]),
+                f"Per {unit[:-1]}, {describe_point(run, rows[rows['cell'] == cell].iloc[0])}",
+                _draw_hit_rates(rows[rows["cell"] == cell], column, legend=cell == cells[0]),
             )
             for column, unit in UNITS.items()
             for cell in cells
         ]
-        figure_caption = caption if cells == [base] else "As above. Higher is better."
+        figure_caption = caption if cells == [base_cell] else "As above. Higher is better."
         columns = min(len(cells), 3) if len(cells) > 1 else 0
         result.append(
             Figure(name, title, figure_caption, run.sizes(SWEEP), panels, columns=columns)
@@ -264,14 +272,15 @@ def _hit_rates(run: Run) -> list[Figure]:
     return result
 
 
-def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
+def _draw_hit_rates(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
+    """Draw one hit rate of a cell against the size of the cache, a curve per policy."""
     lines = []
-    for name, line in rows.sort_values("fraction").groupby("contender", sort=False):
-        lines.append(policy_curve(str(name), 100 * line["fraction"], 100 * line[column]))
-    top = rows[rows["contender"] == "static_top"].sort_values("fraction")
-    shares = 100 * top[f"expected_{column}"]
+    for name, group in rows.sort_values("fraction").groupby("contender", sort=False):
+        lines.append(policy_curve(str(name), 100 * group["fraction"], 100 * group[column]))
+    top_rows = rows[rows["contender"] == "static_top"].sort_values("fraction")
+    shares = 100 * top_rows[f"expected_{column}"]
     label = "top-k of the distribution"
-    lines.append(Curve(100 * top["fraction"], shares, INK, label, line=":", width=1.2))
+    lines.append(Curve(100 * top_rows["fraction"], shares, INK, label, line=":", width=1.2))
     sizes = sorted(100 * rows["fraction"].unique())
     names = [f"{s:.2g}" for s in sizes]
     x_scale = Scale("size of the cache (% of all rows)", log=10, ticks=sizes, names=names)
@@ -279,7 +288,7 @@ def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
     return curves(lines, x_scale, y_scale, name_position="best" if legend else "")
 
 
-def _throughput(run: Run) -> Figure | None:
+def _throughput_figure(run: Run) -> Figure | None:
     """Return the figure of throughput and ratio of a step against the hit rate.
 
     None if no step with a cache was timed.
@@ -287,7 +296,7 @@ def _throughput(run: Run) -> Figure | None:
     rows = select(run.table, status="ok", phase="step")
     if not len(rows) or rows["row_hit_rate"].isna().all():
         return None
-    rates = rows.assign(
+    throughputs = rows.assign(
         y=rows["lookups"] / rows["median_s"] / 1e6,
         lo=rows["lookups"] / rows["q75_s"] / 1e6,
         hi=rows["lookups"] / rows["q25_s"] / 1e6,
@@ -303,21 +312,23 @@ def _throughput(run: Run) -> Figure | None:
         "95 % confidence interval.",
         run.sizes(str(rows["section"].iloc[0])),
         [
-            Panel("Throughput of a step", _by_hit_rate(rates, "million lookups per second")),
-            Panel(f"Step time ÷ {baseline}", _by_hit_rate(ratios, f"time ÷ {baseline}")),
+            Panel(
+                "Throughput of a step", _draw_by_hit_rate(throughputs, "million lookups per second")
+            ),
+            Panel(f"Step time ÷ {baseline}", _draw_by_hit_rate(ratios, f"time ÷ {baseline}")),
         ],
     )
 
 
-def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
-    """Draw `y`, from `lo` to `hi`, against the share of distinct rows that hit.
+def _draw_by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
+    """Draw `y`, with bars from `lo` to `hi`, against the share of distinct rows that hit.
 
     Steps without a cache are level lines.
     """
-    cached = rows[rows["row_hit_rate"].notna()].sort_values("row_hit_rate")
+    cached_rows = rows[rows["row_hit_rate"].notna()].sort_values("row_hit_rate")
     lines = []
-    groups = cached.groupby("contender", sort=False)
-    for (name, group), offset in zip(groups, itertools.cycle(OFFSETS), strict=False):
+    groups = cached_rows.groupby("contender", sort=False)
+    for (name, group), offset in zip(groups, itertools.cycle(NAME_OFFSETS), strict=False):
         sizes = [f"{100 * size:g}" for size in group["cache"]]
         bounds = {"low": group["lo"], "high": group["hi"]}
         name_style = {"names": sizes, "offset": offset, "width": 1.6}
@@ -338,22 +349,22 @@ def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
     )
 
 
-def _along_axes(run: Run) -> Figure | None:
+def _axis_figure(run: Run) -> Figure | None:
     """Return the figure of hit rates along each swept axis, at the headline size."""
     rows, headline = good_traces(run), headline_rows(run)
     if headline is None:
         return None
     rows = rows[rows["cache_rows"] == headline["cache_rows"].iloc[0]]
-    base, panels = headline.iloc[0], []
+    base_point, panels = headline.iloc[0], []
     for axis in AXES:
         fixed_axes = [a for a in AXES if a != axis]
-        line_rows = rows[(rows[fixed_axes] == base[fixed_axes]).all(axis=1)].sort_values(axis)
-        if line_rows[axis].nunique() < 2:
+        axis_rows = rows[(rows[fixed_axes] == base_point[fixed_axes]).all(axis=1)].sort_values(axis)
+        if axis_rows[axis].nunique() < 2:
             continue
         for column, unit in UNITS.items():
             lines = [
-                policy_curve(str(name), line[axis], 100 * line[column])
-                for name, line in line_rows.groupby("contender", sort=False)
+                policy_curve(str(name), group[axis], 100 * group[column])
+                for name, group in axis_rows.groupby("contender", sort=False)
             ]
             y_scale = percent_scale(f"hits, {unit} (%)")
             panels.append(
@@ -361,24 +372,26 @@ def _along_axes(run: Run) -> Figure | None:
             )
     return Figure(
         "skew" if run.traces["s"].nunique() > 1 else "axes",
-        f"Hit rate of a cache of {size_of(base)} of the rows",
+        f"Hit rate of a cache of {size_of(base_point)} of the rows",
         "As above, at one size of the cache. Higher is better.",
         run.sizes(SWEEP),
         panels,
     )
 
 
-def _filling(run: Run) -> Figure | None:
+def _filling_figure(run: Run) -> Figure | None:
     """Return the figure of the hit rate of each batch from an empty cache, at the headline size."""
     headline = headline_rows(run)
     if headline is None:
         return None
-    keys = {(r["cell"], r["arm"]) for _, r in headline.iterrows() if r["contender"] not in IDEALS}
-    records = [r for r in run.records if (r["cell"], r["arm"]) in keys and r["status"] == "ok"]
+    cell_arms = {
+        (r["cell"], r["arm"]) for _, r in headline.iterrows() if r["contender"] not in IDEALS
+    }
+    records = [r for r in run.records if (r["cell"], r["arm"]) in cell_arms and r["status"] == "ok"]
     records = [r for r in records if "cache_rows" in r]
     panels = []
-    for column, unit_words in UNITS.items() if records else ():
-        unit, lines = column[: -len("_hit_rate")], []
+    for column, unit_name in UNITS.items() if records else ():
+        unit, lines = column.removesuffix("_hit_rate"), []
         for record in records:
             samples, name = record["samples"], record["contender"]
             hits_and_totals = zip(samples[f"{unit}_hits"], samples[f"{unit}s"], strict=True)
@@ -389,7 +402,7 @@ def _filling(run: Run) -> Figure | None:
         mark = Mark(num_warm + 0.5, line=":", words="counted from here", upright=True)
         y_scale = percent_scale("hits (%)")
         panels.append(
-            Panel(f"Per {unit_words[:-1]}", curves(lines, Scale("batch"), y_scale, marks=[mark]))
+            Panel(f"Per {unit_name[:-1]}", curves(lines, Scale("batch"), y_scale, marks=[mark]))
         )
     return Figure(
         "filling",

@@ -1,4 +1,4 @@
-"""What the report of a calibration says and draws: the constants of the cost model, by world.
+"""The report of a calibration: the constants of the cost model, by world size.
 
 A record's "calibration" has the fields of `emblib.sharding.planner.Calibration`.
 """
@@ -18,8 +18,8 @@ from experiments.report.data import Run
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
 from experiments.report.tables import Column, Table, TitledTable, Value, time_value
 
-ROW_BYTES = 256  # of the row that tables and sentences are about: D = 64 in float32
-# Constants of rows, [[bytes, nanoseconds], ...]: the description and the colour's name of each.
+ROW_BYTES = 256  # length of the row whose costs are stated: D = 64 in float32
+# Constants of rows, [[bytes, nanoseconds], ...]: their descriptions and names of their colours.
 CURVES = {
     "lookup_near": ("a lookup, table in cache", "tbe"),
     "lookup_far": ("a lookup, large table", "tt"),
@@ -91,12 +91,14 @@ def answer(run: Run) -> list[str]:
         return ["No answer: the constants could not be measured."]
     max_world = max(by_world)
     costs = by_world[max_world]
-    near_ns, far_ns = (interpolate(costs[f"lookup_{n}"], ROW_BYTES) for n in ("near", "far"))
-    slow_ns, fast_ns = (interpolate(costs[f"update_{n}"], ROW_BYTES) for n in ("far", "near"))
+    lookup_near_s, lookup_far_s, update_near_s, update_far_s = (
+        interpolate(costs[name], ROW_BYTES) * 1e-9
+        for name in ("lookup_near", "lookup_far", "update_near", "update_far")
+    )
     sentences = [
-        f"On this machine a row of 64 floats costs {text.seconds(near_ns * 1e-9)} to look up where "
-        f"its table is in cache and {text.seconds(far_ns * 1e-9)} where it is far larger, "
-        f"{text.seconds(fast_ns * 1e-9)} and {text.seconds(slow_ns * 1e-9)} to update."
+        f"On this machine a row of 64 floats costs {text.seconds(lookup_near_s)} to look up where "
+        f"its table is in cache and {text.seconds(lookup_far_s)} where it is far larger, "
+        f"{text.seconds(update_near_s)} and {text.seconds(update_far_s)} to update."
     ]
     if max_world > 1:
         link_kind = "link" if _is_measured(run, max_world, "link_bytes_per_s") else "network"
@@ -110,23 +112,24 @@ def answer(run: Run) -> list[str]:
 
 
 def tables(run: Run) -> Sequence[TitledTable]:
-    """Return one row per constant with one column per world."""
+    """Return one table: a row per constant, a column per world size."""
     by_world = calibrations(run)
     if not by_world:
         return []
     columns: dict[str, Column] = {"what": lambda r: str(r[1]), "constant": lambda r: str(r[0])}
     for world in sorted(by_world):
         columns[text.count(world, "rank")] = functools.partial(_cost, run, by_world[world], world)
-    curves_of = [
+    curve_entries = [
         (name, f"{title}, row of {ROW_BYTES} bytes") for name, (title, _) in CURVES.items()
     ]
-    entries = [*curves_of, *NANOSECONDS.items(), *SECONDS.items(), *LINKS.items()]
+    entries = [*curve_entries, *NANOSECONDS.items(), *SECONDS.items(), *LINKS.items()]
     rows = [row for row in entries if row[0] in by_world[max(by_world)]]  # earlier runs have fewer
     note = f"Constants: {by_world[max(by_world)]['source']}."
     return [TitledTable("Constants of the cost model", note, Table.of(rows, columns))]
 
 
 def _cost(run: Run, costs: Mapping[str, Any], world: int, row: tuple[str, str]) -> Value:
+    """Return the constant of a row (name, description) in the column of one world size."""
     name, _ = row
     if not _is_measured(run, world, name):
         return Value("not measured")
@@ -138,7 +141,7 @@ def _cost(run: Run, costs: Mapping[str, Any], world: int, row: tuple[str, str]) 
 
 
 def _is_measured(run: Run, world: int, name: str) -> bool:
-    """Return whether a world of that size measures a constant; otherwise it is a default."""
+    """Return whether ranks of that world size measured a constant; otherwise it is a default."""
     if name not in EXCHANGE_CONSTANTS:
         return True
     nodes = next((r["nodes"] for r in run.records if r["world_size"] == world and "nodes" in r), 1)
@@ -148,16 +151,16 @@ def _is_measured(run: Run, world: int, name: str) -> bool:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return the figure of a row's cost by its bytes."""
+    """Return the figure of a row's cost by its bytes, in the largest world."""
     by_world = calibrations(run)
     if not by_world:
         return []
     costs = by_world[max(by_world)]
     lines = []
     for name, (title, colour) in CURVES.items():
-        xs, ys = zip(*costs[name], strict=True)
-        lines.append(Curve(xs, ys, COLOURS[colour], title, "o"))
-    ticks = sorted({x for name in CURVES for x, _ in costs[name]})
+        sizes, costs_ns = zip(*costs[name], strict=True)
+        lines.append(Curve(sizes, costs_ns, COLOURS[colour], title, "o"))
+    ticks = sorted({size for name in CURVES for size, _ in costs[name]})
     drawing = curves(lines, Scale("bytes per row", log=2, ticks=ticks), Scale("ns", low=0))
     return [
         Figure(

@@ -1,4 +1,4 @@
-"""What the report of tables that grow says and draws: the longest pause, and the memory.
+"""The report of tables that grow: their longest pause and their memory.
 
 A row is a hash table, over all processes. `kinds.keys.growth_frame` lists the columns.
 """
@@ -44,27 +44,28 @@ def answer(run: Run) -> list[str]:
     subject_rows = select(rows, contender=run.subject.contender)
     if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result."]
-    first = subject_rows.iloc[0]
+    subject = subject_rows.iloc[0]
     sentences = [
-        f"While growing to {first['keys_there']:,} keys, {first['label']} took "
-        f"{text.seconds(first['median_s'])} (median) per call of {first['lookups']:,} new "
-        f"keys and {_pause(first)} for the longest call{_memory(first)}."
+        f"While growing to {subject['keys_there']:,} keys, {subject['label']} took "
+        f"{text.seconds(subject['median_s'])} (median) per call of {subject['lookups']:,} new "
+        f"keys and {_format_pause(subject)} for the longest call{_format_memory(subject)}."
     ]
-    other_rows = rows[(rows["cell"] == first["cell"]) & (rows["arm"] != first["arm"])]
+    other_rows = rows[(rows["cell"] == subject["cell"]) & (rows["arm"] != subject["arm"])]
     for _, row in other_rows.iterrows():
         sentences.append(
-            f"{row['label']}: {text.seconds(row['median_s'])}, longest {_pause(row)}{_memory(row)}."
+            f"{row['label']}: {text.seconds(row['median_s'])}, longest {_format_pause(row)}"
+            f"{_format_memory(row)}."
         )
     return sentences
 
 
-def _pause(row: pd.Series) -> str:
-    """Return the time of the longest call, the median over processes, and its ratio."""
+def _format_pause(row: pd.Series) -> str:
+    """Return the time of the longest call, and that time ÷ the median of calls."""
     return f"{text.seconds(row['longest_s'])} ({text.times(row['longest_s'] / row['median_s'])})"
 
 
-def _memory(row: pd.Series) -> str:
-    """Return the peak of memory during growth ÷ the memory at the end, the median of each."""
+def _format_memory(row: pd.Series) -> str:
+    """Return a clause on the peak of memory ÷ the memory at the end; "" if unknown."""
     ratio = row["peak_over_kept"]
     if text.is_missing(ratio):
         return ""
@@ -72,7 +73,7 @@ def _memory(row: pd.Series) -> str:
 
 
 def tables(run: Run) -> Sequence[TitledTable]:
-    """Return one table, a row per hash table."""
+    """Return one table with a row per hash table; [] without any."""
     rows = run.frame("growth")
     columns: dict[str, Column] = {
         "table": lambda r: str(r["label"]),
@@ -90,8 +91,8 @@ def tables(run: Run) -> Sequence[TitledTable]:
     }
     table = Table.of(rows, columns, num_label_columns=1)
     sections = run.sections()
-    words = f"{run.sizes(sections[0])}." if sections else ""
-    return [TitledTable("Tables that grow", words, table)] if table.rows else []
+    paragraph = f"{run.sizes(sections[0])}." if sections else ""
+    return [TitledTable("Tables that grow", paragraph, table)] if table.rows else []
 
 
 def figures(run: Run) -> list[Figure]:
@@ -102,10 +103,9 @@ def figures(run: Run) -> list[Figure]:
     lines = []
     for record in records:
         call_s = metrics.seconds(record, GROWTH_PHASE)
-        keys = [record["lookups"] * (n + 1) / 1e6 for n in range(len(call_s))]
-        label = str(record["label"])
-        name = str(record["contender"])
-        lines.append(contender_curve(name, keys, call_s, marker="", width=1.0, label=label))
+        million_keys = [record["lookups"] * (n + 1) / 1e6 for n in range(len(call_s))]
+        name, label = str(record["contender"]), str(record["label"])
+        lines.append(contender_curve(name, million_keys, call_s, marker="", width=1.0, label=label))
     y_scale = Scale("time per call", log=10, format_tick=text.seconds)
     return [
         Figure(

@@ -1,4 +1,4 @@
-"""What the report of tables of keys says and draws: keys per second, by operation and load.
+"""The report of hash tables alone: keys per second, by operation and load.
 
 A row is an operation of a hash table, over all processes. `kinds.keys.frame` lists the columns.
 """
@@ -53,42 +53,50 @@ def answer(run: Run) -> list[str]:
     subject_rows = select(rows, contender=run.subject.contender, phase=YARDSTICK)
     if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result on the headline workload."]
-    first = subject_rows.iloc[0]
-    other_rows = rows[(rows["load"] == first["load"]) & (rows["contender"] != first["contender"])]
-    ratios = [
-        _ratio_words(row) for _, row in other_rows.iterrows() if row["contender"] not in CEILINGS
+    subject_row = subject_rows.iloc[0]
+    other_rows = rows[
+        (rows["load"] == subject_row["load"]) & (rows["contender"] != subject_row["contender"])
     ]
-    shares_of_ceilings = [
-        _share_of_ceiling(row) for _, row in other_rows.iterrows() if row["contender"] in CEILINGS
+    ratios = [
+        _format_ratio(row) for _, row in other_rows.iterrows() if row["contender"] not in CEILINGS
+    ]
+    ceiling_shares = [
+        _format_ceiling_share(row)
+        for _, row in other_rows.iterrows()
+        if row["contender"] in CEILINGS
     ]
     sentence = (
-        f"On this machine find* of {_name(first)} reaches {_rate(first)} keys/s on "
-        f"{run.title(run.headline)} ({text.seconds(first['median_s'])} for "
-        f"{first['lookups']:,} keys, {first['keys_there']:,.0f} stored)"
+        f"On this machine find* of {_name(subject_row)} reaches {_format_rate(subject_row)} keys/s "
+        f"on {run.title(run.headline)} ({text.seconds(subject_row['median_s'])} for "
+        f"{subject_row['lookups']:,} keys, {subject_row['keys_there']:,.0f} stored)"
     )
     return [
         sentence + (f": {', '.join(ratios)}." if ratios else "."),
-        *([f"That is {' and '.join(shares_of_ceilings)}."] if shares_of_ceilings else []),
+        *([f"That is {' and '.join(ceiling_shares)}."] if ceiling_shares else []),
         *_load_sentence(run, rows),
     ]
 
 
 def _name(row: pd.Series) -> str:
+    """Return the label of a row's hash table, without its load."""
     return str(row["label"]).partition(", load")[0]
 
 
-def _ratio_words(row: pd.Series) -> str:
+def _format_ratio(row: pd.Series) -> str:
+    """Return a row's ratio and the operation and table that it compares with."""
     name = _name(row)
     operation = "" if row["phase"] == YARDSTICK else f" ({row['operation']})"
     return f"{text.ratio(row)} that of {name}{operation}"
 
 
-def _share_of_ceiling(row: pd.Series) -> str:
+def _format_ceiling_share(row: pd.Series) -> str:
+    """Return the subject's rate in percent of a ceiling's."""
     name = _name(row)
-    return f"{text.digits(100 * row['ratio'])} % of {name} ({_rate(row)}/s)"
+    return f"{text.digits(100 * row['ratio'])} % of {name} ({_format_rate(row)}/s)"
 
 
-def _rate(row: pd.Series) -> str:
+def _format_rate(row: pd.Series) -> str:
+    """Return the keys per second in millions."""
     return f"{text.digits(row['keys_per_s'] / 1e6)} M"
 
 
@@ -98,39 +106,43 @@ def _load_sentence(run: Run, rows: pd.DataFrame) -> list[str]:
     if subject_rows["load"].nunique() < 2:
         return []
     low, high = subject_rows["load"].min(), subject_rows["load"].max()
-    parts = []
+    changes = []
     for name, operation_rows in subject_rows.groupby("operation", sort=False):
-        ends = [operation_rows[operation_rows["load"] == load] for load in (low, high)]
-        if all(len(e) for e in ends):
-            parts.append(f"{name} from {_rate(ends[0].iloc[0])} to {_rate(ends[1].iloc[0])}")
-    return [f"From load {low:g} to {high:g}, keys/s change: {', '.join(parts)}."] if parts else []
+        at_low, at_high = (operation_rows[operation_rows["load"] == load] for load in (low, high))
+        if len(at_low) and len(at_high):
+            rates = [_format_rate(rows_at_load.iloc[0]) for rows_at_load in (at_low, at_high)]
+            changes.append(f"{name} from {rates[0]} to {rates[1]}")
+    if not changes:
+        return []
+    return [f"From load {low:g} to {high:g}, keys/s change: {', '.join(changes)}."]
 
 
 def tables(run: Run) -> Sequence[TitledTable]:
     """Return a table per case and mode, and one of the sweep: a row per arm and operation."""
-    parts = []
+    titled_tables = []
     for mode in run.modes:
         rows = run.in_mode(mode).operations
         for section in dict.fromkeys(rows["section"]) if len(rows) else ():
             title = "The sweep" if section == SWEEP else run.title(section)
             note = run.config.cases[section].note if section in run.config.cases else ""
-            words = f"{run.sizes(section)}. {note}".strip()
+            paragraph = f"{run.sizes(section)}. {note}".strip()
             suffix = f", {mode}" * (len(run.modes) > 1)
             section_rows = rows[rows["section"] == section]
             table = _table(run, section_rows)
-            parts.append(TitledTable(text.capitalise(title) + suffix, words, table))
-    return parts
+            titled_tables.append(TitledTable(text.capitalise(title) + suffix, paragraph, table))
+    return titled_tables
 
 
 def _table(run: Run, rows: pd.DataFrame) -> Table:
-    varied = [a for a in ("D", "E", "B", "s") if rows[a].nunique() > 1]
+    """Return a line per row; axes whose values differ between rows have columns."""
+    varied_axes = [a for a in ("D", "E", "B", "s") if rows[a].nunique() > 1]
 
     def is_yardstick(row: pd.Series) -> bool:
         return bool(row["contender"] == run.subject.contender and row["phase"] == YARDSTICK)
 
     columns: dict[str, Column] = {
         "table": lambda r: str(r["label"]),
-        **{a: functools.partial(_axis, a) for a in varied},
+        **{a: functools.partial(_axis_value, a) for a in varied_axes},
         "operation": lambda r: str(r["operation"]),
         "time per call": lambda r: time_value(r["median_s"]),
         "M keys/s": lambda r: number_value(r["keys_per_s"] / 1e6),
@@ -142,15 +154,18 @@ def _table(run: Run, rows: pd.DataFrame) -> Table:
         "hits": lambda r: Value.of(r["hits"], lambda share: f"{100 * share:.0f} %"),
         "memory": lambda r: bytes_value(r["bytes"] or None),
     }
-    return Table.of(rows, columns, num_label_columns=1 + len(varied))
+    return Table.of(rows, columns, num_label_columns=1 + len(varied_axes))
 
 
-def _axis(axis: str, row: pd.Series) -> Value:
+def _axis_value(axis: str, row: pd.Series) -> Value:
     return Value.of(row[axis], lambda value: f"{value:g}")
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return the figure of every table on the headline, then that of the subject by load."""
+    """Return the figure of all tables on the headline workload, then the subject's by load.
+
+    Without results of the headline, the first figure is of the first section that has results.
+    """
     rows = good_operations(run)
     if not len(rows):
         return []
@@ -158,7 +173,7 @@ def figures(run: Run) -> list[Figure]:
     section = run.headline if has_headline else str(rows["section"].iloc[0])
     section_rows = select(rows, section=section)
     height = 1.0 + BAR_HEIGHT * len(section_rows)
-    panel = Panel(run.title(section), _bars(section_rows), 1.8 * WIDTH, height)
+    panel = Panel(run.title(section), _draw_bars(section_rows), 1.8 * WIDTH, height)
     result = [
         Figure(
             "keys_per_second",
@@ -175,14 +190,14 @@ def figures(run: Run) -> list[Figure]:
     for operation in OPERATIONS.values():
         operation_rows = subject_rows[subject_rows["operation"] == operation]
         if len(operation_rows):
-            panels.append(Panel(operation, _loads(operation_rows, legend=not panels)))
+            panels.append(Panel(operation, _draw_by_load(operation_rows, legend=not panels)))
     if panels:
         caption = f"{run.subject.label}, by the dimension of its values. Higher is better."
         result.append(Figure("load", "Keys per second against the load", caption, "", panels))
     return result
 
 
-def _bars(rows: pd.DataFrame) -> Drawing:
+def _draw_bars(rows: pd.DataFrame) -> Drawing:
     """Draw the keys per second of each row as a bar, the fastest first; ceilings are hollow."""
     lines = []
     for _, row in rows.sort_values("keys_per_s", ascending=False).iterrows():
@@ -201,16 +216,16 @@ def _bars(rows: pd.DataFrame) -> Drawing:
     return charts.row_chart(lines, Scale("million keys per second"))
 
 
-def _loads(rows: pd.DataFrame, *, legend: bool) -> Drawing:
+def _draw_by_load(rows: pd.DataFrame, *, legend: bool) -> Drawing:
     """Draw the keys per second against the load, a curve per dimension."""
     lines = []
-    for number, (dim, line) in enumerate(rows.sort_values("load").groupby("D")):
-        opacity = 0.35 + 0.6 * (number + 1) / rows["D"].nunique()
+    for dim_index, (dim, group) in enumerate(rows.sort_values("load").groupby("D")):
+        opacity = 0.35 + 0.6 * (dim_index + 1) / rows["D"].nunique()
         lines.append(
             contender_curve(
-                str(line["contender"].iloc[0]),
-                line["load"],
-                line["keys_per_s"] / 1e6,
+                str(group["contender"].iloc[0]),
+                group["load"],
+                group["keys_per_s"] / 1e6,
                 marker=marker_of(f"{dim}"),
                 opacity=opacity,
                 label=f"D={dim}",

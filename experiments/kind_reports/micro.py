@@ -1,4 +1,4 @@
-"""What the report of micro-benchmarks says and draws: the time of a call, by operation.
+"""The report of micro-benchmarks: the time of a call, by operation.
 
 A row is a benchmark; `kinds.micro.frame` lists the columns. Times are seconds.
 """
@@ -15,8 +15,8 @@ from experiments.report.data import Run, select
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
 from experiments.report.tables import Column, Table, TitledTable, Value, count_value, time_value
 
-ONE_CALL = "lookup[{device}-one lookup]"
-OP_ALONE = "lookup_op[{device}]"
+ONE_ROW_LOOKUP = "lookup[{device}-one lookup]"
+OP_ONLY = "lookup_op[{device}]"
 
 NOTES = (
     "A sample of emblib's benchmarks is eight calls, each on another batch, and then one "
@@ -31,19 +31,19 @@ NOTES = (
 
 
 def answer(run: Run) -> list[str]:
-    """State the minimum cost of a call and the share that is not the operation."""
-    rows = _timed(run)
+    """State the time of the smallest call, its share of the operation, and the range of times."""
+    rows = _timed_rows(run)
     if not len(rows):
         return ["No benchmark has a time."]
-    times = {str(r["benchmark"]): float(r["median_s"]) for _, r in rows.iterrows()}
+    times_s = {str(r["benchmark"]): float(r["median_s"]) for _, r in rows.iterrows()}
     sentences = []
     for device in dict.fromkeys(rows["device"].dropna()):
-        call = times.get(ONE_CALL.format(device=device))
-        op_times = times.get(OP_ALONE.format(device=device))
-        if call and op_times:
+        call_s = times_s.get(ONE_ROW_LOOKUP.format(device=device))
+        op_s = times_s.get(OP_ONLY.format(device=device))
+        if call_s and op_s:
             sentences.append(
-                f"A call that looks up one row takes {text.seconds(call)} ({device}), of which the "
-                f"operation itself takes {text.seconds(op_times)}; the rest is the module around "
+                f"A call that looks up one row takes {text.seconds(call_s)} ({device}), of which "
+                f"the operation itself takes {text.seconds(op_s)}; the rest is the module around "
                 "it: Python, checks of the batch, autograd."
             )
     slowest = rows.loc[rows["median_s"].idxmax()]
@@ -54,13 +54,14 @@ def answer(run: Run) -> list[str]:
     return sentences
 
 
-def _timed(run: Run) -> pd.DataFrame:
+def _timed_rows(run: Run) -> pd.DataFrame:
+    """Return the benchmarks that have a time."""
     return select(run.frame("latency"), status="ok")
 
 
 def figures(run: Run) -> list[Figure]:
     """Return the figure of every benchmark's median and quartiles, a panel per device."""
-    rows = _timed(run)
+    rows = _timed_rows(run)
     if not len(rows):
         return []
     panels, colours = [], list(COLOURS.values())
@@ -93,8 +94,8 @@ def figures(run: Run) -> list[Figure]:
 
 
 def tables(run: Run) -> Sequence[TitledTable]:
-    """Return one table with a row per benchmark."""
-    rows = _timed(run)
+    """Return one table with a row per benchmark; [] without any."""
+    rows = _timed_rows(run)
     columns: dict[str, Column] = {
         "benchmark": lambda r: str(r["benchmark"]),
         "median": lambda r: time_value(r["median_s"]),

@@ -31,13 +31,14 @@ NOTES = (
 
 
 def answer(run: Run) -> list[str]:
-    """Say how near predictions are, for each skew and for caches, and what hit rates predict."""
+    """State predicted ÷ measured time: by skew, with caches, and by the hit rate alone."""
     rows = run.frame("predictions")
     if not len(rows):
         return ["No answer: no step was timed."]
     uncached_rows, cached_rows = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
     ranges = [
-        f"{_ids_words(skew)} {_ratio_range(group)}" for skew, group in uncached_rows.groupby("skew")
+        f"{_describe_ids(skew)} {_ratio_range(group)}"
+        for skew, group in uncached_rows.groupby("skew")
     ]
     sentences = [
         "The predicted time of a step of tensor trains is, with constants of uniform ids, for "
@@ -52,23 +53,24 @@ def answer(run: Run) -> list[str]:
     return sentences
 
 
-def _ids_words(skew: float) -> str:
+def _describe_ids(skew: float) -> str:
     return f"Zipf {skew:g}" if skew else "uniform ids"
 
 
 def _ratio_range(rows: pd.DataFrame) -> str:
+    """Return the smallest and the largest ratio, e.g. '0.92 to 1.10'; one number if both agree."""
     low, high = rows["ratio"].min(), rows["ratio"].max()
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
 
 def tables(run: Run) -> Sequence[TitledTable]:
-    """Return predictions and measurements, then the constants."""
+    """Return the tables of steps without and with cached rows, then that of the constants."""
     rows = run.frame("predictions")
     if not len(rows):
         return []
     columns: dict[str, Column] = {
         "rank": lambda r: count_value(r["rank"]),
-        "ids": lambda r: f"{_ids_words(r['skew'])}, {r['order']}",
+        "ids": lambda r: f"{_describe_ids(r['skew'])}, {r['order']}",
         "lookups": lambda r: count_value(r["lookups"]),
         "distinct": lambda r: count_value(r["rows"]),
         "measured": lambda r: time_value(r["measured_s"]),
@@ -80,7 +82,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
         "by rows and products": lambda r: _two_decimals(r["two_terms_s"] / r["measured_s"])
     }
     table = Table.of(uncached_rows, columns | uncached_columns)
-    parts = [TitledTable("Steps without a cache", "", table)]
+    titled_tables = [TitledTable("Steps without a cache", "", table)]
     if len(cached_rows):
         cached_columns: dict[str, Column] = {
             "stored": lambda r: Value(f"{100 * r['cached']:g} %", r["cached"]),
@@ -89,22 +91,24 @@ def tables(run: Run) -> Sequence[TitledTable]:
             "by hits": lambda r: _two_decimals(r["by_hits_s"] / r["measured_s"]),
         }
         table = Table.of(cached_rows, columns | cached_columns)
-        parts.append(TitledTable("Steps with cached rows", "", table))
-    return [*parts, _constants(run)]
+        titled_tables.append(TitledTable("Steps with cached rows", "", table))
+    return [*titled_tables, _constants_table(run)]
 
 
 def _two_decimals(value: float) -> Value:
     return Value.of(value, lambda v: f"{v:.2f}")
 
 
-def _constants(run: Run) -> TitledTable:
+def _constants_table(run: Run) -> TitledTable:
+    """Return the seconds of each constant by TT rank; constants of a cache have its share."""
     lines = []
     for record in run.records:
         if record["status"] == "ok" and "constants" in record:
-            lines += [(record["rank"], name, s) for name, s in record["constants"].items()]
+            rank = record["rank"]
+            lines += [(rank, name, s) for name, s in record["constants"].items()]
             for share, constants in record["cache_constants"].items():
-                name = f"cache of {100 * float(share):g} %"
-                lines += [(record["rank"], f"{name}: {term}", s) for term, s in constants.items()]
+                prefix = f"cache of {100 * float(share):g} %"
+                lines += [(rank, f"{prefix}: {name}", s) for name, s in constants.items()]
     columns: dict[str, Column] = {
         "rank": lambda r: count_value(r[0]),
         "one": lambda r: str(r[1]).replace("_", " "),
@@ -120,28 +124,30 @@ def figures(run: Run) -> list[Figure]:
         return []
     lines = []
     colours = list(COLOURS.values())
-    kinds = list(rows.groupby(["cached", "skew"], sort=True))
-    for number, ((share, skew), group) in enumerate(kinds):
-        name = _ids_words(float(skew)) + (f", {100 * float(share):g} % stored" if share else "")
+    groups = rows.groupby(["cached", "skew"], sort=True)
+    for group_index, ((share, skew), group) in enumerate(groups):
+        name = _describe_ids(float(skew)) + (f", {100 * float(share):g} % stored" if share else "")
         lines.append(
             Curve(
                 1e3 * group["measured_s"],
                 group["predicted_s"] / group["measured_s"],
-                colours[number % len(colours)],
+                colours[group_index % len(colours)],
                 name,
                 marker="s" if share else "o",
                 line="",
             )
         )
     x_scale = Scale("measured ms per step", log=10)
-    ratio = Scale("predicted ÷ measured", reach=(0.6, 1.4), format_tick=lambda v: f"{v:g}×")
-    drawing = curves(lines, x_scale, ratio, name_position="outside", marks=[Mark(1.0, INK, DASHED)])
-    note = "At the dashed line a prediction is exact. All ranks, orders of ids and batches."
+    y_scale = Scale("predicted ÷ measured", reach=(0.6, 1.4), format_tick=lambda v: f"{v:g}×")
+    drawing = curves(
+        lines, x_scale, y_scale, name_position="outside", marks=[Mark(1.0, INK, DASHED)]
+    )
+    caption = "At the dashed line a prediction is exact. All ranks, orders of ids and batches."
     return [
         Figure(
             "predictions",
             "Predicted ÷ measured time of a step",
-            note,
+            caption,
             text.count(len(rows), "kind of step", "kinds of steps"),
             [Panel("Steps by what they took", drawing, 1.8 * WIDTH)],
         )

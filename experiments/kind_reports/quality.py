@@ -1,6 +1,6 @@
 """The report of compressed tables: loss of quality against bytes and against step time.
 
-Rows are methods, at a share of the bytes and on a data set, over all seeds. `kinds.quality.frame`
+A row is a method at one share of the bytes, on one data set, over all seeds. `kinds.quality.frame`
 lists the columns.
 """
 
@@ -44,11 +44,11 @@ NOTES = (
 )
 NEGLIGIBLE_LOSS = 0.001  # of AUC; a smaller loss counts as none
 TENSOR_TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
-EXCESS = 0.01  # of the bytes of a share; less is not stated
+MIN_EXCESS = 0.01  # of the bytes of a share; a smaller excess is not stated
 _MARKERS = "osDv^P*XhpdH<>o"  # of methods, in the order of TRAINED
 HEIGHT = 4.2  # inches of a panel
-METHOD_SHIFT = 0.022  # between methods of one size, in powers of two, so that marks differ
-MIDDLE_METHOD = 10  # position in TRAINED of the method that is drawn without a shift
+METHOD_SHIFT = 0.022  # shift between methods of equal size, in powers of two
+MIDDLE_METHOD = 10  # index in TRAINED of the method that is drawn without a shift
 
 
 def answer(run: Run) -> list[str]:
@@ -58,22 +58,21 @@ def answer(run: Run) -> list[str]:
     if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result."]
     share = _headline_share(run, subject_rows)
-    at_share = rows[rows["share"] == share]
-    of_subject = at_share[at_share["contender"] == run.subject.contender]
-    changes = [f"{_signed(r['auc_change'])} on {r['data']}" for _, r in of_subject.iterrows()]
-    times = of_subject["ratio"]
-    span = " to ".join(dict.fromkeys(text.times(end) for end in (times.min(), times.max())))
+    rows_at_share = rows[rows["share"] == share]
+    subject_rows = subject_rows[subject_rows["share"] == share]
+    changes = [f"{_signed(r['auc_change'])} on {r['data']}" for _, r in subject_rows.iterrows()]
+    ratios = subject_rows["ratio"]
+    ratio_range = " to ".join(dict.fromkeys(map(text.times, (ratios.min(), ratios.max()))))
     headline = (
         f"With {_share_words(share)} of the bytes of the large tables "
         f"({TRAINED[run.subject.contender]}), the AUC changes by {text.listed(changes)}, and a "
-        f"step takes {span} the time of one with plain tables."
+        f"step takes {ratio_range} the time of one with plain tables."
     )
-    smallest = _smallest_without_loss(rows)
     return [
         headline,
-        _best_sentence(run, at_share),
-        *([smallest] if smallest else []),
-        *_order_sentence(at_share),
+        _best_sentence(run, rows_at_share),
+        *_smallest_share_sentence(rows),
+        *_order_sentence(rows_at_share),
     ]
 
 
@@ -83,13 +82,13 @@ def case_report(run: Run) -> CaseReport:
 
 
 def _case_sentence(run: Run) -> list[str]:
-    """Say what models with tensor trains lose."""
-    trains = select(good_results(run), contender=TENSOR_TRAINS[0])
+    """State the AUC of the first model with tensor trains; [] without one."""
+    train_rows = select(good_results(run), contender=TENSOR_TRAINS[0])
     return [
         f"Trained on {row['data']} data with tensor trains of {_share_words(row['share'])} of the "
         f"bytes of its large tables, a model has an AUC of {row['auc']:.4f}, {_change(row)} from "
         "plain."
-        for _, row in trains.head(1).iterrows()
+        for _, row in train_rows.head(1).iterrows()
     ]
 
 
@@ -99,19 +98,19 @@ def good_results(run: Run) -> pd.DataFrame:
 
 
 def _headline_share(run: Run, rows: pd.DataFrame) -> float:
-    """Return the share that is nearest to the headline's."""
+    """Return the measured share of bytes nearest to report.subject_cache; 1 without any."""
     headline_share = float(run.config.report.subject_cache)
     shares = rows.loc[rows["contender"] != PLAIN, "share"].unique()
     return float(min(shares, key=lambda s: abs(math.log(s / headline_share)), default=1.0))
 
 
-def _best_sentence(run: Run, at_share: pd.DataFrame) -> str:
+def _best_sentence(run: Run, rows_at_share: pd.DataFrame) -> str:
     """Name the method with the highest AUC on each data set."""
-    best = at_share.loc[at_share.groupby("data", sort=False)["auc"].idxmax()]
-    words = [
+    best = rows_at_share.loc[rows_at_share.groupby("data", sort=False)["auc"].idxmax()]
+    names = [
         f"on {r['data']} {TRAINED[str(r['contender'])]}, {_change(r)}" for _, r in best.iterrows()
     ]
-    return f"Best of {len(run.config.contenders) - 1} methods: {'; '.join(words)}."
+    return f"Best of {len(run.config.contenders) - 1} methods: {'; '.join(names)}."
 
 
 def _share_words(share: float) -> str:
@@ -120,6 +119,7 @@ def _share_words(share: float) -> str:
 
 
 def _change(row: pd.Series) -> str:
+    """Return the change of AUC with its interval over seeds."""
     change = _signed(row["auc_change"])
     if text.is_missing(row["auc_change_lo"]):
         return f"{change} [one seed]"
@@ -130,24 +130,28 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
 
-def _smallest_without_loss(rows: pd.DataFrame) -> str:
+def _smallest_share_sentence(rows: pd.DataFrame) -> list[str]:
     """State the smallest share per data set that loses at most NEGLIGIBLE_LOSS of AUC."""
-    by_data = []
+    smallest_by_data = []
     for data, group in rows.groupby("data", sort=False):
         rows_without_loss = group[
             (group["contender"] != PLAIN) & (group["auc_change"] >= -NEGLIGIBLE_LOSS)
         ]
-        trains = rows_without_loss[rows_without_loss["contender"].isin(TENSOR_TRAINS)]
-        sentences = [
+        train_rows = rows_without_loss[rows_without_loss["contender"].isin(TENSOR_TRAINS)]
+        smallest = [
             f"{name} down to {_share_words(method_rows['share'].min())}"
             f" ({TRAINED[str(method_rows.loc[method_rows['share'].idxmin(), 'contender'])]})"
-            for name, method_rows in (("any method", rows_without_loss), ("a tensor train", trains))
+            for name, method_rows in (
+                ("any method", rows_without_loss),
+                ("a tensor train", train_rows),
+            )
             if len(method_rows)
         ]
-        by_data.append(f"{data}: {', '.join(sentences) or 'no method at any share'}")
-    if not by_data:
-        return ""
-    return f"Within {NEGLIGIBLE_LOSS} of the AUC of plain tables stay, on {'; on '.join(by_data)}."
+        smallest_by_data.append(f"{data}: {', '.join(smallest) or 'no method at any share'}")
+    if not smallest_by_data:
+        return []
+    listed = "; on ".join(smallest_by_data)
+    return [f"Within {NEGLIGIBLE_LOSS} of the AUC of plain tables stay, on {listed}."]
 
 
 def _order_sentence(rows: pd.DataFrame) -> list[str]:
@@ -166,8 +170,8 @@ def _results_table(rows: pd.DataFrame) -> Table:
         "tables": lambda r: TRAINED.get(str(r["contender"]), str(r["contender"])),
         "share": lambda r: Value(_share_words(r["share"]), r["share"]),
         "AUC": lambda r: Value.of(r["auc"], lambda v: f"{v:.4f}"),
-        "change of AUC": lambda r: _interval(r, "auc_change"),
-        "change of log loss": lambda r: _interval(r, "log_loss_change"),
+        "change of AUC": lambda r: _change_value(r, "auc_change"),
+        "change of log loss": lambda r: _change_value(r, "log_loss_change"),
     }
     if not rows["oracle_auc"].isna().all():
         columns["above best log loss"] = lambda r: Value.of(
@@ -183,7 +187,8 @@ def _results_table(rows: pd.DataFrame) -> Table:
     return Table.of(rows, columns, num_label_columns=2)
 
 
-def _interval(row: pd.Series, name: str) -> Value:
+def _change_value(row: pd.Series, name: str) -> Value:
+    """Return the entry of a change with its interval; 0 for plain tables."""
     if row["contender"] == PLAIN:
         return Value("0", 0.0)
     low, high = row[f"{name}_lo"], row[f"{name}_hi"]
@@ -195,15 +200,15 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
     """Return lines of Markdown: the change of AUC of each method at the headline's share."""
     rows = good_results(run)
     share = _headline_share(run, rows)
-    at_share = rows[rows["share"] == share]
+    rows_at_share = rows[rows["share"] == share]
     names = list(dict.fromkeys(rows["data"]))
     plain = rows[rows["contender"] == PLAIN].set_index("data")
     lines = [["plain, AUC", *(f"{plain.loc[n, 'auc']:.4f}" for n in names), "1"]]
-    for method, group in at_share.groupby("contender", sort=False):
+    for method, group in rows_at_share.groupby("contender", sort=False):
         by_data = group.set_index("data")
-        measured = [by_data.loc[n] if n in by_data.index else None for n in names]
-        changes = [text.DASH if row is None else _change(row) for row in measured]
-        steps = [text.DASH if row is None else text.times(row["ratio"]) for row in measured]
+        method_rows = [by_data.loc[n] if n in by_data.index else None for n in names]
+        changes = [text.DASH if row is None else _change(row) for row in method_rows]
+        steps = [text.DASH if row is None else text.times(row["ratio"]) for row in method_rows]
         lines.append([TRAINED[str(method)], *changes, " · ".join(steps)])
     seeds = text.count(int(rows["seeds"].max()), "seed")
     return [
@@ -211,7 +216,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
         "",
         f"Change of AUC with large tables of {_share_words(share)} of their bytes, mean of {seeds} "
         "with its 95 % interval, and the time of a step ÷ plain on each."
-        + excess_sentence(at_share),
+        + excess_sentence(rows_at_share),
         "",
         *markdown_table(["tables", *names, "step"], lines).splitlines(),
         "",
@@ -219,12 +224,12 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
     ]
 
 
-def excess_sentence(at_share: pd.DataFrame) -> str:
+def excess_sentence(rows_at_share: pd.DataFrame) -> str:
     """Return a sentence about the methods that had more than their share of bytes; "" if none."""
-    factors = 1 / (at_share["times_smaller"] * at_share["share"])
-    factors = factors[factors > 1 + EXCESS]
+    factors = 1 / (rows_at_share["times_smaller"] * rows_at_share["share"])
+    factors = factors[factors > 1 + MIN_EXCESS]
     parts = []
-    for method, group in factors.groupby(at_share["contender"], sort=False):
+    for method, group in factors.groupby(rows_at_share["contender"], sort=False):
         ends = dict.fromkeys(f"{100 * (end - 1):.0f} %" for end in (group.min(), group.max()))
         parts.append(f"{TRAINED[str(method)]}, by {' to '.join(ends)}")
     return f" More than these bytes had: {'; '.join(parts)}." if parts else ""
@@ -246,15 +251,15 @@ def tables(run: Run) -> Sequence[TitledTable]:
     }
     if not records:
         return []
-    words = "Best AUC: of the probabilities that drew the labels, where they are known."
+    paragraph = "Best AUC: of the probabilities that drew the labels, where they are known."
     table = Table.of(list(records.values()), columns)
-    parts = [TitledTable("Data that models are trained on", words, table)]
+    titled_tables = [TitledTable("Data that models are trained on", paragraph, table)]
     rows = run.frame("quality")
     for name, record in records.items():
-        words = f"{text.capitalise(record['title'])}."
+        paragraph = f"{text.capitalise(record['title'])}."
         table = _results_table(rows[rows["data"] == name])
-        parts.append(TitledTable(f"Models trained on {name}", words, table))
-    return parts
+        titled_tables.append(TitledTable(f"Models trained on {name}", paragraph, table))
+    return titled_tables
 
 
 def figures(run: Run) -> list[Figure]:
@@ -262,26 +267,26 @@ def figures(run: Run) -> list[Figure]:
     rows = good_results(run)
     if not len(rows):
         return []
-    smaller = Scale("times smaller (large tables)", log=2, format_tick=lambda v: f"{v:g}×")
-    slower = Scale("time of a step ÷ plain", format_tick=lambda v: f"{v:g}×")
+    size_scale = Scale("times smaller (large tables)", log=2, format_tick=lambda v: f"{v:g}×")
+    time_scale = Scale("time of a step ÷ plain", format_tick=lambda v: f"{v:g}×")
     share = _headline_share(run, rows)
     rows_at_share = rows[(rows["share"] == share) | (rows["contender"] == PLAIN)]
-    words = "Mean over seeds with its 95 % interval, paired with plain tables (dashed)."
+    mark_note = "Mean over seeds with its 95 % interval, paired with plain tables (dashed)."
     return [
         Figure(
             "quality",
             "What smaller tables lose",
-            f"{words} Up and to the right is better.",
+            f"{mark_note} Up and to the right is better.",
             "",
-            _panels(rows, "times_smaller", smaller),
+            _panels(rows, "times_smaller", size_scale),
             columns=2,
         ),
         Figure(
             "quality_time",
             f"What is lost at which step time, with {_share_words(share)} of the bytes",
-            f"{words} Up and to the left is better.",
+            f"{mark_note} Up and to the left is better.",
             "",
-            _panels(rows_at_share, "ratio", slower),
+            _panels(rows_at_share, "ratio", time_scale),
             columns=2,
         ),
     ]
@@ -291,40 +296,42 @@ def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
     """Return a panel per data set: the change of AUC against a column."""
     panels = []
     for data, group in rows.groupby("data", sort=False):
-        # Intervals may leave the panel: with few seeds some are far wider than all effects.
+        # The panel cuts off long intervals: with few seeds some are far wider than all effects.
         low, high = group["auc_change"].min(), group["auc_change"].max()
         margin = 0.5 * (high - low) or NEGLIGIBLE_LOSS
-        change = Scale("change of AUC", low=low - margin, high=high + margin, format_tick=_short)
+        change_scale = Scale(
+            "change of AUC", low=low - margin, high=high + margin, format_tick=_format_change
+        )
         lines = [
-            _curve(str(m), group_of_method, column)
-            for m, group_of_method in group.groupby("contender", sort=False)
+            _curve(str(method), method_rows, column)
+            for method, method_rows in group.groupby("contender", sort=False)
         ]
         drawing = curves(
-            lines, scale, change, name_position="outside", marks=[Mark(0.0, INK, DASHED)]
+            lines, scale, change_scale, name_position="outside", marks=[Mark(0.0, INK, DASHED)]
         )
         panels.append(Panel(text.capitalise(str(data)), drawing, 1.7 * WIDTH, 1.1 * HEIGHT))
     return panels
 
 
-def _short(value: float) -> str:
+def _format_change(value: float) -> str:
     return "0" if abs(value) < 1e-9 else f"{value:+.3g}".replace("-", "−")
 
 
 def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
     """Return the curve of a method: change of AUC against a column, with intervals."""
-    number = list(TRAINED).index(method)
+    method_index = list(TRAINED).index(method)
     rows = rows.sort_values(column)
     low, high = rows["auc_change_lo"], rows["auc_change_hi"]
     has_intervals = not low.isna().any()
     x = rows[column]
     if column == "times_smaller" and method != PLAIN:
-        x = x * 2 ** (METHOD_SHIFT * (number - MIDDLE_METHOD))
+        x = x * 2 ** (METHOD_SHIFT * (method_index - MIDDLE_METHOD))
     return Curve(
         x,
         rows["auc_change"],
-        INK if method == PLAIN else list(COLOURS.values())[number],
+        INK if method == PLAIN else list(COLOURS.values())[method_index],
         TRAINED[method],
-        marker=_MARKERS[number % len(_MARKERS)],
+        marker=_MARKERS[method_index % len(_MARKERS)],
         line="-" if column == "times_smaller" else "",
         width=1.2,
         size=5.0,

@@ -1,8 +1,8 @@
 """The report of read-only tables under load: latency against throughput, memory, cold start.
 
-A row of "latencies" is an arm under one load from a number of clients. A row of "cold_starts" has
-the starts of an arm from memory or from disk. The functions of these names in `kinds.serving` list
-the columns.
+A row of "latencies" is an arm under one load from a number of clients. A row of "cold_starts" is an
+arm's starts from memory, or from disk. The functions of these names in `kinds.serving` list the
+columns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOTES = (
     "emblib.open_frozen, which reads all checksums once and maps the file, and torch.load for "
     "others. 'From disk' is after the system was asked to drop the file from memory.",
 )
-# Colours tell libraries apart, lines the formats, with which names of contenders end.
+# Colours differ by library, and lines by format, with which the name of a contender ends.
 LINE_OF_FORMAT: Mapping[str, LineStyle] = {"fp32": DOTTED, "int8": "-", "int4": DASHED}
 
 
@@ -58,33 +58,38 @@ def answer(run: Run) -> list[str]:
     rows = select(run.frame("latencies"), status="ok", cell=run.headline_cell())
     if len(rows):
         rows = select(rows, clients=rows["clients"].max())
-    subject = select(rows, arm=run.subject.key)
-    if not len(subject):
+    subject_rows = select(rows, arm=run.subject.key)
+    if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result."]
-    closed = subject[subject["load"] == CLOSED].iloc[0]
-    clients = text.count(closed["clients"], "client")
+    saturated = subject_rows[subject_rows["load"] == CLOSED].iloc[0]
+    clients = text.count(saturated["clients"], "client")
     sentences = [
-        f"With {clients} and {text.count(closed['B'], 'sample')} per request, {closed['label']} "
-        f"answers {text.digits(closed['bags_per_s'])} samples per second{_against(run, closed)}."
+        f"With {clients} and {text.count(saturated['B'], 'sample')} per request, "
+        f"{saturated['label']} answers {text.digits(saturated['bags_per_s'])} samples per second"
+        f"{_baseline_clause(run, saturated)}."
     ]
-    loaded = subject[subject["load"] != CLOSED]
-    waits = [
+    loaded_rows = subject_rows[subject_rows["load"] != CLOSED]
+    latencies = [
         f"{text.seconds(row['p99_s'])} at {text.percent(row['load'], 2)}"
-        for _, row in loaded.iterrows()
+        for _, row in loaded_rows.iterrows()
         if not text.is_missing(row["p99_s"])
     ]
-    if waits:
-        sentences.append(f"Of that rate, its p99 from arrival to answer is {text.listed(waits)}.")
-    return [*sentences, *_memory(run)]
+    if latencies:
+        sentences.append(
+            f"Of that rate, its p99 from arrival to answer is {text.listed(latencies)}."
+        )
+    return [*sentences, *_memory_sentence(run)]
 
 
-def _against(run: Run, row: pd.Series) -> str:
+def _baseline_clause(run: Run, row: pd.Series) -> str:
+    """Return a clause on the time of a request ÷ the baseline's; "" without a ratio."""
     if text.is_missing(row["ratio"]) or row["arm"] == run.baseline.key:
         return ""
     return f"; a request takes {text.ratio(row)} the time of {run.baseline.label}"
 
 
-def _memory(run: Run) -> Iterator[str]:
+def _memory_sentence(run: Run) -> list[str]:
+    """Return a sentence on memory and cold starts of the subject and the baseline; [] without."""
     starts = run.frame("cold_starts")
     parts = []
     for arm in (run.subject.key, run.baseline.key):
@@ -97,21 +102,19 @@ def _memory(run: Run) -> Iterator[str]:
             parts.append(
                 f"{first['label']}: {text.size(first['bytes'])}, first answer after {times}"
             )
-    if parts:
-        yield f"Memory and cold start: {'; '.join(parts)}."
+    return [f"Memory and cold start: {'; '.join(parts)}."] if parts else []
 
 
 def tables(run: Run) -> Sequence[TitledTable]:
     """Return a table of latencies per cell, then one of memory and cold starts."""
-    rows, parts = run.frame("latencies"), []
+    rows, titled_tables = run.frame("latencies"), []
     for cell in dict.fromkeys(rows["cell"]) if len(rows) else ():
-        of_cell = rows[rows["cell"] == cell]
-        lines = list(_lines(of_cell))
+        cell_rows = rows[rows["cell"] == cell]
+        lines = list(_lines(cell_rows))
         loads = sorted({load for line in lines for load in line["p99"]})
-        batch = text.count(of_cell["B"].iloc[0], "sample")
-        title = f"Requests of {batch}"
-        table = _table(run, lines, loads)
-        parts.append(TitledTable(title, "Latencies and rates of requests.", table))
+        title = f"Requests of {text.count(cell_rows['B'].iloc[0], 'sample')}"
+        table = _latency_table(run, lines, loads)
+        titled_tables.append(TitledTable(title, "Latencies and rates of requests.", table))
     starts = run.frame("cold_starts")
     if len(starts):
         columns: dict[str, Column] = {
@@ -122,25 +125,28 @@ def tables(run: Run) -> Sequence[TitledTable]:
             "after": lambda r: time_value(r["median_s"]),
             "starts": lambda r: count_value(r["samples"]),
         }
-        parts.append(TitledTable("Memory and cold start", "", Table.of(starts, columns)))
-    return parts
+        table = Table.of(starts, columns)
+        titled_tables.append(TitledTable("Memory and cold start", "", table))
+    return titled_tables
 
 
 def _lines(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield a line per arm and number of clients: its row of load CLOSED and "p99" by other loads.
+    """Yield a line per arm and number of clients: its saturated row, and "p99" by other loads.
 
-    An arm without a result has a line of its row and no "p99".
+    A row without a result is a line of its own, whose "p99" is {}.
     """
     for _, row in rows.iterrows():
         if row["status"] != "ok":
             yield {**row, "p99": {}}
         elif row["load"] == CLOSED:
             is_same_line = (rows["arm"] == row["arm"]) & (rows["clients"] == row["clients"])
-            loaded = rows[is_same_line & (rows["load"] != CLOSED)]
-            yield {**row, "p99": dict(zip(loaded["load"], loaded["p99_s"], strict=True))}
+            loaded_rows = rows[is_same_line & (rows["load"] != CLOSED)]
+            p99_by_load = dict(zip(loaded_rows["load"], loaded_rows["p99_s"], strict=True))
+            yield {**row, "p99": p99_by_load}
 
 
-def _table(run: Run, lines: Sequence[Mapping[str, Any]], loads: Sequence[float]) -> Table:
+def _latency_table(run: Run, lines: Sequence[Mapping[str, Any]], loads: Sequence[float]) -> Table:
+    """Return the table of `_lines`, with a column of the p99 at each load."""
     columns: dict[str, Column] = {
         "tables": lambda r: str(r["label"]),
         "clients": lambda r: count_value(r["clients"]),
@@ -153,12 +159,12 @@ def _table(run: Run, lines: Sequence[Mapping[str, Any]], loads: Sequence[float])
         "p99, saturated": lambda r: time_value(r["p99_s"]),
     }
     for load in loads:
-        columns[f"p99 at {text.percent(load, 2)}"] = _p99_at(load)
+        columns[f"p99 at {text.percent(load, 2)}"] = _p99_column(load)
     columns["requests"] = lambda r: count_value(r["requests"])
     return Table.of(lines, columns, num_label_columns=1)
 
 
-def _p99_at(load: float) -> Column:
+def _p99_column(load: float) -> Column:
     return lambda line: time_value(line["p99"].get(load))
 
 
@@ -170,7 +176,7 @@ def figures(run: Run) -> list[Figure]:
         return []
     rows = rows[rows["clients"] == rows["clients"].max()]
     panels = []
-    for batch, of_batch in rows.groupby("B", sort=True):
+    for batch, batch_rows in rows.groupby("B", sort=True):
         lines = [
             contender_curve(
                 str(name),
@@ -179,7 +185,7 @@ def figures(run: Run) -> list[Figure]:
                 label=label_of(str(name)),
                 line=LINE_OF_FORMAT.get(str(name).rpartition("_")[2], "-"),
             )
-            for name, group in of_batch.groupby("contender", sort=False)
+            for name, group in batch_rows.groupby("contender", sort=False)
         ]
         x_scale = Scale("thousand samples answered per second", log=10)
         y_scale = Scale("p99, from arrival to answer", log=10, format_tick=text.seconds)

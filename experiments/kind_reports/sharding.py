@@ -1,8 +1,8 @@
 """The report of sharded collections: steps against TorchRec's, by ranks, and predicted ones.
 
 `rows` are steps (`kinds.sharding.step_frame`): one per cell, arm and mode, over all processes.
-`predicted` has what the planner's cost model says of them (`kinds.sharding.predictions`). These
-functions list the columns.
+`predicted_steps` has the predictions of the planner's cost model (`kinds.sharding.predictions`).
+These two functions list the columns.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def _usable_cores(run: Run) -> int | None:
 
 
 def answer(run: Run) -> list[str]:
-    """Compare with TorchRec, say how the subject scales and how good predictions are."""
+    """Compare with TorchRec; state the subject's scaling and the agreement of predictions.
+
+    Without any of these, name the fastest step.
+    """
     rows = measured_steps(run)
     if not len(rows):
         return ["No answer: no contender has a result."]
@@ -79,7 +82,7 @@ def answer(run: Run) -> list[str]:
         *_scaling_sentences(run, rows),
         *_prediction_sentence(run),
     ]
-    return sentences or [_fastest(rows)]
+    return sentences or [_fastest_sentence(rows)]
 
 
 def _torchrec_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
@@ -93,7 +96,7 @@ def _torchrec_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
     headline_rows = select(headline_rows, world_size=headline_rows["world_size"].max())
     headline_rows = select(headline_rows, cell=headline_rows["cell"].iloc[0])
     step_s = {(r["cell"], r["arm"]): r["median_s"] for _, r in rows.iterrows()}
-    parts = [
+    ratios = [
         f"{row['type']} {text.ratio(row)} "
         f"({text.seconds(row['median_s'])} against "
         f"{text.seconds(step_s[row['cell'], sharding.counterpart(row['arm'])])})"
@@ -102,63 +105,64 @@ def _torchrec_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
     title = _cell_title(run, str(headline_rows["cell"].iloc[0]))
     sentences = [
         f"On this machine a step of TorchRec takes, as a multiple of emblib's on {title}: "
-        f"{', '.join(parts)}."
+        f"{', '.join(ratios)}."
     ]
     if compared_rows["cell"].nunique() > 1:
-        low = compared_rows.loc[compared_rows["ratio"].idxmin()]
-        high = compared_rows.loc[compared_rows["ratio"].idxmax()]
+        lowest = compared_rows.loc[compared_rows["ratio"].idxmin()]
+        highest = compared_rows.loc[compared_rows["ratio"].idxmax()]
         sentences.append(
-            f"Over all cells the multiple runs from {text.times(low['ratio'])} ({low['label']} on "
-            f"{_cell_title(run, low['cell'])}) to {text.times(high['ratio'])} ({high['label']} on "
-            f"{_cell_title(run, high['cell'])})."
+            f"Over all cells the multiple runs from {text.times(lowest['ratio'])} "
+            f"({lowest['label']} on {_cell_title(run, lowest['cell'])}) to "
+            f"{text.times(highest['ratio'])} ({highest['label']} on "
+            f"{_cell_title(run, highest['cell'])})."
         )
     return sentences
 
 
 def _scaling_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
-    """Describe the subject and the best type, for both kinds of scaling.
+    """Describe the fastest sharding type and the subject, for both kinds of scaling.
 
-    The sentences are about the largest world in which every rank has a core; steps of larger worlds
-    measure nothing.
+    The sentences are about the largest world in which every rank has a core, because steps of ranks
+    that share cores measure nothing. [] without a world of several ranks.
     """
     emblib_rows = rows[rows["contender"].str.startswith(SHARDED) & rows["base_s"].notna()]
     sentences: list[str] = []
-    shared, cores = _core_sentence(run, emblib_rows), _usable_cores(run)
+    core_sentence, cores = _core_sentence(run, emblib_rows), _usable_cores(run)
     emblib_rows = emblib_rows[emblib_rows["world_size"] <= cores] if cores else emblib_rows
-    largest = emblib_rows["world_size"].max() if len(emblib_rows) else 1
-    if not largest > 1 or not emblib_rows["compute_s"].notna().any():
-        return shared
+    max_world = emblib_rows["world_size"].max() if len(emblib_rows) else 1
+    if not max_world > 1 or not emblib_rows["compute_s"].notna().any():
+        return core_sentence
     for scaling in Scaling:
-        largest_rows = select(emblib_rows, world_size=largest, scaling=scaling.value)
+        largest_rows = select(emblib_rows, world_size=max_world, scaling=scaling.value)
         if not len(largest_rows):
             continue
         headline_rows = select(largest_rows, section=run.headline)
         largest_rows = headline_rows if len(headline_rows) else largest_rows
         largest_rows = select(largest_rows, cell=largest_rows["cell"].iloc[0])
-        best = largest_rows.loc[largest_rows["median_s"].idxmin()]
+        fastest = largest_rows.loc[largest_rows["median_s"].idxmin()]
         subject_rows = select(largest_rows, contender=run.subject.contender)
-        compared = [best]
-        if best["contender"] != run.subject.contender:
-            compared += [row for _, row in subject_rows.iterrows()]
-        words = text.listed([_efficiency(row) for row in compared])
-        sentences.append(f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}.")
-    return [*sentences, *shared]
+        described_rows = [fastest]
+        if fastest["contender"] != run.subject.contender:
+            described_rows += [row for _, row in subject_rows.iterrows()]
+        steps = text.listed([_describe_step(row) for row in described_rows])
+        sentences.append(f"{scaling.value.capitalize()} scaling to {max_world:.0f} ranks: {steps}.")
+    return [*sentences, *core_sentence]
 
 
-def _efficiency(row: pd.Series) -> str:
-    """Say how long a step takes, how much of it is communication, and how efficient it is."""
-    share = text.digits(100 * row["communication_s"] / row["median_s"], 2)
-    efficiency = ""
+def _describe_step(row: pd.Series) -> str:
+    """State the time of a step, its share of communication, and its efficiency if known."""
+    communication = text.digits(100 * row["communication_s"] / row["median_s"], 2)
+    efficiency_clause = ""
     if not text.is_missing(row["efficiency"]):
-        efficiency = f", an efficiency of {text.digits(100 * row['efficiency'], 2)} %"
+        efficiency_clause = f", an efficiency of {text.digits(100 * row['efficiency'], 2)} %"
     return (
         f"{row['type']} takes {text.seconds(row['median_s'])} per step, "
-        f"{share} % of it communication{efficiency}"
+        f"{communication} % of it communication{efficiency_clause}"
     )
 
 
 def _core_sentence(run: Run, rows: pd.DataFrame) -> list[str]:
-    """Say that the steps of ranks that share cores measure nothing but correctness."""
+    """Name the world sizes whose ranks share cores: their times mean nothing; [] if none."""
     cores = _usable_cores(run)
     worlds = sorted({int(ranks) for ranks in rows["world_size"] if cores and ranks > cores})
     if not cores or not worlds:
@@ -183,7 +187,7 @@ def _prediction_sentence(run: Run) -> list[str]:
     ]
 
 
-def _fastest(rows: pd.DataFrame) -> str:
+def _fastest_sentence(rows: pd.DataFrame) -> str:
     row = rows.loc[rows["median_s"].idxmin()]
     return f"The fastest step is that of {row['label']}: {text.seconds(row['median_s'])}."
 
@@ -193,48 +197,55 @@ def _cell_title(run: Run, cell: str) -> str:
 
 
 def tables(run: Run) -> Sequence[TitledTable]:
-    """Return one table per section, a row per arm and world; then the predictions."""
+    """Return one table per cell, with a row per arm and mode; then that of the predictions."""
     rows, all_rows = measured_steps(run), run.frame("sharding")
-    parts = []
+    titled_tables = []
     for section in run.sections():
         section_rows = all_rows[all_rows["section"] == section]
         for cell in dict.fromkeys(section_rows["cell"]):
             title = _cell_title(run, str(cell))
             case = run.config.cases.get(section)
             note = f" {case.note}" if case is not None and case.note else ""
-            line = f"{_sizes(run, str(cell))}.{note}"
-            table = _table(all_rows[all_rows["cell"] == cell], rows[rows["cell"] == cell])
-            parts.append(TitledTable(text.capitalise(title), line, table))
-    predicted = sharding.predictions(run.records)
-    if len(predicted):
-        words = "Of worlds that were not measured these are predictions, and nothing else."
-        parts.append(TitledTable("Predicted steps", words, _predictions(predicted)))
-    return parts
+            paragraph = f"{_describe_sizes(run, str(cell))}.{note}"
+            table = _step_table(all_rows[all_rows["cell"] == cell], rows[rows["cell"] == cell])
+            titled_tables.append(TitledTable(text.capitalise(title), paragraph, table))
+    predicted_steps = sharding.predictions(run.records)
+    if len(predicted_steps):
+        paragraph = "Of worlds that were not measured these are predictions, and nothing else."
+        table = _prediction_table(predicted_steps)
+        titled_tables.append(TitledTable("Predicted steps", paragraph, table))
+    return titled_tables
 
 
-def _sizes(run: Run, cell: str) -> str:
+def _describe_sizes(run: Run, cell: str) -> str:
+    """Describe a cell's workload in one line: that of each rank, unless a case has one rank."""
     record = next(r for r in run.records if r["cell"] == cell)
-    base = run.sizes(record["section"]) if record["section"] != SWEEP else ""
-    p = record["params"]
-    sizes_of_rank = (
-        f"{record['features']} tables, {record['rows']:,} rows, D={p['D']}, B={p['B']:,} a rank, "
-        f"{record['lookups']:,} lookups a rank and batch"
+    if record["section"] != SWEEP and record["world_size"] == 1:
+        return run.sizes(record["section"])
+    params = record["params"]
+    return (
+        f"{record['features']} tables, {record['rows']:,} rows, D={params['D']}, "
+        f"B={params['B']:,} a rank, {record['lookups']:,} lookups a rank and batch"
     )
-    return base if base and record["world_size"] == 1 else sizes_of_rank
 
 
-def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
-    """Return a row per contender and mode: its step, and the parts of it that were timed."""
-    parts = [name for name in sharding.PARTS if (every["phase"] == name).any()]
-    modes = every["mode"].nunique() > 1
+def _step_table(cell_rows: pd.DataFrame, steps: pd.DataFrame) -> Table:
+    """Return a row per contender and mode: its step, and the parts of it that were timed.
+
+    Args:
+        cell_rows: results of the cell, a row per arm, mode and phase.
+        steps: steps of the cell that have a result, a row per arm and mode.
+    """
+    parts = [name for name in sharding.PARTS if (cell_rows["phase"] == name).any()]
+    has_modes = cell_rows["mode"].nunique() > 1
     rows = []
-    for (arm, mode), group in every.groupby(["arm", "mode"], sort=False):
-        step = steps[(steps["arm"] == arm) & (steps["mode"] == mode)]
-        row = dict(step.iloc[0]) if len(step) else {}
-        name = f"{group['label'].iloc[0]}{f', {mode}' * modes}"
-        status = "ok" if len(step) else str(group["status"].iloc[0])
-        times_of = {r["phase"]: r["median_s"] for _, r in group.iterrows()}
-        rows.append({**row, "name": name, "status": status, "times": times_of})
+    for (arm, mode), group in cell_rows.groupby(["arm", "mode"], sort=False):
+        arm_steps = steps[(steps["arm"] == arm) & (steps["mode"] == mode)]
+        step = dict(arm_steps.iloc[0]) if len(arm_steps) else {}
+        name = f"{group['label'].iloc[0]}{f', {mode}' * has_modes}"
+        status = "ok" if step else str(group["status"].iloc[0])
+        time_by_phase = {r["phase"]: r["median_s"] for _, r in group.iterrows()}
+        rows.append({**step, "name": name, "status": status, "times": time_by_phase})
     columns: dict[str, Column] = {
         "contender": lambda r: r["name"],
         "forward": lambda r: time_value(r["times"].get("forward")),
@@ -247,18 +258,19 @@ def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
         columns["compute"] = lambda r: time_value(r["compute_s"])
         columns["communication"] = lambda r: time_value(r["communication_s"])
     for part in parts:
-        columns[sharding.PARTS[part]] = functools.partial(_part, part)
+        columns[sharding.PARTS[part]] = functools.partial(_part_value, part)
     columns["tables"] = lambda r: bytes_value(r["weights_bytes"] or None)
     columns["processes"] = lambda r: count_value(r["processes"])
     return Table.of(rows, columns, num_label_columns=1)
 
 
-def _part(part: str, row: Mapping[str, Any]) -> Value:
-    """Return an entry for the time of a part; `row` is one of `_table`."""
+def _part_value(part: str, row: Mapping[str, Any]) -> Value:
+    """Return an entry for the time of a part; `row` is a row of `_step_table`."""
     return time_value(row["times"].get(part))
 
 
-def _predictions(rows: pd.DataFrame) -> Table:
+def _prediction_table(rows: pd.DataFrame) -> Table:
+    """Return a row per predicted step, with the measured one if there is one."""
     rows = rows.sort_values(["section", "contender", "scaling", "world_size"])
     return Table.of(
         rows,
@@ -287,15 +299,15 @@ TYPE_STYLES = {
 }
 
 
-def colour(sharding_type: str) -> str:
-    """Return the colour of a sharding type; for any other text, one that depends on it."""
+def colour_of_type(sharding_type: str) -> str:
+    """Return the colour of a sharding type; an unknown type always has the same one."""
     names = list(COLOURS)
     fallback = names[zlib.crc32(sharding_type.encode()) % len(names)]
     return COLOURS[TYPE_STYLES.get(sharding_type, (fallback, ""))[0]]
 
 
-def marker(sharding_type: str) -> str:
-    """Return the marker of a sharding type."""
+def marker_of_type(sharding_type: str) -> str:
+    """Return the marker of a sharding type; a hexagon for an unknown type."""
     return TYPE_STYLES.get(sharding_type, ("", "h"))[1]
 
 
@@ -304,13 +316,14 @@ def figures(run: Run) -> list[Figure]:
     rows = measured_steps(run)
     if not len(rows):
         return []
-    predicted = sharding.predictions(run.records)
-    result = [
+    predicted_steps = sharding.predictions(run.records)
+    candidates = [
         _torchrec_figure(run, rows),
-        _scaling_figure(run, rows, predicted),
+        _scaling_figure(run, rows, predicted_steps),
         _parts_figure(run, rows),
+        _prediction_figure(run, predicted_steps),
     ]
-    return [f for f in (*result, _prediction_figure(run, predicted)) if f.panels]
+    return [figure for figure in candidates if figure.panels]
 
 
 def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
@@ -323,7 +336,7 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
         Row(
             f"{titles[str(row['cell'])]}: {row['type']}",
             row["ratio"],
-            colour(str(row["type"])),
+            colour_of_type(str(row["type"])),
             row["ratio_lo"],
             row["ratio_hi"],
             words=text.times(row["ratio"]),
@@ -345,24 +358,23 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
     )
 
 
-def _scaling_figure(run: Run, rows: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
+def _scaling_figure(run: Run, rows: pd.DataFrame, predicted_steps: pd.DataFrame) -> Figure:
     """Draw the step over ranks per kind of scaling, measured and predicted."""
     emblib_rows = rows[rows["contender"].str.startswith(SHARDED)]
     panels = []
     for scaling in Scaling:
-        scaled = emblib_rows[
+        scaling_rows = emblib_rows[
             (emblib_rows["scaling"] == scaling.value) | (emblib_rows["world_size"] == 1)
         ]
-        if scaled["world_size"].nunique() < 2 or not (scaled["scaling"] == scaling.value).any():
+        has_scaling = (scaling_rows["scaling"] == scaling.value).any()
+        if scaling_rows["world_size"].nunique() < 2 or not has_scaling:
             continue
-        first = scaled["section"].iloc[0]
-        predicted_rows = select(predicted, beyond=True, scaling=scaling.value, section=first)
-        title = f"{scaling.value.capitalize()} scaling"
-        panels.append(
-            Panel(
-                title, _step_curves(scaled[scaled["section"] == first], predicted_rows), 1.1 * WIDTH
-            )
+        section = scaling_rows["section"].iloc[0]  # the first one stands for the others
+        predicted_rows = select(
+            predicted_steps, beyond=True, scaling=scaling.value, section=section
         )
+        drawing = _draw_scaling(select(scaling_rows, section=section), predicted_rows)
+        panels.append(Panel(f"{scaling.value.capitalize()} scaling", drawing, 1.1 * WIDTH))
     return Figure(
         "scaling",
         "Time of a step over ranks",
@@ -373,54 +385,56 @@ def _scaling_figure(run: Run, rows: pd.DataFrame, predicted: pd.DataFrame) -> Fi
     )
 
 
-def _step_curves(rows: pd.DataFrame, predicted_rows: pd.DataFrame) -> Drawing:
-    """Return a curve per sharding type of the step over ranks, measured and predicted."""
+def _draw_scaling(rows: pd.DataFrame, predicted_rows: pd.DataFrame) -> Drawing:
+    """Draw the step over ranks, a curve per sharding type, measured and predicted."""
     lines = []
-    for kind, group in rows.sort_values("world_size").groupby("type", sort=False):
-        shade, mark = colour(str(kind)), marker(str(kind))
-        lines.append(Curve(group["world_size"], 1e3 * group["median_s"], shade, str(kind), mark))
-        if len(predicted_rows):  # from the last measured point on, what is only predicted
-            last = group.iloc[-1]
-            predictions = predicted_rows[predicted_rows["type"] == kind].sort_values("world_size")
-            worlds = [last["world_size"], *predictions["world_size"]]
-            step_ms = [1e3 * last["median_s"], *(1e3 * predictions["predicted_s"])]
-            lines.append(Curve(worlds, step_ms, shade, line=DASHED, width=1.2))
-            lines.append(Curve(worlds[1:], step_ms[1:], shade, marker=mark, line="", hollow=True))
+    for sharding_type, group in rows.sort_values("world_size").groupby("type", sort=False):
+        name = str(sharding_type)
+        colour, marker = colour_of_type(name), marker_of_type(name)
+        lines.append(Curve(group["world_size"], 1e3 * group["median_s"], colour, name, marker))
+        if len(predicted_rows):  # a dashed line from the last measured point
+            last_row = group.iloc[-1]
+            predictions = predicted_rows[predicted_rows["type"] == name].sort_values("world_size")
+            worlds = [last_row["world_size"], *predictions["world_size"]]
+            step_ms = [1e3 * last_row["median_s"], *(1e3 * predictions["predicted_s"])]
+            lines.append(Curve(worlds, step_ms, colour, line=DASHED, width=1.2))
+            lines.append(
+                Curve(worlds[1:], step_ms[1:], colour, marker=marker, line="", hollow=True)
+            )
     if (rows["scaling"] == Scaling.strong.value).any():
         worlds = sorted(rows["world_size"].unique())
-        start = 1e3 * rows[rows["world_size"] == worlds[0]]["median_s"].min()
-        ideal = [start / world for world in worlds]
-        lines.append(Curve(worlds, ideal, label="ideal", line=DOTTED, width=1.0))
-    if len(predicted_rows):
+        first_ms = 1e3 * rows[rows["world_size"] == worlds[0]]["median_s"].min()
+        ideal_ms = [first_ms / world for world in worlds]
+        lines.append(Curve(worlds, ideal_ms, label="ideal", line=DOTTED, width=1.0))
+    if len(predicted_rows):  # the entry of the legend
         lines.append(Curve([], [], INK, "predicted", "o", DASHED, 1.2, hollow=True))
-    values = sorted(
-        {*rows["world_size"], *(predicted_rows["world_size"] if len(predicted_rows) else ())}
-    )
-    return curves(lines, Scale("ranks", log=2, ticks=values), Scale("ms per step", log=10))
+    predicted_worlds = predicted_rows["world_size"] if len(predicted_rows) else ()
+    ticks = sorted({*rows["world_size"], *predicted_worlds})
+    return curves(lines, Scale("ranks", log=2, ticks=ticks), Scale("ms per step", log=10))
 
 
 def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
     """Draw compute and communication of a step per world, in the first section that has parts."""
-    with_parts = rows[rows["compute_s"].notna()]
-    if len(with_parts):
-        with_parts = select(with_parts, section=with_parts["section"].iloc[0])
+    split_rows = rows[rows["compute_s"].notna()]
+    if len(split_rows):
+        split_rows = select(split_rows, section=split_rows["section"].iloc[0])
     panels = []
-    for world in sorted(with_parts["world_size"].unique()):
-        in_world = with_parts[with_parts["world_size"] == world]
-        in_world = in_world[in_world["scaling"] == in_world["scaling"].iloc[0]]
+    for world in sorted(split_rows["world_size"].unique()):
+        world_rows = split_rows[split_rows["world_size"] == world]
+        world_rows = world_rows[world_rows["scaling"] == world_rows["scaling"].iloc[0]]
         lines = [
             Row(
                 str(row["type"]),
                 1e3 * row["compute_s"],
-                colour(str(row["type"])),
+                colour_of_type(str(row["type"])),
                 bar=True,
                 rest=1e3 * row["communication_s"],
             )
-            for _, row in in_world.iterrows()
+            for _, row in world_rows.iterrows()
         ]
         drawing = charts.row_chart(lines, Scale("ms per step (hatched: all but lookup and update)"))
         panels.append(
-            Panel(text.count(world, "rank"), drawing, height=1.4 + BAR_HEIGHT * len(in_world))
+            Panel(text.count(world, "rank"), drawing, height=1.4 + BAR_HEIGHT * len(world_rows))
         )
     return Figure(
         "compute_and_communication",
@@ -432,23 +446,25 @@ def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
     )
 
 
-def _prediction_figure(run: Run, predicted: pd.DataFrame) -> Figure:
+def _prediction_figure(run: Run, predicted_steps: pd.DataFrame) -> Figure:
     """Draw predicted against measured steps; no panel without measured ones."""
-    agreement = sharding.prediction_agreement(predicted)
+    agreement = sharding.prediction_agreement(predicted_steps)
     rank_note = f" Rank correlation {text.digits(agreement.rank_correlation, 2)}."
     rank_note = "" if math.isnan(agreement.rank_correlation) else rank_note
     panels = []
     if agreement.points:
-        measured_rows, lines = predicted[~predicted["beyond"]], []
-        smallest = measured_rows["world_size"].min()
-        for (kind, world), group in measured_rows.groupby(["type", "world_size"], sort=False):
+        measured_rows, lines = predicted_steps[~predicted_steps["beyond"]], []
+        min_world = measured_rows["world_size"].min()
+        for (sharding_type, world), group in measured_rows.groupby(
+            ["type", "world_size"], sort=False
+        ):
             lines.append(
                 Curve(
                     1e3 * group["median_s"],
                     1e3 * group["predicted_s"],
-                    colour(str(kind)),
-                    str(kind) if world == smallest else "",
-                    marker(str(kind)),
+                    colour_of_type(str(sharding_type)),
+                    str(sharding_type) if world == min_world else "",
+                    marker_of_type(str(sharding_type)),
                     line="",
                     opacity=0.35 + 0.65 / float(str(world)),
                 )

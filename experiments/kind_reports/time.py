@@ -1,4 +1,4 @@
-"""The report of contenders timed side by side: its parts, and its lines in the README."""
+"""The report of contenders timed side by side: functions of `report`, and lines in the README."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     """Return the lines with the headline's table; None for a run without timed cells."""
     if run.table.empty:
         return None
-    cell = run.table["cell"] == run.headline_cell()
-    section, batch = run.table[cell].iloc[0][["section", "B"]]
+    headline_rows = run.table[run.table["cell"] == run.headline_cell()]
+    section, batch = headline_rows.iloc[0][["section", "B"]]
     return [
         f"{command}: {run.title(section)}, B = {int(batch):,}.",
         "",

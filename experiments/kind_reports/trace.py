@@ -1,7 +1,7 @@
-"""Text, table and figures of the report of a lookup trace (kind trace).
+"""The report of traces of lookups: repetition, skew, reuse, and hit rates of ideal caches.
 
-A record is one trace; its "analysis" has the numbers that the figures draw. `answer` makes the
-sentences, `figures` one figure per question, each with a curve per record.
+A record is one trace; its "analysis" has the numbers that the figures draw. Every figure has a
+curve per record.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ NOTES = (
 
 
 def answer_record(run: Run) -> TraceRecord | None:
-    """Return the record that the answer describes: the user's own trace, else the headline case.
+    """Return the record that the answer describes; None if it was not measured.
 
-    None if it was not measured.
+    It is that of the user's trace file; without a file that of the sweep, else of the headline.
     """
-    sections = [SWEEP] if _names_a_file(run) else [SWEEP, str(run.config.report.headline)]
+    sections = [SWEEP] if _has_trace_file(run) else [SWEEP, str(run.config.report.headline)]
     for section in sections:
         for record in trace.good_records(run.records):
             if record["section"] == section:
@@ -62,7 +62,8 @@ def answer_record(run: Run) -> TraceRecord | None:
     return None
 
 
-def _names_a_file(run: Run) -> bool:
+def _has_trace_file(run: Run) -> bool:
+    """Return whether the workload of the run is a trace from a file."""
     distribution = OmegaConf.select(run.config, "workload.distribution", default="")
     return str(distribution) == Distribution.trace.value
 
@@ -70,64 +71,69 @@ def _names_a_file(run: Run) -> bool:
 def answer(run: Run) -> list[str]:
     """State repetition, concentration and the best hit rate; then the fit, then other lookups."""
     record = answer_record(run)
-    if record is None and _names_a_file(run):
-        failed = next((r for r in run.failures() if r["section"] == SWEEP), None)
-        reason = failed["reason"] if failed else "the run ended before"
+    if record is None and _has_trace_file(run):
+        failure = next((r for r in run.failures() if r["section"] == SWEEP), None)
+        reason = failure["reason"] if failure else "the run ended before"
         return [f"No answer: the trace {run.config.workload.file} was not analysed ({reason})."]
     if record is None:
         return ["No answer: no lookups were analysed before the run ended."]
-    return [_headline(run, record), *_skew_sentence(record), *_comparison_sentence(run, record)]
+    return [
+        _headline_sentence(run, record),
+        *_skew_sentence(record),
+        *_comparison_sentence(run, record),
+    ]
 
 
-def _headline(run: Run, record: TraceRecord) -> str:
+def _headline_sentence(run: Run, record: TraceRecord) -> str:
     """State repetition and concentration, and the hit rates of an ideal and of an LRU cache."""
     analysis, size = record["analysis"], answer_cache_size(run)
     samples = record["samples"]
-    total = sum(samples["lookups"])
-    best, recent = (_hit_rate_at(record, policy, size) for policy in ("offline", "lru"))
-    half = concentration(record, "0.5")
+    num_lookups = sum(samples["lookups"])
+    optimum, lru = (_hit_rate_at(record, policy, size) for policy in ("offline", "lru"))
+    share_of_half = concentration(record, "0.5")
     return (
-        f"Of the {name_of(record)} ({text.count(record['features'], 'table')}, {total:,} lookups "
-        f"into {analysis['distinct']:,} distinct rows), "
-        f"{text.percent(sum(samples['rows']) / total)} are distinct rows of their batch; "
-        f"{text.percent(half)} of the rows have half of the lookups, and a cache of "
-        f"{100 * size:g} % of the rows could at best serve {text.percent(best)} of them "
-        f"(keeping the most recently used rows: {text.percent(recent)})."
+        f"Of the {name_of(record)} ({text.count(record['features'], 'table')}, "
+        f"{num_lookups:,} lookups into {analysis['distinct']:,} distinct rows), "
+        f"{text.percent(sum(samples['rows']) / num_lookups)} are distinct rows of their batch; "
+        f"{text.percent(share_of_half)} of the rows have half of the lookups, and a cache of "
+        f"{100 * size:g} % of the rows could at best serve {text.percent(optimum)} of them "
+        f"(keeping the most recently used rows: {text.percent(lru)})."
     )
 
 
 def name_of(record: TraceRecord) -> str:
-    """Return the name of the lookups."""
-    p = record["params"]
-    if p["distribution"] == Distribution.zipf.value:
-        offset = f", q={p['q']:g}" if p["q"] else ""
-        return f"zipf lookups (s={p['s']:g}{offset})"
-    if p["distribution"] == Distribution.trace.value:
-        return f"lookups of the trace {p['file']}"
-    return describe_distribution(p).replace(" ids", " lookups")
+    """Return the name of the lookups: their distribution, or the file of the trace."""
+    params = record["params"]
+    if params["distribution"] == Distribution.zipf.value:
+        offset = f", q={params['q']:g}" if params["q"] else ""
+        return f"zipf lookups (s={params['s']:g}{offset})"
+    if params["distribution"] == Distribution.trace.value:
+        return f"lookups of the trace {params['file']}"
+    return describe_distribution(params).replace(" ids", " lookups")
 
 
 def answer_cache_size(run: Run) -> float:
-    """Return the cache size of the answer."""
+    """Return the cache size of the answer, as a share of the distinct rows."""
     return float(run.config.report.subject_cache)
 
 
 def concentration(record: TraceRecord, share: str) -> float:
-    """Return the fewest rows with that share of the lookups ÷ rows looked up, over all tables."""
-    rows = sum(table["rows_of"][share] for table in record["tables"])
-    return rows / max(1, sum(table["distinct"] for table in record["tables"]))
+    """Return the fewest rows with that share of the lookups ÷ distinct rows, over all tables."""
+    num_rows = sum(table["rows_of"][share] for table in record["tables"])
+    return num_rows / max(1, sum(table["distinct"] for table in record["tables"]))
 
 
 def _hit_rate_at(record: TraceRecord, policy: str, size: float) -> float:
-    """Return the hit rate per lookup at the size nearest to a fraction of the distinct rows."""
+    """Return the hit rate per lookup at the cache size nearest to `size`, a share of the rows."""
     points = record["analysis"]["hit_rates"][policy]
     wanted_rows = size * record["analysis"]["hit_rates"]["distinct"]
-    nearest = min(points, key=lambda p: abs(math.log(p["cache_rows"] / max(wanted_rows, 1))))
-    return float(nearest["lookups"])
+    nearest_point = min(points, key=lambda p: abs(math.log(p["cache_rows"] / max(wanted_rows, 1))))
+    return float(nearest_point["lookups"])
 
 
 def _skew_sentence(record: TraceRecord) -> list[str]:
-    table = busiest(record)
+    """State the zipf distribution that was fitted to the busiest table."""
+    table = busiest_table(record)
     fit = table["fit"]
     if fit is None:
         return ["There are too few lookups to say how skewed they are."]
@@ -138,65 +144,69 @@ def _skew_sentence(record: TraceRecord) -> list[str]:
     ]
 
 
-def busiest(record: TraceRecord) -> TableNumbers:
-    """Return the table with most lookups."""
+def busiest_table(record: TraceRecord) -> TableNumbers:
+    """Return the table with the most lookups."""
     return record["tables"][record["analysis"]["busiest"]["table"]]
 
 
 def _comparison_sentence(run: Run, record: TraceRecord) -> list[str]:
+    """State the best hit rates of the other lookups at the same size of the cache; [] without."""
     size = answer_cache_size(run)
     other_records = [r for r in trace.good_records(run.records) if r["cell"] != record["cell"]]
     if not other_records:
         return []
-    parts = [
+    optima = [
         f"{text.percent(_hit_rate_at(r, 'offline', size))} of {name_of(r)}" for r in other_records
     ]
-    return [f"For comparison, at best it would serve {', '.join(parts)}."]
+    return [f"For comparison, at best it would serve {', '.join(optima)}."]
 
 
 def section_table(run: Run, section: str) -> Table:
-    """Return one row per table."""
+    """Return one row per table of the section's records."""
     records = [r for r in trace.good_records(run.records) if r["section"] == section]
     rows = [
-        {**table, "label": (f"{_point(record)} · " if len(records) > 1 else "") + table["name"]}
+        {
+            **table,
+            "label": (f"{_describe_point(record)} · " if len(records) > 1 else "") + table["name"],
+        }
         for record in records
         for table in record["tables"]
     ]
     columns: dict[str, Column] = {
         "table": "label",
         "lookups": lambda t: count_value(t["lookups"]),
-        "distinct rows": _distinct,
+        "distinct rows": _distinct_value,
         "distinct in a batch": lambda t: percent_value(t["batch_distinct_share"]),
         "once": lambda t: percent_value(t["once"]),
         "rows with 50 %": lambda t: percent_value(t["rows_of"]["0.5"] / max(1, t["distinct"])),
         "rows with 90 %": lambda t: percent_value(t["rows_of"]["0.9"] / max(1, t["distinct"])),
         "ids per bag": lambda t: number_value(t["bag_mean"]),
-        "s": lambda t: Value.of(_fitted(t, "s"), lambda s: f"{s:.2f}"),
-        "q": lambda t: number_value(_fitted(t, "q")),
-        "misfit": lambda t: percent_value(_fitted(t, "misfit")),
+        "s": lambda t: Value.of(_fit_parameter(t, "s"), lambda s: f"{s:.2f}"),
+        "q": lambda t: number_value(_fit_parameter(t, "q")),
+        "misfit": lambda t: percent_value(_fit_parameter(t, "misfit")),
         "LRU 10 %": lambda t: percent_value(t["lru"]),
         "best 10 %": lambda t: percent_value(t["offline"]),
     }
     return Table.of(rows, columns)
 
 
-def _point(record: TraceRecord) -> str:
-    p = record["params"]
-    return f"E={p['E']:,} B={p['B']:,} L={p['L']} s={p['s']:g}"
+def _describe_point(record: TraceRecord) -> str:
+    params = record["params"]
+    return f"E={params['E']:,} B={params['B']:,} L={params['L']} s={params['s']:g}"
 
 
-def _distinct(table: TableNumbers) -> Value:
+def _distinct_value(table: TableNumbers) -> Value:
     """Return an entry for the distinct rows, with the number of all rows where it is known."""
     total_note = f" of {table['rows']:,}" if table["rows_known"] and table["rows"] else ""
     return Value(f"{table['distinct']:,}{total_note}", table["distinct"])
 
 
-def _fitted(table: dict[str, Any], name: str) -> float | None:
+def _fit_parameter(table: dict[str, Any], name: str) -> float | None:
+    """Return a parameter of the fitted zipf distribution; None for too few lookups."""
     return table["fit"][name] if table["fit"] else None
 
 
-# Records have no colours of their own: they take these contenders' colours, in this order.
-COLOUR_ORDER = (
+COLOUR_ORDER = (  # names of colours, for the records in their order
     "tbe",
     "tt",
     "torch",
@@ -206,8 +216,7 @@ COLOUR_ORDER = (
     "managed",
     "disk_lru",
 )
-# A trace is like the published one up to this factor between their numbers of lookups.
-COMPARABLE = 1.5
+MAX_LENGTH_RATIO = 1.5  # between the lookups of a trace and of the published one, to compare them
 
 
 def figures(run: Run) -> list[Figure]:
@@ -221,31 +230,31 @@ def figures(run: Run) -> list[Figure]:
         f"{sum(r['samples']['lookups']):,} lookups"
         for r in records
     }
-    words = sizes.pop() if len(sizes) == 1 else "Sizes differ: see the tables"
-    drawers = [_caches, _popularity, _repetition, _reuse, _working_set]
-    result = [dataclasses.replace(draw(records), sizes=words) for draw in drawers]
+    common_sizes = sizes.pop() if len(sizes) == 1 else "Sizes differ: see the tables"
+    draw_functions = [_draw_caches, _draw_popularity, _draw_repetition, _draw_reuse]
+    draw_functions.append(_draw_working_set)
     if any(r["features"] > 1 for r in records):
-        result.append(dataclasses.replace(_tables(records), sizes=words))
-    return result
+        draw_functions.append(_draw_tables)
+    return [dataclasses.replace(draw(records), sizes=common_sizes) for draw in draw_functions]
 
 
 def _with_styles(records: Sequence[TraceRecord]) -> Iterator[tuple[TraceRecord, str, str]]:
-    """Yield each record with its colour and its name."""
+    """Yield each record with its colour and label; equal names are told apart by sizes."""
     for i, record in enumerate(records):
-        words = name_of(record).removeprefix("lookups of the ").replace(" lookups", "")
+        label = name_of(record).removeprefix("lookups of the ").replace(" lookups", "")
         if sum(name_of(r) == name_of(record) for r in records) > 1:
-            words += f" E={record['params']['E']:,} B={record['params']['B']:,}"
-        yield record, COLOURS[COLOUR_ORDER[i % len(COLOUR_ORDER)]], words
+            label += f" E={record['params']['E']:,} B={record['params']['B']:,}"
+        yield record, COLOURS[COLOUR_ORDER[i % len(COLOUR_ORDER)]], label
 
 
-def _caches(records: Sequence[TraceRecord]) -> Figure:
+def _draw_caches(records: Sequence[TraceRecord]) -> Figure:
     """Draw the hit rates of ideal caches against their size, per lookup and per distinct row."""
 
     def panel(title: str, unit: str) -> Panel:
         lines = []
         for record, colour, label in _with_styles(records):
             rates = record["analysis"]["hit_rates"]
-            curve = {
+            curve_of_policy = {
                 policy: Curve(
                     [100 * p["cache_rows"] / rates["distinct"] for p in rates[policy]],
                     [100 * p[unit] for p in rates[policy]],
@@ -254,9 +263,11 @@ def _caches(records: Sequence[TraceRecord]) -> Figure:
                 for policy in ("lru", "offline", "static_top")
             }
             lines += [
-                dataclasses.replace(curve["lru"], label=label),
-                dataclasses.replace(curve["offline"], line=DASHED, width=1.4, marker="o", size=4),
-                dataclasses.replace(curve["static_top"], line=":", width=1.4),
+                dataclasses.replace(curve_of_policy["lru"], label=label),
+                dataclasses.replace(
+                    curve_of_policy["offline"], line=DASHED, width=1.4, marker="o", size=4
+                ),
+                dataclasses.replace(curve_of_policy["static_top"], line=":", width=1.4),
             ]
         x_scale = Scale(
             "size of the cache (% of the distinct rows)",
@@ -281,29 +292,28 @@ def _caches(records: Sequence[TraceRecord]) -> Figure:
     )
 
 
-def _popularity(records: Sequence[TraceRecord]) -> Figure:
+def _draw_popularity(records: Sequence[TraceRecord]) -> Figure:
     """Draw the lookups per row by rank, and the lookups of the most popular rows together."""
-    ranked, cumulative = [], []
+    rank_curves, cumulative_curves = [], []
     for record, colour, label in _with_styles(records):
-        busy_table, points = busiest(record), record["analysis"]["busiest"]["ranked"]
+        table, points = busiest_table(record), record["analysis"]["busiest"]["ranked"]
         ranks = np.array([rank for rank, _ in points])
-        ranked.append(Curve(ranks, [share for _, share in points], colour, label))
-        if busy_table["fit"]:
-            fitted_shares = zipf_probabilities(
-                busy_table["rows"], busy_table["fit"]["s"], busy_table["fit"]["q"]
-            )
+        rank_curves.append(Curve(ranks, [share for _, share in points], colour, label))
+        if fit := table["fit"]:
+            fitted_shares = zipf_probabilities(table["rows"], fit["s"], fit["q"])
             fitted_ranks = np.unique(np.rint(ranks).astype(int))
-            ranked.append(
+            rank_curves.append(
                 Curve(fitted_ranks, fitted_shares[fitted_ranks - 1], colour, line=DASHED, width=1.2)
             )
         tables = record["tables"]
         distinct = sum(t["distinct"] for t in tables)
         shares = {float(k): sum(t["rows_of"][k] for t in tables) for k in tables[0]["rows_of"]}
         x = [100 * rows / distinct for rows in shares.values()]
-        cumulative.append(Curve(x, [100 * s for s in shares], colour, label, "o"))
-    rank, share = Scale("rank of the row", log=10), Scale("share of the lookups", log=10)
-    rows = Scale("rows, most popular first (% of the distinct rows)", log=10)
-    lookups = percent_scale("their lookups (%)")
+        cumulative_curves.append(Curve(x, [100 * s for s in shares], colour, label, "o"))
+    rank_scale = Scale("rank of the row", log=10)
+    share_scale = Scale("share of the lookups", log=10)
+    row_scale = Scale("rows, most popular first (% of the distinct rows)", log=10)
+    lookup_scale = percent_scale("their lookups (%)")
     return Figure(
         "popularity",
         "Popularity of rows",
@@ -314,19 +324,21 @@ def _popularity(records: Sequence[TraceRecord]) -> Figure:
         "",
         [
             Panel(
-                "Lookups per row, by rank", curves(ranked, rank, share, name_position="lower left")
+                "Lookups per row, by rank",
+                curves(rank_curves, rank_scale, share_scale, name_position="lower left"),
             ),
             Panel(
-                "Most popular rows", curves(cumulative, rows, lookups, name_position="upper left")
+                "Most popular rows",
+                curves(cumulative_curves, row_scale, lookup_scale, name_position="upper left"),
             ),
         ],
     )
 
 
-def _repetition(records: Sequence[TraceRecord]) -> Figure:
+def _draw_repetition(records: Sequence[TraceRecord]) -> Figure:
     """Draw rows and their lookups by the number of lookups per row."""
-    is_like_published = any(_like_published(r) for r in records)
-    names = [*(_binary(e) for e in production.EDGES[1:]), "more"]
+    shows_published = any(_is_like_published(r) for r in records)
+    names = [*(_format_binary(e) for e in production.EDGES[1:]), "more"]
 
     def panel(unit: str, published: Sequence[float]) -> Panel:
         positions = range(len(names))
@@ -341,37 +353,40 @@ def _repetition(records: Sequence[TraceRecord]) -> Figure:
             )
             for r, colour, label in _with_styles(records)
         ]
-        if is_like_published:
-            stars = 100 * np.array(published)
-            lines.append(Curve(positions, stars, INK, "published, 2022", "*", line="", size=7))
+        if shows_published:
+            published_shares = 100 * np.array(published)
+            lines.append(
+                Curve(positions, published_shares, INK, "published, 2022", "*", line="", size=7)
+            )
         x_scale = Scale("lookups per row, at most", ticks=positions[::2], names=names[::2])
         y_scale = Scale(f"share of the {unit} (%)", low=0)
         return Panel(text.capitalise(unit), curves(lines, x_scale, y_scale))
 
-    about_stars = (
+    star_note = (
         " Stars: the published production trace; in its last bins a smaller table has few rows."
-        if is_like_published
+        if shows_published
         else ""
     )
     return Figure(
         "repetition",
         "Lookups per row",
         "Rows by how many lookups they have in the whole trace: the share of the rows in each "
-        f"bin, and the share of all lookups that go to them.{about_stars} Only "
+        f"bin, and the share of all lookups that go to them.{star_note} Only "
         "traces with as many lookups per row can be compared.",
         "",
         [panel("rows", production.ROWS_SHARE), panel("lookups", production.LOOKUPS_SHARE)],
     )
 
 
-def _like_published(record: TraceRecord) -> bool:
+def _is_like_published(record: TraceRecord) -> bool:
+    """Return whether a trace is production-like, and about as long as the published one."""
     window = record.get("published_window")
     if not window:
         return False
-    return 1 / COMPARABLE < sum(record["samples"]["lookups"]) / window < COMPARABLE
+    return 1 / MAX_LENGTH_RATIO < sum(record["samples"]["lookups"]) / window < MAX_LENGTH_RATIO
 
 
-def _reuse(records: Sequence[TraceRecord]) -> Figure:
+def _draw_reuse(records: Sequence[TraceRecord]) -> Figure:
     """Draw the reuse distances of lookups, and their cumulative share."""
 
     def panel(title: str, transform: Callable[[np.ndarray], np.ndarray], label: str) -> Panel:
@@ -380,7 +395,7 @@ def _reuse(records: Sequence[TraceRecord]) -> Figure:
             distances = record["analysis"]["distances"]
             y = 100 * transform(np.array(distances["reuse"]))
             lines.append(Curve(distances["edges"][1:], y, colour, name, "o", size=3))
-        x_scale = Scale("reuse distance (rows), below", log=2, format_tick=_binary)
+        x_scale = Scale("reuse distance (rows), below", log=2, format_tick=_format_binary)
         return Panel(title, curves(lines, x_scale, Scale(label, low=0), name_position="upper left"))
 
     return Figure(
@@ -397,21 +412,21 @@ def _reuse(records: Sequence[TraceRecord]) -> Figure:
     )
 
 
-def _working_set(records: Sequence[TraceRecord]) -> Figure:
+def _draw_working_set(records: Sequence[TraceRecord]) -> Figure:
     """Draw the distinct rows over the lookups, and the new rows of each batch."""
-    growth, new = [], []
-    max_rows, first = 1, min(r["samples"]["lookups"][0] for r in records)
+    growth_curves, new_row_curves = [], []
+    max_rows, min_lookups = 1, min(r["samples"]["lookups"][0] for r in records)
     for record, colour, label in _with_styles(records):
         x, y = (np.cumsum(record["samples"][k]) for k in ("lookups", "new"))
         max_rows = max(max_rows, int(y[-1]))
-        growth.append(Curve(x, y, colour, label, "o", size=3))
+        growth_curves.append(Curve(x, y, colour, label, "o", size=3))
         shares = 100 * np.array(record["samples"]["new"]) / np.array(record["samples"]["rows"])
-        new.append(Curve(1 + np.arange(len(shares)), shares, colour, label))
-    ends = [first, max(max_rows, first)]
-    growth.append(Curve(ends, ends, INK, width=0.7))
-    lookups = Scale("lookups", log=10, format_tick=_whole)
-    rows = Scale("distinct rows", log=10, format_tick=_whole)
-    share = percent_scale("of its distinct rows (%)")
+        new_row_curves.append(Curve(1 + np.arange(len(shares)), shares, colour, label))
+    ends = [min_lookups, max(max_rows, min_lookups)]
+    growth_curves.append(Curve(ends, ends, INK, width=0.7))
+    lookup_scale = Scale("lookups", log=10, format_tick=_format_decimal)
+    row_scale = Scale("distinct rows", log=10, format_tick=_format_decimal)
+    share_scale = percent_scale("of its distinct rows (%)")
     return Figure(
         "working_set",
         "Growth of the working set",
@@ -421,38 +436,39 @@ def _working_set(records: Sequence[TraceRecord]) -> Figure:
         "",
         [
             Panel(
-                "Rows looked up so far", curves(growth, lookups, rows, name_position="lower right")
+                "Rows looked up so far",
+                curves(growth_curves, lookup_scale, row_scale, name_position="lower right"),
             ),
             Panel(
                 "New rows per batch",
-                curves(new, Scale("batch"), share, name_position="upper right"),
+                curves(new_row_curves, Scale("batch"), share_scale, name_position="upper right"),
             ),
         ],
     )
 
 
-def _whole(value: float) -> str:
-    """Return thousands and millions in short, e.g. '4 k' or '2 M'."""
+def _format_decimal(value: float) -> str:
+    """Return a number with a decimal prefix from 1,000 on, e.g. '4 k' or '2 M'."""
     for unit, factor in ((" M", 1e6), (" k", 1e3)):
         if value >= factor:
             return f"{value / factor:.3g}{unit}"
     return f"{value:g}"
 
 
-def _binary(value: float) -> str:
-    """Return powers of two in short, e.g. '4 Ki'."""
+def _format_binary(value: float) -> str:
+    """Return a number with a binary prefix from 1,024 on, e.g. '4 Ki'."""
     return f"{value / 1024:,.3g} Ki" if value >= 1024 else f"{value:g}"
 
 
-def _tables(records: Sequence[TraceRecord]) -> Figure:
+def _draw_tables(records: Sequence[TraceRecord]) -> Figure:
     """Draw the skew and the best hit rate of each table against its distinct rows."""
 
-    def panel(title: str, value: Callable[[TableNumbers], float | None], label: str) -> Panel:
+    def panel(title: str, value_of: Callable[[TableNumbers], float | None], label: str) -> Panel:
         lines = []
         for record, colour, name in _with_styles(records):
-            points = [(t["distinct"], value(t)) for t in record["tables"]]
-            points_with_value = [(x, y) for x, y in points if y is not None]
-            xs, ys = [x for x, _ in points_with_value], [y for _, y in points_with_value]
+            values = [(t["distinct"], value_of(t)) for t in record["tables"]]
+            points = [(x, y) for x, y in values if y is not None]
+            xs, ys = [x for x, _ in points], [y for _, y in points]
             lines.append(Curve(xs, ys, colour, name, "o", line="", size=5, opacity=0.7))
         x_scale = Scale("distinct rows of the table", log=10)
         return Panel(title, curves(lines, x_scale, Scale(label, low=0)))
