@@ -1,18 +1,17 @@
-"""Count the instructions of the gate's points with callgrind, on a loaded machine too.
+"""Count the instructions of the gate's points with callgrind, even on a loaded machine.
 
 Each side runs once in its own process under valgrind. Both run at the same time, because counts do
 not depend on the load of the machine. Torch is imported and the points are built without
-instrumentation. Then each point is executed on every batch of the pool, and REPEATS times on the
-first batch with counting on. The smallest count is taken, because Python's caches change during the
-first ones.
-Two numbers result: all instructions of the call, Python and torch included, and those within
-emblib's own library.
+instrumentation. Then each point is executed on every batch of the pool, and NUM_COUNTED_CALLS times
+on the first batch with counting on. The smallest count is taken, because Python's caches change
+during the first calls. Two numbers result: all instructions of the call, Python and torch included,
+and those within emblib's own library.
 
 Counting is switched on and off from inside by valgrind's client requests. A request is a sequence
 of instructions without effect, which valgrind recognises; they are written into an executable page,
 so that no compiler is needed. Valgrind does not know AVX-512, so the AVX2 kernels are counted.
 
-At the top this file imports nothing that imports emblib, as `worker.py`: see there.
+Like worker.py, which says why, this file imports nothing at its top that imports emblib.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ if TYPE_CHECKING:  # `main` chooses the emblib to import before anything else ma
 
 Counts = dict[str, dict[str, dict[str, float]]]  # point -> side -> name -> count
 
-REPEATS = 3
-LIMIT_SECONDS = 1800  # of a side; about 40 on an idle machine
+NUM_COUNTED_CALLS = 3
+LIMIT_SECONDS = 1800  # per side, which takes about 40 s on an idle machine
 TOTAL, NATIVE = "instructions", "native_instructions"
 # mov rax, rdi; mov rdx, rsi; rol rdi, 3; 13; 61; 51; xchg rbx, rbx; mov rax, rdx; ret
 REQUEST_CODE = bytes.fromhex("4889f8 4889f2 48c1c703 48c1c70d 48c1c73d 48c1c733 4887db 4889d0 c3")
@@ -48,7 +47,7 @@ DUMP, ZERO, _, _, START, STOP = range(0x43540000, 0x43540006)  # requests of cal
 
 
 def reason_not_to_count(config: Config, device: str, *, smoke: bool) -> str:
-    """Return why instructions cannot be counted here; empty where they can."""
+    """Return why instructions cannot be counted here; "" if they can."""
     if device != "cpu" or config.device.threads != 1:
         return "they are counted on the CPU, with device.threads=1"
     if not config.gate.instructions:
@@ -63,42 +62,42 @@ def reason_not_to_count(config: Config, device: str, *, smoke: bool) -> str:
 
 
 def count(setup: Setup, folders: Mapping[str, str]) -> tuple[Counts, str]:
-    """Count the points that each side can build; return the counts, and "" or why there are none.
+    """Count the points that each side can build; return (counts, ""), or ({}, why there are none).
 
     `folders` has the folder of the package that a side imports, by the name of the side.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        message = Path(scratch) / "setup.pickle"
-        message.write_bytes(pickle.dumps(setup))
-        runs = {side: _start(side, folder, message) for side, folder in folders.items()}
+        setup_file = Path(scratch) / "setup.pickle"
+        setup_file.write_bytes(pickle.dumps(setup))
+        processes = {side: _start(side, folder, setup_file) for side, folder in folders.items()}
         counts: Counts = {}
         try:
-            for side, process in runs.items():
+            for side, process in processes.items():
                 _, errors = process.communicate(timeout=LIMIT_SECONDS)
                 if process.returncode:
                     lines = [x for x in errors.strip().splitlines() if not x.startswith("==")]
                     return {}, f"{side} failed under valgrind: {(lines or ['no message'])[-1]}"
-                for point, side_counts in read_dumps(message.parent / side).items():
+                for point, side_counts in read_dumps(setup_file.parent / side).items():
                     counts.setdefault(point, {})[side] = side_counts
         except subprocess.TimeoutExpired:
             return {}, f"{side} took more than {LIMIT_SECONDS} s"
-        finally:  # where one side failed, the other would run on while times are measured
-            for process in runs.values():
+        finally:  # if one side failed, the other would still run while times are measured
+            for process in processes.values():
                 process.kill()
                 process.wait()
     return counts, ""
 
 
-def _start(side: str, folder: str, message: Path) -> subprocess.Popen[str]:
-    """Start one side under valgrind; its dumps and names go to a folder next to `message`."""
-    folder_of_side = message.parent / side
-    folder_of_side.mkdir()
+def _start(side: str, package: str, setup_file: Path) -> subprocess.Popen[str]:
+    """Start one side under valgrind; its dumps and names go to a folder next to `setup_file`."""
+    dump_folder = setup_file.parent / side
+    dump_folder.mkdir()
     return subprocess.Popen(
         [
             *("valgrind", "--tool=callgrind", "--instr-atstart=no"),
-            f"--callgrind-out-file={folder_of_side}/dump",
-            *(sys.executable, "-m", "experiments.gate.instructions", folder, str(message)),
-            str(folder_of_side / "names"),
+            f"--callgrind-out-file={dump_folder}/dump",
+            *(sys.executable, "-m", "experiments.gate.instructions", package, str(setup_file)),
+            str(dump_folder / "names"),
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -109,7 +108,10 @@ def _start(side: str, folder: str, message: Path) -> subprocess.Popen[str]:
 
 
 def read_dumps(folder: Path) -> dict[str, dict[str, float]]:
-    """Return the counts per point: the smallest of its dumps, which are numbered in order."""
+    """Return the smallest counts of the dumps of each point.
+
+    The file `names` has the point of each dump, and the dumps are numbered from 1 in this order.
+    """
     names = (folder / "names").read_text().splitlines()
     smallest: dict[str, dict[str, float]] = {}
     for number, name in enumerate(names, 1):
@@ -120,27 +122,27 @@ def read_dumps(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def count_dump(text: str) -> dict[str, float]:
-    """Return all instructions of a dump, and those within a library of emblib.
+    """Return all instructions of a dump (TOTAL), and those within a library of emblib (NATIVE).
 
-    A line of cost belongs to the object and function above it. The line after `calls=` has the cost
-    of the callee, which has lines of its own. An object is named once and then by its number.
+    A line of cost belongs to the object above it. The line after `calls=` is not counted, because
+    the callee has lines of its own. An object is named once; later lines have its number only.
     """
     objects: dict[str, str] = {}
     total = native = 0
-    current, of_callee = "", False
+    current_object, is_callee_cost = "", False
     for line in text.splitlines():
         if match := re.match(r"(c?)ob=(\(\d+\))(?: (.+))?", line):
             if match[3]:
                 objects[match[2]] = match[3]
             if not match[1]:
-                current = objects[match[2]]
+                current_object = objects[match[2]]
         elif line.startswith("calls="):
-            of_callee = True
+            is_callee_cost = True
         elif re.match(r"[\d+*-]\S* \d+$", line):
-            cost = 0 if of_callee else int(line.rpartition(" ")[2])
+            cost = 0 if is_callee_cost else int(line.rpartition(" ")[2])
             total += cost
-            native += cost * ("libemblib_" in current)
-            of_callee = False
+            native += cost * ("libemblib_" in current_object)
+            is_callee_cost = False
     return {TOTAL: float(total), NATIVE: float(native)}
 
 
@@ -156,33 +158,33 @@ class ClientRequests:
         self._call = function(address)
 
     def send(self, request: int) -> int:
-        """Send a request; return valgrind's answer, 0 where the process does not run under it."""
-        words = (ctypes.c_uint64 * 6)(request)
-        return int(self._call(ctypes.addressof(words), 0))
+        """Send a request; return valgrind's answer, or 0 if the process runs without valgrind."""
+        request_words = (ctypes.c_uint64 * 6)(request)
+        return int(self._call(ctypes.addressof(request_words), 0))
 
 
-def main(package: str, message: str, names: str) -> None:
-    """Build the points of a pickled `Setup` from a package, and dump the counts of each."""
+def main(package: str, setup_file: str, names_file: str) -> None:
+    """Build the points of a pickled `Setup` from a package; dump the counts of each, and names."""
     from experiments.gate.worker import import_from
 
     import_from(package)
     from experiments.gate.bench import Bench
 
-    bench, requests = Bench(pickle.loads(Path(message).read_bytes())), ClientRequests()
+    bench, requests = Bench(pickle.loads(Path(setup_file).read_bytes())), ClientRequests()
     bench.build()
-    bench.settle()
-    dumped = []
-    for name, ready in bench.ready.items():
+    bench.stop_garbage_collection()
+    dumped_names = []
+    for name, ready in bench.ready_points.items():
         for batch in range(bench.setup.config.timing.pool):
             ready.run(batch)
-        for _ in range(REPEATS):
+        for _ in range(NUM_COUNTED_CALLS):
             for request in (ZERO, START):
                 requests.send(request)
             ready.run(0)
             for request in (STOP, DUMP):
                 requests.send(request)
-            dumped.append(name)
-    Path(names).write_text("\n".join(dumped))
+            dumped_names.append(name)
+    Path(names_file).write_text("\n".join(dumped_names))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ HOW = (
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure, save noise.json and report; return the exit status.
 
-    A run that finished, at full sizes, also replaces the floor in the folder gate.noise.
+    A run that finished at full sizes also replaces the machine's floor in the folder gate.noise.
 
     Raises:
         UsageError: the run cannot start.
@@ -46,34 +46,34 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         return setup.print_plan(config, f"{config.gate.floor_pairs} pairs of processes")
     start = setup.start_gate(config, words)
     side_folders, store = setup.head_on_both_sides(start, print), start.create()
-    began = time.monotonic()
-    count = SMOKE_PAIRS if start.smoke else config.gate.floor_pairs
+    begin_s = time.monotonic()
+    num_pairs = SMOKE_PAIRS if start.smoke else config.gate.floor_pairs
     names = [p.name for p in start.points]
-    rules = Rules(count, count, dict.fromkeys(names, config.gate.min_effect))
+    rules = Rules(num_pairs, num_pairs, dict.fromkeys(names, config.gate.min_effect))
     trial, status = Trial(), "finished"
-    with Display(count) as display:
-        display.say(setup.heading(start, f"{count} pairs of processes"))
+    with Display(num_pairs) as display:
+        display.say(setup.heading(start, f"{num_pairs} pairs of processes"))
         runner = TrialRunner(
             config, start.device, start.points, rules, side_folders, store, display
         )
         try:
-            while names_left := [n for n in names if n not in trial.evidence.lost]:
-                if len(trial.evidence.first.get(names_left[0], [])) >= count:
+            while names_left := [n for n in names if n not in trial.evidence.lost_points]:
+                if len(trial.evidence.first.get(names_left[0], [])) >= num_pairs:
                     break
-                runner.step(trial, Request(Stage.first, tuple(names_left)))
+                runner.measure_pair(trial, Request(Stage.first, tuple(names_left)))
                 display.finish("")
         except KeyboardInterrupt:
             status = "interrupted"
     time_utc = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     floor = setup.noise_floor_content(start.environment, config, trial.evidence.first, time_utc)
-    stored_at = store.write_json("noise.json", floor)
+    floor_path = store.write_json("noise.json", floor)
     if status == "finished" and not start.smoke:
         floors = RunStore(ROOT / config.gate.noise)
-        stored_at = floors.write_json(setup.floor_file(start.environment, config), floor)
-    setup.write_info(store, config, question, status, began)
-    print(f"\n{write(store.path)}\n\nnoise floor: {shown_path(stored_at)}")
+        floor_path = floors.write_json(setup.floor_file(start.environment, config), floor)
+    setup.write_info(store, config, question, status, begin_s)
+    print(f"\n{write(store.path)}\n\nnoise floor: {shown_path(floor_path)}")
     print(f"report: {shown_path(store.path / 'index.html')}")
-    return 130 if status == "interrupted" else 5 if trial.failed else 0
+    return 130 if status == "interrupted" else 5 if trial.failures else 0
 
 
 def write(path: Path) -> str:
@@ -82,7 +82,10 @@ def write(path: Path) -> str:
     points: NoiseFloor = read_json(path, "noise.json")["points"]
     failures = {r["point"]: r for r in read_records(path) if r["status"] != "ok"}
     pairs, min_effect = int(config.timing.replicates), float(config.gate.min_effect)
-    margins = {n: statistics.gate_margin(min_effect, p["mad"], pairs) for n, p in points.items()}
+    margins = {
+        name: statistics.gate_margin(min_effect, noise["mad"], pairs)
+        for name, noise in points.items()
+    }
     answer = sentence(points, margins, pairs)
     notices = []
     if config.timing.max_rows:
@@ -91,13 +94,13 @@ def write(path: Path) -> str:
         notices.append("This run was interrupted; it is not stored as the machine's noise floor.")
     notices += [f"{n}: {r['status']} ({r['reason']})" for n, r in failures.items()]
     lines = []
-    for name, p in points.items():
-        if p["pairs"] > 1:
-            effect = statistics.combine(p["effects"])
-            hollow = effect.lo <= 1 <= effect.hi
-            margin, colour = margins[name], COLOURS["tbe"]
-            lines.append(pages.effect_row(name, p["effects"], margin, colour=colour, hollow=hollow))
-    result = []
+    for name, noise in points.items():
+        if noise["pairs"] > 1:
+            effects, margin, colour = noise["effects"], margins[name], COLOURS["tbe"]
+            effect = statistics.combine(effects)
+            is_hollow = effect.lo <= 1 <= effect.hi
+            lines.append(pages.effect_row(name, effects, margin, colour=colour, hollow=is_hollow))
+    figures = []
     if lines:
         caption = (
             "Bars: 95 % interval of the mean over all pairs; small dots: single pairs. Grey: "
@@ -105,21 +108,21 @@ def write(path: Path) -> str:
         )
         panel = forest("A against A", lines, "time of one ÷ time of the other")
         title = "Difference of a revision from itself"
-        result.append(Figure("funnel", title, caption, "", [panel]))
-    sections = [Section("Noise by point", figures=result, table=table(points, margins))]
+        figures.append(Figure("funnel", title, caption, "", [panel]))
+    sections = [Section("Noise by point", figures=figures, table=table(points, margins))]
     report = pages.page_of(path, str(config.name), [answer], sections, notices=notices, how=HOW)
     document.write(path, report)
     return answer
 
 
 def sentence(points: NoiseFloor, margins: Mapping[str, float], pairs: int) -> str:
-    """Describe the noise floor and what it means for the gate."""
+    """State the noise of the best and the worst point, and the gate's margins."""
     if not points:
         return "No point could be measured."
     worst = max(points, key=lambda n: points[n]["mad"])
-    low = min(p["mad"] for p in points.values())
+    min_mad = min(noise["mad"] for noise in points.values())
     return (
-        f"One pair of processes differs from itself by {100 * low:.2g} to "
+        f"One pair of processes differs from itself by {100 * min_mad:.2g} to "
         f"{100 * points[worst]['mad']:.2g} % (median, best and worst point: {worst}); with {pairs} "
         f"pairs the gate's margins are {100 * min(margins.values()):.2g} to "
         f"{100 * max(margins.values()):.2g} %."

@@ -1,4 +1,4 @@
-"""Pages of the gate's kinds: figures, sentences, provenance, and how to read them."""
+"""The outputs of the gate: its page, gate.json, junit.xml and lines for the terminal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def page_of(
         ],
         subtitle=" · ".join(str(x) for x in (*machine, text.commit(environment)) if x),
         tiles=tiles,
-        notices=[Notice(words) for words in notices],
+        notices=[Notice(sentence) for sentence in notices],
         closing="In the folder of this page: points.jsonl (raw samples), report.md, figures.",
     )
 
@@ -80,19 +80,19 @@ def effect_value(effect: Effect) -> Value:
 
 
 def margin_value(value: float | None) -> Value:
-    """Format a share as '5.2 %'; None and infinity have no number."""
-    finite = None if value is None or math.isinf(value) else value
-    return Value.of(finite, lambda v: f"{100 * v:.3g} %")
+    """Format a share as '5.2 %'; a dash for None and infinity."""
+    finite_value = None if value is None or math.isinf(value) else value
+    return Value.of(finite_value, lambda v: f"{100 * v:.3g} %")
 
 
-def instructions_value(line: PointFinding, name: str) -> Value:
-    """Format '1.0310 (2,113,402)': head ÷ base, and the count of head; no number if not counted."""
-    sides = line.counts.get(name)
-    head_per_base = sides["head"] / sides["base"] if sides and sides["base"] else None
-    return Value.of(head_per_base, lambda v: f"{v:.4f} ({sides['head']:,.0f})" if sides else "")
+def instructions_value(finding: PointFinding, name: str) -> Value:
+    """Format head ÷ base and the count of head, '1.0310 (2,113,402)'; a dash if not counted."""
+    counts = finding.counts.get(name)
+    head_per_base = counts["head"] / counts["base"] if counts and counts["base"] else None
+    return Value.of(head_per_base, lambda v: f"{v:.4f} ({counts['head']:,.0f})" if counts else "")
 
 
-MEANING = {
+MEANINGS = {  # by exit status
     0: "no slowdown was found",
     3: "a slowdown was found and confirmed",
     4: "a point is unsure, which gate.strict does not accept",
@@ -100,7 +100,7 @@ MEANING = {
     6: "nothing was comparable",
     130: "interrupted",
 }
-SHADES = {"SLOWER": SLOWER, "FASTER": FASTER}
+STATE_COLOURS = {"SLOWER": SLOWER, "FASTER": FASTER}
 TILE_STYLES = {"SLOWER": "bad", "FASTER": "good", "UNSURE": "open"}
 
 
@@ -117,9 +117,9 @@ def write_outputs(
     Args:
         path: directory of the run.
         findings: findings of the gate.
-        facts: further entries of gate.json: experiment, base and head (in words), notices, and of a
-            complete run commits, device, machine, measured and seconds, which `trend` reads.
-        status: exit status, a key of MEANING.
+        facts: further entries of gate.json: experiment, base and head (in words) and notices. A
+            complete run also has commits, device, machine, measured and seconds, for `trend`.
+        status: exit status, a key of MEANINGS.
         summary: file to which gate.md is appended, such as a GitHub job's; None for none.
     """
     store = RunStore(path)
@@ -130,10 +130,10 @@ def write_outputs(
         "gate.json",
         {
             "status": status,
-            "meaning": MEANING[status],
+            "meaning": MEANINGS[status],
             "answer": answer,
             **facts,
-            "points": [as_json(line) for line in findings.points],
+            "points": [as_json(finding) for finding in findings.points],
         },
     )
     store.write("junit.xml", junit(findings, answer))
@@ -149,47 +149,54 @@ def sentence(findings: Findings, facts: Mapping[str, Any]) -> str:
     revisions = f"{facts['head']} against {facts['base']}"
     if findings.broken:
         return f"{revisions}: nothing could be compared: {findings.broken}"
-    bad = [x for x in findings.points if x.regression]
-    if bad:
-        worst = bad[0]
-        headline = f"{worst.point}, {_effect(worst)}" if worst.state == "SLOWER" else worst.point
-        others = f" and {text.count(len(bad) - 1, 'other point')}" * (len(bad) > 1)
+    regressions = [finding for finding in findings.points if finding.regression]
+    if regressions:
+        worst = regressions[0]
+        headline = worst.point
+        if worst.state == "SLOWER":
+            headline += f", {_format_effect(worst)}"
+        others = ""
+        if len(regressions) > 1:
+            others = f" and {text.count(len(regressions) - 1, 'other point')}"
         return f"{revisions} is worse at {headline}{others}."
-    broken = findings.in_states("MISSING", "FAILED")
-    if broken:
-        return f"{revisions}: {text.count(len(broken), 'point')} failed in head."
+    failures = findings.in_states("MISSING", "FAILED")
+    if failures:
+        return f"{revisions}: {text.count(len(failures), 'point')} failed in head."
     if not findings.compared:
         return f"{revisions}: nothing could be compared."
-    unsure, total = len(findings.in_states("UNSURE")), len(findings.compared)
-    faster = findings.in_states("FASTER")
-    gain = f", {text.count(len(faster), 'point')} faster" * bool(faster)
-    doubt = f"; unsure of {unsure} of {total}" * bool(unsure)
-    return f"{revisions}: no slowdown was found at {text.count(total, 'point')}{gain}{doubt}."
+    num_unsure, num_compared = len(findings.in_states("UNSURE")), len(findings.compared)
+    num_faster = len(findings.in_states("FASTER"))
+    faster_note = f", {text.count(num_faster, 'point')} faster" if num_faster else ""
+    unsure_note = f"; unsure of {num_unsure} of {num_compared}" if num_unsure else ""
+    compared = text.count(num_compared, "point")
+    return f"{revisions}: no slowdown was found at {compared}{faster_note}{unsure_note}."
 
 
-def _effect(line: PointFinding) -> str:
-    if line.ruling is None:
+def _format_effect(finding: PointFinding) -> str:
+    """Return the effect with its interval; "" without a verdict."""
+    if finding.ruling is None:
         return ""
-    effect = line.ruling.effect
+    effect = finding.ruling.effect
     return f"{effect.ratio:.3f}× [{effect.lo:.3f}, {effect.hi:.3f}]"
 
 
-def finding_line(line: PointFinding) -> str:
+def format_finding(finding: PointFinding) -> str:
     """Format one finding as a line for the terminal."""
-    if line.ruling is None:
-        return f"{line.state:<8} {line.point}: {line.reason}"
-    ruling = line.ruling
-    sizes = f"{text.seconds(line.base_s)} → {text.seconds(line.head_s)}"
+    if finding.ruling is None:
+        return f"{finding.state:<8} {finding.point}: {finding.reason}"
+    ruling = finding.ruling
+    times = f"{text.seconds(finding.base_s)} → {text.seconds(finding.head_s)}"
     has_interval = ruling.effect.processes > 1
-    effect = _effect(line) if has_interval else f"{ruling.effect.ratio:.3f}×"
-    grown = "".join(f" · {x}" for x in line.grown)
+    effect = _format_effect(finding) if has_interval else f"{ruling.effect.ratio:.3f}×"
+    grown_note = "".join(f" · {sentence}" for sentence in finding.grown)
     return (
-        f"{line.state:<8} {effect} m={100 * ruling.margin:.1f}% {line.point} · {sizes} · "
-        f"k={_pairs(ruling)}{grown}"
+        f"{finding.state:<8} {effect} m={100 * ruling.margin:.1f}% {finding.point} · {times} · "
+        f"k={_format_pairs(ruling)}{grown_note}"
     )
 
 
-def _pairs(ruling: Ruling) -> str:
+def _format_pairs(ruling: Ruling) -> str:
+    """Return the number of pairs of the first set, and of the second if any: '5' or '5+5'."""
     return "+".join(str(len(pairs)) for pairs in (ruling.first, ruling.second) if pairs)
 
 
@@ -197,7 +204,7 @@ def _page(
     path: Path, findings: Findings, facts: Mapping[str, Any], answer: str, status: int
 ) -> Page:
     """Return the page of a comparison of two revisions."""
-    notices = [f"Exit status {status}: {MEANING[status]}."] if status else []
+    notices = [f"Exit status {status}: {MEANINGS[status]}."] if status else []
     notices += list(facts.get("notices", ()))
     tiles = [
         Tile(
@@ -208,20 +215,18 @@ def _page(
         for v in (Verdict.SLOWER, Verdict.UNSURE, Verdict.FASTER, Verdict.SAME)
     ]
     sections = [Section("Points", table=table(findings.points), figures=_figures(findings.points))]
-    other_lines = [
+    remarks = [
         f"{x.state.lower()}: {x.point} – {x.reason}" for x in findings.points if x.ruling is None
     ]
-    other_lines += [f"unsure: {x.point} – {x.reason}" for x in findings.in_states("UNSURE")]
-    other_lines += [
-        f"{x.point}: {change}" for x in findings.points for change in (*x.grown, *x.shrunk)
-    ]
-    if other_lines:
-        sections.append(Section("Remarks", other_lines))
+    remarks += [f"unsure: {x.point} – {x.reason}" for x in findings.in_states("UNSURE")]
+    remarks += [f"{x.point}: {change}" for x in findings.points for change in (*x.grown, *x.shrunk)]
+    if remarks:
+        sections.append(Section("Remarks", remarks))
     name = str(facts["experiment"])
     return page_of(path, name, [answer], sections, tiles=tiles, notices=notices)
 
 
-def table(lines: Sequence[PointFinding]) -> Table:
+def table(findings: Sequence[PointFinding]) -> Table:
     """Return the table of the compared points, one row per point."""
     columns: dict[str, Callable[[tuple[PointFinding, Ruling]], Value | str]] = {
         "point": lambda x: x[0].point,
@@ -233,16 +238,16 @@ def table(lines: Sequence[PointFinding]) -> Table:
         "of them in emblib": lambda x: instructions_value(x[0], NATIVE),
         "base": lambda x: tables.time_value(x[0].base_s),
         "head": lambda x: tables.time_value(x[0].head_s),
-        "pairs": lambda x: _pairs(x[1]),
+        "pairs": lambda x: _format_pairs(x[1]),
         "what": lambda x: x[0].words,
     }
-    return Table.of([(line, line.ruling) for line in lines if line.ruling], columns)
+    return Table.of([(finding, finding.ruling) for finding in findings if finding.ruling], columns)
 
 
 def effect_row(
     name: str, effects: Sequence[float], margin: float, *, colour: str, hollow: bool
 ) -> Row:
-    """Return a line of a forest: the mean effect over pairs, its interval, the single pairs."""
+    """Return a row of a forest: the mean effect over pairs, its interval, the single pairs."""
     effect = combine(effects)
     return Row(
         name,
@@ -250,26 +255,26 @@ def effect_row(
         colour,
         effect.lo,
         effect.hi,
-        dots=[math.exp(x) for x in effects],
+        dots=[math.exp(log) for log in effects],
         margin=margin,
         hollow=hollow,
         words=text.times(effect.ratio),
     )
 
 
-def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
-    """Draw the funnel: every ratio, sorted, with its margin."""
-    compared = [(line, line.ruling) for line in lines if line.ruling]
+def _figures(findings: Sequence[PointFinding]) -> list[Figure]:
+    """Return the figure of all ratios with their margins, largest first; [] without a verdict."""
+    compared = [(finding, finding.ruling) for finding in findings if finding.ruling]
     compared.sort(key=lambda x: -x[1].effect.ratio)
     rows = [
         effect_row(
-            f"{line.point} · {line.state}",
+            f"{finding.point} · {finding.state}",
             ruling.second or ruling.first,
             ruling.margin,
-            colour=SHADES.get(line.state, COLOURS["tbe"]),
-            hollow=line.state not in SHADES,
+            colour=STATE_COLOURS.get(finding.state, COLOURS["tbe"]),
+            hollow=finding.state not in STATE_COLOURS,
         )
-        for line, ruling in compared
+        for finding, ruling in compared
     ]
     if not rows:
         return []
@@ -282,29 +287,30 @@ def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
 
 
 def junit(findings: Findings, answer: str) -> str:
-    """Return JUnit's XML with a test case per point, and a failed one if a revision did not build.
+    """Return JUnit's XML: a test case per point, and a failed one if a revision did not build.
 
-    A point fails if it is worse or could not be measured in head; an undecided one is skipped.
+    A point fails if it is worse, or could not be measured in head. The case of a point without a
+    verdict, or with the verdict UNSURE, is skipped.
     """
     suite = ElementTree.Element(
         "testsuite", name="performance gate", tests=str(len(findings.points))
     )
-    failures = 0
-    for line in findings.points:
-        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=line.point)
-        words = finding_line(line)
-        if line.regression or line.state in ("MISSING", "FAILED"):
-            failures += 1
+    num_failures = 0
+    for finding in findings.points:
+        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=finding.point)
+        line = format_finding(finding)
+        if finding.regression or finding.state in ("MISSING", "FAILED"):
+            num_failures += 1
             ElementTree.SubElement(
-                case, "failure", message=words, type=line.state
-            ).text = line.words
-        elif line.state not in ("SAME", "FASTER"):
-            ElementTree.SubElement(case, "skipped", message=f"{words} {line.reason}".strip())
-        ElementTree.SubElement(case, "system-out").text = words
+                case, "failure", message=line, type=finding.state
+            ).text = finding.words
+        elif finding.state not in ("SAME", "FASTER"):
+            ElementTree.SubElement(case, "skipped", message=f"{line} {finding.reason}".strip())
+        ElementTree.SubElement(case, "system-out").text = line
     if findings.broken:
-        failures += 1
+        num_failures += 1
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name="build")
         ElementTree.SubElement(case, "failure", message=answer, type="BUILD").text = findings.broken
         suite.set("tests", str(len(findings.points) + 1))
-    suite.set("failures", str(failures))
+    suite.set("failures", str(num_failures))
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

@@ -2,7 +2,7 @@
 
 A pair is one process per revision. Both build the same points (a phase of one contender on one
 workload) and then take turns, block by block: base head head base, or the reverse. A *trial* is all
-pairs of one run of the gate; `TrialRunner` measures them until `rules.next_request` has enough.
+pairs of one run of the gate; `TrialRunner` measures them until `rules.next_request` returns None.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from experiments.run.progress import Display
 from experiments.timing import statistics
 
 WORKER = "experiments.gate.worker:serve"
-# Faster calls are repeated within one sample, because waking a worker costs 10 us.
+# Shorter calls are repeated within one sample, because waking a worker costs 10 us.
 MIN_SAMPLE_SECONDS = 300e-6
 MAX_EXECUTIONS = 64
 PAIR_SEEDS = 1_000_003  # step between the pair seeds of successive run seeds (a prime)
@@ -56,9 +56,9 @@ class PairJob:
         points: points to measure.
         config: configuration of the run.
         device: device as torch names it, such as "cpu" or "cuda".
-        number: number of the pair in its run; with config.seed it gives all random numbers.
+        number: number of the pair in its run; with config.seed it determines all random numbers.
         slow: factor by which head is slowed.
-        check: True to check correctness too, and to measure what does not depend on time.
+        check: True to compare points with the reference, and to weigh them (`Bench.weigh`).
     """
 
     points: Sequence[Point]
@@ -77,7 +77,7 @@ class PointSamples:
         seconds: samples of each side, [blocks][2], in seconds; a sample is the mean of
             `executions` calls.
         executions: calls per sample.
-        weight: answers of `Bench.weigh` by side; {} if the job did not ask for them.
+        weight: results of `Bench.weigh` by side; {} unless the job has `check`.
     """
 
     seconds: dict[Side, list[list[float]]] = field(
@@ -88,59 +88,59 @@ class PointSamples:
 
     @property
     def effect(self) -> float:
-        """Return the median over the blocks of log(head / base), of the faster of two samples."""
+        """Return the median over the blocks of log(head / base), of the faster sample of each."""
         fastest = {side: dict(enumerate(map(min, self.seconds[side]))) for side in Side}
         return statistics.process_effect(fastest[Side.head], fastest[Side.base])
 
 
 @dataclass
 class PairResult:
-    """The outcome of a pair: the samples, and the points that could not be measured."""
+    """The result of a pair, by point: samples, and failures by side."""
 
-    taken: dict[str, PointSamples] = field(default_factory=dict)
-    failed: dict[str, dict[Side, BuildResult]] = field(default_factory=dict)
+    samples: dict[str, PointSamples] = field(default_factory=dict)
+    failures: dict[str, dict[Side, BuildResult]] = field(default_factory=dict)
 
-    def fail(self, point: str, side: Side, status: str, reason: str) -> None:
-        """Record a point that one side cannot run; it is not measured on the other either."""
-        self.failed.setdefault(point, {})[side] = BuildResult(status, reason)
-        self.taken.pop(point, None)
+    def add_failure(self, point: str, side: Side, status: str, reason: str) -> None:
+        """Record that one side cannot run a point, and drop the point's samples."""
+        self.failures.setdefault(point, {})[side] = BuildResult(status, reason)
+        self.samples.pop(point, None)
 
 
-# Starts a worker for a side that imports emblib from a folder. Leaving the context ends the worker.
+# Starts a worker for a side, which imports emblib from a folder; the context ends the worker.
 WorkerFactory = Callable[[Side, str], AbstractContextManager[Child]]
-# Sends (side, message, point at which the worker counts as lost); returns the worker's answer, as
-# the method of `Bench` that the message names.
+# Sends (side, message, point to blame if the worker dies); returns the worker's answer, the result
+# of the method of `Bench` that the message names.
 Ask = Callable[[Side, object, str], Any]
 
 
-def start_worker(seconds: float, side: Side, package: str) -> Child:
-    """Start a worker in a fresh process, which `seconds` of silence end; 0 for no limit."""
-    return Child(WORKER, (package,), limits=Limits(seconds or math.inf))
+def start_worker(limit_seconds: float, side: Side, package: str) -> Child:
+    """Start a worker in a fresh process, killed after `limit_seconds` of silence (0: never)."""
+    return Child(WORKER, (package,), limits=Limits(limit_seconds or math.inf))
 
 
 def run_pair(job: PairJob, folders: SideFolders, start: WorkerFactory | None = None) -> PairResult:
-    """Measure all points of the job, in one pair of processes, or in more after crashes.
+    """Measure all points of the job in one pair of processes, or in several after crashes.
 
-    A crash costs only the point at which it happened: a new pair measures the others. If that point
-    is unknown, all points that are not measured yet count as failed. `start` is None for
-    `start_worker` with the time limit of the configuration.
+    Only the point at which a process crashed fails: a new pair measures the others. If that point
+    is unknown, all points that are not measured yet fail. `start` is None for `start_worker` with
+    the time limit of the configuration.
     """
-    outcome, points = PairResult(), list(job.points)
+    result, points = PairResult(), list(job.points)
     start = start or partial(start_worker, job.config.timing.limit_seconds)
     while points:
         try:
-            _measure_pair(dataclasses.replace(job, points=points), folders, start, outcome)
+            _measure_pair(dataclasses.replace(job, points=points), folders, start, result)
             break
         except WorkerLost as loss:
             names = [loss.point] if loss.point else [p.name for p in points]
             for name in names:
-                outcome.fail(name, loss.side, loss.death.status, str(loss.death))
-        points = [p for p in points if p.name not in outcome.taken and p.name not in outcome.failed]
-    return outcome
+                result.add_failure(name, loss.side, loss.death.status, str(loss.death))
+        points = [p for p in points if p.name not in {*result.samples, *result.failures}]
+    return result
 
 
 class WorkerLost(Exception):
-    """A worker died, at a point or before the first one."""
+    """A worker died, at a point, or before the first point ("")."""
 
     def __init__(self, side: Side, point: str, death: Died) -> None:
         super().__init__(str(death))
@@ -148,27 +148,28 @@ class WorkerLost(Exception):
 
 
 def _measure_pair(
-    job: PairJob, folders: SideFolders, start: WorkerFactory, outcome: PairResult
+    job: PairJob, folders: SideFolders, start: WorkerFactory, result: PairResult
 ) -> None:
-    """Measure all points in one pair of processes, in random order; add them to `outcome`.
+    """Measure all points in one pair of processes, in random order; add them to `result`.
 
     Raises:
-        WorkerLost: a process died. `outcome` has the points that were complete by then.
+        WorkerLost: a process died. `result` has the points that were complete by then.
     """
     seed = PAIR_SEEDS * job.config.seed + job.number
     rng = random.Random(seed)
-    order = rng.sample(list(Side), 2)  # the process that starts first gets the better memory
+    # Random, because the process that starts first gets the better memory.
+    start_order = rng.sample(list(Side), 2)
     core = None
     if job.config.device.threads == 1 and job.device == "cpu" and hasattr(os, "sched_getaffinity"):
         # The workers take turns, so one core serves both, and differences of cores cancel out.
         core = rng.choice(sorted(os.sched_getaffinity(0)))
     with ExitStack() as stack:
-        workers = {side: stack.enter_context(start(side, folders[side])) for side in order}
+        workers = {side: stack.enter_context(start(side, folders[side])) for side in start_order}
 
         def ask(side: Side, message: object, point: str = "") -> Any:
             """Return a worker's answer; raise WorkerLost with the point at which it died.
 
-            Without `point`, it is the one in the worker's last `note`, which is "point|activity".
+            Without `point`, that point is read from the worker's last note, "point|activity".
             """
             try:
                 workers[side].send(message)
@@ -178,7 +179,7 @@ def _measure_pair(
                     side, point or workers[side].note.partition("|")[0], death
                 ) from None
 
-        for side in order:
+        for side in start_order:
             is_head = side is Side.head
             setup = Setup(
                 job.points,
@@ -192,34 +193,35 @@ def _measure_pair(
             )
             for name, build_result in ask(side, setup).items():
                 if build_result.status != "ok":
-                    outcome.fail(name, side, build_result.status, build_result.reason)
-        ready = [p.name for p in job.points if p.name not in outcome.failed]
-        for name in rng.sample(ready, len(ready)):
-            outcome.taken[name] = _measure_point(job, name, ask, rng)
+                    result.add_failure(name, side, build_result.status, build_result.reason)
+        names = [p.name for p in job.points if p.name not in result.failures]
+        for name in rng.sample(names, len(names)):
+            result.samples[name] = _measure_point(job, name, ask, rng)
         for worker in workers.values():
-            with suppress(Died):  # all its points are measured
+            with suppress(Died):  # without harm: all points are measured
                 worker.send(None)
 
 
 def _measure_point(job: PairJob, name: str, ask: Ask, rng: random.Random) -> PointSamples:
     """Warm up one point and measure its blocks: base head head base, or the reverse, at random.
 
-    If the job checks, also weigh the point on both sides.
+    If the job has `check`, also weigh the point on both sides.
     """
     samples = PointSamples()
-    seconds = min(ask(side, ("warm", name), name) for side in rng.sample(list(Side), 2))
-    if 0 < seconds < MIN_SAMPLE_SECONDS:
-        samples.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SAMPLE_SECONDS / seconds))
-    pool = job.config.timing.pool
+    call_s = min(ask(side, ("warm", name), name) for side in rng.sample(list(Side), 2))
+    if 0 < call_s < MIN_SAMPLE_SECONDS:
+        samples.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SAMPLE_SECONDS / call_s))
+    num_batches = job.config.timing.pool
     for block in range(job.config.timing.min_rounds):
         outer, inner = rng.sample(list(Side), 2)
-        pair = (2 * block % pool, (2 * block + 1) % pool)  # the same batches on both sides
-        first, middle, last = (
+        # The same two batches on both sides.
+        first, second = 2 * block % num_batches, (2 * block + 1) % num_batches
+        outer_first, inner_both, outer_second = (
             ask(side, ("take_samples", name, batches, samples.executions), name)
-            for side, batches in ((outer, pair[:1]), (inner, pair), (outer, pair[1:]))
+            for side, batches in ((outer, (first,)), (inner, (first, second)), (outer, (second,)))
         )
-        samples.seconds[outer].append([*first, *last])
-        samples.seconds[inner].append(list(middle))
+        samples.seconds[outer].append([*outer_first, *outer_second])
+        samples.seconds[inner].append(list(inner_both))
     if job.check:
         for side in Side:
             samples.weight[side.value] = ask(side, ("weigh", name), name)
@@ -238,19 +240,19 @@ class Trial:
         slow: factor by which head is slowed.
         attempt: 1, or more if earlier attempts at the trial had a failure and were dropped.
         evidence: effects of the pairs so far.
-        failed: failures by point and side.
-        weights: numbers that do not depend on time, by point, side and name (`Bench.weigh`).
+        failures: failures by point and side.
+        weights: numbers that are no times, by point, side and name (`Bench.weigh`).
     """
 
     number: int = 0
     slow: float = 1.0
     attempt: int = 1
     evidence: Evidence = field(default_factory=Evidence)
-    failed: dict[str, dict[Side, BuildResult]] = field(default_factory=dict)
+    failures: dict[str, dict[Side, BuildResult]] = field(default_factory=dict)
     weights: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
-    def remember(self, record: Record) -> None:
-        """Add a stored record as if it had just been measured."""
+    def add_record(self, record: Record) -> None:
+        """Add a stored record: the effect of a pair, or a failure."""
         if record["status"] == "ok":
             stage = Stage(record["stage"])
             self.evidence.add(stage, record["point"], record["effect"])
@@ -259,23 +261,23 @@ class Trial:
         else:
             side = Side(record["side"])
             build_result = BuildResult(record["status"], record["reason"])
-            self.failed.setdefault(record["point"], {})[side] = build_result
-            self.evidence.lost.add(record["point"])
+            self.failures.setdefault(record["point"], {})[side] = build_result
+            self.evidence.lost_points.add(record["point"])
 
     def add_counts(self, counts: Counts) -> None:
         """Add the counted instructions to the weights of each point and side."""
-        for point, sides in counts.items():
+        for point, counts_by_side in counts.items():
             weights = self.weights.setdefault(point, {})
-            for side, counted in sides.items():
-                weights[side] = {**weights.get(side, {}), **counted}
+            for side, side_counts in counts_by_side.items():
+                weights[side] = {**weights.get(side, {}), **side_counts}
 
 
 @dataclass
 class TrialRunner:
     """Run the trials of a gate: start pairs, append their records to points.jsonl, update trials.
 
-    A trial changes only by what is stored (`Trial.remember`), so that a resumed run continues
-    exactly where the stored records end.
+    A trial changes only by stored records (`Trial.add_record`). So a resumed run continues exactly
+    where the stored records end.
     """
 
     config: Config
@@ -286,41 +288,41 @@ class TrialRunner:
     store: RunStore
     display: Display
     measure: Measure = run_pair
-    pairs: int = 0  # number of pairs so far; the seed of the next one follows from it
+    num_pairs: int = 0  # pairs so far, by which the next one is seeded
 
     def finish(self, trial: Trial) -> Trial:
         """Measure until the rules request no more; return the same trial."""
         names = [p.name for p in self.points if p.name in self.rules.margins]
         while request := next_request(names, trial.evidence, self.rules):
-            self.step(trial, request)
+            self.measure_pair(trial, request)
         return trial
 
-    def step(self, trial: Trial, request: Request) -> None:
+    def measure_pair(self, trial: Trial, request: Request) -> None:
         """Run a pair of processes, store its records, and add them to the trial.
 
-        After a crash it is several pairs with the same seed.
+        After a crash these are several pairs with the same seed.
         """
-        started = time.monotonic()
+        begin_s = time.monotonic()
         is_first = trial.number == 0 and not trial.evidence.first
         job = PairJob(
             [p for p in self.points if p.name in request.points],
             self.config,
             str(self.device),
-            self.pairs,
+            self.num_pairs,
             slow=trial.slow,
             check=is_first,
         )
         self.display.begin(f"{request.stage.value} set, {len(job.points)} points")
-        outcome = self.measure(job, self.folders)
-        wall_s = round(time.monotonic() - started, 3)
-        records = self._records(trial, request, job, outcome, wall_s)
+        result = self.measure(job, self.folders)
+        wall_s = round(time.monotonic() - begin_s, 3)
+        records = self._make_records(trial, request, job, result, wall_s)
         self.store.append(*records)
         for record in records:
-            trial.remember(record)
-        self.pairs += 1
+            trial.add_record(record)
+        self.num_pairs += 1
 
-    def _records(
-        self, trial: Trial, request: Request, job: PairJob, outcome: PairResult, wall_s: float
+    def _make_records(
+        self, trial: Trial, request: Request, job: PairJob, result: PairResult, wall_s: float
     ) -> list[Record]:
         """Return one record per measured point, and one per side that could not run a point."""
         mode = self.config.timing.modes[0].value
@@ -344,18 +346,18 @@ class TrialRunner:
                 "pair": job.number,
                 "wall_s": wall_s,
             }
-            for side, build_result in outcome.failed.get(point.name, {}).items():
+            for side, build_result in result.failures.get(point.name, {}).items():
                 records.append(shared | dataclasses.asdict(build_result) | {"side": side.value})
-            if point.name in outcome.taken and point.name not in outcome.failed:
-                taken = outcome.taken[point.name]
-                samples = {
+            if point.name in result.samples and point.name not in result.failures:
+                samples = result.samples[point.name]
+                samples_ns = {
                     f"{side.value}_ns": [[round(1e9 * s) for s in block] for block in blocks]
-                    for side, blocks in taken.seconds.items()
+                    for side, blocks in samples.seconds.items()
                 }
                 records.append(
                     shared
-                    | {"status": "ok", "effect": taken.effect, "executions": taken.executions}
-                    | {"weight": taken.weight, **samples}
+                    | {"status": "ok", "effect": samples.effect, "executions": samples.executions}
+                    | {"weight": samples.weight, **samples_ns}
                 )
         return records
 

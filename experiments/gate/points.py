@@ -24,18 +24,18 @@ class Point:
     optimizer: Optimizer  # update rule of a step; without effect on a forward
 
     @property
-    def words(self) -> str:
-        """Describe what runs, at which sizes."""
-        w = self.cell.workload
-        sizes = f"T={w.T} E={w.E:,} D={w.D} B={w.B:,} L={w.L}"
+    def description(self) -> str:
+        """Return contender, phase, optimizer and sizes in words."""
+        workload = self.cell.workload
+        sizes = f"T={workload.T} E={workload.E:,} D={workload.D} B={workload.B:,} L={workload.L}"
         return f"{self.arm.label} {self.phase}, {self.optimizer.value}, {sizes}"
 
 
 def points_of(config: Config) -> list[Point]:
-    """Return the points of gate.points, one per contender of each case.
+    """Return the points of gate.points: for each entry, a point per contender of its case.
 
     Raises:
-        UsageError: gate.points is empty, or an entry is unknown or there twice.
+        UsageError: gate.points is empty, has an entry twice, or an unknown case or phase.
     """
     cells = {c.section: c for c in expand(config) if c.section != SWEEP}
     gate_points = config.gate.points
@@ -51,10 +51,10 @@ def points_of(config: Config) -> list[Point]:
                 f"gate.points: no phase '{gate_point.phase}'. There is: {list(PHASES)}"
             )
         cell = cells[gate_point.case]
-        update = f" {gate_point.optimizer.value}" * (gate_point.phase == "step")
+        update_note = f" {gate_point.optimizer.value}" * (gate_point.phase == "step")
         for arm in cell.arms:
             arm_note = f" {arm.key}" * (len(cell.arms) > 1)
-            name = f"{gate_point.case}{arm_note} {gate_point.phase}{update}"
+            name = f"{gate_point.case}{arm_note} {gate_point.phase}{update_note}"
             points.append(Point(name, cell, arm, gate_point.phase, gate_point.optimizer))
     names = [p.name for p in points]
     for name in names:
@@ -72,12 +72,12 @@ class Setup:
         config: configuration of the run.
         device: device as torch names it, such as "cpu" or "cuda".
         seed: seed of the batches, the same on both sides.
-        slow: factor of every timed call, by waiting inside the timed region, so that a run can show
-            that the gate notices it.
-        idle: the same factor outside the timed region. The side that is not slowed waits there, so
-            that both sides load the core alike.
+        slow: factor by which every timed call is slowed, by waiting within the timed region: so a
+            run can show that the gate detects a slowdown.
+        idle: the same factor outside of the timed region, for the side that is not slowed. So both
+            sides load the core alike.
         check: True to compare each point with the reference before it is timed.
-        core: core to stay on; None for any.
+        core: core on which the process stays; None for any.
     """
 
     points: Sequence[Point]

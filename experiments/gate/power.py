@@ -33,10 +33,10 @@ from experiments.timing.statistics import Verdict, wilson
 
 
 class ErrorRate(TypedDict):
-    """How often something happened in trials, with Wilson's 95 % interval."""
+    """The share of trials, or of their points, with an event, and Wilson's 95 % interval."""
 
-    hits: int
-    of: int  # number of trials
+    hits: int  # number of trials with the event
+    of: int  # number of all trials
     rate: float | None  # hits ÷ of; None without a trial
     lo: float
     hi: float
@@ -54,13 +54,13 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """
     if config.dry_run:
         trials = f"{len(schedule(config))} trials of a gate"
-        return setup.print_plan(config, f"{trials} of {setup.pairs_words(config)}")
+        return setup.print_plan(config, f"{trials} of {setup.describe_pairs(config)}")
     start = setup.start_gate(config, words)
     if config.gate.inject <= 1 and config.gate.slowed_trials:
         raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
     side_folders = setup.head_on_both_sides(start, print)
     store, records = setup.find_unfinished(start) or (start.create(), [])
-    began = time.monotonic()
+    begin_s = time.monotonic()
     slowdowns = schedule(config)
     rules = Rules.load(store.path) or start.rules
     rules.save(store)
@@ -76,21 +76,23 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             side_folders,
             store,
             display,
-            pairs=1 + max((r["pair"] for r in records), default=-1),
+            num_pairs=1 + max((r["pair"] for r in records), default=-1),
         )
         status = _run_trials(runner, replay(records))
-    setup.write_info(store, config, question, status, began)
+    setup.write_info(store, config, question, status, begin_s)
     print(f"\n{write(store.path)}\n\nreport: {shown_path(store.path / 'index.html')}")
     return {"interrupted": 130, "incomplete": 5}.get(status, 0)
 
 
 def schedule(config: Config) -> list[float]:
-    """Return how much each trial slows head; slowed trials are spread evenly among the others."""
-    gate, smoke = config.gate, bool(config.timing.max_rows)
-    unchanged, slowed = (min(n, 1) if smoke else n for n in (gate.trials, gate.slowed_trials))
-    total = unchanged + slowed
-    slowed_numbers = {(2 * n + 1) * total // (2 * slowed) for n in range(slowed)}
-    return [gate.inject if n in slowed_numbers else 1.0 for n in range(total)]
+    """Return the factor by which each trial slows head; slowed trials are spread evenly."""
+    gate, is_smoke = config.gate, bool(config.timing.max_rows)
+    num_unchanged, num_slowed = (
+        min(n, 1) if is_smoke else n for n in (gate.trials, gate.slowed_trials)
+    )
+    num_trials = num_unchanged + num_slowed
+    slowed_numbers = {(2 * n + 1) * num_trials // (2 * num_slowed) for n in range(num_slowed)}
+    return [gate.inject if n in slowed_numbers else 1.0 for n in range(num_trials)]
 
 
 def completed_outcomes(path: Path) -> list[dict[str, Any]]:
@@ -100,39 +102,46 @@ def completed_outcomes(path: Path) -> list[dict[str, Any]]:
         return []
     names = list(rules.margins)
     trials = replay(read_records(path)).values()
-    trials_done = [t for t in trials if next_request(names, t.evidence, rules) is None]
-    return [trial_outcome(t, names, rules) for t in sorted(trials_done, key=lambda t: t.number)]
+    completed = [t for t in trials if next_request(names, t.evidence, rules) is None]
+    return [trial_outcome(t, names, rules) for t in sorted(completed, key=lambda t: t.number)]
 
 
 def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
-    """Return 'finished', 'interrupted', or 'incomplete': a process failed, the trial is void."""
-    display, rules, failures = runner.display, runner.rules, 0
+    """Run the trials that are not complete; return the status of the run.
+
+    It is 'finished', 'interrupted', or 'incomplete' if a process failed, which makes a trial void.
+    """
+    display, rules, num_failures = runner.display, runner.rules, 0
     names = list(rules.margins)
     try:
         for number, slow in enumerate(schedule(runner.config)):
             earlier_trial = earlier_trials.get(number)
             trial = earlier_trial or Trial(number, slow)
-            was_done = earlier_trial and next_request(names, earlier_trial.evidence, rules) is None
+            was_complete = (
+                earlier_trial and next_request(names, earlier_trial.evidence, rules) is None
+            )
             runner.finish(trial)
-            if trial.failed:
-                failures += 1
-                name, sides = next(iter(trial.failed.items()))
-                reason = next(iter(sides.values())).reason
+            if trial.failures:
+                num_failures += 1
+                name, failures_by_side = next(iter(trial.failures.items()))
+                reason = next(iter(failures_by_side.values())).reason
                 display.finish(f"failed at {name}: {reason}")
             else:
-                display.finish("" if was_done else trial_line(trial_outcome(trial, names, rules)))
+                display.finish(
+                    "" if was_complete else trial_line(trial_outcome(trial, names, rules))
+                )
     except KeyboardInterrupt:
         display.say("interrupted: the same command continues here")
         return "interrupted"
-    if failures:
-        display.say(f"{failures} trials failed; the same command repeats them")
-    return "incomplete" if failures else "finished"
+    if num_failures:
+        display.say(f"{num_failures} trials failed; the same command repeats them")
+    return "incomplete" if num_failures else "finished"
 
 
 def replay(records: Sequence[Record]) -> dict[int, Trial]:
     """Return the trials of stored records by number.
 
-    A trial in which a process failed is returned without evidence, as its next attempt.
+    A trial in which a process failed is void: its next attempt is returned, without evidence.
     """
     trials: dict[int, Trial] = {}
     for record in records:
@@ -140,15 +149,15 @@ def replay(records: Sequence[Record]) -> dict[int, Trial]:
         trial = trials.get(number)
         if trial is None or trial.attempt < attempt:
             trial = trials[number] = Trial(number, record["slow"], attempt)
-        trial.remember(record)
+        trial.add_record(record)
     for number, trial in trials.items():
-        if trial.failed:  # started again, with other pairs
+        if trial.failures:
             trials[number] = Trial(number, trial.slow, trial.attempt + 1)
     return trials
 
 
 def trial_outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
-    """Return the decision of one gate, an entry of `trials` in power.json.
+    """Return the outcome of one gate, which is an entry of `trials` in power.json.
 
     Entries: `trial` (number), `slow` (factor), `alarm` (whether a point is SLOWER), the names of
     points by verdict (`slower`, `faster`, `same`, `unsure`), `screened` (points that the first set
@@ -168,60 +177,68 @@ def trial_outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str,
         "alarm": bool(by_verdict[Verdict.SLOWER.value]),
         **{v.value.lower(): by_verdict[v.value] for v in Verdict},
         "screened": [n for n, r in rulings.items() if r.screened is Verdict.SLOWER],
-        "failed": sorted(trial.failed),
+        "failed": sorted(trial.failures),
         "effects": effects,
     }
 
 
 def trial_line(trial: Outcome) -> str:
-    """Format a trial for the terminal."""
-    slowed = f"slowed {trial['slow']:g}×" if trial["slow"] > 1 else "A/A"
+    """Format a trial as a line for the terminal."""
+    change = f"slowed {trial['slow']:g}×" if trial["slow"] > 1 else "A/A"
     counts = ", ".join(
         f"{len(trial[v.value.lower()])} {v.value.lower()}"
         for v in Verdict
         if trial[v.value.lower()]
     )
-    pairs = max((len(e["first"]) + len(e["second"]) for e in trial["effects"].values()), default=0)
-    return f"{slowed:<12} {'ALARM' if trial['alarm'] else 'quiet':<6} {counts} ({pairs} pairs)"
+    num_pairs = max(
+        (len(e["first"]) + len(e["second"]) for e in trial["effects"].values()), default=0
+    )
+    return f"{change:<12} {'ALARM' if trial['alarm'] else 'quiet':<6} {counts} ({num_pairs} pairs)"
 
 
 def compute_rates(trials: Sequence[Outcome]) -> dict[str, Any]:
     """Return false-alarm and detection rates of complete trials (`trial_outcome`), see `rate_of`.
 
-    Trials of unchanged code give the shares of gates with a point that is SLOWER (`false_alarms`),
-    is so by the first set alone (`false_screened`), or is FASTER (`false_faster`), and the share of
-    points that are `unsure`. Slowed trials give the share of points `caught`, and of gates that
-    caught one (`caught_by_gate`). `points` has `false_alarms` and `caught` by point.
+    Trials of unchanged code have four rates: the share of gates with a point that is SLOWER
+    (`false_alarms`), SLOWER by the first set alone (`false_screened`) or FASTER (`false_faster`),
+    and the share of points that are `unsure`. Slowed trials have two: the share of points `caught`,
+    and of gates that caught one (`caught_by_gate`). `points` has `false_alarms` and `caught` by
+    point.
     """
-    unchanged = [t for t in trials if t["slow"] == 1]
-    slowed = [t for t in trials if t["slow"] > 1]
-    slowed_points = [name for t in slowed for name in t["effects"]]
-    caught_points = [name for t in slowed for name in t["slower"]]
+    unchanged_trials = [t for t in trials if t["slow"] == 1]
+    slowed_trials = [t for t in trials if t["slow"] > 1]
+    slowed_points = [name for t in slowed_trials for name in t["effects"]]
+    caught_points = [name for t in slowed_trials for name in t["slower"]]
     by_point = {
         name: {
             "false_alarms": rate_of(
-                sum(name in t["slower"] for t in unchanged),
-                sum(name in t["effects"] for t in unchanged),
+                sum(name in t["slower"] for t in unchanged_trials),
+                sum(name in t["effects"] for t in unchanged_trials),
             ),
             "caught": rate_of(caught_points.count(name), slowed_points.count(name)),
         }
         for name in sorted({n for t in trials for n in t["effects"]})
     }
     return {
-        "false_alarms": rate_of(sum(t["alarm"] for t in unchanged), len(unchanged)),
-        "false_screened": rate_of(sum(bool(t["screened"]) for t in unchanged), len(unchanged)),
-        "false_faster": rate_of(sum(bool(t["faster"]) for t in unchanged), len(unchanged)),
+        "false_alarms": rate_of(sum(t["alarm"] for t in unchanged_trials), len(unchanged_trials)),
+        "false_screened": rate_of(
+            sum(bool(t["screened"]) for t in unchanged_trials), len(unchanged_trials)
+        ),
+        "false_faster": rate_of(
+            sum(bool(t["faster"]) for t in unchanged_trials), len(unchanged_trials)
+        ),
         "caught": rate_of(len(caught_points), len(slowed_points)),
-        "caught_by_gate": rate_of(sum(t["alarm"] for t in slowed), len(slowed)),
+        "caught_by_gate": rate_of(sum(t["alarm"] for t in slowed_trials), len(slowed_trials)),
         "unsure": rate_of(
-            sum(len(t["unsure"]) for t in unchanged), sum(len(t["effects"]) for t in unchanged)
+            sum(len(t["unsure"]) for t in unchanged_trials),
+            sum(len(t["effects"]) for t in unchanged_trials),
         ),
         "points": by_point,
     }
 
 
 def rate_of(hits: int, trials: int) -> ErrorRate:
-    """Return a rate with its interval."""
+    """Return hits ÷ trials with its interval."""
     lo, hi = wilson(hits, trials)
     share = hits / trials if trials else None
     return {"hits": hits, "of": trials, "rate": share, "lo": lo, "hi": hi}
@@ -246,16 +263,18 @@ def sentence(rates: Rates, trials: Sequence[Outcome]) -> str:
     if not trials:
         return "No trial is complete."
     slow = max((t["slow"] for t in trials), default=1.0)
-    parts = []
+    clauses = []
     if rates["false_alarms"]["of"]:
-        parts.append(f"{rate_words(rates['false_alarms'])} gates of unchanged code raised an alarm")
+        clauses.append(
+            f"{format_rate(rates['false_alarms'])} gates of unchanged code raised an alarm"
+        )
     if rates["caught"]["of"]:
-        caught = rate_words(rates["caught"])
-        parts.append(f"points slowed by {100 * (slow - 1):.3g} % were caught in {caught}")
-    return "; ".join(parts) + "."
+        caught = format_rate(rates["caught"])
+        clauses.append(f"points slowed by {100 * (slow - 1):.3g} % were caught in {caught}")
+    return "; ".join(clauses) + "."
 
 
-def rate_words(rate: ErrorRate) -> str:
+def format_rate(rate: ErrorRate) -> str:
     """Format '0 of 200 (0 %, 95 % interval 0 to 1.9 %)'; '0 of 0' without trials."""
     if rate["rate"] is None:
         return "0 of 0"
@@ -276,13 +295,13 @@ def _page(
     rules = Rules.load(path)
     assert rules is not None
     slow = max((t["slow"] for t in trials), default=1.0)
-    further_rows = [
+    further_sentences = [
         f"A first set of pairs alone, without confirmation, would have raised one in "
-        f"{rate_words(rates['false_screened'])}.",
-        f"Unsure of a point in {rate_words(rates['unsure'])} cases without a change.",
-        f"At least one point caught in {rate_words(rates['caught_by_gate'])} slowed gates.",
+        f"{format_rate(rates['false_screened'])}.",
+        f"Unsure of a point in {format_rate(rates['unsure'])} cases without a change.",
+        f"At least one point caught in {format_rate(rates['caught_by_gate'])} slowed gates.",
     ]
-    pairs = f"{rules.pairs} pairs of processes, up to {rules.max_pairs} where unsure"
+    pairs_text = f"{rules.pairs} pairs of processes, up to {rules.max_pairs} where unsure"
     notices = []
     if config.timing.max_rows:
         notices.append("Smoke run: tiny tables and one pair; the numbers have no meaning.")
@@ -293,23 +312,24 @@ def _page(
         _tile(rates["caught"], f"of points slowed by {100 * (slow - 1):.3g} % were caught"),
         Tile(str(len(trials)), "trials of the whole gate"),
     ]
-    words = [
-        f"Every trial is a whole gate ({pairs}; then as many again to confirm) with processes "
+    paragraphs = [
+        f"Every trial is a whole gate ({pairs_text}; then as many again to confirm) with processes "
         f"that no other trial uses. In slowed trials every point of head takes {slow:g} times as "
         "long, by waiting inside the timed region.",
         "Slowing all points at once does not make detection easier: each point is judged on its "
         "own, and the correction for multiple comparisons is then at its strictest.",
     ]
     sections = [
-        Section("Rates by point", words, table=rate_table(rates)),
-        Section("Every trial", figures=[figure(trials, rules.margins)] if trials else []),
+        Section("Rates by point", paragraphs, table=rate_table(rates)),
+        Section("Every trial", figures=[draw_trials(trials, rules.margins)] if trials else []),
     ]
     return pages.page_of(
-        path, "gate_power", [answer, *further_rows], sections, tiles=tiles, notices=notices
+        path, "gate_power", [answer, *further_sentences], sections, tiles=tiles, notices=notices
     )
 
 
 def _tile(rate: ErrorRate, label: str) -> Tile:
+    """Return a rate as a number to remember."""
     share = "–" if rate["rate"] is None else f"{100 * rate['rate']:.3g} %"
     return Tile(share, f"{label} ({rate['hits']} of {rate['of']})")
 
@@ -317,24 +337,24 @@ def _tile(rate: ErrorRate, label: str) -> Tile:
 def rate_table(rates: Rates) -> Table:
     """Return the table of rates, a row per point."""
 
-    def bounds(rate: ErrorRate) -> str:
+    def format_interval(rate: ErrorRate) -> str:
         return f"{100 * rate['lo']:.3g} – {100 * rate['hi']:.3g} %"
 
     rows = []
-    for name, rates_of in rates["points"].items():
+    for name, point_rates in rates["points"].items():
         row = [Value(name)]
-        for rate in (rates_of["false_alarms"], rates_of["caught"]):
+        for rate in (point_rates["false_alarms"], point_rates["caught"]):
             share = math.nan if rate["rate"] is None else rate["rate"]
-            row += [Value(f"{rate['hits']} of {rate['of']}", share), Value(bounds(rate))]
+            row += [Value(f"{rate['hits']} of {rate['of']}", share), Value(format_interval(rate))]
         rows.append(row)
     heads = ["point", "false alarms", "[95\u00a0%]", "caught when slowed", "[95\u00a0%]"]
     return Table(heads, rows)
 
 
-def figure(trials: Sequence[Outcome], margins: Mapping[str, float]) -> Figure:
-    """Draw a strip per point: the mean effect of each trial's first set."""
+def draw_trials(trials: Sequence[Outcome], margins: Mapping[str, float]) -> Figure:
+    """Draw a strip per point, with a dot per trial: the mean effect of its first set."""
     names = list(margins)
-    points = [
+    dots = [
         {
             "row": names.index(name),
             "ratio": math.exp(statistics.fmean(effects["first"])),
@@ -345,16 +365,16 @@ def figure(trials: Sequence[Outcome], margins: Mapping[str, float]) -> Figure:
         for trial in trials
         for name, effects in trial["effects"].items()
     ]
-    frame = pd.DataFrame(points, columns=["row", "ratio", "slow", "jitter"])
+    frame = pd.DataFrame(dots, columns=["row", "ratio", "slow", "jitter"])
 
-    def strips(axes: Axes) -> None:
+    def draw_strips(axes: Axes) -> None:
         for row, margin in enumerate(margins.values()):
-            band = (row - 0.45, row + 0.45)
-            axes.fill_betweenx(band, 1 / (1 + margin), 1 + margin, color=GRID, lw=0)
-        for slow, dots in frame.groupby("slow"):
+            strip = (row - 0.45, row + 0.45)
+            axes.fill_betweenx(strip, 1 / (1 + margin), 1 + margin, color=GRID, lw=0)
+        for slow, group in frame.groupby("slow"):
             colour, shift = (UNCHANGED_COLOUR, -0.18) if slow == 1 else (SLOWED_COLOUR, 0.18)
-            heights = dots["row"] + shift + dots["jitter"]
-            axes.plot(dots["ratio"], heights, ".", color=colour, ms=4, alpha=0.75)
+            heights = group["row"] + shift + group["jitter"]
+            axes.plot(group["ratio"], heights, ".", color=colour, ms=4, alpha=0.75)
             axes.axvline(float(str(slow)), color=INK, lw=0.9, ls="-" if slow == 1 else (0, (4, 3)))
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
@@ -367,5 +387,5 @@ def figure(trials: Sequence[Outcome], margins: Mapping[str, float]) -> Figure:
         "A dot is the mean over the first set of pairs of one trial: blue without a change, orange "
         "slowed. Grey: within the margin. Vertical lines: the true effects.",
         f"{len(trials)} trials",
-        [Panel("First set of pairs", strips, 8.0, 0.55 * len(names) + 1.2)],
+        [Panel("First set of pairs", draw_strips, 8.0, 0.55 * len(names) + 1.2)],
     )

@@ -1,9 +1,9 @@
 """Check out a revision of emblib into a folder and build its native libraries.
 
 Sources come from git or from the working tree. Native libraries are cached by the content of their
-sources, so that revisions which differ only in Python share them. Where both revisions have the
-native sources of the working tree, the installed libraries serve both and nothing is compiled; that
-these were built from them is not checked.
+sources, so that revisions that differ only in Python share them. If both revisions have the native
+sources of the working tree, nothing is compiled and both use the installed libraries. The gate does
+not check that these were built from the sources.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from experiments.config.schema import Config, UsageError
 from experiments.paths import ROOT, library_folders
 
 WORKTREE = "WORKTREE"
-PARTS = ("emblib", "csrc")
-HOME = ROOT / "build" / "revisions"
+SOURCE_FOLDERS = ("emblib", "csrc")
+CHECKOUTS = ROOT / "build" / "revisions"
 DEFAULT_BASES = ("origin/main", "HEAD")
 
 
 class BuildError(Exception):
-    """A revision cannot be built; the message has the first error of the build."""
+    """A revision cannot be built; the message has the first error of the build, or its cause."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,21 @@ class Revision:
     """One state of the sources."""
 
     name: str  # as the user wrote it
-    sha: str  # of the commit; WORKTREE for the working tree
-    folder: Path  # with emblib/ and csrc/
+    sha: str  # hash of the commit; WORKTREE for the working tree
+    folder: Path  # folder with emblib/ and csrc/
 
     @property
-    def words(self) -> str:
-        """Describe the revision in a few words."""
+    def description(self) -> str:
+        """Return the name, with the beginning of the hash if the name is not the hash."""
         return self.name if self.sha in (WORKTREE, self.name) else f"{self.name} ({self.sha[:12]})"
 
 
 def git(*arguments: str) -> bytes:
-    """Return the output of git; raise UsageError with the last line of its error."""
+    """Return the output of git.
+
+    Raises:
+        UsageError: git is missing, or failed; the message has the last line of its error.
+    """
     try:
         completed = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True)
     except OSError as error:
@@ -78,27 +82,28 @@ def resolve(name: str) -> str:
 
 
 def commit_facts(sha: str) -> dict[str, str]:
-    """Return hash, date and subject of a commit; {} for a working tree with changes.
+    """Return `sha`, `date` and `subject` of a commit; {} if there is no git.
 
-    A working tree counts as its commit if the sources that the gate builds are unchanged. Without
-    git the result is {}, too.
+    For WORKTREE it is the checked out commit, or {} if the sources that the gate builds differ.
     """
     try:
         if sha == WORKTREE:
-            if git("status", "--porcelain", "--", *PARTS).strip():
+            if git("status", "--porcelain", "--", *SOURCE_FOLDERS).strip():
                 return {}
             sha = "HEAD"
-        fields_text = git("show", "--no-patch", "--format=%H%x00%cI%x00%s", sha).decode().strip()
+        output = git("show", "--no-patch", "--format=%H%x00%cI%x00%s", sha).decode().strip()
     except UsageError:  # no git, where both sides are working trees
         return {}
-    return dict(zip(("sha", "date", "subject"), fields_text.split("\0"), strict=True))
+    return dict(zip(("sha", "date", "subject"), output.split("\0"), strict=True))
 
 
 def default_base(config: Config, *, smoke: bool) -> str:
     """Return gate.base or its default, without resolving gate.base.
 
-    The default is gate.head in a smoke run, else the first of DEFAULT_BASES that exists; if none
-    does, UsageError is raised.
+    The default is gate.head in a smoke run, else the first of DEFAULT_BASES that exists.
+
+    Raises:
+        UsageError: none of DEFAULT_BASES exists.
     """
     if config.gate.base:
         return config.gate.base
@@ -113,7 +118,7 @@ def default_base(config: Config, *, smoke: bool) -> str:
     raise UsageError("gate.base: there is neither origin/main nor HEAD; name a revision")
 
 
-def checkout(name: str, home: Path = HOME) -> Revision:
+def checkout(name: str, home: Path = CHECKOUTS) -> Revision:
     """Check out the sources of a revision into a folder below `home`, unless an earlier call did.
 
     Raises:
@@ -125,12 +130,12 @@ def checkout(name: str, home: Path = HOME) -> Revision:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if sha == WORKTREE:
-            for path in _sources(ROOT):
+            for path in _source_files(ROOT):
                 target = folder / path.relative_to(ROOT)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, target)
         else:
-            archive = io.BytesIO(git("archive", sha, *PARTS))
+            archive = io.BytesIO(git("archive", sha, *SOURCE_FOLDERS))
             with tarfile.open(fileobj=archive) as sources:
                 if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and newer
                     sources.extractall(folder, filter="data")
@@ -140,21 +145,21 @@ def checkout(name: str, home: Path = HOME) -> Revision:
     return Revision(name, sha, folder)
 
 
-def _sources(root: Path) -> Iterator[Path]:
-    """Yield all source files of emblib and csrc, sorted within each."""
-    for part in PARTS:
-        for path in sorted((root / part).rglob("*")):
+def _source_files(root: Path) -> Iterator[Path]:
+    """Yield all source files of emblib and then of csrc, each sorted by path."""
+    for folder in SOURCE_FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
             is_built = path.suffix in (".so", ".pyc") or "__pycache__" in path.parts
             if path.is_file() and not is_built:
                 yield path
 
 
-def _sources_digest(root: Path, part: str = "") -> str:
-    """Return a digest of the names and contents of the sources whose paths begin with `part`."""
+def _sources_digest(root: Path, prefix: str = "") -> str:
+    """Return a digest of the names and contents of the sources whose paths begin with `prefix`."""
     digest = hashlib.blake2b(digest_size=6)
-    for path in _sources(root):
+    for path in _source_files(root):
         name = str(path.relative_to(root))
-        if name.startswith(part):
+        if name.startswith(prefix):
             digest.update(name.encode() + b"\0" + hashlib.blake2b(path.read_bytes()).digest())
     return digest.hexdigest()
 
@@ -169,29 +174,29 @@ Say = Callable[[str], object]  # prints a message before a step that takes long
 
 
 def provide_libraries(
-    base: Revision, head: Revision, device: str, say: Say, home: Path = HOME
+    base: Revision, head: Revision, device: str, say: Say, home: Path = CHECKOUTS
 ) -> None:
     """Copy native libraries into both revisions; raise BuildError, which names the revision.
 
-    If both have the native sources of the working tree, these are the installed libraries, which
-    must have been built from them; not checked. Otherwise the libraries are built.
+    If both have the native sources of the working tree, both receive the installed libraries, which
+    are assumed to be built from these sources. Otherwise the libraries are built.
     """
-    natives = {_sources_digest(folder, "csrc/") for folder in (base.folder, head.folder, ROOT)}
-    libraries = installed_libraries() if len(natives) == 1 else []
+    digests = {_sources_digest(folder, "csrc/") for folder in (base.folder, head.folder, ROOT)}
+    installed = installed_libraries() if len(digests) == 1 else []
     for revision in (base, head):
         try:
-            use = libraries or build(revision, home / "native", device, say)
+            libraries = installed or build(revision, home / "native", device, say)
         except BuildError as error:
-            raise BuildError(f"{revision.words} does not build: {error}") from error
-        for library in use:
+            raise BuildError(f"{revision.description} does not build: {error}") from error
+        for library in libraries:
             target = revision.folder / "emblib" / library.name
-            partial = target.with_suffix(".partial")
-            shutil.copy2(library, partial)
-            os.replace(partial, target)
+            partial_file = target.with_suffix(".partial")
+            shutil.copy2(library, partial_file)
+            os.replace(partial_file, target)
 
 
 def _build_key(revision: Revision, cuda: str) -> str:
-    """Return a key of what determines a build: sources, torch, the C++ compiler, variables."""
+    """Return a key of a build's inputs: sources, torch, the C++ compiler, variables, `cuda`."""
     variables = ("TORCH_CUDA_ARCH_LIST", "CXX", "CXXFLAGS", "CUDACXX", "CUDAFLAGS", "CUDA_HOME")
     settings = [cuda, *(os.environ.get(name, "") for name in variables)]
     try:
@@ -202,8 +207,8 @@ def _build_key(revision: Revision, cuda: str) -> str:
     torch = importlib.util.find_spec("torch")
     digest = _sources_digest(revision.folder, "csrc/")
     torch_version = importlib.metadata.version("torch")
-    words = [digest, compiler, str(torch and torch.origin), torch_version, *settings]
-    return hashlib.blake2b("\0".join(words).encode(), digest_size=6).hexdigest()
+    inputs = [digest, compiler, str(torch and torch.origin), torch_version, *settings]
+    return hashlib.blake2b("\0".join(inputs).encode(), digest_size=6).hexdigest()
 
 
 def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
@@ -218,15 +223,17 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     folder = home / _build_key(revision, cuda)
     work, log = folder / "work", folder / "build.log"
     libraries = sorted(folder.glob("libemblib_*.so"))
-    if libraries and not work.exists():  # it is removed last: until then some may be missing
+    if libraries and not work.exists():  # a build removes `work` when all libraries are copied
         return libraries
     if not (revision.folder / "csrc" / "CMakeLists.txt").exists():
         raise BuildError("it has no csrc/CMakeLists.txt")
-    say(f"building the native libraries of {revision.words}; this is done once")
+    say(f"building the native libraries of {revision.description}; this is done once")
     work.mkdir(parents=True, exist_ok=True)
     source = str(revision.folder / "csrc")
-    # The environment's own cmake and ninja first: the system's may be too old.
-    tools = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
+    # Tools next to this Python come first, because the system's cmake and ninja may be too old.
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    }
     with log.open("w") as out:
         for command in (
             [
@@ -234,11 +241,19 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
                 *("-DCMAKE_BUILD_TYPE=Release", f"-DEMBLIB_CUDA={cuda}"),
                 f"-DPython_EXECUTABLE={sys.executable}",
             ],
-            ["cmake", "--build", str(work), "--parallel", os.environ.get("JOBS") or str(_jobs())],
+            [
+                "cmake",
+                "--build",
+                str(work),
+                "--parallel",
+                os.environ.get("JOBS") or str(_num_jobs()),
+            ],
             ["cmake", "--install", str(work), "--prefix", str(work / "installed")],
         ):
             try:
-                completed = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=tools)
+                completed = subprocess.run(
+                    command, stdout=out, stderr=subprocess.STDOUT, env=environment
+                )
             except OSError as error:
                 raise BuildError(f"{command[0]} is needed to build it ({error})") from error
             if completed.returncode:
@@ -249,16 +264,16 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     return sorted(folder.glob("libemblib_*.so"))
 
 
-def _jobs() -> int:
-    """Return the number of processors, or fewer where memory is short; nvcc may take 2.5 GB."""
+def _num_jobs() -> int:
+    """Return the number of processors, or fewer if memory is short: nvcc may need 2.5 GB."""
     return max(1, min(os.cpu_count() or 1, int(psutil.virtual_memory().available / 2.5e9)))
 
 
 def _first_error(log: Path) -> str:
-    """Return the first error in a build's output, or its last line if none is marked as one."""
+    """Return the first error in a build's output; without one, its last line."""
     lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()]
     for mark in ("error:", "CMake Error", "FAILED:"):
         for number, line in enumerate(lines):
-            if mark in line:  # CMake has the place on this line and the error on the next one
+            if mark in line:  # CMake writes the place on this line, and the error on the next one
                 return " ".join(lines[number : number + 1 + line.endswith(":")])
     return (lines or ["no output"])[-1]

@@ -1,10 +1,10 @@
 """The decision rules of the gate: what to measure next, and the verdict on each point.
 
 There are two independent sets of pairs. The first covers every point, with more pairs for points
-that it cannot decide. What it finds slower or faster is measured again by a second set of the same
-size, and only what the second set confirms counts. The second set is evaluated once, when it is
-complete or the run was interrupted. So longer measurement in the first set, or many points, do not
-make false alarms more likely.
+that remain unsure. A second set of the same size measures the points that look slower or faster
+again, and only a verdict that it confirms counts. The second set is evaluated once, when it is
+complete or the run was interrupted. So neither a longer first set nor many points make false alarms
+more likely.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Stage(Enum):
 class Rules:
     """The numbers of pairs and the margin of each point.
 
-    A run stores them at its start and decides by them even if the noise floor changes meanwhile.
+    A run stores them at its start, and decides by them even if the noise floor changes later.
     """
 
     pairs: int  # pairs of the first set for every point
     max_pairs: int  # pairs of the first set for points that remain unsure
-    margins: Mapping[str, float]  # relative effect that does not count, of each gated point
+    margins: Mapping[str, float]  # largest relative effect that does not count, by gated point
 
     def save(self, store: RunStore) -> None:
         """Write rules.json."""
@@ -48,7 +48,7 @@ class Rules:
 
     @classmethod
     def load(cls, path: Path) -> Rules | None:
-        """Return the rules of a run's directory; None before they were written."""
+        """Return the rules of a run's directory; None if it has none yet."""
         saved = read_json(path, "rules.json")
         if not saved:
             return None
@@ -66,17 +66,17 @@ class Request:
 
 @dataclass
 class Evidence:
-    """The effects so far.
+    """The effects that were measured so far.
 
     Attributes:
         first: log(head ÷ base) of each pair of the first set, by point.
         second: the same of the second set.
-        lost: points that one side could not run.
+        lost_points: points that one side could not run.
     """
 
     first: dict[str, list[float]] = field(default_factory=dict)
     second: dict[str, list[float]] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
+    lost_points: set[str] = field(default_factory=set)
 
     def add(self, stage: Stage, point: str, effect: float) -> None:
         """Add the effect of one pair, log(head ÷ base)."""
@@ -89,10 +89,10 @@ class Ruling:
     """The verdict on a point, with its grounds.
 
     Attributes:
-        verdict: verdict that counts.
+        verdict: final verdict.
         effect: effect of the second set if there is one, because the point was selected by its
             effect in the first set; else effect of the first set.
-        margin: relative effect that does not count.
+        margin: largest relative effect that does not count.
         visible: smallest effect that would have been called slower or faster.
         screened: verdict of the first set alone.
         first: log(head ÷ base) of the pairs of the first set.
@@ -115,37 +115,38 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
 
     `points` are names of `rules.margins`; lost ones are skipped.
     """
-    points = [p for p in points if p not in evidence.lost]
+    points = [p for p in points if p not in evidence.lost_points]
     first = {p: evidence.first.get(p, []) for p in points}
-    new = [p for p in points if len(first[p]) < rules.pairs]
-    if new:
-        return Request(Stage.first, tuple(new))
+    short_points = [p for p in points if len(first[p]) < rules.pairs]
+    if short_points:
+        return Request(Stage.first, tuple(short_points))
     verdicts = {p: _verdict(first[p], rules.margins[p]) for p in points}
     max_first_pairs = rules.max_pairs if rules.pairs >= statistics.MIN_PROCESSES else 0
     unsure = [p for p in points if verdicts[p] is Verdict.UNSURE]
     if undecided := [p for p in unsure if len(first[p]) < max_first_pairs]:
         return Request(Stage.first, tuple(undecided))
     changed = [p for p in points if verdicts[p] in CHANGES]
-    doubted = [p for p in changed if len(evidence.second.get(p, [])) < len(first[p])]
-    return Request(Stage.second, tuple(doubted)) if doubted else None
+    unconfirmed = [p for p in changed if len(evidence.second.get(p, [])) < len(first[p])]
+    return Request(Stage.second, tuple(unconfirmed)) if unconfirmed else None
 
 
 def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
-    """Return the rulings, by point, of points that both sides could run and a pair has measured.
+    """Return the rulings by point.
 
-    `points` are names of `rules.margins`.
+    `points` are names of `rules.margins`. A point that a side could not run, or that no pair has
+    measured, has no ruling.
     """
-    measured_points = [p for p in points if p not in evidence.lost and evidence.first.get(p)]
+    measured_points = [p for p in points if p not in evidence.lost_points and evidence.first.get(p)]
     screened = {p: _verdict(evidence.first[p], rules.margins[p]) for p in measured_points}
     confirmable = [p for p in measured_points if screened[p] in CHANGES and evidence.second.get(p)]
-    direction = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
-    chances = [statistics.p_value(evidence.second[p], direction[screened[p]]) for p in confirmable]
-    adjusted = dict(zip(confirmable, statistics.holm(chances), strict=True))
+    sign = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
+    p_values = [statistics.p_value(evidence.second[p], sign[screened[p]]) for p in confirmable]
+    adjusted_p = dict(zip(confirmable, statistics.holm(p_values), strict=True))
     rulings = {}
     for point in measured_points:
         margin, verdict, first = rules.margins[point], screened[point], evidence.first[point]
-        second = evidence.second[point] if point in adjusted else []
-        is_confirmed = adjusted.get(point, 1.0) <= ALPHA and _verdict(second, margin) is verdict
+        second = evidence.second[point] if point in adjusted_p else []
+        is_confirmed = adjusted_p.get(point, 1.0) <= ALPHA and _verdict(second, margin) is verdict
         if verdict in CHANGES and not is_confirmed:
             verdict = Verdict.UNSURE
         effect = statistics.combine(second or first)
@@ -157,7 +158,7 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
             screened[point],
             tuple(first),
             tuple(second),
-            adjusted.get(point, math.nan),
+            adjusted_p.get(point, math.nan),
         )
     return rulings
 

@@ -31,57 +31,64 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     Raises:
         UsageError: a revision is unknown, or the run cannot start.
     """
-    began = time.monotonic()
+    begin_s = time.monotonic()
     if config.dry_run:
-        return setup.print_plan(config, setup.pairs_words(config))
-    name = revisions.default_base(config, smoke=bool(config.timing.max_rows))
-    base_sha, head_sha = revisions.resolve(name), revisions.resolve(config.gate.head)
+        return setup.print_plan(config, setup.describe_pairs(config))
+    base_name = revisions.default_base(config, smoke=bool(config.timing.max_rows))
+    base_sha, head_sha = revisions.resolve(base_name), revisions.resolve(config.gate.head)
     commits = {"base": revisions.commit_facts(base_sha), "head": revisions.commit_facts(head_sha)}
     start = setup.start_gate(config, words)
     store = start.create()
     start.rules.save(store)
     with Display(len(start.points)) as display:
-        display.say(setup.heading(start, f"{config.gate.head} against {name}"))
-        results, facts = _compare(start, store, display, name, alike=base_sha == head_sha)
-    status = results.status(strict=config.gate.strict)
+        display.say(setup.heading(start, f"{config.gate.head} against {base_name}"))
+        findings, facts = _compare(
+            start, store, display, base_name, is_same_revision=base_sha == head_sha
+        )
+    status = findings.status(strict=config.gate.strict)
     facts |= {
         "experiment": config.name,
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - begin_s, 1),
         "commits": commits,
         "device": start.device.type,
         "machine": start.environment["device"],
         "measured": start.environment["time_utc"],
     }
-    ended = "interrupted" if results.interrupted else "finished"
-    setup.write_info(store, config, question, ended, began, exit=status)
+    run_status = "interrupted" if findings.interrupted else "finished"
+    setup.write_info(store, config, question, run_status, begin_s, exit=status)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
-    answer = pages.write_outputs(store.path, results, facts, status, summary=summary)
-    for line in results.points:
-        print(pages.finding_line(line))
+    answer = pages.write_outputs(store.path, findings, facts, status, summary=summary)
+    for finding in findings.points:
+        print(pages.format_finding(finding))
     print(f"\n{answer}\n")
-    print(f"exit status {status}: {pages.MEANING[status]}" if status else "no objection")
+    print(f"exit status {status}: {pages.MEANINGS[status]}" if status else "no objection")
     print(f"report: {shown_path(store.path / 'index.html')}")
     return status
 
 
 def _compare(
-    start: GateStart, store: RunStore, display: Display, name: str, *, alike: bool
+    start: GateStart,
+    store: RunStore,
+    display: Display,
+    base_name: str,
+    *,
+    is_same_revision: bool,
 ) -> tuple[Findings, dict[str, Any]]:
     """Build, measure and decide; return the findings, and facts for gate.json.
 
-    A revision that does not build, and Ctrl-C, become findings.
+    A revision that does not build, or an interruption by the user, is stated in the findings.
     """
     facts: dict[str, Any] = {
-        "base": name,
+        "base": base_name,
         "head": start.config.gate.head,
         "notices": _notices(start),
     }
-    if alike:
+    if is_same_revision:
         facts["notices"].append("Base and head are the same revision: every effect is noise.")
-    trial, rules, stopped = Trial(slow=start.config.gate.inject), start.rules, False
+    trial, rules, is_interrupted = Trial(slow=start.config.gate.inject), start.rules, False
     try:
-        base, head = revisions.checkout(name), revisions.checkout(start.config.gate.head)
-        facts |= {"base": base.words, "head": head.words}
+        base, head = revisions.checkout(base_name), revisions.checkout(start.config.gate.head)
+        facts |= {"base": base.description, "head": head.description}
         revisions.provide_libraries(base, head, start.device.type, display.say)
         folders = {Side.base: str(base.folder), Side.head: str(head.folder)}
         runner = TrialRunner(
@@ -97,9 +104,9 @@ def _compare(
         side = Side.base if str(error).startswith(facts["base"]) else Side.head
         return Findings(broken=str(error), broken_side=side), facts
     except KeyboardInterrupt:
-        stopped = True
-    results = collect_findings(start.points, trial, rules, read_records(store.path))
-    return dataclasses.replace(results, interrupted=stopped), facts
+        is_interrupted = True
+    findings = collect_findings(start.points, trial, rules, read_records(store.path))
+    return dataclasses.replace(findings, interrupted=is_interrupted), facts
 
 
 def _count_instructions(
@@ -111,12 +118,12 @@ def _count_instructions(
     ):
         return {}, reason
     display.say("counting instructions under valgrind, both revisions at once")
-    message = Setup(start.points, start.config, start.device.type, start.config.seed)
-    return instructions.count(message, {side.value: path for side, path in folders.items()})
+    first_message = Setup(start.points, start.config, start.device.type, start.config.seed)
+    return instructions.count(first_message, {side.value: path for side, path in folders.items()})
 
 
 def _notices(start: GateStart) -> list[str]:
-    """Return what a reader must know about the run before believing its verdicts."""
+    """Return the notices of the page: what limits the trust in the run's verdicts."""
     notices = []
     if start.smoke:
         notices.append("Smoke run: tiny tables, one pair of processes: no verdict is possible.")
@@ -135,13 +142,18 @@ def _notices(start: GateStart) -> list[str]:
     return notices + [f"Machine: {flag}" for flag in preflight.get("flags", [])]
 
 
-DERIVED = ("status", "meaning", "answer", "points")  # of gate.json; the other entries are facts
+DERIVED_ENTRIES = (
+    "status",
+    "meaning",
+    "answer",
+    "points",
+)  # of gate.json; the other entries are facts
 
 
 def rebuild(path: Path) -> str:
-    """Write everything that follows from the samples of a run again; return the answer.
+    """Write all files that follow from the samples of a run again; return the answer.
 
-    A run without rules or records is left as it is, and its stored answer returned.
+    A run without rules or records is not changed, and its stored answer is returned.
     """
     saved, records = read_json(path, "gate.json"), read_records(path)
     rules = Rules.load(path)
@@ -151,9 +163,9 @@ def rebuild(path: Path) -> str:
     config = cast(Config, OmegaConf.to_object(stored))
     trial = Trial()
     for record in records:
-        trial.remember(record)
+        trial.add_record(record)
     trial.add_counts(read_json(path, "instructions.json"))
-    results = collect_findings(points_of(config), trial, rules, records)
-    results = dataclasses.replace(results, interrupted=saved["status"] == 130)
-    facts = {k: v for k, v in saved.items() if k not in DERIVED}
-    return pages.write_outputs(path, results, facts, saved["status"])
+    findings = collect_findings(points_of(config), trial, rules, records)
+    findings = dataclasses.replace(findings, interrupted=saved["status"] == 130)
+    facts = {k: v for k, v in saved.items() if k not in DERIVED_ENTRIES}
+    return pages.write_outputs(path, findings, facts, saved["status"])

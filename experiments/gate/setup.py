@@ -1,4 +1,4 @@
-"""Start a run of the gate's kinds: device, points, store, environment, noise floor."""
+"""Start a run of the gate's kinds: device, points, environment, noise floor, run directory."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from experiments.timing import statistics
 
 SCHEMA = 1  # version of noise.json; a floor of another version is ignored
 
-# Spread per point, from a file of gate.noise: number of `pairs`, their `effects` (log ratios of A
-# against A), and `mad` and `p95`, median and 95 % quantile of |effect|.
+# Noise by point, from a file of gate.noise: number of `pairs`, their `effects` (log ratios of A
+# against A), and `mad` and `p95`, the median and the 95 % quantile of |effect|.
 NoiseFloor = Mapping[str, Mapping[str, Any]]
 
 
 def measurement_key(config: Config) -> str:
     """Return a key of how pairs are measured; a noise floor applies to gates with the same key.
 
-    The committed floors of reports/noise are found by it: an entry that is added or renamed here,
-    or a new field of CaseConfig or GatePoint, makes them unusable until they are measured again.
+    It is a part of the file names of the floors in reports/noise. So a new or renamed entry here,
+    or a new field of CaseConfig or GatePoint, makes these floors unusable: measure them again.
     """
     timing, device = config.timing, config.device
     return digest(
@@ -56,7 +56,7 @@ def measurement_key(config: Config) -> str:
 
 
 def machine_key(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a noise floor and a gate must have in common of machine and software."""
+    """Return the properties of machine and software that a gate must share with its noise floor."""
     gpu = environment.get("gpu") or {}
     return {
         "hardware_id": environment["hardware_id"],
@@ -77,7 +77,7 @@ def noise_floor_content(
     effects: Mapping[str, Sequence[float]],
     time_utc: str,
 ) -> dict[str, Any]:
-    """Return the content of noise.json: per point the spread of `effects`, log(A ÷ A)."""
+    """Return the content of noise.json: by point, the `effects`, log(A ÷ A), and their spread."""
     return {
         "schema": SCHEMA,
         "machine": environment["device"],
@@ -101,11 +101,11 @@ def find_noise_floor(
 ) -> NoiseFloor | None:
     """Return the floor for this machine, its software and this way of measuring.
 
-    None if `folder` has none, or one that cannot be read or is of another version.
+    None if `folder` has none, or only one that cannot be read or is of another version.
     """
-    source = folder / floor_file(environment, config)
+    path = folder / floor_file(environment, config)
     try:
-        saved = json.loads(source.read_text())
+        saved = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError):
         return None
     if saved.get("schema") != SCHEMA or saved["key"] != machine_key(environment):
@@ -115,7 +115,7 @@ def find_noise_floor(
 
 
 def margin(floor: NoiseFloor, point: str, min_effect: float, pairs: int) -> float:
-    """Return a point's margin for an effect over `pairs`; `min_effect` if the floor lacks it."""
+    """Return a point's margin for the mean of `pairs`; `min_effect` for a point without a floor."""
     if point not in floor:
         return min_effect
     return statistics.gate_margin(min_effect, floor[point]["mad"], pairs)
@@ -123,7 +123,7 @@ def margin(floor: NoiseFloor, point: str, min_effect: float, pairs: int) -> floa
 
 @dataclass(frozen=True)
 class GateStart:
-    """The configuration, device, points, machine and noise floor of a run that begins."""
+    """The preparation of a run: configuration, device, points, machine and noise floor."""
 
     config: Config
     device: torch.device
@@ -155,7 +155,7 @@ def start_gate(config: Config, words: Sequence[str]) -> GateStart:
     """Examine the machine and check the configuration of a run.
 
     Raises:
-        UsageError: the device, a point or gate.inject is impossible, or the machine unfit.
+        UsageError: the device, a point or gate.inject is impossible, or the machine is unfit.
     """
     device = device_of(config)
     points = points_of(config)
@@ -169,10 +169,10 @@ def start_gate(config: Config, words: Sequence[str]) -> GateStart:
 
 
 def write_info(
-    store: RunStore, config: Config, question: str, status: str, began: float, **extra: Any
+    store: RunStore, config: Config, question: str, status: str, begin_s: float, **extra: Any
 ) -> None:
-    """Write run.json of a run that ends now; `began` is time.monotonic() at its beginning."""
-    seconds = round(time.monotonic() - began, 1)
+    """Write run.json of a run that ends now; `begin_s` is time.monotonic() at its beginning."""
+    seconds = round(time.monotonic() - begin_s, 1)
     info = {"experiment": config.name, "question": question, "status": status, "seconds": seconds}
     store.write_json("run.json", info | extra)
 
@@ -180,7 +180,7 @@ def write_info(
 def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
     """Lock the latest unfinished run of the same configuration, code and machine.
 
-    Return it with its records, after which the new run continues; None if there is none.
+    Return it with its records, so that the new run can continue it; None if there is none.
     """
     folder = ROOT / start.config.report.folder / start.config.name
     config_text = OmegaConf.to_yaml(OmegaConf.structured(start.config))
@@ -198,9 +198,12 @@ def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
 
 
 def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> SideFolders:
-    """Return head as both sides; raise UsageError if it is unknown or does not build.
+    """Build head, and return its folder for both sides.
 
-    A working tree is copied, so that later edits do not affect the comparison with itself.
+    A working tree is copied, so that later edits do not affect the run.
+
+    Raises:
+        UsageError: head is unknown or does not build.
     """
     head = revisions.checkout(start.config.gate.head)
     try:
@@ -211,7 +214,7 @@ def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> SideFo
 
 
 def heading(start: GateStart, activity: str) -> str:
-    """Describe what runs where, in one line."""
+    """Return a line with experiment, activity, number of points, machine and kind of margins."""
     environment = start.environment
     margins = "margins from this machine's noise floor" if start.floor else "no noise floor here"
     return (
@@ -221,16 +224,16 @@ def heading(start: GateStart, activity: str) -> str:
 
 
 def print_plan(config: Config, activity: str) -> int:
-    """Print a dry run: the points and what is done with them; return exit status 0."""
+    """Print the plan of a dry run: the points and the activity; return exit status 0."""
     points = points_of(config)
     for point in points:
-        print(f"  {point.name:<32} {point.words}")
+        print(f"  {point.name:<32} {point.description}")
     print(f"\n{text.count(len(points), 'point')}, {activity}. Nothing was measured.")
     return 0
 
 
-def pairs_words(config: Config) -> str:
-    """Describe how many processes a gate takes."""
+def describe_pairs(config: Config) -> str:
+    """Return the number of pairs of processes of a gate in words."""
     pairs, max_pairs = config.timing.replicates, config.gate.max_pairs
-    count = f"{pairs} to {max(pairs, max_pairs)} pairs of processes"
-    return f"{count}, and as many again to confirm what looks slower"
+    first_set = f"{pairs} to {max(pairs, max_pairs)} pairs of processes"
+    return f"{first_set}, and as many again to confirm what looks slower"

@@ -1,11 +1,11 @@
-"""Show runs of the gate over commits: one figure per point, and what moved.
+"""Show runs of the gate over commits: one figure per point, and the points that moved.
 
-A run compares two commits and gives a ratio, head ÷ base. Two runs are linked where the head of one
+A run compares two commits and measures a ratio, head ÷ base. Two runs are linked if the head of one
 is the base of the other, and linked runs form a *chain*. The *level* of a commit is 1 at the start
-of a chain, else the level of its base times the ratio: it is relative to the first commit of the
-chain. So the runs may be from different machines. Levels are computed for times and for
-instructions. The interval of a level combines the intervals of all runs since the start of its
-chain, and widens along it.
+of a chain, else the level of its base times the ratio. So a level is relative to the first commit
+of its chain, and runs may be from different machines. Levels are computed by point, for times and
+for instructions. If the run of a base did not measure the quantity at the point, its level is 1,
+too. The interval of a level combines the intervals of all runs since the start of its chain.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +31,15 @@ from experiments.results.store import RunStore
 
 FOLDER = ROOT / "build" / "trend"
 TIME = "time"
-QUANTITIES = {  # in the legend, with colour and line
+QUANTITIES = {  # (name in the legend, colour, line) by quantity
     TIME: ("time", INK, "-"),
     TOTAL: ("instructions", COLOURS["torch"], "-"),
     NATIVE: ("of them in emblib", COLOURS["cached_lfu"], DASHED),
 }
-MOVED = {"SLOWER": SLOWER, "FASTER": FASTER}
-MAX_NAMES = 5  # names of commits below a panel are at most so many
+MOVED_COLOURS = {"SLOWER": SLOWER, "FASTER": FASTER}  # by state of a finding
+MAX_NAMES = 5  # most names of commits below a panel
 PANEL_HEIGHT = 2.7  # inches
-LEVEL_RANGE = (0.95, 1.05)  # every panel shows it, so that noise does not look like change
+LEVEL_RANGE = (0.95, 1.05)  # levels that every panel shows, so that noise looks small
 HOW = (
     "Every run of the gate compares a commit with an earlier one, its base, in turn on one "
     "machine. The level of a commit is the level of its base times the ratio measured; the first "
@@ -57,7 +58,7 @@ class Commit:
     """A commit that the gate measured, see `revisions.commit_facts`."""
 
     sha: str  # the whole hash
-    date: str  # of the commit, ISO 8601
+    date: str  # date of the commit, ISO 8601
     subject: str  # first line of its message
 
     @property
@@ -78,7 +79,7 @@ class GateRun:
     points: Mapping[str, Mapping[str, Any]]  # findings by point, as `verdicts.as_json` writes them
 
     def ratios(self, point: str) -> Iterator[tuple[str, Level]]:
-        """Yield each quantity that was measured at a point, with its head ÷ base."""
+        """Yield each quantity that was measured at a point, with head ÷ base."""
         finding = self.points.get(point, {})
         if finding.get("ratio"):
             ends = [finding.get(end) for end in ("lo", "hi")]
@@ -94,10 +95,10 @@ class Level:
     """A ratio and its 95 % interval, as logarithms. The default is the exact ratio 1."""
 
     log: float = 0.0  # natural logarithm of the ratio
-    half: float = 0.0  # half the width of the interval of `log`; nan where it is unknown
+    half_width: float = 0.0  # half the width of the interval of `log`; nan if it is unknown
 
     def __add__(self, other: Level) -> Level:
-        return Level(self.log + other.log, math.hypot(self.half, other.half))
+        return Level(self.log + other.log, math.hypot(self.half_width, other.half_width))
 
     @property
     def ratio(self) -> float:
@@ -107,7 +108,7 @@ class Level:
     @property
     def ends(self) -> tuple[float, float]:
         """Return the interval of the ratio."""
-        return math.exp(self.log - self.half), math.exp(self.log + self.half)
+        return math.exp(self.log - self.half_width), math.exp(self.log + self.half_width)
 
 
 class PointInRun(NamedTuple):
@@ -124,57 +125,58 @@ class PointInRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Trend:
-    """Runs in the order of their commits, linked into chains."""
+    """Runs of the gate, linked into chains."""
 
-    runs: Sequence[GateRun]
+    runs: Sequence[GateRun]  # each after the run whose head is its base
 
     @property
     def commits(self) -> list[Commit]:
         """Return the commits without repeats: of each run the base, then the head."""
-        return list(dict.fromkeys(c for result in self.runs for c in (result.base, result.head)))
+        return list(dict.fromkeys(c for run in self.runs for c in (run.base, run.head)))
 
     @property
     def points(self) -> list[str]:
         """Return the names of all points."""
-        return list(dict.fromkeys(name for result in self.runs for name in result.points))
+        return list(dict.fromkeys(name for run in self.runs for name in run.points))
 
     def chains(self) -> list[list[Commit]]:
         """Return the commits of each chain of runs."""
         chains: dict[Commit, list[Commit]] = {}
-        for result in self.runs:
-            chain = chains.setdefault(result.base, [result.base])
-            if result.head not in chains:
-                chain.append(result.head)
-                chains[result.head] = chain
+        for run in self.runs:
+            chain = chains.setdefault(run.base, [run.base])
+            if run.head not in chains:
+                chain.append(run.head)
+                chains[run.head] = chain
         return list({id(chain): chain for chain in chains.values()}.values())
 
     def levels(self, point: str) -> dict[tuple[Commit, str], Level]:
         """Return the level of a point by commit and quantity."""
         levels: dict[tuple[Commit, str], Level] = {}
-        for result in self.runs:
-            for name, ratio in result.ratios(point):
-                base_level = levels.setdefault((result.base, name), Level())
-                levels[result.head, name] = base_level + ratio
+        for run in self.runs:
+            for quantity, ratio in run.ratios(point):
+                base_level = levels.setdefault((run.base, quantity), Level())
+                levels.setdefault((run.head, quantity), base_level + ratio)
         return levels
 
     def moves(self) -> list[PointInRun]:
         """Return the findings of points whose time or counts moved, in the order of the runs."""
         return [
-            PointInRun(result, finding)
-            for result in self.runs
-            for finding in result.points.values()
-            if finding["state"] in MOVED or finding.get("grown") or finding.get("shrunk")
+            PointInRun(run, finding)
+            for run in self.runs
+            for finding in run.points.values()
+            if finding["state"] in MOVED_COLOURS or finding.get("grown") or finding.get("shrunk")
         ]
 
 
 def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
-    """Read every gate.json in folders, at any depth and of any name.
+    """Read every gate.json in folders, at any depth, whatever the names of the files.
 
-    Returns the trend, and a line per run that is left out. Runs on another `device` are skipped. If
-    several runs have the same head, the latest one counts.
+    Return the trend, and a line per run that is left out. Runs on another `device` are skipped; ""
+    is any device. If several runs have the same head, the latest one counts.
 
     Raises:
-        UsageError: no folder, no run between two commits, or runs on CPUs and on GPUs.
+        UsageError: a folder is missing, there is no run between two commits, or there are runs on
+            CPUs and on GPUs.
     """
     runs: dict[Commit, GateRun] = {}
     devices = set()
@@ -189,10 +191,10 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
             if reason := _reason_left_out(saved):
                 left_out.append(f"{path.relative_to(folder)}: {reason}")
                 continue
-            result = _gate_run(saved)
-            devices.add(result.device)
-            if result.head not in runs or runs[result.head].measured < result.measured:
-                runs[result.head] = result
+            run = _gate_run(saved)
+            devices.add(run.device)
+            if run.head not in runs or runs[run.head].measured < run.measured:
+                runs[run.head] = run
     if not runs:
         reasons = f" ({left_out[0]})" if left_out else ""
         folder_names = ", ".join(map(str, folders))
@@ -201,12 +203,27 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
         )
     if len(devices) > 1:
         raise UsageError("there are runs on CPUs and on GPUs: choose with --device cpu or cuda")
-    ordered = sorted(runs.values(), key=lambda result: (result.head.date, result.measured))
-    return Trend(ordered), left_out
+    return Trend(_order_by_link(runs)), left_out
+
+
+def _order_by_link(runs: Mapping[Commit, GateRun]) -> list[GateRun]:
+    """Return runs, given by head, by date, but each after the run whose head is its base.
+
+    Dates alone do not do: a commit may be older than its base, on a branch for example.
+    """
+    ordered: dict[Commit, GateRun] = {}
+    for run in sorted(runs.values(), key=lambda run: (run.head.date, run.measured)):
+        linked_runs: dict[Commit, GateRun] = {}  # from `run` back; a circle of bases ends it
+        next_run: GateRun | None = run
+        while next_run and next_run.head not in ordered and next_run.head not in linked_runs:
+            linked_runs[next_run.head] = next_run
+            next_run = runs.get(next_run.base)
+        ordered |= dict(reversed(linked_runs.items()))
+    return list(ordered.values())
 
 
 def _read_findings(path: Path) -> dict[str, Any] | None:
-    """Return the content of a file if it is that of a gate.json, else None."""
+    """Return the content of a file if it has that of a gate.json, else None."""
     try:
         saved = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -216,7 +233,7 @@ def _read_findings(path: Path) -> dict[str, Any] | None:
 
 
 def _reason_left_out(saved: Mapping[str, Any]) -> str:
-    """Return why a run has no place in a trend; empty where it has."""
+    """Return why a run is left out of a trend; "" if it is not."""
     commits = saved.get("commits")
     if commits is None:
         return "it was measured before the gate stored commits"
@@ -236,20 +253,20 @@ def _gate_run(saved: Mapping[str, Any]) -> GateRun:
     return GateRun(base, head, saved["device"], saved["machine"], saved["measured"], points)
 
 
-def page(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Page:
-    """Return the page of a trend."""
+def page_of(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Page:
+    """Return the page of a trend, with a remark per line of `left_out`."""
     commits, moves = trend.commits, trend.moves()
-    slower = [move for move in moves if move.is_worse]
-    faster = len(moves) - len(slower)
-    machines = sorted({result.machine for result in trend.runs})
+    num_worse = sum(move.is_worse for move in moves)
+    num_better = len(moves) - num_worse
+    machines = sorted({run.machine for run in trend.runs})
     chains = trend.chains()
     notices = [Notice(f"Left out: {reason}.", "remark") for reason in left_out]
     if len(chains) > 1:
-        begins = ", ".join(chain[0].name for chain in chains)
+        first_commits = ", ".join(chain[0].name for chain in chains)
         notices.append(
             Notice(
-                f"No run links the {len(chains)} chains of commits that begin at {begins}: their "
-                "levels are not comparable."
+                f"No run links the {len(chains)} chains of commits that begin at {first_commits}: "
+                "their levels are not comparable."
             )
         )
     return Page(
@@ -269,33 +286,32 @@ def page(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Page:
         tiles=[
             Tile(str(len(commits)), "commits"),
             Tile(str(len(trend.points)), "points"),
-            Tile(str(len(slower)), "regressions", "bad" if slower else ""),
-            Tile(str(faster), "improvements", "good" if faster else ""),
+            Tile(str(num_worse), "regressions", "bad" if num_worse else ""),
+            Tile(str(num_better), "improvements", "good" if num_better else ""),
         ],
         notices=notices,
     )
 
 
 def sentences(trend: Trend) -> list[str]:
-    """Return what moved, and the points that are farthest from where they began."""
+    """State how many points moved, and the point whose last level is the highest."""
     commits, moves = trend.commits, trend.moves()
     first, last = commits[0], commits[-1]
-    moved = "nothing moved"
+    change = "nothing moved"
     if moves:
-        points = len({move.finding["point"] for move in moves})
-        heads = len({move.run.head for move in moves})
-        moved = f"{text.count(points, 'point')} moved at {text.count(heads, 'commit')}"
-    commit_words = f"{text.count(len(commits), 'commit')} from {first.name} to {last.name}"
-    answer = [f"{commit_words}: {moved}."]
-    for name in (TIME, TOTAL):
+        num_points = len({move.finding["point"] for move in moves})
+        num_heads = len({move.run.head for move in moves})
+        change = f"{text.count(num_points, 'point')} moved at {text.count(num_heads, 'commit')}"
+    answer = [f"{text.count(len(commits), 'commit')} from {first.name} to {last.name}: {change}."]
+    for quantity in (TIME, TOTAL):
         last_levels: dict[str, Level] = {}
         for point in trend.points:
-            for (_, quantity), level in trend.levels(point).items():
-                if quantity == name:
+            for (_, level_quantity), level in trend.levels(point).items():
+                if level_quantity == quantity:
                     last_levels[point] = level
         if last_levels:
             worst = max(last_levels, key=lambda point: last_levels[point].log)
-            label, _, _ = QUANTITIES[name]
+            label, _, _ = QUANTITIES[quantity]
             answer.append(f"Largest level of {label}: {worst}, {last_levels[worst].ratio:.3f}.")
     return answer
 
@@ -316,21 +332,21 @@ def _figure(trend: Trend) -> Figure:
 def _panel(trend: Trend, point: str) -> Panel:
     """Draw the levels of a point over the commits, a line per chain and quantity."""
     commits = trend.commits
-    position_of = {commit: number for number, commit in enumerate(commits)}
-    levels, lines, labelled = trend.levels(point), [], set()
+    position_of = {commit: position for position, commit in enumerate(commits)}
+    levels, lines, legend_labels = trend.levels(point), [], set()
     for chain in trend.chains():
-        for name, (label, colour, line) in QUANTITIES.items():
-            of_chain = [(position_of[c], levels[c, name]) for c in chain if (c, name) in levels]
-            if not of_chain:
+        for quantity, (label, colour, line) in QUANTITIES.items():
+            measured = [c for c in chain if (c, quantity) in levels]
+            if not measured:
                 continue
-            x, values = zip(*of_chain, strict=True)
-            ends = [level.ends for level in values] if name == TIME else []
+            chain_levels = [levels[c, quantity] for c in measured]
+            ends = [level.ends for level in chain_levels] if quantity == TIME else []
             lines.append(
                 Curve(
-                    x,
-                    [level.ratio for level in values],
+                    [position_of[c] for c in measured],
+                    [level.ratio for level in chain_levels],
                     colour,
-                    "" if label in labelled else label,
+                    "" if label in legend_labels else label,
                     "o",
                     line,
                     width=1.4,
@@ -340,12 +356,12 @@ def _panel(trend: Trend, point: str) -> Panel:
                     band=True,
                 )
             )
-            labelled.add(label)
-    for state, colour in MOVED.items():
+            legend_labels.add(label)
+    for state, colour in MOVED_COLOURS.items():
         dots = [
-            (position_of[result.head], levels[result.head, TIME].ratio)
-            for result in trend.runs
-            if result.points.get(point, {}).get("state") == state and (result.head, TIME) in levels
+            (position_of[run.head], levels[run.head, TIME].ratio)
+            for run in trend.runs
+            if run.points.get(point, {}).get("state") == state and (run.head, TIME) in levels
         ]
         if dots:
             x, y = zip(*dots, strict=True)
@@ -360,14 +376,15 @@ def _panel(trend: Trend, point: str) -> Panel:
     return Panel(point, drawing, WIDTH, PANEL_HEIGHT)
 
 
-def _change(finding: Mapping[str, Any], name: str) -> Value:
+def _count_ratio(finding: Mapping[str, Any], name: str) -> Value:
     """Return an entry for head ÷ base of a counted quantity."""
-    sides = (finding.get("counts") or {}).get(name)
-    ratio = sides["head"] / sides["base"] if sides and sides["base"] else None
+    counts = (finding.get("counts") or {}).get(name)
+    ratio = counts["head"] / counts["base"] if counts and counts["base"] else None
     return Value.of(ratio, lambda v: f"{v:.4f}")
 
 
-def _time(finding: Mapping[str, Any]) -> Value:
+def _time_ratio(finding: Mapping[str, Any]) -> Value:
+    """Return an entry for head ÷ base of the time, with its interval if it is known."""
     low, high = finding.get("lo"), finding.get("hi")
     interval = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
     return Value.of(finding.get("ratio"), lambda v: f"{v:.3f}{interval}")
@@ -378,17 +395,18 @@ FINDING_COLUMNS: dict[str, Column] = {
     "commit": lambda row: row.run.head.name,
     "point": lambda row: row.finding["point"],
     "verdict": lambda row: row.finding["state"],
-    "time ÷ base": lambda row: _time(row.finding),
+    "time ÷ base": lambda row: _time_ratio(row.finding),
 }
 
 
 def _moved_table(moves: Sequence[PointInRun]) -> Table:
+    """Return a row per finding of a point that moved."""
     return Table.of(
         moves,
         {
             **FINDING_COLUMNS,
-            "instructions ÷ base": lambda move: _change(move.finding, TOTAL),
-            "in emblib ÷ base": lambda move: _change(move.finding, NATIVE),
+            "instructions ÷ base": lambda move: _count_ratio(move.finding, TOTAL),
+            "in emblib ÷ base": lambda move: _count_ratio(move.finding, NATIVE),
             "counted": lambda move: (
                 "; ".join((*(move.finding.get("grown") or ()), *(move.finding.get("shrunk") or ())))
                 or text.DASH
@@ -399,47 +417,51 @@ def _moved_table(moves: Sequence[PointInRun]) -> Table:
 
 
 def _commit_table(trend: Trend) -> Table:
-    def states(result: GateRun) -> str:
-        states = [finding["state"] for finding in result.points.values()]
+    """Return a row per run, with the number of points in each state."""
+
+    def count_states(run: GateRun) -> str:
+        states = [finding["state"] for finding in run.points.values()]
         return ", ".join(f"{states.count(s)} {s.lower()}" for s in dict.fromkeys(sorted(states)))
 
     return Table.of(
         trend.runs,
         {
-            "commit": lambda result: result.head.name,
-            "date": lambda result: result.head.date[:10],
-            "against": lambda result: result.base.name,
-            "verdicts": states,
-            "machine": lambda result: result.machine,
-            "measured": lambda result: result.measured[:16],
-            "subject": lambda result: result.head.subject,
+            "commit": lambda run: run.head.name,
+            "date": lambda run: run.head.date[:10],
+            "against": lambda run: run.base.name,
+            "verdicts": count_states,
+            "machine": lambda run: run.machine,
+            "measured": lambda run: run.measured[:16],
+            "subject": lambda run: run.head.subject,
         },
     )
 
 
 def _level_table(trend: Trend) -> Table:
-    levels = {point: trend.levels(point) for point in trend.points}
-    rows = [PointInRun(r, finding) for r in trend.runs for finding in r.points.values()]
+    """Return a row per finding of every run, with the levels of its commit."""
+    levels_by_point = {point: trend.levels(point) for point in trend.points}
+    rows = [PointInRun(run, finding) for run in trend.runs for finding in run.points.values()]
 
-    def level_column(name: str) -> Column:
-        def level(row: PointInRun) -> Value:
-            value = levels[row.finding["point"]].get((row.run.head, name))
-            return Value.of(value.ratio if value else None, lambda v: f"{v:.4f}")
+    def level_column(quantity: str) -> Column:
+        def level_value(row: PointInRun) -> Value:
+            level = levels_by_point[row.finding["point"]].get((row.run.head, quantity))
+            return Value.of(level.ratio if level else None, lambda v: f"{v:.4f}")
 
-        return level
+        return level_value
 
-    def count(row: PointInRun) -> Value:
-        sides = (row.finding.get("counts") or {}).get(TOTAL) or {}
-        return Value.of(sides.get("head"), lambda v: f"{v:,.0f}")
+    def count_value(row: PointInRun) -> Value:
+        counts = (row.finding.get("counts") or {}).get(TOTAL) or {}
+        return Value.of(counts.get("head"), lambda v: f"{v:,.0f}")
 
     return Table.of(
         rows,
         {
             **FINDING_COLUMNS,
             **{
-                f"{label} ÷ first": level_column(name) for name, (label, _, _) in QUANTITIES.items()
+                f"{label} ÷ first": level_column(quantity)
+                for quantity, (label, _, _) in QUANTITIES.items()
             },
-            "instructions": count,
+            "instructions": count_value,
         },
     )
 
@@ -456,10 +478,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page of a trend; raise UsageError where there is nothing to show."""
+    """Write the page of a trend and print its answer; raise what `read_trend` raises."""
     trend, left_out = read_trend(arguments.folders, arguments.device)
-    command = f"python run.py trend {' '.join(map(str, arguments.folders))}"
-    report = page(trend, left_out, command)
+    words = ["python", "run.py", "trend", *map(str, arguments.folders)]
+    words += ["--device", arguments.device] if arguments.device else []
+    report = page_of(trend, left_out, shlex.join(words))
     store = RunStore(arguments.out.resolve())
     written = document.write(store.path, report)
     store.write("trend.md", report.markdown(figures=False))

@@ -1,4 +1,4 @@
-"""The findings and the exit status of a gate: times, bytes, hit rates, what was left out."""
+"""The findings of a gate on times, bytes, hit rates and instructions, and its exit status."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from experiments.gate.rules import CHANGES, Rules, Ruling, decide
 from experiments.results.store import Record
 from experiments.timing.statistics import MIN_PROCESSES, Verdict
 
-PEAK_SHARE, PEAK_BYTES = (0.01, 16 << 20)  # tolerated growth of peak memory, which is not exact
-HIT_RATE_CHANGE = 0.005
+PEAK_SHARE, PEAK_BYTES = 0.01, 16 << 20  # tolerated growth of peak memory, which is not exact
+HIT_RATE_CHANGE = 0.005  # tolerated loss of the hit rate, a share of 1
 INSTRUCTIONS_SHARE = 0.01  # tolerated growth of instructions: Python's share is not exact
-BROKEN = ("error", "wrong", "timeout", "oom")
+BROKEN_STATUSES = (
+    "error",
+    "wrong",
+    "timeout",
+    "oom",
+)  # of a side; others mean "not supported here"
 
-FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
+FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6  # exit statuses, see pages.MEANINGS
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,8 @@ class PointFinding:
         point: name of the point.
         words: contender, phase and sizes.
         state: name of a `Verdict`; or MISSING (only base can run it), FAILED (head has
-            an error, and base cannot run it either), NEW (base cannot run it, and head can or
-            lacks something here), NOISY (its margin would exceed gate.max_margin).
+            an error, and base cannot run it either), NEW (base cannot run it, and head can, or
+            does not support it here), NOISY (its margin would exceed gate.max_margin).
         reason: why there is no verdict, or what to do about an unsure one.
         ruling: verdict with its grounds; None without a verdict.
         base_s: median seconds of base; nan without a verdict.
@@ -56,7 +61,7 @@ class PointFinding:
 
     @property
     def regression(self) -> bool:
-        """Return whether it is slower, confirmed, or a counted number became worse."""
+        """Return whether the point is slower, confirmed, or has a counted number that grew."""
         return self.state == Verdict.SLOWER.value or bool(self.grown)
 
 
@@ -86,7 +91,7 @@ class Findings:
         return self.in_states(*(v.value for v in Verdict))
 
     def status(self, *, strict: bool) -> int:
-        """Return the exit status: 130 for an interrupted run, else by the most severe finding."""
+        """Return the exit status: 130 for an interrupted run, else that of the worst finding."""
         if self.interrupted:
             return 130
         if self.broken:
@@ -102,50 +107,51 @@ class Findings:
         return FINE
 
 
-ORDER = ("SLOWER", "MISSING", "FAILED", "UNSURE", "NOISY", "FASTER", "SAME", "NEW")
+STATES_BY_SEVERITY = ("SLOWER", "MISSING", "FAILED", "UNSURE", "NOISY", "FASTER", "SAME", "NEW")
 
 
 def collect_findings(
     points: Sequence[Point], trial: Trial, rules: Rules, records: Sequence[Record]
 ) -> Findings:
-    """Return the findings of a trial, worst first, then by effect.
+    """Return the findings of a trial, worst first, and then by the size of the effect.
 
-    Points that an interrupted trial did not reach have none.
+    Points that an interrupted trial did not reach have no finding.
     """
     names = [p.name for p in points if p.name in rules.margins]
     rulings = decide(names, trial.evidence, rules)
-    lines = []
+    findings = []
     for point in points:
-        failed = trial.failed.get(point.name)
-        if failed:
-            lines.append(_failure_finding(point, failed))
+        failures = trial.failures.get(point.name)
+        if failures:
+            findings.append(_failure_finding(point, failures))
         elif point.name not in rules.margins:
             reason = "its noise on this machine requires a margin beyond gate.max_margin"
-            lines.append(PointFinding(point.name, point.words, "NOISY", reason))
+            findings.append(PointFinding(point.name, point.description, "NOISY", reason))
         elif point.name in rulings:
-            lines.append(_verdict_finding(point, rulings[point.name], trial, records))
+            findings.append(_verdict_finding(point, rulings[point.name], trial, records))
 
-    def severity(line: PointFinding) -> tuple[bool, int, float]:
-        size = abs(math.log(line.ruling.effect.ratio)) if line.ruling else 0.0
-        return not line.regression, ORDER.index(line.state), -size
+    def sort_key(finding: PointFinding) -> tuple[bool, int, float]:
+        effect = abs(math.log(finding.ruling.effect.ratio)) if finding.ruling else 0.0
+        return not finding.regression, STATES_BY_SEVERITY.index(finding.state), -effect
 
-    return Findings(sorted(lines, key=severity))
+    return Findings(sorted(findings, key=sort_key))
 
 
-def _failure_finding(point: Point, failed: Mapping[Side, BuildResult]) -> PointFinding:
+def _failure_finding(point: Point, failures: Mapping[Side, BuildResult]) -> PointFinding:
     """Return a finding in the state MISSING, FAILED or NEW, see `PointFinding`."""
-    head, base = failed.get(Side.head), failed.get(Side.base)
+    head, base = failures.get(Side.head), failures.get(Side.base)
     build_result = head or base or BuildResult("error", "no reason was given")
-    state, words = "NEW", "neither side can run it here"
+    state, explanation = "NEW", "neither side can run it here"
     if head is None:
-        words = "base cannot run it"
+        explanation = "base cannot run it"
     elif base is None:
-        state, words = "MISSING", "base can run it, head cannot"
-    elif head.status in BROKEN:
-        both = base.status in BROKEN
-        state, words = "FAILED", "on both sides" if both else "base cannot run it, head fails"
-    reason = f"{words} ({build_result.status}: {build_result.reason})"
-    return PointFinding(point.name, point.words, state, reason)
+        state, explanation = "MISSING", "base can run it, head cannot"
+    elif head.status in BROKEN_STATUSES:
+        state, explanation = "FAILED", "base cannot run it, head fails"
+        if base.status in BROKEN_STATUSES:
+            explanation = "on both sides"
+    reason = f"{explanation} ({build_result.status}: {build_result.reason})"
+    return PointFinding(point.name, point.description, state, reason)
 
 
 def _verdict_finding(
@@ -153,13 +159,13 @@ def _verdict_finding(
 ) -> PointFinding:
     """Return the finding for a point that both sides ran.
 
-    Instructions that grew are no regression where the time fell, confirmed: they move to `shrunk`,
-    which only informs.
+    Instructions that grew are no regression if the time fell, confirmed. Their sentences then move
+    to `shrunk`, which has no effect on the exit status.
     """
     weights = trial.weights.get(point.name, {})
     grown, shrunk = changed_counts(weights.get("base", {}), weights.get("head", {}))
-    times = (faster_samples(records, point.name, side) for side in Side)
-    base, head = (statistics.median(t) if t else math.nan for t in times)
+    samples_s = (faster_samples(records, point.name, side) for side in Side)
+    base_s, head_s = (statistics.median(s) if s else math.nan for s in samples_s)
     reason = advice(ruling) if ruling.verdict is Verdict.UNSURE else ""
     state = ruling.verdict.value
     if ruling.verdict is Verdict.FASTER:
@@ -171,7 +177,7 @@ def _verdict_finding(
         if len(weights) == 2 and all(key in weight for weight in weights.values())
     }
     return PointFinding(
-        point.name, point.words, state, reason, ruling, base, head, grown, shrunk, counts
+        point.name, point.description, state, reason, ruling, base_s, head_s, grown, shrunk, counts
     )
 
 
@@ -188,16 +194,16 @@ def advice(ruling: Ruling) -> str:
 def changed_counts(
     base: Mapping[str, float], head: Mapping[str, float]
 ) -> tuple[list[str], list[str]]:
-    """Return a sentence per number of a point that became worse, and one per better number.
+    """Return (sentences, sentences) on the numbers of a point that became worse, and better.
 
-    The numbers are those of `Bench.weigh` and counted instructions. Hit rates, peak memory and
-    instructions have a tolerance; other bytes are compared exactly.
+    The numbers are those of `Bench.weigh` and counted instructions, by name. Hit rates, peak memory
+    and instructions have a tolerance; other bytes are compared exactly.
     """
     worse, better = [], []
     for key in sorted(base.keys() & head.keys()):
         base_value, head_value = base[key], head[key]
         growth = base_value - head_value if key == "hit_rate" else head_value - base_value
-        shown = f"{base_value:,.4g} → {head_value:,.4g}"
+        values = f"{base_value:,.4g} → {head_value:,.4g}"
         tolerance = 0.0
         if key == "hit_rate":
             tolerance = HIT_RATE_CHANGE
@@ -205,19 +211,19 @@ def changed_counts(
             tolerance = PEAK_SHARE * base_value + PEAK_BYTES
         elif key in (TOTAL, NATIVE):
             tolerance = INSTRUCTIONS_SHARE * base_value
-            shown = f"{base_value:,.0f} → {head_value:,.0f} ({head_value / base_value:.3f}×)"
-        text = f"{key.replace('_', ' ')} {shown}"
-        worse += [text] * (growth > tolerance)
-        better += [text] * (growth < -tolerance)
+            values = f"{base_value:,.0f} → {head_value:,.0f} ({head_value / base_value:.3f}×)"
+        sentence = f"{key.replace('_', ' ')} {values}"
+        worse += [sentence] * (growth > tolerance)
+        better += [sentence] * (growth < -tolerance)
     return worse, better
 
 
-def as_json(line: PointFinding) -> dict[str, Any]:
+def as_json(finding: PointFinding) -> dict[str, Any]:
     """Return the entry of a point in gate.json; nan and infinite numbers are None."""
-    content = dataclasses.asdict(line)
+    content = dataclasses.asdict(finding)
     del content["ruling"]
-    if line.ruling:
-        ruling = line.ruling
+    if finding.ruling:
+        ruling = finding.ruling
         content |= dataclasses.asdict(ruling.effect)
         content |= {
             "margin": ruling.margin,

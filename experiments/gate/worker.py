@@ -1,7 +1,7 @@
 """A worker of the gate: one revision of emblib in one process, which times points on request.
 
-This file and its top-level imports do not use emblib: the first thing that a worker does is to make
-sure that `import emblib` gives the revision it was started for, and not an installed one.
+This file and its top-level imports do not use emblib. So the worker can first make sure that
+`import emblib` finds the revision that it was started for, and not an installed one.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from typing import Any
 
 
 class WrongRevision(Exception):
-    """`import emblib` gives another package than the worker was started for."""
+    """`import emblib` finds another package than the worker was started for."""
 
 
 def serve(pipe: Connection, package: str) -> None:
     """Import emblib from the folder `package` ("" for the default), then answer messages.
 
-    The first message is a `Setup`, answered by `Bench.build`. Others are (name of a method of
-    `Bench`, *arguments), answered by what it returns; None is the last one, without an answer.
+    The first message is a `Setup`, and its answer the result of `Bench.build`. The others are (name
+    of a method of `Bench`, *arguments), answered by the method's result. None ends the worker.
     """
     import_from(package)
     from experiments.gate.bench import Bench
 
     bench = Bench(pipe.recv())
     pipe.send(bench.build())
-    bench.settle()
+    bench.stop_garbage_collection()
     while message := pipe.recv():
         method, *arguments = message
         pipe.send(getattr(bench, method)(*arguments))
 
 
 def import_from(package: str) -> None:
-    """Make `import emblib` find the package in this folder; raise WrongRevision where it does not.
+    """Make `import emblib` find the package in this folder; raise WrongRevision if it does not.
 
-    An editable install puts a finder in front of all folders, which would give every worker the
-    working tree, so that the gate would compare it with itself.
+    An editable install puts a finder before all folders. With that finder every worker would import
+    the working tree, and the gate would compare it with itself.
     """
     if not package:
         return
     folder = str(Path(package).resolve())
-    sys.meta_path[:] = [finder for finder in sys.meta_path if _may_stay(finder, folder)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if _is_harmless(finder, folder)]
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
     import emblib
@@ -53,7 +53,7 @@ def import_from(package: str) -> None:
         raise WrongRevision(f"import emblib gives {emblib.__file__}, not the one in {folder}")
 
 
-def _may_stay(finder: Any, folder: str) -> bool:
+def _is_harmless(finder: Any, folder: str) -> bool:
     """Return whether a finder searches sys.path, does not know emblib, or knows the right one."""
     if finder is PathFinder or not hasattr(finder, "find_spec"):
         return True

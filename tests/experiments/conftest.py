@@ -91,7 +91,7 @@ def figures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from experiments.report import style
 
     if not nightly.IS_NIGHTLY:
-        monkeypatch.setattr(style, "draw", render_once())
+        monkeypatch.setattr(style, "draw_files", render_once())
 
 
 @pytest.fixture(scope="module")

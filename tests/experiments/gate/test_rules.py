@@ -91,7 +91,7 @@ def test_points_that_were_lost_are_not_asked_for() -> None:
     evidence = Evidence(lost={"a"})
     request = next_request(NAMES, evidence, RULES)
     assert request == Request(Stage.first, ("b", "c"))
-    evidence.lost = set(NAMES)
+    evidence.lost_points = set(NAMES)
     assert next_request(NAMES, evidence, RULES) is None
     assert decide(NAMES, evidence, RULES) == {}
 

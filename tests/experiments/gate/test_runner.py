@@ -110,7 +110,7 @@ def test_turns_are_abba_on_the_same_batches(config: Config, points: list[Point])
         assert first[0] is last[0] is not middle[0]
         assert first[1] + last[1] == middle[1]
     assert {b[0][0] for b in blocks} == set(Side)  # both orders happen
-    taken = found.taken[points[0].name]
+    taken = found.samples[points[0].name]
     assert taken.effect == pytest.approx(0.0953, abs=1e-3)
     assert len(taken.seconds[Side.base]) == len(taken.seconds[Side.head]) == len(blocks)
 
@@ -147,8 +147,8 @@ def test_a_crash_costs_one_point(config: Config, points: list[Point]) -> None:
     first = points_warmed(log)[0]
     log.clear()
     found = run_pair(job, FOLDERS, fake_workers(log, dies=(Side.head, first)))
-    assert set(found.taken) == {p.name for p in points} - {first}
-    assert found.failed == {first: {Side.head: BuildResult("oom", "killed")}}
+    assert set(found.samples) == {p.name for p in points} - {first}
+    assert found.failures == {first: {Side.head: BuildResult("oom", "killed")}}
     assert sum(1 for _, m in log if isinstance(m, Setup)) == 4  # two pairs of processes
 
 
@@ -156,9 +156,9 @@ def test_a_worker_that_never_works_costs_all(config: Config, points: list[Point]
     log: list[tuple[Side, Any]] = []
     job = PairJob(points, config, "cpu", 0)
     found = run_pair(job, FOLDERS, fake_workers(log, stillborn=Side.base))
-    assert not found.taken
-    assert {side for sides in found.failed.values() for side in sides} == {Side.base}
-    assert len(found.failed) == len(points)
+    assert not found.samples
+    assert {side for sides in found.failures.values() for side in sides} == {Side.base}
+    assert len(found.failures) == len(points)
 
 
 @pytest.mark.parametrize("side", list(Side))
@@ -168,8 +168,8 @@ def test_a_crash_after_the_last_point_costs_nothing(
     log: list[tuple[Side, Any]] = []
     job = PairJob(points, config, "cpu", 0)
     found = run_pair(job, FOLDERS, fake_workers(log, leaves=side))
-    assert set(found.taken) == {p.name for p in points}
-    assert not found.failed
+    assert set(found.samples) == {p.name for p in points}
+    assert not found.failures
     assert sum(message == "closed" for _, message in log) == 2
 
 
@@ -179,8 +179,8 @@ def test_a_point_that_one_side_cannot_do_is_not_measured(
     name = points[1].name
     bad = {Side.base: {name: BuildResult("unsupported", "too old")}}
     found = run_pair(PairJob(points, config, "cpu", 0), FOLDERS, fake_workers([], bad=bad))
-    assert name not in found.taken
-    assert len(found.taken) == len(points) - 1
+    assert name not in found.samples
+    assert len(found.samples) == len(points) - 1
 
 
 def test_points_must_exist(config: Config) -> None:

@@ -58,7 +58,7 @@ def test_levels_multiply_along_a_chain(tmp_path: Path) -> None:
     levels = shown.levels("wide")
     assert levels[a, TIME].ratio == 1
     assert levels[c, TIME].ratio == pytest.approx(1.1 * 1.2)
-    assert levels[c, TIME].half == pytest.approx(math.sqrt(2) * math.log(1.02))
+    assert levels[c, TIME].half_width == pytest.approx(math.sqrt(2) * math.log(1.02))
     assert levels[c, TOTAL].ratio == pytest.approx(3)
     assert levels[c, TOTAL].ends == pytest.approx((3, 3))
 
@@ -75,8 +75,26 @@ def test_a_gap_begins_another_chain(tmp_path: Path) -> None:
     shown, _ = trend.read_trend([store(tmp_path, *runs)])
     assert [[one.sha[0] for one in chain] for chain in shown.chains()] == [["a", "b"], ["c", "d"]]
     assert shown.levels("wide")[shown.commits[-1], TIME].ratio == 1
-    (notice,) = trend.page(shown).notices
+    (notice,) = trend.page_of(shown).notices
     assert "2 chains of commits that begin at aaaaaaaa, cccccccc" in notice.text
+
+
+def test_a_commit_older_than_its_base_is_linked_to_it(tmp_path: Path) -> None:
+    on_branch = gate("b", "c", 2, finding("wide", 1.2))
+    on_branch["commits"]["base"] = commit("b", 5)
+    runs = on_branch, gate("a", "b", 5, finding("wide", 1.1))
+    shown, _ = trend.read_trend([store(tmp_path, *runs)])
+    assert [[one.sha[0] for one in chain] for chain in shown.chains()] == [["a", "b", "c"]]
+    levels = {c.sha[0]: level.ratio for (c, _), level in shown.levels("wide").items()}
+    assert levels == pytest.approx({"a": 1.0, "b": 1.1, "c": 1.1 * 1.2})
+
+
+def test_runs_in_a_circle_begin_at_the_base_of_the_first(tmp_path: Path) -> None:
+    back = gate("b", "a", 2, finding("wide", 0.5))
+    back["commits"] = {"base": commit("b", 2), "head": commit("a", 1)}
+    shown, _ = trend.read_trend([store(tmp_path, gate("a", "b", 2, finding("wide", 2.0)), back)])
+    levels = {c.sha[0]: level.ratio for (c, _), level in shown.levels("wide").items()}
+    assert levels == pytest.approx({"a": 1.0, "b": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -96,7 +114,7 @@ def test_what_has_no_place_is_left_out(change: Any, reason: str, tmp_path: Path)
     assert len(shown.runs) == 1
     assert left_out[0].startswith("1.json: ")
     assert reason in left_out[0]
-    assert left_out[0] in trend.page(shown, left_out).notices[0].text
+    assert left_out[0] in trend.page_of(shown, left_out).notices[0].text
     (tmp_path / "0.json").unlink()
     with pytest.raises(UsageError, match="no finished run"):
         trend.read_trend([tmp_path])
@@ -139,8 +157,14 @@ def test_the_page_says_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[
     page = (tmp_path / "page/index.html").read_text()
     assert page.count('<svg role="img"') == 3
     text = (tmp_path / "page/trend.md").read_text()
+    assert f"python run.py trend {tmp_path}\n" in text
     assert "| cccccccc | wide | SLOWER | 1.310 [1.284, 1.336] | 1.0300 | 1.0300 | more |" in text
     assert "tbe: c" in text
+    arguments.folders, arguments.device = [tmp_path, tmp_path / "a folder"], "cpu"
+    arguments.folders[1].mkdir()
+    assert trend.run(arguments) == 0
+    text = (tmp_path / "page/trend.md").read_text()
+    assert f"trend {tmp_path} '{tmp_path}/a folder' --device cpu\n" in text
     arguments.folders = [tmp_path / "none"]
     with pytest.raises(UsageError, match="there is no folder"):
         trend.run(arguments)

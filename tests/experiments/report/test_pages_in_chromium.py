@@ -33,7 +33,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     with pytest.MonkeyPatch.context() as patch:
         # Without the files of the figures, which the page does not show.
-        patch.setattr(style, "draw", lambda f, *_: [style.inline_svg(p) for p in f.panels])
+        patch.setattr(style, "draw_files", lambda f, *_: [style.inline_svg(p) for p in f.panels])
         write_report(make_run(path, recipe))
     return path / "index.html"
 
