@@ -1,4 +1,4 @@
-"""One experiment on several machines side by side, and published figures next to ours."""
+"""The command `compare`: one experiment on several machines, and published figures next to ours."""
 
 from __future__ import annotations
 
@@ -42,13 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write comparisons, or the page of published figures; return the exit status."""
+    """Write comparisons, or the page of published figures; return the exit status.
+
+    Raises:
+        UsageError: a path is named twice, or --overview has a path that is no run.
+    """
     from experiments.bundle.archive import BundleError
     from experiments.compare import machines, pages
 
     if arguments.overview:
-        if strangers := [path for path in arguments.runs if not has_records(path)]:
-            raise UsageError(f"{strangers[0]} is no run: --overview takes directories of runs")
+        if other_paths := [path for path in arguments.runs if not has_records(path)]:
+            raise UsageError(f"{other_paths[0]} is no run: --overview takes directories of runs")
         text = pages.overview(arguments.runs).markdown()
         if arguments.overview == "print":
             print(text)
@@ -62,18 +66,18 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = [path.resolve() for path in arguments.runs]
     if repeated := [path for path, n in Counter(resolved).items() if n > 1]:
         raise UsageError(f"{repeated[0]} is named twice: a run is compared with other runs")
-    words = " ".join(
+    run_words = " ".join(
         str(path) if machines.is_remote(path) else os.path.relpath(path) for path in arguments.runs
     )
     try:
         with tempfile.TemporaryDirectory() as scratch:
             runs = [machines.fetch(path, Path(scratch)) for path in arguments.runs]
-            compared = machines.comparisons(runs, Path(scratch))
-            for experiment, paths in compared:
+            comparisons = machines.group_by_experiment(runs, Path(scratch))
+            for experiment, paths in comparisons:
                 out = arguments.out
-                if out is not None and len(compared) > 1:
+                if out is not None and len(comparisons) > 1:
                     out = out / folder_name(experiment)
-                page = pages.write(paths, out, f"python run.py compare {words}")
+                page = pages.write(paths, out, f"python run.py compare {run_words}")
                 if page.is_relative_to(ROOT):
                     page = page.relative_to(ROOT)
                 print(f"\nreport: {page}")
@@ -82,9 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     except machines.NotComparable as error:
         print(f"error: {error}", file=sys.stderr)
-        usage = len(arguments.runs) < 2 or any(
+        is_wrong_usage = len(arguments.runs) < 2 or any(
             not path.is_dir() and path.suffix != ".zip" and not machines.is_remote(path)
             for path in arguments.runs
         )
-        return 2 if usage else 6
+        return 2 if is_wrong_usage else 6
     return 0

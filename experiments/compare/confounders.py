@@ -1,4 +1,4 @@
-"""Differences between runs besides the machine: a notice each, in red for confounders."""
+"""Differences between compared runs other than the machine; the page has a notice of each."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from omegaconf import OmegaConf
 from experiments.compare.machines import Machine, group_by_value
 from experiments.report.data import Run
 
-# Beginnings of the keys that depend on the machine or determine how much is measured, not what.
+# Beginnings of keys that depend on the machine, or that determine how much is measured, not what.
 IGNORED_KEYS = ("device.", "report.", "timing.", "dry_run", "strict", "rerun", "seed")
-# Keys of sizes and of what is listed, which may be chosen for the machine.
+# Keys of sizes and of lists, which may be chosen for the machine.
 SIZE_KEYS = re.compile(r"(workload|sweep)\.\w+$|contenders$|fractions$|\.note$")
 
-# Environment variables that another notice covers, or that are paths of scripts.
-OTHER_VARIABLES = re.compile(r".*_NUM_THREADS$|EMBLIB_(GPU|LOCK|NOISE|PYTHON|CLOCK|CONTENDERS)")
+# Environment variables that are ignored: another notice covers them, or they are for scripts.
+IGNORED_VARIABLES = re.compile(r".*_NUM_THREADS$|EMBLIB_(GPU|LOCK|NOISE|PYTHON|CLOCK|CONTENDERS)")
 
 
 class Weight(Enum):
-    """Importance of a difference."""
+    """The importance of a difference; the value is the style of its notice."""
 
-    confounder = "confounder"  # part of the speed-up may be this and not the machine
-    remark = "remark"
+    confounder = "confounder"  # may explain a part of the speed-up
+    remark = "remark"  # has no effect on it, or should have none
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Difference:
 
     weight: Weight
     what: str  # name of the fact that differs
-    text: str  # its values with their machines, or what differs in words
+    text: str  # its values with their machines, or a description of the difference
 
     def sentence(self) -> str:
         """Return the notice: 'Confounded: torch: 2.11 on A; 2.13 on B.'."""
-        begin = "Confounded" if self.weight is Weight.confounder else "Note"
-        return f"{begin}: {self.what}: {self.text}."
+        prefix = "Confounded" if self.weight is Weight.confounder else "Note"
+        return f"{prefix}: {self.what}: {self.text}."
 
 
 def find_differences(machines: Sequence[Machine]) -> list[Difference]:
-    """Return the differences, confounders first; an unknown value differs from none."""
+    """Return the differences, confounders first; an unknown value never counts as a difference."""
     facts = pd.DataFrame(_facts([m.run for m in machines]), dtype=object)
     facts["mode of timing"] = [m.mode for m in machines]
     remarks = ("build of torch", "preset", "CPU threads")
-    differing = [
+    differences = [
         Difference(
             Weight.remark if name in remarks else Weight.confounder,
             str(name),
@@ -57,41 +57,42 @@ def find_differences(machines: Sequence[Machine]) -> list[Difference]:
         for name, values in facts.items()
         if values.nunique() > 1
     ]
-    differing += [*_configuration(machines), *_state(machines)]
-    return sorted(differing, key=lambda difference: difference.weight is Weight.remark)
+    differences += [*_configuration_differences(machines), *_state_differences(machines)]
+    return sorted(differences, key=lambda difference: difference.weight is Weight.remark)
 
 
 def _facts(runs: Sequence[Run]) -> Mapping[str, Sequence[object]]:
-    """Return the values of each fact, one per run; None if unknown or without effect there."""
+    """Return the values of each fact, one per run; None if unknown, or without effect there."""
     environments = [run.environment for run in runs]
-    torch = [str(e.get("torch") or "") or None for e in environments]
-    versions = [t and t.partition("+")[0] for t in torch]
+    torch_builds = [str(e.get("torch") or "") or None for e in environments]
+    versions = [build and build.partition("+")[0] for build in torch_builds]
     gpus = [e.get("gpu") or {} for e in environments]
     facts: dict[str, Sequence[object]] = {
         "torch": versions,
-        "build of torch": torch if len({*versions} - {None}) < 2 else [],
+        "build of torch": torch_builds if len({*versions} - {None}) < 2 else [],
         "GPU driver": [gpu.get("driver") for gpu in gpus],
         "CUDA": [gpu.get("cuda") for gpu in gpus],
     }
-    # Native libraries are part of the code's id, so the ids of a CPU and a GPU build always differ.
-    ids = [e.get("code_id") for e in environments]
+    # Code ids cover native libraries, so those of a CPU and a GPU build differ even at one commit.
+    # They are a fact only if commits cannot tell, because a run has none.
+    code_ids = [e.get("code_id") for e in environments]
     commits = [(e.get("git") or {}).get("sha") for e in environments]
-    if not all(ids) or len(set(ids)) > 1:
+    if not all(code_ids) or len(set(code_ids)) > 1:
         facts["emblib"] = commits
-        if all(ids) and None in commits and len({*commits}) < 3:
-            facts["emblib's code"] = ids
-    packages: list[dict[str, str]] = [{} for _ in runs]
-    for versions_of, run in zip(packages, runs, strict=True):
+        if all(code_ids) and None in commits and len({*commits}) < 3:
+            facts["emblib's code"] = code_ids
+    packages: list[dict[str, str]] = [{} for _ in runs]  # version by package, per run
+    for run_packages, run in zip(packages, runs, strict=True):
         for record in run.records:
-            versions_of |= record.get("packages") or {}
+            run_packages |= record.get("packages") or {}
             if record.get("bench_version"):
-                versions_of["the harness's measuring code"] = str(record["bench_version"])
+                run_packages["the harness's measuring code"] = str(record["bench_version"])
     for name in sorted(set().union(*packages)):
-        facts[name] = [versions_of.get(name) for versions_of in packages]
+        facts[name] = [run_packages.get(name) for run_packages in packages]
     facts["ranks"] = [OmegaConf.select(r.config, "device.ranks", default=1) for r in runs]
     facts["batches in turn"] = [run.config.timing.pool for run in runs]
     variables = [e.get("variables") for e in environments]
-    for name in sorted({n for v in variables for n in v or {} if not OTHER_VARIABLES.match(n)}):
+    for name in sorted({n for v in variables for n in v or {} if not IGNORED_VARIABLES.match(n)}):
         facts[name] = [v.get(name, "not set") if v is not None else None for v in variables]
     facts["preset"] = [OmegaConf.select(r.config, "timing.preset") for r in runs]
     for fact_name, key in (("CPU threads", "threads"), ("huge pages", "huge_pages")):
@@ -99,28 +100,26 @@ def _facts(runs: Sequence[Run]) -> Mapping[str, Sequence[object]]:
     return {fact_name: values for fact_name, values in facts.items() if values}
 
 
-def _configuration(machines: Sequence[Machine]) -> list[Difference]:
-    """Return the keys whose values differ between configurations; sizes are only a remark."""
+def _configuration_differences(machines: Sequence[Machine]) -> list[Difference]:
+    """Return the differences of configurations, by keys; those of sizes are a remark."""
     trees = [OmegaConf.to_container(m.run.config, resolve=True) for m in machines]
     values = pd.concat([pd.json_normalize(tree).map(repr) for tree in trees])
-    differing = [
-        k for k in sorted(values) if values[k].nunique() > 1 and not k.startswith(IGNORED_KEYS)
+    keys = [k for k in sorted(values) if values[k].nunique() > 1 and not k.startswith(IGNORED_KEYS)]
+    size_keys = [key for key in keys if SIZE_KEYS.search(key)]
+    other_keys = [key for key in keys if key not in size_keys]
+    differences = [
+        Difference(Weight.confounder, "configuration", ", ".join(other_keys)),
+        Difference(Weight.remark, "sizes chosen for the machine", ", ".join(size_keys)),
     ]
-    keys = {
-        (Weight.confounder, "configuration"): [k for k in differing if not SIZE_KEYS.search(k)],
-        (Weight.remark, "sizes chosen for the machine"): [
-            k for k in differing if SIZE_KEYS.search(k)
-        ],
-    }
-    return [Difference(*kind, ", ".join(names)) for kind, names in keys.items() if names]
+    return [difference for difference in differences if difference.text]
 
 
-def _state(machines: Sequence[Machine]) -> list[Difference]:
-    """Return faults of single runs, and a remark if all runs are of one machine."""
+def _state_differences(machines: Sequence[Machine]) -> list[Difference]:
+    """Return what is wrong with single runs, and a remark if all runs are of one machine."""
     differences = []
-    dirty = [m.label for m in machines if (m.run.environment.get("git") or {}).get("dirty")]
-    if dirty:
-        text = f"uncommitted changes on {', '.join(dirty)}: what ran is no commit"
+    dirty_labels = [m.label for m in machines if (m.run.environment.get("git") or {}).get("dirty")]
+    if dirty_labels:
+        text = f"uncommitted changes on {', '.join(dirty_labels)}: what ran is no commit"
         differences.append(Difference(Weight.confounder, "emblib", text))
     for machine in machines:
         run, label = machine.run, machine.label

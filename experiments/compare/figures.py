@@ -1,4 +1,4 @@
-"""The figures of a comparison: rates from machine to machine, speed-ups against bandwidths.
+"""The figures of a comparison: rates over the machines, speed-ups against bandwidths.
 
 Data frames of points are selections of rows of `Comparison.points`.
 """
@@ -30,40 +30,40 @@ from experiments.report.figures import contender_curve
 from experiments.report.style import Drawing, Figure, Panel, colour_of, marker_of
 
 PHASES = ("step", "forward")
-# Words and line of each bandwidth of `Machine.bandwidths`.
+# Label and line of each bandwidth of `Machine.bandwidths`.
 BANDWIDTHS: dict[str, tuple[str, LineStyle]] = {
     "theory": ("bandwidth in theory", DOTTED),
     "copy": ("bandwidth of copies", DASHED),
     "gather": ("bandwidth of gathers", "-"),
 }
-SHADES = ("#0072b2", "#d55e00", "#009e73", "#7b3fa0", "#8c6d31", "#777777")  # colours of machines
+MACHINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#7b3fa0", "#8c6d31", "#777777")
 
 
 def figures(comparison: Comparison) -> list[Figure]:
     """Return the figures of a comparison that are not empty, the headline first."""
-    step, forward = (rates(comparison, phase) for phase in PHASES)
-    result = (
-        step,
-        speedups(comparison),
-        forward,
-        *against_baseline(comparison),
-        *working_set(comparison),
+    step_rates, forward_rates = (rate_figure(comparison, phase) for phase in PHASES)
+    candidates = (
+        step_rates,
+        speedup_figure(comparison),
+        forward_rates,
+        *baseline_figures(comparison),
+        *working_set_figures(comparison),
     )
-    return [figure for figure in result if figure.panels]
+    return [figure for figure in candidates if figure.panels]
 
 
-def rates(comparison: Comparison, phase: str) -> Figure:
+def rate_figure(comparison: Comparison, phase: str) -> Figure:
     """Return the figure of lookups per second over the machines.
 
-    A second panel shows shares of a bandwidth if one is known of every machine.
+    A second panel shows shares of a bandwidth, if a bandwidth is known of every machine.
     """
     points, role = comparison.points, comparison.headline
     ceiling_column = common_ceiling(points)
     points = points[(points["role"] == role) & (points["phase"] == phase)]
-    per_second = points.assign(
+    rates = points.assign(
         y=1e-6 * points["rate"], lo=1e-6 * points["rate_lo"], hi=1e-6 * points["rate_hi"]
     )
-    drawing = _draw_over_machines(comparison, per_second, "million lookups per second")
+    drawing = _draw_over_machines(comparison, rates, "million lookups per second")
     panels = [Panel("Lookups per second", drawing, 5.2, 4.2)]
     note = "No bandwidth is known of every machine."
     if ceiling_column:
@@ -102,26 +102,26 @@ def _draw_over_machines(
             high=group["hi"],
         )
         lines.append(dataclasses.replace(curve, edge_name=group["name"].iloc[0]))
-    last = len(comparison.machines) - 1
+    num_machines = len(comparison.machines)
     names = ["\n".join(textwrap.wrap(m.label, 15)) for m in comparison.machines]
-    x_scale = Scale("", ticks=range(last + 1), names=names, low=-0.25, high=last + 0.25)
+    x_scale = Scale("", ticks=range(num_machines), names=names, low=-0.25, high=num_machines - 0.75)
     return curves(lines, x_scale, Scale(label, log=10), name_position="", marks=marks)
 
 
-def speedups(comparison: Comparison) -> Figure:
+def speedup_figure(comparison: Comparison) -> Figure:
     """Return the figure of speed-ups by role, a panel per machine after the first."""
-    base = comparison.machines[0].label
+    first_label = comparison.machines[0].label
     steps = comparison.points[comparison.points["phase"] == "step"]
     height = 1.4 + 0.14 * steps.groupby(["role", "arm"]).ngroups + 0.1 * steps["role"].nunique()
     panels = [
-        Panel(f"{machine.label} ÷ {base}", _draw_speedups(comparison, number), 7.4, height)
-        for number, machine in enumerate(comparison.machines)
-        if number
+        Panel(f"{machine.label} ÷ {first_label}", _draw_speedups(comparison, index), 7.4, height)
+        for index, machine in enumerate(comparison.machines)
+        if index
     ]
     return Figure(
         "speedups",
         "Speed-up of a step against the ratio of bandwidths",
-        f"How many times the lookups per second of {base}. Vertical lines: how many "
+        f"How many times the lookups per second of {first_label}. Vertical lines: how many "
         "times its bandwidth, as measured (copies, gathers of rows of the base size) and as "
         "the makers state it, where known. A dot on a line is what bandwidth alone would give; "
         "hollow dots are work of different sizes on the two machines.",
@@ -131,12 +131,12 @@ def speedups(comparison: Comparison) -> Figure:
     )
 
 
-def _draw_speedups(comparison: Comparison, number: int) -> Drawing:
-    """Draw the gains of machine `number` by role, with its ratios of bandwidths as lines."""
+def _draw_speedups(comparison: Comparison, machine_index: int) -> Drawing:
+    """Draw the gains of a machine by role, with its ratios of bandwidths as lines."""
     points = comparison.points
-    points = points[(points["machine"] == number) & (points["phase"] == "step")]
+    points = points[(points["machine"] == machine_index) & (points["phase"] == "step")]
     lines: list[Row] = []
-    labelled: set[str] = set()
+    legend_families: set[str] = set()
     for point in points.to_dict("records"):
         contender = point["contender"]
         family = contender if variants_of(contender) else point["name"]
@@ -149,20 +149,20 @@ def _draw_speedups(comparison: Comparison, number: int) -> Drawing:
                 point["gain_hi"],
                 hollow=not point["same"],
                 marker=marker_of(contender),
-                label="" if family in labelled else point["name"].partition(" rank ")[0],
+                label="" if family in legend_families else point["name"].partition(" rank ")[0],
             )
         )
-        labelled.add(family)
+        legend_families.add(family)
     marks = [
         Mark(ratio, label=BANDWIDTHS[kind][0], line=BANDWIDTHS[kind][1], upright=True)
-        for kind, ratio in comparison.bandwidth_ratios(number).items()
+        for kind, ratio in comparison.bandwidth_ratios(machine_index).items()
         if math.isfinite(ratio)
     ]
     scale = Scale("speed-up", log=10, format_tick=lambda v: f"{v:g}×")
     return row_chart(lines, scale, marks=marks, shared=True)
 
 
-def against_baseline(comparison: Comparison) -> list[Figure]:
+def baseline_figures(comparison: Comparison) -> list[Figure]:
     """Return the figure of ratios to the baseline over the machines; [] without ratios."""
     points, baseline = comparison.points, comparison.machines[0].run.baseline
     points = points[(points["role"] == comparison.headline) & (points["arm"] != baseline.key)]
@@ -190,7 +190,7 @@ def against_baseline(comparison: Comparison) -> list[Figure]:
     ]
 
 
-def working_set(comparison: Comparison) -> list[Figure]:
+def working_set_figures(comparison: Comparison) -> list[Figure]:
     """Return the figure of bandwidth shares by size of the tables.
 
     [] if the runs share no sweep of E, or no bandwidth is known of every machine.
@@ -203,14 +203,14 @@ def working_set(comparison: Comparison) -> list[Figure]:
     panels = []
     for _, group in points.groupby("arm", sort=False):
         lines, marks = [], []
-        for number, machine in enumerate(comparison.machines):
-            line = group[group["machine"] == number].sort_values("dense_bytes")
-            shade = SHADES[number % len(SHADES)]
-            x, y = line["dense_bytes"] / 1e6, 100 * line[ceiling_column]
-            lines.append(Curve(x, y, shade, machine.label, "o"))
-            size = machine.device.cache_bytes if machine.device else None
-            if size:
-                marks.append(Mark(size / 1e6, shade, SHORT, upright=True))
+        for index, machine in enumerate(comparison.machines):
+            rows = group[group["machine"] == index].sort_values("dense_bytes")
+            colour = MACHINE_COLOURS[index % len(MACHINE_COLOURS)]
+            x, y = rows["dense_bytes"] / 1e6, 100 * rows[ceiling_column]
+            lines.append(Curve(x, y, colour, machine.label, "o"))
+            cache_bytes = machine.device.cache_bytes if machine.device else None
+            if cache_bytes:
+                marks.append(Mark(cache_bytes / 1e6, colour, SHORT, upright=True))
         x_scale = Scale("MB of plain tables", log=10)
         y_scale = Scale(f"% of {CEILINGS[ceiling_column]}", log=10)
         panels.append(Panel(group["name"].iloc[0], curves(lines, x_scale, y_scale, marks=marks)))

@@ -1,7 +1,8 @@
 """Runs of an experiment on several machines, joined into a table of measured points.
 
-Points of several runs are compared if their *role* is the same: the name of a case, or a point of
-the sweep, with the same contender. Ratios between machines are not paired: see `Comparison`.
+Points of several runs are compared if they have the same contender and the same *role*: the name of
+a case, or the position of a point in the sweep. Ratios between machines are not paired, see
+`Comparison`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from experiments.report.data import Run
 from experiments.results.metrics import WEIGHT_BYTES
 from experiments.results.store import POINTS, Record, has_records, read_config, runs_in
 
-# Fields of a record that make two cells the same work on any machine.
-WORK = ("params", "features", "rows", "rows_scale", "optimizer", "lookups")
+# Fields of a record; cells with equal values are the same work.
+WORK_FIELDS = ("params", "features", "rows", "rows_scale", "optimizer", "lookups")
 CONFIG = "config.yaml"
 BASE_POINT = "sweep, base point"
-KEYS = ["role", "arm", "phase"]  # columns that identify a point on a machine
-# Columns with bytes per second ÷ a bandwidth, and its name, the most informative first.
+POINT_KEYS = ["role", "arm", "phase"]  # columns that identify a point on a machine
+# Names of bandwidths, by column of bytes per second ÷ that bandwidth; the most informative first.
 CEILINGS = {
     "of_gather": "measured gather bandwidth",
     "of_copy": "measured copy bandwidth",
@@ -52,7 +53,7 @@ class Machine:
         label: short name, unique among the compared machines.
         run: the run, in `mode`.
         device: entry of conf/hardware; None if unknown.
-        measured: bandwidths and rates that the run measured of its machine.
+        measured_ceilings: bandwidths and rates that the run measured of its machine.
         mode: mode of the compared samples.
         cells: role, work and sizes per cell.
     """
@@ -60,7 +61,7 @@ class Machine:
     label: str
     run: Run
     device: Device | None
-    measured: MeasuredCeilings
+    measured_ceilings: MeasuredCeilings
     mode: str
     cells: pd.DataFrame
 
@@ -70,15 +71,15 @@ class Machine:
         return str(self.run.environment.get("device", "unknown device"))
 
     def bandwidths(self, row_bytes: float) -> dict[str, float]:
-        """Return the bandwidths in GB/s: in theory, of copies, of gathers of such rows.
+        """Return the bandwidths in GB/s: in theory, of copies, and of gathers of rows of that size.
 
         An unknown bandwidth is nan.
         """
         theory = self.device.bandwidth_gb_s if self.device else None
         return {
             "theory": math.nan if theory is None else theory,
-            "copy": self.measured.copy_gb_s,
-            "gather": self.measured.gather(row_bytes),
+            "copy": self.measured_ceilings.copy_gb_s,
+            "gather": self.measured_ceilings.gather(row_bytes),
         }
 
 
@@ -90,11 +91,11 @@ class Comparison:
         machines: machines; the others are compared with the first.
         points: row per machine, role, contender and phase. A role is the position of a cell in its
             experiment, whatever its sizes. `rate` is lookups per second; `of_*` are shares of
-            CEILINGS, 1 being all of it. `same` is True if the work is equal to the first machine's.
-            `gain` is `rate` ÷ the rate of the first machine. `gain_lo` and `gain_hi` are its
-            extremes if both rates may be anywhere in their intervals, nan without intervals:
-            machines cannot take turns, so nothing is paired.
-        left_out: sentences about what is not compared.
+            CEILINGS, with 1 for the whole bandwidth. `same` is True if the work is equal to the
+            first machine's. `gain` is `rate` ÷ the rate of the first machine. `gain_lo` and
+            `gain_hi` are its extremes if both rates may be anywhere in their intervals, or nan
+            without intervals. Nothing is paired, because machines cannot take turns.
+        left_out: sentences about points that are not compared.
     """
 
     machines: Sequence[Machine]
@@ -110,11 +111,11 @@ class Comparison:
         """
         machines = read_machines(paths)
         points = measured_points(machines)
-        shared = points.groupby(KEYS)["machine"].transform("nunique") == len(machines)
-        if not shared.any():
+        is_common = points.groupby(POINT_KEYS)["machine"].transform("nunique") == len(machines)
+        if not is_common.any():
             raise NotComparable("these runs share no case, no axis value and no contender")
-        in_all = points[shared].reset_index(drop=True)
-        return cls(machines, in_all, missing_points(machines, points))
+        common_points = points[is_common].reset_index(drop=True)
+        return cls(machines, common_points, left_out_sentences(machines, points))
 
     @property
     def headline(self) -> str:
@@ -123,28 +124,30 @@ class Comparison:
         roles = self.points["role"]
         return headline_role if (roles == headline_role).any() else str(roles.iloc[0])
 
-    def bandwidth_ratios(self, number: int) -> dict[str, float]:
-        """Return the bandwidths of machine `number` ÷ the first machine's; nan if unknown.
+    def bandwidth_ratios(self, machine_index: int) -> dict[str, float]:
+        """Return the bandwidths of a machine ÷ the first machine's; nan if unknown.
 
         Keys are those of `Machine.bandwidths`; gathers are of rows of the first run's base size.
         """
-        width = WEIGHT_BYTES * float(self.machines[0].run.config.workload.D)
-        base, other = (self.machines[n].bandwidths(width) for n in (0, number))
-        return {kind: other[kind] / base[kind] for kind in base}
+        row_bytes = WEIGHT_BYTES * float(self.machines[0].run.config.workload.D)
+        first, other = (self.machines[i].bandwidths(row_bytes) for i in (0, machine_index))
+        return {kind: other[kind] / first[kind] for kind in first}
 
     def sizes(self, role: str) -> str:
         """Return the sizes that differ, such as "B = 2,048 on one machine; 65,536 on another"."""
-        cells = [m.cells[m.cells["role"] == role].iloc[0]["sizes"] for m in self.machines]
-        table = {name: [cell.get(name) for cell in cells] for name in cells[0]}
+        sizes = [m.cells[m.cells["role"] == role].iloc[0]["sizes"] for m in self.machines]
+        values_by_name = {
+            name: [machine_sizes.get(name) for machine_sizes in sizes] for name in sizes[0]
+        }
         return "; ".join(
-            f"{name} = {group_by_value(self.machines, map(_shown, values))}"
-            for name, values in table.items()
+            f"{name} = {group_by_value(self.machines, map(_format_value, values))}"
+            for name, values in values_by_name.items()
             if len(set(map(repr, values))) > 1
         )
 
 
 def group_by_value(machines: Sequence[Machine], values: Iterable[str | None]) -> str:
-    """Return values with their machines, such as "2.13 on A and B; 2.11 on C", without None."""
+    """Return values with their machines, such as "2.13 on A and B; 2.11 on C"; None is left out."""
     labels: dict[str, list[str]] = {}
     for machine, value in zip(machines, values, strict=True):
         if value is not None:
@@ -152,7 +155,7 @@ def group_by_value(machines: Sequence[Machine], values: Iterable[str | None]) ->
     return "; ".join(f"{value} on {' and '.join(names)}" for value, names in labels.items())
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
@@ -182,12 +185,12 @@ def fetch(path: Path, scratch: Path) -> Path:
     return folder / Path(str(path).partition(":")[2]).name
 
 
-def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Path]]]:
-    """Return the experiment and the runs of each comparison, in the order of the first path.
+def group_by_experiment(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Path]]]:
+    """Return (experiment, its runs) of each comparison, in the order of the first path.
 
-    Directories alone form one comparison, whose name is "". If one path is a bundle, there is one
-    comparison per experiment that every path has; of several runs in a bundle the last one counts.
-    Bundles are checked and unpacked into `scratch`.
+    Directories alone form one comparison, with "" for the experiment. If one path is a bundle,
+    there is one comparison per experiment that every path has. If a bundle has several runs of an
+    experiment, the last one counts. Bundles are checked and unpacked into `scratch`.
 
     Raises:
         BundleError: a bundle is missing, damaged, or differs from what was packed.
@@ -197,16 +200,16 @@ def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Pa
     if not any(path.suffix == ".zip" for path in paths):
         return [("", list(paths))]
     runs_by_path = [
-        _runs_by_experiment(path, scratch / str(number)) for number, path in enumerate(paths)
+        _runs_by_experiment(path, scratch / str(index)) for index, path in enumerate(paths)
     ]
-    shared = [name for name in runs_by_path[0] if all(name in runs for runs in runs_by_path)]
-    if not shared:
+    common_names = [name for name in runs_by_path[0] if all(name in runs for runs in runs_by_path)]
+    if not common_names:
         contents = "; ".join(
             f"{path.name}: {', '.join(runs) or 'no run'}"
             for path, runs in zip(paths, runs_by_path, strict=True)
         )
         raise NotComparable(f"these share no experiment ({contents})")
-    return [(name, [runs[name] for runs in runs_by_path]) for name in shared]
+    return [(name, [runs[name] for runs in runs_by_path]) for name in common_names]
 
 
 def _runs_by_experiment(path: Path, folder: Path) -> dict[str, Path]:
@@ -249,15 +252,15 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
         raise NotComparable(
             f"{names[0]} is of kind {runs[0].kind.name}: its numbers are not compared over machines"
         )
-    # A mode that all runs have, else the first one of each run, which a notice states.
-    shared = [mode for mode in runs[0].modes if all(mode in run.modes for run in runs)]
+    # A mode that all runs have, else the first mode of each run; a notice then states the modes.
+    common_modes = [mode for mode in runs[0].modes if all(mode in run.modes for run in runs)]
     machines = []
     for label, run in zip(_labels(runs), runs, strict=True):
-        mode = (shared or run.modes)[0]
+        mode = (common_modes or run.modes)[0]
         device = ceilings.of_environment(run.environment)
-        measured = MeasuredCeilings.of(run.environment)
+        measured_ceilings = MeasuredCeilings.of(run.environment)
         run = run.in_mode(mode)
-        machines.append(Machine(label, run, device, measured, mode, _cells(run.records)))
+        machines.append(Machine(label, run, device, measured_ceilings, mode, _cells(run.records)))
     return machines
 
 
@@ -274,13 +277,13 @@ def _labels(runs: Sequence[Run]) -> list[str]:
         lambda e: str((e.get("git") or {}).get("sha") or "no git")[:7],
         lambda e: str(e.get("time_utc", ""))[:16].replace("T", " "),
     )
-    for detail in details:
-        longer = [
-            f"{name} ({detail(e)})" if names.count(name) > 1 else name
+    for detail_of in details:
+        detailed_names = [
+            f"{name} ({detail_of(e)})" if names.count(name) > 1 else name
             for name, e in zip(names, environments, strict=True)
         ]
-        if len(set(longer)) > len(set(names)):
-            names = longer
+        if len(set(detailed_names)) > len(set(names)):
+            names = detailed_names
     if len(set(names)) < len(names):
         names = [f"{name} #{number + 1}" for number, name in enumerate(names)]
     return names
@@ -289,36 +292,36 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 def _cells(records: Sequence[Record]) -> pd.DataFrame:
     """Return the role, work and sizes of each timed cell, indexed by the cell's key.
 
-    `work` is a text that is equal for equal work; `sizes` a dictionary to show where it is not.
+    `work` is a text that is equal for equal work. `sizes` is a dictionary, shown if works differ.
     """
-    timed = [r for r in records if r.get("kind", TIME) == TIME]
-    base = next((r for r in timed if r["section"] == SWEEP), None)
+    timed_records = [r for r in records if r.get("kind", TIME) == TIME]
+    base_point = next((r for r in timed_records if r["section"] == SWEEP), None)
     rows = [
         {
             "cell": record["cell"],
-            "role": _role(record, base or record),
-            "work": repr([_without_defaults(record[name]) for name in WORK]),
+            "role": _role(record, base_point or record),
+            "work": repr([_without_defaults(record[name]) for name in WORK_FIELDS]),
             "sizes": {**record["params"], **{k: record[k] for k in ("rows", "optimizer")}},
         }
-        for record in timed
+        for record in timed_records
     ]
     frame = pd.DataFrame(rows, columns=["cell", "role", "work", "sizes"])
     return frame.drop_duplicates("cell").set_index("cell")
 
 
-def _role(record: Record, base: Record) -> str:
-    """Return the position of a cell in its experiment; `base` is the sweep's base point."""
+def _role(record: Record, base_point: Record) -> str:
+    """Return the position of a cell in its experiment; `base_point` is that of the sweep."""
     if record["section"] != SWEEP:
         return str(record["section"])
-    params, first = record["params"], base["params"]
-    changed = [f"{axis}={params[axis]:g}" for axis in AXES if params[axis] != first[axis]]
-    return "sweep, " + ", ".join(changed) if changed else BASE_POINT
+    params, base_params = record["params"], base_point["params"]
+    changes = [f"{axis}={params[axis]:g}" for axis in AXES if params[axis] != base_params[axis]]
+    return "sweep, " + ", ".join(changes) if changes else BASE_POINT
 
 
 def _without_defaults(value: object) -> object:
     """Return the sorted entries of params except "", [], None, "auto" and "exact".
 
-    These are the defaults of fields that stored runs may lack. A value that is no dictionary is
+    These are the defaults of fields that stored runs may lack. Any value but a dictionary is
     returned as it is.
     """
     if not isinstance(value, dict):
@@ -332,71 +335,84 @@ def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
     Raises:
         NotComparable: there is no point.
     """
-    frame = pd.concat([_points(n, m) for n, m in enumerate(machines)], ignore_index=True)
+    frame = pd.concat([_points(i, m) for i, m in enumerate(machines)], ignore_index=True)
     if not len(frame):
         raise NotComparable("none of these runs has a time of a step or forward pass")
     first = frame[frame["machine"] == 0]
     frame["same"] = frame["role"].map(first.groupby("role")["work"].first()) == frame["work"]
     rates = ["rate", "rate_lo", "rate_hi"]
-    base = frame[KEYS].merge(first[[*KEYS, *rates]], how="left", on=KEYS)
-    frame["gain"] = frame["rate"] / base["rate"]
-    frame["gain_lo"] = frame["rate_lo"] / base["rate_hi"]
-    frame["gain_hi"] = frame["rate_hi"] / base["rate_lo"]
+    first_rates = frame[POINT_KEYS].merge(first[[*POINT_KEYS, *rates]], how="left", on=POINT_KEYS)
+    frame["gain"] = frame["rate"] / first_rates["rate"]
+    frame["gain_lo"] = frame["rate_lo"] / first_rates["rate_hi"]
+    frame["gain_hi"] = frame["rate_hi"] / first_rates["rate_lo"]
     return frame.drop(columns="work")
 
 
-def _points(number: int, machine: Machine) -> pd.DataFrame:
-    """Return the measured points of machine `number`, and the column `work` of their cells."""
+def _points(machine_index: int, machine: Machine) -> pd.DataFrame:
+    """Return the measured points of a machine, with the column `work` of their cells."""
     table = machine.run.table
     if not len(table):
         return pd.DataFrame()
     rows = table[table["status"] == "ok"].join(machine.cells[["role", "work"]], on="cell")
-    rows = rows.drop_duplicates(KEYS)
-    sizes = WEIGHT_BYTES * rows["D"].astype(float)
-    columns = ["theory", "copy", "gather"]
-    bandwidths = pd.DataFrame(map(machine.bandwidths, sizes), rows.index, columns)
-    copied = ["section", "role", "work", "contender", "arm", "phase", "lookups", "median_s", "lo_s"]
-    copied += ["hi_s", "ratio", "ratio_lo", "ratio_hi", "distinct_gb_s"]
+    rows = rows.drop_duplicates(POINT_KEYS)
+    row_bytes = WEIGHT_BYTES * rows["D"].astype(float)
+    kinds = ["theory", "copy", "gather"]
+    bandwidths = pd.DataFrame(map(machine.bandwidths, row_bytes), rows.index, kinds)
+    copied_columns = [
+        "section",
+        "role",
+        "work",
+        "contender",
+        "arm",
+        "phase",
+        "lookups",
+        "median_s",
+        "lo_s",
+    ]
+    copied_columns += ["hi_s", "ratio", "ratio_lo", "ratio_hi", "distinct_gb_s"]
     return pd.DataFrame(
         {
-            "machine": number,
+            "machine": machine_index,
             "label": machine.label,
             "name": rows["label"],
-            **{column: rows[column] for column in copied},
+            **{column: rows[column] for column in copied_columns},
             "rate": rows["lookups"] / rows["median_s"],
             "rate_lo": rows["lookups"] / rows["hi_s"],
             "rate_hi": rows["lookups"] / rows["lo_s"],
-            **{f"of_{kind}": rows["distinct_gb_s"] / bandwidths[kind] for kind in columns},
+            **{f"of_{kind}": rows["distinct_gb_s"] / bandwidths[kind] for kind in kinds},
             "dense_bytes": rows["dense_bytes"],
         }
     )
 
 
-def missing_points(machines: Sequence[Machine], points: pd.DataFrame) -> list[str]:
+def left_out_sentences(machines: Sequence[Machine], points: pd.DataFrame) -> list[str]:
     """Return a sentence per role or contender of `points` that some machine lacks.
 
-    Hit rates of traces, which `points` never has, get one too.
+    Runs with hit rates of traces have one more sentence, because `points` has no hit rates.
     """
     labels = [m.label for m in machines]
     counts = points.pivot_table("rate", ["role", "name"], "label", aggfunc="size", sort=False)
     counts = counts.reindex(columns=labels).fillna(0)
-    lines = []
+    sentences = []
     for role, group in counts.groupby(level="role", sort=False):
         absent = [label for label in labels if not group[label].any()]
         if absent:
-            lines.append(f"{role}: not measured on {', '.join(absent)}")
+            sentences.append(f"{role}: not measured on {', '.join(absent)}")
             continue
         for (_, name), row in group.iterrows():
             machines_without = [m for m in machines if not row[m.label]]
             if machines_without:
-                reasons = "; ".join(_no_result(m, str(role), str(name)) for m in machines_without)
-                lines.append(f"{role}, {name}: {reasons}")
+                reasons = "; ".join(
+                    _missing_reason(m, str(role), str(name)) for m in machines_without
+                )
+                sentences.append(f"{role}, {name}: {reasons}")
     if any(len(m.run.traces) for m in machines):
-        lines.append("hit rates of traces through caches: the same on every machine")
-    return lines
+        sentences.append("hit rates of traces through caches: the same on every machine")
+    return sentences
 
 
-def _no_result(machine: Machine, role: str, name: str) -> str:
+def _missing_reason(machine: Machine, role: str, name: str) -> str:
+    """State that a machine has no result of a contender, with the first failure of it if any."""
     reasons = [
         f" ({r['status']}: {r['reason']})"
         for r in machine.run.failures()

@@ -1,4 +1,4 @@
-"""The page of a comparison: answer, confounders, figures, tables, provenance."""
+"""The page of a comparison of machines, and the overview of published figures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HOW_TO_READ = (
 
 
 def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
-    """Write the page of a comparison, print its notices and answer; return its path.
+    """Write the page of a comparison, print its notices and answer; return the page's path.
 
     Args:
         runs: directories of runs.
@@ -60,7 +60,7 @@ def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
     target = folder or FOLDER / folder_name(comparison.machines[0].run.config.name)
     store = RunStore(target.resolve())
     store.write("compare.csv", comparison.points.to_csv(index=False))
-    report = page(comparison, command)
+    report = page_of(comparison, command)
     written = document.write(store.path, report)
     for notice in report.notices:
         print(notice.text)
@@ -68,14 +68,14 @@ def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
     return written
 
 
-def page(comparison: Comparison, command: str) -> Page:
+def page_of(comparison: Comparison, command: str) -> Page:
     """Return the page of a comparison; `command` repeats it."""
     machines, points = comparison.machines, comparison.points
-    figure_list = figures.figures(comparison)
+    page_figures = figures.figures(comparison)
     name, labels = str(machines[0].run.config.name), [m.label for m in machines]
-    resized = points[~points["same"]]["role"].unique()
+    resized_roles = points[~points["same"]]["role"].unique()
     commands = [f"{m.run.environment.get('command', '')}  # on {m.name}" for m in machines]
-    published_lines = [
+    published_figures = [
         f"{source.title}: {figure.name} {figure.value:g} {figure.unit}, {figure.device_words} "
         f"({source.source})"
         for source in published.publications_of(name)
@@ -86,17 +86,17 @@ def page(comparison: Comparison, command: str) -> Page:
         name=f"{name} on {len(machines)} machines",
         answer=sentences(comparison),
         sections=[
-            Section("Results", figures=figure_list[:1]),
+            Section("Results", figures=page_figures[:1]),
             Section("Machines", table=machines_table(machines)),
             Section("Step", table=points_table(comparison, "step")),
             Section("Forward", table=points_table(comparison, "forward")),
-            Section("Figures", figures=figure_list[1:]),
+            Section("Figures", figures=page_figures[1:]),
             Section(
                 "Work of other sizes",
-                points=[f"{role}: {comparison.sizes(role)}" for role in resized],
+                points=[f"{role}: {comparison.sizes(role)}" for role in resized_roles],
             ),
             Section("Not compared", points=comparison.left_out),
-            Section("Published elsewhere", points=published_lines),
+            Section("Published elsewhere", points=published_figures),
             Section("How to read this", points=HOW_TO_READ),
             Section(
                 "Sources",
@@ -118,33 +118,42 @@ def sentences(comparison: Comparison) -> list[str]:
 
     The last sentence is absent if the headline has no baseline.
     """
-    points, base = comparison.points, comparison.machines[0]
+    points, first_machine = comparison.points, comparison.machines[0]
     points = points[(points["role"] == comparison.headline) & (points["phase"] == "step")]
-    arms, subject, baseline = points["arm"].unique(), base.run.subject.key, base.run.baseline
+    subject, baseline = first_machine.run.subject.key, first_machine.run.baseline
+    arms = points["arm"].unique()
     arm = subject if subject in arms else arms[0]
     by_machine = points[points["arm"] == arm].to_dict("records")
-    gains = [_gain(comparison, number, by_machine) for number in range(1, len(comparison.machines))]
+    answer = [_gain_sentence(comparison, i, by_machine) for i in range(1, len(comparison.machines))]
     if baseline.key in arms and baseline.key != arm:
         ratios = ", ".join(f"{text.ratio(point)} on {point['label']}" for point in by_machine)
         name = by_machine[0]["name"]
-        gains.append(f"The time of {name} as a multiple of {baseline.label}'s is {ratios}.")
-    return gains
+        answer.append(f"The time of {name} as a multiple of {baseline.label}'s is {ratios}.")
+    return answer
 
 
-def _gain(comparison: Comparison, number: int, by_machine: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence about a machine's speed-up, with the bandwidth that may explain it."""
-    point, first, role = by_machine[number], by_machine[0], comparison.headline
+def _gain_sentence(
+    comparison: Comparison, machine_index: int, by_machine: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return a sentence about a machine's speed-up, with the bandwidth that may explain it.
+
+    `by_machine` has the headline's point of each machine.
+    """
+    point, first, role = by_machine[machine_index], by_machine[0], comparison.headline
     is_swept = role.startswith(SWEEP)
     title = "the sweep's base point" if is_swept else comparison.machines[0].run.title(role)
-    sizes = "" if point["same"] else ", each with sizes of its own"
-    ratios, explanation = comparison.bandwidth_ratios(number), "no bandwidth is known of both"
-    for kind, words in (
+    size_note = "" if point["same"] else ", each with sizes of its own"
+    ratios, explanation = (
+        comparison.bandwidth_ratios(machine_index),
+        "no bandwidth is known of both",
+    )
+    for kind, template in (
         ("theory", "its makers state {} the bandwidth"),
         ("copy", "its memory copies {} as much"),
         ("gather", "its memory gathers {} as much"),  # the last known one counts
     ):
         if math.isfinite(ratios[kind]):
-            explanation = words.format(text.times(ratios[kind]))
+            explanation = template.format(text.times(ratios[kind]))
     shares = [
         f", and the step uses {text.digits(100 * point[column])} % of the {ceiling} "
         f"against {text.digits(100 * first[column])} %"
@@ -157,13 +166,13 @@ def _gain(comparison: Comparison, number: int, by_machine: Sequence[Mapping[str,
     elif not math.isfinite(point["gain_lo"]):
         explanation += "; from one process of a machine, which gives no interval"
     return (
-        f"On {title}{sizes}, a step of {point['name']} does {_times(point)} the lookups per second "
-        f"on {point['label']} that it does on {first['label']}; {explanation}."
+        f"On {title}{size_note}, a step of {point['name']} does {_format_gain(point)} the lookups "
+        f"per second on {point['label']} that it does on {first['label']}; {explanation}."
     )
 
 
-def _times(point: Mapping[str, Any]) -> str:
-    """Return a speed-up such as "5.2× [5.0, 5.4]", or without an interval."""
+def _format_gain(point: Mapping[str, Any]) -> str:
+    """Return a speed-up with its interval if it has one, such as "5.2× [5.0, 5.4]"."""
     low, high = point["gain_lo"], point["gain_hi"]
     has_interval = math.isfinite(low) and math.isfinite(high)
     return text.times(point["gain"]) + f" {text.interval(low, high)}" * has_interval
@@ -172,66 +181,74 @@ def _times(point: Mapping[str, Any]) -> str:
 def points_table(comparison: Comparison, phase: str) -> Table:
     """Return the table of gains, rates and bandwidth shares per role and contender."""
     points = comparison.points[comparison.points["phase"] == phase]
-    ceiling, base = common_ceiling(points), comparison.machines[0].label
+    ceiling, first_label = common_ceiling(points), comparison.machines[0].label
 
-    def gain(n: int) -> Column:
-        return lambda p: Value(_times(p[n]) + " (sizes differ)" * (not p[n]["same"]), p[n]["gain"])
+    # A row of the table is the list of a point's records, one per machine.
+    def gain_value(point: Mapping[str, Any]) -> Value:
+        size_note = "" if point["same"] else " (sizes differ)"
+        return Value(_format_gain(point) + size_note, point["gain"])
 
-    def rate(n: int) -> Column:
-        return lambda p: Value.of(1e-6 * p[n]["rate"], text.digits)
+    def gain_column(i: int) -> Column:
+        return lambda by_machine: gain_value(by_machine[i])
 
-    def share(n: int) -> Column:
-        return lambda p: Value.of(100 * p[n][ceiling], text.digits)
+    def rate_column(i: int) -> Column:
+        return lambda by_machine: Value.of(1e-6 * by_machine[i]["rate"], text.digits)
 
-    machines = [(n, machine.label) for n, machine in enumerate(comparison.machines)]
+    def share_column(i: int) -> Column:
+        return lambda by_machine: Value.of(100 * by_machine[i][ceiling], text.digits)
+
+    labels = list(enumerate(machine.label for machine in comparison.machines))
     columns: dict[str, Column] = {
-        "work": lambda p: p[0]["role"],
-        "contender": lambda p: p[0]["name"],
+        "work": lambda by_machine: by_machine[0]["role"],
+        "contender": lambda by_machine: by_machine[0]["name"],
     }
-    columns |= {f"{label} ÷ {base}": gain(n) for n, label in machines[1:]}
-    columns |= {f"{label}: M lookups/s": rate(n) for n, label in machines}
+    columns |= {f"{label} ÷ {first_label}": gain_column(i) for i, label in labels[1:]}
+    columns |= {f"{label}: M lookups/s": rate_column(i) for i, label in labels}
     if ceiling:
-        columns |= {f"{label}: % of {CEILINGS[ceiling]}": share(n) for n, label in machines}
+        columns |= {f"{label}: % of {CEILINGS[ceiling]}": share_column(i) for i, label in labels}
     groups = points.groupby(["role", "arm"], sort=False)
     return Table.of([group.to_dict("records") for _, group in groups], columns)
 
 
 def machines_table(machines: Sequence[Machine]) -> Table:
-    """Return the table of machines: memory, power, software."""
+    """Return the table of machines: bandwidths, last cache, power, software."""
 
-    def known(value: float | None, otherwise: str, unit: str = "") -> Value:
+    def number_or(default: str, value: float | None, unit: str = "") -> Value:
         if value is None or text.is_missing(value):
-            return Value(otherwise)
+            return Value(default)
         return Value(f"{text.digits(value)}{unit}", value)
 
-    def figure(name: str, unit: str = "") -> Column:
-        return lambda m: known(m.device and m.device.figures.get(name), "unknown", unit)
+    def theory_column(name: str, unit: str = "") -> Column:
+        return lambda m: number_or("unknown", m.device and m.device.figures.get(name), unit)
 
-    def gather(size: int) -> Column:
-        return lambda m: known(dict(m.measured.gather_gb_s).get(size), "not measured")
+    def gather_column(row_bytes: int) -> Column:
+        return lambda m: number_or(
+            "not measured", dict(m.measured_ceilings.gather_gb_s).get(row_bytes)
+        )
 
-    def fact(*keys: str) -> Column:
+    def environment_column(*keys: str) -> Column:
         def read(machine: Machine) -> str:
-            value_of: Any = machine.run.environment
+            value: Any = machine.run.environment
             for key in keys:
-                value_of = (value_of or {}).get(key)
-            return str(value_of or text.DASH)
+                value = (value or {}).get(key)
+            return str(value or text.DASH)
 
         return read
 
     columns: dict[str, Column] = {
         "machine": lambda m: m.label,
-        "theory GB/s": figure("bandwidth_gb_s"),
-        "copy GB/s": lambda m: known(m.measured.copy_gb_s, "not measured"),
+        "theory GB/s": theory_column("bandwidth_gb_s"),
+        "copy GB/s": lambda m: number_or("not measured", m.measured_ceilings.copy_gb_s),
     }
-    for size in sorted({size for m in machines for size, _ in m.measured.gather_gb_s}):
-        columns[f"gather {size} B GB/s"] = gather(size)
+    sizes = {row_bytes for m in machines for row_bytes, _ in m.measured_ceilings.gather_gb_s}
+    for row_bytes in sorted(sizes):
+        columns[f"gather {row_bytes} B GB/s"] = gather_column(row_bytes)
     columns |= {
-        "last cache": figure("cache_mb", " MB"),
-        "power": figure("tdp_w", " W"),
-        "torch": fact("torch"),
-        "driver": fact("gpu", "driver"),
-        "CUDA": fact("gpu", "cuda"),
+        "last cache": theory_column("cache_mb", " MB"),
+        "power": theory_column("tdp_w", " W"),
+        "torch": environment_column("torch"),
+        "driver": environment_column("gpu", "driver"),
+        "CUDA": environment_column("gpu", "cuda"),
         "emblib": lambda m: text.commit(m.run.environment) or text.DASH,
         "measured": lambda m: str(m.run.environment.get("time_utc", ""))[:10],
     }
@@ -244,12 +261,12 @@ def sources_table(machines: Sequence[Machine]) -> Table:
     rows = [
         {
             "device": device.name,
-            "figure": words,
+            "figure": description,
             "value": f"{device.figures[key]:g}" if key in device.figures else text.DASH,
             "source": device.sources.get(key, ceilings.UNKNOWN),
         }
         for device in devices
-        for key, words in ceilings.FIGURES.items()
+        for key, description in ceilings.FIGURES.items()
     ]
     return Table.of(rows, {name: name for name in ("device", "figure", "value", "source")})
 
@@ -262,7 +279,7 @@ in `reports/reference/`. How to add a figure or a run:
 
 
 def overview(extra: Sequence[Path] = ()) -> Page:
-    """Return the page of all published figures with verdicts by the references and `extra` runs."""
+    """Return the page of all published figures, judged by the references and the runs `extra`."""
     judgements = published.judge_references(extra)
     counts = ", ".join(f"{n} {v.value}" for v, n in published.count_verdicts(judgements).items())
     return Page(
@@ -271,46 +288,46 @@ def overview(extra: Sequence[Path] = ()) -> Page:
         sections=[
             Section(paragraphs=[OPENING, published.RULE]),
             *[
-                _source(source, [f for f in judgements if f.source is source])
+                _publication_section(source, [f for f in judgements if f.source is source])
                 for source in published.publications()
             ],
         ],
     )
 
 
-def _source(source: Publication, judgements: Sequence[JudgedFigure]) -> Section:
-    """Return the section of a publication: verdicts, and figures that are not run, by reason."""
+def _publication_section(source: Publication, judgements: Sequence[JudgedFigure]) -> Section:
+    """Return the section of a publication: judged figures, then the figures not run, by reason."""
     command = f"`python run.py +experiment={source.experiment}`. " * bool(source.experiment)
-    shown_judgements = [
+    table_judgements = [
         f for f in judgements if f.verdict is not Reproduction.NOT_RUN or math.isfinite(f.ours)
     ]
     reasons: dict[str, list[PublishedFigure]] = {}
     for finding in judgements:
-        if finding not in shown_judgements:
+        if finding not in table_judgements:
             reasons.setdefault(finding.reason, []).append(finding.figure)
     return Section(
         source.title,
         [f"[{source.source}]({source.url}). {command}{source.note}"],
-        table=anchor_report.table(shown_judgements),
+        table=anchor_report.table(table_judgements),
         parts=[
             Section(
                 paragraphs=[
                     f"Not run here: {reason}. Theirs is of "
                     f"{published.their_device(figures_not_run[0])}."
                 ],
-                points=_listed(figures_not_run),
+                points=_list_figures(figures_not_run),
             )
             for reason, figures_not_run in reasons.items()
         ],
     )
 
 
-def _listed(published_figures: Sequence[PublishedFigure]) -> list[str]:
-    """Return a line per figure; figures with the same prefix before a colon share a line."""
+def _list_figures(published_figures: Sequence[PublishedFigure]) -> list[str]:
+    """Return a line per figure; figures of one unit and prefix before a colon share a line."""
     groups: dict[tuple[str, str], list[str]] = {}
     for figure in published_figures:
-        begin, colon, end = figure.name.rpartition(": ")
+        prefix, colon, suffix = figure.name.rpartition(": ")
         value = published.format_number(figure.value)
-        prefix, words = (begin, f"{end} {value}") if colon else (figure.name, value)
-        groups.setdefault((prefix, figure.unit), []).append(words)
-    return [f"{begin}: {' · '.join(ends)} {unit}" for (begin, unit), ends in groups.items()]
+        name, entry = (prefix, f"{suffix} {value}") if colon else (figure.name, value)
+        groups.setdefault((name, figure.unit), []).append(entry)
+    return [f"{name}: {' · '.join(entries)} {unit}" for (name, unit), entries in groups.items()]

@@ -12,7 +12,7 @@ from experiments import compare
 from experiments.bundle import archive
 from experiments.bundle.archive import BundleError
 from experiments.compare import machines, pages
-from experiments.compare.machines import NotComparable, comparisons
+from experiments.compare.machines import NotComparable, group_by_experiment
 from experiments.paths import ROOT
 from tests.experiments import FIRST_SCHEMA, command_line
 
@@ -33,24 +33,26 @@ def packed(path: Path, *experiments: str) -> Path:
 
 
 def test_directories_are_one_comparison(tmp_path: Path) -> None:
-    assert comparisons([FIRST_SCHEMA, tmp_path], tmp_path) == [("", [FIRST_SCHEMA, tmp_path])]
+    assert group_by_experiment([FIRST_SCHEMA, tmp_path], tmp_path) == [
+        ("", [FIRST_SCHEMA, tmp_path])
+    ]
 
 
 def test_every_experiment_that_all_have_is_compared(tmp_path: Path) -> None:
     first = packed(tmp_path / "a.zip", "tt_vs_tbe", "peers", "micro")
     second = packed(tmp_path / "b.zip", "peers", "tt_vs_tbe")
-    found = comparisons([first, second], tmp_path / "out")
+    found = group_by_experiment([first, second], tmp_path / "out")
     assert sorted(name for name, _ in found) == ["peers", "tt_vs_tbe"]
     for name, paths in found:
         assert [path.parent.name for path in paths] == [name, name]
-    ((name, (_, directory)),) = comparisons([first, FIRST_SCHEMA], tmp_path / "mixed")
+    ((name, (_, directory)),) = group_by_experiment([first, FIRST_SCHEMA], tmp_path / "mixed")
     assert (name, directory) == ("tt_vs_tbe", FIRST_SCHEMA)
 
 
 def test_bundles_without_a_common_experiment_are_named(tmp_path: Path) -> None:
     paths = [packed(tmp_path / "a.zip", "peers"), packed(tmp_path / "b.zip", "micro")]
     with pytest.raises(NotComparable, match=r"a\.zip: peers; b\.zip: micro"):
-        comparisons(paths, tmp_path / "out")
+        group_by_experiment(paths, tmp_path / "out")
     assert main([*map(str, paths)]) == 6
 
 
@@ -77,7 +79,9 @@ def test_a_run_of_another_machine_is_copied(
         assert main([str(FIRST_SCHEMA), str(remote)]) == 2
         assert "could not be copied: no route to host" in capsys.readouterr().err
         return
-    compared = comparisons([FIRST_SCHEMA, machines.fetch(remote, tmp_path)], tmp_path / "out")
+    compared = group_by_experiment(
+        [FIRST_SCHEMA, machines.fetch(remote, tmp_path)], tmp_path / "out"
+    )
     assert [experiment for experiment, _ in compared] == ["tt_vs_tbe"]
 
 
@@ -97,7 +101,7 @@ def test_the_committed_generations_are_those_of_the_references(experiment: str) 
     command = f"python run.py compare {' '.join(folders)}"
     comparison = machines.Comparison.read([ROOT / folder for folder in folders])
     stored = (ROOT / "reports/generations" / experiment / "report.md").read_text()
-    assert pages.page(comparison, command).markdown() == stored, (
+    assert pages.page_of(comparison, command).markdown() == stored, (
         f"{command} --out reports/generations/{experiment}"
     )
 
@@ -106,7 +110,7 @@ def test_a_damaged_or_missing_bundle_is_wrong_usage(tmp_path: Path) -> None:
     bad = tmp_path / "bad.zip"
     bad.write_bytes(b"no archive")
     with pytest.raises(BundleError, match="damaged"):
-        comparisons([bad, FIRST_SCHEMA], tmp_path / "out")
+        group_by_experiment([bad, FIRST_SCHEMA], tmp_path / "out")
     assert main([str(bad), str(FIRST_SCHEMA)]) == 2
     assert main([str(tmp_path / "none.zip"), str(FIRST_SCHEMA)]) == 2
 
