@@ -1,4 +1,4 @@
-"""Zip files with checksums: the same contents and zlib give the same bytes."""
+"""Zip files with checksums. Equal contents and an equal zlib lead to equal bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SUMS = "SHA256SUMS"
 EPOCH = (1980, 1, 1, 0, 0, 0)  # earliest time of a zip file
 MAX_BYTES = 1 << 30  # maximum size of an unpacked bundle, far above the size of results
 
-# Errors that reading a damaged or unreadable zip file raises.
-DAMAGED = (
+# Errors that zipfile raises for a damaged or unreadable file.
+READ_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
     lzma.LZMAError,
@@ -33,7 +33,7 @@ TOO_LARGE = f"it would unpack to more than {MAX_BYTES >> 30} GiB"
 
 
 class BundleError(Exception):
-    """A bundle cannot be packed, read or measured again; the message says why."""
+    """A bundle cannot be packed, read or measured again; the message has the reason."""
 
 
 def write(path: Path, contents: Mapping[str, bytes]) -> str:
@@ -45,7 +45,7 @@ def write(path: Path, contents: Mapping[str, bytes]) -> str:
     Args:
         path: zip file to write; its folder is created.
         contents: {name: content}. Names are relative POSIX paths without "..", backslash or line
-            break, and not SUMS: `read` refuses others, which this function does not check.
+            break, and not SUMS. This function does not check them, but `read` does.
 
     Raises:
         BundleError: contents and checksums together are larger than MAX_BYTES.
@@ -56,17 +56,17 @@ def write(path: Path, contents: Mapping[str, bytes]) -> str:
     if sum(map(len, contents.values())) + len(sums) > MAX_BYTES:
         raise BundleError(f"{TOO_LARGE}: pack fewer runs")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial_file = path.with_name(f".{path.name}.partial")
     try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as file:
+        with zipfile.ZipFile(partial_file, "w", zipfile.ZIP_DEFLATED) as file:
             for name, data in sorted({**contents, SUMS: sums.encode()}.items()):
                 entry = zipfile.ZipInfo(name, EPOCH)
                 entry.compress_type = zipfile.ZIP_DEFLATED
                 entry.external_attr = (stat.S_IFREG | 0o644) << 16
                 file.writestr(entry, data)
-        partial.replace(path)
+        partial_file.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
     return hashlib.sha256(sums.encode()).hexdigest()
 
 
@@ -84,20 +84,20 @@ def read(path: Path) -> dict[str, bytes]:
             entries = file.infolist()
             _check_names(entries)
             contents = {entry.filename: file.read(entry) for entry in entries}
-    except DAMAGED as error:
+    except READ_ERRORS as error:
         raise BundleError(f"{path.name} is damaged, or no zip file: {error}") from error
     _check_sums(contents)
     return contents
 
 
 def _check_names(entries: list[zipfile.ZipInfo]) -> None:
-    """Raise BundleError unless names are relative and unique and entries are plain files.
+    """Raise BundleError unless names are relative and unique, and entries are plain files.
 
-    Sizes as the zip file states them may sum up to MAX_BYTES.
+    It is also raised if the unpacked sizes, as the zip file states them, exceed MAX_BYTES.
     """
     counts = Counter(entry.filename for entry in entries)
-    if twice := sorted(name for name, n in counts.items() if n > 1):
-        raise BundleError(f"{twice[0]} is in it twice")
+    if repeated_names := sorted(name for name, n in counts.items() if n > 1):
+        raise BundleError(f"{repeated_names[0]} is in it twice")
     for entry in entries:
         path = PurePosixPath(entry.filename)
         kind = stat.S_IFMT(entry.external_attr >> 16)
@@ -113,30 +113,30 @@ def _check_sums(contents: Mapping[str, bytes]) -> None:
     """Raise BundleError unless the contents are exactly what SUMS lists, with these sums."""
     if SUMS not in contents:
         raise BundleError(f"it has no {SUMS}: not a bundle")
-    expected = {}
+    expected_sums = {}
     for line in contents[SUMS].decode(errors="replace").splitlines():
-        total, _, name = line.partition("  ")
-        expected[name] = total
-    present = set(contents) - {SUMS}
-    wrong = [
-        *(f"{name} is missing" for name in sorted(set(expected) - present)),
-        *(f"{name} is not in {SUMS}" for name in sorted(present - set(expected))),
+        checksum, _, name = line.partition("  ")
+        expected_sums[name] = checksum
+    names, expected_names = set(contents) - {SUMS}, set(expected_sums)
+    problems = [
+        *(f"{name} is missing" for name in sorted(expected_names - names)),
+        *(f"{name} is not in {SUMS}" for name in sorted(names - expected_names)),
         *(
             f"{name} has another checksum"
-            for name in sorted(present & set(expected))
-            if hashlib.sha256(contents[name]).hexdigest() != expected[name]
+            for name in sorted(names & expected_names)
+            if hashlib.sha256(contents[name]).hexdigest() != expected_sums[name]
         ),
     ]
-    if wrong:
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise BundleError("; ".join(wrong[:3]) + more)
+    if problems:
+        more_note = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise BundleError("; ".join(problems[:3]) + more_note)
 
 
 def unpack(contents: Mapping[str, bytes], folder: Path) -> None:
     """Write contents that `read` returned into a folder, over files of the same names.
 
     Raises:
-        OSError: a file cannot be written, for example because another is where its folder belongs.
+        OSError: a file cannot be written, for example because a file has the name of its folder.
         ValueError: the file system cannot represent a name.
     """
     for name, data in contents.items():

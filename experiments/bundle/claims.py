@@ -1,4 +1,4 @@
-"""The claims of a run that another machine can confirm: ratios, hit rates and bytes."""
+"""The claims of a run, which another machine can confirm: ratios, hit rates and bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from experiments.report.data import Run, select
 
-HIT_RATE_POINTS = 0.005  # tolerance of a hit rate, the same as the gate's
-TIME_TOLERANCE = 0.25  # tolerance of a ratio of times by default
-TOO_FEW = "one process gives no interval: measure in more of them (--timing standard)"
+HIT_RATE_TOLERANCE = 0.005  # of a hit rate, a share of 1; the same as the gate's
+TIME_TOLERANCE = 0.25  # relative tolerance of a ratio of times by default
+NO_INTERVAL = "one process gives no interval: measure in more of them (--timing standard)"
 RULE = (
     "A ratio of times holds if the interval measured again meets the claimed one widened by the "
     "tolerance on both sides, and does not say the opposite (slower where the claim, with its "
@@ -23,7 +23,7 @@ RULE = (
 
 
 class Measure(Enum):
-    """The kind of number of a claim."""
+    """The kind of a claim's number; bundle.json has the name."""
 
     ratio = "ratio of times"
     hit_rate = "hit rate"
@@ -40,7 +40,7 @@ class ClaimOutcome(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A number of an arm in a cell.
+    """A claimed number of an arm in a cell.
 
     Attributes:
         measure: kind of number.
@@ -60,38 +60,40 @@ class Claim:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return the key that identifies a claim among those of a run."""
+        """Return the key of the claim, unique within a run."""
         return self.about, self.what
 
-    def plain(self) -> dict[str, Any]:
-        """Return the claim as a JSON object; nan becomes null."""
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry of the claim in bundle.json; nan becomes None."""
         values = asdict(self) | {"measure": self.measure.name}
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
 
 
 @dataclass(frozen=True)
 class CheckedClaim:
-    """A claim of a bundle and what measuring it again gave.
+    """A claim of a bundle, and the result of measuring it again.
 
     Attributes:
         claim: claim of the bundle.
         outcome: whether it holds.
-        again: the same claim of the new run; None if that has no such number, or other batches.
+        new_claim: the same claim of the new run; None if that has no such number or other batches.
         reason: why it could not be compared; "" if it was.
     """
 
     claim: Claim
     outcome: ClaimOutcome
-    again: Claim | None = None
+    new_claim: Claim | None = None
     reason: str = ""
 
 
 def claims_of(run: Run) -> list[Claim]:
     """Return the claims of a run; a smoke run has capped sizes and claims bytes only."""
-    return _bytes(run) if run.smoke else [*_ratios(run), *_hit_rates(run), *_bytes(run)]
+    byte_claims = _byte_claims(run)
+    return byte_claims if run.smoke else [*_ratio_claims(run), *_hit_rate_claims(run), *byte_claims]
 
 
-def _ratios(run: Run) -> list[Claim]:
+def _ratio_claims(run: Run) -> list[Claim]:
+    """Return a claim per arm, phase and mode of a cell that has a ratio to the baseline."""
     rows = select(run.table, status="ok")
     return [
         Claim(
@@ -105,7 +107,8 @@ def _ratios(run: Run) -> list[Claim]:
     ]
 
 
-def _hit_rates(run: Run) -> list[Claim]:
+def _hit_rate_claims(run: Run) -> list[Claim]:
+    """Return the hit rates per lookup and per row of each trace through a cache."""
     rows = select(run.traces, status="ok")
     return [
         Claim(
@@ -117,7 +120,8 @@ def _hit_rates(run: Run) -> list[Claim]:
     ]
 
 
-def _bytes(run: Run) -> list[Claim]:
+def _byte_claims(run: Run) -> list[Claim]:
+    """Return the bytes of weights, optimizer state and cache of each arm, without zeros."""
     claims: dict[tuple[str, str], Claim] = {}
     for record in run.records:
         for name in ("weights_bytes", "optimizer_state_bytes", "cache_bytes"):
@@ -129,25 +133,28 @@ def _bytes(run: Run) -> list[Claim]:
 
 
 def compare(
-    old: Sequence[Claim], new: Sequence[Claim], why_not: Mapping[str, str], tolerance: float
+    packed_claims: Sequence[Claim],
+    new_claims: Sequence[Claim],
+    missing_reasons: Mapping[str, str],
+    tolerance: float,
 ) -> list[CheckedClaim]:
-    """Check each old claim against the new one of the same key, in the order of `old`.
+    """Check each packed claim against the new one of the same key, in the order of the packed ones.
 
     Args:
-        old: claims of the bundle.
-        new: claims of the new run.
-        why_not: reasons of missing claims, by `Claim.about`.
+        packed_claims: claims of the bundle.
+        new_claims: claims of the new run.
+        missing_reasons: why the new run lacks a claim, by `Claim.about`.
         tolerance: relative tolerance of ratios of times.
     """
-    new_by_key = {claim.key: claim for claim in new}
+    new_by_key = {claim.key: claim for claim in new_claims}
     checked = []
-    for claim in old:
+    for claim in packed_claims:
         new_claim, reason = new_by_key.get(claim.key), ""
         if new_claim is None:
             outcome = ClaimOutcome.unmeasured
-            reason = why_not.get(claim.about, "it was not reached")
+            reason = missing_reasons.get(claim.about, "it was not reached")
         elif claim.measure is Measure.ratio and math.isnan(new_claim.lo):
-            outcome, reason = ClaimOutcome.unmeasured, TOO_FEW
+            outcome, reason = ClaimOutcome.unmeasured, NO_INTERVAL
         else:
             is_confirmed = holds(claim, new_claim, tolerance)
             outcome = ClaimOutcome.holds if is_confirmed else ClaimOutcome.differs
@@ -158,15 +165,15 @@ def compare(
 def holds(claim: Claim, new_claim: Claim, tolerance: float) -> bool:
     """Return whether a claim holds by RULE.
 
-    `new_claim` has the same key, and an interval if it is a ratio. A claimed ratio without an
-    interval counts as the interval from its value to its value. `tolerance` is of ratios alone.
+    `new_claim` must have the same key, and an interval if it is a ratio. If a claimed ratio has no
+    interval, its value serves as both ends. `tolerance` has an effect on ratios only.
     """
     if claim.measure is Measure.nbytes:
         return claim.value == new_claim.value
     if claim.measure is Measure.hit_rate:
-        return abs(claim.value - new_claim.value) <= HIT_RATE_POINTS
-    missing = math.isnan(claim.lo) or math.isnan(claim.hi)
-    lo, hi = (claim.value, claim.value) if missing else (claim.lo, claim.hi)
+        return abs(claim.value - new_claim.value) <= HIT_RATE_TOLERANCE
+    has_interval = not (math.isnan(claim.lo) or math.isnan(claim.hi))
+    lo, hi = (claim.lo, claim.hi) if has_interval else (claim.value, claim.value)
     if hi < 1 < new_claim.lo or new_claim.hi < 1 < lo:
         return False
     return new_claim.lo <= hi * (1 + tolerance) and lo / (1 + tolerance) <= new_claim.hi

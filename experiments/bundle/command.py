@@ -1,4 +1,4 @@
-"""Pack results into an archive that others can verify, and verify such archives."""
+"""The command `bundle`: pack results into an archive that others can verify; verify archives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.bundle.claims import RULE, TIME_TOLERANCE, CheckedClaim, ClaimO
 from experiments.config.schema import UsageError
 from experiments.report import text
 
-STATUS = """\
+EXIT_STATUS_HELP = """\
 exit status of verify: 0 everything holds; 1 internal error; 2 wrong usage; 3 the bundle is damaged,
 or a number does not follow from its samples; with --rerun: 4 a
 claim did not hold; 5 some claims could not be measured again, the others hold; 6 none could, or
@@ -25,7 +25,7 @@ there are none; 130 interrupted.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `bundle`."""
-    parser.epilog = f"{STATUS}\n{RULE}"
+    parser.epilog = f"{EXIT_STATUS_HELP}\n{RULE}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", required=True, metavar="{pack,verify}")
     packer = commands.add_parser("pack", help="put runs, configuration and source into one file")
@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--out", type=Path, required=True, metavar="X.zip", help="its folder is created"
     )
     checker = commands.add_parser(
-        "verify", help="check the sums, rebuild every number from its samples", epilog=STATUS
+        "verify",
+        help="check the sums, rebuild every number from its samples",
+        epilog=EXIT_STATUS_HELP,
     )
     checker.add_argument("bundle", type=Path, metavar="X.zip")
     checker.add_argument(
@@ -61,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run an action; return the exit status: 3 for a BundleError of `verify`, 2 of the others."""
+    """Run an action; return the exit status.
+
+    A BundleError is printed; the status is then 3 for `verify`, and 2 for the other actions.
+    """
     try:
         if arguments.action == "pack":
             return _pack(arguments)
@@ -76,12 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _pack(parsed: argparse.Namespace) -> int:
+    """Pack runs, print notes and the bundle's id; return exit status 0."""
     with pack.scratch_folder() as folder:
         packed = pack.pack(parsed.runs, parsed.out, Path(folder))
     for note in packed.notes:
         print(f"note: {note}")
     size = text.size(packed.path.stat().st_size)
-    print(f"{packed.path}: {packed.runs} runs, {packed.claims} claims, {size}")
+    print(f"{packed.path}: {packed.num_runs} runs, {packed.num_claims} claims, {size}")
     print(f"bundle {packed.bundle_id}")
     return 0
 
@@ -112,7 +118,8 @@ def _verify(parsed: argparse.Namespace) -> int:
         if checked.problems:
             print(f"{len(checked.problems)} problem(s) in {len(runs)} runs")
             return 3
-        print(f"checksums hold; {checked.numbers} numbers of {len(runs)} runs follow from samples")
+        numbers = f"{checked.num_compared} numbers of {len(runs)} runs"
+        print(f"checksums hold; {numbers} follow from samples")
         if not parsed.rerun:
             return 0
         return _rerun(runs, unpacked, Path(folder) / "again", parsed)
@@ -121,15 +128,15 @@ def _verify(parsed: argparse.Namespace) -> int:
 def _rerun(
     runs: Sequence[pack.RunEntry], unpacked: Path, folder: Path, parsed: argparse.Namespace
 ) -> int:
-    """Measure the chosen runs again, print what differs, and return the exit status."""
+    """Measure the chosen runs again, print the outcomes of their claims; return the exit status."""
     from experiments.bundle.rerun import measure_again
 
-    names = [str(entry["experiment"]) for entry in runs]
-    if unknown := sorted(set(parsed.only) - set(names)):
-        raise UsageError(f"--only {unknown[0]}: the bundle has {', '.join(sorted(set(names)))}")
+    names = {str(entry["experiment"]) for entry in runs}
+    if unknown_names := sorted(set(parsed.only) - names):
+        raise UsageError(f"--only {unknown_names[0]}: the bundle has {', '.join(sorted(names))}")
     chosen_runs = [entry for entry in runs if not parsed.only or entry["experiment"] in parsed.only]
     findings: list[CheckedClaim] = []
-    for number, entry in enumerate(chosen_runs):
+    for index, entry in enumerate(chosen_runs):
         if not entry["claims"]:
             print(f"\n{entry['folder']}: claims nothing that could be compared")
             continue
@@ -138,7 +145,7 @@ def _rerun(
         result = measure_again(
             entry,
             unpacked / entry["folder"],
-            folder / str(number),
+            folder / str(index),
             tolerance=parsed.tolerance,
             preset=parsed.timing,
         )
@@ -149,47 +156,50 @@ def _rerun(
         _print_findings(result.findings)
         findings += result.findings
     if findings:
-        print(f"\n{len(findings)} claims: {_outcome_words(findings)}")
+        print(f"\n{len(findings)} claims: {_count_outcomes(findings)}")
     return _exit_status(findings)
 
 
 def _print_machine_changes(entry: pack.RunEntry, environment: dict[str, Any]) -> None:
-    """Print how the two machines differ."""
-    pairs = {
+    """Print the differences of device, torch and commit between the packed run and the new one."""
+    facts = {  # (of the packed run, of the new run)
         "device": (entry["device"], environment.get("device")),
         "torch": (entry["torch"], environment.get("torch")),
         "commit": (entry["code"].get("sha"), (environment.get("git") or {}).get("sha")),
     }
-    for name, (then, now) in pairs.items():
-        if then != now:
-            print(f"  {name}: {then} then, {now} now")
+    for name, (packed_fact, new_fact) in facts.items():
+        if packed_fact != new_fact:
+            print(f"  {name}: {packed_fact} then, {new_fact} now")
 
 
 def _print_findings(findings: Sequence[CheckedClaim]) -> None:
+    """Print the claims that differ, the reasons of unmeasured ones, and the counts of outcomes."""
     for finding in findings:
-        claim, new_claim = finding.claim, finding.again
+        claim, new_claim = finding.claim, finding.new_claim
         if finding.outcome is ClaimOutcome.differs and new_claim is not None:
             print(
-                f"  DIFFERS {claim.about}: {claim.what} {_shown_number(claim.value)} "
-                f"{text.interval(claim.lo, claim.hi)}, now {_shown_number(new_claim.value)} "
+                f"  DIFFERS {claim.about}: {claim.what} {_format_number(claim.value)} "
+                f"{text.interval(claim.lo, claim.hi)}, now {_format_number(new_claim.value)} "
                 f"{text.interval(new_claim.lo, new_claim.hi)}"
             )
     reasons = Counter(f.reason for f in findings if f.outcome is ClaimOutcome.unmeasured)
     for reason, count in reasons.most_common():
         print(f"  not measured, {count} claims: {reason}")
-    print(f"  {_outcome_words(findings)}")
+    print(f"  {_count_outcomes(findings)}")
 
 
-def _shown_number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else text.digits(value)
 
 
-def _outcome_words(findings: Sequence[CheckedClaim]) -> str:
+def _count_outcomes(findings: Sequence[CheckedClaim]) -> str:
+    """Return the number of claims of each outcome, such as '3 holds, 1 not measured'."""
     counts = Counter(f.outcome for f in findings)
     return ", ".join(f"{counts[o]} {o.value}" for o in ClaimOutcome if counts[o])
 
 
 def _exit_status(findings: Sequence[CheckedClaim]) -> int:
+    """Return the exit status of `verify --rerun`, see EXIT_STATUS_HELP."""
     outcomes = Counter(f.outcome for f in findings)
     if outcomes[ClaimOutcome.differs]:
         return 4

@@ -31,13 +31,13 @@ _templates = template_environment(Path(__file__).parent, keep_trailing_newline=T
 _templates.filters["seconds"] = text.seconds
 TEMPLATE = _templates.get_template("REPRODUCE.md.jinja")
 REQUIRED_FILES = ("config.yaml", "environment.json")
-# Files that packing renders again from the samples, and hidden files, which are not packed.
-DERIVED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", ".*")
-COPY_SUFFIXES = (".svg", ".parquet")  # copies of packed files in another format: not packed
+# Files that are not copied: packing renders them again from the samples, or they are hidden.
+NOT_COPIED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", ".*")
+DUPLICATE_SUFFIXES = (".svg", ".parquet")  # of files that are packed in another format
 
 
 class RunEntry(TypedDict):
-    """A run in bundle.json; what the run did not record is None or empty."""
+    """The entry of a run in bundle.json; an entry that the run did not record is None or empty."""
 
     folder: str  # its folder in the bundle
     experiment: str
@@ -52,11 +52,11 @@ class RunEntry(TypedDict):
     torch: str | None  # version
     code: dict[str, Any]  # commit `sha`, and whether the work tree was `dirty`; {} if unknown
     hardware_id: str | None
-    claims: list[dict[str, Any]]  # see `Claim.plain`
+    claims: list[dict[str, Any]]  # see `Claim.as_json`
 
 
 class BundleDescription(TypedDict):
-    """bundle.json."""
+    """The content of bundle.json."""
 
     bundle_version: int
     harness: str  # digest of the harness that packed it
@@ -69,17 +69,17 @@ class Packed:
     """The result of packing.
 
     Attributes:
-        path: the bundle.
+        path: file of the bundle.
         bundle_id: sha256 of its checksums.
-        runs: number of runs.
-        claims: number of claims.
+        num_runs: number of runs.
+        num_claims: number of claims.
         notes: shortcomings of the bundle, such as a missing source.
     """
 
     path: Path
     bundle_id: str
-    runs: int
-    claims: int
+    num_runs: int
+    num_claims: int
     notes: list[str]
 
 
@@ -101,7 +101,9 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
     for directory in directories:
         name = _folder_in_bundle(directory, [r["folder"] for r in runs])
         run = _copy_rebuilt(directory, folder / name)
-        files = [p for p in run.path.rglob("*") if p.is_file() and p.suffix not in COPY_SUFFIXES]
+        files = [
+            p for p in run.path.rglob("*") if p.is_file() and p.suffix not in DUPLICATE_SUFFIXES
+        ]
         for path in sorted(files):
             contents[f"{name}/{path.relative_to(run.path).as_posix()}"] = path.read_bytes()
         runs.append(run_entry(name, run))
@@ -113,12 +115,12 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
     for path in sorted(CONF.rglob("*.yaml")):
         contents[f"conf/{path.relative_to(CONF).as_posix()}"] = path.read_bytes()
     for sha in dict.fromkeys(r["code"].get("sha") for r in runs):
-        dirty = any(r["code"].get("dirty") for r in runs if r["code"].get("sha") == sha)
+        has_changes = any(r["code"].get("dirty") for r in runs if r["code"].get("sha") == sha)
         source = _source_archive(sha) if sha else None
         if source is not None:
             contents[f"source/{sha}.tar.gz"] = source
-        if source is None or dirty:
-            notes.append(_source_note(sha, known=source is not None))
+        if source is None or has_changes:
+            notes.append(_source_note(sha, is_known=source is not None))
     contents["environment/packages.txt"] = _installed_packages().encode()
     if (ROOT / "LICENSE").is_file():
         contents["LICENSE"] = (ROOT / "LICENSE").read_bytes()
@@ -130,40 +132,40 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
     }
     contents["bundle.json"] = (json.dumps(description, indent=1) + "\n").encode()
     contents["REPRODUCE.md"] = reproduce(description).encode()
-    identity = archive.write(out, contents)
-    return Packed(out, identity, len(runs), sum(len(r["claims"]) for r in runs), notes)
+    bundle_id = archive.write(out, contents)
+    return Packed(out, bundle_id, len(runs), sum(len(r["claims"]) for r in runs), notes)
 
 
-def _folder_in_bundle(directory: Path, used: Sequence[str]) -> str:
-    """Return runs/<experiment>/<run>, with a number if `used` has the name.
+def _folder_in_bundle(directory: Path, used_names: Sequence[str]) -> str:
+    """Return runs/<experiment>/<run>, followed by a number if `used_names` has it.
 
-    A reference is stored as <device>/<experiment>, so <device> stands for <run>.
+    For a reference, which is stored as <device>/<experiment>, <run> is the device.
 
     Raises:
-        BundleError: the directory is no run, its config.yaml is damaged, or has a name that is no
-            folder's.
+        BundleError: the directory is no run, its config.yaml is damaged, or its name cannot be that
+            of a folder.
     """
-    missing = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
-    missing += [] if has_records(directory) else [POINTS]
-    if missing:
-        raise BundleError(f"{directory} is not a run: it has no {', '.join(missing)}")
+    missing_files = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
+    missing_files += [] if has_records(directory) else [POINTS]
+    if missing_files:
+        raise BundleError(f"{directory} is not a run: it has no {', '.join(missing_files)}")
     try:
         experiment = folder_name(read_config(directory / "config.yaml").name)
     except (UsageError, ValueError) as error:
         raise BundleError(f"{directory}: {error}") from error
     folder, parent = directory.resolve().name, directory.resolve().parent.name
-    base = f"runs/{experiment}/{folder if folder != experiment else parent}"
-    name, number = base, 1
-    while name in used:
+    base_name = f"runs/{experiment}/{folder if folder != experiment else parent}"
+    name, number = base_name, 1
+    while name in used_names:
         number += 1
-        name = f"{base}-{number}"
+        name = f"{base_name}-{number}"
     return name
 
 
 def _copy_rebuilt(directory: Path, target: Path) -> Run:
     """Copy a run and render its tables and reports again; return the copy.
 
-    The reports of kinds with a `rebuild` function (the gate's) are copied as they are.
+    The reports of kinds with a `rebuild` function (the gate's) are copied unchanged.
     """
     try:
         run = Run.read(directory)
@@ -171,7 +173,7 @@ def _copy_rebuilt(directory: Path, target: Path) -> Run:
             shutil.copytree(directory, target, ignore=shutil.ignore_patterns(".*"))
             unpack_records(target)
             return dataclasses.replace(run, path=target)
-        shutil.copytree(directory, target, ignore=shutil.ignore_patterns(*DERIVED))
+        shutil.copytree(directory, target, ignore=shutil.ignore_patterns(*NOT_COPIED))
         unpack_records(target)
         write_report(target)
         return Run.read(target)
@@ -185,12 +187,12 @@ def _copy_rebuilt(directory: Path, target: Path) -> Run:
 def reproduce(description: BundleDescription) -> str:
     """Render REPRODUCE.md from bundle.json."""
     runs = description["runs"]
-    claims = [
+    claim_counts = [
         {m.value: sum(c["measure"] == m.name for c in run["claims"]) for m in Measure}
         for run in runs
     ]
     return TEMPLATE.render(
-        runs=zip(runs, claims, strict=True),
+        runs=zip(runs, claim_counts, strict=True),
         notes=description["notes"],
         sha=next((str(r["code"]["sha"]) for r in runs if r["code"].get("sha")), "COMMIT"),
         rule=RULE,
@@ -215,7 +217,7 @@ def run_entry(name: str, run: Run) -> RunEntry:
         "torch": environment.get("torch"),
         "code": environment.get("git") or {},
         "hardware_id": environment.get("hardware_id"),
-        "claims": [claim.plain() for claim in claims_of(run)],
+        "claims": [claim.as_json() for claim in claims_of(run)],
     }
 
 
@@ -229,10 +231,11 @@ def _source_archive(sha: str) -> bytes | None:
     return gzip.compress(completed.stdout, 6, mtime=0)
 
 
-def _source_note(sha: str | None, *, known: bool) -> str:
+def _source_note(sha: str | None, *, is_known: bool) -> str:
+    """Return the note on a missing source, or on changes; `is_known` if git has the commit."""
     if not sha:
         return "The source of some runs is not enclosed: they did not record a commit."
-    if known:
+    if is_known:
         return (
             f"Runs at {sha} had changes that are in no commit: source/{sha}.tar.gz is the commit, "
             "not quite what ran."
@@ -259,5 +262,5 @@ def harness_digest() -> str:
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder to rebuild reports in."""
+    """Return a temporary folder, in which reports are rebuilt."""
     return tempfile.TemporaryDirectory(prefix="emblib-bundle-")

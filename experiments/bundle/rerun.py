@@ -33,7 +33,7 @@ class Remeasurement:
     """The claims of a packed run, checked by a new run.
 
     Attributes:
-        findings: one entry per claim of the packed run, also if it could not be measured.
+        findings: a checked claim per claim of the packed run, measured or not.
         run: the new run; None if nothing was measured.
     """
 
@@ -42,7 +42,7 @@ class Remeasurement:
 
 
 def check_preset(preset: str) -> None:
-    """Raise UsageError if there is no such timing preset; "" stands for the run's own."""
+    """Raise UsageError if there is no such timing preset; "" is always accepted."""
     presets = configure.groups()["timing"]
     if preset and preset not in presets:
         raise UsageError(f"no timing '{preset}'. There is: {', '.join(presets)}")
@@ -58,7 +58,7 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
 
     Raises:
         BundleError: this version of the harness cannot run the configuration.
-        UsageError: there is no such preset.
+        UsageError: there is no such timing preset.
     """
     check_preset(preset)
     configure.register()
@@ -71,7 +71,7 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
     packed.rerun = Rerun.all.value
     if preset:
         source = CONF / "timing" / f"{preset}.yaml"
-        pool = packed.timing.pool  # another number of batches would be another measurement
+        pool = packed.timing.pool  # kept: with another number of batches, other work is measured
         packed.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), packed)
@@ -89,7 +89,7 @@ def measure_again(
 ) -> Remeasurement:
     """Measure one run in a new process and compare its claims with the packed ones.
 
-    A run without claims is not measured, nor a run of a GPU where there is none.
+    A run without claims is not measured. Neither is a run of a GPU if there is no GPU.
 
     Args:
         entry: the run's entry of bundle.json.
@@ -101,39 +101,38 @@ def measure_again(
     Raises:
         KeyboardInterrupt: the new process was interrupted.
     """
-    old = Run.read(packed)
-    claims = claims_of(old)
+    packed_run = Run.read(packed)
+    claims = claims_of(packed_run)
     if not claims:
         return Remeasurement([])
-    device = DeviceKind[str(old.config.device.kind)]  # auto: cuda only if there is a GPU here
+    device = DeviceKind[str(packed_run.config.device.kind)]  # auto is cuda only if there is a GPU
     if entry["cuda"] and device_kind(device) != "cuda":
-        return Remeasurement(_unmeasured(claims, "measured on a GPU, and there is none here"))
+        return Remeasurement(_mark_unmeasured(claims, "measured on a GPU, and there is none here"))
     words = ["bundle", "measure", str(packed / "config.yaml"), str(folder), preset]
     completed = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT)
     if completed.returncode == 130:
         raise KeyboardInterrupt
-    runs = sorted((folder / str(old.config.name)).glob("*/run.json"))
-    if not runs:
+    info_files = sorted((folder / str(packed_run.config.name)).glob("*/run.json"))
+    if not info_files:
         return Remeasurement(
-            _unmeasured(claims, f"the run ended with exit status {completed.returncode}")
+            _mark_unmeasured(claims, f"the run ended with exit status {completed.returncode}")
         )
-    new = Run.read(runs[-1].parent)
-    reasons = missing_reasons(new)
-    other_work = cells_with_other_batches(old, new)
-    comparable = [c for c in claims if c.about.partition(" · ")[0] not in other_work]
-    findings = compare(comparable, claims_of(new), reasons, tolerance)
-    findings += _unmeasured(
+    new_run = Run.read(info_files[-1].parent)
+    other_cells = cells_with_other_batches(packed_run, new_run)
+    comparable = [c for c in claims if c.about.partition(" · ")[0] not in other_cells]
+    findings = compare(comparable, claims_of(new_run), missing_reasons(new_run), tolerance)
+    findings += _mark_unmeasured(
         [c for c in claims if c not in comparable], "its batches were not the same"
     )
-    return Remeasurement(findings, new)
+    return Remeasurement(findings, new_run)
 
 
-def _unmeasured(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]:
+def _mark_unmeasured(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]:
     return [CheckedClaim(claim, ClaimOutcome.unmeasured, None, reason) for claim in claims]
 
 
 def missing_reasons(run: Run) -> dict[str, str]:
-    """Return the reasons of a run's failed records, by `Claim.about` of the missing claims."""
+    """Return the reasons of a run's failures, by `Claim.about` of the claims that they rule out."""
     reasons = {}
     for record in run.failures():
         reason = f"{record['status']}: {record['reason']}"
@@ -142,16 +141,16 @@ def missing_reasons(run: Run) -> dict[str, str]:
     return reasons
 
 
-def cells_with_other_batches(old: Run, new: Run) -> set[str]:
+def cells_with_other_batches(packed_run: Run, new_run: Run) -> set[str]:
     """Return the cells whose batches differ between two runs although the seed is the same."""
-    old_digests = {
-        (r["cell"], r["seed"]): r["pool_sha256"] for r in old.records if r.get("pool_sha256")
+    packed_digests = {
+        (r["cell"], r["seed"]): r["pool_sha256"] for r in packed_run.records if r.get("pool_sha256")
     }
     return {
         r["cell"]
-        for r in new.records
+        for r in new_run.records
         if r.get("pool_sha256")
-        and old_digests.get((r["cell"], r["seed"]), r["pool_sha256"]) != r["pool_sha256"]
+        and packed_digests.get((r["cell"], r["seed"]), r["pool_sha256"]) != r["pool_sha256"]
     }
 
 

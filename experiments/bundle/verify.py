@@ -1,4 +1,4 @@
-"""Verify that tables, claims and reports of a bundle follow from its samples, but not figures."""
+"""Verify that a bundle's tables, claims and reports follow from its samples; figures are ignored."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from experiments.bundle.pack import (
 from experiments.report import text, write_report
 from experiments.report.data import Run
 
-IGNORED_ELEMENTS = ("svg", "style", "script")  # of a page; their text is not compared
-SHOWN_CHARACTERS = 60  # length of a quoted difference
+IGNORED_ELEMENTS = ("svg", "style", "script")  # elements of a page whose text is not compared
+QUOTED_CHARACTERS = 60  # length of a quoted difference
 
 
-class _Words(HTMLParser):
-    """Collect the text of a page without its drawings."""
+class _PageText(HTMLParser):
+    """Collect the text of a page, without IGNORED_ELEMENTS."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[str] = []
-        self._inside: list[str] = []
+        self._ignored_elements: list[str] = []  # open ones, the innermost last
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         if tag in IGNORED_ELEMENTS:
-            self._inside.append(tag)
+            self._ignored_elements.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        if self._inside and self._inside[-1] == tag:
-            self._inside.pop()
+        if self._ignored_elements and self._ignored_elements[-1] == tag:
+            self._ignored_elements.pop()
 
     def handle_data(self, data: str) -> None:
-        if not self._inside and data.strip():
+        if not self._ignored_elements and data.strip():
             self.pieces.append(data.strip())
 
 
@@ -59,37 +59,38 @@ def page_problems(packed: Path, rebuilt: Path) -> list[str]:
         if not (packed / name).is_file():
             problems.append(f"{name} is missing, but the samples give it")
             continue
-        old, new = _text_pieces(packed / name), _text_pieces(rebuilt / name)
-        if difference := _first_difference(old, new):
+        packed_text, rebuilt_text = _text_pieces(packed / name), _text_pieces(rebuilt / name)
+        if difference := _quote_difference(packed_text, rebuilt_text):
             problems.append(f"{name} does not say what the samples say: {difference}")
     return problems
 
 
 def _text_pieces(path: Path) -> list[str]:
+    """Return the lines of a Markdown file, or the texts of an HTML page, without empty ones."""
     if path.suffix == ".md":
         return [line for line in path.read_text().splitlines() if line.strip()]
-    reader = _Words()
+    reader = _PageText()
     reader.feed(path.read_text())
     return reader.pieces
 
 
-def _first_difference(old: Sequence[str], new: Sequence[str]) -> str:
+def _quote_difference(packed_text: Sequence[str], rebuilt_text: Sequence[str]) -> str:
     """Quote the first difference of two texts; "" if they are equal."""
-    for packed, rebuilt in zip_longest(old, new, fillvalue=""):
+    for packed, rebuilt in zip_longest(packed_text, rebuilt_text, fillvalue=""):
         if packed != rebuilt:
             pairs = enumerate(zip(packed, rebuilt, strict=False))
-            difference = next((i for i, (a, b) in pairs if a != b), min(len(packed), len(rebuilt)))
-            start = max(0, difference - SHOWN_CHARACTERS // 3)
-            shown = slice(start, start + SHOWN_CHARACTERS)
-            return f"{packed[shown]!r}, but they give {rebuilt[shown]!r}"
+            position = next((i for i, (a, b) in pairs if a != b), min(len(packed), len(rebuilt)))
+            begin = max(0, position - QUOTED_CHARACTERS // 3)
+            quoted = slice(begin, begin + QUOTED_CHARACTERS)
+            return f"{packed[quoted]!r}, but they give {rebuilt[quoted]!r}"
     return ""
 
 
-RELATIVE_TOLERANCE = 1e-9  # error of a number that was written as text or summed in another order
-MAX_SHOWN = 5  # maximum number of differences that are shown per table
-NUMBERS = ("value", "lo", "hi")  # numeric entries of a claim
-CLAIM_ENTRIES = ("measure", "about", "what", *NUMBERS)
-# Files of a run that no note is written about: the run itself and its reports.
+RELATIVE_TOLERANCE = 1e-9  # of a number that was written as text or summed in another order
+MAX_LISTED = 5  # maximum number of differences that are listed per table
+CLAIM_NUMBERS = ("value", "lo", "hi")  # numeric entries of a claim
+CLAIM_ENTRIES = ("measure", "about", "what", *CLAIM_NUMBERS)
+# Files of a run about which no note is written: the run itself and its reports.
 CHECKED_FILES = {
     "points.jsonl",
     "config.yaml",
@@ -107,14 +108,14 @@ class Verification:
     """The result of verifying a bundle.
 
     Attributes:
-        description: bundle.json.
-        numbers: number of compared numbers of tables, and of compared claims.
+        description: content of bundle.json.
+        num_compared: number of compared numbers of tables, and of compared claims.
         problems: contradictions between the bundle and its samples.
         notes: notes of the bundle, and what could not be checked.
     """
 
     description: BundleDescription
-    numbers: int = 0
+    num_compared: int = 0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -124,14 +125,14 @@ def check(path: Path, folder: Path) -> Verification:
 
     Args:
         path: bundle.
-        folder: folder to unpack into. Runs are rebuilt in its sibling `rebuilt`. Neither exists
-            yet.
+        folder: folder for the unpacked bundle. Runs are rebuilt in its sibling `rebuilt`. Neither
+            may exist yet.
 
     Raises:
         BundleError: the bundle is damaged, of another version, or cannot be unpacked.
     """
     contents = archive.read(path)
-    description = _description(contents)
+    description = _read_description(contents)
     try:
         archive.unpack(contents, folder)
     except (OSError, ValueError) as error:
@@ -143,14 +144,14 @@ def check(path: Path, folder: Path) -> Verification:
             "The bundle was packed by another version of the harness. Numbers are compared where "
             "both have them; what the report says in words is not."
         )
-    elif not _is_reproduced(description, contents.get("REPRODUCE.md")):
+    elif not _has_instructions_of(description, contents.get("REPRODUCE.md")):
         checked.problems.append("REPRODUCE.md does not say what bundle.json says")
-    checked.problems += _files_of_no_run(contents, description["runs"])
-    for number, entry in enumerate(description["runs"]):
-        scratch = folder.with_name("rebuilt") / str(number)
+    checked.problems += _unknown_files(contents, description["runs"])
+    for index, entry in enumerate(description["runs"]):
+        scratch = folder.with_name("rebuilt") / str(index)
         try:
             problems = _run_problems(
-                entry, folder / entry["folder"], scratch, checked, compares_words=is_same_harness
+                entry, folder / entry["folder"], scratch, checked, is_strict=is_same_harness
             )
         except Exception as error:  # a forged run may raise any error
             problems = [f"its report cannot be rendered ({type(error).__name__}: {error})"]
@@ -158,14 +159,15 @@ def check(path: Path, folder: Path) -> Verification:
     return checked
 
 
-def _is_reproduced(description: BundleDescription, packed: bytes | None) -> bool:
+def _has_instructions_of(description: BundleDescription, instructions: bytes | None) -> bool:
+    """Return whether REPRODUCE.md is the one that packing writes for this bundle.json."""
     try:
-        return reproduce(description).encode() == packed
+        return reproduce(description).encode() == instructions
     except Exception:  # a forged description may raise any error
         return False
 
 
-def _description(contents: Mapping[str, bytes]) -> BundleDescription:
+def _read_description(contents: Mapping[str, bytes]) -> BundleDescription:
     """Return bundle.json; raise BundleError if it lacks entries or names a run outside."""
     if "bundle.json" not in contents:
         raise BundleError("it has no bundle.json: not a bundle")
@@ -177,20 +179,20 @@ def _description(contents: Mapping[str, bytes]) -> BundleDescription:
         for entry in description["runs"]:
             if f"{entry['folder']}/config.yaml" not in contents:
                 raise BundleError(f"the run {entry['folder']!r} is not in it")
-            needed = [(entry, RUN_ENTRIES), *((claim, CLAIM_ENTRIES) for claim in entry["claims"])]
-            for part, names in needed:
-                if missing := set(names) - set(part):
-                    raise KeyError(min(missing))
+            claims = [(claim, CLAIM_ENTRIES) for claim in entry["claims"]]
+            for json_object, required_keys in [(entry, RUN_ENTRIES), *claims]:
+                if missing_keys := set(required_keys) - set(json_object):
+                    raise KeyError(min(missing_keys))
             if not isinstance(entry["code"], dict):
                 raise TypeError(f"code is {entry['code']!r}")
-        needed_keys = {"notes": list(description["notes"]), "harness": description["harness"]}
-        return cast(BundleDescription, description | needed_keys)
+        required = {"notes": list(description["notes"]), "harness": description["harness"]}
+        return cast(BundleDescription, description | required)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BundleError(f"bundle.json cannot be read ({error!r})") from error
 
 
-def _files_of_no_run(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a problem per file that neither a run nor the bundle itself has."""
+def _unknown_files(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a problem per file that belongs neither to a run nor to the bundle itself."""
     known_names = {
         archive.SUMS,
         "bundle.json",
@@ -210,20 +212,20 @@ def _run_problems(
     scratch: Path,
     checked: Verification,
     *,
-    compares_words: bool,
+    is_strict: bool,
 ) -> list[str]:
-    """Return what contradicts the samples of a run.
+    """Return the contradictions between a run's results and its samples.
 
     Args:
         entry: entry of the run in bundle.json.
         folder: folder of the unpacked run.
         scratch: folder that does not exist yet, in which the run is rebuilt.
         checked: verification, to which compared numbers and notes are added.
-        compares_words: whether this harness packed the bundle, so that texts must be equal
-            too, and no column, claim or report may be left out.
+        is_strict: True if this harness packed the bundle, so that texts must be equal too, and no
+            column, claim or report may be left out.
     """
     run = Run.read(folder)
-    problems = _entry_problems(entry, run) if compares_words else []
+    problems = _entry_problems(entry, run) if is_strict else []
     if run.kind.reporting.rebuild:
         return problems  # a note of the bundle says that its numbers are not checked
     rebuilt_folder = _rebuild_tables(folder, scratch)
@@ -236,25 +238,23 @@ def _run_problems(
                 f"{entry['folder']}/{name} is not derived from the samples: not checked"
             )
         else:
-            old, new = _read_table(folder / name), _read_table(rebuilt_folder / name)
-            different, count = differences(old, new)
-            if compares_words:
-                unshared_columns = sorted(set(old.columns) ^ set(new.columns))
-                different += [
+            packed, rebuilt = _read_table(folder / name), _read_table(rebuilt_folder / name)
+            differences, num_compared = compare_tables(packed, rebuilt)
+            if is_strict:
+                unshared_columns = sorted(set(packed.columns) ^ set(rebuilt.columns))
+                differences += [
                     f"{column}: only one of packed and rebuilt has it"
                     for column in unshared_columns
                 ]
-            problems += [f"{name}: {difference}" for difference in different]
-            checked.numbers += count
-    further_files = [
-        p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".csv", ".png")
-    ]
-    for name in sorted({p.relative_to(folder).as_posix() for p in further_files} - CHECKED_FILES):
+            problems += [f"{name}: {difference}" for difference in differences]
+            checked.num_compared += num_compared
+    other_files = [p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".csv", ".png")]
+    for name in sorted({p.relative_to(folder).as_posix() for p in other_files} - CHECKED_FILES):
         checked.notes.append(
             f"{entry['folder']}/{name} is not derived from the samples: not checked"
         )
-    problems += _claim_problems(entry, run, checked, refuses_omissions=compares_words)
-    return [*problems, *(page_problems(folder, rebuilt_folder) if compares_words else [])]
+    problems += _claim_problems(entry, run, checked, is_strict=is_strict)
+    return [*problems, *(page_problems(folder, rebuilt_folder) if is_strict else [])]
 
 
 def _entry_problems(entry: Mapping[str, Any], run: Run) -> list[str]:
@@ -268,19 +268,19 @@ def _entry_problems(entry: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _claim_problems(
-    entry: Mapping[str, Any], run: Run, checked: Verification, *, refuses_omissions: bool
+    entry: Mapping[str, Any], run: Run, checked: Verification, *, is_strict: bool
 ) -> list[str]:
-    """Return claims that do not follow from the samples, and claims that the bundle leaves out."""
+    """Return the claims that do not follow from the samples, and if strict, the omitted ones."""
     rebuilt_claims = {
-        (c["about"], c["what"]): c for c in (claim.plain() for claim in claims_of(run))
+        (c["about"], c["what"]): c for c in (claim.as_json() for claim in claims_of(run))
     }
     problems = []
     for claim in entry["claims"]:
         rebuilt = rebuilt_claims.pop((claim["about"], claim["what"]), None)
-        if rebuilt is None or not all(_equal(claim[n], rebuilt[n]) for n in NUMBERS):
+        if rebuilt is None or not all(_is_equal(claim[n], rebuilt[n]) for n in CLAIM_NUMBERS):
             problems.append(f"claim '{claim['what']}' of {claim['about']} is not in the samples")
-        checked.numbers += 1
-    if refuses_omissions and rebuilt_claims:
+        checked.num_compared += 1
+    if is_strict and rebuilt_claims:
         about, what = next(iter(rebuilt_claims))
         problems.append(
             f"{len(rebuilt_claims)} claims of the samples were left out: '{what}' of {about}"
@@ -289,7 +289,7 @@ def _claim_problems(
 
 
 def _rebuild_tables(folder: Path, target: Path) -> Path:
-    """Copy a run to `target`, with tables and pages rebuilt from its samples; return it."""
+    """Copy a run to `target`, with tables and pages rebuilt from its samples; return `target`."""
     shutil.copytree(
         folder, target, ignore=shutil.ignore_patterns("*.csv", "*.png", "*.md", "*.html")
     )
@@ -305,27 +305,30 @@ def _read_table(path: Path) -> pd.DataFrame:
         return pd.DataFrame()
 
 
-def differences(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[str], int]:
+def compare_tables(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[str], int]:
     """Return the differences of two tables in words, and the number of compared numbers.
 
-    Rows are compared by position, and only the columns that both tables have. Of more than
-    MAX_SHOWN differences the rest is counted. Tables of unequal lengths are not compared.
+    Rows are compared by position, and only the columns that both tables have. Differences beyond
+    MAX_LISTED are only counted. Tables of unequal lengths are not compared.
     """
     if len(packed) != len(rebuilt):
         return [f"{len(packed)} rows, but the samples give {len(rebuilt)}"], 0
     columns = [c for c in packed.columns if c in rebuilt.columns]
-    differing = []
-    count = 0
+    differences = []
+    num_compared = 0
     for column in columns:
         for row, (old, new) in enumerate(zip(packed[column], rebuilt[column], strict=True)):
-            count += isinstance(old, (int, float))
-            if not _equal(old, new):
-                differing.append(f"row {row + 1}, {column}: {old}, but the samples give {new}")
-    more = [f"and {len(differing) - MAX_SHOWN} more"] if len(differing) > MAX_SHOWN else []
-    return [*differing[:MAX_SHOWN], *more], count
+            num_compared += isinstance(old, (int, float))
+            if not _is_equal(old, new):
+                differences.append(f"row {row + 1}, {column}: {old}, but the samples give {new}")
+    listed = differences[:MAX_LISTED]
+    if len(differences) > MAX_LISTED:
+        listed.append(f"and {len(differences) - MAX_LISTED} more")
+    return listed, num_compared
 
 
-def _equal(old: Any, new: Any) -> bool:
+def _is_equal(old: Any, new: Any) -> bool:
+    """Return whether two entries are equal, numbers within RELATIVE_TOLERANCE, or both missing."""
     if text.is_missing(old) or text.is_missing(new):
         return text.is_missing(old) and text.is_missing(new)
     try:
