@@ -1,4 +1,4 @@
-"""Verify that a bundle's tables, claims and reports follow from its samples; figures are ignored."""
+"""Verify that a bundle's tables, claims and reports follow from its samples, figures excepted."""
 
 from __future__ import annotations
 
