@@ -88,7 +88,7 @@ def test_one_pair_ends_at_once_and_says_nothing() -> None:
 
 
 def test_points_that_were_lost_are_not_asked_for() -> None:
-    evidence = Evidence(lost={"a"})
+    evidence = Evidence(lost_points={"a"})
     request = next_request(NAMES, evidence, RULES)
     assert request == Request(Stage.first, ("b", "c"))
     evidence.lost_points = set(NAMES)

@@ -252,7 +252,7 @@ def made_up(points: list[Point]) -> tuple[Findings, Rules]:
     }
     trial = Trial(
         evidence=Evidence(first, {slow: first[slow], fast: first[fast]}, {missing, new}),
-        failed=failed,
+        failures=failed,
     )
     return collect_findings(points[:7], trial, rules, []), rules
 
@@ -278,7 +278,7 @@ def test_findings_begin_with_what_is_worst(points: list[Point]) -> None:
 def test_a_failure_names_the_sides(points: list[Point], base: str, says: str) -> None:
     point = points[0]
     failed = {Side.head: BuildResult("oom", "killed"), Side.base: BuildResult(base, "old")}
-    trial = Trial(evidence=Evidence({}, {}, {point.name}), failed={point.name: failed})
+    trial = Trial(evidence=Evidence({}, {}, {point.name}), failures={point.name: failed})
     (finding,) = collect_findings([point], trial, Rules(3, 3, {}), []).points
     assert finding.state == "FAILED"
     assert says in finding.reason
