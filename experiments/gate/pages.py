@@ -69,7 +69,7 @@ def page_of(
         ],
         subtitle=" · ".join(str(x) for x in (*machine, text.commit(environment)) if x),
         tiles=tiles,
-        notices=[Notice(sentence) for sentence in notices],
+        notices=[Notice(line) for line in notices],
         closing="In the folder of this page: points.jsonl (raw samples), report.md, figures.",
     )
 
@@ -188,7 +188,7 @@ def format_finding(finding: PointFinding) -> str:
     times = f"{text.seconds(finding.base_s)} → {text.seconds(finding.head_s)}"
     has_interval = ruling.effect.processes > 1
     effect = _format_effect(finding) if has_interval else f"{ruling.effect.ratio:.3f}×"
-    grown_note = "".join(f" · {sentence}" for sentence in finding.grown)
+    grown_note = "".join(f" · {change}" for change in finding.grown)
     return (
         f"{finding.state:<8} {effect} m={100 * ruling.margin:.1f}% {finding.point} · {times} · "
         f"k={_format_pairs(ruling)}{grown_note}"

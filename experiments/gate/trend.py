@@ -132,38 +132,40 @@ class Trend:
     @property
     def commits(self) -> list[Commit]:
         """Return the commits without repeats: of each run the base, then the head."""
-        return list(dict.fromkeys(c for run in self.runs for c in (run.base, run.head)))
+        return list(
+            dict.fromkeys(c for gate_run in self.runs for c in (gate_run.base, gate_run.head))
+        )
 
     @property
     def points(self) -> list[str]:
         """Return the names of all points."""
-        return list(dict.fromkeys(name for run in self.runs for name in run.points))
+        return list(dict.fromkeys(name for gate_run in self.runs for name in gate_run.points))
 
     def chains(self) -> list[list[Commit]]:
         """Return the commits of each chain of runs."""
         chains: dict[Commit, list[Commit]] = {}
-        for run in self.runs:
-            chain = chains.setdefault(run.base, [run.base])
-            if run.head not in chains:
-                chain.append(run.head)
-                chains[run.head] = chain
+        for gate_run in self.runs:
+            chain = chains.setdefault(gate_run.base, [gate_run.base])
+            if gate_run.head not in chains:
+                chain.append(gate_run.head)
+                chains[gate_run.head] = chain
         return list({id(chain): chain for chain in chains.values()}.values())
 
     def levels(self, point: str) -> dict[tuple[Commit, str], Level]:
         """Return the level of a point by commit and quantity."""
         levels: dict[tuple[Commit, str], Level] = {}
-        for run in self.runs:
-            for quantity, ratio in run.ratios(point):
-                base_level = levels.setdefault((run.base, quantity), Level())
-                levels.setdefault((run.head, quantity), base_level + ratio)
+        for gate_run in self.runs:
+            for quantity, ratio in gate_run.ratios(point):
+                base_level = levels.setdefault((gate_run.base, quantity), Level())
+                levels.setdefault((gate_run.head, quantity), base_level + ratio)
         return levels
 
     def moves(self) -> list[PointInRun]:
         """Return the findings of points whose time or counts moved, in the order of the runs."""
         return [
-            PointInRun(run, finding)
-            for run in self.runs
-            for finding in run.points.values()
+            PointInRun(gate_run, finding)
+            for gate_run in self.runs
+            for finding in gate_run.points.values()
             if finding["state"] in MOVED_COLOURS or finding.get("grown") or finding.get("shrunk")
         ]
 
@@ -191,10 +193,10 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
             if reason := _reason_left_out(saved):
                 left_out.append(f"{path.relative_to(folder)}: {reason}")
                 continue
-            run = _gate_run(saved)
-            devices.add(run.device)
-            if run.head not in runs or runs[run.head].measured < run.measured:
-                runs[run.head] = run
+            gate_run = _parse_gate_run(saved)
+            devices.add(gate_run.device)
+            if gate_run.head not in runs or runs[gate_run.head].measured < gate_run.measured:
+                runs[gate_run.head] = gate_run
     if not runs:
         reasons = f" ({left_out[0]})" if left_out else ""
         folder_names = ", ".join(map(str, folders))
@@ -212,9 +214,11 @@ def _order_by_link(runs: Mapping[Commit, GateRun]) -> list[GateRun]:
     Dates alone do not do: a commit may be older than its base, on a branch for example.
     """
     ordered: dict[Commit, GateRun] = {}
-    for run in sorted(runs.values(), key=lambda run: (run.head.date, run.measured)):
-        linked_runs: dict[Commit, GateRun] = {}  # from `run` back; a circle of bases ends it
-        next_run: GateRun | None = run
+    for gate_run in sorted(
+        runs.values(), key=lambda gate_run: (gate_run.head.date, gate_run.measured)
+    ):
+        linked_runs: dict[Commit, GateRun] = {}  # from `gate_run` back; a circle of bases ends it
+        next_run: GateRun | None = gate_run
         while next_run and next_run.head not in ordered and next_run.head not in linked_runs:
             linked_runs[next_run.head] = next_run
             next_run = runs.get(next_run.base)
@@ -246,7 +250,7 @@ def _reason_left_out(saved: Mapping[str, Any]) -> str:
     return ""
 
 
-def _gate_run(saved: Mapping[str, Any]) -> GateRun:
+def _parse_gate_run(saved: Mapping[str, Any]) -> GateRun:
     """Return the run of a gate.json for which `_reason_left_out` is empty."""
     base, head = (Commit(**saved["commits"][side]) for side in ("base", "head"))
     points = {finding["point"]: finding for finding in saved["points"]}
@@ -258,7 +262,7 @@ def page_of(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Pa
     commits, moves = trend.commits, trend.moves()
     num_worse = sum(move.is_worse for move in moves)
     num_better = len(moves) - num_worse
-    machines = sorted({run.machine for run in trend.runs})
+    machines = sorted({gate_run.machine for gate_run in trend.runs})
     chains = trend.chains()
     notices = [Notice(f"Left out: {reason}.", "remark") for reason in left_out]
     if len(chains) > 1:
@@ -359,9 +363,10 @@ def _panel(trend: Trend, point: str) -> Panel:
             legend_labels.add(label)
     for state, colour in MOVED_COLOURS.items():
         dots = [
-            (position_of[run.head], levels[run.head, TIME].ratio)
-            for run in trend.runs
-            if run.points.get(point, {}).get("state") == state and (run.head, TIME) in levels
+            (position_of[gate_run.head], levels[gate_run.head, TIME].ratio)
+            for gate_run in trend.runs
+            if gate_run.points.get(point, {}).get("state") == state
+            and (gate_run.head, TIME) in levels
         ]
         if dots:
             x, y = zip(*dots, strict=True)
@@ -419,20 +424,20 @@ def _moved_table(moves: Sequence[PointInRun]) -> Table:
 def _commit_table(trend: Trend) -> Table:
     """Return a row per run, with the number of points in each state."""
 
-    def count_states(run: GateRun) -> str:
-        states = [finding["state"] for finding in run.points.values()]
+    def count_states(gate_run: GateRun) -> str:
+        states = [finding["state"] for finding in gate_run.points.values()]
         return ", ".join(f"{states.count(s)} {s.lower()}" for s in dict.fromkeys(sorted(states)))
 
     return Table.of(
         trend.runs,
         {
-            "commit": lambda run: run.head.name,
-            "date": lambda run: run.head.date[:10],
-            "against": lambda run: run.base.name,
+            "commit": lambda gate_run: gate_run.head.name,
+            "date": lambda gate_run: gate_run.head.date[:10],
+            "against": lambda gate_run: gate_run.base.name,
             "verdicts": count_states,
-            "machine": lambda run: run.machine,
-            "measured": lambda run: run.measured[:16],
-            "subject": lambda run: run.head.subject,
+            "machine": lambda gate_run: gate_run.machine,
+            "measured": lambda gate_run: gate_run.measured[:16],
+            "subject": lambda gate_run: gate_run.head.subject,
         },
     )
 
@@ -440,7 +445,11 @@ def _commit_table(trend: Trend) -> Table:
 def _level_table(trend: Trend) -> Table:
     """Return a row per finding of every run, with the levels of its commit."""
     levels_by_point = {point: trend.levels(point) for point in trend.points}
-    rows = [PointInRun(run, finding) for run in trend.runs for finding in run.points.values()]
+    rows = [
+        PointInRun(gate_run, finding)
+        for gate_run in trend.runs
+        for finding in gate_run.points.values()
+    ]
 
     def level_column(quantity: str) -> Column:
         def level_value(row: PointInRun) -> Value:

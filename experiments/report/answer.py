@@ -128,15 +128,17 @@ def tiles(run: Run) -> list[Tile]:
     subject = _rows_by_phase(main_run, cell, run.subject.key) if cell else {}
     if not subject or subject["step"]["status"] != "ok":
         return []
-    step, tiles = subject["step"], []
+    step, answer_tiles = subject["step"], []
     if step["compression"] != 1:
-        tiles.append(Tile(text.fraction(step["compression"]), "of the plain tables' memory"))
+        answer_tiles.append(Tile(text.fraction(step["compression"]), "of the plain tables' memory"))
     for phase in ("step", "forward"):
         row = subject[phase]
         if not text.is_missing(row["ratio"]):
             verdict = text.verdict(row["verdict"])
             interval = text.interval(row["ratio_lo"], row["ratio_hi"])
             meaning = f"{phase} time of {run.baseline.label} {interval}{verdict and ': ' + verdict}"
-            tiles.append(Tile(text.times(row["ratio"]), meaning, TILE_STYLES.get(verdict, "")))
+            answer_tiles.append(
+                Tile(text.times(row["ratio"]), meaning, TILE_STYLES.get(verdict, ""))
+            )
     rate = text.digits(step["lookups"] / step["median_s"] / 1e6)
-    return [*tiles, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]
+    return [*answer_tiles, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]

@@ -62,7 +62,7 @@ class PublishedFigure:
         value: number as printed.
         unit: unit as printed.
         last_digit: value of one step of the last printed digit; 0 if rounding does not matter.
-        quantity: what the number measures; `other` if our runs have no such quantity.
+        quantity: kind of number; `other` if our runs have none of this kind.
         nature: whether it follows from sizes or depends on the machine.
         device: key of conf/hardware; "" if the source names no device.
         device_words: device in words, where conf/hardware has none.
