@@ -73,18 +73,21 @@ def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
         lambda record: f"{subject}@{record['load']:g}",
         _row,
         phases_of=lambda group: metrics.sampled_phases(group, ""),
-        pair=yardstick_as,
+        pooled_base=yardstick_as,
     )
 
 
 def _row(
-    records: Sequence[Record], phase: str, base_records: Sequence[Record], pools: metrics.Pools
+    records: Sequence[Record],
+    phase: str,
+    base_records: Sequence[Record],
+    pools: metrics.PooledSpreads,
 ) -> dict[str, Any]:
     """Return a row of `frame`; arguments as for `row_of` of `metrics.phase_rows`."""
-    ok_records = metrics.good(records)
+    ok_records = metrics.usable_records(records)
     record = (ok_records or records)[0]
     timed = metrics.timed_columns(
-        ok_records, yardstick_as(metrics.good(base_records), phase), phase, pools
+        ok_records, yardstick_as(metrics.usable_records(base_records), phase), phase, pools
     )
     names = ("section", "cell", "contender", "arm", "label", "load", "rows_scale", "lookups")
     return {
@@ -128,7 +131,7 @@ def growth_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
     """Return a row of `growth_frame` from the records of a table, one per process."""
-    ok_records = metrics.good(records)
+    ok_records = metrics.usable_records(records)
     record = (ok_records or records)[0]
     by_process = [metrics.seconds(r, GROWTH_PHASE) for r in ok_records]
     every_call = [s for seconds in by_process for s in seconds]

@@ -158,17 +158,20 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     """
     groups = metrics.group_records(records, Quality.name, lambda r: (r["section"], r["arm"]))
     pairs = [(group, groups.get((section, PLAIN), [])) for (section, _), group in groups.items()]
-    pools = metrics.Pools.of(pairs, "step")
+    pools = metrics.PooledSpreads.of(pairs, "step")
     return pd.DataFrame([_row(group, plain, pools) for group, plain in pairs])
 
 
 def _row(
-    records: Sequence[Record], base_records: Sequence[Record], pools: metrics.Pools
+    records: Sequence[Record], base_records: Sequence[Record], pools: metrics.PooledSpreads
 ) -> dict[str, Any]:
     """Return the row of a method from its records and the plain tables' records, one per seed."""
-    ok_records, plain_records = metrics.good(records), metrics.good(base_records)
+    ok_records, plain_records = (
+        metrics.usable_records(records),
+        metrics.usable_records(base_records),
+    )
     record = (ok_records or records)[0]
-    effect = metrics.ratio(ok_records, plain_records, "step", pools.ratios)
+    effect = metrics.ratio_of(ok_records, plain_records, "step", pools.ratios)
     excess = [
         r["log_loss"] - r["oracle_loss"] for r in ok_records if r.get("oracle_loss") is not None
     ]

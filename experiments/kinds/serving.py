@@ -97,8 +97,8 @@ def latencies(records: Sequence[Record], baseline: str) -> pd.DataFrame:
     groups = _groups(records)
     rows = []
     for (cell, _), group in groups.items():
-        ok_records = metrics.good(group)
-        base_records = metrics.good(groups.get((cell, baseline), []))
+        ok_records = metrics.usable_records(group)
+        base_records = metrics.usable_records(groups.get((cell, baseline), []))
         shared = {name: group[0][name] for name in NAMES} | group[0]["params"]
         shared |= metrics.outcome_of(group)
         keys = dict.fromkeys((p["clients"], p["load"]) for r in ok_records for p in r["points"])
@@ -119,7 +119,9 @@ def _row(
     counts = counts_of(points)
     requests, batch = sum(counts.values()), ok_records[0]["params"]["B"]
     per_second = statistics.summarise([p["requests"] / p["seconds"] for p in points]).median
-    effect = metrics.ratio(ok_records, base_records, phase_of(clients)) if load == CLOSED else None
+    effect = (
+        metrics.ratio_of(ok_records, base_records, phase_of(clients)) if load == CLOSED else None
+    )
     return {
         "clients": clients,
         "load": load,
@@ -143,7 +145,7 @@ def cold_starts(records: Sequence[Record]) -> pd.DataFrame:
     """
     groups: dict[str, list[Record]] = {}
     for (_, arm), group in _groups(records).items():
-        groups.setdefault(arm, []).extend(metrics.good(group))
+        groups.setdefault(arm, []).extend(metrics.usable_records(group))
     rows = []
     for group in groups.values():
         for pages in ("memory", "disk"):

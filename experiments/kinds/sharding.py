@@ -140,10 +140,13 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _row(
-    records: Sequence[Record], phase: str, base_records: Sequence[Record], pools: metrics.Pools
+    records: Sequence[Record],
+    phase: str,
+    base_records: Sequence[Record],
+    pools: metrics.PooledSpreads,
 ) -> dict[str, Any]:
     """Return a row of `frame`; arguments as for `row_of` of `metrics.phase_rows`."""
-    ok_records = metrics.good(records)
+    ok_records = metrics.usable_records(records)
     record = (ok_records or records)[0]
     names = ("section", "cell", "contender", "arm", "label", "rows_scale", "lookups")
     return {
@@ -155,7 +158,7 @@ def _row(
         "mode": metrics.mode_of(record),
         "phase": phase,
         **metrics.outcome_of(records),
-        **metrics.timed_columns(ok_records, metrics.good(base_records), phase, pools),
+        **metrics.timed_columns(ok_records, metrics.usable_records(base_records), phase, pools),
         "weights_bytes": record["weights_bytes"],
     }
 

@@ -137,7 +137,7 @@ def notices(run: Run) -> list[str]:
 
 
 def host_bound(run: Run) -> list[str]:
-    """Describe the steps that are bound by the host (`metrics.host_bound`); [] on a CPU."""
+    """Describe the steps that are bound by the host (`metrics.is_host_bound`); [] on a CPU."""
     if not len(run.table) or "host_bound" not in run.table:
         return []
     steps = run.table[(run.table["phase"] == "step") & run.table["host_s"].notna()]

@@ -1,7 +1,7 @@
-"""The identity of a measurement.
+"""The identity of a measurement: keys by which runs reuse each other's records.
 
-Runs reuse each other's records only where point_key, replicate and context_id are equal; so
-whatever changes a sample must be part of one of them.
+Records are reused only if point_key, replicate and context_id are equal. So everything that changes
+a sample must be a part of one of these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BENCH_SOURCES = (
     *(f"machine/{name}.py" for name in ("cpu", "memory", "telemetry")),
 )
 # Keys of `timing` that determine how much is measured, not what.
-AMOUNTS = (
+AMOUNT_KEYS = (
     "preset",
     "replicates",
     "cell_seconds",
@@ -36,33 +36,34 @@ AMOUNTS = (
     "max_cells",
     "max_ranks",
 )
-
-
-# Fields of a cell for readers, or that follow from the memory of the machine.
+# Fields of a cell that are for readers, or depend on the memory of the machine.
 IGNORED_CELL_FIELDS = ("title", "note", "rows_scale")
 
 
 def digest(value: Any) -> str:
-    """Return a hash, 16 hexadecimal digits, of the JSON of a value.
+    """Return a hash of the JSON of a value, 16 hexadecimal digits.
 
-    Enums count as their values, dataclasses as their fields; others without JSON raise TypeError.
+    Enums are hashed as their values, dataclasses as their fields.
+
+    Raises:
+        TypeError: a value has no JSON, and is neither.
     """
 
-    def plain(value: Any) -> Any:
+    def as_json(value: Any) -> Any:
         if isinstance(value, enum.Enum):
             return value.value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return dataclasses.asdict(value)
         raise TypeError(f"{type(value).__name__} has no canonical form")
 
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=plain)
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=as_json)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
-    """Return a key that is equal for cells of runs of an experiment that measure the same work.
+    """Return the key of the work of a cell: runs of an experiment with equal keys measure the same.
 
-    `packages` are names of packages, besides the contenders' packages, that change a result.
+    `packages` are names of packages that change a result, other than those of the contenders.
     """
     timing = dataclasses.asdict(config.timing)
     return digest(
@@ -74,7 +75,7 @@ def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
             "optimizer": config.optimizer,
             "lr": config.lr,
             "seed": config.seed,
-            "timing": {k: v for k, v in timing.items() if k not in AMOUNTS},
+            "timing": {k: v for k, v in timing.items() if k not in AMOUNT_KEYS},
             "device": {"kind": config.device.kind, "ranks": config.device.ranks},
             "bench": bench_version(),
             "others": {arm.contender: registry.identity(arm.contender) for arm in cell.arms},
@@ -89,7 +90,7 @@ def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
     `environment` is environment.json; code_id is of the library that is installed now.
     """
     cpu, gpu = environment.get("cpu") or {}, environment.get("gpu") or {}
-    hardware = digest(
+    hardware_id = digest(
         {
             "cpu": {k: cpu.get(k) for k in ("model", "usable_cores", "instructions")},
             "gpu": {k: gpu.get(k) for k in ("name", "memory_bytes", "multiprocessors")},
@@ -97,12 +98,12 @@ def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
             "memory_bytes": environment.get("memory_bytes"),
         }
     )
-    code = code_id()
+    installed_code = code_id()
     names = ("threads", "torch", "huge_pages", "variables")
     software = {k: environment.get(k) for k in names}
     software |= {k: gpu.get(k) for k in ("driver", "cuda")}
-    context = digest({"hardware": hardware, "code": code, "software": software})
-    return {"hardware_id": hardware, "code_id": code, "context_id": context}
+    context_id = digest({"hardware": hardware_id, "code": installed_code, "software": software})
+    return {"hardware_id": hardware_id, "code_id": installed_code, "context_id": context_id}
 
 
 @cache
@@ -122,7 +123,8 @@ def code_id() -> str:
 
 
 def _digest_files(paths: Iterable[Path]) -> str:
-    total = hashlib.blake2b(digest_size=8)
+    """Return a hash of the names and contents of files."""
+    hasher = hashlib.blake2b(digest_size=8)
     for path in sorted(paths):
-        total.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())
-    return total.hexdigest()
+        hasher.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())
+    return hasher.hexdigest()

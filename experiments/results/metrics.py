@@ -1,8 +1,8 @@
 """Metrics computed from records by pure functions, so that a new metric needs no new run.
 
-A *record* is what one arm (a contender) gave in one process, see `store.Record`; a *group* is the
-records of an arm in a cell and mode, one per process. `phase_rows` forms the groups of a kind,
-pairs each with that of its baseline, and makes a row of each phase (a timed call, "forward" or
+A *record* has the results of one arm (a contender) in one process, see `store.Record`. A *group* is
+the records of an arm in a cell and mode, one per process. `phase_rows` forms the groups of a kind,
+pairs each with the group of its baseline, and returns a row per phase (a timed call, "forward" or
 "step").
 """
 
@@ -23,7 +23,7 @@ from experiments.timing.statistics import Effect, ProcessSpread, Summary
 
 INDEX_BYTES = 8  # int64 ids and offsets
 WEIGHT_BYTES = 4  # float32
-PROCESSES_FOR_A_VERDICT = 3
+PROCESSES_FOR_A_VERDICT = 3  # fewest processes of an arm with a verdict
 GPU_BUSY = 0.8  # share of a step that the GPU works; below it a step is bound by the host
 MARGIN = 0.05  # relative difference that a report neglects; the gate has margins of its own
 
@@ -42,15 +42,15 @@ def useful_bytes(record: Record, phase: str, *, distinct: bool = False) -> float
 
     Every phase other than "forward" counts as a step.
     """
-    row = WEIGHT_BYTES * record["params"]["D"]
-    lookups, unique = record["lookups"], record["unique_rows"] or math.nan
-    output = WEIGHT_BYTES * record["params"]["B"] * record["columns"]
-    rows_read = (unique if distinct else lookups) * row
-    offsets = INDEX_BYTES * (record["features"] * record["params"]["B"] + 1)
-    forward = rows_read + INDEX_BYTES * lookups + offsets + output
+    row_bytes = WEIGHT_BYTES * record["params"]["D"]
+    num_lookups, num_distinct = record["lookups"], record["unique_rows"] or math.nan
+    output_bytes = WEIGHT_BYTES * record["params"]["B"] * record["columns"]
+    read_bytes = (num_distinct if distinct else num_lookups) * row_bytes
+    offset_bytes = INDEX_BYTES * (record["features"] * record["params"]["B"] + 1)
+    forward_bytes = read_bytes + INDEX_BYTES * num_lookups + offset_bytes + output_bytes
     if phase == "forward":
-        return forward
-    return forward + output + 2 * unique * (row + row_state_bytes(record))
+        return forward_bytes
+    return forward_bytes + output_bytes + 2 * num_distinct * (row_bytes + row_state_bytes(record))
 
 
 def row_state_bytes(record: Record) -> float:
@@ -70,11 +70,11 @@ def host_seconds(group: Sequence[Record], phase: str) -> float:
     return statistics.summarise(host_s).median if host_s else math.nan
 
 
-def host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
+def is_host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
     """Return whether the GPU would idle for a fifth of the time or more in a sequence of calls.
 
-    `gpu_s` is the time on the GPU; in mode wall the time from the call to its end. nan times give
-    False.
+    `gpu_s` is the time on the GPU, or in mode wall the time from the call to its completion. The
+    result is False if a time is nan.
     """
     if mode == Mode.wall.value:
         return host_s > GPU_BUSY * gpu_s
@@ -82,11 +82,12 @@ def host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
 
 
 def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
-    """Return {round: seconds} of the faster sample, which was disturbed less."""
-    best: dict[int, float] = {}
-    for number, sample in record["samples"].get(phase, []):
-        best[int(number)] = min(float(sample), best.get(int(number), math.inf))
-    return best
+    """Return {round: seconds} of the fastest sample of each round, which was disturbed least."""
+    best_s: dict[int, float] = {}
+    for round_number, sample_s in record["samples"].get(phase, []):
+        best = best_s.get(int(round_number), math.inf)
+        best_s[int(round_number)] = min(float(sample_s), best)
+    return best_s
 
 
 def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
@@ -124,7 +125,7 @@ def group_records(
     return groups
 
 
-RowOf = Callable[[Group, str, Group, "Pools"], dict[str, Any]]
+RowOf = Callable[[Group, str, Group, "PooledSpreads"], dict[str, Any]]
 
 
 def phase_rows(
@@ -134,7 +135,7 @@ def phase_rows(
     row_of: RowOf,
     *,
     phases_of: Callable[[Group], Sequence[str]],
-    pair: Callable[[Group, str], Group] = lambda base, phase: base,
+    pooled_base: Callable[[Group, str], Group] = lambda base, phase: base,
 ) -> pd.DataFrame:
     """Return a row per cell, arm, mode and phase of a kind, over all processes.
 
@@ -142,13 +143,13 @@ def phase_rows(
 
     Args:
         records: records of a run, of all kinds.
-        kind: kind whose cells count.
+        kind: kind whose cells get rows.
         baseline_of: function of a record that returns the arm to compare its arm with.
-        row_of: function of a group, a phase, the baseline's group ([] without one) and the spread
-            between processes that returns a row.
+        row_of: function of a group, a phase, the baseline's group ([] without one) and the pooled
+            spreads that returns a row.
         phases_of: function of a group that returns its phases.
-        pair: function of the baseline's group and a phase that returns the records whose ratios
-            count in the spread; `row_of` gets the group itself.
+        pooled_base: function of the baseline's group and a phase that returns the baseline of the
+            ratios in the pooled spreads. `row_of` still gets the baseline's group itself.
     """
     groups = group_records(records, kind, lambda r: (r["cell"], r["arm"], mode_of(r)))
     pairs: dict[tuple[str, str], list[tuple[Group, Group]]] = {}
@@ -156,12 +157,12 @@ def phase_rows(
     for (cell, _, mode), group in groups.items():
         base = groups.get((cell, baseline_of(group[0]), mode), [])
         for phase in phases_of(group):
-            pairs.setdefault((mode, phase), []).append((group, pair(base, phase)))
+            pairs.setdefault((mode, phase), []).append((group, pooled_base(base, phase)))
             rows_to_make.append((group, mode, phase, base))
-    pools = {key: Pools.of(group_pairs, key[1]) for key, group_pairs in pairs.items()}
+    spreads = {key: PooledSpreads.of(group_pairs, key[1]) for key, group_pairs in pairs.items()}
     return pd.DataFrame(
         [
-            row_of(group, phase, base, pools[mode, phase])
+            row_of(group, phase, base, spreads[mode, phase])
             for group, mode, phase, base in rows_to_make
         ]
     )
@@ -173,29 +174,32 @@ def sampled_phases(group: Group, default: str) -> Sequence[str]:
 
 
 @dataclass(frozen=True)
-class Pools:
-    """The variation of times and ratios between processes, in a mode and phase of a run.
+class PooledSpreads:
+    """The spreads between processes of times and ratios, pooled over a mode and phase of a run.
 
-    `times` is None if no arm was measured in two processes, `ratios` if no pair was.
+    `times` is None if no arm was measured in two processes; `ratios` is None if no arm was in two
+    processes together with its baseline.
     """
 
     times: ProcessSpread | None
     ratios: ProcessSpread | None
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], phase: str) -> Pools:
+    def of(
+        cls, pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], phase: str
+    ) -> PooledSpreads:
         """Pool the arms of a run; a pair is the group of an arm and the group of its baseline."""
-        arms = [(good(group), good(base)) for group, base in pairs]
-        medians = (
+        arms = [(usable_records(group), usable_records(base)) for group, base in pairs]
+        log_medians = (
             [math.log(statistics.summarise(s).median) for r in arm if (s := seconds(r, phase))]
             for arm, _ in arms
         )
-        ratios = [process_logs(arm, base, phase) for arm, base in arms if arm and arm != base]
-        return cls(statistics.pool(medians), statistics.pool(ratios))
+        log_ratios = [process_logs(arm, base, phase) for arm, base in arms if arm and arm != base]
+        return cls(statistics.pool(log_medians), statistics.pool(log_ratios))
 
 
-def good(group: Sequence[Record]) -> list[Record]:
-    """Return the records of the processes that count; none if the arm was wrong in one of them."""
+def usable_records(group: Sequence[Record]) -> list[Record]:
+    """Return the records with status "ok"; [] if the arm was wrong in one of the processes."""
     return [r for r in group if r["status"] == "ok"] if status_of(group) == "ok" else []
 
 
@@ -205,15 +209,15 @@ def mode_of(record: Record) -> str:
 
 
 def _row(
-    records: Sequence[Record], phase: str, base_records: Sequence[Record], pools: Pools
+    records: Sequence[Record], phase: str, base_records: Sequence[Record], spreads: PooledSpreads
 ) -> dict[str, Any]:
     """Return a row of results.csv; arguments as for `row_of` of `phase_rows`."""
     record = next((r for r in records if r["status"] == "ok"), records[0])
-    ok_records = good(records)
+    ok_records = usable_records(records)
     by_process = [seconds(r, phase) for r in ok_records]
-    time = summarise_processes(by_process, pools.times)
+    time = summarise_processes(by_process, spreads.times)
     tails = statistics.tail([s for samples in by_process for s in samples])
-    effect = ratio(ok_records, good(base_records), phase, pools.ratios)
+    effect = ratio_of(ok_records, usable_records(base_records), phase, spreads.ratios)
     has_verdict = effect.processes >= PROCESSES_FOR_A_VERDICT
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
     return {
@@ -225,7 +229,7 @@ def _row(
         **record["params"],
         **time.columns(),
         "host_s": (host := host_seconds(ok_records, phase)),
-        "host_bound": host_bound(mode_of(record), time.median, host),
+        "host_bound": is_host_bound(mode_of(record), time.median, host),
         "min_s": tails.least,
         "p90_s": tails.p90,
         "p99_s": tails.p99,
@@ -261,7 +265,7 @@ def _flops(record: Record, phase: str) -> float:
 
 
 def status_of(group: Sequence[Record]) -> str:
-    """Return "wrong" if one process found so, else "ok" if one measured, else the first status.
+    """Return "wrong" if a record has it, else "ok" if a record has it, else the first status.
 
     It is "missing" for an empty group.
     """
@@ -278,7 +282,7 @@ def outcome_of(group: Sequence[Record]) -> dict[str, str]:
 
 
 def _flags(group: Sequence[Record]) -> list[str]:
-    """Return the flags of all processes, and that some failed; each once."""
+    """Return the flags of all processes, each once, and a flag if only some of them failed."""
     flags = [flag for r in group for flag in r.get("flags", [])]
     failures = [r["status"] for r in group if r["status"] != "ok"]
     if failures and len(failures) < len(group):
@@ -287,31 +291,35 @@ def _flags(group: Sequence[Record]) -> list[str]:
 
 
 def summarise_processes(
-    samples: Sequence[Sequence[float]], others: ProcessSpread | None = None
+    samples: Sequence[Sequence[float]], pooled_spread: ProcessSpread | None = None
 ) -> Summary:
     """Summarise the samples of all processes; the interval is over the medians of processes.
 
-    One process gives no interval, because processes differ by more than the noise within one. The
+    One process has no interval, because processes differ by more than the noise within one. The
     interval is widened to contain the median of all samples, which a process with many samples can
-    pull away from the mean over processes. `others` is the spread that two processes use.
+    pull away from the mean over processes. For two processes, `pooled_spread` is the least spread,
+    see `statistics.combine`.
     """
     all_samples = statistics.summarise([s for process in samples for s in process])
     medians = [statistics.summarise(process).median for process in samples if process]
-    spread = statistics.combine([math.log(m) for m in medians], others)
+    spread = statistics.combine([math.log(m) for m in medians], pooled_spread)
     if math.isnan(spread.lo):
         return dataclasses.replace(all_samples, lo=math.nan, hi=math.nan)
     lo, hi = min(spread.lo, all_samples.median), max(spread.hi, all_samples.median)
     return dataclasses.replace(all_samples, lo=lo, hi=hi)
 
 
-def ratio(
-    arm: Sequence[Record], base: Sequence[Record], phase: str, others: ProcessSpread | None = None
+def ratio_of(
+    arm: Sequence[Record],
+    base: Sequence[Record],
+    phase: str,
+    pooled_spread: ProcessSpread | None = None,
 ) -> Effect:
-    """Return the effect arm ÷ base of a phase over processes, each the median over its rounds.
+    """Return arm ÷ base of a phase: the mean over processes of the medians over their rounds.
 
-    `others` is the spread that two processes use, see `statistics.combine`.
+    For two processes, `pooled_spread` is the least spread, see `statistics.combine`.
     """
-    return statistics.combine(process_logs(arm, base, phase), others)
+    return statistics.combine(process_logs(arm, base, phase), pooled_spread)
 
 
 def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> list[float]:
@@ -329,15 +337,15 @@ def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> l
 
 
 def timed_columns(
-    processes: Sequence[Record], base: Sequence[Record], phase: str, pools: Pools
+    processes: Sequence[Record], base: Sequence[Record], phase: str, spreads: PooledSpreads
 ) -> dict[str, Any]:
     """Return the columns about the times of a phase, in seconds, and about its ratio to `base`.
 
     They are median_s, q25_s, q75_s, lo_s, hi_s; samples and processes (counts); ratio, ratio_lo,
-    ratio_hi. Numbers that the processes do not give are nan.
+    ratio_hi. A number for which there are too few processes is nan.
     """
-    time = summarise_processes([seconds(r, phase) for r in processes], pools.times)
-    effect = ratio(processes, base, phase, pools.ratios)
+    time = summarise_processes([seconds(r, phase) for r in processes], spreads.times)
+    effect = ratio_of(processes, base, phase, spreads.ratios)
     counts = {"samples": time.n, "processes": len(processes)}
     return {**time.columns(), **counts, **effect.columns()}
 
@@ -348,7 +356,7 @@ def replicate_of(record: Record) -> int:
 
 
 def hit_rate(record: Record, unit: str) -> float:
-    """Return the share of lookups (`unit` "lookup") or rows ("row") that a cache served, or nan."""
+    """Return the share of lookups (`unit` "lookup") or rows ("row") that hit, or nan."""
     counters = record.get("counters") or {}
     return counters[f"{unit}_hits"] / counters[f"{unit}s"] if counters.get(f"{unit}s") else math.nan
 

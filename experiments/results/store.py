@@ -1,4 +1,4 @@
-"""The directory of a run: configuration, environment and every raw sample."""
+"""The directory of a run: its files, and their writers and readers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2  # 1: one process per cell, no replicate, mode, point_key
 POINTS = "points.jsonl"
-# Name in files of older runs -> present name.
-RENAMED = {
+# Present names, by the names in files of older runs.
+PRESENT_NAMES = {
     "most_pairs": "max_pairs",
     "most_margin": "max_margin",
     "law": "distribution",
@@ -35,22 +35,23 @@ RENAMED = {
 }
 PACKED_POINTS = "points.jsonl.xz"  # compressed points.jsonl of committed references
 Record = dict[str, Any]
-"""A line of points.jsonl: what an arm gave in a job and mode, whether it was measured or failed.
+"""A line of points.jsonl: the results or the failure of an arm in a job and mode.
 
 Every kind's records have the entries of `measure.outcome.describe`: identity (`point_key`,
-`context_id`, `cell`, `arm`, `mode`, `replicate`), `params` (the workload), `status` ("ok" or why
-not) with `reason`, bytes, and `samples`, {phase: [[round, seconds], ...]}, of which none is
-dropped. Kinds add entries of their own; `run.worker.measure_job` adds `job_records`, the number of
-records of the job, without which an interrupted job would count as complete. Readers accept records
-of older versions: an entry that came later is read with `get` and a default. """
+`context_id`, `cell`, `arm`, `mode`, `replicate`), `params` (the workload), `status` ("ok" or a
+failure) with `reason`, bytes, and `samples`, {phase: [[round, seconds], ...]}, of which none is
+dropped. Kinds add entries of their own. `run.worker.measure_job` adds `job_records`, the number of
+records of the job, by which an interrupted job is recognised. Readers accept records of older
+versions: they read entries that older ones lack with `get` and a default. """
 
 
 class RunStore:
     """The directory of a run that is written; creating the object creates the directory.
 
-    Its methods replace a file as a whole, so that no reader sees half of one and no killed writer
-    leaves it. Only points.jsonl grows (`append`), and may end with half a line. A run's directory
-    must have one writer: `begin` claims it; who continues a run must call `claim`.
+    Its methods replace files as a whole, so that there is never half a file, not even after a
+    kill. Only points.jsonl grows (`append`), and may end with half a line. A run's directory must
+    have one writer: `begin` claims the directory, and a program that continues a run must call
+    `claim`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +86,8 @@ class RunStore:
             UsageError: the folder cannot be written, or the run's name is not that of a folder.
         """
         try:
-            store = cls.create(ROOT / config.report.folder, config.name)  # absolute ones stay
+            folder = ROOT / config.report.folder  # an absolute folder replaces ROOT
+            store = cls.create(folder, config.name)
             store.claim()
             store.write_config(config)
             store.write_json("environment.json", environment)
@@ -110,22 +112,22 @@ class RunStore:
     def write(self, name: str, text: str) -> Path:
         """Write a text file atomically; return its path."""
         target = self.path / name
-        partial = target.with_name(f".{name}.partial")
-        partial.write_text(text)
-        os.replace(partial, target)
+        partial_file = target.with_name(f".{name}.partial")
+        partial_file.write_text(text)
+        os.replace(partial_file, target)
         return target
 
     def write_json(self, name: str, value: Any) -> Path:
-        """Write a JSON file atomically."""
+        """Write a JSON file atomically; return its path."""
         return self.write(name, json.dumps(value, indent=1, sort_keys=False) + "\n")
 
     def write_table(self, stem: str, table: pd.DataFrame) -> None:
         """Write a table as CSV, and as parquet if pyarrow is installed."""
         self.write(f"{stem}.csv", table.to_csv(index=False))
         if importlib.util.find_spec("pyarrow"):
-            partial = self.path / f".{stem}.parquet.partial"
-            table.to_parquet(partial, index=False)
-            os.replace(partial, self.path / f"{stem}.parquet")
+            partial_file = self.path / f".{stem}.parquet.partial"
+            table.to_parquet(partial_file, index=False)
+            os.replace(partial_file, self.path / f"{stem}.parquet")
 
     def write_config(self, config: Config) -> Path:
         """Write config.yaml with every interpolation resolved."""
@@ -142,9 +144,9 @@ class RunStore:
         descriptor = os.open(self.path / POINTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            end = _whole_lines(descriptor)
+            end = _truncate_incomplete_line(descriptor)
             try:
-                while data:  # after a short write, the next one raises the reason
+                while data:  # a short write has no error: the next write raises it
                     data = data[os.write(descriptor, data) :]
             except OSError:
                 os.ftruncate(descriptor, end)
@@ -153,13 +155,13 @@ class RunStore:
             os.close(descriptor)
 
 
-def _whole_lines(descriptor: int) -> int:
+def _truncate_incomplete_line(descriptor: int) -> int:
     """Remove an incomplete last line; return the size of the file."""
     size = end = os.fstat(descriptor).st_size
     while end and os.pread(descriptor, 1, end - 1) != b"\n":
-        step = min(4096, end)
-        tail = os.pread(descriptor, step, end - step)
-        end = end - step + tail.rfind(b"\n") + 1
+        num_bytes = min(4096, end)
+        tail = os.pread(descriptor, num_bytes, end - num_bytes)
+        end = end - num_bytes + tail.rfind(b"\n") + 1
     if end < size:
         os.ftruncate(descriptor, end)
     return end
@@ -178,7 +180,7 @@ def runs_in(folder: Path, pattern: str) -> list[Path]:
 def pack_records(path: Path) -> None:
     """Replace a finished run's points.jsonl, which must exist, by points.jsonl.xz."""
     source = path / POINTS
-    _replace(path / PACKED_POINTS, lzma.compress(source.read_bytes()))
+    _write_atomically(path / PACKED_POINTS, lzma.compress(source.read_bytes()))
     source.unlink()
 
 
@@ -186,15 +188,15 @@ def unpack_records(path: Path) -> None:
     """Replace points.jsonl.xz, if there is one, by points.jsonl."""
     packed = path / PACKED_POINTS
     if packed.is_file():
-        _replace(path / POINTS, lzma.decompress(packed.read_bytes()))
+        _write_atomically(path / POINTS, lzma.decompress(packed.read_bytes()))
         packed.unlink()
 
 
-def _replace(target: Path, data: bytes) -> None:
-    """Write a file atomically: `read_records` would take half of it for an interrupted run."""
-    partial = target.with_name(f".{target.name}.partial")
-    partial.write_bytes(data)
-    os.replace(partial, target)
+def _write_atomically(target: Path, data: bytes) -> None:
+    """Write a file atomically, because half of it would look like an interrupted run."""
+    partial_file = target.with_name(f".{target.name}.partial")
+    partial_file.write_bytes(data)
+    os.replace(partial_file, target)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -214,7 +216,7 @@ def read_records(path: Path) -> list[Record]:
         except lzma.LZMAError as error:
             raise ValueError(f"{source.name} is damaged ({error})") from error
     lines = data.decode(errors="replace").split("\n")
-    for number, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if not line:
             continue
         try:
@@ -223,20 +225,20 @@ def read_records(path: Path) -> list[Record]:
             record = None
         if isinstance(record, dict):
             records.append(_with_present_names(record))
-        elif number < len(lines) - 1:
-            raise ValueError(f"{source.name} line {number + 1} is damaged")
+        elif index < len(lines) - 1:
+            raise ValueError(f"{source.name} line {index + 1} is damaged")
     return records
 
 
 def _with_present_names(record: Record) -> Record:
     """Return a record with present names; the first runs have "law" for the distribution."""
     if "law" in record.get("params", ()):
-        record["params"] = {RENAMED.get(k, k): v for k, v in record["params"].items()}
-    return {RENAMED.get(key, key): value for key, value in record.items()}
+        record["params"] = {PRESENT_NAMES.get(k, k): v for k, v in record["params"].items()}
+    return {PRESENT_NAMES.get(key, key): value for key, value in record.items()}
 
 
 def read_config(path: Path) -> DictConfig:
-    """Return a run's config.yaml with present names and without keys that are gone.
+    """Return a run's config.yaml, with present names of keys and without keys that were removed.
 
     Raises:
         ValueError: the file `path` is damaged, or not the configuration of a run.
@@ -252,8 +254,8 @@ def read_config(path: Path) -> DictConfig:
     groups = [(config, "gate"), (config, "workload")]
     groups += [(case, "workload") for case in (config.get("cases") or {}).values()]
     for parent, name in groups:
-        if RENAMED.keys() & parent.get(name, {}).keys():
-            group = {RENAMED.get(str(key), key): value for key, value in parent[name].items()}
+        if PRESENT_NAMES.keys() & parent.get(name, {}).keys():
+            group = {PRESENT_NAMES.get(str(key), key): value for key, value in parent[name].items()}
             parent[name] = OmegaConf.create(group)
     return config
 

@@ -1,1 +1,1 @@
-"""Run of an experiment: jobs in fresh processes, several ranks, the report at the end."""
+"""Run an experiment: jobs in fresh processes, on one or several ranks, then the report."""

@@ -1,4 +1,4 @@
-"""Jobs: each measures a cell in a fresh process, or reuses the records of an earlier run.
+"""The jobs of a run: each measures a cell in a fresh process, or reuses earlier records.
 
 A cell is a workload with its arms (contenders); a job measures it once. `job_passes` orders the
 jobs, and `earlier_jobs` finds those whose records need not be measured again.
@@ -19,12 +19,12 @@ from experiments.kinds.base import Effort
 from experiments.results.identity import point_key
 from experiments.results.store import Record, read_records
 
-START_SECONDS = 1.5  # start of a process, imports and first batches, on a machine of two cores
-BLOCK = 4  # number of cells per block; the processes of the cells of a block take turns
-# Statuses of jobs whose records are reused: SETTLED by default, GOOD with rerun=failed. A missing
-# package changes the point_key once it is installed, so its job is then measured.
-GOOD = ("ok", "unsupported", "missing")
-SETTLED = (*GOOD, "oom", "timeout", "wrong")
+START_SECONDS = 1.5  # for the start of a process, imports and first batches, on two cores
+BLOCK_CELLS = 4  # number of cells per block; the processes of the cells of a block take turns
+# Statuses of jobs whose records are reused: SETTLED_STATUSES by default, GOOD_STATUSES with
+# rerun=failed. Once a missing package is installed, the point_key changes and the job is measured.
+GOOD_STATUSES = ("ok", "unsupported", "missing")
+SETTLED_STATUSES = (*GOOD_STATUSES, "oom", "timeout", "wrong")
 
 
 @dataclass(frozen=True)
@@ -35,118 +35,119 @@ class Job:
         cell: cell to measure.
         replicate: number of the process among the cell's processes.
         order: position of the job in the run.
-        number: position of the cell in the experiment.
+        cell_number: position of the cell in the experiment.
     """
 
     cell: Cell
     replicate: int
     order: int
-    number: int = 0
+    cell_number: int = 0
 
     def key(self, config: Config) -> tuple[str, int]:
-        """Return a key that is equal for the same measurement in any run."""
+        """Return the key of the measurement, which is the same in any run."""
         packages = kinds.find(self.cell.kind).measurement.packages
         return point_key(self.cell, config, packages), self.replicate
 
 
 def num_replicates(cell: Cell, config: Config) -> int:
     """Return the number of processes that measure a cell; 1 for a kind that only counts."""
-    once = kinds.find(cell.kind).measurement.effort is Effort.ONCE
-    return 1 if once else config.timing.replicates
+    is_once = kinds.find(cell.kind).measurement.effort is Effort.ONCE
+    return 1 if is_once else config.timing.replicates
 
 
 def max_job_seconds(cell: Cell, config: Config) -> float:
-    """Return a rough maximum of the seconds of a job, without building tables.
+    """Return a rough maximum of the seconds of a job, without those for building tables.
 
-    A cache may warm up for longer. Kinds of `Effort.TRAINED` have no limit: the caller must not use
-    the result for them.
+    The warm-up of a cache may take longer. Kinds of `Effort.TRAINED` have no limit: the caller must
+    not use the result for them.
     """
     if kinds.find(cell.kind).measurement.effort is Effort.ONCE:
         return START_SECONDS
     timing = config.timing
-    warm = len(cell.arms) * timing.warmup_seconds
-    return START_SECONDS + len(timing.modes) * (timing.cell_seconds + warm)
+    warmup_s = len(cell.arms) * timing.warmup_seconds
+    return START_SECONDS + len(timing.modes) * (timing.cell_seconds + warmup_s)
 
 
 def job_passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
     """Yield the jobs of a run pass by pass: first the headline's cells, then blocks of the others.
 
-    A pass is a job for each cell of a block that still needs a process; the cells of a block take
+    A pass has a job for each cell of a block that still needs a process; the cells of a block take
     turns until each has all its processes. So a run that is short of time has fewer cells, not
-    fewer processes per cell: an interval needs several processes. The first pass of each block is
-    in the order of the cells. Its other passes are in random order, so that a drift does not always
-    affect the same cells.
+    fewer processes per cell, because an interval needs several processes. The first pass of each
+    block is in the order of the cells. The other passes are in random order, so that a drift does
+    not always affect the same cells.
     """
     headline = config.report.headline
     headline_cells = [cell for cell in cells if headline and cell.section == headline]
-    other_cells = _axes_in_turn([cell for cell in cells if cell not in headline_cells])
+    other_cells = _order_by_axis([cell for cell in cells if cell not in headline_cells])
     blocks = [
         headline_cells,
-        *(other_cells[n : n + BLOCK] for n in range(0, len(other_cells), BLOCK)),
+        *(other_cells[i : i + BLOCK_CELLS] for i in range(0, len(other_cells), BLOCK_CELLS)),
     ]
-    numbers = {cell.key: number for number, cell in enumerate(cells)}
+    cell_numbers = {cell.key: number for number, cell in enumerate(cells)}
     order = 0
     for block in blocks:
         for replicate in range(max((num_replicates(c, config) for c in block), default=0)):
-            cells_of_pass = [cell for cell in block if replicate < num_replicates(cell, config)]
+            pass_cells = [cell for cell in block if replicate < num_replicates(cell, config)]
             if replicate:
-                random.Random(config.seed + order).shuffle(cells_of_pass)
+                random.Random(config.seed + order).shuffle(pass_cells)
             yield [
-                Job(cell, replicate, order + position, numbers[cell.key])
-                for position, cell in enumerate(cells_of_pass)
+                Job(cell, replicate, order + position, cell_numbers[cell.key])
+                for position, cell in enumerate(pass_cells)
             ]
-            order += len(cells_of_pass)
+            order += len(pass_cells)
 
 
-def _axes_in_turn(cells: Sequence[Cell]) -> list[Cell]:
+def _order_by_axis(cells: Sequence[Cell]) -> list[Cell]:
     """Order cells so that a run that ends early has values of every axis.
 
-    The order is: cases, the base point of the sweep, then a value of each axis in turn, both ends
-    of an axis before the values between.
+    The order is: cases, the base point of the sweep, then a value of each axis in turn. Both ends
+    of an axis come before the values between them.
     """
     cases = [cell for cell in cells if cell.section != SWEEP]
-    swept = [cell for cell in cells if cell.section == SWEEP]
-    lines: dict[tuple[str, ...], list[Cell]] = {}
-    for cell in swept[1:]:
-        base = swept[0].workload
+    swept_cells = [cell for cell in cells if cell.section == SWEEP]
+    cells_by_axes: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in swept_cells[1:]:
+        base = swept_cells[0].workload
         axes = tuple(a for a in AXES if getattr(cell.workload, a) != getattr(base, a))
-        lines.setdefault(axes, []).append(cell)
+        cells_by_axes.setdefault(axes, []).append(cell)
     # Of each axis the first value, the last value unless it is the first, then the others.
-    ends_first = [[line[0], *line[1:][-1:], *line[1:-1]] for line in lines.values()]
+    ends_first = [[line[0], *line[1:][-1:], *line[1:-1]] for line in cells_by_axes.values()]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*ends_first))
-    return [*cases, *swept[:1], *(cell for cell in turns if cell is not None)]
+    return [*cases, *swept_cells[:1], *(cell for cell in turns if cell is not None)]
 
 
 EarlierJobs = Mapping[tuple[str, int], list[Record]]
 
 
 def earlier_jobs(folder: Path, config: Config, context_id: str) -> EarlierJobs:
-    """Return {key of a job: its records} of the latest run in `folder` that may be reused per job.
+    """Return the records that may be reused, by key of their job, of the latest run in `folder`.
 
-    Only complete jobs of runs with the same `context_id` count, whose statuses are all SETTLED,
-    with `rerun=failed` GOOD; `rerun=all` ignores all jobs. A job with a timeout by another
-    limit_seconds is ignored, because the present limit may suffice. Runs with damaged or packed
-    records are skipped.
+    A job may be reused if it is complete, its run has the same `context_id`, and all its statuses
+    are in SETTLED_STATUSES, or with `rerun=failed` in GOOD_STATUSES. With `rerun=all` none may.
+    A job with a timeout by another limit_seconds is ignored, because the present limit may suffice.
+    Runs with damaged or packed records are skipped.
     """
-    jobs_by_key: dict[tuple[str, int], list[Record]] = {}
+    reusable_jobs: dict[tuple[str, int], list[Record]] = {}
     if config.rerun is Rerun.all:
-        return jobs_by_key
-    accepted = GOOD if config.rerun is Rerun.failed else SETTLED
+        return reusable_jobs
+    accepted_statuses = GOOD_STATUSES if config.rerun is Rerun.failed else SETTLED_STATUSES
     limit = config.timing.limit_seconds
     for points in sorted(folder.glob("*/points.jsonl")):
         jobs: dict[tuple[str, int], list[Record]] = {}
         try:
             records = read_records(points.parent)
         except ValueError:
-            continue  # a damaged run is reported by its own report
+            continue  # the report of a damaged run states the damage
         for record in records:
             if record.get("context_id") == context_id:
                 jobs.setdefault((record["point_key"], record["replicate"]), []).append(record)
-        for key, parts in jobs.items():
-            complete = len(parts) == parts[0]["job_records"]
-            is_other_limit = any(
-                r["status"] == "timeout" and r.get("limit_s") != limit for r in parts
+        for key, job_records in jobs.items():
+            is_complete = len(job_records) == job_records[0]["job_records"]
+            is_accepted = all(r["status"] in accepted_statuses for r in job_records)
+            has_other_limit = any(
+                r["status"] == "timeout" and r.get("limit_s") != limit for r in job_records
             )
-            if complete and not is_other_limit and all(r["status"] in accepted for r in parts):
-                jobs_by_key[key] = parts
-    return jobs_by_key
+            if is_complete and is_accepted and not has_other_limit:
+                reusable_jobs[key] = job_records
+    return reusable_jobs

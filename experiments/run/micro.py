@@ -20,10 +20,10 @@ from experiments.results.store import Record, RunStore
 from experiments.run import runner
 from experiments.run.worker import survey
 
-FILES = "tests/bench/test_*latency.py"
-SMOKE = "one or lookup_op or 1024 or lru-tenth or forward-8"  # benchmarks of a smoke run
-SHARE = 0.2  # maximum seconds of a benchmark ÷ timing.cell_seconds
-NONE_COLLECTED = 5  # exit status of pytest without tests
+BENCHMARK_FILES = "tests/bench/test_*latency.py"
+SMOKE_SELECTION = "one or lookup_op or 1024 or lru-tenth or forward-8"  # benchmarks of a smoke run
+TIME_SHARE = 0.2  # maximum seconds of a benchmark ÷ timing.cell_seconds
+NO_TESTS_STATUS = 5  # exit status of pytest without tests
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
@@ -36,43 +36,44 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """
     if importlib.util.find_spec("pytest_benchmark") is None:
         raise UsageError("micro-benchmarks need pytest-benchmark: pip install '.[test]'")
-    if not list(ROOT.glob(FILES)):
-        raise UsageError(f"micro-benchmarks are in the source tree ({FILES}), not installed")
+    if not list(ROOT.glob(BENCHMARK_FILES)):
+        raise UsageError(
+            f"micro-benchmarks are in the source tree ({BENCHMARK_FILES}), not installed"
+        )
     device = runner.device_of(config)
     if config.dry_run:
         return subprocess.run([*pytest_command(config), "--collect-only"], cwd=ROOT).returncode
     environment = survey(config, device, words)
     store = RunStore.begin(config, environment)
     identity = {"run_id": store.path.name, "context_id": environment.get("context_id")}
-    started, records, status = time.monotonic(), [], "finished"
+    begin_s, records, status = time.monotonic(), [], "finished"
     try:
         for replicate in range(config.timing.replicates):
-            measured = run_benchmarks(config, identity, replicate)
-            store.append(*measured)
-            records += measured
-            print(
-                f"process {replicate + 1} of {config.timing.replicates}: {len(measured)} benchmarks"
-            )
+            new_records = run_benchmarks(config, identity, replicate)
+            store.append(*new_records)
+            records += new_records
+            process = f"process {replicate + 1} of {config.timing.replicates}"
+            print(f"{process}: {len(new_records)} benchmarks")
     except KeyboardInterrupt:
         status = "interrupted"
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         status = f"pytest: {str(error).splitlines()[0]}"
-    extra = summary(records) | {"seconds": round(time.monotonic() - started, 1)}
+    extra = summary(records) | {"seconds": round(time.monotonic() - begin_s, 1)}
     return runner.finish(store, config, status=status, question=question, extra=extra)
 
 
 def pytest_command(config: Config) -> list[str]:
     """Return the command of pytest; a smoke run selects small benchmarks."""
-    only = device_kind(config.device.kind)
+    selection = device_kind(config.device.kind)
     if config.timing.max_rows:
-        only += f" and ({SMOKE})"
-    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(FILES))
+        selection += f" and ({SMOKE_SELECTION})"
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(BENCHMARK_FILES))
     return [
-        *(sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-k", only),
+        *(sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-k", selection),
         *("--benchmark-enable", "--benchmark-only", "--benchmark-disable-gc"),
         f"--benchmark-min-rounds={config.timing.min_rounds}",
-        f"--benchmark-max-time={SHARE * config.timing.cell_seconds:g}",
+        f"--benchmark-max-time={TIME_SHARE * config.timing.cell_seconds:g}",
     ]
 
 
@@ -96,8 +97,9 @@ def run_benchmarks(config: Config, identity: Mapping[str, Any], replicate: int) 
         )
         if completed.returncode not in (0, 1):
             tail = "\n".join((completed.stdout + completed.stderr).strip().splitlines()[-8:])
-            problem = "found no benchmark" if completed.returncode == NONE_COLLECTED else "broke"
+            problem = "found no benchmark" if completed.returncode == NO_TESTS_STATUS else "broke"
             raise RuntimeError(f"pytest {problem} (exit status {completed.returncode})\n{tail}")
-        timed = json.loads(target.read_text()) if target.exists() and target.stat().st_size else {}
-    failed = failures_of(completed.stdout, identity, replicate)
-    return [*records_of({"benchmarks": [], **timed}, identity, replicate), *failed]
+        has_output = target.exists() and target.stat().st_size
+        output = json.loads(target.read_text()) if has_output else {}
+    failures = failures_of(completed.stdout, identity, replicate)
+    return [*records_of({"benchmarks": [], **output}, identity, replicate), *failures]

@@ -18,9 +18,9 @@ from experiments.config.sweep import Cell
 class Display:
     """A display that counts jobs, estimates the remaining time and prints a line per job."""
 
-    def __init__(self, total: int, console: Console | None = None) -> None:
+    def __init__(self, num_jobs: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self.total, self.done = total, 0
+        self.num_jobs, self.num_done = num_jobs, 0
         self.bar = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=24),
@@ -31,7 +31,7 @@ class Display:
             transient=True,
             disable=not self.console.is_terminal,
         )
-        self.task = self.bar.add_task("", total=total)
+        self.task = self.bar.add_task("", total=num_jobs)
 
     def __enter__(self) -> Display:
         self.bar.start()
@@ -45,26 +45,27 @@ class Display:
         self.bar.update(self.task, description=activity)
 
     def finish(self, line: str) -> None:
-        """Count a job as done; print its line unless that is empty."""
-        self.done += 1
-        self.bar.update(self.task, completed=self.done)
+        """Count a job as done, and print `line` unless it is empty."""
+        self.num_done += 1
+        self.bar.update(self.task, completed=self.num_done)
         if line:
-            self.console.print(f"[{self.done}/{self.total}] {line}", markup=False)
+            self.console.print(f"[{self.num_done}/{self.num_jobs}] {line}", markup=False)
 
     def skip(self) -> None:
-        """Remove a job that will not be measured from the total."""
-        self.total -= 1
-        self.bar.update(self.task, total=self.total)
+        """Remove a job that will not be measured from the number of jobs."""
+        self.num_jobs -= 1
+        self.bar.update(self.task, total=self.num_jobs)
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         self.console.print(line, markup=False)
 
 
-def cell_words(cell: Cell) -> str:
+def describe_cell(cell: Cell) -> str:
     """Return section, sizes and distribution of a cell in a short line."""
-    w = cell.workload
-    ids = f" s={w.s:g}" if w.distribution.value == "zipf" else f" {w.distribution.value}"
-    tables = f" T={w.T}" if w.T > 1 else ""
-    world = f" W={cell.ranks}" * bool(cell.ranks)
-    return f"{cell.section:<12}{tables} D={w.D} B={w.B} L={w.L}{ids}{world}"
+    workload, distribution = cell.workload, cell.workload.distribution.value
+    ids = f" s={workload.s:g}" if distribution == "zipf" else f" {distribution}"
+    tables = f" T={workload.T}" if workload.T > 1 else ""
+    sizes = f"{tables} D={workload.D} B={workload.B} L={workload.L}"
+    world = f" W={cell.ranks}" if cell.ranks else ""
+    return f"{cell.section:<12}{sizes}{ids}{world}"

@@ -1,7 +1,7 @@
 """Several ranks on one machine: synchronised processes measure a cell together.
 
 Every rank builds the contenders, and draws its batches by `Session.pool_seed`; `ProcessSync`
-synchronises the ranks. Rank 0 returns the records; their samples are the slowest rank's times.
+synchronises the ranks. Rank 0 returns the records, whose samples are the slowest rank's times.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from experiments.measure.session import MeasureRequest, RankSync
 from experiments.results.store import Record
 from experiments.timing.clock import Clock, Phase, Reading, SampleTask
 
-# Source of a failure on a rank, gathered with the times of a sample and therefore a float: one
-# contender, which leaves the race, or the clock, without which no rank can go on.
+# Source of a failure on a rank: one contender, which leaves the race, or the clock, without which
+# no rank can go on. They are floats because they are gathered with the times of a sample.
 NO_FAILURE, ARM_FAILURE, CLOCK_FAILURE = 0.0, 1.0, 2.0
-SIBLINGS = ("busy",)  # flags of the telemetry that other ranks cause
+RANK_FLAGS = ("busy",)  # flags of the telemetry that other ranks cause
 HOST = "127.0.0.1"
 TARGET = "experiments.run.ranks:serve"
-GRACE_SECONDS = 2.0  # time for further ranks to fail after the first, which may not be the cause
+GRACE_SECONDS = 2.0  # time for other ranks to fail after the first, which may not be the cause
 
 
 class FailedElsewhere(RuntimeError):
-    """An arm or a clock failed on another rank, otherwise than by a lack of memory."""
+    """An arm or a clock failed on another rank, for any reason but a lack of memory."""
 
 
 class ProcessSync(RankSync):
@@ -46,28 +46,28 @@ class ProcessSync(RankSync):
 
     Attributes:
         peers: communication with the other ranks.
-        failed: failure of a phase on this rank in the present sample; None without one.
-        elsewhere: failures on other ranks, by the key of the arm.
+        own_failure: failure of a phase on this rank in the present sample; None without one.
+        remote_failures: failures on other ranks, by the key of the arm.
     """
 
     def __init__(self, peers: Peers) -> None:
         self.peers, self.rank = peers, peers.rank
-        self.failed: Exception | None = None
-        self.elsewhere: dict[str, Exception] = {}
+        self.own_failure: Exception | None = None
+        self.remote_failures: dict[str, Exception] = {}
 
     def phases(self, key: str, phases: Mapping[str, Phase]) -> Mapping[str, Phase]:
         """Wrap the phases: each records its failure, and raises another rank's earlier failure."""
 
-        def watched(phase: Phase, number: int) -> object:
-            if key in self.elsewhere:
-                raise self.elsewhere[key]
+        def run_phase(phase: Phase, batch: int) -> object:
+            if key in self.remote_failures:
+                raise self.remote_failures[key]
             try:
-                return phase(number)
+                return phase(batch)
             except Exception as error:
-                self.failed = error
+                self.own_failure = error
                 raise
 
-        return {name: partial(watched, phase) for name, phase in phases.items()}
+        return {name: partial(run_phase, phase) for name, phase in phases.items()}
 
     def clock(self, clock: Clock) -> Clock:
         return RankClock(clock, self)
@@ -85,7 +85,7 @@ class ProcessSync(RankSync):
         return self.peers.exchange(value)
 
     def settle(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Set an outcome that is ok here, but failed on other ranks, to the first one's failure.
+        """Set each outcome that is "ok" here, but failed on other ranks, to the first failure.
 
         All ranks must pass the same arms.
         """
@@ -97,18 +97,18 @@ class ProcessSync(RankSync):
                 outcome.reason = f"rank {rank}: {reason}"
 
     def share(self, error: Exception | None) -> Exception:
-        """Return the error to raise after a rank failed: this rank's, else the first one's.
+        """Return the error to raise after a rank failed: this rank's, else that of the first one.
 
-        All ranks must call it, at least one of them with an error. A lack of memory on another rank
-        gives MemoryError, any other failure there FailedElsewhere.
+        All ranks must call it, at least one of them with an error. For a lack of memory on another
+        rank it is a MemoryError, for any other failure there a FailedElsewhere.
         """
-        text = error and (f"{type(error).__name__}: {error}", is_out_of_memory(error))
-        by_rank = self.peers.exchange(text)
+        description = error and (f"{type(error).__name__}: {error}", is_out_of_memory(error))
+        by_rank = self.peers.exchange(description)
         if error is not None:
             return error
-        rank, failure = next((r, failure) for r, failure in enumerate(by_rank) if failure)
-        kind = MemoryError if failure[1] else FailedElsewhere
-        return kind(f"rank {rank}: {failure[0]}")
+        rank, (message, is_memory) = next((r, found) for r, found in enumerate(by_rank) if found)
+        error_type = MemoryError if is_memory else FailedElsewhere
+        return error_type(f"rank {rank}: {message}")
 
 
 class RankClock(Clock):
@@ -116,11 +116,11 @@ class RankClock(Clock):
 
     Attributes:
         inner: clock of this rank.
-        ranks: synchronisation.
+        sync: synchronisation of the ranks.
     """
 
-    def __init__(self, clock: Clock, ranks: ProcessSync) -> None:
-        self.inner, self.ranks, self.mode = clock, ranks, clock.mode
+    def __init__(self, clock: Clock, sync: ProcessSync) -> None:
+        self.inner, self.sync, self.mode = clock, sync, clock.mode
         self.min_sample_seconds = clock.min_sample_seconds
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
@@ -130,33 +130,34 @@ class RankClock(Clock):
     def _sample(self, task: SampleTask) -> Reading:
         """Take a sample on all ranks at once; on every rank, return the largest times of any rank.
 
-        Every rank makes the same collectives whatever happened on it, or all would wait for each
-        other: a barrier, a gather of times and failures, and after a failure on any rank one
-        exchange of errors. A failed clock raises on all ranks; a failed arm leaves the race on all.
+        Every rank makes the same collectives, whatever happened on it, because otherwise the ranks
+        would wait for each other forever: a barrier, a gather of times and failures, and after a
+        failure on any rank one exchange of errors. A failed clock raises on all ranks; a failed arm
+        leaves the race on all.
         """
-        ranks, raised = self.ranks, None
-        ranks.failed = None
-        ranks.peers.barrier()
+        sync, clock_error = self.sync, None
+        sync.own_failure = None
+        sync.peers.barrier()
         try:
             (reading,) = self.inner.read([task])
         except Exception as error:
-            reading, raised = Reading(0.0, 0.0, 0.0), error
-        failure = raised or ranks.failed  # the race has already caught the latter
-        blame = NO_FAILURE
+            reading, clock_error = Reading(0.0, 0.0, 0.0), error
+        failure = clock_error or sync.own_failure  # the race has already caught the latter
+        source = NO_FAILURE
         if failure is not None:
             # A broken GPU may fail a call, which the race catches, and then the clock.
-            blame = ARM_FAILURE if failure is ranks.failed else CLOCK_FAILURE
-        by_rank = ranks.peers.gather(
-            [reading.seconds, reading.wall, reading.cost, reading.exposed, blame]
+            source = ARM_FAILURE if failure is sync.own_failure else CLOCK_FAILURE
+        by_rank = sync.peers.gather(
+            [reading.seconds, reading.wall, reading.cost, reading.exposed, source]
         )
-        seconds, wall, cost, exposed, blame = (max(v) for v in zip(*by_rank, strict=True))
-        if blame:
-            shared = ranks.share(failure)
-            if raised or blame == CLOCK_FAILURE:
-                raise shared
+        seconds, wall, cost, exposed, source = (max(v) for v in zip(*by_rank, strict=True))
+        if source:
+            shared_error = sync.share(failure)
+            if clock_error or source == CLOCK_FAILURE:
+                raise shared_error
             if failure is None:
-                ranks.elsewhere[task.key.partition("/")[0]] = shared
-                task.call()  # raises `shared` inside the arm's call, where the race catches it
+                sync.remote_failures[task.key.partition("/")[0]] = shared_error
+                task.call()  # raises `shared_error` within the arm's call: the race catches it
         return Reading(seconds, wall, cost, bool(exposed))
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
@@ -164,16 +165,16 @@ class RankClock(Clock):
         adapted, error = phase, None
         try:
             adapted = self.inner.adapt(phase, pool)
-        except Exception as raised:
-            error = raised
-        self.ranks.failed = None
-        if any(failed for (failed,) in self.ranks.peers.gather([float(error is not None)])):
-            raise self.ranks.share(error)
+        except Exception as clock_error:
+            error = clock_error
+        self.sync.own_failure = None
+        if any(has_failed for (has_failed,) in self.sync.peers.gather([float(error is not None)])):
+            raise self.sync.share(error)
         return adapted
 
 
 class SharedTelemetry(Telemetry):
-    """Telemetry of one rank, whose `check` counts for all: all repeat a round if one was slowed."""
+    """Telemetry of one rank; `check` is about all ranks, which repeat a round if one was slowed."""
 
     def __init__(self, telemetry: Telemetry, peers: Peers) -> None:
         self.inner, self.peers = telemetry, peers
@@ -194,11 +195,11 @@ class SharedTelemetry(Telemetry):
 
     def flags(self) -> list[str]:
         """Return the flags of this rank, except flags that the other ranks cause."""
-        return [flag for flag in self.inner.flags() if flag not in SIBLINGS]
+        return [flag for flag in self.inner.flags() if flag not in RANK_FLAGS]
 
 
 class Peers:
-    """Communication between ranks by gloo on the host, which gives a GPU no work.
+    """Communication between ranks by gloo on the host, so that a GPU has no work by it.
 
     Every method is a collective, which returns when all ranks have called it.
 
@@ -216,9 +217,9 @@ class Peers:
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return the values of every rank, by rank; all ranks must pass the same number of them."""
-        tensor_of_rank = torch.tensor(values, dtype=torch.float64)
-        by_rank = [torch.empty_like(tensor_of_rank) for _ in range(self.size)]
-        dist.all_gather(by_rank, tensor_of_rank)
+        own_values = torch.tensor(values, dtype=torch.float64)
+        by_rank = [torch.empty_like(own_values) for _ in range(self.size)]
+        dist.all_gather(by_rank, own_values)
         return [tensor.tolist() for tensor in by_rank]
 
     def exchange(self, value: Any) -> list[Any]:
@@ -228,7 +229,7 @@ class Peers:
         return by_rank
 
 
-# A rank
+# The process of one rank
 
 
 def serve(pipe: Connection, request: MeasureRequest, rank: int, port: int) -> None:
@@ -237,11 +238,11 @@ def serve(pipe: Connection, request: MeasureRequest, rank: int, port: int) -> No
     size = config.device.ranks
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     note("|starting")
-    cores = _restrict_to_cores(rank, size) if device.type == "cpu" else os.cpu_count() or 1
+    num_cores = _restrict_to_cores(rank, size) if device.type == "cpu" else os.cpu_count() or 1
     if device.type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    torch.set_num_threads(config.device.threads or max(1, cores // size))
+    torch.set_num_threads(config.device.threads or max(1, num_cores // size))
     memory.keep_freed_blocks()
     timeout = datetime.timedelta(seconds=config.timing.limit_seconds or 1e6)
     store = dist.TCPStore(HOST, port, is_master=False)
@@ -262,29 +263,29 @@ def _restrict_to_cores(rank: int, size: int) -> int:
     """
     cores = usable_cores()
     if len(cores) >= size and hasattr(os, "sched_setaffinity"):
-        share = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
-        os.sched_setaffinity(0, share)
+        own_cores = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
+        os.sched_setaffinity(0, own_cores)
     return len(cores)
 
 
-# The process that starts them
+# The process that starts the ranks
 
 
 class RankProcesses:
     """The child processes of all ranks; as a context manager it ends them.
 
-    `receive` and `note` serve `run.worker.measure_job` like those of a `Child`.
+    `run.worker.measure_job` uses `receive` and `note` like those of a `Child`.
 
     Args:
         request: cell to measure; `device.ranks` of its session is the number of processes.
-        limits: limits of a process, but its bytes are those of all ranks together.
+        limits: limits of a process, except that the bytes are for all ranks together.
     """
 
     def __init__(self, request: MeasureRequest, limits: Limits) -> None:
         size = request.session.config.device.ranks
         memory_bytes = limits.memory_bytes and limits.memory_bytes // size
         limits = dataclasses.replace(limits, memory_bytes=memory_bytes)
-        # In this process, where the system chooses a free port and no rank's death ends the store.
+        # The store is in this process, so that no rank's death ends it; the system chooses a port.
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self.children = [
             Child(TARGET, (request, rank, self._store.port), limits=limits) for rank in range(size)
@@ -295,8 +296,8 @@ class RankProcesses:
         """Return the records of rank 0, once all ranks are done; `watch` is called with its notes.
 
         Raises:
-            Died: a rank died or failed, and all ranks were killed. `note` is now the note of that
-                rank, as ranks may measure different arms. `answered` is False.
+            Died: a rank died or failed, and all ranks were killed. `note` is then that rank's note,
+                because ranks may measure different arms. `answered` is False.
         """
         failed_ranks: list[int] = []  # ranks in the order in which they failed
         with ThreadPoolExecutor(len(self.children)) as pool:
@@ -311,7 +312,7 @@ class RankProcesses:
                     wait(answers, GRACE_SECONDS)
                     failed_ranks = list(failed_ranks)  # a copy, without ranks that are killed next
                     self._kill()
-            except BaseException:  # Ctrl-C; the pool waits for its threads, and they for children
+            except BaseException:  # Ctrl-C: the pool's threads end only when the children do
                 self._kill()
                 raise
         if not failed_ranks:

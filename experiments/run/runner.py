@@ -39,22 +39,22 @@ from experiments.run.jobs import (
     max_job_seconds,
     num_replicates,
 )
-from experiments.run.progress import Display, cell_words
+from experiments.run.progress import Display, describe_cell
 from experiments.run.worker import measure_job, survey
 from experiments.workloads.workload import dense_bytes, table_shapes
 
 WIDTH = 120  # columns of the table outside a terminal
 BUILD_BYTES_PER_SECOND = 0.5e9  # rate of building and checking tables
-MIN_SHARE = 0.1  # minimum of the timing of a job that begins late ÷ timing.cell_seconds
-TIMED_SHARE = 0.6  # timing ÷ time of a job, which builds and checks contenders too
-FAILURES = ("error", "timeout", "wrong")
+MIN_SHARE = 0.1  # minimum budget for timing of a late job ÷ timing.cell_seconds
+TIMED_SHARE = 0.6  # timing ÷ whole time of a job, which builds and checks contenders too
+FAILURES = ("error", "timeout", "wrong")  # statuses by which a run fails
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure and report; return the exit status (see cli.HELP).
 
-    A dry run prints the plan instead, and a kind that leads its run does all by itself. In the main
-    thread, SIGTERM acts as Ctrl-C from now on.
+    A dry run prints the plan instead. A kind with a function `leads` replaces this function. In the
+    main thread, SIGTERM acts as Ctrl-C from now on.
 
     Args:
         config: checked configuration.
@@ -62,7 +62,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         words: words of the command line.
 
     Raises:
-        UsageError: the run is impossible; no contender was measured.
+        UsageError: the run is impossible; nothing was measured.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
@@ -88,7 +88,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def device_of(config: Config) -> torch.device:
-    """Return the device of a run; raise UsageError if it has not what modes and ranks need."""
+    """Return the device of a run; raise UsageError if it lacks what the modes or ranks need."""
     kind = device_kind(config.device.kind)
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("device=cuda: torch finds no GPU here; leave device out or use device=cpu")
@@ -111,16 +111,19 @@ def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) 
     processes = text.count(config.timing.replicates, "process", "processes")
     if config.device.ranks > 1:
         processes += f" × {config.device.ranks} ranks"
-    left_out = len(kinds.expand(dataclasses.replace(config, where=[], exclude=[]))) - len(cells)
-    ruled_out = f" ({left_out} left out by where and exclude)" * bool(left_out)
+    all_cells = kinds.expand(dataclasses.replace(config, where=[], exclude=[]))
+    num_excluded = len(all_cells) - len(cells)
+    cell_note = f" ({num_excluded} left out by where and exclude)" if num_excluded else ""
     flags = environment["preflight"]["flags"]
     if values := values_left_out(cells, config):
-        ruled_out += (
+        cell_note += (
             f" (without {', '.join(values)}: timing.max_cells={config.timing.max_cells}; 0 has all)"
         )
-    warning = f"\nmeasurements may be less precise: {', '.join(map(explain, flags))}" * bool(flags)
+    warning = ""
+    if flags:
+        warning = f"\nmeasurements may be less precise: {', '.join(map(explain, flags))}"
     return (
-        f"{config.name} · {text.count(len(cells), 'cell')}{ruled_out} × {processes} · "
+        f"{config.name} · {text.count(len(cells), 'cell')}{cell_note} × {processes} · "
         f"{environment['device']} · torch {environment['torch']} · {code}{warning}"
     )
 
@@ -133,18 +136,19 @@ class JobRunner:
     """Run the jobs of a run one after the other, within its budget of time.
 
     Attributes:
-        session: run.
+        session: session of the run.
         store: directory of the run.
         display: output on the terminal.
-        earlier: records of earlier runs to reuse.
+        earlier: records of earlier runs that may be reused.
         context_id: context of this run.
-        fitted: cells shrunk to memory, by key; every process of a cell has the same tables.
+        fitted_cells: cells shrunk to memory, by key; every process of a cell has the same tables.
         process_s: seconds of the last measured process of each cell, by key.
         outcomes: number of records by status.
-        jobs: number of jobs with records; for `reused` of them the records are of earlier runs.
-        left_out: number of jobs without time.
-        remaining: number of further processes of each cell that was begun, by key.
-        not_begun: keys of the cells without time.
+        num_jobs: number of jobs with records.
+        num_reused: number of these jobs whose records are of earlier runs.
+        num_left_out: number of jobs for which no time was left.
+        num_remaining: number of further processes of each cell that was begun, by key.
+        cells_left_out: keys of the cells for which no time was left.
     """
 
     def __init__(
@@ -157,26 +161,27 @@ class JobRunner:
     ) -> None:
         self.session, self.store, self.display = session, store, display
         self.earlier, self.context_id = earlier, context_id
-        self.started = time.monotonic()
-        self.fitted: dict[str, Cell] = {}
+        self.begin_s = time.monotonic()
+        self.fitted_cells: dict[str, Cell] = {}
         self.process_s: dict[str, float] = {}
         self.outcomes: Counter[str] = Counter()
-        self.jobs = self.reused = self.left_out = 0
-        self.remaining: dict[str, int] = {}
-        self.not_begun: set[str] = set()
+        self.num_jobs = self.num_reused = self.num_left_out = 0
+        self.num_remaining: dict[str, int] = {}
+        self.cells_left_out: set[str] = set()
 
     def run(self, cells: Sequence[Cell]) -> str:
         """Measure the cells; return "finished", "interrupted" or the error that ended the run."""
         try:
             for jobs in job_passes(cells, self.session.config):
                 self._run_pass(jobs)
-            if self.left_out:
-                total = self.session.config.timing.total_seconds
+            if self.num_left_out:
+                total_s = self.session.config.timing.total_seconds
+                num_processes = self.num_left_out + self.num_jobs
                 self.display.say(
-                    f"no time for {self.left_out} of {self.left_out + self.jobs} processes "
-                    f"(timing.total_seconds={total:g}); the same command continues with them"
+                    f"no time for {self.num_left_out} of {num_processes} processes "
+                    f"(timing.total_seconds={total_s:g}); the same command continues with them"
                 )
-        except (KeyboardInterrupt, SystemExit):  # the latter by rich: `| head` has ended
+        except (KeyboardInterrupt, SystemExit):  # rich raises the latter if `| head` has ended
             self.display.say(
                 "interrupted: the report has what was measured; the same command continues"
             )
@@ -187,94 +192,99 @@ class JobRunner:
         return "finished"
 
     def _run_pass(self, jobs: Sequence[Job]) -> None:
+        """Measure or leave out each job; raise StoreError if records cannot be written."""
         for job in jobs:
-            if self._fits(job):
-                records = self._records(job)
+            if self._admit(job):
+                records = self._provide_records(job)
                 try:
                     self.store.append(*records)
                 except OSError as error:
                     raise StoreError(error.strerror or str(error)) from error
-                self.jobs += 1
-                self._print(job, records)
+                self.num_jobs += 1
+                self._report_job(job, records)
             else:
-                self.left_out += 1
+                self.num_left_out += 1
                 self.display.skip()
 
-    def _fits(self, job: Job) -> bool:
-        """Return whether to measure a job, and count it in `remaining` or its cell in `not_begun`.
+    def _admit(self, job: Job) -> bool:
+        """Return whether to measure a job; update `num_remaining` or `cells_left_out`.
 
-        The first process of a cell decides for all. A cell always fits if it has one process only
-        or is the headline's, if an earlier run has its records, before anything was measured, and
-        in a run without a budget.
+        The decision on the first process of a cell is the decision on all.
         """
         key, config = job.cell.key, self.session.config
-        if key not in self.remaining and key not in self.not_begun:
+        if key not in self.num_remaining and key not in self.cells_left_out:
             if self._has_time(job):
-                self.remaining[key] = num_replicates(job.cell, config)
+                self.num_remaining[key] = num_replicates(job.cell, config)
             else:
-                self.not_begun.add(key)
-        if key in self.remaining:
-            self.remaining[key] -= 1
-        return key in self.remaining
+                self.cells_left_out.add(key)
+        if key in self.num_remaining:
+            self.num_remaining[key] -= 1
+        return key in self.num_remaining
 
     def _has_time(self, job: Job) -> bool:
+        """Return whether all processes of the job's cell fit into the time that is left.
+
+        Always True for a cell with one process, the headline's cells, a cell with earlier records,
+        the first cell that is measured, and in a run without timing.total_seconds.
+        """
         config = self.session.config
-        total, num_processes = config.timing.total_seconds, num_replicates(job.cell, config)
+        total_s, num_processes = config.timing.total_seconds, num_replicates(job.cell, config)
         is_headline = bool(config.report.headline) and job.cell.section == config.report.headline
         was_measured = job.key(config) in self.earlier
-        if not total or num_processes == 1 or is_headline or was_measured or not self.process_s:
+        if not total_s or num_processes == 1 or is_headline or was_measured or not self.process_s:
             return True
         mean_s = sum(self.process_s.values()) / len(self.process_s)
-        expected_s = mean_s * (num_processes + sum(self.remaining.values()))
-        return time.monotonic() - self.started + expected_s <= total
+        expected_s = mean_s * (num_processes + sum(self.num_remaining.values()))
+        return time.monotonic() - self.begin_s + expected_s <= total_s
 
-    def _records(self, job: Job) -> list[Record]:
+    def _provide_records(self, job: Job) -> list[Record]:
         """Return the records of a job, reused from an earlier run or newly measured.
 
-        All processes of a cell have tables of one size. The first process sets it in `fitted`, and
-        earlier records are reused only if their tables had it. Also counts `reused`, or stores the
-        duration in `process_s`.
+        All processes of a cell have tables of one size. The first process sets it in
+        `fitted_cells`, and earlier records are reused only if their tables had this size. The
+        method updates `num_reused` or `process_s`.
         """
         key, replicate = job.key(self.session.config)
         earlier_records = self.earlier.get((key, replicate))
-        if earlier_records and self._same_tables(job.cell, earlier_records[0]["rows_scale"]):
-            self.reused += 1
-            of_run = {"order": job.order, "cell_number": job.number, "run_id": self.session.run_id}
-            return [{"reused_from": r["run_id"], **r, **of_run} for r in earlier_records]
-        if job.cell.key not in self.fitted:
-            ranked_session = self.session.over_ranks_of(job.cell)
-            self.fitted[job.cell.key] = fit_memory(job.cell, ranked_session)
-        cell = self.fitted[job.cell.key]
-        identity = {"point_key": key, "context_id": self.context_id, "cell_number": job.number}
+        if earlier_records and self._has_same_tables(job.cell, earlier_records[0]["rows_scale"]):
+            self.num_reused += 1
+            run_id = self.session.run_id
+            changes = {"order": job.order, "cell_number": job.cell_number, "run_id": run_id}
+            return [{"reused_from": r["run_id"], **r, **changes} for r in earlier_records]
+        if job.cell.key not in self.fitted_cells:
+            rank_session = self.session.over_ranks_of(job.cell)
+            self.fitted_cells[job.cell.key] = fit_memory(job.cell, rank_session)
+        cell = self.fitted_cells[job.cell.key]
+        identity = {"point_key": key, "context_id": self.context_id, "cell_number": job.cell_number}
         session = dataclasses.replace(
             self.session.over_ranks_of(cell),
             replicate=replicate,
             order=job.order,
             identity=identity,
         )
-        start = time.monotonic()
-        name = cell_words(cell)
+        begin_s = time.monotonic()
+        name = describe_cell(cell)
         records = measure_job(
             dataclasses.replace(job, cell=cell),
             session,
-            self._seconds(),
+            self._timing_budget(),
             lambda note: self.display.begin(f"{name} {note.replace('|', ' ')}"),
         )
-        self.process_s[job.cell.key] = time.monotonic() - start
+        self.process_s[job.cell.key] = time.monotonic() - begin_s
         return records
 
-    def _same_tables(self, cell: Cell, scale: float) -> bool:
-        """Return whether an earlier job, with `rows_scale` `scale`, had tables of this run's size.
+    def _has_same_tables(self, cell: Cell, rows_scale: float) -> bool:
+        """Return whether an earlier job with this `rows_scale` had tables of this run's size.
 
         Earlier runs may differ, because tables are shrunk to the free memory. A cell that is not
-        yet in `fitted` gets the size of the earlier job.
+        yet in `fitted_cells` is added with the size of the earlier job.
         """
-        if cell.key not in self.fitted:
-            self.fitted[cell.key] = dataclasses.replace(cell, rows_scale=scale)
-        return self.fitted[cell.key].rows_scale == scale
+        if cell.key not in self.fitted_cells:
+            self.fitted_cells[cell.key] = dataclasses.replace(cell, rows_scale=rows_scale)
+        return self.fitted_cells[cell.key].rows_scale == rows_scale
 
-    def _seconds(self) -> float:
-        """Return the budget for timing the next job, at most timing.cell_seconds.
+    def _timing_budget(self) -> float:
+        """Return the seconds for timing the next job, at most timing.cell_seconds.
 
         With timing.total_seconds it is the job's share of the remaining time, but at least
         MIN_SHARE of timing.cell_seconds.
@@ -282,30 +292,31 @@ class JobRunner:
         timing = self.session.config.timing
         if not timing.total_seconds:
             return timing.cell_seconds
-        remaining_s = timing.total_seconds - (time.monotonic() - self.started)
-        job_share = TIMED_SHARE * remaining_s / max(1, self.display.total - self.display.done)
-        return min(timing.cell_seconds, max(job_share, MIN_SHARE * timing.cell_seconds))
+        remaining_s = timing.total_seconds - (time.monotonic() - self.begin_s)
+        num_jobs_left = max(1, self.display.num_jobs - self.display.num_done)
+        job_s = TIMED_SHARE * remaining_s / num_jobs_left
+        return min(timing.cell_seconds, max(job_s, MIN_SHARE * timing.cell_seconds))
 
-    def _print(self, job: Job, records: Sequence[Record]) -> None:
+    def _report_job(self, job: Job, records: Sequence[Record]) -> None:
         """Count the outcomes; print a line for each cell's first process and for every failure."""
         self.outcomes.update(r["status"] for r in records)
-        failures = [r for r in records if r["status"] in FAILURES]
-        reused = " (reused)" * ("reused_from" in records[0])
-        cell = self.fitted[job.cell.key]
+        has_failed = any(r["status"] in FAILURES for r in records)
+        reuse_note = " (reused)" if "reused_from" in records[0] else ""
+        cell = self.fitted_cells[job.cell.key]
         outcome = kinds.find(str(records[0]["kind"])).progress(records)
-        line = f"{cell_words(cell):<42} {outcome}{reused}"
-        self.display.finish(line if not job.replicate or failures else "")
+        line = f"{describe_cell(cell):<42} {outcome}{reuse_note}"
+        self.display.finish(line if not job.replicate or has_failed else "")
 
     def summary(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """Return the entries of run.json."""
+        """Return the entries of run.json about cells, jobs and their time."""
         return {
             "cells": len(cells),
-            "cells_left_out": len(self.not_begun),
+            "cells_left_out": len(self.cells_left_out),
             "values_left_out": values_left_out(cells, self.session.config),
-            "jobs": self.jobs,
-            "reused": self.reused,
+            "jobs": self.num_jobs,
+            "reused": self.num_reused,
             "outcomes": dict(self.outcomes),
-            "seconds": round(time.monotonic() - self.started, 1),
+            "seconds": round(time.monotonic() - self.begin_s, 1),
         }
 
 
@@ -324,9 +335,9 @@ def finish(
         extra: further entries of run.json, with `outcomes`, the number of records by status.
     """
     page = shown_path(store.path / "index.html")
-    end = {"experiment": config.name, "question": question, "status": status, **extra}
+    info = {"experiment": config.name, "question": question, "status": status, **extra}
     try:
-        store.write_json("run.json", end)
+        store.write_json("run.json", info)
         answer = write_report(store.path)
     except (KeyboardInterrupt, OSError) as error:
         problem = f"error: {error}" if isinstance(error, OSError) else "interrupted"
@@ -335,29 +346,28 @@ def finish(
         return 1 if isinstance(error, OSError) else 130
     print(f"\n{answer}\n")
     outcomes = extra["outcomes"]
-    failures = sum(outcomes.get(name, 0) for name in FAILURES)
-    if failures:
-        print(f"{text.count(failures, 'measurement')} failed; the report says which and why")
+    num_failures = sum(outcomes.get(status, 0) for status in FAILURES)
+    if num_failures:
+        print(f"{text.count(num_failures, 'measurement')} failed; the report says which and why")
     print(f"report: {page}")
     if status == "interrupted":
         return 130
     if status != "finished":
         return 1
-    return 5 if failures or (config.strict and outcomes.get("oom", 0)) else 0
+    return 5 if num_failures or (config.strict and outcomes.get("oom", 0)) else 0
 
 
 def fit_memory(cell: Cell, session: Session) -> Cell:
-    """Return the cell, its tables shrunk if the contenders would exceed device.memory_share.
+    """Return the cell, its tables shrunk if they would exceed device.memory_share of free memory.
 
-    That is a share of the free memory. Compressed contenders do not count; a cell with no others
-    counts as one with an uncompressed one.
+    The tables of uncompressed contenders count, at least of one; compressed ones do not.
     """
     kind = kinds.find(cell.kind)
     if not kind.measurement.makes_tables:
         return cell
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    adagrad = session.config.optimizer.value == "adagrad"
-    needed_bytes = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
+    has_row_states = session.config.optimizer.value == "adagrad"
+    needed_bytes = max(1, num_dense_arms(cell)) * dense_bytes(shapes) * (2 if has_row_states else 1)
     if session.device.type == "cpu" and kind.arms.ranks is not Ranks.OF_WORLDS:
         needed_bytes *= session.config.device.ranks  # all ranks share the memory of the host
     allowed_bytes = memory.available_bytes(session.device) * session.config.device.memory_share
@@ -366,8 +376,8 @@ def fit_memory(cell: Cell, session: Session) -> Cell:
     return dataclasses.replace(cell, rows_scale=cell.rows_scale * allowed_bytes / needed_bytes)
 
 
-def dense_arms(cell: Cell) -> int:
-    """Return the number of contenders of the cell that hold its tables uncompressed."""
+def num_dense_arms(cell: Cell) -> int:
+    """Return the number of contenders of the cell that store its tables uncompressed."""
     if not kinds.find(cell.kind).measurement.makes_tables:
         return 0
     return sum(registry.facts_of(arm.contender).dense for arm in cell.arms)
@@ -396,36 +406,36 @@ def print_plan(cells: Sequence[Cell], config: Config, device: torch.device) -> i
     session = Session(config, device, "dry-run")
     headings = ("contenders", "tables as fp32", "processes", "at most")
     table = Table(Column("cell", no_wrap=True), *headings, box=None)
-    total, unlimited = 0.0, 0
+    total_s, num_unlimited = 0.0, 0
     for cell in cells:
         kind = kinds.find(cell.kind)
         fitted_cell = fit_memory(cell, session.over_ranks_of(cell))
         size = text.DASH
         if kind.measurement.makes_tables:
-            scaled = f" ({100 * fitted_cell.rows_scale:.3g} % of the rows)" * (
-                fitted_cell.rows_scale < 1
-            )
             shapes = table_shapes(fitted_cell.workload, scale=fitted_cell.rows_scale)
-            size = text.size(dense_bytes(shapes)) + scaled
+            size = text.size(dense_bytes(shapes))
+            if fitted_cell.rows_scale < 1:
+                size += f" ({100 * fitted_cell.rows_scale:.3g} % of the rows)"
         seconds = max_process_seconds(fitted_cell, config) * num_replicates(cell, config)
-        limited = kind.measurement.effort is not Effort.TRAINED
-        total += seconds if limited else 0.0
-        unlimited += not limited
+        has_limit = kind.measurement.effort is not Effort.TRAINED
+        total_s += seconds if has_limit else 0.0
+        num_unlimited += not has_limit
         table.add_row(
-            cell_words(fitted_cell),
+            describe_cell(fitted_cell),
             ", ".join(arm.key for arm in cell.arms),
             size,
             str(num_replicates(cell, config)),
-            text.seconds(seconds) if limited else text.DASH,
+            text.seconds(seconds) if has_limit else text.DASH,
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     if values := values_left_out(cells, config):
         console.print(f"\nWithout {', '.join(values)}: timing.max_cells={config.timing.max_cells}.")
     limit = config.timing.total_seconds
-    bound = f", cut to about {limit:g} s by timing.total_seconds" if 0 < limit < total else ""
-    times = [f"about {text.seconds(total)} at most{bound}"] if total else []
-    times += [f"no limit for {text.count(unlimited, 'cell')} that train"] if unlimited else []
+    cut_note = f", cut to about {limit:g} s by timing.total_seconds" if 0 < limit < total_s else ""
+    times = [f"about {text.seconds(total_s)} at most{cut_note}"] if total_s else []
+    if num_unlimited:
+        times.append(f"no limit for {text.count(num_unlimited, 'cell')} that train")
     console.print(
         f"\n{text.count(len(cells), 'cell')}; {'; '.join(times)}; "
         f"{text.size(memory.available_bytes(device))} of memory free. Nothing was measured."
@@ -436,6 +446,6 @@ def print_plan(cells: Sequence[Cell], config: Config, device: torch.device) -> i
 def max_process_seconds(cell: Cell, config: Config) -> float:
     """Return `max_job_seconds` of a cell plus an estimate for building its uncompressed tables."""
     built_bytes = 0
-    if num_dense := dense_arms(cell):
+    if num_dense := num_dense_arms(cell):
         built_bytes = num_dense * dense_bytes(table_shapes(cell.workload, scale=cell.rows_scale))
     return max_job_seconds(cell, config) + built_bytes / BUILD_BYTES_PER_SECOND

@@ -1,7 +1,7 @@
-"""A job in its own process: the code of the child process, and the parent's.
+"""A job in its own process: code of the child process, and of the parent.
 
-`measure_job` starts a child, which runs `serve`, and collects its records. A child that dies or
-raises loses them, so its failed arm is named by its last note, and the others run again.
+`measure_job` starts a child, which runs `serve`, and receives its records. If the child dies or
+raises, its records are lost. Its last note names the arm that failed; the other arms run again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from experiments.results.store import Record
 from experiments.run.jobs import Job
 from experiments.run.ranks import RankProcesses
 
-MEMORY_LIMIT = 0.95  # memory limit of a child ÷ free memory, which protects the machine
+MEMORY_LIMIT = 0.95  # memory limit of a child ÷ free memory, to protect the machine
 BANDWIDTH_SECONDS = 1.5  # scale of the time to measure the ceilings, see `bandwidth.measure`
 TARGET = "experiments.run.worker:serve"
 
@@ -58,8 +58,8 @@ def measure_job(
         seconds: budget for timing, for each child.
         watch: function that is called now and then with the child's note, "arm|activity".
     """
-    started = time.monotonic()
-    cell, lost = job.cell, []
+    begin_s = time.monotonic()
+    cell, failure_records = job.cell, []
     records: list[Record] = []
     while cell.arms:
         request = MeasureRequest(cell, session, seconds)
@@ -68,15 +68,15 @@ def measure_job(
                 records = child.receive(watch)
                 break
             except Died as death:
-                arm = _arm_at_fault(cell, child.note)
-                failed_arms = cell.arms if arm is None else (arm,)
+                noted_arm = _noted_arm(cell, child.note)
+                failed_arms = cell.arms if noted_arm is None else (noted_arm,)
                 for failed_arm in failed_arms:
-                    lost += _lost_records(cell, failed_arm, death, session)
+                    failure_records += _failure_records(cell, failed_arm, death, session)
                 cell = cell.with_arms(*(a for a in cell.arms if a not in failed_arms))
-    all_records = [*records, *lost]
+    all_records = [*records, *failure_records]
     shared = {
-        "job_records": len(all_records),  # fewer in points.jsonl: the job was interrupted
-        "wall_s": round(time.monotonic() - started, 3),
+        "job_records": len(all_records),  # an interrupted job has fewer in points.jsonl
+        "wall_s": round(time.monotonic() - begin_s, 3),
         "limit_s": session.config.timing.limit_seconds,
         "bench_version": bench_version(),
     }
@@ -86,51 +86,53 @@ def measure_job(
 def _start_child(request: MeasureRequest) -> Child | RankProcesses:
     """Start the process, or the ranks, of a request; on a CPU with a limit of memory."""
     config = request.session.config
-    limit = None
+    memory_bytes = None
     if request.session.device.type == "cpu":
-        limit = int(MEMORY_LIMIT * memory.available_bytes(request.session.device))
-    limits = Limits(config.timing.limit_seconds or math.inf, limit)
+        memory_bytes = int(MEMORY_LIMIT * memory.available_bytes(request.session.device))
+    limits = Limits(config.timing.limit_seconds or math.inf, memory_bytes)
     if config.device.ranks > 1:
         return RankProcesses(request, limits)
     return Child(TARGET, (request,), limits=limits)
 
 
-def _arm_at_fault(cell: Cell, noted: str) -> Arm | None:
-    """Return the arm that the child's last note names, or the only one; None if it is unknown."""
-    key = noted.partition("|")[0]
+def _noted_arm(cell: Cell, last_note: str) -> Arm | None:
+    """Return the arm that the child's last note names, else the only arm; None if unknown."""
+    key = last_note.partition("|")[0]
     arms = [a for a in cell.arms if a.key == key]
     return arms[0] if arms else cell.arms[0] if len(cell.arms) == 1 else None
 
 
-def _lost_records(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
-    """Return a record per mode for an arm whose process died; its samples are lost."""
+def _failure_records(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
+    """Return the records of an arm whose process died, one per mode and without samples."""
     modes = kinds.find(cell.kind).measurement.modes or session.config.timing.modes
-    lost = [Outcome(arm, mode) for mode in modes]
-    for outcome in lost:
+    outcomes = [Outcome(arm, mode) for mode in modes]
+    for outcome in outcomes:
         outcome.fail(death)
-    return [describe(cell, outcome, session) for outcome in lost]
+    return [describe(cell, outcome, session) for outcome in outcomes]
 
 
 def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[str, Any]:
-    """Return environment.json from a child, so that the parent never opens the GPU.
+    """Return the content of environment.json; a child examines the machine.
+
+    So the parent never opens the GPU.
 
     Raises:
         UsageError: the child died or raised, or device.strict is set and the machine is unfit.
     """
     with Child("experiments.run.worker:send_survey", (config, device, list(words))) as child:
         try:
-            surveyed: dict[str, Any] = child.receive()
+            facts: dict[str, Any] = child.receive()
         except Died as death:
             raise UsageError(
                 f"this machine could not be examined: {death}; `python run.py doctor` checks it"
             ) from death
     if config.device.strict:
-        preflight.require_fit(surveyed["preflight"])
-    return surveyed
+        preflight.require_fit(facts["preflight"])
+    return facts
 
 
 def send_survey(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
-    """Send the environment and the ceilings, in the child of `survey`."""
+    """Send the content of environment.json, ceilings included; the child of `survey` runs it."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     facts = environment.describe(device, words)

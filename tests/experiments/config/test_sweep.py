@@ -21,7 +21,7 @@ from experiments.config.schema import (
 )
 from experiments.config.sweep import SWEEP, arms_of, compile_rule, title_of
 from experiments.kinds import expand
-from experiments.run.jobs import BLOCK, job_passes
+from experiments.run.jobs import BLOCK_CELLS, job_passes
 
 
 def config(**changes: object) -> Config:
@@ -134,7 +134,7 @@ def test_cells_get_all_their_processes_block_by_block_and_the_answer_first() -> 
     for block in range(0, len(others), 3):
         keys = [{job.cell.key for job in jobs} for jobs in others[block : block + 3]]
         assert keys[0] == keys[1] == keys[2]
-        assert len(keys[0]) <= BLOCK
+        assert len(keys[0]) <= BLOCK_CELLS
     begun = [job.cell for jobs in others for job in jobs if job.replicate == 0]
     assert [c.section for c in begun[:2]] == ["a", SWEEP]
     # After the base point the axes take turns, both ends of each before what lies between.
@@ -143,7 +143,7 @@ def test_cells_get_all_their_processes_block_by_block_and_the_answer_first() -> 
     assert swept == [(16, base.B), (base.D, 8), (48, base.B), (base.D, 64), (32, base.B)]
     every = [job.order for jobs in found for job in jobs]
     assert every == list(range(3 * len(cells)))
-    assert all(cells[job.number] == job.cell for jobs in found for job in jobs)
+    assert all(cells[job.cell_number] == job.cell for jobs in found for job in jobs)
 
 
 def test_a_named_trace_is_what_the_answer_is_about(tmp_path: Path) -> None:

@@ -142,4 +142,4 @@ def test_a_step_that_the_host_launches_slower_than_the_gpu_works_is_host_bound()
     ],
 )
 def test_which_times_are_the_hosts(mode: str, seconds: float, host: float, bound: bool) -> None:
-    assert metrics.host_bound(mode, seconds, host) is bound
+    assert metrics.is_host_bound(mode, seconds, host) is bound
