@@ -20,7 +20,7 @@ from experiments.quality.training import (
     TrainingPlan,
     build,
     fit,
-    oracle,
+    oracle_scores,
     step_samples,
     task_of,
 )
@@ -110,7 +110,7 @@ def _train_all(
     for arm in sorted(cell.arms, key=lambda arm: arm.contender != PLAIN):
         with outcomes[arm].catching():
             trained_models[arm] = fit(data, plan, partial(make, arm), note(arm))
-            rows = trained_models[arm].model.rows
+            rows = trained_models[arm].model.large_tables
             if arm.contender == PLAIN and isinstance(rows, StoredTables):
                 plain_tables = rows
     return trained_models
@@ -122,8 +122,8 @@ def _data_entries(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
     `positive` is the share of label 1, `large_bytes` those of the plain large tables, `oracle_auc`
     and `oracle_loss` the scores of the true probabilities, None if unknown.
     """
-    best = oracle(data)
-    rows = [data.rows[field] for field in data.large(plan.large)]
+    best = oracle_scores(data)
+    rows = [data.rows[field] for field in data.large_fields(plan.large)]
     return {
         "title": data.title,
         "data": data.name,
@@ -142,7 +142,7 @@ def _data_entries(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
 
 def _model_entries(trained: TrainedModel) -> Record:
     """Return the entries of a record about its trained model."""
-    rows = trained.model.rows
+    rows = trained.model.large_tables
     return {
         "auc": trained.test.auc,
         "log_loss": trained.test.loss,

@@ -1,7 +1,7 @@
 """Loss of quality by compressed tables: data, models, methods of compression, training.
 
 `data` loads or draws labelled samples, `methods` compresses the large tables of a model in one of
-several ways, `training` trains a model and returns how well it predicts.
+several ways, `training` trains a model and scores its predictions.
 """
 
 DATA = ("planted", "movielens", "flights", "criteo", "interactions")

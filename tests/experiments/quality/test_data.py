@@ -10,8 +10,8 @@ import torch
 
 from experiments.contenders.registry import Missing
 from experiments.quality import DATA
-from experiments.quality.data import SOURCES, Clicks, DataSource, Unreadable, counts, load
-from experiments.quality.training import auc, oracle
+from experiments.quality.data import SOURCES, Clicks, DataSource, Unreadable, count_ids, load
+from experiments.quality.training import auc, oracle_scores
 
 
 def planted(**changes: object) -> Clicks:
@@ -30,17 +30,17 @@ def test_planted_samples_follow_their_chances() -> None:
     assert (data.ids < torch.tensor(data.rows)).all()
     # Labels of samples with a chance near p are 1 about that often.
     for low in (0.1, 0.4, 0.7):
-        some = (data.chances >= low) & (data.chances < low + 0.1)
-        expected, error = data.chances[some].mean(), 0.5 / some.sum().sqrt()
+        some = (data.probabilities >= low) & (data.probabilities < low + 0.1)
+        expected, error = data.probabilities[some].mean(), 0.5 / some.sum().sqrt()
         assert abs(data.labels[some].mean() - expected) < 4 * error
-    best = oracle(data)
+    best = oracle_scores(data)
     assert best is not None
     assert 0.7 < best.auc < 0.95
 
 
 def test_planted_ids_are_in_order_of_frequency() -> None:
     data = planted()
-    (number,) = counts(data, [0])
+    (number,) = count_ids(data, [0])
     assert number[0] > 5 * number[10] > 0
     assert number.sum() == data.ends[0]
 
@@ -54,8 +54,8 @@ def test_a_seed_gives_equal_samples_and_another_one_others() -> None:
 
 def test_large_tables_are_those_with_a_share_of_the_rows() -> None:
     data = planted()
-    assert data.large(0.05) == [0, 1, 2, 3, 4]
-    assert data.large(1e-9) == list(range(10))
+    assert data.large_fields(0.05) == [0, 1, 2, 3, 4]
+    assert data.large_fields(1e-9) == list(range(10))
 
 
 CRITEO = 1 + 13 + 26

@@ -18,7 +18,7 @@ def test_a_rate_that_diverges_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
         scores = Scores(0.5, losses[rate])
         return TrainedModel(scores, scores, rate, 1, model)
 
-    monkeypatch.setattr(training, "_fit_once", fit_once)
+    monkeypatch.setattr(training, "_fit_at_rate", fit_once)
     plan = TrainingPlan(dim=2, batch=1, epochs=1, rates=tuple(losses), large=0.0, seed=0)
     unused: Any = None
     best = training.fit(unused, plan, lambda rate: unused, lambda activity: None)
