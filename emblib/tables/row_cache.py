@@ -376,7 +376,7 @@ class RowCache(nn.Module):
                 self.table_features,
                 groups.rows,
                 groups.count,
-                later=[*conflicts, *(fetches or ())],
+                postponed=[*conflicts, *(fetches or ())],
             )
             moves.append(starmap(move, results_to_move))
             plan_results.append(results)
