@@ -2,9 +2,9 @@
 //
 // A quantised row has a header, its scale and offset as two fp16 values; then a *number* of 2, 4 or
 // 8 bits per column; then zeros up to a multiple of 4 bytes, so that a GPU can load words. A number
-// q, an integer or a float of 8 bits, stands for the value `scale * q + offset`. Columns fill a
-// byte from its lowest bits on. Rows of 16 and 32 bits are floats without a header. FBGEMM's
-// IntNBit rows have the same format.
+// q is an integer or a float of 8 bits; its value is `scale * q + offset`. Columns fill a byte from
+// its lowest bits on. Rows of 16 and 32 bits have floats, without a header. FBGEMM's IntNBit rows
+// have the same format.
 #pragma once
 
 #include <cmath>
@@ -49,7 +49,7 @@ inline constexpr int kWordBytes = 4;  // rows are a multiple of a word
 inline constexpr int kHeaderBytes = sizeof(RowScale);
 static_assert(kHeaderBytes == 4);
 
-inline constexpr float kLargestHalf = 65504.0f;
+inline constexpr float kMaxHalf = 65504.0f;
 
 // Return the bits that a row of this format has per column. (The codes of fp16 and bf16 are 16 and
 // 17.)
@@ -75,50 +75,50 @@ EMB_HD int64_t row_bytes(int64_t dim, int format) {
   return header_bytes(format) + static_cast<int64_t>(words) * kWordBytes;
 }
 
-// A float of 8 bits has a sign, mantissa_of(format) bits of mantissa, and an exponent of this bias.
-EMB_HD constexpr int mantissa_of(int format) { return format == kFp8E4m3 ? 3 : 2; }
-EMB_HD constexpr int bias_of(int format) { return format == kFp8E4m3 ? 7 : 15; }
-EMB_HD constexpr float largest_float8(int format) { return format == kFp8E4m3 ? 448.0f : 57344.0f; }
+// A float of 8 bits has a sign, mantissa_bits(format) bits of mantissa, and an exponent of this
+// bias.
+EMB_HD constexpr int mantissa_bits(int format) { return format == kFp8E4m3 ? 3 : 2; }
+EMB_HD constexpr int exponent_bias(int format) { return format == kFp8E4m3 ? 7 : 15; }
+EMB_HD constexpr float max_float8(int format) { return format == kFp8E4m3 ? 448.0f : 57344.0f; }
 
-// Return the factor that turns a float of 8 bits into its value, after its magnitude bits were
-// moved to the top of the magnitude bits of a float32: the exponents differ by their biases.
-EMB_HD constexpr float float8_power(int format) {
+// Return the factor for decoding a float of 8 bits: its magnitude bits are moved to the top of the
+// magnitude bits of a float32, which is then multiplied by the factor, since the biases differ.
+EMB_HD constexpr float float8_factor(int format) {
   return format == kFp8E4m3 ? 0x1p120f : 0x1p112f;  // 2^(127 - bias)
 }
 
-// Return the bits of the nearest float of 8 bits (ties to even); |x| must be at most the largest
-// one.
+// Return the bits of the float of 8 bits nearest to x (ties to even); |x| must be at most
+// max_float8(format).
 EMB_HD uint32_t float8_bits(float x, int format) {
-  const int shift = 23 - mantissa_of(format), bias = bias_of(format);
+  const int shift = 23 - mantissa_bits(format), bias = exponent_bias(format);
   const uint32_t bits = float_bits(x), sign = (bits >> 24) & 0x80u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   // Below the smallest normal number, 2^(1 - bias), round to a multiple of the smallest subnormal.
   if (magnitude < static_cast<uint32_t>(128 - bias) << 23) {
-    const float steps = float_from_bits(magnitude) * (format == kFp8E4m3 ? 0x1p9f : 0x1p16f);
-    return sign | static_cast<uint32_t>(rintf(steps));
+    const float multiple = float_from_bits(magnitude) * (format == kFp8E4m3 ? 0x1p9f : 0x1p16f);
+    return sign | static_cast<uint32_t>(rintf(multiple));
   }
   const uint32_t rounded = magnitude + (1u << (shift - 1)) - 1 + ((magnitude >> shift) & 1u);
-  return sign | ((rounded >> shift) - (static_cast<uint32_t>(127 - bias) << mantissa_of(format)));
+  return sign | ((rounded >> shift) - (static_cast<uint32_t>(127 - bias) << mantissa_bits(format)));
 }
 
-// Return x, or the closest end of the range of finite halves. Return 0 for -0, because the sign
-// would make rows of equal values differ.
+// Return x, clamped to the range of finite fp16. Return 0 for -0, because the sign would make rows
+// of equal values differ.
 EMB_HD float clamp_to_half(float x) {
-  return (x > kLargestHalf ? kLargestHalf : (x < -kLargestHalf ? -kLargestHalf : x)) + 0.0f;
+  return (x > kMaxHalf ? kMaxHalf : (x < -kMaxHalf ? -kMaxHalf : x)) + 0.0f;
 }
 
-// Return the header of a row whose minimum and maximum are `low` and `high`, both finite. For
-// integers it is the header of FBGEMM: the offset is the minimum in fp16, and the scale is the
-// range from there to the maximum, divided by the largest number. (In a row of one value, a minimum
-// that is rounded up makes this range negative.) For floats of 8 bits the offset is 0, and the
-// scale is large enough that no magnitude exceeds the largest number. Values count as clamp_to_half
-// of them. A scale of 0 becomes 1.
+// Return the header of a row whose minimum and maximum are `low` and `high`, both finite; they are
+// clamped to the range of fp16 first. For integers it is the header of FBGEMM: the offset is the
+// minimum in fp16, and the scale is (maximum - offset) / largest number. (The scale is negative if
+// the values are equal and the offset was rounded up.) For floats of 8 bits the offset is 0, and
+// the scale is large enough that no magnitude exceeds max_float8. A scale of 0 is replaced by 1.
 EMB_HD RowScale row_scale(float low, float high, int format) {
   const half16 one = {0x3c00u};
   if (!is_integer(format)) {
-    const float largest = clamp_to_half(-low > high ? -low : high);
-    half16 scale = from_float<half16>(largest / largest_float8(format));
-    if (to_float(scale) * largest_float8(format) < largest) ++scale.bits;
+    const float magnitude = clamp_to_half(-low > high ? -low : high);
+    half16 scale = from_float<half16>(magnitude / max_float8(format));
+    if (to_float(scale) * max_float8(format) < magnitude) ++scale.bits;
     return {scale.bits == 0 ? one : scale, {0}};
   }
   const half16 offset = from_float<half16>(clamp_to_half(low));
@@ -136,19 +136,18 @@ struct InverseScale {
 };
 
 // Return the bits of a value in a row of this format, rounded to the nearest number, ties to even.
-// In a format with a header, a value outside the range of the numbers becomes the closest end of
-// it.
+// In a format with a header, values outside the range of the numbers are clamped to the range.
 EMB_HD uint32_t encode(float value, InverseScale row, int format) {
   if (format == kFp32) return float_bits(value);
   if (format == kFp16) return from_float<half16>(value).bits;
   if (format == kBf16) return from_float<bfloat16>(value).bits;
-  const float steps = (value - row.offset) * row.inverse;
+  const float unrounded = (value - row.offset) * row.inverse;
+  const float max_number =
+      is_integer(format) ? static_cast<float>((1 << format) - 1) : max_float8(format);
+  const float capped = unrounded < max_number ? unrounded : max_number;
   if (!is_integer(format)) {
-    const float largest = largest_float8(format), capped = steps < largest ? steps : largest;
-    return float8_bits(capped > -largest ? capped : -largest, format);
+    return float8_bits(capped > -max_number ? capped : -max_number, format);
   }
-  const auto largest = static_cast<float>((1 << format) - 1);
-  const float capped = steps < largest ? steps : largest;
   return static_cast<uint32_t>(static_cast<int>(rintf(capped > 0.0f ? capped : 0.0f)));
 }
 

@@ -84,15 +84,15 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
   }
 }
 
-// The lookup. A group of 8 to 32 lanes reads a row. A lane owns two *quads* of kQuad columns, which
+// The lookup. A group of 8 to 32 lanes reads a row. A lane has two *quads* of kQuad columns, which
 // are kQuad * lanes columns apart. So each access of a group, to a row or to the output, is to
 // neighbouring memory. (With 8 neighbouring columns per lane every access would touch half of each
-// sector.) A quad is a part of a word, or one to four words. It is loaded in units of at most a
+// sector.) A quad is a part of a word, or one to four words. It is loaded by accesses of at most a
 // word, because a row may begin at any word. Every lane reads index, header and weight of one
-// lookup and shares them by shuffles; it shares scale and offset only after the loads of the
-// numbers have been issued. If the formats of features differ, there is a launch per format, which
-// skips the bags of other formats. The groups of a warp run in lockstep, so all collectives name
-// the full warp. Rows are added in the order of the lookups.
+// lookup and passes them to the group by shuffles; scale and offset are passed only after the loads
+// of the numbers have been issued. If the formats of features differ, there is a launch per format,
+// which skips the bags of other formats. The groups of a warp run in lockstep, so all collectives
+// name the full warp. Rows are added in the order of the lookups.
 
 inline constexpr int kQuantThreads = 128;
 // Blocks per multiprocessor, which leave a thread 80 and 72 registers. They are few because loads
@@ -101,17 +101,17 @@ inline constexpr int kQuantPoolBlocksPerSm = 6;
 inline constexpr int kQuantShortBlocksPerSm = 7;
 inline constexpr int kQuad = 4;          // columns
 inline constexpr int kQuantColumns = 8;  // columns per lane: two quads
-// Rows of a bag in flight in quant_pool_kernel. Here and below, quant_in_flight reduces the number
-// for wide numbers.
+// Maximum rows of a bag in flight in quant_pool_kernel. Here and below, rows_in_flight() reduces
+// the maximum for formats with wide numbers.
 inline constexpr int kPoolRowsInFlight = 8;
 // Minimum lanes per group, so that each row in flight has a lane that reads its header.
 inline constexpr int kMinQuantLanes = kPoolRowsInFlight;
 
-// Return the number of rows in flight for a format. `rows` is that number for numbers of up to 8
-// bits; wider numbers need more registers, so fewer of their rows are in flight.
-constexpr int quant_in_flight(int format, int rows) {
-  const int fewer = rows * 8 / bits_of(format);
-  return bits_of(format) <= 8 ? rows : (fewer > 1 ? fewer : 1);
+// Return the number of rows in flight for a format: `max_rows` for numbers of up to 8 bits. Wider
+// numbers need more registers, so fewer of their rows are in flight.
+constexpr int rows_in_flight(int format, int max_rows) {
+  const int wide_rows = max_rows * 8 / bits_of(format);
+  return bits_of(format) <= 8 ? max_rows : (wide_rows > 1 ? wide_rows : 1);
 }
 
 // The arguments of the lookup kernels. All pointers are to device memory that must live until they
@@ -225,8 +225,8 @@ struct PackedSlice {
     return header_bytes(kFormat) + static_cast<uint32_t>(column) * kBits / 8;
   }
 
-  // Return number k as a float. An integer needs no conversion: its bits become the low bits of the
-  // mantissa of a power of two, and then this power is subtracted.
+  // Return number k as a float. An integer is not converted: its bits are put into the low bits of
+  // the mantissa of a power of two, and then this power is subtracted.
   EMB_DEVICE float operator[](int k) const {
     const int bit = k % kQuad * kBits % 32;
     const uint32_t word = words[k / kQuad][k % kQuad * kBits / 32];
@@ -234,8 +234,8 @@ struct PackedSlice {
     if constexpr (kFormat == kFp16) return to_float(half16{static_cast<uint16_t>(word >> bit)});
     if constexpr (kFormat == kBf16) return to_float(bfloat16{static_cast<uint16_t>(word >> bit)});
     if constexpr (!is_integer(kFormat)) {
-      const uint32_t magnitude = (word >> bit & 0x7fu) << (23 - mantissa_of(kFormat));
-      const float value = float_from_bits(magnitude) * float8_power(kFormat);
+      const uint32_t magnitude = (word >> bit & 0x7fu) << (23 - mantissa_bits(kFormat));
+      const float value = float_from_bits(magnitude) * float8_factor(kFormat);
       return float_from_bits(float_bits(value) | (word >> bit & 0x80u) << 24);
     }
     const int bit_of_half = bit % 16;
@@ -287,7 +287,7 @@ EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadCo
 template <int kFormat, class Row>
 EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const LaneGroup& lane,
                            const QuadColumns& columns, int longest, float (&sum)[kQuantColumns]) {
-  constexpr int kRows = quant_in_flight(kFormat, kPoolRowsInFlight);
+  constexpr int kRows = rows_in_flight(kFormat, kPoolRowsInFlight);
   constexpr Row kNoRow = has_scale(kFormat) ? 0 : static_cast<Row>(-1);
   const uint8_t* table = args.packed + task.feature->weight_offset;
   const uint8_t* first = table + PackedSlice<kFormat>::byte_of(columns.first);
@@ -304,26 +304,26 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
     const int64_t row = i < task.length ? repair_index(index, rows) : -1;
     const QuantHeader<kFormat> header(args, row < 0 ? nullptr : table + row * stride,
                                       task.begin + i);
-    const Row row_of_lane = row < 0 ? kNoRow : static_cast<Row>(row);
+    const Row lane_row = row < 0 ? kNoRow : static_cast<Row>(row);
     index = index_at(args, task, i + lane.lanes);
-    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    for (int k = 0; k < steps; k += kRows) {
+    const int tile_rows = longest - tile < lane.lanes ? longest - tile : lane.lanes;
+    for (int k = 0; k < tile_rows; k += kRows) {
       PackedSlice<kFormat> slice[kRows];
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
-        if (u == kRows / 2 && k + u >= steps) break;
-        const Row shared = __shfl_sync(simt::kFullMask, row_of_lane, k + u, lane.lanes);
-        if (kNoRow != 0 && shared == kNoRow) continue;
-        const uint64_t row_begin = static_cast<uint64_t>(shared) * stride;
+        if (u == kRows / 2 && k + u >= tile_rows) break;
+        const Row read_row = __shfl_sync(simt::kFullMask, lane_row, k + u, lane.lanes);
+        if (kNoRow != 0 && read_row == kNoRow) continue;
+        const uint64_t row_begin = static_cast<uint64_t>(read_row) * stride;
         slice[u].load_quad(0, first + row_begin, first_columns);
         slice[u].load_quad(1, second + row_begin, second_columns);
       }
-      const float scale_of_lane = header.scale(), offset_of_lane = header.offset();
+      const float lane_scale = header.scale(), lane_offset = header.offset();
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
-        if (u == kRows / 2 && k + u >= steps) break;
-        const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, k + u, lane.lanes);
-        const float offset = __shfl_sync(simt::kFullMask, offset_of_lane, k + u, lane.lanes);
+        if (u == kRows / 2 && k + u >= tile_rows) break;
+        const float scale = __shfl_sync(simt::kFullMask, lane_scale, k + u, lane.lanes);
+        const float offset = __shfl_sync(simt::kFullMask, lane_offset, k + u, lane.lanes);
         add_slice(slice[u], scale, offset, sum);
       }
     }
@@ -364,11 +364,11 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocksPerSm)
   }
 }
 
-// Lookup of short bags, and of single rows without pooling. The rows of one bag cannot saturate the
-// memory system. So a lane holds the metadata of a bag, and the headers of 32 rows are in flight at
-// once. Then a group of lanes reads the numbers of several bags at a time, one row of each: of
-// kSingleRowsInFlight bags if no bag of the warp has a second row, so that there are no sums to
-// keep, otherwise of kQuantBagsInFlight bags.
+// Lookup of short bags, and of single rows without pooling. The rows of one short bag cannot
+// saturate the memory system. So each lane has the metadata of another bag, and the headers of 32
+// rows are in flight at once. Then a group of lanes reads the numbers of several bags at a time,
+// one row of each. If no bag of the warp has a second row, there are no sums to keep in registers,
+// and these are kSingleRowsInFlight bags, otherwise kQuantBagsInFlight.
 
 inline constexpr int kQuantBagsInFlight = 2;
 inline constexpr int kSingleRowsInFlight = 8;
@@ -385,13 +385,13 @@ struct QuantRow {
 };
 
 // Write columns of bags of at most one row, zeros for a bag without a row. Lane `owner` of the warp
-// holds the metadata and the row of the group's first bag; the lane of the next bag is `groups`
-// lanes later.
+// has the metadata and the row of the group's first bag; the lane of the next bag is `groups` lanes
+// later.
 template <int kFormat>
 EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
-                                  const QuantRow<kFormat>& row, int64_t element_of_lane,
+                                  const QuantRow<kFormat>& row, int64_t lane_element,
                                   const QuadColumns& columns, int owner, int groups) {
-  constexpr int N = kQuantColumns, S = quant_in_flight(kFormat, kSingleRowsInFlight);
+  constexpr int N = kQuantColumns, S = rows_in_flight(kFormat, kSingleRowsInFlight);
   PackedSlice<kFormat> slice[S];
   int dim[S];
 #pragma unroll
@@ -401,27 +401,27 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
     dim[s] = __shfl_sync(simt::kFullMask, task.dim, source);
     slice[s].load(address, columns, address != nullptr ? dim[s] : 0);
   }
-  const float scale_of_lane = row.header.scale(), offset_of_lane = row.header.offset();
+  const float lane_scale = row.header.scale(), lane_offset = row.header.offset();
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const int source = owner + s * groups;
-    const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, source);
-    const float offset = __shfl_sync(simt::kFullMask, offset_of_lane, source);
-    const int64_t element = __shfl_sync(simt::kFullMask, element_of_lane, source);
+    const float scale = __shfl_sync(simt::kFullMask, lane_scale, source);
+    const float offset = __shfl_sync(simt::kFullMask, lane_offset, source);
+    const int64_t element = __shfl_sync(simt::kFullMask, lane_element, source);
     float sum[N] = {};
     add_slice(slice[s], scale, offset, sum);
     write_quads<true>(args, element, columns, dim[s], sum);
   }
 }
 
-// Sum and write columns of kQuantBagsInFlight bags of a group (fewer of wide numbers). `owner` is
-// as in write_single_rows; `is_owner`: this lane holds the metadata of one of these bags. Changes
-// `row`, but in the end it is the bag's first row again, for the next columns.
+// Sum and write columns of kQuantBagsInFlight bags of a group (fewer for wide numbers). `owner` is
+// as in write_single_rows; `is_owner`: this lane has the metadata of one of these bags. Changes
+// `row`, which at the end is the bag's first row again, for the next columns.
 template <int kFormat>
 EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, QuantRow<kFormat>& row,
-                                int64_t element_of_lane, const QuadColumns& columns, int owner,
+                                int64_t lane_element, const QuadColumns& columns, int owner,
                                 int groups, bool is_owner) {
-  constexpr int N = kQuantColumns, S = quant_in_flight(kFormat, kQuantBagsInFlight);
+  constexpr int N = kQuantColumns, S = rows_in_flight(kFormat, kQuantBagsInFlight);
   const int longest = __reduce_max_sync(simt::kFullMask, is_owner ? task.length : 0);
   float sum[S][N] = {};
   for (int step = 0; step < longest; ++step) {
@@ -432,11 +432,11 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, Quan
       const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
       slice[s].load(address, columns, address != nullptr ? dim : 0);
     }
-    const float scale_of_lane = row.header.scale(), offset_of_lane = row.header.offset();
+    const float lane_scale = row.header.scale(), lane_offset = row.header.offset();
 #pragma unroll
     for (int s = 0; s < S; ++s) {
-      const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, owner + s * groups);
-      const float offset = __shfl_sync(simt::kFullMask, offset_of_lane, owner + s * groups);
+      const float scale = __shfl_sync(simt::kFullMask, lane_scale, owner + s * groups);
+      const float offset = __shfl_sync(simt::kFullMask, lane_offset, owner + s * groups);
       add_slice(slice[s], scale, offset, sum[s]);
     }
     if (longest > 1 && is_owner) {
@@ -444,12 +444,12 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, Quan
       row = QuantRow<kFormat>(args, task, next);
     }
   }
-  const float factor_of_lane = mean_factor(args.pooling, task.length);
+  const float lane_factor = mean_factor(args.pooling, task.length);
 #pragma unroll
   for (int s = 0; s < S; ++s) {
-    const int64_t element = __shfl_sync(simt::kFullMask, element_of_lane, owner + s * groups);
+    const int64_t element = __shfl_sync(simt::kFullMask, lane_element, owner + s * groups);
     const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
-    const float factor = __shfl_sync(simt::kFullMask, factor_of_lane, owner + s * groups);
+    const float factor = __shfl_sync(simt::kFullMask, lane_factor, owner + s * groups);
 #pragma unroll
     for (int e = 0; e < N; ++e) sum[s][e] *= factor;
     write_quads<false>(args, element, columns, dim, sum[s]);
@@ -461,8 +461,8 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, Quan
 template <int kFormat>
 __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocksPerSm)
     quant_short_bags_kernel(QuantArgs args, int lanes) {
-  constexpr int N = kQuantColumns, S = quant_in_flight(kFormat, kQuantBagsInFlight);
-  constexpr int kSingle = quant_in_flight(kFormat, kSingleRowsInFlight),
+  constexpr int N = kQuantColumns, S = rows_in_flight(kFormat, kQuantBagsInFlight);
+  constexpr int kSingle = rows_in_flight(kFormat, kSingleRowsInFlight),
                 kWarpLanes = simt::kWarpLanes;
   const LaneGroup lane(lanes);
   const int groups = lane.groups_in_warp();
@@ -511,7 +511,7 @@ inline constexpr int kQuantWaves = 8;
 
 // Look up the features whose rows are of this format.
 template <int kFormat, class Launcher>
-void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
+void launch_quant_format(const Launcher& launcher, const QuantArgs& args) {
   const int64_t width = mean_output_columns(args);
   const int lanes_of_row = lanes_for(width, kQuantColumns);
   const int lanes = lanes_of_row < kMinQuantLanes ? kMinQuantLanes : lanes_of_row;
@@ -532,7 +532,7 @@ template <class Launcher>
 void launch_quant_lookup(const Launcher& launcher, const QuantArgs& args, uint64_t formats) {
   if (args.columns == 0 || args.items() == 0) return;
   const auto launch = [&]<int kFormat>(std::integral_constant<int, kFormat>) {
-    if (((formats >> kFormat) & 1) != 0) launch_quant_lookup_of<kFormat>(launcher, args);
+    if (((formats >> kFormat) & 1) != 0) launch_quant_format<kFormat>(launcher, args);
   };
   launch(std::integral_constant<int, kInt2>());
   launch(std::integral_constant<int, kInt4>());

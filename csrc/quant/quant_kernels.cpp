@@ -26,12 +26,12 @@ RowScale scale_of(const T* row, int64_t dim) {
 // Write the numbers of `count` columns to `out`, packed; the unused bits of the last byte are 0.
 template <int kFormat, class T>
 EMB_HD void encode_row(const T* row, int64_t count, InverseScale scale, uint8_t* out) {
-  constexpr int kBits = bits_of(kFormat), kPerByte = kBits < 8 ? 8 / kBits : 1;
+  constexpr int kBits = bits_of(kFormat), kNumbersPerByte = kBits < 8 ? 8 / kBits : 1;
   constexpr int64_t kBytes = kBits < 8 ? 1 : kBits / 8;
-  for (int64_t b = 0; b * kPerByte < count; ++b) {
+  for (int64_t b = 0; b * kNumbersPerByte < count; ++b) {
     uint32_t bits = 0;
-    for (int i = 0; i < kPerByte && b * kPerByte + i < count; ++i) {
-      bits |= encode(to_float(row[b * kPerByte + i]), scale, kFormat) << (i * kBits);
+    for (int i = 0; i < kNumbersPerByte && b * kNumbersPerByte + i < count; ++i) {
+      bits |= encode(to_float(row[b * kNumbersPerByte + i]), scale, kFormat) << (i * kBits);
     }
     for (int i = 0; i < kBytes; ++i) out[b * kBytes + i] = static_cast<uint8_t>(bits >> (8 * i));
   }
@@ -91,8 +91,8 @@ typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
 #if defined(__AVX2__)
 
-// Return the two numbers of each of 8 bytes, in order.
-EMB_HD __m128i unpack_halves(__m128i bytes) {
+// Return the two numbers of 4 bits of each of 8 bytes, in order.
+EMB_HD __m128i unpack_nibbles(__m128i bytes) {
   const __m128i mask = _mm_set1_epi8(15);
   const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
   return _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), high);
@@ -122,7 +122,7 @@ EMB_HD Ints load_numbers(const uint8_t* p) {
       __builtin_memcpy(&word, p, sizeof(word));
       bytes = _mm_cvtsi32_si128(word);
     }
-    if constexpr (kBits == 4) bytes = unpack_halves(bytes);
+    if constexpr (kBits == 4) bytes = unpack_nibbles(bytes);
 #if defined(__AVX512F__)
     return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(bytes));
 #else
@@ -130,16 +130,16 @@ EMB_HD Ints load_numbers(const uint8_t* p) {
 #endif
   }
 #else
-  constexpr int kPerByte = 8 / kBits;
+  constexpr int kNumbersPerByte = 8 / kBits;
   Ints numbers;
   for (int i = 0; i < kLanes; ++i) {
-    numbers[i] = p[i / kPerByte] >> (i % kPerByte * kBits) & ((1 << kBits) - 1);
+    numbers[i] = p[i / kNumbersPerByte] >> (i % kNumbersPerByte * kBits) & ((1 << kBits) - 1);
   }
   return numbers;
 #endif
 }
 
-// Load `kLanes` columns from `p`. In formats with a header these are numbers, not yet values.
+// Load `kLanes` columns from `p`: values, or, in formats with a header, numbers.
 template <int kFormat>
 EMB_HD Vec load_packed(const uint8_t* p) {
   if constexpr (kFormat == kFp16) {
@@ -151,8 +151,8 @@ EMB_HD Vec load_packed(const uint8_t* p) {
   } else {
     const Ints numbers = load_numbers<bits_of(kFormat)>(p);
     if constexpr (is_integer(kFormat)) return __builtin_convertvector(numbers, Vec);
-    const Ints magnitude = (numbers & 0x7f) << (23 - mantissa_of(kFormat));
-    const Vec value = reinterpret_cast<Vec>(magnitude) * float8_power(kFormat);
+    const Ints magnitude = (numbers & 0x7f) << (23 - mantissa_bits(kFormat));
+    const Vec value = reinterpret_cast<Vec>(magnitude) * float8_factor(kFormat);
     return reinterpret_cast<Vec>(reinterpret_cast<Ints>(value) | (numbers & 0x80) << 24);
   }
 }
@@ -205,8 +205,8 @@ struct WeightFactor {
 #if defined(__AVX512F__)
 
 // The values of all possible numbers of 2 or 4 bits in a row, times the weight of its lookup. A
-// permutation looks them up by the lowest 4 bits of each lane, which replaces the conversion and
-// multiplication of every number.
+// permutation selects values by the lowest 4 bits of each lane, so that numbers need no conversion
+// and no multiplication.
 template <int kFormat>
 struct ValueTable {
   Vec values;
@@ -225,7 +225,7 @@ struct ValueTable {
           _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
       return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi32(word), shifts), values);
     }
-    // A byte in the lower half of a quad word; its high bits move to the upper half.
+    // Each byte is in the lower half of a word of 64 bits; copy its high bits to the upper half.
     const __m512i bytes =
         _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return _mm512_permutexvar_ps(_mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28)), values);
@@ -244,14 +244,14 @@ inline constexpr bool kHasValueTable = false;
 
 #endif
 
-// The lookups of one feature as `pool_bags` reads them (core/pool_bag.h). at() returns the address
-// that lies header_bytes before the first column that is not skipped.
+// The lookups of one feature as `pool_bags` reads them (core/pool_bag.h). at() returns an address:
+// the first column that is not skipped is header_bytes() after it.
 template <int kFormat, class I>
 struct PackedRows {
   const QuantLookupArgs& args;
-  int64_t stride;       // bytes per row
-  int64_t end;          // lookups from here on are not prefetched
-  int64_t skipped = 0;  // bytes of the columns that are skipped
+  int64_t stride;             // bytes per row
+  int64_t prefetch_end;       // lookups from here on are not prefetched
+  int64_t skipped_bytes = 0;  // bytes of the columns that are skipped
 
   struct Values {
     const uint8_t* numbers;
@@ -281,17 +281,17 @@ struct PackedRows {
 
   EMB_HD int64_t dim() const { return args.dim; }
   EMB_HD static int64_t distance() { return kRowsAhead; }
-  EMB_HD void skip_columns(int64_t count) { skipped += count * bits_of(kFormat) / 8; }
+  EMB_HD void skip_columns(int64_t count) { skipped_bytes += count * bits_of(kFormat) / 8; }
   EMB_HD const uint8_t* at(int64_t i) const {
     const int64_t row = repair_index(static_cast<const I*>(args.indices)[i], args.rows);
-    return row < 0 ? nullptr : args.packed + row * stride + skipped;
+    return row < 0 ? nullptr : args.packed + row * stride + skipped_bytes;
   }
   EMB_HD Values values(const uint8_t* address, int64_t i) const {
     const float weight = args.sample_weights != nullptr ? args.sample_weights[i] : 1.0f;
-    return {address + header_bytes(kFormat), {address - skipped, weight}};
+    return {address + header_bytes(kFormat), {address - skipped_bytes, weight}};
   }
   EMB_HD void prefetch(int64_t i, int64_t count) const {
-    if (i >= end) return;
+    if (i >= prefetch_end) return;
     // A row may begin at any word of a cache line, so its last byte may be in one more line than
     // the loop prefetches.
     const uint8_t* address = at(i);
@@ -312,7 +312,7 @@ void lookup(const QuantLookupArgs& args, int64_t first_bag, int64_t last_bag) {
   pool_bags(args.bags, rows, first_bag, last_bag, static_cast<O*>(args.out));
 }
 
-constexpr QuantLookupTable make_table() {
+constexpr QuantLookupTable make_lookup_table() {
   QuantLookupTable table = {};
   for_each_format(
       [&]<int kFormat>(int format) {
@@ -328,6 +328,6 @@ constexpr QuantLookupTable make_table() {
 }  // namespace
 
 extern const QuantLookupTable kQuantLookupTable;
-const QuantLookupTable kQuantLookupTable = make_table();
+const QuantLookupTable kQuantLookupTable = make_lookup_table();
 
 }  // namespace emb::EMB_ISA

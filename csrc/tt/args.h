@@ -143,8 +143,8 @@ enum TtPlanTensor : int {
 // `*_cpu.cpp` files check, allocate and divide the work. Below, u and v count the distinct halves
 // of one table, j the distinct rows of all tables.
 
-// Halves processed together, at most: enough for the product that makes the gradient of an inner
-// row to run at full speed, few enough that their values stay in the first-level cache.
+// Maximum number of halves processed together: enough for the product that computes the gradient of
+// an inner row to run at full speed, few enough that their values stay in the first-level cache.
 inline constexpr int64_t kTtBlock = 16;
 
 // The distinct left halves, or right halves, of a table in a batch, and the cores that they are
@@ -195,7 +195,7 @@ struct TtRowsArgs {
   const float* right;      // [V][right_columns, rank] values of the right halves
   TtValues right_natural;  // these values as [rank, right_columns]; read if lanes_along_right()
   const int32_t *left_segments, *row_rights;  // of the plan, from the table's first half on
-  int64_t first_right;                        // what row_rights has for v = 0
+  int64_t first_right;                        // the number of half v = 0 in row_rights
   float* saved;  // [num_saved][value size], an output: values of the first left halves
   int64_t num_saved;
   float* rows;         // [M][row_stride], an output
@@ -247,14 +247,14 @@ struct TtLeftGradsArgs {
   TtInnerStep step = {};
 };
 
-// The arguments that make the gradients of the values of right halves, which grow in waves of left
-// halves: a call adds the rows that come before `row_end` and have not been added.
+// The arguments that compute the gradients of the values of right halves, in waves of left halves:
+// a call adds the rows before `row_end` that no earlier call has added.
 struct TtRightGradsArgs {
   TtValues left;  // values of the left halves
   int left_columns, right_columns, rank;
   // right_segments, right_rows, row_lefts and row_rights of the plan.
   const int32_t *segments, *rows, *row_lefts, *row_rights;
-  int64_t first_left, first_right;  // what row_lefts and row_rights have for u = 0 and v = 0
+  int64_t first_left, first_right;  // numbers of halves u = 0 and v = 0 in these arrays
   int32_t* cursors;                 // [V] index in `rows` of each half's next row, in and out
   int64_t row_end;                  // the end of the rows of this wave
   const float* row_grads;           // [M][row_stride]
@@ -272,7 +272,7 @@ struct TtOuterSumArgs {
 };
 
 // The arguments that reverse the axes of rows: row ids[i] - first_id of `from` becomes row i of
-// `to`. Null ids stand for row i.
+// `to`. If `ids` is null, it is row i of `from`.
 struct TtReverseArgs {
   const float* from;  // [..][a, q, b]
   float* to;          // [..][b, q, a]

@@ -1,8 +1,8 @@
-// Whole passes of tensor-train tables on the CPU: `tt_lookup_checked_` and `tt_backward_` call the
-// ops of which a pass consists: keys, grouping, plan, rows, pooling; gradients of rows, update.
-// Rows and their gradients, the largest tensors between these ops, are in scratch memory that the
-// thread keeps. The contents of a plan are checked only in the backward pass, whose caller passes
-// it.
+// Whole passes of tensor-train tables on the CPU. `tt_lookup_checked_` calls the ops for keys,
+// grouping, plan, rows and pooling; `tt_backward_` those for gradients of rows and the update. Rows
+// and their gradients, the largest tensors between these ops, are in scratch memory that the thread
+// keeps. The contents of a plan are checked only in the backward pass, to which the caller passes
+// the plan.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -20,8 +20,8 @@
 namespace emb {
 namespace {
 
-// Rows of floats, [rows, columns], in scratch memory, with a tensor that refers to it: entries take
-// tensors. Both are valid as long as the object.
+// Rows of floats, [rows, columns], in scratch memory, and a tensor that refers to this memory,
+// because entries take tensors. Both are valid as long as the object.
 struct ScratchRows {
   Floats memory;
   Tensor tensor;
@@ -32,7 +32,8 @@ struct ScratchRows {
                                         ScalarType::Float)) {}
 };
 
-// Throws unless the layout of `count` tables, from which keys are made, is that of the cores.
+// Throws unless `layout`, from which keys are computed, has `count` tables with the shapes of the
+// cores in `tables`.
 void check_layout_of(const char* op, const TtTableIds* layout, int64_t count,
                      const TtTables& tables) {
   bool equal = count == tables.size();
@@ -50,8 +51,9 @@ void check_layout_of(const char* op, const TtTableIds* layout, int64_t count,
 }
 
 // Return a copy of `features` for a lookup in the distinct rows of the batch, as one table of
-// `rows` rows. If tables differ in dim, rows have the stride of the widest; only rows of a cache
-// can have a stride, so they are looked up as such, with the stride `cache_stride`, else 0.
+// `rows` rows. If tables differ in dim, all rows have the stride of the widest table. Only rows of
+// a cache can have a stride, so they are then looked up as rows of a cache, with the stride
+// `cache_stride`; it is 0 if tables have one dim.
 Tensor features_of_rows(const Tensor& features, int64_t rows, int64_t cache_stride) {
   Tensor copy = allocate(features, {features.size(0), features.size(1)});
   const Feature* from = feature_array(features);
@@ -82,8 +84,8 @@ bool is_valid(const char* op, const Tensor& features, const Tensor& indices, con
 }
 
 // Look up a batch: return the pooled rows and, if num_saved >= 0, what tt_backward_ needs of this
-// pass (kKeptTensors tensors). With `check`, a code of BoundsMode, an invalid batch returns no
-// tensor; without it indices and offsets are repaired.
+// pass (kKeptTensors tensors). With `check`, a code of BoundsMode, nothing is looked up in an
+// invalid batch, and no tensor is returned; without `check` indices and offsets are repaired.
 //   cores, row_factors, dim_factors, num_cores   the tables, see TtTables
 //   tables, feature_tables    int64 [T, 10] and [F, 10] rows of TtTableIds, by table and by feature
 //   features                  int64 [3 F, 8], see TtFeatures
@@ -160,7 +162,7 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
                 offsets, bag_layout, sample_weights, pooling, shapes.dim, row_grads.memory.get());
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
   const std::vector<Tensor> plan(kept.begin() + kGroupTensors, kept.end() - 1);
-  // Values that are not kept are made as they are needed.
+  // Values that are not passed are computed as they are needed.
   const Tensor prefixes = is_stale ? allocate(kept.back(), {0, shapes.value_size}) : kept.back();
   count_step(hyper, [&] {
     tt_update_rows(op, shapes, cores, states, hyper, optimizer, plan, prefixes, row_grads.tensor);

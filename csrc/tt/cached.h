@@ -1,5 +1,5 @@
-// Lookups of tensor trains of which some rows are *stored*: which lookups read a stored row, for
-// which lookups the cores make the row, and the counts of lookups and hits per table. Pointers
+// Lookups of tensor trains that *store* some of their rows: which lookups read a stored row, for
+// which lookups the cores compute the row, and the counts of lookups and hits per table. Pointers
 // are to memory of the device on which the op runs; n is the number of lookups.
 #pragma once
 
@@ -19,7 +19,7 @@ struct TtStoredArgs {
   int64_t num_slots;
   int64_t n;
   // Outputs. `cold` and `rows` are not written if `slots` is null.
-  int64_t* cold;     // the id if the cores make the row, else -1
+  int64_t* cold;     // the id if the cores compute the row, else -1
   int64_t* rows;     // the stored row, -1 for none
   int64_t* counted;  // the key if the index was valid, else -1
 

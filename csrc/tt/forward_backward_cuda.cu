@@ -2,11 +2,11 @@
 // Nothing waits for the device. The contracts of the ops are those of the CPU (plan_cpu.cpp,
 // forward_backward_cpu.cpp, batch_cpu.cpp), except that contents of device tensors are trusted.
 //
-// `tt_lookup_checked_` and `tt_backward_` are whole passes. The first keeps for the second all that
-// both need, in one tensor (`ForwardState`): the grouping of the lookups, the plan, copies of cores
-// and the values of halves. Each pass takes its scratch in one more allocation; the sorts, sums and
-// lookups of tbe/ and group/ that it calls allocate their own. The other ops are parts of these
-// passes; compiled graphs, and gradients of sample weights and of whole cores, call them.
+// `tt_lookup_checked_` and `tt_backward_` are whole passes. The first stores what the second needs
+// too in one tensor (`ForwardState`): the grouping of the lookups, the plan, copies of cores and
+// the values of halves. The scratch of a pass is one more allocation; the sorts, sums and lookups
+// of tbe/ and group/ that it calls allocate their own. The other ops are parts of these passes, for
+// compiled graphs, and for gradients of sample weights and of whole cores.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>

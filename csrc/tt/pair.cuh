@@ -3,11 +3,11 @@
 // tt/args.h.
 //
 // Halves are sorted by id, and so by the row of the inner core, the large one. A block takes one
-// inner row and a tile of columns, finds the halves that share the row, and runs one tiled product
-// over all of them: on tensor cores, from shared memory, into which the next tiles are copied
-// meanwhile. The tiles of the gradient of an inner row are each complete in the registers of one
-// block, so they need no atomics and no partial sums. The gradient of an outer row is written per
-// half, then summed by sum_outer_kernel.
+// inner row and a tile of columns, finds the halves that share the row, and computes one tiled
+// product for all of them on tensor cores. Operands are in shared memory, into which the next tiles
+// are copied during the product. Each tile of the gradient of an inner row is complete in the
+// registers of one block, so it needs no atomics and no partial sums. The gradient of an outer row
+// is written per half; sum_outer_kernel then sums it.
 #pragma once
 
 #include "core/codes.h"
@@ -191,9 +191,9 @@ struct OperandTile {
   }
 };
 
-// Tables in shared memory of where the lines of the halves of an inner row are, kLines at a time.
-// Three tables take turns (tile t uses table t % 3): one is written while the copies of the next
-// tile and the results of the current tile use the other two.
+// Tables in shared memory of the addresses of the lines of an inner row's halves, kLines at a time.
+// Tile t uses table t % 3 of three: one table is written while the copies of the next tile and the
+// results of the current tile use the other two.
 template <int kLines>
 struct LineTables {
   int64_t outer[3][kLines];  // elements into the outer core; -1 after the last line

@@ -3,9 +3,9 @@
 // Distinct rows are in key order, so that the rows of a left half are neighbours. tt_split_kernel
 // computes the ids of both halves of each row, and counts the left halves that begin in each range
 // of rows, a block per range. In tt_lefts_kernel each block adds up the counts of the ranges before
-// its range, and writes the left halves that begin there. The sort and grouping of group/ then
-// group the rows by right id, and tt_finish_kernel writes the rest: row_rights, the row of each
-// lookup if wanted, and where the rows and halves of each table begin.
+// its own range, and writes the left halves that begin in its range. The sort and grouping of
+// group/ then group the rows by right id. At last tt_finish_kernel writes row_rights, the row of
+// each lookup if requested, and where the rows and halves of each table begin.
 #pragma once
 
 #include "core/layout.h"
@@ -15,9 +15,8 @@
 
 namespace emb::cuda {
 
-// The arguments of tt_keys_kernel. All pointers are to device memory. There is at least one bag if
-// there are lookups: every entry calls check_lookups, since feature_of_lookup reads a bag whatever
-// their number.
+// The arguments of tt_keys_kernel. All pointers are to device memory. If there are lookups, there
+// must be at least one bag, which feature_of_lookup reads: every entry calls check_lookups.
 struct TtKeysArgs {
   IndexArray indices;        // [n] of the batch, repaired as they are read
   int64_t n;                 // lookups
@@ -52,15 +51,15 @@ EMB_DEVICE int32_t first_at_least(const T* values, int32_t n, int64_t x) {
   return low;
 }
 
-// Rows are divided into at most kTtRanges ranges of equal length, a multiple of kTileThreads; each
-// range is the work of a block.
+// Rows are divided into at most kTtRanges ranges of equal length, a multiple of kTileThreads. A
+// block processes a range.
 inline constexpr int kTtRanges = 512;
 
-// Return the rows per range, for at most n rows.
+// Return the number of rows per range, for at most n rows.
 EMB_HD int64_t tt_range_rows(int64_t n) {
   const int64_t tiles = (n + kTileThreads - 1) / kTileThreads;
-  const int64_t tiles_of_range = (tiles + kTtRanges - 1) / kTtRanges;
-  return (tiles_of_range > 0 ? tiles_of_range : 1) * kTileThreads;
+  const int64_t tiles_per_range = (tiles + kTtRanges - 1) / kTtRanges;
+  return (tiles_per_range > 0 ? tiles_per_range : 1) * kTileThreads;
 }
 
 // Return the number of ranges, for at most n rows.
@@ -105,8 +104,8 @@ EMB_DEVICE TtIds ids_of_key(const TtSplitArgs& args, int64_t key) {
           static_cast<int32_t>(table.first_right + key_of_table - left * table.right_ids)};
 }
 
-// Return, in every thread of the block, the sum over its warps of the value that lane 0 passes.
-// Has two barriers; `shared` is memory for a value per warp.
+// Return, in every thread of the block, the sum of the values that lane 0 of each warp passes. Has
+// two barriers; `shared` is shared memory for a value per warp.
 EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
   constexpr int kWarps = kTileThreads / kWarpLanes;
   if (threadIdx.x % simt::kWarpLanes == 0) shared[threadIdx.x / simt::kWarpLanes] = value;
@@ -172,20 +171,21 @@ struct TtLeftsArgs {
   num_before = sum_of_warps(simt::group_sum(num_before, simt::kWarpLanes), shared);
   for (int64_t tile = first; tile < end; tile += kTileThreads) {
     const int64_t j = tile + threadIdx.x;
-    const bool inside = j < end;
-    const int32_t id = inside ? args.left_ids[j] : 0;
-    const bool begins = inside && (j == 0 || args.left_ids[j - 1] != id);
-    const unsigned bits = __ballot_sync(simt::kFullMask, begins);
-    if (lane == 0) shared[warp] = __popc(bits);
+    const bool is_inside = j < end;
+    const int32_t id = is_inside ? args.left_ids[j] : 0;
+    const bool begins_left = is_inside && (j == 0 || args.left_ids[j - 1] != id);
+    const unsigned begin_bits = __ballot_sync(simt::kFullMask, begins_left);
+    if (lane == 0) shared[warp] = __popc(begin_bits);
     __syncthreads();
-    int32_t u = num_before + __popc(bits & (0xffffffffu >> (simt::kWarpLanes - 1 - lane))) - 1;
+    const unsigned bits_up_to_lane = begin_bits & (0xffffffffu >> (simt::kWarpLanes - 1 - lane));
+    int32_t u = num_before + __popc(bits_up_to_lane) - 1;
     for (int w = 0; w < kWarps; ++w) {
       u += w < static_cast<int>(warp) ? shared[w] : 0;
       num_before += shared[w];
     }
     __syncthreads();
-    if (inside) args.row_lefts[j] = u;
-    if (begins) {
+    if (is_inside) args.row_lefts[j] = u;
+    if (begins_left) {
       args.lefts[u] = id;
       args.segments[u] = static_cast<int32_t>(j);
     }

@@ -2,12 +2,11 @@
 // grads[v][jr, r] = sum over the rows j of v and over jl of row_grads[j][jl, jr] * left[jl, r].
 //
 // The rows of a half are divided into chunks of 64, counted from its first row, so that the sums do
-// not depend on the rest of the batch. A block of four warps takes a chunk and a tile of 128 ranks
-// and four right columns. Lanes and warps are summed in a fixed order. The sum of a half of one
-// chunk, as most are, is written at once; the chunks of other halves are summed by a second kernel,
-// in order. Ranks and columns beyond the end of a table count as zeros, so that all shapes have one
-// order of sums. Shapes or strides that allow no vectors run on the second instantiation, with the
-// same bits.
+// not depend on the rest of the batch. A block of four warps sums a chunk for a tile of 128 ranks
+// and four right columns. Lanes and warps are summed in a fixed order. Most halves have one chunk,
+// whose sum is written at once; a second kernel sums the chunks of other halves in order. Ranks and
+// columns beyond the end of a table count as zeros, so that all shapes have one order of sums.
+// Shapes or strides that allow no vectors run on the second instantiation, with the same bits.
 #pragma once
 
 #include "tt/rows.cuh"
@@ -95,9 +94,9 @@ struct RightGradOf {
   }
 };
 
-// Iterates over the lines of a lane among those of up to 32 rows, of which each lane of the warp
-// has looked up one. The lines of a block's four warps are taken side by side, one per `quads`
-// lanes.
+// Iterates over the lines of a lane. The lines are those of up to 32 rows, of which each lane of
+// the warp has looked up one. Each group of `quads` lanes of the block's four warps processes
+// another line.
 class LineWalk {
  public:
   EMB_DEVICE LineWalk(int quads, int left_columns)

@@ -1,11 +1,11 @@
 // Rows from the values of their halves on the GPU, and the gradients of the values of left halves
 // (those of right halves are in right_grads.cuh).
 //
-// A row is left [Ql, rank] times right [Qr, rank]. A warp takes the rows of one left half, side by
-// side as columns of one product. In a warp an element is read only by the lane that multiplies it,
-// so shared memory would save nothing: lanes load four neighbours at once from global memory, and
-// the tensor cores take k in the order in which lanes have loaded it. Tables whose shape does not
-// suit tensor cores (TtTableRows::has_mma_rows, has_mma_grads) run on plain kernels.
+// A row is left [Ql, rank] times right [Qr, rank]. A warp computes the rows of one left half, side
+// by side as columns of one product. In a warp an element is read only by the lane that multiplies
+// it, so shared memory would save nothing. Lanes load four neighbours at once from global memory,
+// and the tensor cores process k in the order in which lanes have loaded it. Tables whose shape
+// does not suit tensor cores (TtTableRows::has_mma_rows, has_mma_grads) run on plain kernels.
 //
 // One launch serves the halves of all tables, whatever their shapes: a warp looks up the table of
 // its half in the plan's `starts` and reads the table's arguments from device memory.
@@ -254,9 +254,9 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
 }
 
 // grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r]. A warp
-// takes a left half, 16 left columns and 32 columns of the rank, grid-stride. Four neighbours jr of
-// a row are a quad; lane column c takes every fourth quad, from c on. Column n of fragment i is
-// column 4 n + i of the 32.
+// computes 16 left columns and 32 columns of the rank of a left half, grid-stride. Four neighbours
+// jr of a row are a quad; lane column c reads every fourth quad, from quad c on. Column n of
+// fragment i is column 4 n + i of the 32.
 template <class Products>
 __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
     mma_left_grads_kernel(TtDeviceRowsArgs args, const float* row_grads) {

@@ -119,8 +119,8 @@ inline void multiply(const Product& p) {
   for (; n < p.n; ++n) multiply_columns<1, 1>(p, n);
 }
 
-// Return the lane numbers of one round of a transposition as constants: every block of `kSpan`
-// lanes that belongs to the other register is taken from there.
+// Return the lane numbers of one round of a transposition as constants. The round exchanges blocks
+// of `kSpan` lanes between two registers; kHigh: the lanes of the second register.
 template <int kWidth, int kSpan, bool kHigh>
 EMB_HD typename VecOf<kWidth>::lanes exchange_lanes() {
   struct Table {
@@ -139,7 +139,7 @@ EMB_HD typename VecOf<kWidth>::lanes exchange_lanes() {
   return lanes;
 }
 
-// Do the rounds of a transposition for blocks of kSpan lanes and all smaller ones.
+// Do the rounds of a transposition for blocks of kSpan lanes and of all smaller powers of two.
 template <int kWidth, int kSpan>
 EMB_HD void exchange(typename VecOf<kWidth>::type (&rows)[kWidth]) {
   if constexpr (kSpan > 0) {

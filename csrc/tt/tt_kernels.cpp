@@ -1,8 +1,8 @@
-// Tensor-train forward and backward on one CPU thread: the kernels of TtTable (tt/args.h). All work
-// is products of small matrices whose operands stay in the first two cache levels. Halves are
-// sorted by the row of the inner core, the large one. So an inner row is read once for all halves
-// that share it, and its gradient is one product over them. Halves are processed in *blocks*: up to
-// kTtBlock halves of one inner row.
+// Tensor-train forward and backward on one CPU thread: the kernels of TtTable (tt/args.h). They
+// consist of products of small matrices whose operands stay in the first two cache levels. Halves
+// are sorted by the row of the inner core, the large one. So an inner row is read once for all
+// halves that share it, and its gradient is one product over these halves. Halves are processed in
+// *blocks* of up to kTtBlock halves of one inner row.
 
 #include "core/vec.h"
 #include "tt/args.h"
@@ -43,10 +43,10 @@ EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
   return last;
 }
 
-// Prefetches the inner row of half u, with which the next block begins, because the products read
-// it by columns, which the hardware does not foresee. The caller asks for the row in `parts` parts,
-// with work in between: a core that asks for more lines than it can have in flight waits. Does
-// nothing if u is `end` or the half is no pair.
+// Prefetches the inner row of half u, with which the next block begins: the products read the row
+// by columns, an order that hardware does not prefetch. The caller prefetches the row in `parts`
+// parts, with work in between, because a processor waits if it prefetches more lines than it can
+// have in flight. Does nothing if u is `end` or the half is no pair.
 class InnerPrefetch {
  public:
   EMB_HD InnerPrefetch(const TtHalfCores& cores, int64_t u, int64_t end, int64_t parts) {
@@ -68,7 +68,7 @@ class InnerPrefetch {
 };
 
 // Rows between the prefetch of a row's operands and their use. Rows of a right half are in the
-// order of their left halves, so that the hardware does not foresee where they are.
+// order of their left halves, not side by side, so that hardware does not prefetch them.
 constexpr int64_t kRowsAhead = 6;
 constexpr int64_t kSumsAhead = 2;  // the same for sums, which are in the second-level cache
 
@@ -221,9 +221,9 @@ void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t en
 }
 
 // Write the gradients of both cores of a pair from `value_grads`, the gradients of the values of
-// one block. Per half, the gradient of its outer row is written; `inner_grad`, the gradient of the
-// block's inner row, is written by the first block of the inner row, and the other blocks add to
-// it. The caller must have put the inner row, transposed, into scratch.inner.
+// one block. The gradient of an outer row is written per half. The first block of an inner row
+// writes `inner_grad`, the gradient of that row, and the other blocks add to it. The caller must
+// have written the transposed inner row to scratch.inner.
 EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, float* inner_grad,
                            int64_t begin, int64_t end, const float* value_grads,
                            const BlockScratch& scratch) {
