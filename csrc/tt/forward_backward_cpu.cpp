@@ -1,5 +1,5 @@
-// `tt_rows`, `tt_core_grads` and `tt_update_` on the CPU: rows from cores, and back from gradients
-// of rows to gradients of cores, or to updated cores.
+// `tt_rows`, `tt_core_grads` and `tt_update_` on the CPU: compute rows from cores, compute the
+// gradients of cores from the gradients of rows, and update cores.
 //
 // To *expand* a half is to compute its value from its cores. The right halves of a batch are few
 // and are all expanded first; left halves are expanded when they are needed. Only core rows that
@@ -206,7 +206,8 @@ struct TtRowsOutput {
   float *rows, *saved;  // [capacity][stride], [num_saved][value_stride]
   int64_t stride, num_saved, value_stride;
 
-  // Return where the values of a table are saved, one after the other without gaps, and how many.
+  // Return where the values of a table are saved, one after the other without gaps, and how many
+  // are.
   float* saved_of(const TtTableBatch& batch) const {
     return saved + batch.first_left * value_stride;
   }
@@ -332,9 +333,9 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
 // sum is computed by one thread in a fixed order, whatever the number of threads and the size of
 // the waves.
 
-// Floats of left values in a wave that expands them again: if all threads run it, and if one thread
-// runs it alone. A thread alone waits for no other between waves, so its waves can be small enough
-// for its second-level cache.
+// Floats of left values in a wave that expands them again, if all threads run the wave, and if one
+// thread runs it alone. A thread alone does not wait for others between waves, so its waves can be
+// small enough for its second-level cache.
 constexpr int64_t kWaveFloats = 1 << 20, kWaveFloatsAlone = 1 << 18;
 constexpr int64_t kMinWave = 4 * kTtBlock;  // minimum number of left halves in a wave
 
@@ -344,10 +345,10 @@ class OuterRowSums {
  public:
   OuterRowSums(const PairRows& rows, int64_t size, int64_t begin, int64_t end,
                const float* outer_values, float* grads)
-      : rows_(rows.num_outer()), starts_(rows_ + 1, 0), members_(end - begin) {
+      : num_rows_(rows.num_outer()), starts_(num_rows_ + 1, 0), members_(end - begin) {
     const std::vector<int32_t>& row_of_half = rows.outer_positions;
     for (int64_t u = begin; u < end; ++u) ++starts_[row_of_half[u] + 1];
-    for (int64_t i = 0; i < rows_; ++i) starts_[i + 1] += starts_[i];
+    for (int64_t i = 0; i < num_rows_; ++i) starts_[i + 1] += starts_[i];
     std::vector<int32_t> cursor(starts_.begin(), starts_.end() - 1);
     for (int64_t u = begin; u < end; ++u) {
       members_[cursor[row_of_half[u]]++] = static_cast<int32_t>(u - begin);
@@ -355,17 +356,17 @@ class OuterRowSums {
     args_ = {outer_values, size, starts_.data(), members_.data(), grads};
   }
 
-  int64_t rows() const { return rows_; }
+  int64_t num_rows() const { return num_rows_; }
   int64_t cost(int64_t row) const { return (row + starts_[row]) * args_.size; }
   void run(int64_t begin, int64_t end) const { tt_table().sum_outer(args_, begin, end); }
 
  private:
-  int64_t rows_;
+  int64_t num_rows_;
   std::vector<int32_t> starts_, members_;
   TtOuterSumArgs args_;
 };
 
-// The optimizer step on the rows of a core.
+// An optimizer step on the rows of a core.
 struct CoreStep {
   UpdateRowsFn update;
   TierMemory tier;  // the core and its states
@@ -395,8 +396,8 @@ struct CoreGrads {
 class TtTableBackward {
  public:
   // `saved` has the values of the first `num_saved` left halves of the table; `row_grads` has the
-  // gradients of the rows of all tables, `stride` floats each. `is_alone`: run on one thread,
-  // because other threads have other tables. Refers to all arguments.
+  // gradients of the rows of all tables, `stride` floats each. `is_alone`: run on this thread only,
+  // because other threads process other tables. Refers to all arguments.
   TtTableBackward(const TtTableBatch& batch, const TtRights& rights, const float* saved,
                   int64_t num_saved, const float* row_grads, int64_t stride, bool is_alone)
       : batch_(batch),
@@ -436,13 +437,15 @@ class TtTableBackward {
     const int64_t num_saved = left_.num_saved;
     const int64_t max_wave = (is_alone_ ? kWaveFloatsAlone : kWaveFloats) / left_.size;  // halves
     const int64_t wave = std::max(std::min(max_wave, lefts), kMinWave);
-    // Saved values need no scratch, so that several threads take them all in one wave.
+    // Saved values need no scratch, so that several threads process them all in one wave.
     const int64_t saved_wave = is_alone_ ? wave : std::max(wave, num_saved);
-    // Waves end with an inner row, if none has more halves than a wave: then the gradient of every
-    // inner row is complete within a wave, and the step is applied there.
-    const bool steps = step != nullptr && rows.max_halves_of_inner() <= wave;
-    const auto end_of = [&](int64_t limit) { return steps ? rows.first_of_inner(limit) : limit; };
-    if (steps) {
+    // If no inner row has more halves than a wave, waves end with an inner row. Then the gradient
+    // of every inner row is complete within a wave, and the step is applied there.
+    const bool is_stepped = step != nullptr && rows.max_halves_of_inner() <= wave;
+    const auto wave_end = [&](int64_t max_end) {
+      return is_stepped ? rows.first_of_inner(max_end) : max_end;
+    };
+    if (is_stepped) {
       step_ = step;
       for (const int32_t row : rows.inner) {
         step_rows_.push_back(static_cast<int32_t>(batch_.core_row(1, row)));
@@ -451,13 +454,13 @@ class TtTableBackward {
       inner->rows = rows.inner;
       inner->values = new_floats(rows.num_inner() * inner->width);
     }
-    const int64_t saved_end = end_of(num_saved);
+    const int64_t saved_end = wave_end(num_saved);
     recomputed_ = new_floats(num_saved < lefts ? wave * left_.size : 0);
     const Floats outer_values = new_floats(saved_wave * left.outer_size());
     left_.unsaved = recomputed_.get();
     for (int64_t begin = 0, end; begin < lefts; begin = end) {
-      end = end_of(begin < saved_end ? std::min(begin + saved_wave, saved_end)
-                                     : std::min(begin + wave, lefts));
+      end = wave_end(begin < saved_end ? std::min(begin + saved_wave, saved_end)
+                                       : std::min(begin + wave, lefts));
       left_.first_unsaved = begin;
       add_left_grads({inner->values.get(), rows.inner_positions.data(), outer_values.get(), begin},
                      begin, end);
@@ -503,7 +506,7 @@ class TtTableBackward {
     const OuterRowSums sums(rows, half.outer_size(), 0, batch_.num_rights, outer_values.get(),
                             outer.get());
     parallel_balanced(
-        sums.rows(), kTtGrain, [&](int64_t row) { return sums.cost(row); },
+        sums.num_rows(), kTtGrain, [&](int64_t row) { return sums.cost(row); },
         [&](int64_t begin, int64_t end) { sums.run(begin, end); });
     outer_core->rows = rows.outer;
     outer_core->values = new_floats(num_outer * outer_core->width);
@@ -587,7 +590,7 @@ class TtTableBackward {
                                 .row_grads = row_grads_,
                                 .row_stride = stride_,
                                 .grads = right_grads_.get()};
-    const int64_t rights = batch_.num_rights, outer_rows = sums != nullptr ? sums->rows() : 0;
+    const int64_t rights = batch_.num_rights, outer_rows = sums != nullptr ? sums->num_rows() : 0;
     if (is_alone_) {
       tt_table().right_grads_by_row(args, rows_done_, args.row_end);
       rows_done_ = args.row_end;

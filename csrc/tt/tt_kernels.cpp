@@ -24,23 +24,23 @@ struct BlockScratch {
   BlockScratch(const TtHalf& half, float* p) : BlockScratch(TtScratchLayout(half, 0), p) {}
 
  private:
-  BlockScratch(const TtScratchLayout& at, float* p)
-      : packed(p + at.packed),
-        values(p + at.values),
-        permuted(p + at.permuted),
-        inner(p + at.inner),
-        value(p + at.value),
-        row(p + at.row) {}
+  BlockScratch(const TtScratchLayout& layout, float* p)
+      : packed(p + layout.packed),
+        values(p + layout.values),
+        permuted(p + layout.permuted),
+        inner(p + layout.inner),
+        value(p + layout.value),
+        row(p + layout.row) {}
 };
 
-// Return the end of the block that begins with half u: the same inner row, at most kTtBlock halves.
+// Return the end of the block that begins with half u: at most kTtBlock halves of one inner row.
 EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
   const int64_t max_end = u + kTtBlock < end ? u + kTtBlock : end;
-  // Above all ids if not a pair.
-  const int64_t limit = (cores.inner_row(u) + 1) * cores.half.outer_rows;
-  int64_t last = u + 1;
-  while (last < max_end && cores.id(last) < limit) ++last;
-  return last;
+  // Without a pair this exceeds all ids.
+  const int64_t ids_end = (cores.inner_row(u) + 1) * cores.half.outer_rows;
+  int64_t end_u = u + 1;
+  while (end_u < max_end && cores.id(end_u) < ids_end) ++end_u;
+  return end_u;
 }
 
 // Prefetches the inner row of half u, with which the next block begins: the products read the row
@@ -52,25 +52,28 @@ class InnerPrefetch {
   EMB_HD InnerPrefetch(const TtHalfCores& cores, int64_t u, int64_t end, int64_t parts) {
     if (u >= end || !cores.half.is_pair) return;
     const int64_t nbytes = cores.half.inner_size() * int64_t{sizeof(float)};
-    next_ = reinterpret_cast<const char*>(cores.inner_of(u));
-    last_ = next_ + nbytes;
-    part_ = (nbytes / parts + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes;
+    next_line_ = reinterpret_cast<const char*>(cores.inner_of(u));
+    row_end_ = next_line_ + nbytes;
+    part_bytes_ = (nbytes / parts + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes;
   }
 
   EMB_HD void prefetch_part() {
-    const char* stop = last_ - next_ > part_ ? next_ + part_ : last_;
-    for (; next_ < stop; next_ += kCacheLineBytes) __builtin_prefetch(next_, 0, 3);
+    const char* part_end =
+        row_end_ - next_line_ > part_bytes_ ? next_line_ + part_bytes_ : row_end_;
+    for (; next_line_ < part_end; next_line_ += kCacheLineBytes) {
+      __builtin_prefetch(next_line_, 0, 3);
+    }
   }
 
  private:
-  const char *next_ = nullptr, *last_ = nullptr;
-  int64_t part_ = 0;
+  const char *next_line_ = nullptr, *row_end_ = nullptr;
+  int64_t part_bytes_ = 0;
 };
 
 // Rows between the prefetch of a row's operands and their use. Rows of a right half are in the
 // order of their left halves, not side by side, so that hardware does not prefetch them.
 constexpr int64_t kRowsAhead = 6;
-constexpr int64_t kSumsAhead = 2;  // the same for sums, which are in the second-level cache
+constexpr int64_t kSumsAhead = 2;  // for sums, which are in the second-level cache
 
 // Copy the outer rows of the halves [begin, end) one after the other: [n q_outer, inner_rank].
 EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, float* packed) {
