@@ -57,7 +57,7 @@ _OPTIMIZERS: dict[OptimType, type[Any]] = {
     OptimType.PARTIAL_ROWWISE_ADAM: optim.PartialRowwiseAdam,
     OptimType.PARTIAL_ROWWISE_LAMB: optim.PartialRowwiseLAMB,
 }
-_WITHOUT_EPS = (optim.SGD, optim.LARS)
+_CLASSES_WITHOUT_EPS = (optim.SGD, optim.LARS)
 
 DISTRIBUTIONS = {
     "uniform": "positive_uniform",
@@ -146,21 +146,25 @@ def tt_matrix_to_full(
     Raises:
         ValueError: another number of ranks or cores.
     """
-    cores = len(tt_p_shapes)
-    full = [1, *tt_ranks, 1] if len(tt_ranks) == cores - 1 else list(tt_ranks)
-    if len(full) != cores + 1 or len(tt_cores) != cores or len(tt_q_shapes) != cores:
+    num_cores = len(tt_p_shapes)
+    full_ranks = [1, *tt_ranks, 1] if len(tt_ranks) == num_cores - 1 else list(tt_ranks)
+    if (
+        len(full_ranks) != num_cores + 1
+        or len(tt_cores) != num_cores
+        or len(tt_q_shapes) != num_cores
+    ):
         raise ValueError(
-            f"{cores} row factors need as many factors of the dimension and cores, and "
-            f"{cores - 1} ranks, got {len(tt_q_shapes)}, {len(tt_cores)} and {len(tt_ranks)}"
+            f"{num_cores} row factors need as many factors of the dimension and cores, and "
+            f"{num_cores - 1} ranks, got {len(tt_q_shapes)}, {len(tt_cores)} and {len(tt_ranks)}"
         )
     axes = list(tt_permute or (1, 0, 2, 3))
-    laid_out = []
+    emblib_cores = []
     for k, core in enumerate(tt_cores):
-        sizes = (full[k], tt_p_shapes[k], tt_q_shapes[k], full[k + 1])
+        sizes = (full_ranks[k], tt_p_shapes[k], tt_q_shapes[k], full_ranks[k + 1])
         stored = core.reshape([sizes[axis] for axis in axes])
         emblib_axes = [axes.index(axis) for axis in (1, 0, 2, 3)]
-        laid_out.append(stored.permute(emblib_axes).reshape(tt_p_shapes[k], -1))
-    return reference.to_dense(laid_out, math.prod(tt_p_shapes), tt_p_shapes, tt_q_shapes)
+        emblib_cores.append(stored.permute(emblib_axes).reshape(tt_p_shapes[k], -1))
+    return reference.to_dense(emblib_cores, math.prod(tt_p_shapes), tt_p_shapes, tt_q_shapes)
 
 
 class TableBatchedTTEmbeddingBag(nn.Module):
@@ -243,7 +247,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         if not self.sparse:
             return optim.External(gradient=optim.Gradient.DENSE)
         kind = _OPTIMIZERS[OptimType(self.optimizer)]
-        options = {} if kind in _WITHOUT_EPS else {"eps": self.eps}
+        options = {} if kind in _CLASSES_WITHOUT_EPS else {"eps": self.eps}
         optimizer: optim.Optimizer = kind(self.learning_rate, **options)
         return optimizer
 
@@ -292,9 +296,9 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         is read: on a CPU for each batch, on a GPU for the first only, so that later batches do not
         wait for the device.
         """
-        count = offsets.numel()
-        if self.num_tables > 1 or not count:
-            return count % self.num_tables == 0 and count > 0
+        num_offsets = offsets.numel()
+        if self.num_tables > 1 or not num_offsets:
+            return num_offsets % self.num_tables == 0 and num_offsets > 0
         if offsets.device.type == "cpu":
             return int(offsets[-1]) < indices.numel()
         if self._first_lacks_last_offset is None:
@@ -359,7 +363,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         Raises:
             ValueError: the module has no cache.
         """
-        self._cached().populate()
+        self._require_cache().populate()
 
     def update_cache(self, indices: Tensor) -> None:
         """Count uses of ids of the first table without a lookup; training lookups count theirs.
@@ -378,9 +382,9 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         Raises:
             ValueError: the module has no cache.
         """
-        self._cached().empty_cache()
+        self._require_cache().empty_cache()
 
-    def _cached(self) -> StackedCachedTTBags:
+    def _require_cache(self) -> StackedCachedTTBags:
         if not isinstance(self.bags, StackedCachedTTBags):
             raise ValueError("the module has no cache: construct it with use_cache=True")
         return self.bags

@@ -72,7 +72,7 @@ class CoreViews:
         if not self._in_graph and addresses == self._views[0]:
             return self._views[1]
         by_core = [(core if self._in_graph else core.detach()).unbind(0) for core in cores]
-        views = [core for of_table in zip(*by_core, strict=True) for core in of_table]
+        views = [core for core_views in zip(*by_core, strict=True) for core in core_views]
         self._views = (addresses, views)
         return views
 
@@ -183,7 +183,7 @@ class StateDictReader:
             self._convert_fbtt()
         self._check_layout()
         if len(self._errors) > num_errors_before:
-            self._keep_own()
+            self._restore_own_entries()
 
     def _stack(self) -> None:
         """Stack the cores and states of tables, which earlier versions had one by one."""
@@ -317,7 +317,7 @@ class StateDictReader:
                 f"{layout.tolist()} here"
             )
 
-    def _keep_own(self) -> None:
+    def _restore_own_entries(self) -> None:
         """Replace all entries by the module's own, so that loading them changes nothing."""
         self._entries.update(self._bags.state_dict(prefix=self._bags_prefix))
         for k, core in enumerate(self._trains.stacked.as_list()):

@@ -24,8 +24,8 @@ from emblib.compat import (
 from emblib.compat.torchrec_names import MODULES, RAISES
 from emblib.sharding import awaitables, codecs, planner
 
-# Modules that implement names; of several that have a name, the first one has TorchRec's form.
-_SOURCES: tuple[ModuleType, ...] = (
+# Modules that implement names. If several have a name, the first one has TorchRec's form of it.
+_IMPLEMENTING_MODULES: tuple[ModuleType, ...] = (
     torchrec_optim,
     torchrec_types,
     torchrec_comms,
@@ -46,7 +46,7 @@ _SOURCES: tuple[ModuleType, ...] = (
     collections,
 )
 # Names of TorchRec whose implementation has another name.
-_OTHERS: dict[str, Any] = {
+_IMPLEMENTATION_OF_NAME: dict[str, Any] = {
     "BaseEmbeddingSharder": torchrec_sharders.ModuleSharder,
     "BaseQuantEmbeddingSharder": torchrec_quant.QuantEmbeddingBagCollectionSharder.__base__,
     "EmbeddingPlannerBase": torchrec_planner.EmbeddingShardingPlanner,
@@ -58,18 +58,18 @@ _OTHERS: dict[str, Any] = {
     "ShardedEmbeddingModule": torchrec_sharders.ShardedModule,
     "ShardingPlanner": torchrec_planner.EmbeddingShardingPlanner,
 }
-_MORE = ("EmbOptimType",)  # of FBGEMM: `fused_params` have it
+_NAMES_OF_FBGEMM = ("EmbOptimType",)  # `fused_params` have it
 
 
 def names() -> dict[str, Any]:
     """Return the implementation of each name of the table, except for names that raise."""
     entries = [entry.rpartition("=")[2] for text in MODULES.values() for entry in text.split()]
     values_by_name: dict[str, Any] = {}
-    for name in dict.fromkeys([*entries, *_MORE]):
-        if name in _OTHERS:
-            values_by_name[name] = _OTHERS[name]
+    for name in dict.fromkeys([*entries, *_NAMES_OF_FBGEMM]):
+        if name in _IMPLEMENTATION_OF_NAME:
+            values_by_name[name] = _IMPLEMENTATION_OF_NAME[name]
             continue
-        source = next((m for m in _SOURCES if name in vars(m)), None)
+        source = next((m for m in _IMPLEMENTING_MODULES if name in vars(m)), None)
         if source is not None and name not in RAISES:
             values_by_name[name] = vars(source)[name]
     return values_by_name

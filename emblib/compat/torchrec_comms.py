@@ -113,18 +113,18 @@ def get_qcomm_codecs_registry(
 
     `comm_ops` are the collectives, None or empty for all; `device` is ignored.
     """
-    c = qcomms_config
-    if (c.forward_precision, c.backward_precision) == (CommType.FP32, CommType.FP32):
+    config = qcomms_config
+    if (config.forward_precision, config.backward_precision) == (CommType.FP32, CommType.FP32):
         return None
-    forward_dim = c.fp8_quantize_dim
-    backward_dim = c.fp8_quantize_dim_bwd or forward_dim
+    forward_dim = config.fp8_quantize_dim
+    backward_dim = config.fp8_quantize_dim_bwd or forward_dim
     both_directions = QuantizedCommCodecs(
-        FbgemmCodec(c.forward_precision, c.forward_loss_scale, forward_dim, is_e4m3=True),
+        FbgemmCodec(config.forward_precision, config.forward_loss_scale, forward_dim, is_e4m3=True),
         FbgemmCodec(
-            c.backward_precision,
-            c.backward_loss_scale,
+            config.backward_precision,
+            config.backward_loss_scale,
             backward_dim,
-            is_e4m3=c.fp8_bwd_uses_143,
+            is_e4m3=config.fp8_bwd_uses_143,
         ),
     )
     return {op.name: both_directions for op in comm_ops or CommOp}

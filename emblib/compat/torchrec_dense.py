@@ -98,7 +98,7 @@ class MLP(nn.Module):
             is_last = number == len(layer_sizes)
             layer_activation: Activation = nn.Identity()
             if activation_on_last or not is_last:
-                layer_activation = _activation(activation, out_columns, device)
+                layer_activation = _activation_of_layer(activation, out_columns, device)
             layers.append(
                 Perceptron(in_columns, out_columns, bias, layer_activation, device, dtype)
             )
@@ -110,7 +110,7 @@ class MLP(nn.Module):
         return out
 
 
-def _activation(activation: Any, size: int, device: torch.device | None) -> Activation:
+def _activation_of_layer(activation: Any, size: int, device: torch.device | None) -> Activation:
     """Return the activation of a layer with `size` outputs."""
     if activation == "swish_layernorm":
         return SwishLayerNorm(size, device=device)

@@ -53,9 +53,10 @@ def run_on_leader(pg: Any, rank: int) -> Callable[[Callable[..., T]], Callable[.
 
 def get_local_size(world_size: int | None = None) -> int:
     """Return the number of ranks per node: LOCAL_WORLD_SIZE if it divides the world, else all."""
-    size = RankGroup().size if world_size is None else world_size
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return local if 0 < local <= size and size % local == 0 else size
+    num_ranks = RankGroup().size if world_size is None else world_size
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    is_divisor = 0 < local_size <= num_ranks and num_ranks % local_size == 0
+    return local_size if is_divisor else num_ranks
 
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
@@ -144,9 +145,9 @@ class KJTAllToAll(nn.Module):
         header = [
             number for part in parts for number in (*item_nbytes, stride, *part.length_per_key())
         ]
-        sent = torch.tensor(header, device=batch.device())
+        sent_sizes = torch.tensor(header, device=batch.device())
         pending = start_all_to_all(
-            sent,
+            sent_sizes,
             [3 + n for n in self._splits],
             [3 + num_features] * ranks.size,
             ranks,
@@ -162,15 +163,19 @@ class KJTAllToAll(nn.Module):
         A message to a rank is the lengths, then the ids, of its features, in the dtype of the ids.
         """
         ranks, num_features = self._ranks, self._splits[self._ranks.rank]
-        numbers = pending.wait().view(ranks.size, 3 + num_features).tolist()
-        _check_item_nbytes([row[:2] for row in numbers])
-        received = [row[2:] for row in numbers]
-        strides = [row[0] for row in received]
-        ids = [sum(row[1:]) for row in received]
-        message = [t.to(batch.values().dtype) for p in parts for t in (p.lengths(), p.values())]
+        rows_of_ranks = pending.wait().view(ranks.size, 3 + num_features).tolist()
+        _check_item_nbytes([row[:2] for row in rows_of_ranks])
+        sizes_of_ranks = [row[2:] for row in rows_of_ranks]
+        strides = [row[0] for row in sizes_of_ranks]
+        num_ids_of_ranks = [sum(row[1:]) for row in sizes_of_ranks]
+        message_parts = [
+            t.to(batch.values().dtype) for p in parts for t in (p.lengths(), p.values())
+        ]
         sizes = [part.lengths().numel() + part.values().numel() for part in parts]
-        received_sizes = [num_features * stride + n for stride, n in zip(strides, ids, strict=True)]
-        sent = torch.cat(message) if message else batch.values()[:0]
+        received_sizes = [
+            num_features * stride + n for stride, n in zip(strides, num_ids_of_ranks, strict=True)
+        ]
+        sent = torch.cat(message_parts) if message_parts else batch.values()[:0]
         values = start_all_to_all(sent, sizes, received_sizes, ranks, content=Content.IDS)
         values.wait()  # over one group, collectives of the host follow each other
         weights = None
@@ -178,13 +183,13 @@ class KJTAllToAll(nn.Module):
             weights = start_all_to_all(
                 torch.cat([part.weights() for part in parts]),
                 [part.values().numel() for part in parts],
-                ids,
+                num_ids_of_ranks,
                 ranks,
                 content=Content.WEIGHTS,
             )
-        first = sum(self._splits[: ranks.rank])
-        keys = batch.keys()[first : first + num_features]
-        return DeferredAwaitable(partial(_feature_major, keys, received, values, weights))
+        first_feature = sum(self._splits[: ranks.rank])
+        keys = batch.keys()[first_feature : first_feature + num_features]
+        return DeferredAwaitable(partial(_to_feature_major, keys, sizes_of_ranks, values, weights))
 
 
 def _check_item_nbytes(by_rank: Sequence[Sequence[int]]) -> None:
@@ -201,7 +206,7 @@ def _check_item_nbytes(by_rank: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _feature_major(
+def _to_feature_major(
     keys: list[str], messages: list[list[int]], values: Any, weights: Any
 ) -> KeyedJaggedTensor:
     """Return a batch from rank-major messages of lengths and ids.
@@ -214,13 +219,15 @@ def _feature_major(
     """
     strides, counts = [row[0] for row in messages], [row[1:] for row in messages]
     num_features = len(keys)
-    sizes = [
+    segment_sizes = [
         n
         for stride, row in zip(strides, counts, strict=True)
         for n in [stride] * num_features + row
     ]
-    segments = list(values.wait().split(sizes))
-    scales = None if weights is None else list(weights.wait().split([n for c in counts for n in c]))
+    segments = list(values.wait().split(segment_sizes))
+    weight_segments = (
+        None if weights is None else list(weights.wait().split([n for c in counts for n in c]))
+    )
 
     def in_order(first: int, step: int, tensors: Sequence[Tensor]) -> Tensor:
         world = len(messages)
@@ -230,7 +237,7 @@ def _feature_major(
     return KeyedJaggedTensor(
         keys,
         in_order(num_features, 2 * num_features, segments),
-        None if scales is None else in_order(0, num_features, scales),
+        None if weight_segments is None else in_order(0, num_features, weight_segments),
         in_order(0, 2 * num_features, segments).long(),
         stride=sum(strides),
         length_per_key=[sum(row[f] for row in counts) for f in range(num_features)],
@@ -302,7 +309,7 @@ class KJTOneToAll(nn.Module):
         )
 
 
-class _ToOne(nn.Module):
+class _ToOneDevice(nn.Module):
     """Base of modules that bring tensors of several devices to one.
 
     A call with more than `world_size` tensors raises ValueError; 0 is no limit.
@@ -316,13 +323,13 @@ class _ToOne(nn.Module):
         """Change the device that tensors are brought to."""
         self._device = torch.device(device_str)
 
-    def _moved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _move(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if self._world_size and len(tensors) > self._world_size:
             raise ValueError(f"at most {self._world_size} tensors, one per device: {len(tensors)}")
         return [tensor.to(self._device, non_blocking=True) for tensor in tensors]
 
 
-class EmbeddingsAllToOne(_ToOne):
+class EmbeddingsAllToOne(_ToOneDevice):
     """Concatenate one or more tensors of several devices on one device, along `cat_dim`."""
 
     def __init__(self, device: torch.device, world_size: int, cat_dim: int) -> None:
@@ -331,27 +338,27 @@ class EmbeddingsAllToOne(_ToOne):
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the concatenated tensors."""
-        return torch.cat(self._moved(tensors), self._cat_dim)
+        return torch.cat(self._move(tensors), self._cat_dim)
 
 
-class EmbeddingsAllToOneReduce(_ToOne):
+class EmbeddingsAllToOneReduce(_ToOneDevice):
     """Add up one or more tensors of several devices on one device, in their order."""
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum."""
-        first, *others = self._moved(tensors)
+        first, *others = self._move(tensors)
         total = first.clone()
         for other in others:
             total += other
         return total
 
 
-class SeqEmbeddingsAllToOne(_ToOne):
+class SeqEmbeddingsAllToOne(_ToOneDevice):
     """Bring tensors of several devices to one, each by itself."""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors on the device; those that are there already are not copied."""
-        return self._moved(tensors)
+        return self._move(tensors)
 
 
 # Pooled rows

@@ -24,8 +24,8 @@ from emblib.compat.raising import RaisesOnUse
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 
 TORCHREC = "torchrec"
-_COPIES = "_copy_of_"  # beginning of the names of second copies in `sys.modules`
-_WAY_OUT = {TORCHREC: RUN_TORCHREC_ITSELF}  # by library, for error messages
+_COPY_PREFIX = "_copy_of_"  # beginning of the names of second copies in `sys.modules`
+_WAY_OUT_OF_LIBRARY = {TORCHREC: RUN_TORCHREC_ITSELF}  # by library, for error messages
 
 
 class FallbackError(ImportError):
@@ -55,7 +55,7 @@ class Fallback:
         self._root = Path(next(iter(spec.submodule_search_locations)))
         self._modules = modules
         self._packages: list[ModuleType] = []  # modules that `install` made packages
-        self._raising: dict[tuple[str, str], Any] = {}  # by module and name
+        self._raising_names: dict[tuple[str, str], Any] = {}  # by module and name
 
     def install(self) -> None:
         """Serve the names and modules that the tree lacks, from now on."""
@@ -65,7 +65,7 @@ class Fallback:
                 self._packages.append(module)
             for attribute, value in list(vars(module).items()):
                 if self._library == TORCHREC != name and isinstance(value, RaisesOnUse):
-                    self._raising[name, attribute] = vars(module).pop(attribute)
+                    self._raising_names[name, attribute] = vars(module).pop(attribute)
             vars(module)["fallback"] = self
         sys.meta_path.insert(0, self)
 
@@ -74,14 +74,14 @@ class Fallback:
         sys.meta_path.remove(self)
         for module in self._modules.values():
             vars(module).pop("fallback", None)
-        for (name, attribute), value in self._raising.items():
+        for (name, attribute), value in self._raising_names.items():
             setattr(self._modules[name], attribute, value)
         for module in self._packages:
             del module.__path__
         for name, module in list(sys.modules.items()):
-            is_of_library = name.startswith(f"{self._library}.")
-            is_of_library = is_of_library and module is not self._modules.get(name)
-            if is_of_library or name.startswith(f"{_COPIES}{self._library}_"):
+            is_executed = name.startswith(f"{self._library}.")
+            is_executed = is_executed and module is not self._modules.get(name)
+            if is_executed or name.startswith(f"{_COPY_PREFIX}{self._library}_"):
                 del sys.modules[name]
 
     def find_spec(
@@ -102,9 +102,9 @@ class Fallback:
         path = f"{self._library}.{module}" if module else self._library
         if self.find_spec(f"{path}.{name}") is not None:
             return importlib.import_module(f"{path}.{name}")
-        raising = self._raising.get((path, name))
+        raising = self._raising_names.get((path, name))
         try:
-            copy = self._copy(path)
+            copy = self._execute_copy(path)
         except FallbackError:
             if raising is None:
                 raise
@@ -117,12 +117,12 @@ class Fallback:
             )
         return vars(copy)[name]
 
-    def _copy(self, name: str) -> ModuleType | None:
+    def _execute_copy(self, name: str) -> ModuleType | None:
         """Execute the library's file of a module under another name, once.
 
         None for the library's root, and for a module without a file.
         """
-        copy_name = _COPIES + name.replace(".", "_")
+        copy_name = _COPY_PREFIX + name.replace(".", "_")
         if copy_name in sys.modules:
             return sys.modules[copy_name]
         source_spec = PathFinder.find_spec(name, [str(self._directory(name).parent)])
@@ -140,7 +140,7 @@ class Fallback:
             raise FallbackError(
                 f"{source_spec.origin} cannot be executed over emblib's names of {self._library} "
                 f"({type(error).__name__}: {error}). "
-                + _WAY_OUT.get(self._library, "Name what it lacks in an issue."),
+                + _WAY_OUT_OF_LIBRARY.get(self._library, "Name what it lacks in an issue."),
                 name=name,
             ) from error
         # Its functions meet the tree's objects: one type for each name that both have.

@@ -53,14 +53,14 @@ def _types_of(features: Any) -> Any:
     return sys.modules[_JAGGED] if is_torchrec else None
 
 
-def _keyed(features: Any) -> Any:
+def _to_keyed(features: Any) -> Any:
     """Convert a TensorDict to TorchRec's KeyedJaggedTensor; return other batches as they are."""
     is_dict = type(features).__module__.partition(".")[0] == "tensordict"
     module: Any = sys.modules.get("torchrec.sparse.tensor_dict")
     return module.maybe_td_to_kjt(features, None) if is_dict and module else features
 
 
-def _of_library(output: Any, types: Any) -> Any:
+def _to_library_types(output: Any, types: Any) -> Any:
     """Return the output of a collection in TorchRec's types; as it is if `types` is None."""
     if types is None:
         return output
@@ -85,8 +85,8 @@ class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
 
     def forward(self, features: Any) -> Any:
         """Pool the bags of each feature; returns a KeyedTensor of the library of `features`."""
-        batch = _keyed(features)
-        return _of_library(super().forward(KeyedJaggedTensor.adopt(batch)), _types_of(batch))
+        batch = _to_keyed(features)
+        return _to_library_types(super().forward(KeyedJaggedTensor.adopt(batch)), _types_of(batch))
 
 
 class MigratedEmbeddingCollection(EmbeddingCollection):
@@ -96,8 +96,8 @@ class MigratedEmbeddingCollection(EmbeddingCollection):
 
     def forward(self, features: Any) -> Any:
         """Look up every id; returns JaggedTensors of the library of `features` by name."""
-        batch = _keyed(features)
-        return _of_library(super().forward(KeyedJaggedTensor.adopt(batch)), _types_of(batch))
+        batch = _to_keyed(features)
+        return _to_library_types(super().forward(KeyedJaggedTensor.adopt(batch)), _types_of(batch))
 
     def embedding_dim(self) -> int:
         """Return the columns of each table, which TorchRec requires to be equal."""
@@ -129,7 +129,7 @@ class _WithTypes:
 
     def inputs(self, features: Any) -> Inputs:
         """Return the ids to send, of a batch of either library."""
-        batch = _keyed(features)
+        batch = _to_keyed(features)
         parent: Any = super()
         inputs: Inputs = parent.inputs(None if batch is None else KeyedJaggedTensor.adopt(batch))
         types = _types_of(batch)
@@ -152,7 +152,7 @@ class _WithTypes:
 
         def join(pending: list[Any]) -> LazyAwaitable[Any]:
             output: LazyAwaitable[Any] = outputs.join(pending)
-            output.then(lambda result: _of_library(result, received.types))
+            output.then(lambda result: _to_library_types(result, received.types))
             return output
 
         return outputs._replace(join=join)
@@ -183,23 +183,23 @@ class ReplacedCollection(Replaced):
         self._check(old)
         self.weights = [
             TorchWeight(child.weight, Trained.of(optimizers, child.weight))
-            for child in _children(old).values()
+            for child in _table_modules(old).values()
         ]
         fused = [optimizer_for(w.trained, w.weight, tables) for w in self.weights]
         _check_steps(self.weights, [optimizer for optimizer, _ in fused])
         self.note = "; ".join(dict.fromkeys(note for _, note in fused if note))
-        super().__init__(paths, old, _collection(old, [optimizer for optimizer, _ in fused]))
+        super().__init__(paths, old, _make_migrated(old, [optimizer for optimizer, _ in fused]))
 
     @staticmethod
     def _check(old: Any) -> None:
         if type(old).__name__ not in FACTORIES or not type(old).__module__.startswith("torchrec."):
             raise NotMigrated(f"{type(old).__name__} is a subclass, whose code would be lost")
-        for child in _children(old).values():
+        for child in _table_modules(old).values():
             check_weight(child.weight)
 
     @property
     def _tables(self) -> list[MigratedTable]:
-        return [_table(handle) for handle in self.new.handles().values()]
+        return [_migrated_table(handle) for handle in self.new.handles().values()]
 
     @property
     def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
@@ -249,9 +249,9 @@ class ReplacedCollection(Replaced):
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
         """Return a collection of TorchRec with some of the rows, and its optimizers."""
-        module, rows = _smaller(self.old, max_rows, seed)
+        module, rows = _smaller_collection(self.old, max_rows, seed)
         optimizers: list[TorchOptimizer] = []
-        pairs = zip(self.weights, self._tables, _children(module).values(), rows, strict=True)
+        pairs = zip(self.weights, self._tables, _table_modules(module).values(), rows, strict=True)
         for weight, table, child, row_ids in pairs:
             row_ids = row_ids.to(table.rows.device)
             with torch.no_grad():
@@ -291,7 +291,7 @@ class ReplacedCollection(Replaced):
 
     def rows(self, module: Any) -> list[Tensor]:
         """Return the rows of each table."""
-        return [child.weight.detach() for child in _children(module).values()]
+        return [child.weight.detach() for child in _table_modules(module).values()]
 
 
 class ReplacedFusedCollection(ReplacedCollection):
@@ -313,7 +313,7 @@ class ReplacedFusedCollection(ReplacedCollection):
         fused = [optimizers_by_module[id(module)] for module, _ in self._tbes]
         if _is_pooled(old) and len({config.pooling for config in _configs(old)}) > 1:
             self.note = "columns follow the names; TorchRec's come in the order of the poolings"
-        Replaced.__init__(self, paths, old, _collection(old, fused))
+        Replaced.__init__(self, paths, old, _make_migrated(old, fused))
 
     @property
     def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
@@ -334,7 +334,7 @@ class ReplacedFusedCollection(ReplacedCollection):
         """Copy rows, states and steps into the tables."""
         for (module, number), table in zip(self._tbes, self._tables, strict=True):
             table.rows.copy_(module.split_embedding_weights()[number])
-            for new, old in _pairs(table, module, number):
+            for new, old in _state_pairs(table, module, number):
                 new.copy_(old.view_as(new))
             table.module.set_step(step_of(module))
 
@@ -346,7 +346,7 @@ class ReplacedFusedCollection(ReplacedCollection):
         for (module, number), table, row_ids in zip(tbes, self._tables, rows, strict=True):
             row_ids = row_ids.to(table.rows.device)
             module.split_embedding_weights()[number].copy_(table.rows[row_ids])
-            for new, old in _pairs(table, module, number):
+            for new, old in _state_pairs(table, module, number):
                 old.copy_(new[row_ids].view_as(old))
             module.iter.fill_(int(table.module.step))
             module.iter_cpu.fill_(int(table.module.step))
@@ -354,7 +354,7 @@ class ReplacedFusedCollection(ReplacedCollection):
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
         """Return a collection of TorchRec with some of the rows; it trains itself."""
-        module, rows = _smaller(self.old, max_rows, seed)
+        module, rows = _smaller_collection(self.old, max_rows, seed)
         with torch.no_grad():
             self._copy_into(_tbes(module), rows)
         return module, []
@@ -389,13 +389,13 @@ def _states(module: Any, number: int) -> list[Tensor]:
     return states[number] if states else []
 
 
-def _pairs(table: MigratedTable, module: Any, number: int) -> list[tuple[Tensor, Tensor]]:
+def _state_pairs(table: MigratedTable, module: Any, number: int) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of a table's states and the states of FBGEMM's module."""
     states = [table.states[name] for name in STATE_ORDER if name in table.states]
     return list(zip(states, _states(module, number), strict=True))
 
 
-def _table(handle: Any) -> MigratedTable:
+def _migrated_table(handle: Any) -> MigratedTable:
     """Return the rows and states of a table, given its handle in the new collection."""
     views = handle.views()
     rows = views.pop("weight")
@@ -406,7 +406,7 @@ def _is_pooled(collection: Any) -> bool:
     return hasattr(collection, "embedding_bags")
 
 
-def _children(collection: Any) -> dict[str, Any]:
+def _table_modules(collection: Any) -> dict[str, Any]:
     """Return the module with the weight of each table, of either library."""
     modules = collection.embedding_bags if _is_pooled(collection) else collection.embeddings
     return {config.name: modules[config.name] for config in _configs(collection)}
@@ -426,11 +426,11 @@ def _options(old: Any) -> dict[str, Any]:
     return {"need_indices": old.need_indices()}
 
 
-def _collection(
+def _make_migrated(
     old: Any, optimizers: Sequence[optim.Optimizer | None]
 ) -> EmbeddingBagCollection | EmbeddingCollection:
     """Return a migrated collection, with an optimizer per table."""
-    children, pooled = _children(old), _is_pooled(old)
+    children, pooled = _table_modules(old), _is_pooled(old)
     tables: list[Any] = []
     for config, optimizer in zip(_configs(old), optimizers, strict=True):
         weight = children[config.name].weight
@@ -454,7 +454,7 @@ def _collection(
     return collection
 
 
-def _smaller(old: Any, max_rows: int | None, seed: int) -> tuple[Any, list[Tensor]]:
+def _smaller_collection(old: Any, max_rows: int | None, seed: int) -> tuple[Any, list[Tensor]]:
     """Return a collection of TorchRec with fewer rows, and which those are, per table."""
     configs = _configs(old)
     rows = [chosen_rows(config.num_embeddings, max_rows, seed) for config in configs]
@@ -464,7 +464,7 @@ def _smaller(old: Any, max_rows: int | None, seed: int) -> tuple[Any, list[Tenso
             "optimizer_type": old.optimizer_type(),
             "optimizer_kwargs": old.optimizer_kwargs(),
         }
-    device = next(iter(_children(old).values())).weight.device
+    device = next(iter(_table_modules(old).values())).weight.device
     smaller_configs = [
         replace(config, num_embeddings=len(row_ids))
         for config, row_ids in zip(configs, rows, strict=True)

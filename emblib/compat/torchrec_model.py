@@ -93,21 +93,21 @@ def shard(
     collection: Any = module
     names = [config.name for config in collection.configs]
     shardings = dict.fromkeys(names, plan) if isinstance(plan, Placing) else dict(plan)
-    open_tables = [name for name, value in shardings.items() if isinstance(value, Placing)]
-    if open_tables:
+    unplaced_tables = [name for name, value in shardings.items() if isinstance(value, Placing)]
+    if unplaced_tables:
         placings = {
-            name: value if isinstance(value, Placing) else _as_it_is(value)
+            name: value if isinstance(value, Placing) else _keep_sharding(value)
             for name, value in shardings.items()
         }
         module_plan = construct_module_sharding_plan(
             module, placings, sharder, env.ranks.local_size, env.world_size, env.ranks.device.type
         )
-        shardings |= {name: module_plan[name] for name in open_tables}
+        shardings |= {name: module_plan[name] for name in unplaced_tables}
     sharded: nn.Module = sharder.shard(module, shardings, env, device)
     return sharded
 
 
-def _as_it_is(parameter: ParameterSharding) -> Placing:
+def _keep_sharding(parameter: ParameterSharding) -> Placing:
     """Return a rule that keeps the present sharding of a table."""
     native = parameter.to_emblib()
     return Placing(lambda shape, world: native, parameter.compute_kernel)
@@ -138,8 +138,10 @@ def shard_modules(
     sharders = default_sharders() if sharders is None else list(sharders)
     if plan is None and env.is_local:
         plan = local_plan(module, env.world_size)
-        trained = {p: m for p, m in collections_of(module).items() if p not in plan.plan}
-        for path, collection in trained.items():
+        trained_collections = {
+            p: m for p, m in collections_of(module).items() if p not in plan.plan
+        }
+        for path, collection in trained_collections.items():
             rules = {c.name: sharding.table_wise(0) for c in collection.configs}  # type: ignore[union-attr]
             native = sharding.construct_module_plan(collection, rules, World(1, 1))
             plan.plan[path] = EmbeddingModuleShardingPlan(
@@ -323,7 +325,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
             return (
                 optimizer,
                 comm_precision,
-                None if plan is None else _native(plan, optimizer, world),
+                None if plan is None else _to_native_plan(plan, optimizer, world),
             )
 
         # Planning is collective, and so is what follows: a rank must not fail alone before it.
@@ -340,7 +342,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         if plan is not None:
             # Sharders of other libraries may change what a plan says of tables.
             prepares = [s.prepare for s in sharders if hasattr(s, "prepare")]
-            module = fingerprint.agree(ranks, lambda: _prepared(module, plan, prepares))
+            module = fingerprint.agree(ranks, lambda: _prepare_collections(module, plan, prepares))
         if native is None:
             planner = EmbeddingShardingPlanner()
             native = planner.collective_plan(module, sharders, ranks).to_emblib(world)
@@ -404,7 +406,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         self.wrap_dense(self._wrapper)
 
 
-def _native(plan: Any, optimizer: Optimizer | None, world: World) -> sharding.ShardingPlan:
+def _to_native_plan(plan: Any, optimizer: Optimizer | None, world: World) -> sharding.ShardingPlan:
     """Return the plan as emblib's, checked against the optimizer of all tables."""
     if not isinstance(plan, ShardingPlan):
         raise TypeError(
@@ -416,7 +418,9 @@ def _native(plan: Any, optimizer: Optimizer | None, world: World) -> sharding.Sh
     return plan.to_emblib(world)
 
 
-def _prepared(module: nn.Module, plan: Any, prepares: Sequence[Callable[..., Any]]) -> nn.Module:
+def _prepare_collections(
+    module: nn.Module, plan: Any, prepares: Sequence[Callable[..., Any]]
+) -> nn.Module:
     """Return the model, after each sharder has changed the collections that it shards."""
     for prepare in prepares:
         module = prepare(module, plan)
@@ -425,13 +429,13 @@ def _prepared(module: nn.Module, plan: Any, prepares: Sequence[Callable[..., Any
 
 def _common_setting(settings: Sequence[Any]) -> Any:
     """Return the setting of the sharders that have one (not None); ValueError if they differ."""
-    present = [value for value in settings if value is not None]
-    if any(value != present[0] for value in present):
+    passed_settings = [value for value in settings if value is not None]
+    if any(value != passed_settings[0] for value in passed_settings):
         raise ValueError(
-            f"sharders of one model must agree, got {present}: give tables that differ their "
-            "optimizer by apply_optimizer_in_backward"
+            f"sharders of one model must agree, got {passed_settings}: give tables that differ "
+            "their optimizer by apply_optimizer_in_backward"
         )
-    return present[0] if present else None
+    return passed_settings[0] if passed_settings else None
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -81,9 +81,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "eps": eps,
         }
-        wrong = {name: value for name, value in numbers.items() if not value >= 0}
-        if wrong:
-            raise ValueError(f"the numbers of RowWiseAdagrad must be >= 0, got {wrong}")
+        invalid_numbers = {name: value for name, value in numbers.items() if not value >= 0}
+        if invalid_numbers:
+            raise ValueError(f"the numbers of RowWiseAdagrad must be >= 0, got {invalid_numbers}")
         super().__init__(params, {**numbers, "maximize": maximize})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -91,10 +91,10 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for parameter in group["params"]:
-            total = parameter.detach().new_full(
+            sum_of_squares = parameter.detach().new_full(
                 (parameter.shape[0], 1), group["initial_accumulator_value"]
             )
-            self.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
+            self.state[parameter] = {"step": torch.tensor(0.0), "sum": sum_of_squares}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -129,7 +129,7 @@ def _rowwise_step(parameter: Tensor, state: dict[str, Any], group: Mapping[str, 
     parameter.addcdiv_(grad, state["sum"].sqrt().add_(group["eps"]), value=-rate)
 
 
-class _FusedOnly(torch.optim.Optimizer):
+class _FusedOptimizerName(torch.optim.Optimizer):
     """Base of classes that name an optimizer of tables, for `apply_optimizer_in_backward`."""
 
     fused_class: ClassVar[type[optim.Optimizer]]
@@ -147,20 +147,20 @@ class _FusedOnly(torch.optim.Optimizer):
         )
 
 
-def _named(name: str, fused_class: type[optim.Optimizer]) -> type[_FusedOnly]:
+def _make_naming_class(name: str, fused_class: type[optim.Optimizer]) -> type[_FusedOptimizerName]:
     """Return a class of TorchRec that names an optimizer of emblib."""
     doc = f"Names `emblib.optim.{fused_class.__name__}`."
     members = {"fused_class": fused_class, "__doc__": doc, "__module__": __name__}
-    return type(name, (_FusedOnly,), members)
+    return type(name, (_FusedOptimizerName,), members)
 
 
-SGD = _named("SGD", optim.SGD)
-LarsSGD = _named("LarsSGD", optim.LARS)
-LAMB = _named("LAMB", optim.LAMB)
-PartialRowWiseLAMB = _named("PartialRowWiseLAMB", optim.PartialRowwiseLAMB)
-Adam = _named("Adam", optim.Adam)
-PartialRowWiseAdam = _named("PartialRowWiseAdam", optim.PartialRowwiseAdam)
-Adagrad = _named("Adagrad", optim.Adagrad)
+SGD = _make_naming_class("SGD", optim.SGD)
+LarsSGD = _make_naming_class("LarsSGD", optim.LARS)
+LAMB = _make_naming_class("LAMB", optim.LAMB)
+PartialRowWiseLAMB = _make_naming_class("PartialRowWiseLAMB", optim.PartialRowwiseLAMB)
+Adam = _make_naming_class("Adam", optim.Adam)
+PartialRowWiseAdam = _make_naming_class("PartialRowWiseAdam", optim.PartialRowwiseAdam)
+Adagrad = _make_naming_class("Adagrad", optim.Adagrad)
 
 
 class FusedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):

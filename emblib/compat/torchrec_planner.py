@@ -33,7 +33,7 @@ _GIB = 1 << 30
 
 
 # TorchRec's bandwidths in bytes per ms, and the figures of a Calibration in bytes per s.
-_RATES = {
+_CALIBRATION_FIELD_OF_RATE = {
     "intra_host_bw": "link_bytes_per_s",
     "inter_host_bw": "network_bytes_per_s",
     "hbm_to_ddr_mem_bw": "host_bytes_per_s",
@@ -66,7 +66,7 @@ class Topology:
         calibration: planner.Calibration | None = None,
         **rates: float | None,
     ) -> None:
-        unknown = sorted(rates.keys() - _RATES)
+        unknown = sorted(rates.keys() - _CALIBRATION_FIELD_OF_RATE)
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown)} must be left out: times of memory are measured, "
@@ -76,18 +76,20 @@ class Topology:
         self.local_world_size = local_world_size or world_size
         # A plan for GPUs can be made on a machine without them, if `hbm_cap` is given.
         is_elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
-        make: Any = planner.Topology if is_elsewhere else planner.Topology.detect
-        detected: planner.Topology = make(
+        make_topology: Any = planner.Topology if is_elsewhere else planner.Topology.detect
+        detected: planner.Topology = make_topology(
             world_size, self.local_world_size, device=compute_device, calibration=calibration
         )
-        memory = hbm_cap if compute_device == "cuda" else ddr_cap
-        changes: dict[str, Any] = {} if memory is None else {"memory": memory}
+        memory_bytes = hbm_cap if compute_device == "cuda" else ddr_cap
+        changes: dict[str, Any] = {} if memory_bytes is None else {"memory": memory_bytes}
         if compute_device == "cuda" and ddr_cap is not None:
             changes["host_memory"] = ddr_cap
         if ssd_cap is not None:
             changes["disk"] = ssd_cap
         bandwidths: dict[str, Any] = {
-            _RATES[name]: 1e3 * rate for name, rate in rates.items() if rate is not None
+            _CALIBRATION_FIELD_OF_RATE[name]: 1e3 * rate
+            for name, rate in rates.items()
+            if rate is not None
         }
         if bandwidths:
             assert detected.calibration is not None
@@ -345,7 +347,7 @@ class EmbeddingShardingPlanner:
         self._constraints = {
             name: constraint.to_emblib() for name, constraint in constraints.items()
         }
-        self._forced = {
+        self._forced_storages = {
             name: storage
             for name, constraint in constraints.items()
             if (storage := constraint.forced_storage()) is not None
@@ -369,7 +371,7 @@ class EmbeddingShardingPlanner:
             PlanError: no plan fits the memory or the constraints.
             TypeError: a callback returns no `ShardingPlan`.
         """
-        return self._planned(self._native_planner(RankGroup()), module, sharders)
+        return self._plan_with_callbacks(self._native_planner(RankGroup()), module, sharders)
 
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
@@ -378,11 +380,11 @@ class EmbeddingShardingPlanner:
         ranks = RankGroup.from_value(pg)
         native_planner = self._native_planner(ranks)
         plan: ShardingPlan = invoke_on_rank_and_broadcast_result(
-            ranks, 0, lambda: self._planned(native_planner, module, sharders)
+            ranks, 0, lambda: self._plan_with_callbacks(native_planner, module, sharders)
         )
         return plan
 
-    def _planned(
+    def _plan_with_callbacks(
         self, native_planner: planner.Planner, module: nn.Module, sharders: Sequence[Any]
     ) -> ShardingPlan:
         plan = self._plan_natively(native_planner, module, sharders)
@@ -397,16 +399,16 @@ class EmbeddingShardingPlanner:
     def _plan_natively(
         self, native_planner: planner.Planner, module: nn.Module, sharders: Sequence[Any]
     ) -> ShardingPlan:
-        def as_forced(work: planner.TableWorkload) -> planner.TableWorkload:
-            storage = self._forced.get(work.config.name, work.config.storage)
+        def with_forced_storage(work: planner.TableWorkload) -> planner.TableWorkload:
+            storage = self._forced_storages.get(work.config.name, work.config.storage)
             return dataclasses.replace(
                 work, config=dataclasses.replace(work.config, storage=storage)
             )
 
-        plan = plan_with_report(native_planner, module, sharders, as_forced)
+        plan = plan_with_report(native_planner, module, sharders, with_forced_storage)
         for tables in plan.plan.values():
-            for name in tables.keys() & self._forced.keys():
-                tables[name].set_storage(self._forced[name])
+            for name in tables.keys() & self._forced_storages.keys():
+                tables[name].set_storage(self._forced_storages[name])
         return plan
 
 
@@ -414,15 +416,18 @@ def plan_with_report(
     native_planner: planner.Planner,
     module: nn.Module,
     sharders: Sequence[Any],
-    as_planned: Callable[[planner.TableWorkload], planner.TableWorkload] | None = None,
+    change_workload: Callable[[planner.TableWorkload], planner.TableWorkload] | None = None,
 ) -> ShardingPlan:
-    """Plan with the optimizers of the sharders; `as_planned` replaces each table's workload."""
+    """Plan with the optimizers of the sharders.
+
+    `change_workload` returns the workload to plan for a table, given the computed one.
+    """
     workloads = [
         dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
         for work in workloads_of(module, native_planner.batch_size, native_planner.constraints)
     ]
-    if as_planned is not None:
-        workloads = [as_planned(work) for work in workloads]
+    if change_workload is not None:
+        workloads = [change_workload(work) for work in workloads]
     result = native_planner.solve_workloads(workloads, dense_bytes(module))
     return plan_of(result.plan, native_planner.topology.device, str(result))
 

@@ -36,7 +36,7 @@ from emblib.storage.initial_values import skip_initial_values
 _BITS = {DataType.INT8: 8, DataType.INT4: 4}
 
 
-def _with_type(config: Any, data_type: DataType | torch.dtype) -> Any:
+def _with_data_type(config: Any, data_type: DataType | torch.dtype) -> Any:
     """Return a configuration without optimizer whose rows have a data type."""
     kind = data_type if isinstance(data_type, DataType) else dtype_to_data_type(data_type)
     if kind in _BITS:
@@ -63,7 +63,7 @@ _IGNORED_OPTIONS = (  # of FBGEMM's memory
 )
 
 
-def _options(options: dict[str, Any]) -> dict[str, Any]:
+def _supported_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a quantised collection that emblib's has."""
     name = "table_name_to_quantized_weights"
     _refuse(name, options.pop(name, None))
@@ -105,7 +105,7 @@ class _Quantised:
             )
         by_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
         weight, output = qconfig.weight().dtype, qconfig.activation().dtype
-        configs = [_with_type(c, by_table.get(c.name, weight)) for c in module.configs]
+        configs = [_with_data_type(c, by_table.get(c.name, weight)) for c in module.configs]
         flag = {cls._flag: getattr(module, cls._flag)()}
         with skip_initial_values():
             kind: Any = cls
@@ -136,7 +136,7 @@ class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCol
         output_dtype: torch.dtype = torch.float,
         **options: Any,
     ) -> None:
-        super().__init__(tables, device, is_weighted=is_weighted, **_options(options))
+        super().__init__(tables, device, is_weighted=is_weighted, **_supported_options(options))
         self._prepare_for_inference(output_dtype)
 
 
@@ -156,7 +156,7 @@ class QuantEmbeddingCollection(_Quantised, emblib_collections.EmbeddingCollectio
         output_dtype: torch.dtype = torch.float,
         **options: Any,
     ) -> None:
-        super().__init__(tables, device, need_indices=need_indices, **_options(options))
+        super().__init__(tables, device, need_indices=need_indices, **_supported_options(options))
         self._prepare_for_inference(output_dtype)
 
 
@@ -185,7 +185,7 @@ def _device_of(name: str, parameter: ParameterSharding, world_size: int) -> int:
     return ranks[0]
 
 
-class _OverDevices(Subscripted, nn.Module):
+class _ShardedOverDevices(Subscripted, nn.Module):
     """Base of quantised collections over the devices of one process: whole tables on each.
 
     Args:
@@ -217,20 +217,22 @@ class _OverDevices(Subscripted, nn.Module):
         }
         numbers = sorted(set(device_numbers.values()))
         self._part_of = {name: numbers.index(number) for name, number in device_numbers.items()}
-        self.parts = nn.ModuleList(self._part(module, device_numbers, number) for number in numbers)
+        self.parts = nn.ModuleList(
+            self._make_part(module, device_numbers, number) for number in numbers
+        )
 
-    def _part(self, module: Any, device_numbers: Mapping[str, int], number: int) -> nn.Module:
+    def _make_part(self, module: Any, device_numbers: Mapping[str, int], number: int) -> nn.Module:
         """Return the collection of the tables on device `number`; `module` itself if it is that."""
         target = rank_device(self._device.type, number)
         if len(set(device_numbers.values())) == 1 and target.type == module.device.type == "cpu":
             return module  # nothing to copy
         configs = [config for config in self.configs if device_numbers[config.name] == number]
         with skip_initial_values():
-            part = self._like(module, configs, target)
+            part = self._make_collection(module, configs, target)
         part.copy_rows(module)
         return part
 
-    def _like(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
+    def _make_collection(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
         """Return a collection as `module`, of the tables `configs`, on `device`."""
         raise NotImplementedError
 
@@ -275,10 +277,10 @@ class _OverDevices(Subscripted, nn.Module):
         return torchrec_script.scriptable(self.parts[0])
 
 
-class ShardedQuantEmbeddingBagCollection(_OverDevices):
+class ShardedQuantEmbeddingBagCollection(_ShardedOverDevices):
     """A quantised `EmbeddingBagCollection` over the devices of one process."""
 
-    def _like(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
+    def _make_collection(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
         weighted, dtype = module.is_weighted(), module.groups.output_dtype
         return QuantEmbeddingBagCollection(configs, weighted, device, dtype)
 
@@ -300,10 +302,10 @@ class ShardedQuantEmbeddingBagCollection(_OverDevices):
         return list(self.configs)
 
 
-class ShardedQuantEmbeddingCollection(_OverDevices):
+class ShardedQuantEmbeddingCollection(_ShardedOverDevices):
     """A quantised `EmbeddingCollection` over the devices of one process."""
 
-    def _like(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
+    def _make_collection(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
         indices, dtype = module.need_indices(), module.groups.output_dtype
         return QuantEmbeddingCollection(configs, device, indices, dtype)
 
@@ -397,7 +399,7 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
         ValueError: more bytes on a device than `capacity`.
     """
     sharder = _QuantSharder()
-    collections = _quantised(module)
+    collections = _quantised_collections(module)
     sizes = {
         (path, name): rows.numel()
         for path, collection in collections.items()
@@ -423,7 +425,7 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
     )
 
 
-def _quantised(module: nn.Module) -> dict[str, Any]:
+def _quantised_collections(module: nn.Module) -> dict[str, Any]:
     """Return the quantised collections of a model, by path."""
     kinds = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
     return {path: part for path, part in module.named_modules() if isinstance(part, kinds)}

@@ -625,7 +625,7 @@ class Tracer(torch.fx.Tracer):
         return super().create_arg(a)
 
 
-class _Whole(nn.Module):
+class _WholeModule(nn.Module):
     """A module whose only child, which is never traced, does the work."""
 
     def __init__(self, whole: nn.Module) -> None:
@@ -661,7 +661,7 @@ def symbolic_trace(
     """
     tracer = Tracer(leaf_modules)
     if isinstance(root, nn.Module) and tracer.is_whole(root):
-        root = _Whole(root)
+        root = _WholeModule(root)
     graph = tracer.trace(root, concrete_args)
     owner: Any = root.module if getattr(root, "wraps_module", False) else root  # type: ignore[union-attr]
     return torch.fx.GraphModule(owner if isinstance(owner, nn.Module) else nn.Module(), graph)

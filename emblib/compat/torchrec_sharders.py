@@ -202,17 +202,17 @@ def fuse_embedding_optimizer(
 
 # Sharded collections
 
-_dedup = {"on": False}  # of this process
+_index_dedup = {"on": False}  # of this process
 
 
 def set_ec_index_dedup(val: bool) -> None:
     """Set whether each `ShardedEmbeddingCollection` made from now on sends each id once."""
-    _dedup["on"] = bool(val)
+    _index_dedup["on"] = bool(val)
 
 
 def get_ec_index_dedup() -> bool:
     """Return the value of `set_ec_index_dedup`; False by default."""
-    return _dedup["on"]
+    return _index_dedup["on"]
 
 
 class EmbeddingBagCollectionContext:

@@ -121,15 +121,15 @@ class ShardedTensor(ShardedTable):
 
     def local_shards(self) -> list[LocalShard]:
         """Return the shards of this rank; their tensors are the memory of the table."""
-        local = []
+        local_shards = []
         for number, part in self.parts.items():
             shard, dims = self.shards[number], self.dim()
             offsets = [shard.rows[0], shard.columns[0]][:dims]
             metadata = ShardMetadata(
                 offsets, list(shard.shape)[:dims], f"rank:{shard.rank}/{part.device.type}"
             )
-            local.append(LocalShard(part, metadata))
-        return local
+            local_shards.append(LocalShard(part, metadata))
+        return local_shards
 
     def local_tensor(self) -> Tensor:
         """Return the values of the only shard of this rank.
@@ -298,7 +298,7 @@ class ParameterSharding:
                 "it from table_wise(rank), row_wise() and the like"
             )
         return sharding.ParameterSharding(
-            kind, tuple(map(_shard_of, self.sharding_spec.shards)), storage
+            kind, tuple(map(_to_shard, self.sharding_spec.shards)), storage
         )
 
     @classmethod
@@ -318,7 +318,9 @@ class ParameterSharding:
                 for shard in table.shards
             ]
             ranks = [shard.rank for shard in table.shards]
-            converted = cls(_type_name(table), kernel, ranks, EnumerableShardingSpec(shards))
+            converted = cls(
+                _torchrec_type_name(table), kernel, ranks, EnumerableShardingSpec(shards)
+            )
         converted.set_storage(table.storage)
         return converted
 
@@ -333,13 +335,13 @@ class ParameterSharding:
         return f"{self.sharding_type} ({self.compute_kernel}) on ranks {self.ranks or 'all'}"
 
 
-def _type_name(table: sharding.ParameterSharding) -> str:
+def _torchrec_type_name(table: sharding.ParameterSharding) -> str:
     """Return TorchRec's name of a sharding type; for types that it lacks, ROW_WISE."""
     torchrec_names = [kind.value for kind in ShardingType]
     return table.type.value if table.type.value in torchrec_names else ShardingType.ROW_WISE.value
 
 
-def _shard_of(shard: Any) -> Shard:
+def _to_shard(shard: Any) -> Shard:
     """Convert a `ShardMetadata`, or one of torch, whose placement is an object."""
     (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
     placement = shard.placement

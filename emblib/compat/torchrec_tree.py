@@ -52,7 +52,7 @@ class TreeModule(ModuleType):
 def entries(module: str) -> dict[str, str]:
     """Return the names of a module of TorchRec, and what each is in `emblib.compat.torchrec`."""
     pairs = (entry.partition("=") for entry in MODULES[module].split())
-    return {name: other or name for name, _, other in pairs}
+    return {name: implementation or name for name, _, implementation in pairs}
 
 
 def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dict[str, ModuleType]:
@@ -66,10 +66,10 @@ def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dic
         ImportError: the table has a name that is neither implemented nor raises.
     """
     modules: dict[str, ModuleType] = {"": package}
-    raises = {
+    raising_names = {
         name: raising(name, f"{reason}. {RUN_TORCHREC_ITSELF}") for name, reason in RAISES.items()
     }
-    lacking = []
+    missing_names = []
     for path in MODULES:
         module = modules.setdefault(path, TreeModule(f"{TREE}.{path}"))
         if path:
@@ -78,17 +78,17 @@ def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dic
             module.__doc__ = f"Names of TorchRec's module torchrec.{path}; see docs/torchrec.md."
             module.__path__ = []
         names = entries(path)
-        for name, other in names.items():
-            if other in implementations:
-                setattr(module, name, implementations[other])
-            elif other in raises:
-                setattr(module, name, raises[other])
+        for name, implementation in names.items():
+            if implementation in implementations:
+                setattr(module, name, implementations[implementation])
+            elif implementation in raising_names:
+                setattr(module, name, raising_names[implementation])
             else:
-                lacking.append(f"{path}.{name}")
+                missing_names.append(f"{path}.{name}")
         if path:
             module.__dict__["__all__"] = sorted(names)
-    if lacking:
-        raise ImportError(f"the table of TorchRec's names has no implementation of {lacking}")
+    if missing_names:
+        raise ImportError(f"the table of TorchRec's names has no implementation of {missing_names}")
     for path, module in modules.items():
         if path:
             parent, _, name = path.rpartition(".")
@@ -110,10 +110,12 @@ class MissingModules:
         for root in (TREE, TORCHREC):
             installed: Any = sys.modules.get(root)
             if name.startswith(f"{root}.") and getattr(installed, "is_of_emblib", False):
-                near = get_close_matches(name.removeprefix(f"{root}."), filter(None, MODULES), 3)
+                similar_names = get_close_matches(
+                    name.removeprefix(f"{root}."), filter(None, MODULES), 3
+                )
                 raise ModuleNotFoundError(
                     f"{name}: emblib has no counterpart of this module or name of TorchRec"
-                    + (f"; it has {', '.join(near)}" if near else "")
+                    + (f"; it has {', '.join(similar_names)}" if similar_names else "")
                     + ". emblib.compat.torchrec.install(fallback=True) takes it from an installed "
                     f"torchrec. {RUN_TORCHREC_ITSELF}",
                     name=root,

@@ -60,13 +60,13 @@ class Batch(Pipelineable):
     sparse_features: KeyedJaggedTensor
     labels: Tensor
 
-    def _mapped(self, change: Callable[[Any], Any]) -> Batch:
+    def _map_parts(self, change: Callable[[Any], Any]) -> Batch:
         parts = (self.dense_features, self.sparse_features, self.labels)
         return Batch(*map(change, parts))
 
     def to(self, device: torch.device, non_blocking: Any = False) -> Batch:
         """Copy to `device`."""
-        return self._mapped(lambda part: part.to(device, non_blocking=non_blocking))
+        return self._map_parts(lambda part: part.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until the work queued on `stream` is done."""
@@ -75,7 +75,7 @@ class Batch(Pipelineable):
 
     def pin_memory(self) -> Batch:
         """Copy to page-locked memory."""
-        return self._mapped(lambda part: part.pin_memory())
+        return self._map_parts(lambda part: part.pin_memory())
 
 
 class ComputeKJTToJTDict(nn.Module):
@@ -94,7 +94,7 @@ class ComputeJTDictToKJT(nn.Module):
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
-def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+def _are_close(first: Tensor | None, second: Tensor | None) -> bool:
     """Return whether two tensors have one shape and are close, or both are None."""
     if first is None or second is None:
         return first is second
@@ -106,9 +106,9 @@ def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:
     if not isinstance(jt_1, JaggedTensor) or not isinstance(jt_2, JaggedTensor):
         return False
     return (
-        _equal(jt_1.values(), jt_2.values())
-        and _equal(jt_1.lengths(), jt_2.lengths())
-        and _equal(jt_1.weights_or_none(), jt_2.weights_or_none())
+        _are_close(jt_1.values(), jt_2.values())
+        and _are_close(jt_1.lengths(), jt_2.lengths())
+        and _are_close(jt_1.weights_or_none(), jt_2.weights_or_none())
     )
 
 
@@ -124,14 +124,14 @@ def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
         kjt_1.keys() == kjt_2.keys()
         and kjt_1.stride_per_key() == kjt_2.stride_per_key()
         and kjt_1.length_per_key() == kjt_2.length_per_key()
-        and _equal(kjt_1.values(), kjt_2.values())
-        and _equal(kjt_1.lengths(), kjt_2.lengths())
-        and _equal(kjt_1.weights_or_none(), kjt_2.weights_or_none())
+        and _are_close(kjt_1.values(), kjt_2.values())
+        and _are_close(kjt_1.lengths(), kjt_2.lengths())
+        and _are_close(kjt_1.weights_or_none(), kjt_2.weights_or_none())
         and (first is None) == (second is None)
         and (
             first is None
             or second is None
-            or (first[0] == second[0] and _equal(first[1], second[1]))
+            or (first[0] == second[0] and _are_close(first[1], second[1]))
         )
     )
 

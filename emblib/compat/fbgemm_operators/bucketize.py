@@ -21,21 +21,21 @@ _Buckets = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Lengths, rows, weights, positions in the bag, and where each index is in the result."""
 
 # Parts of the schemas of block_bucketize_sparse_features and its variants, in this order:
-# _FIRST, weights, _OPTIONS, _LAST, results.
-_OPTIONS = (
+# _LEADING, weights, _OPTIONAL, _TRAILING, results.
+_OPTIONAL = (
     "Tensor? batch_size_per_feature=None, SymInt max_B=-1, Tensor[]? block_bucketize_pos=None, "
 )
-_LAST = (
+_TRAILING = (
     "bool keep_orig_idx=False, Tensor? total_num_blocks=None, "
     "Tensor? keep_orig_idx_per_feature=None) -> "
 )
-_FIRST = (
+_LEADING = (
     "(Tensor lengths, Tensor indices, bool bucketize_pos, bool sequence, Tensor block_sizes, "
     "SymInt my_size, "
 )
 
 
-def _segments(lengths: Tensor, total: int) -> Tensor:
+def _bag_of_lookups(lengths: Tensor, total: int) -> Tensor:
     """Return the bag of each of `total` lookups, int64 `[total]`."""
     bags = torch.arange(lengths.numel(), device=lengths.device)
     return bags.repeat_interleave(lengths, output_size=total)
@@ -45,10 +45,10 @@ def _bags_and_features(
     lengths: Tensor, indices: Tensor, block_sizes: Tensor, batch_sizes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return bag and feature of each lookup, int64 `[L]`."""
-    bag = _segments(lengths, indices.numel())
+    bag = _bag_of_lookups(lengths, indices.numel())
     if batch_sizes is None:
         return bag, bag // max(lengths.numel() // max(block_sizes.numel(), 1), 1)
-    return bag, _segments(batch_sizes, lengths.numel())[bag]
+    return bag, _bag_of_lookups(batch_sizes, lengths.numel())[bag]
 
 
 def _group(lengths: Tensor, bag: Tensor, bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
@@ -312,20 +312,20 @@ def block_bucketize_sparse_features_inference(
     )
 
 
-_NUM_LEADING = 10  # positional arguments before `return_bucket_mapping`, which variants lack
-_KEEP = ("keep_orig_idx", "total_num_blocks", "keep_orig_idx_per_feature")
+_NUM_POSITIONAL = 10  # positional arguments before `return_bucket_mapping`, which variants lack
+_TRAILING_NAMES = ("keep_orig_idx", "total_num_blocks", "keep_orig_idx_per_feature")
 """The arguments that follow `return_bucket_mapping`."""
 
 
 def _bucketize(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call the inference operator without `return_bucket_mapping`; drop its last result."""
-    trailing = dict(zip(_KEEP, arguments[_NUM_LEADING:], strict=False))
+    trailing = dict(zip(_TRAILING_NAMES, arguments[_NUM_POSITIONAL:], strict=False))
     bucketize: Any = block_bucketize_sparse_features_inference
-    return bucketize(*arguments[:_NUM_LEADING], **trailing, **options)[:-1]
+    return bucketize(*arguments[:_NUM_POSITIONAL], **trailing, **options)[:-1]
 
 
 @operator(
-    f"block_bucketize_sparse_features{_FIRST}Tensor? weights=None, {_OPTIONS}{_LAST}"
+    f"block_bucketize_sparse_features{_LEADING}Tensor? weights=None, {_OPTIONAL}{_TRAILING}"
     "(Tensor, Tensor, Tensor?, Tensor?, Tensor?)"
 )
 def block_bucketize_sparse_features(*arguments: Any, **options: Any) -> _Buckets:
@@ -335,8 +335,8 @@ def block_bucketize_sparse_features(*arguments: Any, **options: Any) -> _Buckets
 
 
 @operator(
-    f"block_bucketize_sparse_features_2d_weights{_FIRST}Tensor weights, SymInt weights_dim=1, "
-    f"{_OPTIONS}{_LAST}(Tensor, Tensor, Tensor, Tensor?, Tensor?)"
+    f"block_bucketize_sparse_features_2d_weights{_LEADING}Tensor weights, SymInt weights_dim=1, "
+    f"{_OPTIONAL}{_TRAILING}(Tensor, Tensor, Tensor, Tensor?, Tensor?)"
 )
 def block_bucketize_sparse_features_2d_weights(
     lengths: Tensor,
@@ -373,7 +373,7 @@ def populate_bucketized_permute(
         int(bucketized_lengths.sum()) == bucket_mapping.numel(),
         f"bucketized_lengths must sum up to the number of lookups = {bucket_mapping.numel()}",
     )
-    bag = _segments(lengths, bucket_mapping.numel())
+    bag = _bag_of_lookups(lengths, bucket_mapping.numel())
     slot = bucket_mapping.long() * lengths.numel() + bag
     return invert_permute(torch.sort(slot, stable=True).indices).to(bucket_mapping.dtype)
 
@@ -395,7 +395,7 @@ def bucketize_sparse_features(
     check_ids("indices", indices)
     check(my_size > 0, f"my_size must be > 0, got {my_size}")
     check_one_per("weights", weights, "index", indices.numel())
-    bag = _segments(lengths, indices.numel())
+    bag = _bag_of_lookups(lengths, indices.numel())
     order, counts = _group(lengths, bag, indices % my_size, my_size)
     position = _bag_positions(lengths, indices)[order] if bucketize_pos else None
     bucketized_weights = None if weights is None else weights[order]
@@ -447,7 +447,7 @@ def bounds_check_indices(
     repaired[-1:] = total
     bags = offsets.numel() - 1
     lengths = repaired.diff()
-    bag = _segments(lengths, int(lengths.sum()))
+    bag = _bag_of_lookups(lengths, int(lengths.sum()))
     if B_offsets is None:
         feature = bag // max(bags // max(rows_per_table.numel(), 1), 1)
     else:
@@ -556,7 +556,7 @@ def transpose_embedding_input(
     check(not is_index_select, "is_index_select is not supported: use batch_index_select_dim0")
     features = hash_size_cumsum.numel() - 1
     batch_size = (offsets.numel() - 1) // features
-    bag = _segments(offsets.diff(), indices.numel())
+    bag = _bag_of_lookups(offsets.diff(), indices.numel())
     info = (bag // max(batch_size, 1) << info_B_num_bits) | bag % max(batch_size, 1)
     feature = bag // max(batch_size, 1)
     if vbe_b_t_map is not None:

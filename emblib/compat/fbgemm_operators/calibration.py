@@ -61,11 +61,6 @@ def _calibrate(
     return result.to(logit.dtype).view_as(logit), bins
 
 
-_BINS = "Tensor bin_num_examples, Tensor bin_num_positives, "
-_USE = "SymInt bin_ctr_in_use_after, float bin_ctr_weight_value) -> (Tensor, Tensor)"
-_SEGMENTS = "Tensor logit, Tensor segment_value, Tensor segment_lengths, SymInt num_segments, "
-
-
 @operator("histogram_binning_calibration")
 def histogram_binning_calibration(
     logit: Tensor,

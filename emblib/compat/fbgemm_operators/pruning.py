@@ -13,20 +13,20 @@ from emblib.compat.fbgemm_operators.registry import SymInt, operator
 from emblib.compat.fbgemm_operators.remapping import mix, unsigned_modulo
 
 _FREE = -1
-_MASK = 0xFFFFFFFF
+_UINT32_MASK = 0xFFFFFFFF
 
 
 def _first_slots(ids: Tensor, capacity: Tensor) -> Tensor:
     """Return the first slot of each id, by MurmurHash3's final mix of its width."""
     if ids.dtype != torch.int32:
         return unsigned_modulo(mix(ids), capacity)
-    bits = ids.long() & _MASK
+    bits = ids.long() & _UINT32_MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = ((bits ^ (bits >> shift)) * factor) & _MASK
+        bits = ((bits ^ (bits >> shift)) * factor) & _UINT32_MASK
     return (bits ^ (bits >> 16)) % capacity
 
 
-def _map_of(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tensor, Tensor]:
+def _map_ranges(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each id the first entry of its table's map, and the number of entries.
 
     `offsets` are `[T * B + 1]`, `map_offsets` `[T + 1]`.
@@ -101,7 +101,7 @@ def pruned_array_lookup(
     `offsets` are `[T * B + 1]` in the dtype of `indices`; table t has the array from entry
     `index_remappings_offsets[t]` on.
     """
-    first, count = _map_of(indices, offsets, index_remappings_offsets)
+    first, count = _map_ranges(indices, offsets, index_remappings_offsets)
     return map_ids(indices, first, count, index_remappings)
 
 
@@ -127,7 +127,7 @@ def pruned_hashmap_insert(
     Raises:
         RuntimeError: a table has no free slot left; nothing is written.
     """
-    first, capacity = _map_of(indices, offsets, hash_table_offsets)
+    first, capacity = _map_ranges(indices, offsets, hash_table_offsets)
     is_stored = (dense_indices != _FREE) & (capacity > 0)
     slots = _first_slots(indices, capacity.clamp(min=1))
     entries = hash_table.tolist()
@@ -154,7 +154,7 @@ def pruned_hashmap_lookup(
     Ids of a table without slots are returned as they are. The arguments are as in
     `pruned_hashmap_insert`. Waits for a GPU.
     """
-    first, capacity = _map_of(indices, offsets, hash_table_offsets)
+    first, capacity = _map_ranges(indices, offsets, hash_table_offsets)
     result = torch.where(capacity > 0, torch.full_like(indices, _FREE), indices)
     undecided = torch.arange(indices.numel(), device=indices.device)[capacity > 0]
     slots = _first_slots(indices, capacity.clamp(min=1))

@@ -196,7 +196,7 @@ def zero_collision_hash(
 # Pruning
 
 
-def _tables(offsets: Tensor) -> list[slice]:
+def _slices_of_tables(offsets: Tensor) -> list[slice]:
     """Return the ids of each table, given the first id of each and the end; waits for a GPU."""
     ends = offsets.tolist()
     return [slice(first, last) for first, last in itertools.pairwise(ends)]
@@ -209,7 +209,7 @@ def init_address_lookup(address_lookups: Tensor, buffer_offsets: Tensor, emb_siz
     `address_lookups`, the rows of the ids of all tables, is written; table t has those from
     `buffer_offsets[t]` on.
     """
-    for part, rows in zip(_tables(buffer_offsets), emb_sizes.tolist(), strict=True):
+    for part, rows in zip(_slices_of_tables(buffer_offsets), emb_sizes.tolist(), strict=True):
         lookup = address_lookups[part]
         ids = torch.arange(len(lookup), device=lookup.device)
         lookup.copy_(torch.where(ids < rows, ids, 0))
@@ -264,7 +264,7 @@ def prune_embedding_tables(
     if iter > pruning_interval:
         row_utils.mul_(_DECAY)
     moved_rows = []
-    for part, rows in zip(_tables(buffer_offsets), emb_sizes, strict=True):
+    for part, rows in zip(_slices_of_tables(buffer_offsets), emb_sizes, strict=True):
         threshold = _threshold(row_utils[part], rows, iter)
         moved_rows.append(_prune(address_lookups[part], row_utils[part], threshold))
     counts = torch.tensor([0, *map(len, moved_rows)], device=buffer_offsets.device)

@@ -23,10 +23,10 @@ def _range(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _as_bytes(values: Tensor) -> Tensor:
-    return _packed(values).view(torch.uint8)
+    return _contiguous_copy(values).view(torch.uint8)
 
 
-def _packed(values: Tensor) -> Tensor:
+def _contiguous_copy(values: Tensor) -> Tensor:
     """Return a copy without gaps and at an aligned address, of empty tensors too."""
     return values.clone(memory_format=torch.contiguous_format)
 
@@ -87,7 +87,7 @@ def _split_rows(rows: Tensor, size: int, *, header_last: bool) -> tuple[Tensor, 
 
 def _decode(codes: Tensor, header: Tensor, kind: torch.dtype, output_dtype: int) -> Tensor:
     check(output_dtype in DTYPES, f"output_dtype must be one of {[*DTYPES]}, got {output_dtype}")
-    scale, low = _packed(header).view(kind).float().unsqueeze(-1).unbind(-2)
+    scale, low = _contiguous_copy(header).view(kind).float().unsqueeze(-1).unbind(-2)
     return (codes.float() * scale + low).to(DTYPES[output_dtype])
 
 
