@@ -419,11 +419,10 @@ class TableGroups(nn.Module):
     def views(self, slice_index: int) -> dict[str, Tensor]:
         """Return weight and optimizer states of a slice, as views: writes reach the table.
 
-        Those of a dense table are `weight` `[rows, dim]` and the states by name; of a
-        tensor train `cores.0`, `cores.1`, ... and `<state>.0`, ..., and with a cache of rows
-        `cache.weight` and `cache.<state>`; of a hash table rows by slot; of a quantised table
-        `packed`. A cache is flushed and emptied first. The views are invalid after the module
-        moved.
+        A dense table has `weight` `[rows, dim]` and its states by name. A tensor train has
+        `cores.0`, `cores.1`, ... and `<state>.0`, ..., and with a cache of rows `cache.weight` and
+        `cache.<state>`. A hash table has rows by slot, a quantised table `packed`. A cache is
+        flushed and emptied first. The views are invalid after the module moved.
         """
         return self.handles[slice_index].views()
 

@@ -219,7 +219,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         """Pool rows to `[B, sum D]`, or `[L, D]` for pooling NONE, in the output dtype.
 
         Args:
-            indices: int32 or int64 `[L]`; -1 skips.
+            indices: int32 or int64 `[L]`; -1 is skipped.
             offsets: int32 or int64 `[F * B + 1]`, feature-major.
             per_sample_weights: `[L]`, scales each row.
 

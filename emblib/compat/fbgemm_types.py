@@ -294,7 +294,7 @@ class GlobalWeightDecayDefinition:
 
 @dataclass(frozen=True)
 class UserEnabledConfigDefinition:
-    """Options of single optimizers: the first of ADAM, which raises, the others of EXACT_SGD."""
+    """Options of single optimizers: the first is for ADAM and raises, the others for EXACT_SGD."""
 
     use_rowwise_bias_correction: bool = False
     use_writeback_bwd_prehook: bool = False

@@ -1,4 +1,4 @@
-"""TorchRec's collections, their sharders, and the sharded collections with its contexts."""
+"""TorchRec's collections, their sharders, and sharded collections with contexts per batch."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class WarmupStage:
         max_iters: the last step of the stage, > 0, counted over all stages.
         value: v of the formulas.
         lr_scale: further factor of the rates of the stage.
-        decay_iters: d of the formulas; <= 0 is `max_iters`, or 1 for STEP.
+        decay_iters: d of the formulas; a number <= 0 means `max_iters`, or 1 for STEP.
         sgdr_period: steps per period of COSINE_ANNEALING_WARM_RESTARTS.
         start_interpolating_iters, end_value: first step and last value of INTERPOLATE.
 

@@ -86,7 +86,7 @@ def jagged_dense_bmm(x_values: Tensor, x_offsets: Tensor, y: Tensor, max_L: int)
 @operator("jagged_softmax")
 def jagged_softmax(values: Tensor, x_offsets: Tensor, max_L: int) -> _Jagged:
     """Return the softmax of each sequence and column."""
-    # Of the most negative finite value, so that sequences without values have no NaN.
+    # The padding is finite, not -inf: the softmax of a sequence without values is then not NaN.
     padding = torch.finfo(values.dtype).min
     dense = jagged_to_padded_dense(values, [x_offsets], [max_L], padding).softmax(1)
     return dense_to_jagged(dense, [x_offsets], values.size(0))[0], x_offsets
