@@ -163,6 +163,7 @@ class InsertStatus(IntEnum):
     EVICTING = 3
     REFUSED = 4
     NOT_ADMITTED = 5
+    STORED = 6
 
 
 class InitialKind(IntEnum):

@@ -76,10 +76,11 @@ enum class InsertStatus : uint8_t {
   // Of a position: the key had a slot before the insertion. By miss, only after rows have moved
   // from a store: the row came from there.
   kHit,
-  kNew,         // the key got an empty slot, or an overflow row if the table has a store
-  kEvicting,    // the key got the slot of an evicted key
-  kRefused,     // the key got no slot
-  kNotAdmitted  // the admission policy rejected the key
+  kNew,          // the key got an empty slot, or an overflow row if the table has a store
+  kEvicting,     // the key got the slot of an evicted key
+  kRefused,      // the key got no slot
+  kNotAdmitted,  // the admission policy rejected the key
+  kStored        // of tier_insert_batch_, by position: the row of the key came from the store
 };
 
 // Return whether an order ranks entries by a score, so that entries have a third word.

@@ -8,7 +8,8 @@
 //       each key, so this is one pass, not a sort.
 // tier_insert_batch_ is for tables with backing stores in host memory. After the insertion it
 // copies the rows of evicted keys out of their slots, and rows of a store into the slots of their
-// keys.
+// keys. It can also change the store: remove the keys that have a slot now, and put the evicted
+// rows into it.
 //
 // hash_insert_batch_ changes the index and the rows exactly as hash_touch_, hash_insert_ and
 // hash_initial_rows_ would. The ops do not *serve* every batch: see hash_insert_batch_. If a batch
@@ -27,6 +28,7 @@
 #include "core/parallel.h"
 #include "core/scratch.h"
 #include "hash/entries.h"
+#include "hash/host_store.h"
 
 namespace emb {
 namespace {
@@ -399,14 +401,13 @@ struct BatchGroups {
   }
 };
 
-// Return the status of the key of each position, uint8 [n].
-Tensor key_status(const Tensor& ids, const HashBatchCall& call, const TableSegments& tables,
-                  const DistinctKeys& distinct, const MissingKeys& missing) {
+// Write the status of the key of each position to `status`, uint8 [n].
+void write_status(const HashBatchCall& call, const TableSegments& tables,
+                  const DistinctKeys& distinct, const MissingKeys& missing, Tensor status) {
   std::vector<uint8_t> key_statuses(distinct.count(), static_cast<uint8_t>(InsertStatus::kHit));
   for (size_t miss = 0; miss < missing.key_indices.size(); ++miss) {
     key_statuses[missing.key_indices[miss]] = missing.status[miss];
   }
-  Tensor status = allocate(ids, {call.n}, ScalarType::Byte);
   auto* out = static_cast<uint8_t*>(status.mutable_data_ptr());
   tables.for_each_table([&](int64_t t) {
     const uint8_t* table_statuses = key_statuses.data() + distinct.first_keys[t];
@@ -417,7 +418,6 @@ Tensor key_status(const Tensor& ids, const HashBatchCall& call, const TableSegme
       }
     }
   });
-  return status;
 }
 
 // Insert a batch: change the index in `tensors` and the rows in `row_buffers`. `seed` selects the
@@ -455,7 +455,8 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
                               groups.segments, groups.lookups, groups.bags,  groups.count};
   if (!missing.key_indices.empty()) {
-    results.push_back(key_status(ids, call, segments, distinct, missing));
+    results.push_back(allocate(ids, {call.n}, ScalarType::Byte));
+    write_status(call, segments, distinct, missing, results.back());
   }
   return results;
 }
@@ -464,44 +465,37 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
 //   indices         six tensors per table: the index of its store, an index of one table
 //   records         per table: uint8 [S or more, record_bytes], by slot of its store, which has S
 //                   slots; a record has stamp, score and packed row
+//   orders          how each store evicts: the number of a HashOrder
 //   first_overflow  the first overflow row of each table
 struct BatchStores {
-  enum RecordWord { kStampWord, kScoreWord, kRecordWords };
-
   struct Store {
-    HashIndex index;
-    Records records;
+    HostStore host;
     PackedRows rows;         // the rows of the table, by slot
     int64_t first_overflow;  // the rows from this number on are overflow rows
   };
   std::vector<Store> stores;
 
   BatchStores(const char* op, const HashBatchCall& call, const std::vector<Tensor>& indices,
-              const std::vector<Tensor>& records, const std::vector<int64_t>& first_overflow) {
+              const std::vector<Tensor>& records, const std::vector<int64_t>& orders,
+              const std::vector<int64_t>& first_overflow) {
     constexpr int64_t kIndexTensors = 6;
     const int64_t num_tables = call.index.num_tables;
     STD_TORCH_CHECK(static_cast<int64_t>(indices.size()) == kIndexTensors * num_tables &&
                         static_cast<int64_t>(records.size()) == num_tables &&
+                        static_cast<int64_t>(orders.size()) == num_tables &&
                         static_cast<int64_t>(first_overflow.size()) == num_tables,
                     op, ": each of ", num_tables, " tables needs the ", kIndexTensors,
-                    " tensors of an index, records and first_overflow, got ", indices.size(), ", ",
-                    records.size(), " and ", first_overflow.size());
+                    " tensors of an index, records, an order and first_overflow, got ",
+                    indices.size(), ", ", records.size(), ", ", orders.size(), " and ",
+                    first_overflow.size());
     for (int64_t t = 0; t < num_tables; ++t) {
       const auto first = indices.begin() + kIndexTensors * t;
       PackedRows rows(call.rows.rows_of(t));
       const int64_t row_bytes = rows.row_bytes;
-      stores.push_back({HashIndex(op, {first, first + kIndexTensors}),
-                        Records(op, records[t], row_bytes), std::move(rows), first_overflow[t]});
+      stores.push_back(
+          {HostStore(op, {first, first + kIndexTensors}, records[t], row_bytes, orders[t]),
+           std::move(rows), first_overflow[t]});
       const Store& store = stores.back();
-      store.index.check_tables(op);
-      STD_TORCH_CHECK(store.index.num_tables == 1, op, ": a store has one table, got ",
-                      store.index.num_tables);
-      STD_TORCH_CHECK(
-          store.records.record_bytes == kRecordWords * Records::kWordBytes + row_bytes &&
-              store.records.num_records >= store.index.num_slots,
-          op, ": records must be [", store.index.num_slots, ", ",
-          kRecordWords * Records::kWordBytes + row_bytes, "], got [", store.records.num_records,
-          ", ", store.records.record_bytes, "]");
       const int64_t slots = call.index.field(t, HashTableColumn::kMaxBuckets) * kBucketSlots;
       STD_TORCH_CHECK(first_overflow[t] >= slots && first_overflow[t] <= store.rows.num_slots, op,
                       ": first_overflow must be in [", slots, ", ", store.rows.num_slots,
@@ -534,22 +528,12 @@ struct StoredMisses {
       keys[miss] = distinct.keys[missing->key_indices[miss]];
     }
     for (int64_t t = 0; t < call.index.num_tables; ++t) {
-      const BatchStores::Store& store = stores.stores[t];
-      const HashTable table = store.index.table(0);
-      parallel_balanced(offsets[t + 1] - offsets[t], kKeyGrain, kUnitCost,
-                        [&](int64_t begin, int64_t end) {
-                          const int64_t first = offsets[t] + begin;
-                          hash_find_kernels().find(table, keys.data() + first, end - begin, nullptr,
-                                                   slots.data() + first);
-                        });
+      const HostStore& store = stores.stores[t].host;
+      store.find(keys.data() + offsets[t], offsets[t + 1] - offsets[t], slots.data() + offsets[t]);
       if (!order_counts_uses(call.scoring.order)) continue;
       for (int64_t miss = offsets[t]; miss < offsets[t + 1]; ++miss) {
         if (slots[miss] == kNoSlot) continue;
-        int64_t score;
-        std::memcpy(&score,
-                    store.records.at(slots[miss]) + BatchStores::kScoreWord * Records::kWordBytes,
-                    sizeof(score));
-        missing->uses[miss] = add_uses(score, missing->uses[miss]);
+        missing->uses[miss] = add_uses(store.score(slots[miss]), missing->uses[miss]);
       }
     }
   }
@@ -557,7 +541,7 @@ struct StoredMisses {
 
 // The number of results of tier_insert_batch_ about the misses of all tables, and the number of
 // results of TableMoves per table.
-constexpr int64_t kNumMissResults = 7, kNumMoveResults = 4;
+constexpr int64_t kNumMissResults = 2, kNumMoveResults = 5;
 
 // The counts of a batch in one table; emblib/ops/tiers.py has the same columns.
 enum TierCount {
@@ -573,30 +557,44 @@ enum TierCount {
 // of the other large results must be allocated before the batch is inserted, because an error after
 // the insertion would lose evicted rows. Only small vectors are allocated later.
 struct TableMoves {
-  Tensor demoted;                        // int64 [misses, 3], the evicted entries
-  Tensor demoted_rows;                   // uint8 [misses, row_bytes], their rows
-  Tensor promoted;                       // int64 [misses], keys of the store that got a slot
-  Tensor refused;                        // int64 [misses, 2], keys and uses in overflow rows
-  std::vector<int64_t> demoted_numbers;  // by miss of the table: row in `demoted_rows`, -1 for none
+  // Results, see SwappedMisses of emblib/ops/tiers.py. They have room for all misses; but the first
+  // three for none if the store is changed here, else the last one.
+  Tensor demoted, demoted_rows, promoted, refused, dropped;
+  // Memory for the evicted entries, [misses, 3], and rows, [misses, row_bytes], which `demoted` and
+  // `demoted_rows` have if the store is not changed here.
+  int64_t* entries;
+  char* rows;
+  std::vector<int64_t> demoted_numbers;  // by miss of the table: its evicted row, -1 for none
   int64_t counts[kNumTierCounts] = {};
+  int64_t num_dropped = 0;
 
-  TableMoves(const Tensor& like, int64_t misses, int64_t row_bytes)
-      : demoted(allocate_words(like, {misses, 3})),
-        demoted_rows(allocate_output(like, {misses, row_bytes}, ScalarType::Byte)),
-        promoted(allocate_words(like, {misses})),
+  TableMoves(const Tensor& like, int64_t misses, const HostStore& store, bool changes_store)
+      : demoted(allocate_words(like, {changes_store ? 0 : misses, 3})),
+        demoted_rows(
+            allocate_output(like, {changes_store ? 0 : misses, store.row_bytes}, ScalarType::Byte)),
+        promoted(allocate_words(like, {changes_store ? 0 : misses})),
         refused(allocate_words(like, {misses, 2})),
-        demoted_numbers(misses, -1) {}
+        dropped(allocate_words(like, {changes_store ? misses : 0})),
+        entries(demoted.mutable_data_ptr<int64_t>()),
+        rows(static_cast<char*>(demoted_rows.mutable_data_ptr())),
+        demoted_numbers(misses, -1) {
+    if (!changes_store) return;
+    change_.emplace(store, misses);
+    entries = change_->entries.get();
+    rows = change_->rows.get();
+  }
 
   // Swap the rows of a table whose first miss is `first_miss`: copy the rows of evicted keys out of
   // their slots, and rows of the store to the slots of their keys. Refused misses get overflow
-  // rows. Update slots and status in `missing`: a key of the store gets the status kHit, any other
-  // refused miss kNew.
+  // rows. Update slots and status in `missing`: kStored for a key of the store, else kNew for a
+  // refused miss.
   void swap(const BatchStores::Store& store, const DistinctKeys& distinct,
             const StoredMisses& stored, int64_t first_miss, const int64_t* evicted,
             MissingKeys* missing) {
     const auto n = static_cast<int64_t>(demoted_numbers.size());
     const int64_t row_bytes = store.rows.row_bytes;
-    auto* const promoted_keys = promoted.mutable_data_ptr<int64_t>();
+    auto* const promoted_words =
+        change_ ? change_->promoted_slots.get() : promoted.mutable_data_ptr<int64_t>();
     auto* const refused_words = refused.mutable_data_ptr<int64_t>();
     for (int64_t i = 0; i < n; ++i) {
       const int64_t miss = first_miss + i;
@@ -612,16 +610,14 @@ struct TableMoves {
         refused_words[2 * number] = key;
         refused_words[2 * number + 1] = missing->uses[miss];
       } else if (is_stored) {
-        promoted_keys[counts[kPromoted]++] = key;
+        promoted_words[counts[kPromoted]++] = change_ ? stored.slots[miss] : key;
       }
-      if (is_stored) missing->status[miss] = static_cast<uint8_t>(InsertStatus::kHit);
+      if (is_stored) missing->status[miss] = static_cast<uint8_t>(InsertStatus::kStored);
     }
-    auto* const entries = demoted.mutable_data_ptr<int64_t>();
-    auto* const demoted_data = static_cast<char*>(demoted_rows.mutable_data_ptr());
     const auto record_of = [&](int64_t i) {
       return stored.slots[first_miss + i] == kNoSlot
                  ? nullptr
-                 : store.records.at(stored.slots[first_miss + i]);
+                 : store.host.records.at(stored.slots[first_miss + i]);
     };
     const auto cost = [&](int64_t i) { return 2 * row_bytes * i; };
     parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
@@ -629,75 +625,69 @@ struct TableMoves {
         if (i + kRowsAhead < end) {
           store.rows.prefetch(missing->slots[first_miss + i + kRowsAhead]);
           const char* const next_record = record_of(i + kRowsAhead);
-          if (next_record != nullptr) prefetch_row(next_record, store.records.record_bytes);
+          if (next_record != nullptr) prefetch_row(next_record, store.host.records.record_bytes);
         }
         const int64_t slot = missing->slots[first_miss + i];
         if (const int64_t number = demoted_numbers[i]; number >= 0) {
           std::memcpy(entries + 3 * number, evicted + 3 * (first_miss + i), 3 * sizeof(int64_t));
-          store.rows.read(slot, demoted_data + number * row_bytes);
+          store.rows.read(slot, rows + number * row_bytes);
         }
         const char* const source = record_of(i);
-        if (source != nullptr) store.rows.write(slot, source + store.records.head_bytes());
+        if (source != nullptr) store.rows.write(slot, source + store.host.records.head_bytes());
       }
     });
   }
 
-  // Append the tensors of the rows and keys that moved to the results of tier_insert_batch_.
+  // Remove the promoted keys from the store, and put the demoted rows into it.
+  void change_store(const HostStore& store) {
+    store.erase(change_->promoted_slots.get(), counts[kPromoted]);
+    change_->put.insert(entries, counts[kDemoted]);
+    auto* const keys = dropped.mutable_data_ptr<int64_t>();
+    change_->put.for_dropped(
+        [&](int64_t, const int64_t* evicted) { keys[num_dropped++] = evicted[HashEntry::kKey]; },
+        [&](int64_t i) { keys[num_dropped++] = entries[3 * i + HashEntry::kKey]; });
+    change_->put.write(rows);
+  }
+
+  // Append the tensors of the rows and keys that moved, or that the caller is to move, to the
+  // results of tier_insert_batch_.
   void append_to(std::vector<Tensor>* results) const {
-    results->insert(
-        results->end(),
-        {first_rows(demoted, counts[kDemoted]), first_rows(demoted_rows, counts[kDemoted]),
-         first_rows(promoted, counts[kPromoted]), first_rows(refused, counts[kRefusedKeys])});
+    const int64_t num_demoted = change_ ? 0 : counts[kDemoted];
+    const int64_t num_promoted = change_ ? 0 : counts[kPromoted];
+    results->insert(results->end(),
+                    {first_rows(demoted, num_demoted), first_rows(demoted_rows, num_demoted),
+                     first_rows(promoted, num_promoted), first_rows(refused, counts[kRefusedKeys]),
+                     first_rows(dropped, num_dropped)});
   }
 
  private:
+  // Memory for `change_store`.
+  struct StoreChange {
+    StorePut put;
+    Scratch<int64_t> entries;         // [misses, 3], see TableMoves
+    Scratch<char> rows;               // [misses, row_bytes]
+    Scratch<int64_t> promoted_slots;  // [misses], slots of the promoted keys in the store
+
+    StoreChange(const HostStore& store, int64_t misses)
+        : put(store, misses),
+          entries(new_scratch<int64_t>(3 * misses)),
+          rows(new_scratch<char>(misses * store.row_bytes)),
+          promoted_slots(new_scratch<int64_t>(misses)) {}
+  };
+  std::optional<StoreChange> change_;  // has a value if the store is changed here
+
   static Tensor first_rows(Tensor tensor, int64_t count) {
     return count == tensor.size(0) ? tensor : torch::stable::narrow(tensor, 0, 0, count);
   }
 };
 
-// The first position of each miss, int64 [misses], and the miss of each position, int32 [n], -1 for
-// a hit.
-struct MissPositions {
-  Tensor first_positions, groups;
-
-  MissPositions(const Tensor& ids, const HashBatchCall& call, const TableSegments& tables,
-                const DistinctKeys& distinct, const MissingKeys& missing)
-      : first_positions(allocate_words(ids, {static_cast<int64_t>(missing.key_indices.size())})),
-        groups(allocate_output(ids, {call.n}, ScalarType::Int)) {
-    const auto num_misses = static_cast<int32_t>(missing.key_indices.size());
-    const Scratch<int32_t> miss_of_key = new_scratch<int32_t>(distinct.count());
-    std::fill(miss_of_key.get(), miss_of_key.get() + distinct.count(), -1);
-    for (int32_t miss = 0; miss < num_misses; ++miss) miss_of_key[missing.key_indices[miss]] = miss;
-    int64_t* const positions = first_positions.mutable_data_ptr<int64_t>();
-    int32_t* const group = groups.mutable_data_ptr<int32_t>();
-    tables.for_each_table([&](int64_t t) {
-      const int32_t* const table_misses = miss_of_key.get() + distinct.first_keys[t];
-      // Backwards, so that the first position of a key is written last and remains.
-      for (int64_t s = tables.first_segments[t + 1] - 1; s >= tables.first_segments[t]; --s) {
-        const int64_t f = tables.segments[s];
-        for (int64_t i = call.batch.starts[f + 1] - 1; i >= call.batch.starts[f]; --i) {
-          group[i] = table_misses[distinct.numbers[i]];
-          if (group[i] >= 0) positions[group[i]] = i;
-        }
-      }
-    });
-  }
-};
-
-// Copy a vector to a tensor, which must have as many elements of type T.
-template <class T>
-void copy_to(const std::vector<T>& values, Tensor tensor) {
-  std::copy(values.begin(), values.end(), static_cast<T*>(tensor.mutable_data_ptr()));
-}
-
-// Insert a batch into tables with stores in host memory. The stores are not changed. The batch is
-// not served if hash_insert_batch_ would not serve it, or if a table has fewer overflow rows than
-// the batch has distinct keys of the table. Then return an empty list and change nothing. Otherwise
-// return the first eight results of hash_insert_batch_ and, if keys were missing, these:
-//   - by miss: first position, uses (with those of the store, if the order counts uses) and slot,
-//     int64, and status, uint8; the last two as TableMoves::swap leaves them
-//   - the miss of each position, int32 [n], and the misses of each table, int64 [T + 1]
+// Insert a batch into tables with stores in host memory. If `changes_stores`, keys of a store that
+// got a slot are removed from it, and evicted rows are put into it; else the stores are only read,
+// and the results tell the caller what to move. The batch is not served if hash_insert_batch_ would
+// not serve it, or if a table has fewer overflow rows than the batch has distinct keys of it: then
+// return an empty list and change nothing. Otherwise return the first eight results of
+// hash_insert_batch_ and, if keys were missing, these:
+//   - the status of the key of each position, uint8 [n], as TableMoves::swap leaves it
 //   - the counts of each table, int64 [T, kNumTierCounts]
 //   - the tensors of TableMoves, kNumMoveResults per table
 std::vector<Tensor> tier_insert_batch_(
@@ -705,11 +695,12 @@ std::vector<Tensor> tier_insert_batch_(
     const Tensor& ids, const Tensor& offsets, const Tensor& tables,
     std::optional<Tensor> batch_scores, int64_t order, int64_t insert_policy, const Tensor& layout,
     const Tensor& rules, int64_t seed, std::vector<Tensor> store_indices,
-    std::vector<Tensor> records, std::vector<int64_t> first_overflow) {
+    std::vector<Tensor> records, std::vector<int64_t> store_orders,
+    std::vector<int64_t> first_overflow, bool changes_stores) {
   const char* op = "tier_insert_batch_";
   const HashBatchCall call(op, tensors, row_buffers, features, ids, offsets, tables, batch_scores,
                            order, insert_policy, layout, rules);
-  const BatchStores stores(op, call, store_indices, records, first_overflow);
+  const BatchStores stores(op, call, store_indices, records, store_orders, first_overflow);
   if (!call.has_valid_offsets) return {};
   const TableSegments segments(call.batch, call.index.num_tables);
   if (!segments.is_balanced()) return {};
@@ -724,25 +715,22 @@ std::vector<Tensor> tier_insert_batch_(
   std::vector<Tensor> miss_results;
   if (!missing.key_indices.empty()) {
     const StoredMisses stored(call, stores, distinct, miss_offsets, &missing);
-    const MissPositions positions(ids, call, segments, distinct, missing);
     const int64_t num_tables = call.index.num_tables;
     std::vector<TableMoves> moves;
     for (int64_t t = 0; t < num_tables; ++t) {
-      moves.emplace_back(ids, miss_offsets[t + 1] - miss_offsets[t],
-                         stores.stores[t].rows.row_bytes);
+      moves.emplace_back(ids, miss_offsets[t + 1] - miss_offsets[t], stores.stores[t].host,
+                         changes_stores);
     }
-    const Scratch<int64_t> evicted =
-        new_scratch<int64_t>(3 * static_cast<int64_t>(missing.key_indices.size()));
     const auto num_misses = static_cast<int64_t>(missing.key_indices.size());
-    Tensor uses = allocate_words(ids, {num_misses}), slots = allocate_words(ids, {num_misses});
-    Tensor status = allocate(ids, {num_misses}, ScalarType::Byte);
+    const Scratch<int64_t> evicted = new_scratch<int64_t>(3 * num_misses);
+    Tensor status = allocate(ids, {call.n}, ScalarType::Byte);
     Tensor counts = allocate_words(ids, {num_tables, kNumTierCounts});
-    std::vector<int64_t> new_slots(
-        missing.key_indices.size());  // by miss; kNoSlot for a key of the store
+    std::vector<int64_t> new_slots(num_misses);  // by miss; kNoSlot for a key of the store
     miss_results.reserve(kNumMissResults + kNumMoveResults * num_tables);
     missing.insert(call, distinct, miss_offsets, evicted.get());
     for (int64_t t = 0; t < num_tables; ++t) {
       moves[t].swap(stores.stores[t], distinct, stored, miss_offsets[t], evicted.get(), &missing);
+      if (changes_stores) moves[t].change_store(stores.stores[t].host);
       std::copy_n(moves[t].counts, kNumTierCounts,
                   counts.mutable_data_ptr<int64_t>() + t * kNumTierCounts);
     }
@@ -752,13 +740,9 @@ std::vector<Tensor> tier_insert_batch_(
     call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets, new_slots.data(),
                     seed);
     missing.write_slots(key_slots.get());
-    copy_to(missing.uses, uses);
-    copy_to(missing.slots, slots);
-    copy_to(missing.status, status);
-    for (const Tensor& result : {positions.first_positions, uses, slots, status, positions.groups,
-                                 call.miss_offsets, counts}) {
-      miss_results.push_back(result);
-    }
+    write_status(call, segments, distinct, missing, status);
+    miss_results.push_back(status);
+    miss_results.push_back(counts);
     for (const TableMoves& table_moves : moves) table_moves.append_to(&miss_results);
   }
   groups.write(call, segments, distinct, key_slots.get());

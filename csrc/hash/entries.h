@@ -6,8 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <optional>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -54,20 +52,6 @@ struct MissArrays {
 // is null.
 void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must_compete,
                    const Misses& misses, const MissArrays& arrays);
-
-// The ops with these names, which `tier_put_` calls. hash_touch_ returns TouchCall::results(), and
-// hash_insert_ returns InsertCall::results() (check.h). hash_erase_ returns the slots that it
-// emptied (hash_cpu.cpp).
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
-    std::vector<Tensor> index, const Tensor& ids, const Tensor& starts, const Tensor& tables,
-    std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order);
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
-    std::vector<Tensor> index, const Tensor& ids, const Tensor& first, const Tensor& totals,
-    const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
-    int64_t order, int64_t insert_policy, std::optional<Tensor> slots,
-    std::optional<Tensor> groups);
-Tensor hash_erase_(std::vector<Tensor> index, const Tensor& ids, const Tensor& starts,
-                   const Tensor& tables);
 
 // The row buffers of all tables, and the rules for the initial values of new rows. The tensors own
 // the memory.

@@ -134,8 +134,6 @@ void list_misses(const TouchCall& call, const int64_t* slots) {
   std::fill(out.totals + count, out.totals + batch.n, 0);
 }
 
-}  // namespace
-
 // Begin a training step: advance the clock, find the keys, update the entries of hits, count
 // lookups and hits, and list the misses. TouchCall describes the arguments and results.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
@@ -161,8 +159,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   list_misses(call, out);
   return call.results();
 }
-
-namespace {
 
 // Grains of parallel_balanced, for misses that choose in a round and for new buckets.
 constexpr int64_t kChooserGrain = 1024, kBucketGrain = 256;
@@ -339,8 +335,6 @@ void fill_positions(const InsertCall& call) {
   });
 }
 
-}  // namespace
-
 // Insert the admitted misses of a batch. Each gets an empty slot or the slot of an entry that the
 // batch does not use, which is evicted; otherwise it is refused. InsertCall describes the arguments
 // and results.
@@ -397,8 +391,6 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   }
   return slots;
 }
-
-namespace {
 
 // Remove the keys of table t whose stamp is less than `before` from its buckets [first_bucket,
 // first_bucket + num_buckets), which must lie below its kMaxBuckets. Return whether each slot of

@@ -22,6 +22,7 @@
 #include "core/parallel.h"
 #include "hash/args.h"
 #include "hash/entries.h"
+#include "hash/host_store.h"
 
 namespace emb {
 namespace {
@@ -234,90 +235,32 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_
   });
 }
 
-// A store in host memory: an index of one table, and records by its slots, at least one per slot. A
-// record has stamp, score and row.
-struct HostStore {
-  HashIndex index;
-  Records records;
-  HashOrder order;
-
-  HostStore(const char* op, const std::vector<Tensor>& index_, const Tensor& records_,
-            int64_t row_bytes, int64_t order_code)
-      : index(op, index_),
-        records(op, records_, row_bytes),
-        order(parse_order(op, order_code, index.entry_words)) {
-    index.check_tables(op);
-    STD_TORCH_CHECK(index.num_tables == 1, op, ": a store has one table, got ", index.num_tables);
-    STD_TORCH_CHECK(records.record_bytes == kHeadWords * Records::kWordBytes + row_bytes &&
-                        records.num_records >= index.num_slots,
-                    op, ": records must have two words and a row of ", row_bytes,
-                    " bytes for each of ", index.num_slots, " slots, got [", records.num_records,
-                    ", ", records.record_bytes, "]");
-    STD_TORCH_CHECK(order != HashOrder::kNone && order != HashOrder::kAssigned, op,
-                    ": a store evicts by stamps or by counts of uses");
-  }
-
-  static constexpr int64_t kHeadWords = 2;  // stamp and score
-
-  // Read the record in a slot: stamp and score to `head`, the row to `row`.
-  void read(int64_t slot, int64_t* head, char* row) const {
-    const char* record = records.at(slot);
-    std::memcpy(head, record, records.head_bytes());
-    std::memcpy(row, record + records.head_bytes(), records.record_bytes - records.head_bytes());
-  }
-  // Write the record in a slot.
-  void write(int64_t slot, const int64_t* head, const char* row) const {
-    char* record = records.at(slot);
-    std::memcpy(record, head, records.head_bytes());
-    std::memcpy(record + records.head_bytes(), row, records.record_bytes - records.head_bytes());
-  }
-
-  // Write `head`, stamp and score, to the entry in a slot. Its rank and stamp may fall, so the
-  // bucket's queue is reset.
-  void set_entry(int64_t slot, const int64_t* head) const {
-    int64_t* entry = index.table(0).entry(slot);
-    entry[HashEntry::kStamp] = head[0];
-    if (has_scores(order)) entry[HashEntry::kScore] = head[1];
-    EvictionQueue* queues = index.queues_of(0);
-    if (queues == nullptr) return;
-    queues[slot / kBucketSlots].size = 0;
-    queues[slot / kBucketSlots].exhausted_at = 0;
-  }
-};
-
-// Return the entries, int64 [k, 3], and rows, uint8 [k, row_bytes], that are dropped when n
-// `entries` with their `rows` are put into a store. First come the evicted entries, whose records
-// must still be in their slots, then those of `entries` that got no slot. `slots` is by entry.
-// `miss_slots`, `status` and `evicted` are results of hash_insert_, by miss.
-std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* entries,
-                                        const char* rows, int64_t n, const int64_t* slots,
-                                        const int64_t* miss_slots, const uint8_t* status,
-                                        const int64_t* evicted, int64_t num_misses,
+// Return the entries, int64 [k, 3], and rows, uint8 [k, row_bytes], that `put` drops of the store
+// and of the rows that it puts, which are given; their records must not be written yet.
+std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const StorePut& put,
+                                        const int64_t* entries, const char* rows,
                                         const Tensor& like) {
-  const int64_t row_bytes = store.records.record_bytes - store.records.head_bytes();
-  const auto is_evicting = [&](int64_t miss) {
-    return status[miss] == static_cast<uint8_t>(InsertStatus::kEvicting);
-  };
-  int64_t count = std::count_if(slots, slots + n, [](int64_t slot) { return slot < 0; });
-  for (int64_t miss = 0; miss < num_misses; ++miss) count += is_evicting(miss);
+  int64_t count = 0;
+  put.for_dropped([&](int64_t, const int64_t*) { ++count; }, [&](int64_t) { ++count; });
   Tensor dropped = allocate_words(like, {count, 3});
-  Tensor dropped_rows = allocate_output(like, {count, row_bytes}, ScalarType::Byte);
+  Tensor dropped_rows = allocate_output(like, {count, store.row_bytes}, ScalarType::Byte);
   auto* entry = dropped.mutable_data_ptr<int64_t>();
   auto* row = static_cast<char*>(dropped_rows.mutable_data_ptr());
-  for (int64_t miss = 0; miss < num_misses; ++miss) {
-    if (!is_evicting(miss)) continue;
-    entry[HashEntry::kKey] = evicted[3 * miss + HashEntry::kKey];
-    store.read(miss_slots[miss], entry + HashEntry::kStamp, row);
+  const auto append = [&](const int64_t* key, const void* head, const char* values) {
+    entry[HashEntry::kKey] = *key;
+    std::memcpy(entry + HashEntry::kStamp, head, store.records.head_bytes());
+    std::memcpy(row, values, store.row_bytes);
     entry += 3;
-    row += row_bytes;
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    if (slots[i] >= 0) continue;
-    std::memcpy(entry, entries + 3 * i, 3 * sizeof(int64_t));
-    std::memcpy(row, rows + i * row_bytes, row_bytes);
-    entry += 3;
-    row += row_bytes;
-  }
+    row += store.row_bytes;
+  };
+  put.for_dropped(
+      [&](int64_t slot, const int64_t* evicted) {
+        append(evicted + HashEntry::kKey, store.records.at(slot), store.row(slot));
+      },
+      [&](int64_t i) {
+        const int64_t* own = entries + 3 * i;
+        append(own + HashEntry::kKey, own + HashEntry::kStamp, rows + i * store.row_bytes);
+      });
   return {dropped, dropped_rows};
 }
 
@@ -341,61 +284,13 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
   STD_TORCH_CHECK(lifted.dim() == 1 && entries_in.dim() == 2, op,
                   ": lifted must be [m] and entries [n, 3]");
 
-  const auto segment = [&](int64_t count) {
-    Tensor starts = allocate_words(lifted, {2});
-    starts.mutable_data_ptr<int64_t>()[0] = 0;
-    starts.mutable_data_ptr<int64_t>()[1] = count;
-    return starts;
-  };
-  const Tensor table_0 = allocate_zeros(lifted, {1}, ScalarType::Long);
-  if (lifted.numel() > 0) hash_erase_(index, lifted, segment(lifted.numel()), table_0);
-  if (n == 0) {
-    return {allocate_words(lifted, {0, 3}), allocate(lifted, {0, row_bytes}, ScalarType::Byte)};
-  }
-
-  Tensor keys = allocate_words(lifted, {n});
-  auto* key = keys.mutable_data_ptr<int64_t>();
-  int64_t max_stamp = entries[HashEntry::kStamp];
-  for (int64_t i = 0; i < n; ++i) {
-    key[i] = entries[3 * i + HashEntry::kKey];
-    max_stamp = std::max(max_stamp, entries[3 * i + HashEntry::kStamp]);
-  }
-  // hash_insert_ evicts only entries with stamps below the clock, which hash_touch_ increments. So
-  // after this it can evict every stored row whose key is not among `entries`.
-  *store.index.clock = std::max(*store.index.clock, max_stamp);
-  const bool counts_uses = order_counts_uses(store.order);
-  std::optional<Tensor> no_uses, none;
-  if (counts_uses) no_uses = allocate_zeros(lifted, {n}, ScalarType::Long);
-  auto [found, first, groups, totals, offsets] =
-      hash_touch_(index, keys, segment(n), table_0, no_uses, none, order_code);
-  const int64_t num_misses = offsets.const_data_ptr<int64_t>()[1];
-  if (counts_uses) {  // new rows rank by their scores
-    const auto* first_position = first.const_data_ptr<int64_t>();
-    auto* uses = totals.mutable_data_ptr<int64_t>();
-    for (int64_t miss = 0; miss < num_misses; ++miss)
-      uses[miss] = entries[3 * first_position[miss] + HashEntry::kScore];
-  }
-  const auto [miss_slots, status, evicted, slots_out, key_status] =
-      hash_insert_(index, keys, first, totals, offsets, none, none, order_code,
-                   static_cast<int64_t>(InsertPolicy::kWins), found, groups);
-  const auto* slots = slots_out.const_data_ptr<int64_t>();
-  auto dropped = copy_dropped(store, entries, rows, n, slots, miss_slots.const_data_ptr<int64_t>(),
-                              static_cast<const uint8_t*>(status.const_data_ptr()),
-                              evicted.const_data_ptr<int64_t>(), num_misses, lifted);
-
-  const auto cost = [&](int64_t i) { return store.records.record_bytes * i; };
-  parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (i + kRowsAhead < end && slots[i + kRowsAhead] >= 0) {
-        prefetch_row(store.records.at(slots[i + kRowsAhead]), store.records.record_bytes);
-      }
-      if (slots[i] >= 0)
-        store.write(slots[i], entries + 3 * i + HashEntry::kStamp, rows + i * row_bytes);
-    }
-  });
-  for (int64_t i = 0; i < n; ++i) {
-    if (slots[i] >= 0) store.set_entry(slots[i], entries + 3 * i + HashEntry::kStamp);
-  }
+  const auto lifted_slots = new_scratch<int64_t>(lifted.numel());
+  store.find(lifted.const_data_ptr<int64_t>(), lifted.numel(), lifted_slots.get());
+  StorePut put(store, n);
+  store.erase(lifted_slots.get(), lifted.numel());
+  put.insert(entries, n);
+  auto dropped = copy_dropped(store, put, entries, rows, lifted);
+  put.write(rows);
   return dropped;
 }
 

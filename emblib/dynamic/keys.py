@@ -148,7 +148,8 @@ def status_by_position(inserted: InsertedBatch) -> Tensor:
     """Return the `KeyStatus` of each position of an inserted batch, uint8 `[L]`."""
     hits = torch.full_like(inserted.slots, KeyStatus.HIT, dtype=torch.uint8)
     if inserted.misses is None or inserted.result is None or not inserted.slots.numel():
-        return hits if inserted.status is None else inserted.status
+        status = inserted.status
+        return hits if status is None else torch.where(status == hash.STORED, hits, status)
     groups = inserted.misses.groups
     return torch.where(groups < 0, hits, inserted.result.status[groups.clamp(min=0).long()])
 

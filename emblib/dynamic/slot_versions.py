@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import HashTableColumn
-from emblib.ops.hash import EVICTING, HIT, NEW, InsertedBatch, Keys, tables_of
+from emblib.ops.hash import EVICTING, HIT, NEW, STORED, InsertedBatch, Keys, tables_of
 from emblib.specs import SLOTS_PER_BUCKET
 from emblib.tables import memory
 
@@ -52,10 +52,10 @@ class LastInsertion(NamedTuple):
         if misses is None or result is None:
             assert status is not None
             is_new = (status == NEW) | (status == EVICTING)
-            return is_new, is_new
+            return is_new, is_new | (status == STORED)
         status = result.status[misses.groups.clamp(min=0).long()]
         is_new = (status == NEW) | (status == EVICTING)
-        # Rows promoted from a backing store have status HIT: their keys never left.
+        # Here rows promoted from a backing store have status HIT: their keys never left.
         return is_new, (misses.groups >= 0) & (is_new | (status == HIT))
 
     def tensors(self) -> list[Tensor]:

@@ -230,14 +230,12 @@ def insert_in_one_op(
         miss_results = results[_NUM_RESULTS_OF_HITS:]
         keys = Keys(ids, starts, arguments.tables)
         inserted = InsertedBatch(slots)
-        if miss_results and backing is None:
-            inserted = inserted._replace(status=miss_results[0])
-        elif miss_results and backing is not None:
-            if placement is None:
-                placement = backing.one_op_placement(miss_results, scores)
-            inserted = inserted._replace(misses=placement.misses, result=placement.result)
-            backing.record_one_op(placement)
         if miss_results:
+            inserted = InsertedBatch(slots, status=miss_results[0])
+            if backing is not None:
+                if placement is None:
+                    placement = backing.one_op_placement(miss_results, scores)
+                backing.record_one_op(placement)
             index.end_insertion(keys, inserted)
         if state.scores is not None:
             state.scores.advance(effects)

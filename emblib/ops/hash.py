@@ -224,7 +224,7 @@ class InsertedBatch(NamedTuple):
     status: Tensor | None = None
 
 
-MISS, HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = map(int, InsertStatus)
+MISS, HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED, STORED = map(int, InsertStatus)
 
 hash_find = torch.ops.emblib.hash_find.default
 hash_touch_ = torch.ops.emblib.hash_touch_.default

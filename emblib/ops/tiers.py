@@ -14,14 +14,16 @@ tier into a packed matrix, and from the matrix into the other tier.
   else `NEW` for refused misses), keys, stamps and scores of evicted keys, int64 `[3, k]`, their
   rows, the refused misses, and the slots of `found`. A stored row whose slot is -1 is not written
 - `tier_insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
-  insert_policy, layout, rules, seed, store_indices, records, first_overflow)` inserts a training
-  batch like `hash_insert_batch_` into tables in front of stores in host memory: missing keys that
-  are in the store get their rows from there, and the rows of evicted keys are copied out. The
-  stores are only read. `store_indices` has the tensors of one index per table, one after the
-  other, `records` uint8 `[S, 16 + row_bytes]` stamp, score and row by slot of that index, and
-  `first_overflow` the first overflow row per table. Returns an empty list, with nothing changed, if
-  it cannot process the batch; else the first eight results of `hash_insert_batch_` and, if keys
-  were missing, the fields of `InsertedMisses` and, per table, of `SwappedMisses`
+  insert_policy, layout, rules, seed, store_indices, records, store_orders, first_overflow,
+  changes_stores)` inserts a training batch like `hash_insert_batch_` into tables in front of stores
+  in host memory: missing keys that are in the store get their rows from there, and the rows of
+  evicted keys are copied out. With `changes_stores` it then does what `tier_put_` does with the
+  promoted keys and evicted rows; without, the stores are only read. Per table, one after the other,
+  `store_indices` has the six tensors of an index, `records` uint8 `[S, 16 + row_bytes]` stamp,
+  score and row by slot of that index, `store_orders` the number of its order, and `first_overflow`
+  the first overflow row. Returns an empty list, with nothing changed, if it cannot process the
+  batch; else the first eight results of `hash_insert_batch_` and, if keys were missing, the fields
+  of `InsertedMisses` and, per table, of `SwappedMisses`
 - `tier_put_(store_index, records, lifted, entries, rows, order)` removes the keys `lifted`, int64
   `[m]`, from such a store and puts rows into it: `entries` int64 `[n, 3]` has keys, which are
   distinct, stamps and scores, `rows` is uint8 `[n, row_bytes]`. If both buckets of a key are full,
@@ -45,42 +47,37 @@ from emblib.ops.hash import hash_insert_batch_
 
 
 class InsertedMisses(NamedTuple):
-    """The misses of a batch that `tier_insert_batch_` inserted, in the order of tables.
+    """The misses of a batch that `tier_insert_batch_` inserted.
 
     Attributes:
-        first: int64 `[M]`, the first position of the key.
-        uses: int64 `[M]`, uses of the key in the batch and, where uses are counted, in the store.
-        slots: int64 `[M]`, the slot of the key in its table; overflow rows follow the slots.
-        status: uint8 `[M]`, `HIT` for a row of the store, `NEW` or `EVICTING` for a new one.
-        groups: int32 `[L]`, the miss of each position, -1 for a hit.
-        offsets: int64 `[T + 1]`, the misses of each table.
+        status: uint8 `[L]`, status of the key at each position: `HIT`, `STORED` for a row of the
+            store, `NEW` for a new row in an empty slot or an overflow row, else `EVICTING`.
         counts: int64 `[T, 5]`, the numbers of misses that were in the store, that were new, of rows
             promoted, demoted, and served in overflow rows.
     """
 
-    first: Tensor
-    uses: Tensor
-    slots: Tensor
     status: Tensor
-    groups: Tensor
-    offsets: Tensor
     counts: Tensor
 
 
 class SwappedMisses(NamedTuple):
     """The rows of one table that `tier_insert_batch_` moved.
 
+    The first three are empty if the op has changed the stores, the last one if it has not.
+
     Attributes:
         demoted: int64 `[k, 3]`, keys, stamps and scores of the evicted rows.
         demoted_rows: uint8 `[k, row_bytes]`, these rows.
         promoted: int64 `[p]`, keys that have a slot and are still in the store.
         refused: int64 `[r, 2]`, keys and uses of the misses in overflow rows, in their order.
+        dropped: int64 `[d]`, keys of the rows that the store dropped.
     """
 
     demoted: Tensor
     demoted_rows: Tensor
     promoted: Tensor
     refused: Tensor
+    dropped: Tensor
 
 
 tier_swap_ = torch.ops.emblib.tier_swap_.default

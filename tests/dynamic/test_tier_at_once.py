@@ -122,6 +122,34 @@ def test_prefetched_rows_are_used() -> None:
     assert other.tier_stats()["a"].prefetched == 0
 
 
+def test_the_op_leaves_a_store_alone_while_the_thread_prefetches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exchanges: list[int] = []
+
+    def exchange(store: HostRows, table: int, *rows: Tensor) -> Tensor:
+        exchanges.append(table)
+        dropped: Tensor = exchange_rows(store, table, *rows)
+        return dropped
+
+    exchange_rows = HostRows.exchange
+    monkeypatch.setattr(HostRows, "exchange", exchange)
+    module, other = (_module(Eviction.LRU, TierMode.CACHING, 2048) for _ in range(2))
+    assert module.state.backing is not None
+    store, released = module.state.backing.store, threading.Event()
+    for step in range(9):
+        if step == 3:
+            store._futures.append(store._submit(lambda _: released.wait()))
+        if step == 6:
+            released.set()
+            store.wait()
+        exchanges.clear()
+        out = module(*batch(step))
+        assert bool(exchanges) is (3 <= step < 6)
+        assert torch.equal(out, other(*batch(step)))
+        _assert_same(module, other)
+
+
 class _Blocked:
     """Holds the thread of a module's store until it is released."""
 

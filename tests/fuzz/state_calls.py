@@ -517,7 +517,9 @@ def _tier_insert_batch(draw: random.Random) -> Call:
     layout[:, 0, 2] = rows
     stores = [test_tiers.StoreInMemory(32, Eviction.LRU).index.tensors() for _ in range(num_tables)]
     records = [torch.zeros(32, 20, dtype=torch.uint8) for _ in range(num_tables)]
-    in_store = ([tensor for store in stores for tensor in store], records, [rows // 2] * num_tables)
+    indices = [tensor for store in stores for tensor in store]
+    orders, overflow = [HASH_ORDER["lru"]] * num_tables, [rows // 2] * num_tables
+    in_store = (indices, records, orders, overflow, draw.choice([False, True]))
     call = (index, [torch.zeros(rows)], *rest, layout, rules, seed, *in_store)
     return Call("tier_insert_batch_", call, plain.check)
 

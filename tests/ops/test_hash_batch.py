@@ -19,15 +19,17 @@ DIM = 3
 
 
 class Tables:
-    """Two tables with rows and one row-wise state."""
+    """Two tables with rows, overflow rows behind them, and one row-wise state."""
 
-    def __init__(self, eviction: Eviction, policy: InsertPolicy, rows: tuple[int, int]) -> None:
+    def __init__(
+        self, eviction: Eviction, policy: InsertPolicy, rows: tuple[int, int], overflow: int = 0
+    ) -> None:
         self.specs = [
             DynamicSpec(count, DIM, eviction=eviction, insert_policy=policy) for count in rows
         ]
         self.index = HashIndex(self.specs, hash_keys=HASH_KEYS[:2])
-        first = self.first_rows = [0, self.specs[0].rows]
-        total = sum(spec.rows for spec in self.specs)
+        first = [0, self.specs[0].rows + overflow]
+        total = sum(spec.rows + overflow for spec in self.specs)
         self.rows = [torch.zeros(total * DIM), torch.zeros(total)]
         self.features = torch.tensor(
             [
@@ -45,7 +47,7 @@ class Tables:
         )
         self.total_rows = total
         layout = [
-            [(at * DIM, DIM, spec.rows, DIM, t), (at, 1, spec.rows, 1, t)]
+            [(at * DIM, DIM, spec.rows + overflow, DIM, t), (at, 1, spec.rows + overflow, 1, t)]
             for t, (at, spec) in enumerate(zip(first, self.specs, strict=True))
         ]
         rules = [[hash.rule_of(Uniform(-1.0, 1.0), spec)] * 2 for spec in self.specs]
@@ -175,24 +177,110 @@ def test_opcheck() -> None:
     stores = [HashIndex([DynamicSpec(32, 1)], hash_keys=[5]).tensors() for _ in range(2)]
     records = [torch.zeros(32, 16 + 4 * (DIM + 1), dtype=torch.uint8) for _ in range(2)]
     indices = [tensor for store in stores for tensor in store]
-    in_store = (indices, records, [64, 160])
+    in_store = (indices, records, [HASH_ORDER["lru"]] * 2, [64, 160], False)
     assert tiers.tier_insert_batch_(*arguments, *in_store) == []  # there are no overflow rows
-    tables.rows[:] = [torch.zeros(232 * DIM), torch.zeros(232)]
-    tables.initial[0][:, :, 2] += 8
+    tables = Tables(Eviction.LRU, InsertPolicy.ALWAYS_EVICT, (64, 160), overflow=8)
+    tables.one_by_one(ids, offsets, None)
+    batch = (tables.features, ids, offsets, FEATURE_TABLES, None)
+    arguments = (tables.index.tensors(), tables.rows, *batch, *tables.codes, *tables.initial)
     torch.library.opcheck(
         torch.ops.emblib.tier_insert_batch_.default, (*arguments, *in_store), test_utils=checks
     )
+
+
+class TablesWithStores(Tables):
+    """Tables in front of stores in host memory, with 100 overflow rows each."""
+
+    def __init__(self, eviction: Eviction, policy: InsertPolicy, store_order: Eviction) -> None:
+        super().__init__(eviction, policy, (64, 160), overflow=100)
+        specs = [DynamicSpec(rows, 1, eviction=store_order) for rows in (32, 32)]
+        self.stores = [HashIndex([spec], hash_keys=[5]) for spec in specs]
+        stride = 16 + 4 * DIM + 4
+        self.records = [torch.zeros(spec.rows, stride, dtype=torch.uint8) for spec in specs]
+        self.store_order = HASH_ORDER[self.stores[0].order]
+
+    def insert(
+        self, ids: Tensor, offsets: Tensor, *, changes_stores: bool
+    ) -> tuple[list[Tensor], list[tiers.SwappedMisses]]:
+        """Return all results but groups and those about moves, and the latter."""
+        results = tiers.tier_insert_batch_(
+            self.index.tensors(),
+            self.rows,
+            self.features,
+            ids,
+            offsets,
+            FEATURE_TABLES,
+            None,
+            *self.codes,
+            *self.initial,
+            [tensor for store in self.stores for tensor in store.tensors()],
+            self.records,
+            [self.store_order] * 2,
+            [64, 160],
+            changes_stores,
+        )
+        first, width = 10, len(tiers.SwappedMisses._fields)
+        swapped = [results[i : i + width] for i in range(first, len(results), width)]
+        return results[:3] + results[8:first], [tiers.SwappedMisses(*parts) for parts in swapped]
+
+    def move(self, swapped: list[tiers.SwappedMisses]) -> list[Tensor]:
+        """Make the moves that the op has left; return the keys that each store dropped."""
+        return [
+            tiers.tier_put_(
+                store.tensors(), records, s.promoted, s.demoted, s.demoted_rows, self.store_order
+            )[0][:, 0]
+            for store, records, s in zip(self.stores, self.records, swapped, strict=False)
+        ]
+
+
+@pytest.mark.parametrize("policy", InsertPolicy)
+@pytest.mark.parametrize("store_order", [Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU])
+@pytest.mark.parametrize("eviction", [Eviction.LRU, Eviction.LFU])
+def test_the_op_changes_stores_as_puts_do(
+    eviction: Eviction, store_order: Eviction, policy: InsertPolicy, thread_counts: list[int]
+) -> None:
+    one, other = (TablesWithStores(eviction, policy, store_order) for _ in range(2))
+    num_dropped = num_promoted = num_refused = 0
+    for step, (ids, offsets) in enumerate(_batches(60, 30, seed=4)):
+        results, left = other.insert(ids, offsets, changes_stores=False)
+        want_dropped = other.move(left)
+        torch.set_num_threads(thread_counts[step % len(thread_counts)])
+        got, swapped = one.insert(ids, offsets, changes_stores=True)
+        same = [*zip(got, results, strict=True)]
+        same += [(part.refused, full.refused) for part, full in zip(swapped, left, strict=True)]
+        same += [(part.dropped, keys) for part, keys in zip(swapped, want_dropped, strict=True)]
+        for part, full in zip(swapped, left, strict=True):
+            assert not part.demoted.numel() + part.demoted_rows.numel() + part.promoted.numel()
+            assert not full.dropped.numel()
+            num_promoted += full.promoted.numel()
+            num_refused += full.refused.shape[0]
+            num_dropped += part.dropped.numel()
+        same += zip(one.rows, other.rows, strict=True)
+        indices = zip([one.index, *one.stores], [other.index, *other.stores], strict=True)
+        for mine, wanted in indices:
+            used = wanted.tags != 0
+            same += [(mine.tags, wanted.tags), (mine.entries[used], wanted.entries[used])]
+            same += zip(mine.tensors()[2:5], wanted.tensors()[2:5], strict=True)
+        for t, records in enumerate(one.records):
+            used = other.stores[t].tags != 0
+            same.append((records[used], other.records[t][used]))
+        assert all(torch.equal(x, y) for x, y in same)
+    assert num_promoted > 100
+    assert min(num_dropped, num_refused) >= 10
 
 
 @pytest.mark.parametrize(
     ("number", "value", "message"),
     [
         (0, [], "each of 2 tables needs the 6 tensors of an index"),
-        (1, [torch.zeros(32, 31, dtype=torch.uint8)] * 2, r"records must be \[32, 32\]"),
-        (1, [torch.zeros(31, 32, dtype=torch.uint8)] * 2, r"records must be \[32, 32\]"),
+        (1, [torch.zeros(32, 31, dtype=torch.uint8)] * 2, "two words and a row of 16 bytes"),
+        (1, [torch.zeros(31, 32, dtype=torch.uint8)] * 2, "for each of 32 slots"),
         (1, [torch.zeros(32, dtype=torch.uint8)] * 2, "records must be a matrix, got 1 dimensions"),
-        (2, [63, 160], r"first_overflow must be in \[64, 64\]"),
-        (2, [64, 161], r"first_overflow must be in \[160, 160\]"),
+        (2, [HASH_ORDER["none"]] * 2, "evicts by stamps or by counts"),
+        (2, [HASH_ORDER["lfu"]] * 2, "entries of 3 words"),
+        (2, [HASH_ORDER["lru"]], "an order and first_overflow, got 12, 2, 1 and 2"),
+        (3, [63, 160], r"first_overflow must be in \[64, 64\]"),
+        (3, [64, 161], r"first_overflow must be in \[160, 160\]"),
     ],
 )
 def test_wrong_stores_raise_before_anything_changes(
@@ -204,7 +292,8 @@ def test_wrong_stores_raise_before_anything_changes(
     arguments = (tables.index.tensors(), tables.rows, *batch, *tables.codes, *tables.initial)
     stores = [HashIndex([DynamicSpec(32, 1)], hash_keys=[5]).tensors() for _ in range(2)]
     records = [torch.zeros(32, 16 + 4 * (DIM + 1), dtype=torch.uint8) for _ in range(2)]
-    in_store: list[object] = [[x for store in stores for x in store], records, [64, 160]]
+    orders, indices = [HASH_ORDER["lru"]] * 2, [x for store in stores for x in store]
+    in_store: list[object] = [indices, records, orders, [64, 160], True]
     in_store[number] = value
     before = [tensor.clone() for tensor in tables.index.tensors()]
     with pytest.raises(RuntimeError, match=message):

@@ -99,15 +99,11 @@ class OneOpPlacement(NamedTuple):
     """Placement of a batch with misses that one op inserted.
 
     Attributes:
-        misses: the misses of the batch.
-        result: slots and status by miss.
         overflow: keys that are served in overflow rows, per table, without values.
         moves: rows that move between the tiers.
         counts: counters of `TierStats` after the batch, per table.
     """
 
-    misses: Misses
-    result: InsertResult
     overflow: list[StoredRows]
     moves: RowMoves
     counts: list[dict[str, int]]
@@ -148,6 +144,7 @@ class BackingTier:
         self._overflow_is_dirty = False  # whether overflow rows differ from those in the store
         self._no_rows = StoredRows.none(0)
         self._row_bytes = [table.row_bytes for table in tables]
+        self._first_overflow = [spec.rows for spec in fast.specs]
         self._moves: RowMoves | None = None  # moves of the last step that may not be applied yet
         self._writes_behind = backing.write_behind
         self.reset_stats()
@@ -295,16 +292,17 @@ class BackingTier:
         """
         return type(self.store.behind) is HostRows and not self.store.has_rows_in_memory
 
-    def begin_batch(self) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    def begin_batch(self) -> tuple[list[Tensor], list[Tensor], list[int], list[int], bool]:
         """Write overflow rows back, and return the last arguments of `tier_insert_batch_`.
 
-        These are `store_indices`, `records` and `first_overflow`.
+        These are `store_indices`, `records`, `store_orders`, `first_overflow` and `changes_stores`.
+        The op changes the stores unless the store's thread is to do that, or may use them now.
         """
         self.write_back()
         self.generation += 1
-        store = self.store.behind
+        store, changes = self.store.behind, not self._writes_behind and self.store.is_idle
         assert isinstance(store, HostRows)
-        return *store.op_arguments(), [spec.rows for spec in self.fast.specs]
+        return *store.op_arguments(is_changed=changes), self._first_overflow, changes
 
     def one_op_placement(
         self, results: Sequence[Tensor], batch_scores: Tensor | None
@@ -322,23 +320,26 @@ class BackingTier:
         for t, new_counts in enumerate(inserted.counts.tolist()):
             swapped = SwappedMisses(*results[begin : begin + num_fields])
             begin += num_fields
-            moves.exchanged[t] = swapped
-            refused_keys, uses = swapped.refused.unbind(1)
-            overflow.append(self._rows_without_values(t, refused_keys, uses, batch_scores))
+            if swapped.demoted.numel() or swapped.promoted.numel():
+                moves.exchanged[t] = swapped
+            if swapped.dropped.numel():
+                moves.dropped.append((t, swapped.dropped))
+            rows = self._no_rows
+            if swapped.refused.numel():
+                refused_keys, uses = swapped.refused.unbind(1)
+                rows = self._rows_without_values(t, refused_keys, uses, batch_scores)
+            overflow.append(rows)
             counts = dict(self._counts[t])
             for name, count in zip(_COUNTERS_OF_BATCH, new_counts, strict=True):
                 counts[name] += count
             all_counts.append(counts)
-        misses = Misses(inserted.first, inserted.groups, inserted.uses, inserted.offsets)
-        evicted = inserted.slots.new_empty(0, 3)  # they are among the demoted rows
-        result = InsertResult(inserted.slots, inserted.status, evicted)
-        return OneOpPlacement(misses, result, overflow, moves, all_counts)
+        return OneOpPlacement(overflow, moves, all_counts)
 
     def record_one_op(self, placement: OneOpPlacement) -> None:
         """Record the placement of a batch; repeated calls have no further effect."""
         self._counts, self._overflow = placement.counts, placement.overflow
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
-        self._moves = placement.moves
+        self._moves = placement.moves if placement.moves else None
 
     # After the keys of a batch are inserted
 
@@ -409,8 +410,6 @@ class BackingTier:
         self, table: int, keys: Tensor, uses: Tensor, batch_scores: Tensor | None
     ) -> StoredRows:
         """Return new rows of keys that found no slot, with 0 bytes of values each."""
-        if not keys.numel():
-            return StoredRows.none(0)
         stamps = torch.full_like(keys, self.fast.index.tick)
         scores = self._new_scores(table, uses, batch_scores)
         return StoredRows(keys, stamps, scores, torch.empty(keys.numel(), 0, dtype=torch.uint8))

@@ -189,12 +189,22 @@ class HostRows:
         )
         return dropped
 
-    def op_arguments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return `store_indices` and `records`, arguments of `emblib.ops.tiers.tier_insert_batch_`.
+    def op_arguments(self, *, is_changed: bool) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        """Return `store_indices`, `records` and `store_orders` for `tier_insert_batch_`.
 
-        They are views of the store. No other thread may change the store while the op runs.
+        The tensors are views of the store, which no other thread may use while the op changes it,
+        nor change while the op reads it.
+
+        Args:
+            is_changed: whether the op changes the store.
         """
-        return [tensor for index in self._indices for tensor in index.tensors()], self._records
+        tensors, orders = [], []
+        for index in self._indices:
+            if is_changed:
+                index.versions.advance()  # since the op changes the index without its methods
+            tensors += index.tensors()
+            orders.append(codes.HASH_ORDER[index.order])
+        return tensors, self._records, orders
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""

@@ -72,6 +72,10 @@ class RowMoves:
         self.dropped: list[tuple[int, Tensor]] = []
         self.errors: list[Exception] = []
 
+    def __bool__(self) -> bool:
+        """Return whether there is anything to move or to report."""
+        return bool(self.exchanged or self.promoted or self.demoted or self.dropped or self.errors)
+
 
 class PrefetchedRows:
     """A `RowStore` in front of another that reads prefetched rows from memory.
@@ -261,6 +265,14 @@ class PrefetchedRows:
         if rows.keys.numel():
             self._drop_from_memory(table, rows.keys)
             self._unstored[table].append(rows)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the thread prefetches nothing; it then does not use the store behind.
+
+        Call it after `apply_moves`.
+        """
+        return all(future.done() for future in self._futures)
 
     @property
     def has_rows_in_memory(self) -> bool:
