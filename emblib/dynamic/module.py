@@ -663,5 +663,5 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         self._bind_state()
         self.rows.restore(buffers, rows)
 
-    def _size_of(self, spec: DynamicSpec) -> str:
+    def _describe_size(self, spec: DynamicSpec) -> str:
         return f"{spec.capacity} x {spec.dim}"

@@ -5,9 +5,9 @@ and state dicts.
 
 State dicts of dense tables have entries per table, so they load into any placement and device:
 `<table>.weight` `[R, D]`, `<table>.<state>` `[R, D]` or `[R]` for each state of the optimizer, and
-`hyper`, its numbers. The tensors are views of the module's memory. Values written into them, as
-`torch.distributed.checkpoint.load` does, reach a table with a row cache only with a following
-`load_state_dict`; the memory of other tables has them at once.
+`hyper`, the numbers of the optimizer. The tensors are views of the module's memory, into which
+`torch.distributed.checkpoint.load` writes. Lookups then read the new values, except in tables with
+a row cache, which need a following `load_state_dict`.
 """
 
 import warnings
@@ -37,12 +37,12 @@ class SpecKind(NamedTuple):
     Attributes:
         type: the class.
         example: a spec, for error messages.
-        otherwise: advice for specs of another class.
+        advice: advice for specs of another class.
     """
 
     type: type
     example: str
-    otherwise: str
+    advice: str
 
 
 class FusedTables(nn.Module):
@@ -79,7 +79,7 @@ class FusedTables(nn.Module):
     """Whether rows are products of matrices, which `Precision.matmul` is about."""
     fixed_buffers: ClassVar[tuple[str, ...]] = ("features",)
     """Buffers that depend only on constructor arguments."""
-    _fixed: parameters.FixedBuffers
+    _stored_buffers: parameters.FixedBuffers
     parameter_class: type[parameters.TableParameter] = parameters.TableParameter
     """The class of parameters that backward updates."""
     _layout: list[tuple[int, ...]]  # the values of `features`
@@ -140,7 +140,7 @@ class FusedTables(nn.Module):
             if not isinstance(spec, kind.type):
                 raise TypeError(
                     f"tables[{t}] must be a {kind.type.__name__}, e.g. {kind.example}, got "
-                    f"{spec!r}; {kind.otherwise}"
+                    f"{spec!r}; {kind.advice}"
                 )
         check_features(self.tables, self.feature_tables, self.pooling)
         dims = sorted({spec.dim for spec in self.tables})
@@ -179,7 +179,7 @@ class FusedTables(nn.Module):
             self.register_buffer(f"state_{state.name}", tensor, persistent=persistent)
 
     def _register_common(self, device: torch.device) -> None:
-        """Register the common buffers: `features`, `hyperparams`, `bounds_violations`, ...
+        """Register the common buffers: `features`, `hyper`, `grad_anchor`, `bounds_violations`.
 
         `features` tells kernels the location of each table. Modules that save it use it only to
         refuse a checkpoint of other tables; its values always come from `_layout`.
@@ -358,7 +358,7 @@ class FusedTables(nn.Module):
             return
         features, gradients = zip(*tables, strict=True)
         device = self.hyperparams.device
-        rows, values = zip(*(_rows_of(grad.to(device)) for grad in gradients), strict=True)
+        rows, values = zip(*(_rows_and_values(grad.to(device)) for grad in gradients), strict=True)
         batch = autograd.lookup_of_rows(features, rows, self.total_rows)
         locations = self._locate(autograd.groups_of(batch))
         autograd.apply_row_gradients(
@@ -431,16 +431,18 @@ class FusedTables(nn.Module):
             self.features = layout if device.type == "cpu" else layout.to(device)
             self.grad_anchor = torch.zeros((), device=device, requires_grad=True)
             self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
-        self._fix_buffers()
+        self._store_fixed_buffers()
 
-    def _fix_buffers(self) -> None:
+    def _store_fixed_buffers(self) -> None:
         """Store the values that `fixed_buffers` have now, for `check_layout`."""
-        self._fixed = parameters.FixedBuffers(getattr(self, name) for name in self.fixed_buffers)
+        self._stored_buffers = parameters.FixedBuffers(
+            getattr(self, name) for name in self.fixed_buffers
+        )
 
     def check_layout(self) -> None:
         """Restore the fixed buffers if code outside this library has written them."""
-        if not self._fixed.are_intact():
-            self._fixed.restore()
+        if not self._stored_buffers.are_intact():
+            self._stored_buffers.restore()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -498,28 +500,28 @@ class FusedTables(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
-        is_lost = self.hyperparams.is_meta or parameters.loses_values(fn)
+        loses_values = self.hyperparams.is_meta or parameters.loses_values(fn)
         # `IncompleteParameter` overrides torch functions.
         with torch._C.DisableTorchFunctionSubclass():
             super()._apply(ops.keep_dtype(fn), recurse)
-        if is_lost and not self.hyperparams.is_meta:
+        if loses_values and not self.hyperparams.is_meta:
             self.load_hyperparams(self.initial_hyperparams())
         self._restore()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._fixed.restore()
+        self._stored_buffers.restore()
         self._mark_parameters()
 
-    def _size_of(self, spec: Any) -> str:
+    def _describe_size(self, spec: Any) -> str:
         """Describe a table for `extra_repr`."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
         """Describe tables, optimizer and options."""
         sizes = ", ".join(
-            f"{name}: {self._size_of(spec)}"
+            f"{name}: {self._describe_size(spec)}"
             for name, spec in zip(self.table_names[:4], self.tables, strict=False)
         )
         omitted = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
@@ -529,27 +531,27 @@ class FusedTables(nn.Module):
         return ", ".join(fields)
 
 
-def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_and_values(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows `[N]` and values `[N, dim]` of a sparse or dense gradient."""
     if not gradient.is_sparse:
         return torch.arange(gradient.shape[0], device=gradient.device), gradient
     return gradient._indices()[0], gradient._values()
 
 
-class _Warned:
-    """The last function of `nn.Module._apply` that tables warned of, with `arguments` so far."""
+class _LastWarning:
+    """The last function of `nn.Module._apply` that tables warned of, with the named arguments."""
 
     fn: Callable[[Tensor], Tensor] | None = None
     arguments: ClassVar[set[str]] = set()
 
 
-def _has_warned(fn: Callable[[Tensor], Tensor], argument: str) -> bool:
-    """Return whether another table warned of `fn` already; note that this one does."""
-    if _Warned.fn is not fn:
-        _Warned.fn = fn
-        _Warned.arguments.clear()
-    has_warned = argument in _Warned.arguments
-    _Warned.arguments.add(argument)
+def _note_warning(fn: Callable[[Tensor], Tensor], argument: str) -> bool:
+    """Note a warning of `fn` and `argument`; return whether another table has given it already."""
+    if _LastWarning.fn is not fn:
+        _LastWarning.fn = fn
+        _LastWarning.arguments.clear()
+    has_warned = argument in _LastWarning.arguments
+    _LastWarning.arguments.add(argument)
     return has_warned
 
 
@@ -560,7 +562,7 @@ def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
     the argument of the module's constructor that selects the dtype, for the message.
     """
     requested_dtype = fn(torch.empty(0, dtype=torch.float32)).dtype
-    if requested_dtype != torch.float32 and not _has_warned(fn, argument):
+    if requested_dtype != torch.float32 and not _note_warning(fn, argument):
         warnings.warn(
             f"emblib: tables keep their dtypes, {requested_dtype} is ignored; choose them when "
             f"making one: {argument}, in a collection data_type= of the configuration",

@@ -1,8 +1,8 @@
 """Report of a bounds check: which index of which feature was invalid.
 
-On the CPU `first_violation` names it at once. On a GPU the check only counts violations in device
-memory. `BoundsReport` copies the counts to pinned memory every few checks, and warns once a copy
-is complete, so the host never waits.
+On the CPU `first_violation` names the index at once. On a GPU the check only counts violations in
+device memory. Every few checks `BoundsReport` copies the counts to pinned memory. It warns after a
+copy is complete, so a lookup does not make the host wait.
 """
 
 import re
@@ -44,7 +44,8 @@ class BatchCheck(NamedTuple):
 def lookups_with_padding() -> Iterator[None]:
     """Declare that lookups in this context may have padding: ids -1 before the first offset.
 
-    Dense tables skip -1 anyway. In dynamic tables it is a valid key, so they ask `is_padded`.
+    Dense tables skip id -1 in any case. In dynamic tables -1 is a valid key, so their lookups call
+    `is_padded` to know whether such ids are padding.
     """
     token = _is_padded.set(True)
     try:
@@ -112,7 +113,7 @@ def named_violation(
 ) -> RuntimeError:
     """Return the error of a check in mode FATAL, with names in place of a feature's number.
 
-    `module`, `offsets` and `bag_layout` are those of `first_violation`, but offsets unrepaired.
+    Arguments are those of `first_violation`, except that `offsets` are not repaired.
     """
     if "not decrease" in str(error):
         negative = negative_length(module, offsets, bag_layout)
@@ -128,18 +129,19 @@ def named_violation(
 def negative_length(module: Any, offsets: Tensor, bag_layout: Tensor | None) -> RuntimeError | None:
     """Return an error if offsets on the CPU decrease in a module of a collection; None otherwise.
 
-    Where they decrease a bag has a negative length, and any repair would give later bags the ids of
-    others. Arguments are those of `first_violation`, but offsets unrepaired.
+    A bag whose offsets decrease has a negative length. No repair is possible: later bags would get
+    ids of other bags. Arguments are those of `first_violation`, except that `offsets` are not
+    repaired.
     """
-    steps = offsets.diff()
+    lengths = offsets.diff()
     labels: Sequence[str] | None = getattr(module, "feature_labels", None)
-    if not labels or not bool((steps < 0).any()):
+    if not labels or not bool((lengths < 0).any()):
         return None
-    bag = int((steps < 0).nonzero()[0])
-    bags_per_feature = max(len(steps) // len(labels), 1)
+    bag = int((lengths < 0).nonzero()[0])
+    bags_per_feature = max(len(lengths) // len(labels), 1)
     feature = bag // bags_per_feature if bag_layout is None else int(bag_layout[bag, 0])
     return RuntimeError(
-        f"bounds_check: lengths must be >= 0, got {int(steps[bag])} in {labels[feature]} "
+        f"bounds_check: lengths must be >= 0, got {int(lengths[bag])} in {labels[feature]} "
         "(are they offsets that decrease?)"
     )
 
@@ -158,16 +160,16 @@ class BoundsReport:
 
     The counts of a module are copied into pinned memory at its first check and then at every
     `CHECKS_PER_COPY`-th, after the kernels of the current stream, unless the last copy is still
-    incomplete. A later check or `poll` that finds a copy complete warns of the violations in it;
-    `wait` reads the counts themselves. While a CUDA graph is captured nothing is copied: its
-    replays count violations, which `wait` or the next checks outside the graph report. Threads may
-    share a report; a violation may then be warned of twice.
+    incomplete. Once a copy is complete, a later check or `poll` warns of its violations;
+    `report_now` reads the counts on the device. Nothing is copied during the capture of a CUDA
+    graph. Replays of the graph count violations, which `report_now` or later checks outside the
+    graph report. Threads may share a report, and may then warn of a violation twice.
     """
 
     def __init__(self) -> None:
-        self._reported = (0, 0)
-        self._checks = 0
-        self._copy: tuple[Tensor, torch.cuda.Event] | None = None
+        self._reported_counts = (0, 0)
+        self._num_checks = 0
+        self._pending_copy: tuple[Tensor, torch.cuda.Event] | None = None
         self._message, self._where = BOUNDS_MESSAGE, ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -181,8 +183,8 @@ class BoundsReport:
         the numbers of bad `indices` and `offsets`, and `where`; the last one is used for the
         violations of all earlier checks.
         """
-        if self._copy is None and self._checks % CHECKS_PER_COPY != 0:
-            self._checks += 1
+        if self._pending_copy is None and self._num_checks % CHECKS_PER_COPY != 0:
+            self._num_checks += 1
             return
         if torch.cuda.is_current_stream_capturing():
             return
@@ -190,23 +192,23 @@ class BoundsReport:
             self._where = _features_phrase(module)
         self._message = message
         self.poll()
-        if self._copy is None and self._checks % CHECKS_PER_COPY == 0:
+        if self._pending_copy is None and self._num_checks % CHECKS_PER_COPY == 0:
             self._start_copy(module.bounds_violations)
-        self._checks += 1
+        self._num_checks += 1
 
     def poll(self) -> None:
         """Warn of the violations in the last copy from the device, if it is complete."""
-        copy = self._copy  # read once: another thread may finish it and set it to None
+        copy = self._pending_copy  # read once: another thread may finish it and set it to None
         if copy is not None and copy[1].query():
-            self._report_copy(copy[0])
+            self._report(copy[0])
 
-    def wait(self, counts: Tensor) -> None:
+    def report_now(self, counts: Tensor) -> None:
         """Warn of the violations in `counts` that no warning reported; wait for the current stream.
 
         `counts` is the module's `bounds_violations`; on the CPU this does nothing.
         """
         if counts.is_cuda:
-            self._report_copy(counts)
+            self._report(counts)
 
     def _start_copy(self, counts: Tensor) -> None:
         """Start to copy the counts of violations, int64 `[2]`, to host memory."""
@@ -215,13 +217,13 @@ class BoundsReport:
             pinned.copy_(counts, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._copy = pinned, event
+        self._pending_copy = pinned, event
 
-    def _report_copy(self, copied: Tensor) -> None:
+    def _report(self, copied: Tensor) -> None:
         """Warn about the violations that were counted since the last report."""
         counts: Sequence[int] = copied.tolist()
-        self._copy = None
-        counts_before = self._reported
+        self._pending_copy = None
+        counts_before = self._reported_counts
         if any(
             count < count_before for count, count_before in zip(counts, counts_before, strict=True)
         ):
@@ -229,7 +231,7 @@ class BoundsReport:
         indices, offsets = (
             count - count_before for count, count_before in zip(counts, counts_before, strict=True)
         )
-        self._reported = counts[0], counts[1]
+        self._reported_counts = counts[0], counts[1]
         if indices or offsets:
             text = self._message.format(indices=indices, offsets=offsets, where=self._where)
             text += "; counted on the GPU in earlier batches"
@@ -261,7 +263,7 @@ def report_bounds_violations(model: nn.Module) -> None:
     for module in dict.fromkeys(_table_modules(model)):
         counts = getattr(module, "bounds_violations", None)
         if counts is not None:
-            report_of(module).wait(counts)
+            report_of(module).report_now(counts)
 
 
 def _table_modules(model: nn.Module) -> Iterator[nn.Module]:

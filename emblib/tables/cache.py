@@ -8,16 +8,16 @@ The rows of a batch in flight are not evicted, so their slots are stored with it
 way is read in its table. If a later batch assigns a way to it, its slot must be looked up again,
 because the newest values are then in the cache.
 
-The module's lock is held while a batch is planned and its rows move, because a plan describes the
-cache only after that; while a lookup finds slots and reads them, because the next plan may assign
-them to other rows if its batch was released; and around an update.
+The module's lock is held in three phases. While a batch is planned and its rows move, the plan does
+not yet describe the cache. While a lookup finds slots and reads them, the next plan might assign
+the slots of a released batch to other rows. The third phase is an update.
 
 On a GPU a prefetch may run on another stream than the training step. It waits for the updates of
 released batches, whose rows it may evict, and the lookup of its batch waits for it. The updates of
 batches in flight and the prefetch do not wait for each other (unless moving a row rounds it), since
 the prefetch does not move rows of these batches: they stay in their slots, or in their tables if
 they got no way. If a row without a way gets one for the prefetched batch, its fetch is deferred
-until that batch is looked up (`LaterFetches`), after the updates of earlier batches. Slots are
+until that batch is looked up (`DeferredRows`), after the updates of earlier batches. Slots are
 looked up again only then.
 
 As long as all work is on one stream, the stream orders it: there are no events and no waits.
@@ -46,7 +46,7 @@ from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import version_of
 from emblib.tables.recomputation import RunningForward, running_forward
-from emblib.tables.row_cache import LaterFetches, RowCache
+from emblib.tables.row_cache import DeferredRows, RowCache
 
 
 class BatchId(NamedTuple):
@@ -77,13 +77,13 @@ class BatchId(NamedTuple):
             if tensor.shape != other_tensor.shape or tensor.dtype != other_tensor.dtype:
                 return False
             if tensor.is_cuda:
-                torch._assert_async((tensor == other_tensor).all(), _ORDER)
+                torch._assert_async((tensor == other_tensor).all(), _ORDER_MESSAGE)
             elif not torch.equal(tensor, other_tensor):
                 return False
         return True
 
 
-_ORDER = "forward must get the batches in the order they were prefetched"
+_ORDER_MESSAGE = "forward must get the batches in the order they were prefetched"
 # A probe looks for the pages of a sample of a batch's rows in memory; see `_read_pages`. Neither
 # number is measured: they keep a probe short next to a fetch of thousands of rows.
 _SAMPLED_ROWS = 128
@@ -93,8 +93,8 @@ _FETCHES_PER_PROBE = 8  # while a probe finds all pages in memory
 class _Ticket(weakref.ref["InFlight"]):
     """The number of a batch in flight, and the stream of its last lookup.
 
-    If the batch's graph is deleted without an update, C code appends the ticket to a deque: a
-    Python finaliser could be interrupted, and would swallow the interrupt.
+    If the batch's graph is deleted without an update, the callback of this weak reference, which is
+    C code, appends the ticket to a deque. A Python finaliser would swallow an interrupt.
     """
 
     number = 0  # number of the batch; batches are numbered from 1
@@ -111,13 +111,13 @@ class InFlight:
         self.owner = owner
         self.lock = owner.lock
         self.ticket: _Ticket | None = None
-        self.filled: torch.cuda.Event | None = None  # recorded after its prefetch
+        self.prefetch_event: torch.cuda.Event | None = None  # recorded after its prefetch
         self.offsets: Tensor | None = None  # as repaired by its prefetch
         self._last_arrival = -1  # the `last_arrival` of its owner for which its slots are current
         self._will_be_repeated = False  # after a lookup without gradients
         self._locations: autograd.RowLocations | None = None
 
-    def fill(self, locations: autograd.RowLocations) -> None:
+    def set_locations(self, locations: autograd.RowLocations) -> None:
         """Store the current slots of the rows of the batch."""
         assert self.ticket is not None
         self._locations, self._last_arrival = locations, self.ticket.number
@@ -135,12 +135,12 @@ class InFlight:
         """
         owner, locations = self.owner, self._locations
         assert locations is not None
-        if self.filled is not None:
-            _wait_for(self.filled)
+        if self.prefetch_event is not None:
+            _wait_for(self.prefetch_event)
         else:
             owner.wait_for_prefetch()
         if self.ticket is not None:
-            owner.fetch_later(self.ticket.number)
+            owner.fetch_deferred(self.ticket.number)
         if self.ticket is None or self._last_arrival < owner.last_arrival:
             # The batch was released, so its rows may have been evicted since.
             locations = autograd.RowLocations(locations.groups, owner.find(locations.groups))
@@ -165,7 +165,7 @@ class InFlight:
         locations = self.locate(lookups=lookups)
         self.owner.protect_conflicts(locations)
         self.owner.begin_use()
-        self.leave()
+        self.release()
         return locations
 
     def after_update(self) -> None:
@@ -176,13 +176,13 @@ class InFlight:
         if self._will_be_repeated:
             self._will_be_repeated = False
             return
-        self.leave()
+        self.release()
         self.owner.end_use()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Allow eviction of the rows; repeated calls do nothing."""
         if self.ticket is not None:
-            self.owner.leave(self.ticket)
+            self.owner.release(self.ticket)
             self.ticket = None
 
 
@@ -197,7 +197,7 @@ class _DeferredFetch(NamedTuple):
         number: number of the batch.
         tiers: the memory between which the rows move.
         tensors: results of the op that lists the rows; empty until it has run.
-        first: index in `tensors` of the first field of `LaterFetches`.
+        first: index in `tensors` of the first field of `DeferredRows`.
     """
 
     number: int
@@ -206,10 +206,10 @@ class _DeferredFetch(NamedTuple):
     first: int
 
     @property
-    def fetches(self) -> LaterFetches | None:
+    def fetches(self) -> DeferredRows | None:
         """Return the rows to fetch, if they are listed."""
-        tensors = self.tensors[self.first : self.first + len(LaterFetches._fields)]
-        return LaterFetches(*tensors) if tensors else None
+        tensors = self.tensors[self.first : self.first + len(DeferredRows._fields)]
+        return DeferredRows(*tensors) if tensors else None
 
 
 class _Prefetched(NamedTuple):
@@ -251,7 +251,7 @@ class _LastWork:
         """Record an event after the work, which follows all earlier work of this kind."""
         if self._event is not None:
             _wait_for(self._event)
-        self._event = _event(device)
+        self._event = _record_event(device)
         self._stream = None
 
     @property
@@ -284,24 +284,26 @@ class Prefetcher:
         self.lock = lock
         # Whether rows are rounded when they are written back. Then a prefetch reads the step count,
         # for stochastic rounding, which updates write: they must wait for each other.
-        self.rounds = cache.layout.weights is not memory.precision.weights
+        self.rounds_rows = cache.layout.weights is not memory.precision.weights
         # Number of the last batch whose rows were fetched. Its plan may have assigned ways to rows
         # of earlier batches in flight; later batches were planned with its rows in the cache.
         self.last_arrival = -1
         self._queue: deque[_Prefetched] = deque()
         self._tickets: dict[int, _Ticket] = {}  # ticket per batch in flight
         self._dropped: deque[_Ticket] = deque()  # to be released by the next batch
-        self._later: deque[_DeferredFetch] = deque()  # in the order of the tickets
+        self._deferred_fetches: deque[_DeferredFetch] = deque()  # in the order of the tickets
         self._fetches_until_probe = 0  # see `_read_pages`
-        self._prefetches = _LastWork()
-        self._uses = _LastWork()  # finds, updates and flushes
-        self._fetched = _LastWork()  # deferred fetches
+        self._last_prefetch = _LastWork()
+        self._last_use = _LastWork()  # finds, updates and flushes
+        self._last_deferred_fetch = _LastWork()  # deferred fetches
         self._streams: list[torch.cuda.Stream] = []  # up to two streams that have work
 
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
-        work = {name: _LastWork() for name in ("_prefetches", "_uses", "_fetched")}
-        empty = {name: deque[object]() for name in ("_queue", "_dropped", "_later")}
+        work = {
+            name: _LastWork() for name in ("_last_prefetch", "_last_use", "_last_deferred_fetch")
+        }
+        empty = {name: deque[object]() for name in ("_queue", "_dropped", "_deferred_fetches")}
         return {**self.__dict__, **work, **empty, "_tickets": {}, "_streams": []}
 
     @property
@@ -312,8 +314,8 @@ class Prefetcher:
     def note_stream(self) -> bool:
         """Note that the current stream has work; return whether it has all work of the cache.
 
-        True on the CPU. The stream of a capture is not noted. With the second stream, events and
-        tickets of all earlier work are recorded on the first one.
+        True on the CPU. The stream of a capture is not first_flight. With the second stream, events
+        and tickets of all earlier work are recorded on the first one.
         """
         if not self.cache.weights.is_cuda:
             return True
@@ -325,7 +327,7 @@ class Prefetcher:
         if torch.cuda.is_current_stream_capturing():  # its stream ends with the capture
             return False
         for first_stream in self._streams:
-            for work in (self._prefetches, self._uses, self._fetched):
+            for work in (self._last_prefetch, self._last_use, self._last_deferred_fetch):
                 work.end_on(first_stream)
             for ticket in (*self._tickets.values(), *self._dropped):
                 ticket.stream = first_stream
@@ -346,7 +348,7 @@ class Prefetcher:
         with self.lock:
             flight = InFlight(self)
             try:
-                if not self._fill(flight, batch, tiers, check):
+                if not self._fetch_rows(flight, batch, tiers, check):
                     return False
                 self._queue.append(_Prefetched(batch_id, batch_id.versions(), flight))
             except BaseException:
@@ -365,15 +367,15 @@ class Prefetcher:
     ) -> InFlight | None:
         """Return the batch that forward looks up, prefetched or fetched now; None if it is invalid.
 
-        A prefetched batch stays at the head of the queue until `take`. The caller must hold the
+        A prefetched batch stays at the head of the queue until `dequeue`. The caller must hold the
         lock; `is_next` is the result of the method of that name. If it is true, raises RuntimeError
         as `look_up` does.
         """
         if is_next:
-            return self._next_prefetched(batch_id)
+            return self._check_next_prefetched(batch_id)
         flight = InFlight(self)
         try:
-            return flight if self._fill(flight, batch, tiers, check) else None
+            return flight if self._fetch_rows(flight, batch, tiers, check) else None
         except BaseException:
             self.drop(flight)
             raise
@@ -386,7 +388,7 @@ class Prefetcher:
         """
         return bool(self._queue) and (in_order or batch_id.is_same(self._queue[0].batch_id))
 
-    def take(self, flight: InFlight) -> None:
+    def dequeue(self, flight: InFlight) -> None:
         """Remove a batch that was looked up from the queue, if it is the next prefetched one."""
         if self._queue and self._queue[0].flight is flight:
             self._queue.popleft()
@@ -416,9 +418,11 @@ class Prefetcher:
         with self.lock:
             running = running_forward(training=training)
             if running is not None and running.is_repeated:
-                noted: InFlight | None = running.noted(self)
-                if noted is not None:
-                    return read(batch._replace(slots=noted.locate().slots, hooks=noted))
+                first_flight: InFlight | None = running.noted(self)
+                if first_flight is not None:
+                    return read(
+                        batch._replace(slots=first_flight.locate().slots, hooks=first_flight)
+                    )
             is_next = self.is_next(batch_id, in_order=torch.is_grad_enabled())
             flight = self.start(batch, tiers, batch_id, check, is_next=is_next)
             assert flight is not None
@@ -428,10 +432,10 @@ class Prefetcher:
             except BaseException:
                 self.drop(flight)
                 raise
-            self.take(flight)
+            self.dequeue(flight)
             return out
 
-    def _next_prefetched(self, batch_id: BatchId) -> InFlight:
+    def _check_next_prefetched(self, batch_id: BatchId) -> InFlight:
         """Return the next prefetched batch; raise RuntimeError if it is not `batch_id`."""
         expected, versions, flight = self._queue[0]
         if expected.versions() != versions:
@@ -441,13 +445,13 @@ class Prefetcher:
             )
         if not expected.has_content_of(batch_id):
             raise RuntimeError(
-                f"{_ORDER}: the next of {len(self._queue)} has {expected.indices.numel()} "
+                f"{_ORDER_MESSAGE}: the next of {len(self._queue)} has {expected.indices.numel()} "
                 f"lookups, got another one of {batch_id.indices.numel()}; pass that one, or "
                 "flush() and then reset_cache_states() to forget them"
             )
         return flight
 
-    def _fill(
+    def _fetch_rows(
         self,
         flight: InFlight,
         batch: autograd.Lookup,
@@ -458,33 +462,35 @@ class Prefetcher:
         if self.memory.disk is not None:
             self.memory.disk.protect(_NO_ROWS)  # raises in a forked process, before rows move
         # Fetches run one after the other, also on different streams.
-        has_order = self.note_stream()
-        if not has_order:
-            self._prefetches.wait()
+        is_one_stream = self.note_stream()
+        if not is_one_stream:
+            self._last_prefetch.wait()
         self._release_dropped()
-        if not has_order:
-            self._uses.wait()
-            self._fetched.wait()
-            self._prefetches.begin(batch.indices.device)
+        if not is_one_stream:
+            self._last_use.wait()
+            self._last_deferred_fetch.wait()
+            self._last_prefetch.begin(batch.indices.device)
         size = self._size_of_pass(batch)
         if size < batch.indices.numel() or self.memory.disk is not None:
-            self._fill_in_passes(flight, batch, tiers, size)
-        elif not self._fill_at_once(flight, batch, tiers, check):
+            self._fetch_in_passes(flight, batch, tiers, size)
+        elif not self._fetch_at_once(flight, batch, tiers, check):
             return False
-        if not has_order:
-            self._prefetches.end(batch.indices.device)
-            flight.filled = None if self.rounds else self._prefetches.event
+        if not is_one_stream:
+            self._last_prefetch.end(batch.indices.device)
+            flight.prefetch_event = None if self.rounds_rows else self._last_prefetch.event
         return True
 
-    def _fill_at_once(
+    def _fetch_at_once(
         self, flight: InFlight, batch: autograd.Lookup, tiers: autograd.Tiers, check: BatchCheck
     ) -> bool:
         """Check the batch, group it and fetch its rows in one op; return whether it is valid."""
         ticket, tiers = self._new_ticket(flight), self.moved_tiers(tiers)
-        postpones = self.cache.weights.is_cuda and not self.rounds and len(self._tickets) > 1
+        postpones = self.cache.weights.is_cuda and not self.rounds_rows and len(self._tickets) > 1
         results: list[Tensor] = []
         if postpones:
-            self._later.append(_DeferredFetch(ticket.number, tiers, results, _NUM_LOCATIONS))
+            self._deferred_fetches.append(
+                _DeferredFetch(ticket.number, tiers, results, _NUM_LOCATIONS)
+            )
         else:
             self.last_arrival = ticket.number
         prefetch = self.cache.prefetch(ticket.number, tiers, batch, check, postpones=postpones)
@@ -492,23 +498,23 @@ class Prefetcher:
         # lose the list of deferred rows.
         results.extend(chain.from_iterable(map(call, (prefetch,))))
         if not results:
-            self.leave(ticket)
+            self.release(ticket)
             flight.ticket = None
             self.cache.return_ticket()
             return False
         *groups, row_slots, slots = results[:_NUM_LOCATIONS]
-        flight.fill(autograd.RowLocations(tbe.Groups(*groups), row_slots, slots))
+        flight.set_locations(autograd.RowLocations(tbe.Groups(*groups), row_slots, slots))
         if batch.indices.is_cuda and check.mode is not None:
             flight.offsets = results[-1]
         return True
 
     def moved_tiers(self, tiers: autograd.Tiers) -> autograd.Tiers:
         """Return the tiers between which rows move, without hyperparameters if none is rounded."""
-        if not self.cache.weights.is_cuda or self.rounds or tiers.hyperparams.numel() == 0:
+        if not self.cache.weights.is_cuda or self.rounds_rows or tiers.hyperparams.numel() == 0:
             return tiers
         return tiers._replace(hyperparams=tiers.hyperparams[:0])
 
-    def _fill_in_passes(
+    def _fetch_in_passes(
         self, flight: InFlight, batch: autograd.Lookup, tiers: autograd.Tiers, size: int
     ) -> None:
         """Fetch the rows of a batch in passes of at most `size` ids."""
@@ -516,10 +522,10 @@ class Prefetcher:
         groups = passes[0] if len(passes) == 1 else autograd.groups_of(batch)
         ticket = self._new_ticket(flight)
         self.cache.enter(ticket.number)
-        row_slots = self._fetch(passes, tiers, ticket.number)
+        row_slots = self._fetch_passes(passes, tiers, ticket.number)
         if len(passes) > 1:
             row_slots = self.cache.find(groups)
-        flight.fill(autograd.RowLocations(groups, row_slots))
+        flight.set_locations(autograd.RowLocations(groups, row_slots))
 
     def _size_of_pass(self, batch: autograd.Lookup) -> int:
         """Return the number of lookups whose rows are fetched at a time."""
@@ -541,18 +547,20 @@ class Prefetcher:
             for pass_batch in pass_batches
         ]
 
-    def _fetch(self, passes: list[tbe.Groups], tiers: autograd.Tiers, number: int) -> Tensor:
+    def _fetch_passes(self, passes: list[tbe.Groups], tiers: autograd.Tiers, number: int) -> Tensor:
         """Fetch the rows of a batch pass by pass; return the slots of the last pass's rows.
 
-        Rows that an update of an earlier batch in flight may still write are listed in `_later`
-        instead, if the cache is on a GPU.
+        Rows that an update of an earlier batch in flight may still write are listed in
+        `_deferred_fetches` instead, if the cache is on a GPU.
         """
         disk, first_row = self.memory.disk, self.memory.layout.first_disk_row
-        later: list[LaterFetches] = []
+        deferred: list[DeferredRows] = []
         tiers = self.moved_tiers(tiers)
-        if self.cache.weights.is_cuda and not self.rounds and len(self._tickets) > 1:
-            later = [self.cache.no_fetches(groups.rows.numel()) for groups in passes]
-            self._later.extend(_DeferredFetch(number, tiers, list(fetches), 0) for fetches in later)
+        if self.cache.weights.is_cuda and not self.rounds_rows and len(self._tickets) > 1:
+            deferred = [self.cache.no_deferred_rows(groups.rows.numel()) for groups in passes]
+            self._deferred_fetches.extend(
+                _DeferredFetch(number, tiers, list(fetches), 0) for fetches in deferred
+            )
         else:
             self.last_arrival = number
         # Passes of DISK tables are fetched one by one: each evicts rows that must be journaled.
@@ -563,33 +571,33 @@ class Prefetcher:
                 self._read_pages(groups_of_pass[0], evicted)
                 disk.touch(self._disk_rows(groups_of_pass[0]))
                 disk.protect(evicted)
-            row_slots = self.cache.fetch(tiers, groups_of_pass, later)[-1]
+            row_slots = self.cache.fetch(tiers, groups_of_pass, deferred)[-1]
         return row_slots
 
-    def fetch_later(self, number: int) -> None:
+    def fetch_deferred(self, number: int) -> None:
         """Fetch on the current stream the rows that prefetches up to ticket `number` deferred.
 
         Updates that are already enqueued run before it; later ones look up their slots again.
         """
-        has_order, device = self.note_stream(), self.cache.weights.device
-        if not has_order:
-            self._fetched.wait()
-        while self._later and self._later[0].number <= number:
-            work, fetches = self._later[0], self._later[0].fetches
+        is_one_stream, device = self.note_stream(), self.cache.weights.device
+        if not is_one_stream:
+            self._last_deferred_fetch.wait()
+        while self._deferred_fetches and self._deferred_fetches[0].number <= number:
+            work, fetches = self._deferred_fetches[0], self._deferred_fetches[0].fetches
             if fetches is None:
-                self._later.popleft()
+                self._deferred_fetches.popleft()
                 continue
-            if not has_order:
-                self._uses.wait()
-                self._fetched.begin(device)
+            if not is_one_stream:
+                self._last_use.wait()
+                self._last_deferred_fetch.begin(device)
                 for tensor in fetches:
                     tensor.record_stream(torch.cuda.current_stream(device))
             self.last_arrival = max(self.last_arrival, work.number)
             # In one native call: fetching a row again would lose the updates in between.
-            fetch = self.cache.fetch_later(work.tiers, fetches)
-            in_one_call(fetch, partial(self._later.popleft))
-            if not has_order:
-                self._fetched.end(device)
+            fetch = self.cache.fetch_deferred(work.tiers, fetches)
+            in_one_call(fetch, partial(self._deferred_fetches.popleft))
+            if not is_one_stream:
+                self._last_deferred_fetch.end(device)
 
     def find(self, groups: tbe.Groups) -> Tensor:
         """Return the current slots of a batch's distinct rows, int32, after all prefetches."""
@@ -645,12 +653,12 @@ class Prefetcher:
     def wait_for_prefetch(self) -> None:
         """Make the current stream wait for what prefetches on other streams have written."""
         if not self.note_stream():
-            self._prefetches.wait()
+            self._last_prefetch.wait()
 
     def begin_use(self) -> None:
         """Record that a find, an update or a flush begins on the current stream, see `end_use`."""
         if not self.note_stream():
-            self._uses.begin(self.cache.weights.device)
+            self._last_use.begin(self.cache.weights.device)
 
     def end_use(self) -> None:
         """Record that a find, an update or a flush was enqueued: the next prefetch waits for it.
@@ -658,7 +666,7 @@ class Prefetcher:
         The next prefetch also waits for earlier work of this kind, on any stream.
         """
         if not self.note_stream():
-            self._uses.end(self.cache.weights.device)
+            self._last_use.end(self.cache.weights.device)
 
     def _new_ticket(self, flight: InFlight) -> _Ticket:
         """Return the ticket of a new batch, whose rows are not evicted from its plan on."""
@@ -668,13 +676,13 @@ class Prefetcher:
         self._tickets[number] = ticket
         return ticket
 
-    def leave(self, ticket: _Ticket) -> None:
-        """End a batch; repeated calls do nothing."""
-        self.cache.leave(ticket.number)
+    def release(self, ticket: _Ticket) -> None:
+        """End a batch: its rows may be evicted; repeated calls do nothing."""
+        self.cache.release(ticket.number)
         self._tickets.pop(ticket.number, None)
 
     def drop(self, flight: InFlight) -> None:
-        """Let the next prefetch release a batch whose prefetch or lookup raised.
+        """Have the next prefetch release a batch whose prefetch or lookup raised.
 
         The traceback of the exception may still refer to the batch. A prefetched batch stays at the
         head of the queue.
@@ -690,11 +698,11 @@ class Prefetcher:
         """
         while self._dropped:
             ticket = self._dropped[0]
-            self.fetch_later(ticket.number)
+            self.fetch_deferred(ticket.number)
             if ticket.stream is not None and not torch.cuda.is_current_stream_capturing():
                 self.begin_use()
                 _wait_for(ticket.stream.record_event())  # the looked-up rows may still be read
-            self.leave(ticket)
+            self.release(ticket)
             self.end_use()  # without `begin_use` if only one stream has work: then it does nothing
             self._dropped.popleft()
 
@@ -729,13 +737,13 @@ class Prefetcher:
     def settle(self) -> None:
         """Make the current stream wait for all prefetches, and fetch rows that they deferred."""
         self.wait_for_prefetch()
-        self.fetch_later(self.cache.last_ticket)
+        self.fetch_deferred(self.cache.last_ticket)
 
     def reset(self) -> None:
         """Empty the cache and forget prefetched batches; updates of cached rows are dropped."""
         with self.lock:
             self._queue.clear()
-            self._later.clear()
+            self._deferred_fetches.clear()
             self.settle()
             self.begin_use()
             self.last_arrival = self.cache.new_ticket()  # no earlier batch has rows in the cache
@@ -764,7 +772,7 @@ def _sub_batch(batch: autograd.Lookup, start: int, end: int) -> autograd.Lookup:
     return batch._replace(indices=batch.indices[start:end], offsets=offsets)
 
 
-def _event(device: torch.device) -> torch.cuda.Event | None:
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
     """Record and return an event on the current stream of a device, for other streams to wait for.
 
     Returns None while a CUDA graph is captured: events of a capture have no meaning outside it, and

@@ -86,10 +86,11 @@ class _Commit(NamedTuple):
 class DiskStore:
     """Weights and optimizer states of tables, mapped from the files of a directory.
 
-    Opening restores, bit for bit, the state of the last completed `commit`, no matter when or how
-    the previous process ended, or raises. The caller must call `protect` before it writes rows, or
-    write inside `writing_everything`; not checked. Without another commit, the next opening undoes
-    the writes to protected rows. A page that changed otherwise raises when it is verified.
+    Opening restores, bit for bit, the state of the last completed `commit`, whenever and however
+    the previous process ended; if it cannot, it raises. The caller must call `protect` before it
+    writes rows, or write inside `writing_everything`; not checked. Without another commit, the next
+    opening undoes the writes to protected rows. A page that changed otherwise raises when it is
+    verified.
 
     Calls must come from one thread at a time; not checked. In a forked process the store is closed:
     only its tensors can be read there.
@@ -138,13 +139,13 @@ class DiskStore:
         self._verify = verify
         self._committing: _Commit | None = None  # the commit in progress
         self._syncs = SyncGuard(self.directory)
-        self._rows = sum(spec.rows for spec in tables)
+        self._num_rows = sum(spec.rows for spec in tables)
         make_directory(self.directory, _CONTENT)
         if not (self.directory / _STORE).exists():
             check_directory(self.directory, _CONTENT, _STORE)
         handles = contextlib.ExitStack()
         handles.callback(os.close, lock(self.directory / LOCK, _CONTENT))
-        self._release = weakref.finalize(self, handles.close)
+        self._close_handles = weakref.finalize(self, handles.close)
         self._process = os.getpid()
         close_in_forks(self)
         try:
@@ -166,14 +167,16 @@ class DiskStore:
         for state, saved_state in zip(states, self._layout["states"], strict=True):
             path = self.directory / f"state_{state.name}.bin"
             files.append(
-                MappedFile(path, saved_state["dtype"], self._rows if state.per_row else elements)
+                MappedFile(
+                    path, saved_state["dtype"], self._num_rows if state.per_row else elements
+                )
             )
         sum_files = [_sums_file(file) for file in files]
         if self.created:
             check_free_space(self.directory, sum(file.nbytes for file in [*files, *sum_files]))
             for file in files:
                 file.create()
-        is_stale = self.created or self._unchecked
+        is_stale = self.created or self._lacks_sums
         for file in sum_files:
             if is_stale or (self._verify is Verify.OFF and not file.fits()):
                 file.create()
@@ -188,15 +191,17 @@ class DiskStore:
             files, sum_files, [False, *(state.per_row for state in states)], strict=True
         ):
             itemsize = file.dtype.itemsize
-            widths = [itemsize if per_row else spec.dim * itemsize for spec in tables]
-            self._sums.append(PageSums(file.path, partial(_describe, tables, widths)))
+            row_bytes_by_table = [itemsize if per_row else spec.dim * itemsize for spec in tables]
+            self._sums.append(PageSums(file.path, partial(_describe, tables, row_bytes_by_table)))
             self._sums[-1].resize(file.mapped, sum_file.mapped)
-        self._blocks = _blocks(tables, self.weights, list(zip(states, self.states, strict=True)))
+        self._blocks = _make_blocks(
+            tables, self.weights, list(zip(states, self.states, strict=True))
+        )
         sum_blocks = [Block(0, s.sums.shape[0], [s.sums]) for s in self._sums]
         self._journal = Journal(self.directory / _JOURNAL, [*self._blocks, *sum_blocks])
         handles.callback(self._journal.close)
         flush_directory(self.directory)  # the file names, before anything relies on them
-        self._journaled, self._touched = zeros(self._rows), zeros(self._rows)
+        self._is_journaled, self._is_verified = zeros(self._num_rows), zeros(self._num_rows)
         if self.created:
             for sums in self._sums:
                 sums.accept_all()
@@ -232,15 +237,15 @@ class DiskStore:
         with reading(path):
             saved = json.loads(path.read_text())
             layout = saved["layout"]
-            self._unchecked = layout["format"] == FORMAT_WITHOUT_SUMS
-            if not self._unchecked:
+            self._lacks_sums = layout["format"] == FORMAT_WITHOUT_SUMS
+            if not self._lacks_sums:
                 saved = unseal(saved)
                 self._roots = [int(root) for root in saved["checksums"]]
             self._epoch, status = int(saved["commit"]), saved["status"]
             self.committed_numbers = [float(number) for number in saved["numbers"]]
-        if self._unchecked:
+        if self._lacks_sums:
             check_upgrade(self.directory, self._verify)
-        _check_layout(self.directory, layout, self._layout, upgrade=self._unchecked)
+        _check_layout(self.directory, layout, self._layout, is_upgrade=self._lacks_sums)
         self.created = self._epoch == 0
         self._may_change_all = self.created  # whether all rows may change until the next commit
         if status != _COMMITTED and not self.created:
@@ -251,26 +256,26 @@ class DiskStore:
             )
 
     def fetch(self, rows: Tensor) -> bool:
-        """Read the pages of rows into memory, many at a time, if a probe finds some not there.
+        """Read the pages of rows into memory, many at a time, if a probe finds some missing there.
 
         Args:
             rows: rows as `protect` takes them.
 
         Returns:
-            bool: whether weights or states of some were not in memory.
+            bool: whether some pages were not in memory, and so were read.
 
         Raises:
             IndexError: a row that no table has.
             OSError: a page cannot be read.
         """
-        rows = self._numbers_of(rows)
-        is_any_read = False
+        rows = self._flat_rows(rows)
+        has_read = False
         for index, local_rows in self._by_block(
             rows if len(self._blocks) == 1 else rows.sort().values
         ):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
-                is_any_read |= sums.fetch(*_rows_of(tensor, local_rows))
-        return is_any_read
+                has_read |= sums.fetch(*_locate_rows(tensor, local_rows))
+        return has_read
 
     def touch(self, rows: Tensor) -> None:
         """Verify the pages of rows that the caller is about to read, unless verified before.
@@ -283,14 +288,14 @@ class DiskStore:
             ChecksumError: a page is not as the last commit left it.
             OSError: a page cannot be read.
         """
-        if all(sums.all_known for sums in self._sums):
+        if all(sums.all_verified for sums in self._sums):
             return
-        rows = self._numbers_of(rows)
-        rows = rows[self._touched[rows] == 0].unique()
+        rows = self._flat_rows(rows)
+        rows = rows[self._is_verified[rows] == 0].unique()
         for index, local_rows in self._by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
-                sums.check(*_rows_of(tensor, local_rows))
-        self._touched[rows] = 1
+                sums.check(*_locate_rows(tensor, local_rows))
+        self._is_verified[rows] = 1
 
     def check_all(self) -> None:
         """Verify all pages that have not been verified yet.
@@ -302,15 +307,15 @@ class DiskStore:
         for sums in self._sums:
             sums.check_all()
 
-    def _numbers_of(self, rows: Tensor) -> Tensor:
+    def _flat_rows(self, rows: Tensor) -> Tensor:
         """Return row numbers as flat int64; raise IndexError for a row that no table has."""
         rows = rows.detach().to("cpu", torch.int64).flatten()
         if not rows.numel():
             return rows
         lowest, highest = rows.aminmax()
-        if lowest < 0 or highest >= self._rows:
+        if lowest < 0 or highest >= self._num_rows:
             raise IndexError(
-                f"rows must be in [0, {self._rows}), the rows of all tables, got "
+                f"rows must be in [0, {self._num_rows}), the rows of all tables, got "
                 f"{int(lowest)} to {int(highest)}"
             )
         return rows
@@ -331,8 +336,9 @@ class DiskStore:
     def protect(self, rows: Tensor) -> None:
         """Journal the committed values of rows that are about to be overwritten.
 
-        A row is journaled once per commit; rows already in the journal cost one byte read each.
-        None is journaled before the first commit, nor from `writing_everything` to the next one.
+        A row is journaled once per commit. Rows that are journaled already cost one byte read each.
+        Nothing is journaled before the first commit, or between `writing_everything` and the commit
+        that follows it.
 
         Args:
             rows: integers of any shape, in any order, with or without repetition; a row is counted
@@ -347,29 +353,29 @@ class DiskStore:
             ChecksumError: the pages of the rows are not as the last commit left them.
         """
         self._check_usable()
-        rows = self._numbers_of(rows)
+        rows = self._flat_rows(rows)
         if self._may_change_all or not rows.numel():
             return
-        rows = rows[self._journaled[rows] == 0].unique()
+        rows = rows[self._is_journaled[rows] == 0].unique()
         for index, local_rows in self._by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
-                sums.change(*_rows_of(tensor, local_rows))
+                sums.change(*_locate_rows(tensor, local_rows))
         with self._syncs.watch():
             for index, local_rows in self._by_block(rows):
                 self._journal.begin(self._epoch)
                 for journaled_rows in self._journal.append(index, local_rows):
-                    self._journaled[journaled_rows + self._blocks[index].first_row] = 1
+                    self._is_journaled[journaled_rows + self._blocks[index].first_row] = 1
 
     def commit(self, numbers: Sequence[float]) -> None:
         """Commit the current tables and `numbers` as the state that opening restores.
 
-        The method returns once they are on the disk itself. A process that ends earlier has
-        committed all or nothing.
+        The method returns once tables and numbers are on the disk itself. If the process ends
+        earlier, opening finds either this commit as a whole or the last one.
 
         Raises:
             RuntimeError: the store is closed, or a sync of it has failed.
-            OSError: they could not be written, e.g. to a full disk; the last commit stands, and
-                this one may be tried again.
+            OSError: a write failed, e.g. to a full disk. The last commit stays valid, and `commit`
+                may be called again.
             SyncError: the disk failed. Opening the store again finds the last commit or this one;
                 until then the store refuses to write.
         """
@@ -380,7 +386,7 @@ class DiskStore:
             # The journal must be on the disk before the rows and checksums that it restores change.
             self._journal.sync()
             self._sync_files()
-            self._roots = [sums.root(length) for sums, length in self._with_lengths()]
+            self._roots = [sums.root(length) for sums, length in self._sums_and_lengths()]
             self._committing = _Commit(
                 self._epoch + 1, numbers, [t._version for t in self.user_tensors]
             )
@@ -396,9 +402,9 @@ class DiskStore:
         self._epoch = commit.epoch
         self.committed_numbers = commit.numbers
         self._may_change_all = False
-        self._journaled = zeros(self._rows)
+        self._is_journaled = zeros(self._num_rows)
         self._versions = commit.versions
-        for sums, length in self._with_lengths():
+        for sums, length in self._sums_and_lengths():
             sums.after_commit(length)
         self._journal.clear()
         self._committing = None
@@ -414,7 +420,7 @@ class DiskStore:
                 self._finish(commit)
         self._committing = None
 
-    def _with_lengths(self) -> Iterator[tuple[PageSums, int]]:
+    def _sums_and_lengths(self) -> Iterator[tuple[PageSums, int]]:
         for sums, tensor in zip(self._sums, [self.weights, *self.states], strict=True):
             yield sums, tensor.nbytes
 
@@ -427,7 +433,7 @@ class DiskStore:
                 sums.accept_all()
         if self._may_change_all:
             self._sync_files()  # only then are exactly the unwritten pages holes of the files
-        for k, (sums, length) in enumerate(self._with_lengths()):
+        for k, (sums, length) in enumerate(self._sums_and_lengths()):
             for pages, new_sums in sums.renewed(length, skip_holes=self._may_change_all):
                 if not self._may_change_all:
                     self._journal_sums(k, pages)
@@ -466,7 +472,7 @@ class DiskStore:
         The tensors stay readable. Writing to them afterwards damages the store.
         """
         self._process = -1
-        self._release()
+        self._close_handles()
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():
@@ -502,30 +508,30 @@ def _layout_of(
 ) -> dict[str, Any]:
     """Return the properties that must be equal when the store is opened again."""
 
-    def word(value_dtype: torch.dtype) -> str:
+    def dtype_name(value_dtype: torch.dtype) -> str:
         return str(value_dtype).removeprefix("torch.")
 
     def dtype_of(state: State) -> torch.dtype:
         return torch.float32 if state.per_row else state_dtype
 
     state_entries = [
-        {"name": s.name, "per_row": s.per_row, "dtype": word(dtype_of(s))} for s in states
+        {"name": s.name, "per_row": s.per_row, "dtype": dtype_name(dtype_of(s))} for s in states
     ]
     return {
         "format": _FORMAT,
         **CHECKSUM_FORMAT,
         "byteorder": sys.byteorder,
-        "weights": word(dtype),
+        "weights": dtype_name(dtype),
         "states": state_entries,
         "tables": [[spec.name, spec.rows, spec.dim] for spec in tables],
     }
 
 
 def _check_layout(
-    directory: Path, saved: dict[str, Any], wanted: dict[str, Any], *, upgrade: bool
+    directory: Path, saved: dict[str, Any], required: dict[str, Any], *, is_upgrade: bool
 ) -> None:
-    for key, value in wanted.items():
-        if upgrade and (key == "format" or key in CHECKSUM_FORMAT):
+    for key, value in required.items():
+        if is_upgrade and (key == "format" or key in CHECKSUM_FORMAT):
             continue
         if saved.get(key) != value:
             raise ValueError(
@@ -540,25 +546,27 @@ def _sums_file(file: MappedFile) -> MappedFile:
     return MappedFile(path, "int32", num_pages(file.nbytes))
 
 
-def _describe(tables: Sequence[TableSpec], widths: Sequence[int], begin: int, end: int) -> str:
-    """Return a text that names the rows in bytes `[begin, end)`; `widths` are bytes per row."""
+def _describe(
+    tables: Sequence[TableSpec], row_bytes_by_table: Sequence[int], begin: int, end: int
+) -> str:
+    """Return a text that names the rows in bytes `[begin, end)` of a file."""
     ranges, offset = [], 0
-    for spec, width in zip(tables, widths, strict=True):
-        size = spec.rows * width
+    for spec, row_bytes in zip(tables, row_bytes_by_table, strict=True):
+        size = spec.rows * row_bytes
         if offset < end and begin < offset + size:
-            first_row = max(begin - offset, 0) // width
-            last_row = (min(end - offset, size) - 1) // width
+            first_row = max(begin - offset, 0) // row_bytes
+            last_row = (min(end - offset, size) - 1) // row_bytes
             ranges.append(f"rows {first_row} to {last_row} of table {spec.name!r}")
         offset += size
     return ", ".join(ranges)
 
 
-def _rows_of(tensor: Tensor, rows: Tensor) -> tuple[Tensor, int, int]:
-    """Return rows of a block, their width and first byte; `tensor` is its slice of the file."""
+def _locate_rows(tensor: Tensor, rows: Tensor) -> tuple[Tensor, int, int]:
+    """Return rows, bytes per row, and the first byte of `tensor`, a block's slice of a file."""
     return rows, tensor.shape[1], int(tensor.storage_offset())
 
 
-def _blocks(
+def _make_blocks(
     tables: Sequence[TableSpec], weights: Tensor, states: Sequence[tuple[State, Tensor]]
 ) -> list[Block]:
     """Return the blocks of the files: neighbouring tables of one dim are one block."""
@@ -572,7 +580,7 @@ def _blocks(
         tensors += [
             t[first_row : first_row + rows] if s.per_row else t[elements] for s, t in states
         ]
-        row_bytes = [t.view(torch.uint8).view(rows, -1) for t in tensors]
-        blocks.append(Block(first_row, rows, row_bytes))
+        byte_views = [t.view(torch.uint8).view(rows, -1) for t in tensors]
+        blocks.append(Block(first_row, rows, byte_views))
         first_row, element = first_row + rows, element + rows * dim
     return blocks

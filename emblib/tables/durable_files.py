@@ -120,7 +120,7 @@ def write_at(handle: int, data: memoryview, offset: int) -> int:
     return os.pwrite(handle, data, offset)
 
 
-def fetch_rows(path: Path, data: Tensor, rows: Tensor, width: int, first_byte: int = 0) -> bool:
+def fetch_rows(path: Path, data: Tensor, rows: Tensor, row_bytes: int, first_byte: int = 0) -> bool:
     """Read the pages of rows of a mapped file that are about to be used, many at a time.
 
     Without this call page faults read the pages one after the other, and a failing read ends the
@@ -130,13 +130,13 @@ def fetch_rows(path: Path, data: Tensor, rows: Tensor, width: int, first_byte: i
         path: path of the file, for errors.
         data: bytes of the file from its first one on, as mapped.
         rows: rows of the file, int64 `[n]`; -1 for none.
-        width: bytes per row.
+        row_bytes: bytes per row.
         first_byte: position of row 0.
 
     Raises:
         OSError: a page cannot be read.
     """
-    unreadable, num_ranges = pages.fetch_pages(data, rows, width, first_byte)
+    unreadable, num_ranges = pages.fetch_pages(data, rows, row_bytes, first_byte)
     if unreadable.numel():
         raise OSError(
             errno.EIO,
@@ -482,7 +482,7 @@ def check_archive(path: str | Path) -> None:
         ValueError: a checksum is wrong, or the file is no such archive.
         OSError: the file cannot be opened.
     """
-    damage = (
+    archive_errors = (
         zipfile.BadZipFile,
         zlib.error,
         lzma.LZMAError,
@@ -496,11 +496,11 @@ def check_archive(path: str | Path) -> None:
     with open(path, "rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:
-                wrong = archive.testzip()
-        except damage as error:
+                wrong_part = archive.testzip()
+        except archive_errors as error:
             raise ValueError(f"it is no whole archive of torch.save ({error})") from error
-    if wrong is not None:
-        raise ValueError(f"the checksum of its part {wrong} is wrong")
+    if wrong_part is not None:
+        raise ValueError(f"the checksum of its part {wrong_part} is wrong")
 
 
 def replace_json(path: Path, content: dict[str, Any]) -> None:
@@ -539,13 +539,13 @@ def close_in_forks(store: Closable) -> None:
     _closed_by_forks.add(store)
 
 
-def _close_all() -> None:
+def _close_stores() -> None:
     """Close all stores of the parent, in a forked child."""
     for store in list(_closed_by_forks):
         store.close()
 
 
-os.register_at_fork(after_in_child=_close_all)
+os.register_at_fork(after_in_child=_close_stores)
 
 
 def flush_directory(directory: Path) -> None:

@@ -158,7 +158,7 @@ _NEUTRAL: dict[str, Any] = {
     "nesterov": False,
     **dict.fromkeys(("alpha", "etas", "lambd", "momentum_decay", "rho", "step_sizes", "t0")),
 }
-_OPTIONS = frozenset({"decoupled_weight_decay", "weight_decay"})
+_DECAY_ENTRIES = frozenset({"decoupled_weight_decay", "weight_decay"})
 _FIELDS = frozenset(field.name for cls in FUSED.values() for field in fields(cls))
 
 
@@ -207,16 +207,16 @@ def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupC
         name: _as_python_numbers(value) for name, value in options.items() if _has_meaning(name)
     }
     for name, value in values.items():
-        if name in field_names and name not in _OPTIONS:
+        if name in field_names and name not in _DECAY_ENTRIES:
             changes.fields[name] = float(value) if name == "lr" else value
-        elif name not in _OPTIONS and not _is_neutral(name, value):
+        elif name not in _DECAY_ENTRIES and not _is_neutral(name, value):
             raise ValueError(
                 f"{name}={value!r} has no effect on tables with {type(optimizer).__name__}: "
                 f"leave it out (a group takes {sorted(('lr', *numbers_of(optimizer)))}), or use "
                 "optimizer=None for these tables and an optimizer of torch.optim"
             )
-    if values.keys() & _OPTIONS:
-        changes.fields["weight_decay"] = _decay(optimizer, values)
+    if values.keys() & _DECAY_ENTRIES:
+        changes.fields["weight_decay"] = _convert_decay(optimizer, values)
     for name, value in options.items():
         changes.entries[name] = changes.fields.get(name, values.get(name, value))
     if "weight_decay" in options:
@@ -227,7 +227,7 @@ def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupC
 
 def _has_meaning(name: str) -> bool:
     """Return whether optimizers of torch or of emblib read an entry of this name."""
-    return name in _FIELDS or name in _NEUTRAL or name in _OPTIONS
+    return name in _FIELDS or name in _NEUTRAL or name in _DECAY_ENTRIES
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -235,7 +235,7 @@ def _is_neutral(name: str, value: Any) -> bool:
     return value is None or value == _NEUTRAL.get(name, 0.0)
 
 
-def _decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
+def _convert_decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
     """Convert the weight decay of a group to the kind of decay that the optimizer has.
 
     An optimizer without weight decay gets the kind that its namesake in `torch.optim` has.

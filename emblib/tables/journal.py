@@ -1,13 +1,13 @@
 """The rollback journal of a store in files: rows as they were at the last commit.
 
 The file is a header, then records. The header has the epoch: the number of the commit to which the
-records roll back; after a later commit they are void. A record has the numbers of some rows of a
-block and their old bytes in each tensor of the block. It is written before its rows change, so if
-the end of a process truncated a record, its rows have not changed. Header and records have
-checksums; any other damage raises, unless the machine went down.
+records roll back. After a later commit the records are void. A record has the numbers of some rows
+of a block, and the old bytes of these rows in each tensor of the block. It is written before the
+rows change. So if the end of a process truncated a record, its rows have not changed. Header and
+records have checksums; any other damage raises, unless the machine went down.
 
-If a process ends, its writes to files and mappings are not lost; if the machine goes down, they may
-be. So the header is synced once per epoch, before the first row changes, and has the machine's boot
+The end of a process loses no writes to files and mappings, but the end of the machine may. So the
+header is synced once per epoch, before the first row changes, and has the machine's boot
 id. If that id differs at opening, rows may have changed on the disk without their records: the
 store then verifies all pages against their checksums (unless `Verify.OFF`).
 """
@@ -41,7 +41,7 @@ _MAX_BODY_BYTES = 1 << 24  # of a record, to limit the memory of `append`
 
 
 class Block(NamedTuple):
-    """Consecutive rows of one width; also the checksums of a file, one row per page.
+    """Consecutive rows of equal length; or the checksums of a file, one row per page.
 
     Attributes:
         first_row: number of the first row within the store.
@@ -100,16 +100,16 @@ class Journal:
         durable_files.sync_file(self._handle, self.path)
         self._end = end  # not before: an interrupt must not leave a header that is never synced
 
-    def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
+    def append(self, block_index: int, rows: Tensor) -> Iterator[Tensor]:
         """Record the old bytes of rows of a block, by its index; yield the rows of each record.
 
         `rows` are int64 `[n]`, counted from the first row of the block. The caller must have called
         `begin` for this epoch; not checked. A row may be overwritten once it was yielded. If the
         caller stops the iteration, the remaining rows are not recorded.
         """
-        max_rows = max(_MAX_BODY_BYTES // self.blocks[block].row_bytes, 1)
+        max_rows = max(_MAX_BODY_BYTES // self.blocks[block_index].row_bytes, 1)
         for row_block in rows.split(max_rows):
-            self._append(self._pack_record(block, row_block))
+            self._append(self._pack_record(block_index, row_block))
             yield row_block
 
     def _pack_record(self, index: int, rows: Tensor) -> bytearray:
@@ -117,7 +117,7 @@ class Journal:
         block = self.blocks[index]
         data = bytearray(_RECORD.size + _body_bytes(block, rows.numel()))
         body = memoryview(data)[_RECORD.size :]
-        numbers, images = _body(block, rows.numel(), body)
+        numbers, images = _body_views(block, rows.numel(), body)
         numbers.copy_(rows)
         for tensor, image in zip(block.tensors, images, strict=True):
             torch.index_select(tensor, 0, rows, out=image)
@@ -235,7 +235,7 @@ class Journal:
                 if self.interrupted:
                     return
                 raise self._damage_error(f"the record at byte {offset} has a wrong checksum")
-            yield _Record(block, *_body(block, count, data[begin:end]))
+            yield _Record(block, *_body_views(block, count, data[begin:end]))
             offset = end
 
     def _damage_error(self, defect: str) -> JournalError:
@@ -251,15 +251,17 @@ def _body_bytes(block: Block, rows: int) -> int:
     return -(-rows * block.row_bytes // _ROW_NUMBER_BYTES) * _ROW_NUMBER_BYTES
 
 
-def _body(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tensor]]:
+def _body_views(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tensor]]:
     """Return row numbers and old bytes of a record, as views of its body."""
     numbers = torch.frombuffer(data, dtype=torch.int64, count=rows)
     offset, images = _ROW_NUMBER_BYTES * rows, []
     for tensor in block.tensors:
-        width = tensor.shape[1]
-        flat = torch.frombuffer(data, dtype=torch.uint8, count=rows * width, offset=offset)
-        images.append(flat.view(rows, width))
-        offset += rows * width
+        tensor_row_bytes = tensor.shape[1]
+        flat = torch.frombuffer(
+            data, dtype=torch.uint8, count=rows * tensor_row_bytes, offset=offset
+        )
+        images.append(flat.view(rows, tensor_row_bytes))
+        offset += rows * tensor_row_bytes
     return numbers, images
 
 

@@ -40,7 +40,7 @@ _TIER_OF = {
 }
 # Linear row ids ascend in this order: uncached rows of the device tier, then of the host tier, then
 # cached rows of the host tier, then those on disk.
-_ORDER = {
+_PLACEMENT_ORDER = {
     Placement.DEVICE: 0,
     Placement.HOST: 0,
     Placement.MANAGED: 1,
@@ -113,20 +113,20 @@ def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
     """Lay out all tables: one after the other in each tier, linear rows numbered by placement."""
     elements, rows = [0] * len(STORED_TIERS), [0] * len(STORED_TIERS)
     stride = cache_stride(max((spec.dim for spec in tables if spec.placement.cached), default=0))
-    starts: dict[int, tuple[int, int]] = {}
+    start_of_table: dict[int, tuple[int, int]] = {}
     for t, spec in enumerate(tables):
         tier = _TIER_OF[spec.placement]
-        starts[t] = elements[tier], rows[tier]
+        start_of_table[t] = elements[tier], rows[tier]
         elements[tier] += spec.rows * spec.dim
         rows[tier] += spec.rows
     offsets: dict[int, TableOffset] = {}
     row_base = 0
     first_rows: dict[int, int] = {}  # by placement order
-    for t in sorted(starts, key=lambda t: _ORDER[tables[t].placement]):
+    for t in sorted(start_of_table, key=lambda t: _PLACEMENT_ORDER[tables[t].placement]):
         spec = tables[t]
-        order = _ORDER[spec.placement]
+        order = _PLACEMENT_ORDER[spec.placement]
         first_rows.setdefault(order, row_base)
-        offset, state_base = starts[t]
+        offset, state_base = start_of_table[t]
         offsets[t] = TableOffset(
             weight_offset=offset,
             row_base=row_base,
@@ -137,13 +137,15 @@ def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
             cache_stride=stride if spec.placement.cached else 0,
         )
         row_base += spec.rows
-    first_disk_row = first_rows.get(_ORDER[Placement.DISK], row_base)
+    first_disk_row = first_rows.get(_PLACEMENT_ORDER[Placement.DISK], row_base)
     return TableLayout(
         offsets=tuple(offsets[t] for t in range(len(tables))),
         elements=tuple(elements),
         rows=tuple(rows),
         total_rows=row_base,
-        first_cached_row=first_rows.get(_ORDER[Placement.MANAGED_CACHING], first_disk_row),
+        first_cached_row=first_rows.get(
+            _PLACEMENT_ORDER[Placement.MANAGED_CACHING], first_disk_row
+        ),
         first_disk_row=first_disk_row,
         cache_stride=stride,
     )
@@ -196,13 +198,13 @@ class Memory:
         # Not computed in `all_tiers`: torch 2.12 does not compile arithmetic of enums.
         self._tiers_after_device = range(Tier.DEVICE + 1, last_tier + 1)
         self.check_device(device)
-        self._host: list[Tensor] | None = None  # on the CPU; pinned once a GPU uses it
-        self._mapped: list[Tensor] | None = None  # the same memory as tensors on a GPU
+        self._host_tensors: list[Tensor] | None = None  # on the CPU; pinned once a GPU uses it
+        self._mapped_tensors: list[Tensor] | None = None  # the same memory as tensors on a GPU
         self._disk: DiskStore | None = None
         self._stored_hyper: list[float] | None = None
         if self.layout.rows[Tier.HOST]:
             pinned = device.type == "cuda"
-            self._host = self._allocate(Tier.HOST, torch.device("cpu"), pinned=pinned)
+            self._host_tensors = self._allocate(Tier.HOST, torch.device("cpu"), pinned=pinned)
         if self.layout.rows[Tier.DISK]:
             if cache.directory is None:
                 raise ValueError(
@@ -233,13 +235,13 @@ class Memory:
 
     def _allocate(self, tier: int, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
         """Allocate weights, then the optimizer states of a tier; their contents are undefined."""
-        make = partial(torch.empty, pin_memory=True) if pinned else ops.empty_table
+        allocate = partial(torch.empty, pin_memory=True) if pinned else ops.empty_table
         elements, rows = self.layout.elements[tier], self.layout.rows[tier]
-        tensors = [make((elements,), dtype=self.precision.weights, device=device)]
+        tensors = [allocate((elements,), dtype=self.precision.weights, device=device)]
         for state in self.states:
             size = rows if state.per_row else elements
             dtype = torch.float32 if state.per_row else self.precision.states
-            tensors.append(make((size,), dtype=dtype, device=device))
+            tensors.append(allocate((size,), dtype=dtype, device=device))
         return tensors
 
     def allocate_device(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -252,22 +254,26 @@ class Memory:
 
         If another GPU has used it, the host waits for that GPU.
         """
-        if self._host is None:
+        if self._host_tensors is None:
             return
-        if self._mapped is not None and self._mapped[0].device != device:
-            torch.cuda.synchronize(self._mapped[0].device)  # kernels may still use the memory
-            self._mapped = None
-        self._host_tier(device)
+        if self._mapped_tensors is not None and self._mapped_tensors[0].device != device:
+            torch.cuda.synchronize(
+                self._mapped_tensors[0].device
+            )  # kernels may still use the memory
+            self._mapped_tensors = None
+        self._tensors_of_host_tier(device)
 
-    def _host_tier(self, device: torch.device) -> list[Tensor]:
+    def _tensors_of_host_tier(self, device: torch.device) -> list[Tensor]:
         """Return the tensors of the host tier for a module on `device`; pin and map for a GPU."""
-        assert self._host is not None
+        assert self._host_tensors is not None
         if device.type != "cuda":
-            return self._host
-        if self._mapped is None:
-            self._host = [t if t.is_pinned() else t.pin_memory() for t in self._host]
-            self._mapped = [map_pinned(t, device) for t in self._host]
-        return self._mapped
+            return self._host_tensors
+        if self._mapped_tensors is None:
+            self._host_tensors = [
+                t if t.is_pinned() else t.pin_memory() for t in self._host_tensors
+            ]
+            self._mapped_tensors = [map_pinned(t, device) for t in self._host_tensors]
+        return self._mapped_tensors
 
     def all_tiers(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return weights and states of all tiers but the cache, tier after tier.
@@ -277,15 +283,15 @@ class Memory:
         """
         all_weights, all_states = [weights.view(-1)], list(states)
         for tier in self._tiers_after_device:
-            tensors = self._tier(tier, weights.device)
+            tensors = self._tensors_of_tier(tier, weights.device)
             all_weights.append(tensors[0])
             all_states.extend(tensors[1:])
         return all_weights, all_states
 
-    def _tier(self, tier: int, device: torch.device) -> list[Tensor]:
+    def _tensors_of_tier(self, tier: int, device: torch.device) -> list[Tensor]:
         """Return weights and states of a tier for a module on `device`."""
-        if tier == Tier.HOST and self._host is not None:
-            return self._host_tier(device)
+        if tier == Tier.HOST and self._host_tensors is not None:
+            return self._tensors_of_host_tier(device)
         if tier == Tier.DISK and self._disk is not None:
             return [self._disk.weights, *self._disk.states]
         return self._allocate_empty()
@@ -311,7 +317,7 @@ class Memory:
         elif offset.tier == Tier.DEVICE:
             tensors = [weights.view(-1), *states]
         else:
-            tensors = self._tier(offset.tier, weights.device)
+            tensors = self._tensors_of_tier(offset.tier, weights.device)
         shape = (offset.rows, offset.dim)
         elements = slice(offset.weight_offset, offset.weight_offset + offset.rows * offset.dim)
         rows = slice(offset.state_base, offset.state_base + offset.rows)
@@ -357,7 +363,7 @@ class Memory:
         """Return the bytes of `weights` and of `optimizer_state` in the host and disk tiers."""
         cpu = torch.device("cpu")
         tiers = (tier for tier in (Tier.HOST, Tier.DISK) if self.layout.rows[tier])
-        tensors = [self._tier(tier, cpu) for tier in tiers]
+        tensors = [self._tensors_of_tier(tier, cpu) for tier in tiers]
         return {
             "weights": sum(t[0].nbytes for t in tensors),
             "optimizer_state": sum(state.nbytes for t in tensors for state in t[1:]),
@@ -371,16 +377,16 @@ class Memory:
             )
         copied = object.__new__(Memory)
         copied.__dict__ = dict(self.__dict__)
-        if self._mapped is not None:
-            copied._host = [
-                torch.empty_like(t, device="cpu", pin_memory=True) for t in self._mapped
+        if self._mapped_tensors is not None:
+            copied._host_tensors = [
+                torch.empty_like(t, device="cpu", pin_memory=True) for t in self._mapped_tensors
             ]
-            copied._mapped = None
-            copies = copied._host_tier(self._mapped[0].device)
-            for copy, tensor in zip(copies, self._mapped, strict=True):
+            copied._mapped_tensors = None
+            copies = copied._tensors_of_host_tier(self._mapped_tensors[0].device)
+            for copy, tensor in zip(copies, self._mapped_tensors, strict=True):
                 copy.copy_(tensor)
-        elif self._host is not None:
-            copied._host = [tensor.clone() for tensor in self._host]
+        elif self._host_tensors is not None:
+            copied._host_tensors = [tensor.clone() for tensor in self._host_tensors]
         return copied
 
     def __getstate__(self) -> dict[str, object]:
@@ -389,14 +395,16 @@ class Memory:
                 "a module with DISK tables cannot be pickled: its files are its saved form; save "
                 "its state_dict instead, or open the directory in the other process"
             )
-        if self._mapped is not None:
-            torch.cuda.synchronize(self._mapped[0].device)  # kernels may still write the rows
-        return {**self.__dict__, "_mapped": None}
+        if self._mapped_tensors is not None:
+            torch.cuda.synchronize(
+                self._mapped_tensors[0].device
+            )  # kernels may still write the rows
+        return {**self.__dict__, "_mapped_tensors": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._host is not None:  # torch.load(map_location=...) moves every tensor
-            self._host = [tensor.cpu() for tensor in self._host]
+        if self._host_tensors is not None:  # torch.load(map_location=...) moves every tensor
+            self._host_tensors = [tensor.cpu() for tensor in self._host_tensors]
 
 
 _HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of ARM with pages of 4 KiB

@@ -76,9 +76,9 @@ def mentioning_restart(*, interrupted: bool) -> Iterator[None]:
 class PageSums:
     """Checksums of one file: `check` and `change` verify pages, commits renew their checksums.
 
-    Where a method takes `rows`, `width` and `first_byte`, row r of int64 `rows`, `[n]` has `width`
-    bytes from `first_byte + r * width` on, and -1 is no row. By default rows are pages. Methods
-    that read pages also raise OSError if one cannot be read.
+    Where a method takes `rows`, `row_bytes` and `first_byte`, row r of int64 `rows`, `[n]` has
+    `row_bytes` bytes from `first_byte + r * row_bytes` on, and -1 is no row. By default rows are
+    pages. Methods that read pages also raise OSError if one cannot be read.
 
     Args:
         path: path of the file with the pages.
@@ -87,7 +87,7 @@ class PageSums:
     Attributes:
         length: bytes of the file that the last commit covered; the rest has no checksums.
         sums: uint8 `[pages, 4]`, the mapped checksums.
-        all_known: whether no page needs to be verified any more.
+        all_verified: whether no page needs to be verified any more.
     """
 
     def __init__(self, path: Path, describe: Callable[[int, int], str]) -> None:
@@ -97,8 +97,8 @@ class PageSums:
         self._sum_bytes = memoryview(b"")
         self.sums = torch.empty(0, SUM_BYTES, dtype=torch.uint8)
         # Flags per page: verified or written since opening; changed since the commit; journaled.
-        self._is_known, self._changed, self._journaled = zeros(0), zeros(0), zeros(0)
-        self.all_known = self._all_changed = False
+        self._is_verified, self._is_changed, self._is_journaled = zeros(0), zeros(0), zeros(0)
+        self.all_verified = self._all_changed = False
 
     def resize(self, data: mmap.mmap | None, sums: mmap.mmap | None) -> None:
         """Use new mappings of the file and of its checksums, after a change of their size.
@@ -109,9 +109,9 @@ class PageSums:
         self._sum_bytes = memoryview(b"" if sums is None else sums)
         if sums is not None:
             self.sums = torch.frombuffer(sums, dtype=torch.uint8).view(-1, SUM_BYTES)
-        self._is_known, self._changed, self._journaled = (
+        self._is_verified, self._is_changed, self._is_journaled = (
             _extend_flags(flags, self.sums.shape[0])
-            for flags in (self._is_known, self._changed, self._journaled)
+            for flags in (self._is_verified, self._is_changed, self._is_journaled)
         )
 
     @property
@@ -119,7 +119,7 @@ class PageSums:
         """Return the number of pages that the last commit covered."""
         return num_pages(self.length)
 
-    def fetch(self, rows: Tensor, width: int, first_byte: int = 0) -> bool:
+    def fetch(self, rows: Tensor, row_bytes: int, first_byte: int = 0) -> bool:
         """Read the pages of rows that are about to be used; return False if they are in memory.
 
         A probe of some of the pages decides, see `fetch_rows`.
@@ -127,18 +127,18 @@ class PageSums:
         Raises:
             OSError: a page cannot be read.
         """
-        return fetch_rows(self.path, self._data, rows, width, first_byte)
+        return fetch_rows(self.path, self._data, rows, row_bytes, first_byte)
 
-    def check(self, rows: Tensor, width: int = PAGE_BYTES, first_byte: int = 0) -> None:
+    def check(self, rows: Tensor, row_bytes: int = PAGE_BYTES, first_byte: int = 0) -> None:
         """Verify the pages of rows that were not verified yet.
 
         Raises:
             ChecksumError: a page is not as the last commit left it.
         """
-        if self.all_known:
+        if self.all_verified:
             return
-        is_known = self._is_known[: self.pages]
-        pages = page_ops.pages_without_mark(is_known, rows, width, first_byte, PAGE_BYTES)
+        is_verified = self._is_verified[: self.pages]
+        pages = page_ops.pages_without_mark(is_verified, rows, row_bytes, first_byte, PAGE_BYTES)
         if pages.numel():
             self._verify(pages.unique())
 
@@ -148,13 +148,13 @@ class PageSums:
         Raises:
             ChecksumError: a page is not as the last commit left it.
         """
-        if self.all_known:
+        if self.all_verified:
             return
         for start in range(0, self.pages, _PAGES_PER_STEP):
-            is_known = self._is_known[start : min(start + _PAGES_PER_STEP, self.pages)]
-            pages = (is_known == 0).nonzero().squeeze(1) + start
+            is_verified = self._is_verified[start : min(start + _PAGES_PER_STEP, self.pages)]
+            pages = (is_verified == 0).nonzero().squeeze(1) + start
             self._verify(pages, skip_holes=True)
-        self.all_known = True
+        self.all_verified = True
 
     def _verify(self, pages: Tensor, *, skip_holes: bool = False) -> None:
         """Compare the checksums of pages, int64 `[n]`; raise ChecksumError if one differs."""
@@ -164,7 +164,7 @@ class PageSums:
         wrong = pages[(present_sums != self.sums[pages]).any(dim=1)]
         if wrong.numel():
             raise self._damage_error(wrong.tolist())
-        self._is_known[pages] = 1
+        self._is_verified[pages] = 1
 
     def _damage_error(self, wrong: list[int]) -> ChecksumError:
         """Return the error that names the first wrong page."""
@@ -190,16 +190,18 @@ class PageSums:
 
     def accept_all(self) -> None:
         """Verify no page any more; the next commit recomputes the checksums of all pages."""
-        self.all_known = self._all_changed = True
+        self.all_verified = self._all_changed = True
 
-    def change(self, rows: Tensor, width: int = PAGE_BYTES, first_byte: int = 0) -> None:
+    def change(self, rows: Tensor, row_bytes: int = PAGE_BYTES, first_byte: int = 0) -> None:
         """Note rows that are about to be written; verify the current content of their pages first.
 
         Raises:
             ChecksumError: a page is not as the last commit left it.
         """
-        self.check(rows, width, first_byte)
-        page_ops.mark_pages_([self._is_known, self._changed], rows, width, first_byte, PAGE_BYTES)
+        self.check(rows, row_bytes, first_byte)
+        page_ops.mark_pages_(
+            [self._is_verified, self._is_changed], rows, row_bytes, first_byte, PAGE_BYTES
+        )
 
     def extend(self, length: int) -> None:
         """Note that the next commit covers `length` bytes; verify the last page if it grows.
@@ -224,19 +226,19 @@ class PageSums:
             if self._all_changed:
                 pages = torch.arange(start, stop)
             else:
-                pages = self._changed[start:stop].nonzero().squeeze(1) + start
+                pages = self._is_changed[start:stop].nonzero().squeeze(1) + start
             sums = self._sums_of(pages, length, skip_holes=skip_holes)
-            differing = (sums != self.sums[pages]).any(dim=1)
-            if differing.any():
-                yield pages[differing], sums[differing]
+            is_different = (sums != self.sums[pages]).any(dim=1)
+            if is_different.any():
+                yield pages[is_different], sums[is_different]
 
     def unjournaled(self, pages: Tensor) -> Tensor:
         """Return those of `pages`, int64 `[n]`, whose committed checksums are not journaled yet."""
-        return pages[(pages < self.pages) & (self._journaled[pages] == 0)]
+        return pages[(pages < self.pages) & (self._is_journaled[pages] == 0)]
 
     def note_journaled(self, pages: Tensor) -> None:
         """Note that the committed checksums of `pages` are in the journal."""
-        self._journaled[pages] = 1
+        self._is_journaled[pages] = 1
 
     def root(self, length: int) -> int:
         """Return the checksum of the checksums of the first `length` bytes."""
@@ -245,9 +247,9 @@ class PageSums:
     def after_commit(self, length: int) -> None:
         """Note that a commit has written the current checksums, for `length` bytes."""
         self.length = length
-        self.all_known |= self._all_changed
+        self.all_verified |= self._all_changed
         self._all_changed = False
-        self._changed, self._journaled = (zeros(self.sums.shape[0]) for _ in range(2))
+        self._is_changed, self._is_journaled = (zeros(self.sums.shape[0]) for _ in range(2))
 
     def _sums_of(self, pages: Tensor, length: int, *, skip_holes: bool = False) -> Tensor:
         """Return the checksums of the present content of pages, uint8 `[n, 4]`."""

@@ -156,7 +156,7 @@ def _end_graph() -> None:
 
 
 class _RefusesWrites:
-    """Mixin of tensors that stand for only some tables of a module: writing them raises."""
+    """Mixin of tensors that have only some tables of a module: writing them raises."""
 
     @classmethod
     def __torch_function__(
@@ -165,7 +165,7 @@ class _RefusesWrites:
         """Run `func`, unless it writes; `detach()`, `.data` and views are such tensors again."""
         kwargs = kwargs or {}
         target = args[0] if args else next(iter(kwargs.values()), None)
-        if _refuses(_written(func, args, kwargs)):
+        if _refuses_writes(_written_arguments(func, args, kwargs)):
             if torch.compiler.is_dynamo_compiling():
                 _end_graph()
             refuse_incomplete()
@@ -229,11 +229,11 @@ def refuse_averages(*, of_buffers: bool = False) -> None:
     )
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that a torch function writes, by its name and its keyword arguments.
 
-    `torch.nn.functional` writes with `inplace=True` and, in lookups, with `max_norm`. These
-    functions call others that write, of which parameter classes are not notified.
+    A function of `torch.nn.functional` writes if `inplace=True` or, in lookups, if `max_norm` is
+    set. It then calls other functions that write, of which parameter classes are not notified.
     """
     written = [kwargs.get("out")]
     if kwargs.get("max_norm") is not None:
@@ -249,7 +249,7 @@ def _writes_first(func: Any) -> bool:
         return False
     name = getattr(func, "__name__", "")
     if name == "__set__":
-        return _attribute(func) == "data"
+        return _attribute_name(func) == "data"
     if name.endswith("__"):
         return name == "__setitem__"
     return name.endswith("_") and name != "requires_grad_"
@@ -278,16 +278,16 @@ def _map_aliases(result: Any, target: Any, convert: Callable[[Tensor], Tensor]) 
     return convert(result) if result.untyped_storage()._cdata == storage._cdata else result
 
 
-def _attribute(func: Any) -> str:
+def _attribute_name(func: Any) -> str:
     """Return the name of the attribute that a getter or setter belongs to."""
     name: str = getattr(getattr(func, "__self__", None), "__name__", "")
     return name
 
 
-def _refuses(value: Any) -> bool:
+def _refuses_writes(value: Any) -> bool:
     """Return whether a value is, or has in nested sequences, a tensor that cannot be written."""
     if isinstance(value, list | tuple):
-        return any(map(_refuses, value))
+        return any(map(_refuses_writes, value))
     return isinstance(value, _RefusesWrites)
 
 
@@ -334,7 +334,7 @@ def _sync_with_cache(
     if torch.compiler.is_dynamo_compiling():
         _end_graph()
     target = args[0] if args else next(iter(kwargs.values()), None)
-    for owner in _owners_behind(_written(func, args, kwargs)):
+    for owner in _owners_behind(_written_arguments(func, args, kwargs)):
         owner.before_write()
     for owner in _owners_behind((*args, *kwargs.values())):
         owner.before_read()
@@ -401,7 +401,7 @@ def _is_metadata(func: Any) -> bool:
     """Return whether a torch function reads no values, such as `shape`."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
-        return _attribute(func) not in ("data", "T", "mT", "H", "mH", "real", "imag")
+        return _attribute_name(func) not in ("data", "T", "mT", "H", "mH", "real", "imag")
     return name in _METADATA
 
 
@@ -464,8 +464,9 @@ def _is_of_bare_module(parameter: Any) -> bool:
 def refuse_gradients(parameter: nn.Parameter) -> None:
     """Make backward raise if a gradient arrives at the parameter of a table that it updates.
 
-    Lookups of such a table leave no gradient, so it comes from a penalty on the weights or from
-    another module that uses them, and would be lost silently. A frozen parameter needs no hook.
+    Lookups of such a table leave no gradient. So the gradient comes from a penalty on the weights,
+    or from another module that uses them, and would be lost silently. A frozen parameter needs no
+    hook.
     """
     hooks = parameter._backward_hooks or {}
     if not parameter.requires_grad or any(hasattr(hook, "refuses") for hook in hooks.values()):
@@ -611,7 +612,7 @@ class UnsteppedGradients:
     def __init__(self, *, watch: bool) -> None:
         self._watch = watch
         self._versions: list[int] = []
-        self._passes = 0
+        self._num_passes = 0
 
     def check(self, weights: Iterable[Tensor]) -> None:
         """Count a forward before which no weight with a gradient was written; warn once.
@@ -622,9 +623,9 @@ class UnsteppedGradients:
             return
         trained = [w for w in weights if w.requires_grad and w.grad is not None]
         versions = [weight._version for weight in trained]
-        self._passes = self._passes + 1 if trained and versions == self._versions else 0
+        self._num_passes = self._num_passes + 1 if trained and versions == self._versions else 0
         self._versions = versions
-        if self._passes > self.MAX_PASSES:
+        if self._num_passes > self.MAX_PASSES:
             self._watch = False
             warnings.warn(
                 f"backward has left gradients on these tables {self.MAX_PASSES} times, and nothing "

@@ -176,7 +176,7 @@ class QuantizedEmbeddingBags(nn.Module):
     features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
     bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
     _layout: list[FeatureRow]  # the values of `features`
-    _check: LookupBoundsCheck | None = None
+    _lookup_check: LookupBoundsCheck | None = None
     feature_labels: list[str] | None = None  # names for messages, which a collection sets
 
     def __init__(
@@ -233,7 +233,7 @@ class QuantizedEmbeddingBags(nn.Module):
             self._locations.append(_TableLocation(begin, first_row, *table))
             begin += quant.table_bytes(spec.rows, spec.dim, format.code)
             first_row += spec.rows
-        self._bytes, self.total_rows = begin, first_row
+        self._num_bytes, self.total_rows = begin, first_row
         self._dims = [self.tables[t].dim for t in self.feature_tables]
         is_unpooled = self.pooling is Pooling.NONE
         self.output_dim = max(self._dims, default=0) if is_unpooled else sum(self._dims)
@@ -245,14 +245,14 @@ class QuantizedEmbeddingBags(nn.Module):
 
     def _allocate(self, device: torch.device) -> None:
         """Allocate the packed rows and the buffers on a device."""
-        packed = ops.empty_table((self._bytes,), torch.uint8, device)
+        packed = ops.empty_table((self._num_bytes,), torch.uint8, device)
         self.register_buffer("packed", packed, persistent=False)
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("bounds_violations", counts, persistent=False)
-        self.register_buffer("features", self._features(device), persistent=False)
+        self.register_buffer("features", self._make_features(device), persistent=False)
         self.reset_parameters()
 
-    def _features(self, device: torch.device) -> Tensor:
+    def _make_features(self, device: torch.device) -> Tensor:
         """Return `features`, int64 `[F, 8]`, on a device."""
         return torch.tensor(self._layout, dtype=torch.int64, device=device).view(
             -1, len(FeatureColumn)
@@ -398,13 +398,13 @@ class QuantizedEmbeddingBags(nn.Module):
         Raises:
             ValueError: another dtype or size.
         """
-        if packed.dtype != torch.uint8 or tuple(packed.shape) != (self._bytes,):
+        if packed.dtype != torch.uint8 or tuple(packed.shape) != (self._num_bytes,):
             raise ValueError(
-                f"packed must be uint8 [{self._bytes}], got {packed.dtype} {list(packed.shape)}"
+                f"packed must be uint8 [{self._num_bytes}], got {packed.dtype} {list(packed.shape)}"
             )
         self.packed = packed
         self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=packed.device)
-        self.features = self._features(packed.device)
+        self.features = self._make_features(packed.device)
 
     def table_views(self) -> list[dict[str, Tensor]]:
         """Return per table its rows, `packed` uint8 `[rows, row_bytes]`, as views.
@@ -518,10 +518,10 @@ class QuantizedEmbeddingBags(nn.Module):
 
         `indices` is `[L]`, `offsets` `[F * B + 1]`, `sample_weights` float32 `[L]` or None.
         """
-        lookup_check = self._check
+        lookup_check = self._lookup_check
         if lookup_check is None or not lookup_check.matches(self):
-            self._check = lookup_check = LookupBoundsCheck(self)
-        check = lookup_check.begin() if lookup_check.counts else lookup_check.check
+            self._lookup_check = lookup_check = LookupBoundsCheck(self)
+        check = lookup_check.begin() if lookup_check.counts_violations else lookup_check.check
         outputs = _lookup_checked(
             self.packed,
             self.features,
@@ -535,7 +535,7 @@ class QuantizedEmbeddingBags(nn.Module):
             check.mode,
             check.violations,
         )
-        if lookup_check.counts:
+        if lookup_check.counts_violations:
             lookup_check.end(self, check)
         return outputs[0] if outputs else None
 
@@ -550,22 +550,22 @@ class QuantizedEmbeddingBags(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "bits= for the rows and output_dtype= for the output")
         super()._apply(ops.keep_dtype(fn), recurse)
-        self.features = self._features(self.packed.device)
+        self.features = self._make_features(self.packed.device)
         return self
 
-    def _targets(self) -> dict[str, Tensor]:
+    def _target_views(self) -> dict[str, Tensor]:
         return dict(base.entries(self.table_names, self.table_views()))
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        destination.update({prefix + key: view for key, view in self._targets().items()})
+        destination.update({prefix + key: view for key, view in self._target_views().items()})
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         metadata, _, missing_names, unexpected, errors = arguments
-        targets = self._targets()
+        targets = self._target_views()
         problems: list[str] = []
         packed_state = self._with_packed_rows(state_dict, prefix, problems)
         if state_dicts.refuses(self, packed_state, prefix, errors, problems):
@@ -577,7 +577,7 @@ class QuantizedEmbeddingBags(nn.Module):
             if metadata.get(state_dicts.ASSIGN):
                 self.to_empty(device=next(iter(sources.values())).device)
                 self.reset_parameters()
-                targets = self._targets()
+                targets = self._target_views()
             else:
                 state_dicts.warn_of_meta(prefix, sources)
         for key, value in state_dicts.without_shared_memory(sources, targets).items():
@@ -585,7 +585,7 @@ class QuantizedEmbeddingBags(nn.Module):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the module in a state dict."""
-        targets = {prefix + key: view for key, view in self._targets().items()}
+        targets = {prefix + key: view for key, view in self._target_views().items()}
         return state_dicts.entry_problems(state_dict, targets)
 
     def _with_packed_rows(
@@ -597,10 +597,10 @@ class QuantizedEmbeddingBags(nn.Module):
         """
         entries = dict(state_dict)
         for name, location in zip(self.table_names, self._locations, strict=True):
-            former = [f"{prefix}{name}.{entry}" for entry in FORMER_ENTRIES]
-            if not all(key in entries for key in former):
+            former_keys = [f"{prefix}{name}.{entry}" for entry in FORMER_ENTRIES]
+            if not all(key in entries for key in former_keys):
                 continue
-            values, scales = (entries.pop(key) for key in former)
+            values, scales = (entries.pop(key) for key in former_keys)
             try:
                 entries[f"{prefix}{name}.packed"] = pack_former_rows(
                     values, scales, location.dim, location.format
@@ -658,12 +658,12 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Ten
     Raises:
         ValueError: the tensors are of another table, or their values exceed the range of float16.
     """
-    rows, width = scales.size(0) if scales.dim() > 0 else 0, -(-dim * bits // 8)
-    has_shape = bits in (4, 8) and tuple(values.shape) == (rows, width)
+    rows, row_bytes = scales.size(0) if scales.dim() > 0 else 0, -(-dim * bits // 8)
+    has_shape = bits in (4, 8) and tuple(values.shape) == (rows, row_bytes)
     if not has_shape or tuple(scales.shape) != (rows, 2):
         raise ValueError(
             f"size mismatch: values {tuple(values.shape)} and scales {tuple(scales.shape)} are not "
-            f"of rows of {dim} values with {bits} bits, which have [rows, {width}] and [rows, 2]"
+            f"of rows of {dim} values with {bits} bits, but [rows, {row_bytes}] and [rows, 2] are"
         )
     packed = torch.empty(rows, quant.row_bytes(dim, bits), dtype=torch.uint8, device=values.device)
     for first_row in range(0, rows, _BLOCK_ROWS):

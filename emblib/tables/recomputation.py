@@ -30,7 +30,7 @@ from torch.utils import checkpoint
 
 _REENTRANT_FORWARD = checkpoint.CheckpointFunction.forward.__code__
 _REENTRANT_BACKWARD = checkpoint.CheckpointFunction.backward.__code__
-_FILE = _REENTRANT_FORWARD.co_filename
+_CHECKPOINT_FILE = _REENTRANT_FORWARD.co_filename
 _CALL_OF_AUTOGRAD = graph._engine_run_backward.__code__
 _NO_TASK = -1
 
@@ -42,21 +42,21 @@ class RunningForward:
         is_repeated: whether backward repeats an earlier forward.
         trains_without_grad: whether a lookup without gradients trains, because a region disables
             them in its first forward.
-        noted_in: regions that may repeat this forward, innermost first.
+        regions: regions that may repeat this forward, innermost first.
     """
 
     def __init__(self) -> None:
         self.is_repeated = False
         self.trains_without_grad = False
         self._repeated: _Region | None = None
-        self.noted_in: list[_Region] = []
+        self.regions: list[_Region] = []
 
     def note(self, owner: object, value: Any) -> None:
         """Store a value that the repetition of this call of `owner` needs.
 
         `owner` must be hashable, and is only weakly referred to.
         """
-        for region in self.noted_in:
+        for region in self.regions:
             region.values.setdefault(owner, []).append(value)
 
     def noted(self, owner: object) -> Any:
@@ -70,29 +70,29 @@ class RunningForward:
             self.note(owner, value)
         return value
 
-    def add(self, frame: FrameType) -> None:
+    def add_region_of(self, frame: FrameType) -> None:
         """Add the region of a stack frame in torch's file, if the frame belongs to a region."""
         code, variables = frame.f_code, frame.f_locals
         if code is _REENTRANT_FORWARD:
             if variables["ctx"].next_functions:  # otherwise there is no graph to repeat it
-                self.noted_in.append(_region_of(variables["ctx"]))
-                self._trains_without_grad()
+                self.regions.append(_region_of(variables["ctx"]))
+                self._set_trains_without_grad()
         elif code is _REENTRANT_BACKWARD:
-            self._repeat(_region_of(variables["ctx"]), torch._C._current_graph_task_id())
-            self._trains_without_grad()
+            self._begin_repetition(_region_of(variables["ctx"]), torch._C._current_graph_task_id())
+            self._set_trains_without_grad()
         elif "gen" in variables:
             # The generator around a first forward has the region as a variable. The function that
             # runs it is `checkpoint` up to torch 2.13, `_checkpoint_impl` from 2.14 on.
             variables = variables["gen"].gi_frame.f_locals
-            self.noted_in.append(_region_of(variables["new_frame"]))
+            self.regions.append(_region_of(variables["new_frame"]))
         elif code.co_name == "unpack_hook" and "gid" in variables:
-            self._repeat(_region_of(variables["frame"]), variables["gid"])
+            self._begin_repetition(_region_of(variables["frame"]), variables["gid"])
 
-    def _trains_without_grad(self) -> None:
+    def _set_trains_without_grad(self) -> None:
         self.trains_without_grad = not torch.is_inference_mode_enabled()
 
-    def _repeat(self, region: _Region, run: object) -> None:
-        region.begin(run)
+    def _begin_repetition(self, region: _Region, run_id: object) -> None:
+        region.begin(run_id)
         self._repeated, self.is_repeated = region, True
 
 
@@ -101,19 +101,19 @@ class _Region:
 
     def __init__(self) -> None:
         self.values: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDictionary()
-        self._run: object = None
-        self._calls: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._run_id: object = None
+        self._num_calls: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
-    def begin(self, run: object) -> None:
+    def begin(self, run_id: object) -> None:
         """Restart from the first notes, unless this repetition of the region has begun already."""
-        if self._run != run:
-            self._run = run
-            self._calls.clear()
+        if self._run_id != run_id:
+            self._run_id = run_id
+            self._num_calls.clear()
 
     def next_value(self, owner: object) -> Any:
         """Return the next note of `owner`, or None if there are no more."""
-        values, number = self.values.get(owner, []), self._calls.get(owner, 0)
-        self._calls[owner] = number + 1
+        values, number = self.values.get(owner, []), self._num_calls.get(owner, 0)
+        self._num_calls[owner] = number + 1
         return values[number] if number < len(values) else None
 
 
@@ -141,12 +141,12 @@ def running_forward(*, training: bool = True) -> RunningForward | None:
     running = RunningForward()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _CALL_OF_AUTOGRAD:
-        if frame.f_code.co_filename == _FILE:
-            running.add(frame)
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            running.add_region_of(frame)
             if running.is_repeated:
                 break
         frame = frame.f_back
-    return running if running.is_repeated or running.noted_in else None
+    return running if running.is_repeated or running.regions else None
 
 
 def trains_first(*, training: bool) -> bool:

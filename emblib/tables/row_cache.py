@@ -1,8 +1,9 @@
 """The row cache of a module: cached rows in fast memory, their optimizer states, and counters.
 
 The cache is 32-way set-associative: a row hashes to a set, and is stored in one of its 32 ways. A
-batch enters (`enter`), its rows are planned and fetched (`fetch`, or `prefetch` for all of this),
-looked up and updated by slot, and it leaves (`leave`); in between its rows are not evicted.
+batch is in flight from `enter` to `release`, and its rows are not evicted in between: they are
+planned and fetched (`fetch`; `prefetch` enters and fetches in one op), looked up, and updated by
+slot.
 
 `emblib.ops.cache` defines the ops on these tensors. The batches in flight are in
 `emblib.tables.cache`.
@@ -141,13 +142,13 @@ class CacheLayout:
     @property
     def bytes_per_set(self) -> int:
         """Return the bytes of rows, states, tags and stamps per set."""
-        slot = self.stride * self.weights.itemsize + TAG_AND_STAMP_BYTES
+        slot_bytes = self.stride * self.weights.itemsize + TAG_AND_STAMP_BYTES
         for state, dtype in zip(self.states, self.state_dtypes(), strict=True):
-            slot += dtype.itemsize * (1 if state.per_row else self.stride)
-        return slot * cache_ops.WAYS
+            slot_bytes += dtype.itemsize * (1 if state.per_row else self.stride)
+        return slot_bytes * cache_ops.WAYS
 
 
-class LaterFetches(NamedTuple):
+class DeferredRows(NamedTuple):
     """The rows of a prefetched batch that are fetched only when it is looked up, on a GPU.
 
     Attributes:
@@ -167,10 +168,10 @@ class RowCache(nn.Module):
     The cache has no parameters and is not saved: its rows belong to their tables, and `flush`
     writes them back.
 
-    A batch is in flight from `enter` to `leave`. Rows that it or a later batch uses are not evicted
-    in between, so a batch that never leaves eventually stops the cache from admitting rows. Batches
+    A batch is in flight from `enter` to `release`. Rows that it or a later batch uses are not
+    evicted in between, so the cache eventually admits no rows if a batch is never released. Batches
     are numbered on the device, so that a batch does not wait for the device and a captured graph
-    may replay `enter`, `fetch` and `leave`. The caller must hold the lock of the module.
+    may replay these three calls. The caller must hold the lock of the module.
     """
 
     weights: Tensor  # `[slots * stride]`, rows by slot
@@ -190,13 +191,13 @@ class RowCache(nn.Module):
         device = torch.empty(0, device=device).device
         shape = (layout.sets, cache_ops.WAYS)
         slots = layout.sets * cache_ops.WAYS
-        counts_uses = layout.policy is CachePolicy.LFU
+        is_lfu = layout.policy is CachePolicy.LFU
         tensors = {
             "weights": ops.empty_table((slots * layout.stride,), layout.weights, device),
             "tags": ops.empty_table(shape, torch.int64, device),
             "stamps": ops.empty_table(shape, torch.int64, device),
             "counts": torch.empty(
-                layout.cached_rows if counts_uses else 0, dtype=torch.int32, device=device
+                layout.cached_rows if is_lfu else 0, dtype=torch.int32, device=device
             ),
             "counters": torch.empty(
                 (len(layout.tables) + 1, len(cache_ops.COUNTERS)), dtype=torch.int64, device=device
@@ -213,7 +214,7 @@ class RowCache(nn.Module):
             tensors[f"state_{state.name}"] = ops.empty_table((size,), dtype, device)
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
-        self._start()
+        self._initialise()
 
     @classmethod
     def of(
@@ -243,7 +244,7 @@ class RowCache(nn.Module):
         sets = number_of_sets(options, layout, device)
         return cls(CacheLayout(**{**vars(layout), "sets": sets}), device)
 
-    def _start(self) -> None:
+    def _initialise(self) -> None:
         """Initialise the tensors of a new cache, or of one moved off `meta`."""
         self._last_ticket, self._in_flight = 0, set[int]()  # tickets of the batches in flight
         features = torch.tensor(self.layout.tables, dtype=torch.int64).view(-1, len(FeatureColumn))
@@ -263,13 +264,13 @@ class RowCache(nn.Module):
         return self._last_ticket
 
     def new_ticket(self) -> int:
-        """Return the number of a new batch, for `enter` and `leave`."""
+        """Return the number of a new batch, for `enter` and `release`."""
         self._last_ticket += 1
         return self._last_ticket
 
     def return_ticket(self) -> None:
-        """Take back the newest number: its batch was not fetched."""
-        self.leave(self._last_ticket)
+        """Release the newest number for reuse: its batch was not fetched."""
+        self.release(self._last_ticket)
         self._last_ticket -= 1
 
     def enter(self, ticket: int) -> None:
@@ -278,12 +279,12 @@ class RowCache(nn.Module):
         batch_number, oldest = self.clock[0], self.clock[1]
         # The oldest batch is given by its distance to the clock, which stays valid when a captured
         # graph is replayed. It also corrects the clock after an interrupt since `new_ticket`.
-        lag = self._last_ticket - min(self._in_flight)
+        distance = self._last_ticket - min(self._in_flight)
         in_one_call(
-            partial(batch_number.add_, 1), partial(torch.sub, batch_number, lag, out=oldest)
+            partial(batch_number.add_, 1), partial(torch.sub, batch_number, distance, out=oldest)
         )
 
-    def leave(self, ticket: int) -> None:
+    def release(self, ticket: int) -> None:
         """End a batch: plans of batches that enter later may evict its rows."""
         self._in_flight.discard(ticket)
 
@@ -292,10 +293,10 @@ class RowCache(nn.Module):
         oldest = min(self._in_flight, default=self._last_ticket + 1)
         return self.clock[0] - (self._last_ticket - oldest)
 
-    def no_fetches(self, length: int) -> LaterFetches:
+    def no_deferred_rows(self, length: int) -> DeferredRows:
         """Return an empty list of rows to fetch later, for a batch of `length` lookups."""
         clock = self.clock  # int64, on the device of the cache
-        return LaterFetches(
+        return DeferredRows(
             rows=clock.new_empty(length),
             slots=clock.new_empty(length, dtype=torch.int32),
             num_rows=clock.new_zeros(1, dtype=torch.int32),
@@ -313,8 +314,8 @@ class RowCache(nn.Module):
             tiers: the memory of the tables.
             batch: the lookups.
             check: the bounds check that the op makes.
-            postpones: whether, on a GPU, the op leaves rows to `fetch_later` that the update of an
-                earlier batch in flight may still write in their tables.
+            postpones: whether, on a GPU, the op lists rows for `fetch_deferred` instead of fetching
+                them, if the update of an earlier batch in flight may still write them.
 
         Returns:
             partial: a call of `cache_prefetch_`, see `emblib.ops.cache` for its results; it returns
@@ -343,7 +344,7 @@ class RowCache(nn.Module):
         )
 
     def fetch(
-        self, tiers: Tiers, passes: Sequence[Groups], later: Sequence[LaterFetches] = ()
+        self, tiers: Tiers, passes: Sequence[Groups], deferred: Sequence[DeferredRows] = ()
     ) -> list[Tensor]:
         """Fetch the rows of the batch that entered last, pass by pass.
 
@@ -353,9 +354,9 @@ class RowCache(nn.Module):
         Args:
             tiers: the memory of the tables.
             passes: the rows of each pass.
-            later: list per pass, on a GPU, for rows that the update of an earlier batch in flight
-                may still write in their tables: `fetch_later` fetches them. Without lists all rows
-                are fetched now.
+            deferred: one list per pass on a GPU, to which the op adds rows that the update of an
+                earlier batch in flight may still write in their tables; `fetch_deferred` fetches
+                these. () fetches all rows now.
 
         Returns:
             `row_slots` of each pass, int32 `[L]`.
@@ -364,7 +365,7 @@ class RowCache(nn.Module):
         # pass by pass, each plan before its move.
         moves, plan_results = [], []
         conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
-        for groups, fetches in zip_longest(passes, later):
+        for groups, fetches in zip_longest(passes, deferred):
             plan = partial(native(cache_ops.plan_), *self._plan_arguments(groups))
             # The plan is made when the move asks for it; its results stay for the caller.
             results_to_move, results = tee(map(call, (plan,)))
@@ -383,7 +384,7 @@ class RowCache(nn.Module):
         deque(chain.from_iterable(moves), maxlen=0)
         return [next(results)[0] for results in plan_results]
 
-    def fetch_later(self, tiers: Tiers, fetches: LaterFetches) -> partial[Any]:
+    def fetch_deferred(self, tiers: Tiers, fetches: DeferredRows) -> partial[Any]:
         """Return the call that fetches the rows which `fetch` or `prefetch` deferred."""
         return partial(
             native(cache_ops.move_),
@@ -437,8 +438,8 @@ class RowCache(nn.Module):
     def reset(self) -> None:
         """Empty the cache without writing it back; forget batches in flight and usage counts."""
         word_tensors = (self.tags, self.stamps, self.conflicts)
-        empty = [partial(tensor.fill_, cache_ops.EMPTY) for tensor in word_tensors]
-        in_one_call(*empty, partial(self.counts.zero_))
+        resets = [partial(tensor.fill_, cache_ops.EMPTY) for tensor in word_tensors]
+        in_one_call(*resets, partial(self.counts.zero_))
         self._in_flight.clear()
 
     def stats(self) -> CacheStats:
@@ -474,7 +475,7 @@ class RowCache(nn.Module):
         is_lost = self.tags.is_meta or loses_values(fn)
         super()._apply(ops.keep_dtype(fn), recurse)
         if is_lost and not self.tags.is_meta:
-            self._start()
+            self._initialise()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

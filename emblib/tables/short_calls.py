@@ -2,11 +2,11 @@
 
 For small batches the time of a call is dominated by Python between ops, and on a GPU by launches.
 `ShortCalls` stores the arguments that all calls of a module share. Forward is then one op, which
-checks the batch and looks it up, and backward one op, which groups the lookups, counts the step and
-updates the rows. Tables with a row cache (`CachedCalls`) need one more op, which checks and groups
-the batch and fetches its rows; backward reuses its groups. An invalid batch on the CPU needs more
-ops. The kernels are the same as those of `emblib.ops.autograd`, which serves all other calls, so
-results have the same bits.
+checks the batch and looks it up. Backward is one op, which groups the lookups, counts the step and
+updates the rows. Tables with a row cache (`CachedCalls`) need a third op, which checks and groups
+the batch and fetches its rows; backward reuses these groups. An invalid batch on the CPU needs more
+ops. `emblib.ops.autograd` serves all other calls with the same kernels, so results have the same
+bits.
 """
 
 from __future__ import annotations
@@ -100,18 +100,18 @@ class LookupBoundsCheck:
 
     Attributes:
         check: arguments of an op that checks and counts.
-        counts: whether the op counts violations, on a GPU in mode WARNING: then call `begin` before
-            the op, which takes its result, and `end` after it. Otherwise the op takes `check`.
-        repairs: whether the op repairs offsets itself, on a GPU unless in mode NONE. On the CPU it
-            returns [] for an invalid batch.
+        counts_violations: whether the op counts violations: on a GPU in mode WARNING. Then pass the
+            result of `begin` to the op, and call `end` after it. Otherwise pass `check` to the op.
+        repairs_offsets: whether the op repairs offsets itself, on a GPU unless in mode NONE. On the
+            CPU it returns [] for an invalid batch.
     """
 
     def __init__(self, module: batches.ChecksBounds) -> None:
         self._mode, is_cuda = module.bounds_check, module.features.is_cuda
         mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
         self.check = BatchCheck(mode, module.bounds_violations)
-        self.counts = is_cuda and module.bounds_check is BoundsCheck.WARNING
-        self.repairs = is_cuda and mode is not None
+        self.counts_violations = is_cuda and module.bounds_check is BoundsCheck.WARNING
+        self.repairs_offsets = is_cuda and mode is not None
         self._report = report_of(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -128,7 +128,7 @@ class LookupBoundsCheck:
 
     def uncounted(self) -> BatchCheck:
         """Return the check that counts nothing."""
-        return self.check._replace(mode=_IGNORE) if self.counts else self.check
+        return self.check._replace(mode=_IGNORE) if self.counts_violations else self.check
 
     def end(self, module: batches.ChecksBounds, check: BatchCheck) -> None:
         """Have later checks report the violations that `check` counted: the host does not wait."""
@@ -234,7 +234,7 @@ class ShortCalls:
     ) -> Tensor:
         """Pool each bag; with gradients enabled, backward updates tables that are not frozen."""
         if torch.is_grad_enabled() and not module.is_frozen:
-            return _apply(self._anchor, self, module, indices, offsets, sample_weights)
+            return _apply_lookup(self._anchor, self, module, indices, offsets, sample_weights)
         in_order = torch.is_grad_enabled()
         output, _, flight = self.look_up(
             module, indices, offsets, sample_weights, in_order=in_order
@@ -259,9 +259,9 @@ class ShortCalls:
         `batches.check_bounds` does. `in_order` matters for cached tables only, see
         `CachedCalls.look_up`.
         """
-        check = self._check.begin() if self._check.counts else self._check.check
+        check = self._check.begin() if self._check.counts_violations else self._check.check
         results = self._read(module, indices, offsets, sample_weights, check)
-        if self._check.counts:
+        if self._check.counts_violations:
             self._check.end(module, check)
         if results:
             return results[0], results[1] if len(results) == 2 else offsets, None
@@ -328,13 +328,13 @@ class ShortCalls:
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
-        located: Sequence[Tensor] | None,
+        row_tensors: Sequence[Tensor] | None,
         is_finite: Tensor | None,
     ) -> None:
         """Run the op of a backward.
 
-        `located` are the groups of the batch and the slots of its distinct rows; None lets the op
-        group the lookups itself.
+        `row_tensors` are the groups of the batch and the slots of its distinct rows; without them
+        the op groups the lookups itself.
         """
         batch = self.batch
         update_in_one_op(
@@ -347,9 +347,9 @@ class ShortCalls:
             sample_weights,
             self._pooling_code,
             batch.total_rows,
-            self._check.repairs,
+            self._check.repairs_offsets,
             is_finite,
-            located,
+            row_tensors,
         )
 
 
@@ -430,7 +430,9 @@ class CachedCalls(ShortCalls):
         """
         indices, offsets = batch_id
         prefetcher = self._prefetcher
-        check = counted = self._check.begin() if self._check.counts else self._check.check
+        check = counting_check = (
+            self._check.begin() if self._check.counts_violations else self._check.check
+        )
         batch = self.batch._replace(indices=indices, offsets=offsets)
         tiers = self._moved_tiers
         flight = prefetcher.start(batch, tiers, batch_id, check, is_next=is_prefetched)
@@ -445,8 +447,8 @@ class CachedCalls(ShortCalls):
         try:
             slots = flight.locate().slots
             results = self._read(module, indices, offsets, sample_weights, check, slots)
-            if self._check.counts:
-                self._check.end(module, counted)
+            if self._check.counts_violations:
+                self._check.end(module, counting_check)
             if len(results) == 2:
                 offsets = results[1]
             elif not results:
@@ -456,7 +458,7 @@ class CachedCalls(ShortCalls):
         except BaseException:
             prefetcher.drop(flight)
             raise
-        prefetcher.take(flight)
+        prefetcher.dequeue(flight)
         return results[0], offsets, flight
 
     def update(
@@ -476,8 +478,8 @@ class CachedCalls(ShortCalls):
         with flight.lock:
             locations = flight.before_update(lookups=False)
             assert locations.row_slots is not None
-            located = [*locations.groups, locations.row_slots]
-            self._update(grad, indices, offsets, sample_weights, located, is_finite)
+            row_tensors = [*locations.groups, locations.row_slots]
+            self._update(grad, indices, offsets, sample_weights, row_tensors, is_finite)
             flight.after_update()
 
 
@@ -519,7 +521,7 @@ class ShortLookup(torch.autograd.Function):
 
 
 # Without the unwrapping that `Function.apply` does for functorch, whose transforms never come here.
-_apply: Callable[..., Tensor] = super(torch.autograd.Function, ShortLookup).apply
+_apply_lookup: Callable[..., Tensor] = super(torch.autograd.Function, ShortLookup).apply
 
 
 def _allows_short_calls(module: ShortCallTables) -> bool:

@@ -40,10 +40,11 @@ def refuses(
 ) -> bool:
     """Return whether a module must load nothing; to be called first in `_load_from_state_dict`.
 
-    If an entry of the module or of a descendant is invalid, append messages to `errors`, and remove
-    the entries of them all from `state_dict`, from which torch loads the descendants next. In their
-    place, descendants that check their entries get a mark, which makes this function return True,
-    and others the values that they have, which loading does not change.
+    If an entry of the module or of a descendant is invalid, messages are appended to `errors`.
+    Torch loads the descendants next, from the same `state_dict`, so their entries are removed from
+    it, with those of the module. A descendant that checks its entries gets a mark instead, for
+    which this function returns True; another gets its present values, so that loading changes
+    nothing.
 
     Non-empty `known_problems` are reported instead, and the entries are not checked.
     """
@@ -55,12 +56,12 @@ def refuses(
     errors.extend(known_problems)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         del state_dict[key]
-    for path, submodule in _modules_by_prefix(module, prefix):
+    for module_prefix, submodule in _modules_by_prefix(module, prefix):
         if isinstance(submodule, ChecksState):
             if submodule is not module:
-                state_dict[path + _REFUSED] = True
+                state_dict[module_prefix + _REFUSED] = True
         elif _loads_as_torch_does(submodule):
-            state_dict.update(loadable_tensors(submodule, path))
+            state_dict.update(loadable_tensors(submodule, module_prefix))
     return True
 
 
@@ -173,29 +174,29 @@ def number_problems(state_dict: Mapping[str, Any], key: str, below: int) -> Iter
             yield f"{key}: {problem}"
 
 
-def key_problem(keys: Any, limit: int, size: int | None = None) -> str:
-    """Return why `keys` are not distinct ids below `limit` (or -1 for none); "" if they are.
+def key_problem(keys: Any, num_rows: int, size: int | None = None) -> str:
+    """Return why `keys` are not distinct ids below `num_rows` (or -1 for none); "" if they are.
 
     They must be int64 `[size]`, of any length if `size` is None.
     """
     problem = tensor_problem(keys, torch.empty(0, dtype=torch.int64), (size,))
     if problem:
         return problem
-    used_keys = keys[keys >= 0]
-    if bool((keys < -1).any()) or bool((used_keys >= limit).any()):
-        return f"must be ids of a table of {limit} rows, or -1, got {keys}"
-    if used_keys.unique().numel() < used_keys.numel():
-        return f"each id must occur once, got {used_keys}"
+    valid_keys = keys[keys >= 0]
+    if bool((keys < -1).any()) or bool((valid_keys >= num_rows).any()):
+        return f"must be ids of a table of {num_rows} rows, or -1, got {keys}"
+    if valid_keys.unique().numel() < valid_keys.numel():
+        return f"each id must occur once, got {valid_keys}"
     return ""
 
 
 def problems(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """Yield one message per invalid entry of a module and its descendants."""
-    for path, submodule in _modules_by_prefix(module, prefix):
+    for module_prefix, submodule in _modules_by_prefix(module, prefix):
         if isinstance(submodule, ChecksState):
-            yield from submodule.state_problems(state_dict, path)
+            yield from submodule.state_problems(state_dict, module_prefix)
         elif _loads_as_torch_does(submodule):
-            yield from entry_problems(state_dict, loadable_tensors(submodule, path))
+            yield from entry_problems(state_dict, loadable_tensors(submodule, module_prefix))
 
 
 def _modules_by_prefix(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -1,8 +1,8 @@
 """Table-batched embeddings: T dense tables in one kernel, the optimizer fused into backward.
 
-Most forwards of `TableBatchedEmbeddingBags` are `ShortCalls`. The others check bounds (`_batch`),
-fetch missing rows if there is a cache (`Prefetcher.look_up`), and look up (`_read`, or
-`_read_for_gradients` if backward leaves gradients).
+Most forwards of `TableBatchedEmbeddingBags` are `ShortCalls`. The others check bounds
+(`_check_batch`), fetch missing rows if there is a cache (`Prefetcher.look_up`), and look up
+(`_read`, or `_read_for_gradients` if backward leaves gradients).
 """
 
 from __future__ import annotations
@@ -190,8 +190,10 @@ class TableBatchedEmbeddingBags(FusedTables):
         """
         stored_hyperparams = self._memory.take_stored_hyper()
         # Opening changes nothing on disk, so a process that ends now damages nothing.
-        writing = self.overwriting() if stored_hyperparams is None else contextlib.nullcontext()
-        with writing:
+        write_context = (
+            self.overwriting() if stored_hyperparams is None else contextlib.nullcontext()
+        )
+        with write_context:
             self._reset_common()
             if stored_hyperparams is not None:
                 self.hyperparams[: len(stored_hyperparams)] = torch.tensor(
@@ -302,7 +304,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         return buffers.get("weights") if weights is None else weights, *buffers.values()
 
     def _restore(self) -> None:
-        self._calls = None  # which would keep the memory of the module on another device
+        self._calls = None  # they would keep the memory of the module on another device alive
         super()._restore()
 
     def _check_weights(self) -> None:
@@ -316,7 +318,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             if torch.is_grad_enabled():
                 parameters.refuse_replacement("weights")
 
-    def _batch(
+    def _check_batch(
         self,
         indices: Tensor,
         offsets: Tensor,
@@ -332,11 +334,11 @@ class TableBatchedEmbeddingBags(FusedTables):
         if not self.include_last_offset:
             offsets = batches.append_last_offset(indices, offsets)
         source = self if reading is None else reading
-        checked: batches.ChecksBounds = self if reading is None else reading.reader
+        checked_module: batches.ChecksBounds = self if reading is None else reading.reader
         lay_out = self.layout_of_bags if reading is None else reading.layout_of_bags
         bag_layout, output_dim = lay_out(offsets, batch_sizes)
         offsets = batches.check_bounds(
-            checked, indices, offsets, source.features, bag_layout, is_prefetch=is_prefetch
+            checked_module, indices, offsets, source.features, bag_layout, is_prefetch=is_prefetch
         )
         return autograd.Lookup(
             source.features,
@@ -346,7 +348,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             source.pooling,
             self.total_rows,
             output_dim,
-            repaired=checked.bounds_check is not BoundsCheck.NONE,
+            repaired=checked_module.bounds_check is not BoundsCheck.NONE,
             joint=None if reading is None else reading.joint,
         )
 
@@ -385,7 +387,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         reading: TableReading | None = None,
     ) -> Tensor:
         """Look up a batch after its checks; the output is that of `forward`."""
-        batch, tiers = self._batch(*batch_id, batch_sizes, reading), self._tiers()
+        batch, tiers = self._check_batch(*batch_id, batch_sizes, reading), self._tiers()
         if self._is_periodic and self._begins_step(batch):
             with self._lock:
                 self._before_forward(tiers)
@@ -426,7 +428,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     ) -> Tensor:
         """Look up a batch, reading the rows at `batch.slots` or in their tables.
 
-        Through autograd if a backward follows; otherwise the batch is released after the lookup.
+        The lookup goes through autograd if a backward follows; otherwise it releases the batch.
         `sample_weights` is float32 `[L]`; the output is that of `forward`.
         """
         decay, factors = optimizer_hooks.global_decay(self.optimizer), None
@@ -502,8 +504,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Return whether this is a training forward, and the first one of a step."""
         if self._frozen or not trains_first(training=self.training):
             return False
-        every_forward_does = not self.optimizer.deferred and batch.joint is None
-        return every_forward_does or self._num_begun_steps == self._begun_steps_at_update
+        every_forward_begins = not self.optimizer.deferred and batch.joint is None
+        return every_forward_begins or self._num_begun_steps == self._begun_steps_at_update
 
     def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
         """Return where the rows of grouped lookups are: cache slots, if there is a cache."""
@@ -560,15 +562,15 @@ class TableBatchedEmbeddingBags(FusedTables):
         if isinstance(calls, CachedCalls) and calls.can_serve(self, *batch_id, None):
             calls.prefetch(self, batch_id)
             return
-        timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        timer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._reporting is not None:
-            timed = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
-        with timed:
-            batch = self._batch(*batch_id, batch_sizes, reading, is_prefetch=True)
+            timer = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
+        with timer:
+            batch = self._check_batch(*batch_id, batch_sizes, reading, is_prefetch=True)
             prefetcher.prefetch(batch, self._tiers(), batch_id, self._no_check())
 
     def _no_check(self) -> BatchCheck:
-        """Return the check that does nothing, for a batch that `_batch` has checked."""
+        """Return the check that does nothing, for a batch that `_check_batch` has checked."""
         return BatchCheck(None, self.bounds_violations)
 
     def flush(self) -> None:
@@ -642,11 +644,11 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of `weights`, `optimizer_state`, and `cache` (rows, states and tags)."""
-        slow_bytes = self._memory.nbytes()
+        other_bytes = self._memory.nbytes()
         states = sum(state.nbytes for state in self._states())
         return {
-            "weights": self.weights.nbytes + slow_bytes["weights"],
-            "optimizer_state": states + slow_bytes["optimizer_state"],
+            "weights": self.weights.nbytes + other_bytes["weights"],
+            "optimizer_state": states + other_bytes["optimizer_state"],
             "cache": 0 if self.row_cache is None else self.row_cache.nbytes(),
         }
 
@@ -785,7 +787,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Map the first part of a key for `torch.distributed.checkpoint.state_dict`."""
         return dict.fromkeys(self.table_names, "_tables_by_name")
 
-    def _size_of(self, spec: TableSpec) -> str:
+    def _describe_size(self, spec: TableSpec) -> str:
         placement = "" if spec.placement is Placement.DEVICE else f" ({spec.placement.value})"
         return f"{spec.rows} x {spec.dim}{placement}"
 

@@ -205,9 +205,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         self.cores = Cores(
             nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape in shapes
         )
-        for k, (p, width) in enumerate(shapes):
+        for k, (p, core_row_length) in enumerate(shapes):
             for state in self.optimizer.states:
-                size = (p,) if state.per_row else (p, width)
+                size = (p,) if state.per_row else (p, core_row_length)
                 state_dtype = torch.float32 if state.per_row else self.precision.states
                 values = torch.zeros(size, dtype=state_dtype, device=device)
                 self.register_buffer(f"state_{state.name}_{k}", values)
@@ -244,7 +244,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return self.features[num_features : 2 * num_features]
 
     def _restore(self) -> None:
-        self._calls = None  # which would keep the memory of the module on another device
+        self._calls = None  # they would keep the memory of the module on another device alive
         super()._restore()
         device = self.hyperparams.device
         setattr(self, layout_entry.NAME, layout_entry.from_specs(self.tables).to(device))
@@ -254,7 +254,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 buffer.copy_(ids)  # a captured CUDA graph has its address
             else:
                 setattr(self, name, ids.to(device))
-        self._fix_buffers()
+        self._store_fixed_buffers()
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
@@ -427,14 +427,14 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         cores = self._all_cores()
         if all(core.grad is None for core in cores):
             return
-        filled = [
+        gradients = [
             torch.zeros_like(core, dtype=torch.float32) if core.grad is None else core.grad.float()
             for core in cores
         ]
         rule = autograd.UpdateRule.of(self.optimizer)
         detached = [core.detach() for core in cores]
         first_rows = self.core_layout.first_core_rows()
-        tt.update_cores(detached, self.core_states(), self.hyperparams, rule, filled, first_rows)
+        tt.update_cores(detached, self.core_states(), self.hyperparams, rule, gradients, first_rows)
 
     def _batch(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
@@ -498,8 +498,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         layout = tt.layout_of([spec])
         ids = torch.tensor(layout.tables, dtype=torch.int64, device=device)
         keys = FeatureRow(rows=layout.num_keys, dim=spec.dim)
-        kinds = [keys, keys, tt.row_feature(layout, spec.dim, 0)]
-        features = torch.tensor(kinds, dtype=torch.int64, device=device)
+        feature_rows = [keys, keys, tt.row_feature(layout, spec.dim, 0)]
+        features = torch.tensor(feature_rows, dtype=torch.int64, device=device)
         cores = [core.detach() for core in self.table_cores(table)]
         for start in range(0, spec.rows, _BLOCK_ROWS):
             rows = torch.arange(start, min(start + _BLOCK_ROWS, spec.rows), device=device)
@@ -551,8 +551,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         first_bags = [0, *accumulate(map(sum, batch_sizes or equal_sizes))]
         keys_by_feature = keys.split(batch.offsets[first_bags].diff().tolist())
         for t, spec in enumerate(self.tables):
-            readers = [f for f, table in enumerate(self.feature_tables) if table == t]
-            table_keys = torch.cat([keys[:0], *(keys_by_feature[f] for f in readers)])
+            feature_numbers = [f for f, table in enumerate(self.feature_tables) if table == t]
+            table_keys = torch.cat([keys[:0], *(keys_by_feature[f] for f in feature_numbers)])
             table_keys = table_keys[table_keys >= 0].unique()
             first_right_core = 1 if len(spec.row_factors) == 2 else 2
             num_rights = math.prod(spec.row_factors[first_right_core:])  # all ids of right halves
@@ -574,7 +574,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         dense = sum(spec.rows * spec.dim for spec in self.tables)
         return dense / sum(core.numel() for core in self.cores)
 
-    def _size_of(self, spec: TTSpec) -> str:
+    def _describe_size(self, spec: TTSpec) -> str:
         return f"{spec.rows} x {spec.dim}, ranks={spec.ranks}"
 
     def extra_repr(self) -> str:

@@ -156,7 +156,7 @@ class ShortTTCalls:
             bag_layout, output_dim = module.layout_of_bags(offsets, batch_sizes)
         batch = TTBatch(indices, offsets, sample_weights, bag_layout, output_dim)
         if torch.is_grad_enabled():
-            return _apply(self._anchor, self, module, batch)
+            return _apply_lookup(self._anchor, self, module, batch)
         return self.look_up(module, batch, _SAVE_NOTHING)[0]
 
     def look_up(
@@ -164,8 +164,9 @@ class ShortTTCalls:
     ) -> list[Tensor]:
         """Return the output, what `tt_lookup_checked_` saves for backward, and the offsets it read.
 
-        These are those of the batch in mode NONE, and for a valid batch on the CPU; else repaired
-        ones. An invalid batch on the CPU warns and raises as `batches.check_bounds` does.
+        The offsets are those of the batch in mode NONE, and for a valid batch on the CPU; otherwise
+        they are repaired. An invalid batch on the CPU warns and raises as `batches.check_bounds`
+        does.
 
         `num_saved` is the number of left halves whose values are saved, or `_SAVE_NOTHING`.
         """
@@ -173,7 +174,7 @@ class ShortTTCalls:
         warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
         if warns and is_repeated():
             warns, mode = False, _IGNORE
-        results = self._call(module, batch, num_saved, mode)
+        results = self._run_lookup(module, batch, num_saved, mode)
         if warns:
             self._report.add_check(module, BOUNDS_MESSAGE)
         if not results:  # an invalid batch on the CPU
@@ -181,12 +182,12 @@ class ShortTTCalls:
             features = module.id_features()
             offsets = batches.check_bounds(module, indices, offsets, features, bag_layout)
             batch = batch._replace(offsets=offsets)
-            results = self._call(module, batch, num_saved, None)
+            results = self._run_lookup(module, batch, num_saved, None)
         if mode is None or not self._is_cuda:
             results.append(batch.offsets)
         return results
 
-    def _call(
+    def _run_lookup(
         self,
         module: TableBatchedTTEmbeddingBags,
         batch: TTBatch,
@@ -297,4 +298,4 @@ class ShortTTLookup(torch.autograd.Function):
 
 
 # Without the unwrapping that `Function.apply` does for functorch, whose transforms never come here.
-_apply: Callable[..., Tensor] = super(torch.autograd.Function, ShortTTLookup).apply
+_apply_lookup: Callable[..., Tensor] = super(torch.autograd.Function, ShortTTLookup).apply

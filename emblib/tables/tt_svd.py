@@ -87,7 +87,7 @@ def decompose(
         >>> decompose(torch.randn(500, 16), error=0.5).error <= 0.5
         True
     """
-    _check(weight, spec, ranks, error, nbytes, counts)
+    _check_arguments(weight, spec, ranks, error, nbytes, counts)
     check_float_dtype("dtype", dtype)
     rows, dim = weight.shape
     if nbytes is not None:
@@ -102,32 +102,34 @@ def decompose(
         if error is not None
         else tuple(ranks if ranks is not None else initial_spec.ranks)
     )
-    limits = [min(rank, top) for rank, top in zip(wanted_ranks, max_ranks, strict=True)]
+    limits = [min(rank, max_rank) for rank, max_rank in zip(wanted_ranks, max_ranks, strict=True)]
     tt_svd = _TTSVD(weight, initial_spec, limits, error)
     cores = tt_svd.cores()
     cut_spec = replace(initial_spec, ranks=tt_svd.ranks)
     if counts is not None and float(counts.sum()) > 0:
         for _ in range(_FIT_SWEEPS):
-            cores = _fit_outer(weight, cut_spec, cores, counts)
+            cores = _fit_outer_cores(weight, cut_spec, cores, counts)
     cores = [core.to(dtype).float() for core in cores]
     if not all(bool(core.isfinite().all()) for core in cores):
         raise ValueError(
             f"the cores exceed the range of {dtype}: take float32 or bfloat16, or scale the weight"
         )
-    result = _with_errors(weight, cut_spec, cores, counts)
-    hot = "" if result.hot_error is None else f", of the hottest 1% of rows {result.hot_error:.3g}"
+    result = _measure_errors(weight, cut_spec, cores, counts)
+    hot_text = (
+        "" if result.hot_error is None else f", of the hottest 1% of rows {result.hot_error:.3g}"
+    )
     _LOG.info(
         "made a tensor train of ranks %s from a %d x %d table: relative error %.3g%s",
         cut_spec.ranks,
         rows,
         dim,
         result.error,
-        hot,
+        hot_text,
     )
     return result
 
 
-def _check(
+def _check_arguments(
     weight: Tensor,
     spec: TTSpec | None,
     ranks: Sequence[int] | None,
@@ -170,7 +172,7 @@ def _check(
         raise ValueError(
             f"counts must be {weight.shape[0]} finite numbers >= 0, got {tuple(counts.shape)}"
         )
-    if not all(bool(chunk.isfinite().all()) for chunk in _chunks(weight)):
+    if not all(bool(chunk.isfinite().all()) for chunk in _row_chunks(weight)):
         raise ValueError("weight must be finite, got a table with nan or inf")
 
 
@@ -194,22 +196,22 @@ class _TTSVD:
         self._weight, self._spec, self._limits = weight, spec, limits
         self._max_squared_error = None
         if error is not None:
-            total = sum(float(chunk.double().square().sum()) for chunk in _chunks(weight))
+            total = sum(float(chunk.double().square().sum()) for chunk in _row_chunks(weight))
             self._max_squared_error = total * error**2 / len(limits)
         self.ranks: tuple[int, ...] = ()
 
     def cores(self) -> list[Tensor]:
         """Cut the table into cores `[p[k], R[k] * q[k] * R[k + 1]]`, and set `ranks`."""
         p, q = self._spec.row_factors, self._spec.dim_factors
-        basis = self._basis(self._gram_of_first(), self._limits[0])
+        basis = self._leading_eigenvectors(self._gram_of_first(), self._limits[0])
         rank = basis.size(1)
         remainder = self._project(basis)  # [rank, prod(p[1:]), prod(q[1:])]
-        cores, ranks = [_core(basis, p[0], 1, q[0])], [rank]
+        cores, ranks = [_core_of_basis(basis, p[0], 1, q[0])], [rank]
         for k in range(1, len(p) - 1):
             right_rows, right_columns = math.prod(p[k + 1 :]), math.prod(q[k + 1 :])
             matrix = remainder.view(rank, p[k], right_rows, q[k], right_columns)
             matrix = matrix.permute(1, 0, 3, 2, 4).reshape(p[k] * rank * q[k], -1)
-            left_core, right = self._split(matrix, self._limits[k])
+            left_core, right = self._factorise(matrix, self._limits[k])
             cores.append(left_core.reshape(p[k], -1).float())
             remainder, rank = right.reshape(-1, right_rows, right_columns), left_core.size(1)
             ranks.append(rank)
@@ -220,38 +222,38 @@ class _TTSVD:
     def _gram_of_first(self) -> Tensor:
         """Return the Gram matrix of (first row digit, first column digit), in float64."""
         p, q = self._spec.row_factors, self._spec.dim_factors
-        size, inner = p[0] * q[0], math.prod(q[1:])
+        size, inner_columns = p[0] * q[0], math.prod(q[1:])
         gram = torch.zeros(size, size, dtype=torch.float64, device=self._weight.device)
-        for num_rows, values in _slices(self._weight, self._spec):
-            columns = values.double().view(p[0], num_rows, q[0], inner)
-            unfolded = columns.permute(0, 2, 1, 3).reshape(size, num_rows * inner)
+        for num_rows, values in _inner_row_chunks(self._weight, self._spec):
+            columns = values.double().view(p[0], num_rows, q[0], inner_columns)
+            unfolded = columns.permute(0, 2, 1, 3).reshape(size, num_rows * inner_columns)
             gram.addmm_(unfolded, unfolded.T)
         return gram
 
     def _project(self, basis: Tensor) -> Tensor:
         """Return the table in the basis of the first cut: `[rank, rows / p[0], dim / q[0]]`."""
         p, q = self._spec.row_factors, self._spec.dim_factors
-        rank, inner = basis.size(1), math.prod(q[1:])
-        shape = rank, math.prod(p[1:]), inner
+        rank, inner_columns = basis.size(1), math.prod(q[1:])
+        shape = rank, math.prod(p[1:]), inner_columns
         projected = torch.empty(shape, dtype=torch.float32, device=basis.device)
         begin, projection = 0, basis.T.float()
-        for num_rows, values in _slices(self._weight, self._spec):
-            columns = values.float().view(p[0], num_rows, q[0], inner)
-            unfolded = columns.permute(0, 2, 1, 3).reshape(p[0] * q[0], num_rows * inner)
+        for num_rows, values in _inner_row_chunks(self._weight, self._spec):
+            columns = values.float().view(p[0], num_rows, q[0], inner_columns)
+            unfolded = columns.permute(0, 2, 1, 3).reshape(p[0] * q[0], num_rows * inner_columns)
             end = begin + num_rows
-            projected[:, begin:end] = (projection @ unfolded).view(rank, num_rows, inner)
+            projected[:, begin:end] = (projection @ unfolded).view(rank, num_rows, inner_columns)
             begin = end
         return projected
 
-    def _split(self, matrix: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    def _factorise(self, matrix: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         """Return float32 factors `[rows, rank]` and `[rank, columns]` that approximate a matrix."""
         if matrix.size(0) <= matrix.size(1):
-            basis = self._basis(_gram(matrix), limit).float()
+            basis = self._leading_eigenvectors(_gram(matrix), limit).float()
             return basis, basis.T @ matrix
-        basis = self._basis(_gram(matrix.T), limit).float()
+        basis = self._leading_eigenvectors(_gram(matrix.T), limit).float()
         return matrix @ basis, basis.T.contiguous()
 
-    def _basis(self, gram: Tensor, limit: int) -> Tensor:
+    def _leading_eigenvectors(self, gram: Tensor, limit: int) -> Tensor:
         """Return the leading eigenvectors of a Gram matrix, at most `limit`.
 
         With a maximum error there are as few as it allows, at least 1. `gram` is float64 `[n, n]`;
@@ -272,48 +274,48 @@ def _gram(matrix: Tensor) -> Tensor:
     `matrix` is `[n, columns]`; the result is `[n, n]`.
     """
     gram = torch.zeros(matrix.size(0), matrix.size(0), dtype=torch.float64, device=matrix.device)
-    width = max(1, _CHUNK_BYTES // (_FLOAT64_BYTES * matrix.size(0)))
-    for block in matrix.split(width, dim=1):
+    columns_per_block = max(1, _CHUNK_BYTES // (_FLOAT64_BYTES * matrix.size(0)))
+    for block in matrix.split(columns_per_block, dim=1):
         float64_block = block.double()
         gram.addmm_(float64_block, float64_block.T)
     return gram
 
 
-def _core(basis: Tensor, p: int, rank: int, q: int) -> Tensor:
+def _core_of_basis(basis: Tensor, p: int, rank: int, q: int) -> Tensor:
     """Return a core, float32 `[p, rank * q * next rank]`, from a basis `[n, next rank]`."""
     return basis.reshape(p, rank * q * basis.size(1)).float()
 
 
-def _chunks(weight: Tensor) -> Iterator[Tensor]:
+def _row_chunks(weight: Tensor) -> Iterator[Tensor]:
     """Yield the rows of a table in chunks `[n, dim]`."""
-    step = max(1, _CHUNK_BYTES // (_FLOAT64_BYTES * weight.size(1)))
-    for begin in range(0, weight.size(0), step):
-        yield weight[begin : begin + step].detach()
+    rows_per_chunk = max(1, _CHUNK_BYTES // (_FLOAT64_BYTES * weight.size(1)))
+    for begin in range(0, weight.size(0), rows_per_chunk):
+        yield weight[begin : begin + rows_per_chunk].detach()
 
 
-def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
+def _inner_row_chunks(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
     """Yield chunks of n inner rows with all first row digits: (n, values `[p[0] * n, D]`).
 
     An inner row is a row without its first digit; chunks are in the order of inner rows. Rows
     beyond the table, up to the product of the row factors, are zeros.
     """
     p0, inner_rows = spec.row_factors[0], math.prod(spec.row_factors[1:])
-    step = max(1, min(inner_rows, _CHUNK_BYTES // (_FLOAT64_BYTES * p0 * spec.dim)))
+    rows_per_chunk = max(1, min(inner_rows, _CHUNK_BYTES // (_FLOAT64_BYTES * p0 * spec.dim)))
     first_row = torch.arange(p0, device=weight.device).unsqueeze(1) * inner_rows
-    for begin in range(0, inner_rows, step):
-        num_rows = min(step, inner_rows - begin)
+    for begin in range(0, inner_rows, rows_per_chunk):
+        num_rows = min(rows_per_chunk, inner_rows - begin)
         rows = (first_row + torch.arange(begin, begin + num_rows, device=weight.device)).view(-1)
-        values = weight.detach()[_ids(spec, rows.clamp(max=spec.rows - 1))]
+        values = weight.detach()[_ids_of_rows(spec, rows.clamp(max=spec.rows - 1))]
         yield num_rows, values.masked_fill_((rows >= spec.rows).unsqueeze(1), 0.0)
 
 
-def _ids(spec: TTSpec, rows: Tensor) -> Tensor:
-    """Map rows of the tensor train to ids, int64 `[n]`, the inverse of `_rows`."""
+def _ids_of_rows(spec: TTSpec, rows: Tensor) -> Tensor:
+    """Map rows of the tensor train to ids, int64 `[n]`, the inverse of `_rows_of_ids`."""
     multiplier, offset = shapes.inverse(spec.permutation, spec.rows)
     return (multiplier * rows + offset) % spec.rows
 
 
-def _rows(spec: TTSpec, ids: Tensor) -> Tensor:
+def _rows_of_ids(spec: TTSpec, ids: Tensor) -> Tensor:
     """Map ids to rows of the tensor train, int64 `[n]`, by the permutation of the spec."""
     multiplier, offset = spec.permutation
     return (multiplier * ids + offset) % spec.rows
@@ -340,7 +342,9 @@ def _core_products(
     return products
 
 
-def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor) -> list[Tensor]:
+def _fit_outer_cores(
+    weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
+) -> list[Tensor]:
     """Fit the last core to the weighted rows, then the first.
 
     Given the other cores, a slice of an outer core is the solution of a least-squares problem over
@@ -354,7 +358,7 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
         gram = torch.zeros(p, rank, rank, dtype=torch.float64, device=weight.device)
         target = torch.zeros(p, rank, q, dtype=torch.float64, device=weight.device)
         for ids, values, uses in _counted_chunks(weight, spec, counts):
-            rows, values, scale = _rows(spec, ids), values.double(), uses.double()
+            rows, values, scale = _rows_of_ids(spec, ids), values.double(), uses.double()
             if outer == 0:
                 digit = rows // math.prod(spec.row_factors[1:])
                 inner_products = (
@@ -370,8 +374,8 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
             weighted = inner_products * scale.view(-1, 1, 1)
             gram.index_add_(0, digit, weighted @ inner_products.transpose(1, 2))
             target.index_add_(0, digit, weighted @ columns)
-        mean = gram.diagonal(dim1=1, dim2=2).mean(1)
-        ridge = torch.where(mean > 0, mean * _RIDGE, 1.0).view(-1, 1, 1)
+        mean_diagonal = gram.diagonal(dim1=1, dim2=2).mean(1)
+        ridge = torch.where(mean_diagonal > 0, mean_diagonal * _RIDGE, 1.0).view(-1, 1, 1)
         eye = torch.eye(rank, dtype=torch.float64, device=weight.device)
         core_before = cores[outer].double()
         core_before = (
@@ -392,25 +396,27 @@ def _counted_chunks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (ids `[n]`, values `[n, D]`, counts `[n]`) of chunks of accessed rows."""
     counted_ids = counts.nonzero().squeeze(1).to(weight.device)
-    widest = max(spec.ranks) ** 2 * spec.dim
-    step = max(1, _CHUNK_BYTES // (_FLOAT64_BYTES * widest))
-    for ids in counted_ids.split(step):
+    values_per_row = max(spec.ranks) ** 2 * spec.dim
+    rows_per_chunk = max(1, _CHUNK_BYTES // (_FLOAT64_BYTES * values_per_row))
+    for ids in counted_ids.split(rows_per_chunk):
         yield ids, weight.detach()[ids], counts.to(weight.device)[ids]
 
 
-def _with_errors(
+def _measure_errors(
     weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor | None
 ) -> Decomposition:
     """Compute the errors of the cores, in blocks of rows with one first digit."""
     p, q, rank = spec.row_factors, spec.dim_factors, spec.ranks[0]
     inner_rows, inner_columns = math.prod(p[1:]), math.prod(q[1:])
-    inner_product = _product(cores[1:], spec).reshape(rank, inner_rows * inner_columns)
+    inner_product = _product_of_last_cores(cores[1:], spec).reshape(
+        rank, inner_rows * inner_columns
+    )
     squared_errors = torch.empty(spec.rows, dtype=torch.float64, device=weight.device)
     squared_norms = torch.empty_like(squared_errors)
     for i, core_slice in enumerate(cores[0].view(p[0], q[0], rank)):
         rows = slice(min(i * inner_rows, spec.rows), min((i + 1) * inner_rows, spec.rows))
         row_ids = torch.arange(rows.start, rows.stop, device=weight.device)
-        values = weight.detach()[_ids(spec, row_ids)].double()
+        values = weight.detach()[_ids_of_rows(spec, row_ids)].double()
         approximation = (
             (core_slice @ inner_product)
             .view(q[0], inner_rows, inner_columns)
@@ -422,12 +428,12 @@ def _with_errors(
     if counts is not None:
         num_hottest = max(1, spec.rows // 100)  # 1 %
         hottest_ids = counts.to(weight.device).argsort(descending=True)[:num_hottest]
-        hottest = _rows(spec, hottest_ids)
+        hottest = _rows_of_ids(spec, hottest_ids)
         hot_error = _ratio(squared_errors[hottest], squared_norms[hottest])
     return Decomposition(spec, cores, _ratio(squared_errors, squared_norms), hot_error)
 
 
-def _product(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
+def _product_of_last_cores(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
     """Multiply the last cores of a train for all combinations of their digits.
 
     Returns:

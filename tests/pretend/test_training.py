@@ -166,7 +166,7 @@ def test_rows_without_a_way_that_a_prefetch_brings_in(ahead: int) -> None:
             while prefetched <= min(step + look, len(batches) - 1):
                 with torch.cuda.stream(side):
                     cached.prefetch(*batches[prefetched])
-                left += [work.fetches.num_rows for work in prefetcher._later]
+                left += [work.fetches.num_rows for work in prefetcher._deferred_fetches]
                 prefetched += 1
             if out is None:
                 out = cached(*batch)
@@ -197,8 +197,8 @@ def test_an_update_does_not_wait_for_the_next_prefetch(monkeypatch: pytest.Monke
         waits.clear()
         with torch.cuda.stream(side):
             module.prefetch(*batches[step])
-        assert prefetcher._prefetches.event is not None
-        return prefetcher._prefetches.event
+        assert prefetcher._last_prefetch.event is not None
+        return prefetcher._last_prefetch.event
 
     updated, ready = None, prefetch(0)
     for step in range(3):
@@ -210,7 +210,7 @@ def test_an_update_does_not_wait_for_the_next_prefetch(monkeypatch: pytest.Monke
         waits.clear()
         out.sum().backward()
         assert ready not in waits
-        updated = prefetcher._uses.event
+        updated = prefetcher._last_use.event
     torch.cuda.synchronize()
 
 

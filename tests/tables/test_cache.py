@@ -72,7 +72,7 @@ def bring_in(cache: RowCache, rows: Tensor) -> Tensor:
     """The slots of the distinct rows of a batch that is let go at once."""
     ticket = enter(cache)
     slots = fetch(cache, groups_of(rows))
-    cache.leave(ticket)
+    cache.release(ticket)
     return slots
 
 
@@ -151,12 +151,12 @@ def test_rows_stay_until_their_batch_leaves() -> None:
     fetch(cache, groups_of(FIRST + torch.arange(20)))
     second = enter(cache)
     assert int((fetch(cache, groups_of(FIRST + torch.arange(20, 40)))[:20] < 0).sum()) == 8
-    cache.leave(second)  # in any order
+    cache.release(second)  # in any order
     slots = bring_in(cache, FIRST + torch.arange(40, 60))
     assert (slots < 0).all(), "all since the oldest batch in flight stay"
-    cache.leave(first)
+    cache.release(first)
     assert (bring_in(cache, FIRST + torch.arange(60, 92))[:32] >= 0).all()
-    cache.leave(first)  # a second time changes nothing
+    cache.release(first)  # a second time changes nothing
     assert cache.clock.tolist() == [4, 4]
 
 
@@ -168,8 +168,8 @@ def test_numbers_live_on_the_device_and_only_grow() -> None:
     assert cache.clock.tolist() == [101, 101]
     second = enter(cache)
     assert cache.clock.tolist() == [102, 101]
-    cache.leave(ticket)
-    cache.leave(second)
+    cache.release(ticket)
+    cache.release(second)
     enter(cache)
     assert cache.clock.tolist() == [103, 103]
 
@@ -179,7 +179,7 @@ def test_find_knows_what_changed_since() -> None:
     groups = groups_of(FIRST + torch.arange(40))
     ticket = enter(cache)
     slots = fetch(cache, groups)
-    cache.leave(ticket)
+    cache.release(ticket)
     assert torch.equal(cache.find(groups), slots)
     missing = FIRST + torch.arange(40)[slots < 0]
     bring_in(cache, missing)
@@ -219,7 +219,7 @@ def test_fetch_and_flush_carry_rows_and_states() -> None:
     groups = groups_of(FIRST + torch.arange(38, 42))  # of both tables
     ticket = enter(cache)
     (slots,) = cache.fetch(tiers, [groups])
-    cache.leave(ticket)
+    cache.release(ticket)
     row = cache.weights.view(-1, 8)[int(slots[1])]
     assert torch.equal(row[:6], weights[1].view(40, 6)[39])
     row += 1
