@@ -161,6 +161,6 @@ def allocated(module: Any) -> int:
     memory = getattr(module, "_memory", None)
     if memory is not None:
         cpu = torch.device("cpu")
-        tensors += [t for tier in (1, 2) for t in memory._tier(tier, cpu) if t.numel()]
+        tensors += [t for tier in (1, 2) for t in memory._tensors_of_tier(tier, cpu) if t.numel()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
