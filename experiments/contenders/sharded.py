@@ -226,13 +226,13 @@ class ShardedBags(Bags):
         """Return input_dist ("input"), lookup and update ("local"), and output_dist ("output")."""
         module, features = self.module, prepared[0]
         received = module.input_dist(features).wait().wait()
-        rows = module.look_up_rows(received)
+        rows = module.rows(received)
         gradient = torch.randn_like(rows) / len(features.keys())
         with torch.no_grad():
             local_rows = module.compute(received)
 
         def local() -> None:
-            out = module.look_up_rows(received)
+            out = module.rows(received)
             if out.requires_grad:
                 out.backward(gradient)
 
