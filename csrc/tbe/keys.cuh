@@ -31,22 +31,23 @@ struct BadIndices {
   int num_invalid = 0, num_lost = 0;
 };
 
-// Return the key of lookup i: its linear row id, or `limit` for a skipped lookup or an id of
-// `limit` or more. `bag` is the bag of the lookup, -1 before the first bag. If the index is invalid
-// or lost, count it in `bad`.
+// Return the key of lookup i: its linear row id, or `no_group_key` for a skipped lookup or an id of
+// `no_group_key` or more. `bag` is the bag of the lookup, -1 before the first bag. If the index is
+// invalid or lost, count it in `bad`.
 template <class Key>
-EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key limit, BadIndices* bad) {
+EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key no_group_key,
+                          BadIndices* bad) {
   const int64_t index = in.indices[i];
   if (bag < 0) {
     bad->num_lost += index != -1;
-    return limit;
+    return no_group_key;
   }
   const Feature& feature = in.features[in.map.feature(static_cast<uint32_t>(bag))];
   const int64_t row = repair_index(index, feature.rows);
   bad->num_invalid += !((index >= 0 && index < feature.rows) || index == -1);
-  if (row < 0 || row >= feature.rows) return limit;
+  if (row < 0 || row >= feature.rows) return no_group_key;
   const auto id = static_cast<uint64_t>(feature.row_base + row);
-  return id < limit ? static_cast<Key>(id) : limit;
+  return id < no_group_key ? static_cast<Key>(id) : no_group_key;
 }
 
 // Lookups per thread, and per tile of a block.
@@ -267,11 +268,11 @@ struct SmallLookups {
         : search([&](int bag) { return source.in.bags.begin(bag); },
                  static_cast<int>(source.in.bags.num_bags), begin, end, range) {}
     // Return the key of lookup i, and write its bag (0 for none) to `bag_of_lookup`.
-    EMB_DEVICE uint32_t key(const SmallLookups& source, int64_t i, uint32_t limit,
+    EMB_DEVICE uint32_t key(const SmallLookups& source, int64_t i, uint32_t no_group_key,
                             uint32_t* bag_of_lookup) {
       const int bag = search.find([&](int b) { return source.in.bags.begin(b); }, i);
       *bag_of_lookup = bag < 0 ? 0 : static_cast<uint32_t>(bag);
-      return lookup_key(source.in, i, bag, limit, &bad);
+      return lookup_key(source.in, i, bag, no_group_key, &bad);
     }
     EMB_DEVICE uint32_t num_bad() const { return static_cast<uint32_t>(bad.num_invalid); }
     EMB_DEVICE uint32_t num_lost() const { return static_cast<uint32_t>(bad.num_lost); }

@@ -278,7 +278,8 @@ void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int
 // Pool with the instance of pool_valid for the dim of the table. Rows of another length do not
 // bypass the caches.
 template <bool kStream, class O, class W, class I>
-void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int64_t last_bag) {
+void pool_valid_of_dim(const LookupArgs& args, const I* indices, int64_t first_bag,
+                       int64_t last_bag) {
 #if defined(__x86_64__) && !defined(__AVX2__)
   // Nearly every x86 processor runs the code for AVX2 or AVX-512. The code for older processors
   // keeps the general loop, which gives the same bits and compiles in less time.
@@ -348,11 +349,11 @@ void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   }
   if constexpr (std::is_same_v<O, float>) {
     if (args.bypasses_caches) {
-      pool_valid<true, O, W>(args, indices, first_bag, last_bag);
+      pool_valid_of_dim<true, O, W>(args, indices, first_bag, last_bag);
       return end_stream();
     }
   }
-  pool_valid<false, O, W>(args, indices, first_bag, last_bag);
+  pool_valid_of_dim<false, O, W>(args, indices, first_bag, last_bag);
 }
 
 // The LookupFn for tables with a cache of their dtype.
