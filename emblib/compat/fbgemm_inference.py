@@ -1,10 +1,10 @@
 """FBGEMM's inference module over emblib's tables: the same names, arguments and methods.
 
-The tables are one `emblib.QuantizedEmbeddingBags`, whose rows have the bytes of FBGEMM's. An FP8
-row is the bytes alone in FBGEMM; here the scale before them moves torch's exponent bias to that of
-the module. Ids of pruned tables are mapped to their rows by the indexes of
-`emblib.inference.InferenceEmbeddingBags`. Rows are on the device; tables behind a cache raise,
-unless `enforce_hbm` puts them there.
+The tables are one `emblib.QuantizedEmbeddingBags`, whose rows have the bytes of FBGEMM's rows. FP8
+rows have a scale before these bytes, which FBGEMM's rows lack. The scale converts from torch's
+exponent bias to that of the module. Ids of pruned tables are mapped to their rows by the indexes of
+`emblib.inference.InferenceEmbeddingBags`. Rows are in the memory of the device. Tables behind a
+cache raise NotImplementedError, unless `enforce_hbm` puts their rows there.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
@@ -47,8 +47,8 @@ class QuantizedSpec(NamedTuple):
     location: EmbeddingLocation
 
 
-_Rows = tuple[Tensor, Tensor | None]
-"""Numbers of the rows of a table, and scale and bias if the format has them; or whole rows."""
+_NumbersAndHeader = tuple[Tensor, Tensor | None]
+"""The numbers in the rows of a table, and scale and bias or None; or whole rows and None."""
 
 _HEADER_BYTES = 4  # bytes of scale and bias, two float16
 _DTYPE_OF_FORMAT = {
@@ -59,11 +59,11 @@ _DTYPE_OF_FORMAT = {
 
 
 class _FP8Format(NamedTuple):
-    """Facts of an FP8 format of torch."""
+    """The properties of an FP8 format of torch."""
 
-    rows: RowFormat
+    row_format: RowFormat
     bias: int  # of the exponent
-    largest: int  # byte of the largest finite number
+    largest_byte: int  # byte of the largest finite number
 
 
 _FP8_FORMAT_OF_BITS = {  # by exponent bits
@@ -78,7 +78,7 @@ _ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "scale_bias_size_in_bytes": (_HEADER_BYTES, "scale and bias of a row are two float16"),
     "reverse_qparam": (False, "a row begins with scale and bias"),
 }
-"""The only value of each argument that has no counterpart, and why."""
+"""The only value that each argument without a counterpart may have, and the reason."""
 
 
 class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
@@ -108,8 +108,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         enforce_hbm: whether MANAGED and MANAGED_CACHING tables on a GPU are in its memory; without
             it they raise.
 
-    `uvm_host_mapped`, `feature_names_per_table` and `indices_dtype` are attributes alone; ids may
-    be int32 or int64. Arguments whose names begin with cache have no effect.
+    `uvm_host_mapped`, `feature_names_per_table` and `indices_dtype` are stored without effect; ids
+    may be int32 or int64. Arguments whose names begin with cache have no effect.
     `record_cache_metrics`, `gather_uvm_cache_stats`, `scale_bias_size_in_bytes` and
     `reverse_qparam` must be their defaults.
 
@@ -127,7 +127,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         pooling_mode: PoolingMode = PoolingMode.SUM,
         device: str | int | torch.device | None = None,
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.WARNING,
-        weight_lists: list[_Rows] | None = None,
+        weight_lists: list[_NumbersAndHeader] | None = None,
         pruning_hash_load_factor: float = 0.5,
         use_array_for_index_remapping: bool = True,
         output_dtype: SparseType = SparseType.FP16,
@@ -170,7 +170,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         self.bounds_check_mode_int: int = mode.value
         output = as_member(SparseType, output_dtype)
         self._returns_bytes = _returns_bytes(output, self.embedding_specs, self.pooling_mode)
-        self._output = float_dtype(
+        self._output_dtype = float_dtype(
             "output_dtype", SparseType.FP32 if self._returns_bytes else output
         )
         self.output_dtype: int = output.as_int()
@@ -184,9 +184,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if self.pooling_mode is PoolingMode.NONE and len(set(self._dims)) > 1:
             raise ValueError(f"without pooling all tables must have one dim, got {self._dims}")
         self.total_D: int = sum(self._dims)
-        # The module that looks up, once there are rows; in a list, so that it is no submodule.
-        self._served: list[QuantizedEmbeddingBags | InferenceEmbeddingBags] = []
-        self._indexes: list[RowIndex | None] = []
+        # One module once there are rows, else none; a list keeps it from becoming a submodule.
+        self._lookup_modules: list[QuantizedEmbeddingBags | InferenceEmbeddingBags] = []
+        self._index_of_table: list[RowIndex | None] = []
         self.set_index_remappings(
             index_remapping or [], pruning_hash_load_factor, use_array_for_index_remapping
         )
@@ -196,12 +196,12 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     @property
     def current_device(self) -> torch.device:
         """Return the device of the rows."""
-        return self._rows_of_tables().packed.device if self._served else self._device
+        return self._quantized_bags().packed.device if self._lookup_modules else self._device
 
     @property
     def weight_initialized(self) -> bool:
         """Return whether there is memory for the rows."""
-        return bool(self._served)
+        return bool(self._lookup_modules)
 
     def log(self, msg: str) -> None:
         """Log at level INFO with the module's id."""
@@ -233,12 +233,12 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Look up; subclasses of TorchRec call it."""
-        if not self._served:
+        if not self._lookup_modules:
             raise RuntimeError(
                 "there are no rows yet: call initialize_weights() and assign_embedding_weights()"
             )
         if isinstance(indices, torch.fx.Proxy):
-            return self._lookup_of_graphs().forward(indices, offsets, per_sample_weights)
+            return self._make_graph_lookup().forward(indices, offsets, per_sample_weights)
         device = self.current_device
         is_async = device.type != "cpu"
         indices, offsets = (x.to(device, non_blocking=is_async) for x in (indices, offsets))
@@ -249,26 +249,33 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             if self._returns_bytes:
                 check_pooled(self.pooling_mode, weights)
                 return self._look_up_bytes(indices, offsets)
-            return self._served[0](indices, offsets, weights)
+            return self._lookup_modules[0](indices, offsets, weights)
 
     def _look_up_bytes(self, indices: Tensor, offsets: Tensor) -> Tensor:
         """Return the bytes of a row per lookup, zeros for pruned ids; waits for a GPU."""
-        served, rows = self._served[0], self._rows_of_tables()
-        if isinstance(served, InferenceEmbeddingBags):
+        lookup_module, quantized_bags = self._lookup_modules[0], self._quantized_bags()
+        if isinstance(lookup_module, InferenceEmbeddingBags):
             indices = quant.map_ids(
-                served.index, served.index_tables, rows.features, indices, offsets, None
+                lookup_module.index,
+                lookup_module.index_tables,
+                quantized_bags.features,
+                indices,
+                offsets,
+                None,
             )
-        if (mode := rows.bounds_check) is not BoundsCheck.NONE:
-            bags, code = offsets, codes.BOUNDS_CHECK[mode.value]
-            offsets, violations = tbe.check_bounds(indices, bags, rows.features, None, code)
+        if (mode := quantized_bags.bounds_check) is not BoundsCheck.NONE:
+            given_offsets, mode_code = offsets, codes.BOUNDS_CHECK[mode.value]
+            offsets, violations = tbe.check_bounds(
+                indices, given_offsets, quantized_bags.features, None, mode_code
+            )
             if mode is BoundsCheck.WARNING and bool(violations.any()):
-                rows(indices, bags)  # counts and warns
+                quantized_bags(indices, given_offsets)  # counts and warns
         num_features = len(self.feature_table_map)
         bags_per_feature = (offsets.numel() - 1) // num_features
         id_ends = offsets[
             torch.arange(num_features + 1, device=offsets.device) * bags_per_feature
         ].tolist()
-        tables = self._rows()
+        tables = self._row_views()
         # the first block is for lookups before the first bag
         row_blocks = [tables[0].new_zeros(id_ends[0], tables[0].size(1))]
         for table, begin, end in zip(self.feature_table_map, id_ends, id_ends[1:], strict=False):
@@ -277,16 +284,16 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             row_blocks.append(tables[table][row_ids] * (ids != -1).unsqueeze(1))
         return torch.cat(row_blocks)
 
-    def _lookup_of_graphs(self) -> "ScriptableLookup":
-        """Return the lookup in ops alone, for graphs."""
-        if not self._served:
+    def _make_graph_lookup(self) -> "ScriptableLookup":
+        """Return a module that looks up by calls of operators only, for graphs."""
+        if not self._lookup_modules:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
         if self._returns_bytes:
             raise TypeError("outputs of bytes: trace with this class as a leaf module")
-        return ScriptableLookup(self._served[0])
+        return ScriptableLookup(self._lookup_modules[0])
 
     def __prepare_scriptable__(self) -> nn.Module:
-        return self._lookup_of_graphs()
+        return self._make_graph_lookup()
 
     # Rows
 
@@ -295,37 +302,44 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
         FP8 rows get the scale of the module's exponent bias, which is not among their bytes.
         """
-        if self._served:
+        if self._lookup_modules:
             return
         mode = BoundsCheckMode(self.bounds_check_mode_int)
-        rows = QuantizedEmbeddingBags(
+        quantized_bags = QuantizedEmbeddingBags(
             [TableSpec(*spec[1:3]) for spec in self.embedding_specs],
             formats=[
-                _FP8_FORMAT_OF_BITS[self.fp8_exponent_bits].rows
-                if kind is SparseType.FP8
-                else RowFormat[kind.name]
-                for _, _, _, kind, _ in self.embedding_specs
+                _FP8_FORMAT_OF_BITS[self.fp8_exponent_bits].row_format
+                if row_format is SparseType.FP8
+                else RowFormat[row_format.name]
+                for _, _, _, row_format, _ in self.embedding_specs
             ],
             pooling=Pooling(self.pooling_mode.name.lower()),
             feature_tables=self.feature_table_map,
-            output_dtype=self._output,
+            output_dtype=self._output_dtype,
             bounds_check=BoundsCheck(mode.name.removeprefix("V2_").lower()),
             device=self._device,
         )
-        bias = _FP8_FORMAT_OF_BITS[self.fp8_exponent_bits].bias - self.fp8_exponent_bias
-        for view, spec in zip(rows.table_views(), self.embedding_specs, strict=True):
+        scale_exponent = _FP8_FORMAT_OF_BITS[self.fp8_exponent_bits].bias - self.fp8_exponent_bias
+        for view, spec in zip(quantized_bags.table_views(), self.embedding_specs, strict=True):
             if spec.format is SparseType.FP8:
-                view["packed"][:, : _HEADER_BYTES // 2].view(torch.float16).fill_(2.0**bias)
-        self._serve(rows)
+                view["packed"][:, : _HEADER_BYTES // 2].view(torch.float16).fill_(
+                    2.0**scale_exponent
+                )
+        self._set_rows(quantized_bags)
 
-    def _serve(self, rows: QuantizedEmbeddingBags) -> None:
-        """Look up in `rows`, after the indexes of pruned tables."""
-        is_pruned = any(index is not None for index in self._indexes)
-        self._served = [InferenceEmbeddingBags(rows, self._indexes) if is_pruned else rows]
+    def _set_rows(self, quantized_bags: QuantizedEmbeddingBags) -> None:
+        """Look up in `quantized_bags` from now on; ids of pruned tables are mapped first."""
+        is_pruned = any(index is not None for index in self._index_of_table)
+        self._lookup_modules = [
+            InferenceEmbeddingBags(quantized_bags, self._index_of_table)
+            if is_pruned
+            else quantized_bags
+        ]
 
-    def _rows_of_tables(self) -> QuantizedEmbeddingBags:
-        served = self._served[0]
-        return served.rows if isinstance(served, InferenceEmbeddingBags) else served
+    def _quantized_bags(self) -> QuantizedEmbeddingBags:
+        """Return the tables, without the indexes of pruned ids."""
+        module = self._lookup_modules[0]
+        return module.rows if isinstance(module, InferenceEmbeddingBags) else module
 
     def split_embedding_weights_with_scale_bias(
         self, split_scale_bias_mode: int = 1
@@ -347,7 +361,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             )
         result: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         padded = split_scale_bias_mode == 0
-        for rows, spec in zip(self._rows(padded=padded), self.embedding_specs, strict=True):
+        for rows, spec in zip(self._row_views(padded=padded), self.embedding_specs, strict=True):
             if split_scale_bias_mode == 0 or not _has_header(spec.format):
                 result.append((rows, None, None))
                 continue
@@ -361,30 +375,32 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             result.append((numbers, scale, bias))
         return result
 
-    def _rows(self, *, padded: bool = True) -> list[Tensor]:
+    def _row_views(self, *, padded: bool = True) -> list[Tensor]:
         """Return the rows of each table, uint8 `[rows, bytes]`.
 
-        With `padded` rows are filled up to `row_alignment`, if rows here, which end at a multiple
-        of 4, are as long.
+        The stored rows end at a multiple of 4 bytes. With `padded` a view includes the padding
+        up to `row_alignment`, if the stored rows are that long.
         """
-        if not self._served:
+        if not self._lookup_modules:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
-        views = [view["packed"] for view in self._rows_of_tables().table_views()]
-        result = []
-        for view, (_, _, dim, kind, _) in zip(views, self.embedding_specs, strict=True):
-            view = view[:, _HEADER_BYTES:] if kind is SparseType.FP8 else view
-            sizes = [rounded_row_size_in_bytes(dim, kind, n) for n in (1, self.row_alignment)]
-            has_padding = padded and sizes[1] <= view.size(1)
-            result.append(view[:, : sizes[has_padding]])
-        return result
+        views = [view["packed"] for view in self._quantized_bags().table_views()]
+        row_views = []
+        for view, (_, _, dim, row_format, _) in zip(views, self.embedding_specs, strict=True):
+            view = view[:, _HEADER_BYTES:] if row_format is SparseType.FP8 else view
+            row_bytes = [
+                rounded_row_size_in_bytes(dim, row_format, n) for n in (1, self.row_alignment)
+            ]
+            has_padding = padded and row_bytes[1] <= view.size(1)
+            row_views.append(view[:, : row_bytes[has_padding]])
+        return row_views
 
-    def split_embedding_weights(self, split_scale_shifts: bool = True) -> list[_Rows]:
+    def split_embedding_weights(self, split_scale_shifts: bool = True) -> list[_NumbersAndHeader]:
         """Return numbers, and scale and bias, of each table, as views; or whole rows."""
         mode = 1 if split_scale_shifts else 0
         parts = self.split_embedding_weights_with_scale_bias(mode)
         return [(rows, header) for rows, header, _ in parts]
 
-    def assign_embedding_weights(self, q_weight_list: Sequence[_Rows]) -> None:
+    def assign_embedding_weights(self, q_weight_list: Sequence[_NumbersAndHeader]) -> None:
         """Copy into `split_embedding_weights()`; nothing is written if an entry does not fit.
 
         A tensor may lack the first dimension: each row gets its bytes.
@@ -397,23 +413,25 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if len(q_weight_list) != len(targets):
             raise ValueError(f"expected {len(targets)} tables, got {len(q_weight_list)}")
         copies: list[tuple[Tensor, Tensor]] = []
-        for (name, _, _, kind, _), target, sources in zip(
+        for (name, _, _, row_format, _), target, sources in zip(
             self.embedding_specs, targets, q_weight_list, strict=True
         ):
             for view, values in zip(target, sources, strict=True):
                 if view is None and values is None:
                     continue
-                expected = None if view is None else list(view.shape)
+                expected_shape = None if view is None else list(view.shape)
                 shape = None if values is None else list(values.shape)
-                is_of_each_row = expected is not None and shape == expected[1:]
-                if view is None or values is None or not (expected == shape or is_of_each_row):
-                    raise ValueError(f"table {name!r}: expected {expected}, got {shape}")
+                is_one_row = expected_shape is not None and shape == expected_shape[1:]
+                if view is None or values is None or not (expected_shape == shape or is_one_row):
+                    raise ValueError(f"table {name!r}: expected {expected_shape}, got {shape}")
                 if values.dtype != torch.uint8:
                     raise ValueError(f"table {name!r}: rows must be uint8, got {values.dtype}")
-                if kind is SparseType.FP8:
-                    largest = _FP8_FORMAT_OF_BITS[self.fp8_exponent_bits].largest
-                    if values.numel() and int((values & 0x7F).max()) > largest:
-                        raise ValueError(f"table {name!r}: FP8 rows have bytes up to {largest:#x}")
+                if row_format is SparseType.FP8:
+                    largest_byte = _FP8_FORMAT_OF_BITS[self.fp8_exponent_bits].largest_byte
+                    if values.numel() and int((values & 0x7F).max()) > largest_byte:
+                        raise ValueError(
+                            f"table {name!r}: FP8 rows have bytes up to {largest_byte:#x}"
+                        )
                 copies.append((view, values))
         for view, values in copies:
             view.copy_(values)
@@ -446,7 +464,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             RuntimeError: there are no rows yet.
             ValueError: lists of different lengths.
         """
-        tables = self._rows()
+        tables = self._row_views()
         for table, rows, weights in zip(
             update_table_indices, update_row_indices, update_weights, strict=True
         ):
@@ -468,24 +486,24 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         Raises:
             ValueError: another number of maps than tables.
         """
-        tables = len(self.embedding_specs)
-        maps: list[Tensor | None] = list(index_remapping) or [None] * tables
-        if len(maps) != tables:
-            raise ValueError(f"index_remapping must have {tables} maps, got {len(maps)}")
-        self._indexes = [
+        num_tables = len(self.embedding_specs)
+        maps: list[Tensor | None] = list(index_remapping) or [None] * num_tables
+        if len(maps) != num_tables:
+            raise ValueError(f"index_remapping must have {num_tables} maps, got {len(maps)}")
+        self._index_of_table = [
             None if rows is None else index_of_map(rows, is_array=use_array_for_index_remapping)
             for rows in maps
         ]
-        if self._served:
-            self._serve(self._rows_of_tables())
+        if self._lookup_modules:
+            self._set_rows(self._quantized_bags())
 
     def set_index_remappings_array(self, index_remapping: list[Tensor]) -> None:
         """Set the row of each id of each table; -1 is a pruned one, and None maps no ids."""
         self.set_index_remappings(index_remapping)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        for served in self._served:
-            served._apply(fn, recurse)
+        for lookup_module in self._lookup_modules:
+            lookup_module._apply(fn, recurse)
         self._device = self.current_device
         return super()._apply(fn, recurse)
 
@@ -496,7 +514,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
 
 class ScriptableLookup(nn.Module):
-    """The lookup of quantised tables in ops alone, for `torch.fx` and TorchScript.
+    """The lookup of quantised tables by calls of operators only, for `torch.fx` and TorchScript.
 
     It shares the memory of the tables. Invalid ids read row 0, without a report.
     """
@@ -506,11 +524,18 @@ class ScriptableLookup(nn.Module):
     index: Tensor
     index_tables: Tensor
 
-    def __init__(self, served: QuantizedEmbeddingBags | InferenceEmbeddingBags) -> None:
+    def __init__(self, lookup_module: QuantizedEmbeddingBags | InferenceEmbeddingBags) -> None:
         super().__init__()
-        self.is_pruned = isinstance(served, InferenceEmbeddingBags)
-        bags: Any = served.rows if isinstance(served, InferenceEmbeddingBags) else served
-        for owner, names in ((bags, ("packed", "features")), (served, ("index", "index_tables"))):
+        self.is_pruned = isinstance(lookup_module, InferenceEmbeddingBags)
+        bags: Any = (
+            lookup_module.rows
+            if isinstance(lookup_module, InferenceEmbeddingBags)
+            else lookup_module
+        )
+        for owner, names in (
+            (bags, ("packed", "features")),
+            (lookup_module, ("index", "index_tables")),
+        ):
             for name in names:
                 tensor = getattr(owner, name, torch.empty(0, dtype=torch.int64))
                 self.register_buffer(name, tensor, persistent=False)
@@ -548,13 +573,13 @@ def index_of_map(rows: Tensor, *, is_array: bool) -> RowIndex:
 
     With `is_array` it is an array with an entry per id, else a hash table of the ids with a row.
     """
-    rows, ids = rows.flatten(), rows.numel()
+    rows, num_ids = rows.flatten(), rows.numel()
     if is_array:
-        entries = torch.nn.functional.pad(rows.int(), (0, ids % 2), value=-1).view(torch.int64)
+        entries = torch.nn.functional.pad(rows.int(), (0, num_ids % 2), value=-1).view(torch.int64)
         return replace(RowIndex.of_mask(rows >= 0), entries=entries)
     kept_ids = (rows >= 0).nonzero().view(-1)
     entries, _ = quant.hash_entries(kept_ids, rows[kept_ids].long())
-    return replace(RowIndex.of_keys(kept_ids, num_ids=ids), entries=entries.flatten())
+    return replace(RowIndex.of_keys(kept_ids, num_ids=num_ids), entries=entries.flatten())
 
 
 # Arguments
@@ -583,22 +608,22 @@ def _specs(embedding_specs: Sequence[tuple[Any, ...]]) -> list[QuantizedSpec]:
     """Check formats and dims; return the specs with emblib's enum members."""
     if not embedding_specs:
         raise ValueError("embedding_specs must have at least one table")
-    result: list[QuantizedSpec] = []
-    for name, rows, dim, kind, location in embedding_specs:
-        kind = as_member(SparseType, kind)
+    specs: list[QuantizedSpec] = []
+    for name, rows, dim, row_format, location in embedding_specs:
+        row_format = as_member(SparseType, row_format)
         headerless_formats = (*_DTYPE_OF_FORMAT, SparseType.FP8)
-        if kind not in headerless_formats and not _has_header(kind):
+        if row_format not in headerless_formats and not _has_header(row_format):
             raise NotImplementedError(
-                f"table {name!r}: rows of {kind.name} are not supported; formats are INT8, INT4, "
-                f"INT2, {', '.join(k.name for k in headerless_formats)}"
+                f"table {name!r}: rows of {row_format.name} are not supported; formats are INT8, "
+                f"INT4, INT2, {', '.join(k.name for k in headerless_formats)}"
             )
-        if dim * kind.bit_rate() % 8:
+        if dim * row_format.bit_rate() % 8:
             raise ValueError(
-                f"table {name!r}: rows of {kind.name} must fill whole bytes, got dim {dim}"
+                f"table {name!r}: rows of {row_format.name} must fill whole bytes, got dim {dim}"
             )
         location = as_member(EmbeddingLocation, location)
-        result.append(QuantizedSpec(name, rows, dim, kind, location))
-    return result
+        specs.append(QuantizedSpec(name, rows, dim, row_format, location))
+    return specs
 
 
 def _check_fp8(bits: int, bias: int) -> None:
@@ -613,9 +638,9 @@ def _check_fp8(bits: int, bias: int) -> None:
         )
 
 
-def _has_header(kind: SparseType) -> bool:
+def _has_header(row_format: SparseType) -> bool:
     """Return whether rows begin with scale and bias."""
-    return kind in (SparseType.INT8, SparseType.INT4, SparseType.INT2)
+    return row_format in (SparseType.INT8, SparseType.INT4, SparseType.INT2)
 
 
 def _returns_bytes(

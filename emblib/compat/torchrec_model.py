@@ -60,10 +60,10 @@ def get_module_to_default_sharders() -> dict[type[nn.Module], Any]:
 
 
 def _sharder_of(module: nn.Module, sharders: Sequence[Any]) -> Any:
-    """Return the sharder of a collection, of the most specific class; None without one."""
-    fitting = [s for s in sharders if isinstance(module, s.module_type)]
-    order = type(module).__mro__
-    return min(fitting, key=lambda s: order.index(s.module_type), default=None)
+    """Return the sharder for the most specific class of `module`; None if no sharder fits."""
+    candidates = [s for s in sharders if isinstance(module, s.module_type)]
+    base_classes = type(module).__mro__
+    return min(candidates, key=lambda s: base_classes.index(s.module_type), default=None)
 
 
 def shard(
@@ -77,8 +77,8 @@ def shard(
 
     Args:
         module: collection to shard.
-        plan: the sharding of each table, a `ParameterSharding` or the result of `row_wise()` etc.;
-            or one such result for all tables.
+        plan: the sharding of each table: a `ParameterSharding`, or the result of a function such as
+            `row_wise()`. One such result alone is for all tables.
         env: the ranks; by default all processes.
         device: device of the tables; None is the device of the ranks.
         sharder: sharder of the module; None uses the default one of its class.
@@ -142,8 +142,8 @@ def shard_modules(
             p: m for p, m in collections_of(module).items() if p not in plan.plan
         }
         for path, collection in trained_collections.items():
-            rules = {c.name: sharding.table_wise(0) for c in collection.configs}  # type: ignore[union-attr]
-            native = sharding.construct_module_plan(collection, rules, World(1, 1))
+            shardings = {c.name: sharding.table_wise(0) for c in collection.configs}  # type: ignore[union-attr]
+            native = sharding.construct_module_plan(collection, shardings, World(1, 1))
             plan.plan[path] = EmbeddingModuleShardingPlan(
                 {name: ParameterSharding.of(t, "fused", "cpu") for name, t in native.items()}
             )
@@ -180,7 +180,7 @@ def get_module(module: nn.Module) -> nn.Module:
 
 
 class DataParallelWrapper(DDP):
-    """Base of wrappers of the dense part: `wrap(module, ranks, ignored)` returns the wrapped."""
+    """Base of wrappers of the dense part: `wrap(module, ranks, ignored)` returns the wrapper."""
 
 
 _ALLREDUCE_DTYPES = {None: None, "fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -317,7 +317,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         sharders = default_sharders() if sharders is None else list(sharders)
         world = World(ranks.size, ranks.local_size)
 
-        def checked() -> tuple[
+        def check_arguments() -> tuple[
             Optimizer | None, CommPrecision | None, sharding.ShardingPlan | None
         ]:
             optimizer = _common_setting([s.optimizer for s in sharders])
@@ -328,10 +328,10 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
                 None if plan is None else _to_native_plan(plan, optimizer, world),
             )
 
-        # Planning is collective, and so is what follows: a rank must not fail alone before it.
-        optimizer, comm_precision, native = fingerprint.agree(
+        # Planning and sharding are collective: all ranks fail together if one rank finds an error.
+        optimizer, comm_precision, native_plan = fingerprint.agree(
             ranks,
-            checked,
+            check_arguments,
             lambda _: {
                 "": {
                     "plan": None if plan is None else "given",
@@ -340,22 +340,20 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
             },
         )
         if plan is not None:
-            # Sharders of other libraries may change what a plan says of tables.
+            # Sharders of other libraries may replace collections before they are sharded.
             prepares = [s.prepare for s in sharders if hasattr(s, "prepare")]
             module = fingerprint.agree(ranks, lambda: _prepare_collections(module, plan, prepares))
-        if native is None:
+        if native_plan is None:
             planner = EmbeddingShardingPlanner()
-            native = planner.collective_plan(module, sharders, ranks).to_emblib(world)
+            native_plan = planner.collective_plan(module, sharders, ranks).to_emblib(world)
         wrapper = (
-            DefaultDataParallelWrapper()
-            if data_parallel_wrapper is None
-            else (data_parallel_wrapper)
+            DefaultDataParallelWrapper() if data_parallel_wrapper is None else data_parallel_wrapper
         )
         self._wrapper = wrapper
         super().__init__(
             module,
             ranks,
-            plan=native,
+            plan=native_plan,
             optimizer=optimizer,
             wrap=wrapper if init_data_parallel else "none",
             comm_precision=comm_precision,
@@ -365,9 +363,9 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
             if hasattr(sharder, "finish"):
                 sharder.finish(self)
         if any(getattr(s, "options", {}).get("use_index_dedup") for s in sharders):
-            for part in self.modules():
-                if isinstance(part, sharding.ShardedEmbeddingCollection):
-                    part.dedup = True
+            for submodule in self.modules():
+                if isinstance(submodule, sharding.ShardedEmbeddingCollection):
+                    submodule.dedup = True
 
     @property
     def plan(self) -> Any:
@@ -395,14 +393,14 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
     ) -> list[str]:
         """Return the names of weights of torch.nn that get sparse gradients."""
         names = [] if destination is None else destination
-        head = f"{prefix}." if prefix else ""
-        for path, part in self.module.named_modules():
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-                names.append(f"{head}{path}.weight" if path else f"{head}weight")
+        name_prefix = f"{prefix}." if prefix else ""
+        for path, submodule in self.module.named_modules():
+            if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
+                names.append(f"{name_prefix}{path}.weight" if path else f"{name_prefix}weight")
         return names
 
     def init_data_parallel(self) -> None:
-        """Wrap the dense part, if that was deferred."""
+        """Wrap the dense part, if `__init__` did not."""
         self.wrap_dense(self._wrapper)
 
 
@@ -470,7 +468,9 @@ class TrainPipeline(Subscripted, metaclass=Interface):
 
 
 class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
-    """Also send the ids of the next batch during a step; results are as in a plain loop.
+    """Send the ids of the next batch during a step, and copy batches as `TrainPipelineBase`.
+
+    Results are as in a plain loop.
 
     `pipeline_postproc` has no effect: the model is not traced, so that any code may prepare the
     inputs of collections.
@@ -500,7 +500,7 @@ class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
 class PrefetchTrainPipelineSparseDist(
     TrainPipelineSparseDist, pipelines.PrefetchTrainPipelineSparseDist
 ):
-    """Also load the rows of the next batch into caches."""
+    """Load the rows of the next batch into caches, beside what `TrainPipelineSparseDist` does."""
 
     def __init__(
         self,
@@ -512,12 +512,13 @@ class PrefetchTrainPipelineSparseDist(
         *more: Any,
         **options: Any,
     ) -> None:
-        first = (model, optimizer, device, execute_all_batches, apply_jit)
-        super().__init__(*first, None, *more, **options)
+        # The positional arguments of the base class, with None for its `context_type`.
+        leading = (model, optimizer, device, execute_all_batches, apply_jit, None)
+        super().__init__(*leading, *more, **options)
 
 
 class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):
-    """Run a model in eval mode forward, and send the ids of the next batch meanwhile.
+    """Run a model forward in eval mode; send the ids of the next batch meanwhile.
 
     If the model returns a tuple or list of two, (loss, output), `progress` returns the second.
     `optimizer` is not used.
@@ -534,10 +535,10 @@ class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):
         **options: Any,
     ) -> None:
         _check_options({"apply_jit": apply_jit, **options})
-        run = model if custom_model_fwd is None else custom_model_fwd
+        run_model = model if custom_model_fwd is None else custom_model_fwd
 
         def output_of(batch: Any) -> Any:
-            result = run(batch)
+            result = run_model(batch)
             is_pair = isinstance(result, tuple | list) and len(result) == 2
             return result[1] if is_pair else result
 

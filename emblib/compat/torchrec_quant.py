@@ -38,10 +38,10 @@ _BITS = {DataType.INT8: 8, DataType.INT4: 4}
 
 def _with_data_type(config: Any, data_type: DataType | torch.dtype) -> Any:
     """Return a configuration without optimizer whose rows have a data type."""
-    kind = data_type if isinstance(data_type, DataType) else dtype_to_data_type(data_type)
-    if kind in _BITS:
-        return replace(config, storage=Quantized(_BITS[kind]), optimizer=None)
-    return replace(config, storage=Dense(), data_type=data_type_to_dtype(kind), optimizer=None)
+    row_type = data_type if isinstance(data_type, DataType) else dtype_to_data_type(data_type)
+    if row_type in _BITS:
+        return replace(config, storage=Quantized(_BITS[row_type]), optimizer=None)
+    return replace(config, storage=Dense(), data_type=data_type_to_dtype(row_type), optimizer=None)
 
 
 _LAYOUT = (
@@ -50,7 +50,7 @@ _LAYOUT = (
 
 
 def _refuse(name: str, value: object, reason: str = _LAYOUT) -> None:
-    """Raise ValueError for an argument that is set, with what to use instead."""
+    """Raise ValueError if `value` is set; `reason` says what to use instead."""
     if value:
         raise ValueError(f"{name} must be left out: {reason}")
 
@@ -65,9 +65,9 @@ _IGNORED_OPTIONS = (  # of FBGEMM's memory
 
 def _supported_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a quantised collection that emblib's has."""
-    name = "table_name_to_quantized_weights"
-    _refuse(name, options.pop(name, None))
-    return {name: value for name, value in options.items() if name not in _IGNORED_OPTIONS}
+    unsupported = "table_name_to_quantized_weights"
+    _refuse(unsupported, options.pop(unsupported, None))
+    return {option: value for option, value in options.items() if option not in _IGNORED_OPTIONS}
 
 
 class _Quantised:
@@ -75,7 +75,7 @@ class _Quantised:
 
     groups: Any
     eval: Any
-    _flag: ClassVar[str]  # the argument, and the method that returns it, of either collection
+    _option_name: ClassVar[str]  # of the collection's own argument, and of the method that reads it
 
     def _prepare_for_inference(self, output_dtype: torch.dtype) -> None:
         self.groups.set_output_dtype(output_dtype)
@@ -103,13 +103,18 @@ class _Quantised:
                 f"{type(module).__name__} has no qconfig: set module.qconfig = QuantConfig(...), "
                 "or call quantize_dynamic with a qconfig_spec that has its class"
             )
-        by_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
-        weight, output = qconfig.weight().dtype, qconfig.activation().dtype
-        configs = [_with_data_type(c, by_table.get(c.name, weight)) for c in module.configs]
-        flag = {cls._flag: getattr(module, cls._flag)()}
+        dtype_of_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
+        weight_dtype, output_dtype = qconfig.weight().dtype, qconfig.activation().dtype
+        configs = [
+            _with_data_type(config, dtype_of_table.get(config.name, weight_dtype))
+            for config in module.configs
+        ]
+        option = {cls._option_name: getattr(module, cls._option_name)()}
         with skip_initial_values():
-            kind: Any = cls
-            quantised = kind(configs, device=module.device, output_dtype=output, **flag)
+            quantised_class: Any = cls
+            quantised = quantised_class(
+                configs, device=module.device, output_dtype=output_dtype, **option
+            )
         quantised.copy_rows(module)
         return quantised
 
@@ -126,7 +131,7 @@ class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCol
             ValueError.
     """
 
-    _flag = "is_weighted"
+    _option_name = "is_weighted"
 
     def __init__(
         self,
@@ -143,10 +148,11 @@ class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCol
 class QuantEmbeddingCollection(_Quantised, emblib_collections.EmbeddingCollection):
     """A quantised `EmbeddingCollection` with TorchRec's arguments, for inference.
 
-    `need_indices` returns the ids as weights; the others are as in `QuantEmbeddingBagCollection`.
+    With `need_indices` the weights of results are the ids. The other arguments are as in
+    `QuantEmbeddingBagCollection`.
     """
 
-    _flag = "need_indices"
+    _option_name = "need_indices"
 
     def __init__(
         self,
@@ -188,6 +194,8 @@ def _device_of(name: str, parameter: ParameterSharding, world_size: int) -> int:
 class _ShardedOverDevices(Subscripted, nn.Module):
     """Base of quantised collections over the devices of one process: whole tables on each.
 
+    A *part*, of `parts`, is an unsharded collection of the tables on one device.
+
     Args:
         module: the quantised collection.
         table_name_to_parameter_sharding: the device of each table, as the rank of `table_wise`.
@@ -211,29 +219,37 @@ class _ShardedOverDevices(Subscripted, nn.Module):
         device = module.device if device is None else torch.device(device)
         self._device, self.configs = device, module.configs
         self._plan = dict(table_name_to_parameter_sharding)
-        device_numbers = {  # by table
+        device_of_table = {
             config.name: _device_of(config.name, self._plan[config.name], env.world_size)
             for config in self.configs
         }
-        numbers = sorted(set(device_numbers.values()))
-        self._part_of = {name: numbers.index(number) for name, number in device_numbers.items()}
+        used_devices = sorted(set(device_of_table.values()))
+        self._part_index_of_table = {
+            name: used_devices.index(device_number)
+            for name, device_number in device_of_table.items()
+        }
         self.parts = nn.ModuleList(
-            self._make_part(module, device_numbers, number) for number in numbers
+            self._make_part(module, device_of_table, device_number)
+            for device_number in used_devices
         )
 
-    def _make_part(self, module: Any, device_numbers: Mapping[str, int], number: int) -> nn.Module:
-        """Return the collection of the tables on device `number`; `module` itself if it is that."""
-        target = rank_device(self._device.type, number)
-        if len(set(device_numbers.values())) == 1 and target.type == module.device.type == "cpu":
-            return module  # nothing to copy
-        configs = [config for config in self.configs if device_numbers[config.name] == number]
+    def _make_part(
+        self, module: Any, device_of_table: Mapping[str, int], device_number: int
+    ) -> nn.Module:
+        """Return the part on device `device_number`: `module` itself if nothing must be copied."""
+        device = rank_device(self._device.type, device_number)
+        if len(set(device_of_table.values())) == 1 and device.type == module.device.type == "cpu":
+            return module
+        configs = [
+            config for config in self.configs if device_of_table[config.name] == device_number
+        ]
         with skip_initial_values():
-            part = self._make_collection(module, configs, target)
+            part = self._make_collection(module, configs, device)
         part.copy_rows(module)
         return part
 
     def _make_collection(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
-        """Return a collection as `module`, of the tables `configs`, on `device`."""
+        """Return a collection on `device` with the options of `module` and the tables `configs`."""
         raise NotImplementedError
 
     def _outputs(self, features: KeyedJaggedTensor) -> Iterator[tuple[str, Any]]:
@@ -244,10 +260,10 @@ class _ShardedOverDevices(Subscripted, nn.Module):
         for config in self.configs:
             for key in config.feature_names:
                 name = key if keys.count(key) == 1 else f"{key}@{config.name}"
-                yield name, next(results[self._part_of[config.name]])
+                yield name, next(results[self._part_index_of_table[config.name]])
 
     def _blocks(self, part: Any, batch: KeyedJaggedTensor) -> Any:
-        """Return the results of a part, one per feature of each of its tables, on `device`."""
+        """Return the results of a part on `self.device`: one per table and feature of the table."""
         raise NotImplementedError
 
     @property
@@ -326,14 +342,14 @@ class _QuantSharder(Subscripted):
     """Base of sharders of quantised collections."""
 
     module_type: ClassVar[Any]
-    _over_devices: ClassVar[Any]
-    _over_ranks: ClassVar[Any]
+    _class_over_devices: ClassVar[Any]
+    _class_over_ranks: ClassVar[Any]
 
     def __init__(
         self, fused_params: None = None, shardable_params: Sequence[str] | None = None
     ) -> None:
         _refuse("fused_params", fused_params)
-        self._names = None if shardable_params is None else set(shardable_params)
+        self._shardable_names = None if shardable_params is None else set(shardable_params)
         self.optimizer = self.comm_precision = None
 
     def shardable_parameters(self, module: Any) -> dict[str, Tensor]:
@@ -341,7 +357,8 @@ class _QuantSharder(Subscripted):
         return {
             name: handle.views()["packed"]
             for name, handle in module.handles().items()
-            if (self._names is None or name in self._names) and "packed" in handle.views()
+            if (self._shardable_names is None or name in self._shardable_names)
+            and "packed" in handle.views()
         }
 
     def shard(
@@ -354,11 +371,11 @@ class _QuantSharder(Subscripted):
     ) -> nn.Module:
         """Return the collection over the devices of a process, or over the ranks of a group."""
         if env.is_local:
-            over: nn.Module = self._over_devices(module, params, env, None, device)
-            return over
+            over_devices: nn.Module = self._class_over_devices(module, params, env, None, device)
+            return over_devices
         plan = {name: parameter.to_emblib() for name, parameter in params.items()}
-        sharded: nn.Module = self._over_ranks(module, plan, env.ranks)
-        return sharded.eval()
+        over_ranks: nn.Module = self._class_over_ranks(module, plan, env.ranks)
+        return over_ranks.eval()
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the sharding types: whole tables, and blocks of rows over processes."""
@@ -373,16 +390,16 @@ class QuantEmbeddingBagCollectionSharder(_QuantSharder):
     """Sharder of quantised embedding bag collections."""
 
     module_type = QuantEmbeddingBagCollection
-    _over_devices = ShardedQuantEmbeddingBagCollection
-    _over_ranks = sharding.ShardedEmbeddingBagCollection
+    _class_over_devices = ShardedQuantEmbeddingBagCollection
+    _class_over_ranks = sharding.ShardedEmbeddingBagCollection
 
 
 class QuantEmbeddingCollectionSharder(_QuantSharder):
     """Sharder of quantised embedding collections."""
 
     module_type = QuantEmbeddingCollection
-    _over_devices = ShardedQuantEmbeddingCollection
-    _over_ranks = sharding.ShardedEmbeddingCollection
+    _class_over_devices = ShardedQuantEmbeddingCollection
+    _class_over_ranks = sharding.ShardedEmbeddingCollection
 
 
 def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) -> ShardingPlan:
@@ -400,7 +417,7 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
     """
     sharder = _QuantSharder()
     collections = _quantised_collections(module)
-    sizes = {
+    bytes_of_tables = {
         (path, name): rows.numel()
         for path, collection in collections.items()
         for name, rows in sharder.shardable_parameters(collection).items()
@@ -408,17 +425,23 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
     for path, collection in collections.items():
         for config in collection.configs:
             # Tables that are not quantised count as float32.
-            sizes.setdefault((path, config.name), config.num_embeddings * config.embedding_dim * 4)
-    loads = [0] * world_size
+            bytes_of_tables.setdefault(
+                (path, config.name), config.num_embeddings * config.embedding_dim * 4
+            )
+    bytes_of_devices = [0] * world_size
     plans: dict[str, dict[str, ParameterSharding]] = {path: {} for path in collections}
-    for (path, name), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        device = loads.index(min(loads))
-        loads[device] += size
-        plans[path][name] = ParameterSharding(ShardingType.TABLE_WISE.value, "quant", [device])
-    if capacity is not None and max(loads) > capacity:
+    for (path, name), table_bytes in sorted(
+        bytes_of_tables.items(), key=lambda item: (-item[1], item[0])
+    ):
+        device_number = bytes_of_devices.index(min(bytes_of_devices))
+        bytes_of_devices[device_number] += table_bytes
+        plans[path][name] = ParameterSharding(
+            ShardingType.TABLE_WISE.value, "quant", [device_number]
+        )
+    if capacity is not None and max(bytes_of_devices) > capacity:
         raise ValueError(
-            f"the tables take {max(loads)} bytes on one of {world_size} devices, more than the "
-            f"{capacity} bytes for tables: use more devices, or INT4"
+            f"the tables take {max(bytes_of_devices)} bytes on one of {world_size} devices, more "
+            f"than the {capacity} bytes for tables: use more devices, or INT4"
         )
     return ShardingPlan(
         {path: EmbeddingModuleShardingPlan(tables) for path, tables in plans.items()}
@@ -427,8 +450,12 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
 
 def _quantised_collections(module: nn.Module) -> dict[str, Any]:
     """Return the quantised collections of a model, by path."""
-    kinds = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
-    return {path: part for path, part in module.named_modules() if isinstance(part, kinds)}
+    quantised_classes = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
+    return {
+        path: submodule
+        for path, submodule in module.named_modules()
+        if isinstance(submodule, quantised_classes)
+    }
 
 
 # Models
@@ -469,7 +496,7 @@ def quantize_embeddings(
         dict(per_table_weight_dtype or {}),
     )
     mapping: dict[Any, Any] = {**QUANTISED, **(additional_mapping or {})}
-    unmapped = [kind for kind in additional_qconfig_spec_keys or () if kind not in mapping]
+    unmapped = [key for key in additional_qconfig_spec_keys or () if key not in mapping]
     if unmapped:
         raise ValueError(
             f"additional_mapping must have the quantised class of each of {unmapped}, of "
@@ -477,20 +504,20 @@ def quantize_embeddings(
         )
     module = module if inplace else deepcopy(module)
 
-    def converted(part: nn.Module) -> nn.Module | None:
-        kind = next((kind for kind in mapping if isinstance(part, kind)), None)
-        if kind is None or type(part) in mapping.values():
+    def quantise(submodule: nn.Module) -> nn.Module | None:
+        float_class = next((c for c in mapping if isinstance(submodule, c)), None)
+        if float_class is None or type(submodule) in mapping.values():
             return None
-        part.qconfig = qconfig  # type: ignore[assignment]
-        quantised_child: nn.Module = mapping[kind].from_float(part)
+        submodule.qconfig = qconfig  # type: ignore[assignment]
+        quantised_child: nn.Module = mapping[float_class].from_float(submodule)
         return quantised_child
 
-    quantised_root = converted(module)
+    quantised_root = quantise(module)
     if quantised_root is not None:
         return quantised_root
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            quantised_child = converted(child)
+            quantised_child = quantise(child)
             if quantised_child is not None:
                 setattr(parent, name, quantised_child)
     return module

@@ -1,11 +1,11 @@
 """TorchRec's tracer, and collections in TorchScript.
 
-TorchScript compiles neither `KeyedJaggedTensor` nor the tables. `torch.jit.script` of a model asks
-its collections for a replacement (`__prepare_scriptable__`), which is `ScriptableBags`: lookups in
-the same memory, in code that TorchScript compiles. `register_classes` gives TorchScript classes
-with the attributes of emblib's jagged tensors, and functions for their static methods, so that
-scripted code takes, makes and returns them. In C++ load `libemblib_cpu.so` before the model. Only
-one thread of a process may trace at a time.
+TorchScript compiles neither `KeyedJaggedTensor` nor the tables. `torch.jit.script` calls
+`__prepare_scriptable__` of each collection, and compiles the result in its place: `ScriptableBags`
+or `ScriptableVectors`, which look up in the same memory. `register_classes` registers classes with
+the attributes of emblib's jagged tensors, and functions that replace their static methods. Scripted
+code can then receive, make and return jagged tensors. A C++ program must load `libemblib_cpu.so`
+before the model. Only one thread of a process may trace at a time.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
@@ -46,7 +46,7 @@ def _offsets_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-# TorchScript takes the type of an attribute from such functions.
+# TorchScript infers the types of attributes from the return types of these functions.
 def _unknown_numbers() -> list[int] | None:
     return None
 
@@ -118,8 +118,8 @@ class ScriptKeyedJaggedTensor:
         self._weights = weights
         self._lengths = lengths
         self._offsets = offsets
-        bags = _lengths_of(lengths, offsets).numel()
-        self._stride: int = bags // max(len(keys), 1) if stride is None else stride
+        num_bags = _lengths_of(lengths, offsets).numel()
+        self._stride: int = num_bags // max(len(keys), 1) if stride is None else stride
 
     keys, values = KeyedJaggedTensor.keys, KeyedJaggedTensor.values
     weights_or_none, stride = KeyedJaggedTensor.weights_or_none, KeyedJaggedTensor.stride
@@ -152,15 +152,16 @@ class ScriptKeyedJaggedTensor:
         """Return consecutive features as batches of `segments` features."""
         lengths = self.lengths()  # type: ignore[misc]
         ends, weights = self.offset_per_key(), self._weights
-        parts, first = [self], 0  # TorchScript knows no annotation for an empty list of this class
-        for segment in segments:
-            last = first + segment
-            parts.append(
+        batches = [self]  # TorchScript knows no annotation for an empty list of this class
+        first_feature = 0
+        for num_features in segments:
+            end_feature = first_feature + num_features
+            batches.append(
                 KeyedJaggedTensor(  # type: ignore[arg-type]
-                    self._keys[first:last],
-                    self._values[ends[first] : ends[last]],
-                    None if weights is None else weights[ends[first] : ends[last]],
-                    lengths[first * self._stride : last * self._stride],
+                    self._keys[first_feature:end_feature],
+                    self._values[ends[first_feature] : ends[end_feature]],
+                    None if weights is None else weights[ends[first_feature] : ends[end_feature]],
+                    lengths[first_feature * self._stride : end_feature * self._stride],
                     None,
                     self._stride,
                     None,
@@ -168,15 +169,18 @@ class ScriptKeyedJaggedTensor:
                     length_per_key=None,
                 )
             )
-            first = last
-        return parts[1:]  # type: ignore[return-value]
+            first_feature = end_feature
+        return batches[1:]  # type: ignore[return-value]
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Return the bags of each feature."""
         features: dict[str, JaggedTensor] = {}
-        for part in self.split([1] * len(self._keys)):
-            features[part.keys()[0]] = JaggedTensor(
-                part.values(), part.weights_or_none(), part.lengths(), None
+        for feature_batch in self.split([1] * len(self._keys)):
+            features[feature_batch.keys()[0]] = JaggedTensor(
+                feature_batch.values(),
+                feature_batch.weights_or_none(),
+                feature_batch.lengths(),
+                None,
             )
         return features
 
@@ -219,7 +223,7 @@ class ScriptKeyedTensor:
         return blocks
 
 
-# Static methods, with the arguments of those they stand for
+# Functions that replace static methods in scripted code, with the same arguments
 
 
 def empty_bags(
@@ -303,7 +307,7 @@ def _regroup_as_dict(
     return grouped
 
 
-# Static methods and functions, and what TorchScript compiles in their place.
+# Pairs: a static method or function, and the function that TorchScript compiles in its place.
 _FUNCTIONS: tuple[tuple[Any, Any], ...] = (
     (JaggedTensor.empty, empty_bags),
     (KeyedJaggedTensor.empty, empty_batch),
@@ -322,20 +326,20 @@ def register_classes() -> None:
     """Let TorchScript compile emblib's jagged tensors as the classes and functions above."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole
-        for replaced, scripted in (
+        for replaced, script_class in (
             (JaggedTensor, ScriptJaggedTensor),
             (KeyedJaggedTensor, ScriptKeyedJaggedTensor),
             (KeyedTensor, ScriptKeyedTensor),
         ):
             compiled = torch._C._jit_script_class_compile(  # noqa: SLF001 (a module of torch)
                 _jit_internal._qualified_name(replaced),  # noqa: SLF001 (a module of torch)
-                torch.jit.frontend.get_jit_class_def(scripted, replaced.__name__),
-                torch.jit.frontend.get_default_args_for_class(scripted),
-                _jit_internal.createResolutionCallbackForClassMethods(scripted),
+                torch.jit.frontend.get_jit_class_def(script_class, replaced.__name__),
+                torch.jit.frontend.get_default_args_for_class(script_class),
+                _jit_internal.createResolutionCallbackForClassMethods(script_class),
             )
             torch.jit._state._add_script_class(replaced, compiled)  # noqa: SLF001 (a module of torch)
-        for function, scripted_function in _FUNCTIONS:
-            compiled = torch.jit.script(scripted_function)
+        for function, script_function in _FUNCTIONS:
+            compiled = torch.jit.script(script_function)
             torch.jit._state._set_jit_function_cache(function, compiled)  # noqa: SLF001
 
 
@@ -357,8 +361,8 @@ class ScriptableTable(nn.Module):
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sums of bags `[bags, D]`, or a row per id `[L, D]`, float32.
 
-        `offsets` are `[bags + 1]`, `weights` `[L]`. Raises RuntimeError if a gradient is wanted of
-        a table that backward updates.
+        `offsets` are `[bags + 1]`, `weights` `[L]`. Raises RuntimeError if gradients are
+        enabled and backward updates the table.
         """
         if self.is_trained and torch.is_grad_enabled():
             raise RuntimeError("backward updates the tables: TorchScript needs torch.no_grad()")
@@ -378,19 +382,21 @@ class ScriptableTable(nn.Module):
 class ScriptableBags(nn.Module):
     """An embedding bag collection that TorchScript compiles.
 
-    It shares the memory of the collection. A *read* is one feature of one table, numbered in the
-    order of the configurations. Each kernel looks up some reads, whose ids are concatenated.
+    It shares the memory of the collection. A *read* is the lookup of one feature in one table.
+    Reads are numbered in the order of the configurations. Each kernel does some of the reads at
+    once, with their ids concatenated. The *kernel order* of reads is that of the kernels' outputs.
 
     Attributes:
         kernels: lookups, one per group of quantised tables or per read of a dense table.
-        wanted: features of the reads of each kernel.
-        order: position of each read in the concatenated outputs of the kernels.
+        features_of_kernels: features of the reads of each kernel.
+        positions: position of each read in the kernel order.
         dims: columns of each read.
-        dims_in_order: columns of each output of the kernels.
+        dims_in_kernel_order: columns of each read, in the kernel order.
         features: feature of each read.
         names: name of the result of each read: the feature, or `feature@table` if several tables
             read it.
-        divides: whether an output is a sum that MEAN divides by the length of the bag.
+        is_mean_of_sum: whether the output of a read is a sum that MEAN divides by the length of the
+            bag, in the kernel order.
         weighted: whether batches have weights.
         need_indices: whether results have the ids as weights (`EmbeddingCollection`).
 
@@ -404,7 +410,7 @@ class ScriptableBags(nn.Module):
         super().__init__()
         self.pooled = self._pools
         groups, configs, handles = collection.groups, collection.configs, collection.handles()
-        reads = [(c, feature) for c in configs for feature in c.feature_names]
+        reads = [(config, feature) for config in configs for feature in config.feature_names]
         features = [feature for _, feature in reads]
         kernels: list[nn.Module] = []
         reads_of_kernel: list[list[int]] = []
@@ -423,25 +429,31 @@ class ScriptableBags(nn.Module):
                     f"memory, this one has {type(info.module).__name__}: export it with "
                     "torch.export, or quantise all tables"
                 )
-        order = [read for numbers in reads_of_kernel for read in numbers]
+        kernel_order = [read for kernel_reads in reads_of_kernel for read in kernel_reads]
         self.kernels = nn.ModuleList(kernels)
-        self.wanted: list[list[str]] = [
-            [features[r] for r in numbers] for numbers in reads_of_kernel
+        self.features_of_kernels: list[list[str]] = [
+            [features[read] for read in kernel_reads] for kernel_reads in reads_of_kernel
         ]
-        self.order: list[int] = [order.index(r) for r in range(len(reads))]
+        self.positions: list[int] = [kernel_order.index(read) for read in range(len(reads))]
         self.dims: list[int] = [config.embedding_dim for config, _ in reads]
-        self.dims_in_order: list[int] = [self.dims[r] for r in order]
+        self.dims_in_kernel_order: list[int] = [self.dims[read] for read in kernel_order]
         self.features: list[str] = features
         self.names: list[str] = [
-            f if features.count(f) == 1 else f"{f}@{config.name}" for config, f in reads
+            feature if features.count(feature) == 1 else f"{feature}@{config.name}"
+            for config, feature in reads
         ]
-        is_sum = [isinstance(k, ScriptableTable) or groups.pooling is Pooling.SUM for k in kernels]
-        is_sum_in_order = [
-            flag for flag, numbers in zip(is_sum, reads_of_kernel, strict=True) for _ in numbers
+        returns_sums = [
+            isinstance(kernel, ScriptableTable) or groups.pooling is Pooling.SUM
+            for kernel in kernels
         ]
-        self.divides: list[bool] = [
-            self.pooled and flag and reads[r][0].pooling is Pooling.MEAN
-            for r, flag in zip(order, is_sum_in_order, strict=True)
+        is_sum = [
+            is_sum_kernel
+            for is_sum_kernel, kernel_reads in zip(returns_sums, reads_of_kernel, strict=True)
+            for _ in kernel_reads
+        ]  # in the kernel order
+        self.is_mean_of_sum: list[bool] = [
+            self.pooled and is_sum_kernel and reads[read][0].pooling is Pooling.MEAN
+            for read, is_sum_kernel in zip(kernel_order, is_sum, strict=True)
         ]
         self.weighted = self.pooled and bool(collection.is_weighted())
         self.need_indices = not self.pooled and bool(collection.need_indices())
@@ -456,35 +468,36 @@ class ScriptableBags(nn.Module):
         if self.weighted and weights is None:
             raise ValueError("this collection is weighted, so batches must have weights")
         blocks: list[Tensor] = []
-        for number, kernel in enumerate(self.kernels):
-            ids: list[Tensor] = []
-            bag_lengths: list[Tensor] = []
-            scales: list[Tensor] = []
-            for key in self.wanted[number]:
-                position = keys.index(key)
-                start, end = int(offsets[position * stride]), int(offsets[(position + 1) * stride])
-                ids.append(values[start:end])
-                bag_lengths.append(lengths[position * stride : (position + 1) * stride])
+        for kernel_index, kernel in enumerate(self.kernels):
+            read_ids: list[Tensor] = []
+            read_lengths: list[Tensor] = []
+            read_weights: list[Tensor] = []
+            for key in self.features_of_kernels[kernel_index]:
+                key_index = keys.index(key)
+                start = int(offsets[key_index * stride])
+                end = int(offsets[(key_index + 1) * stride])
+                read_ids.append(values[start:end])
+                read_lengths.append(lengths[key_index * stride : (key_index + 1) * stride])
                 if self.weighted and weights is not None:
-                    scales.append(weights[start:end].float())
-            counts = torch.cat(bag_lengths)
-            bag_offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            indices = torch.cat(ids)
-            scale: Tensor | None = torch.cat(scales) if self.weighted else None
-            out = kernel(indices, bag_offsets.to(indices.dtype), scale)
+                    read_weights.append(weights[start:end].float())
+            kernel_lengths = torch.cat(read_lengths)
+            bag_offsets = torch.cat([kernel_lengths.new_zeros(1), kernel_lengths.cumsum(0)])
+            indices = torch.cat(read_ids)
+            kernel_weights: Tensor | None = torch.cat(read_weights) if self.weighted else None
+            output = kernel(indices, bag_offsets.to(indices.dtype), kernel_weights)
             first_row, first_column = 0, 0
-            for read_lengths, read_ids in zip(bag_lengths, ids):  # noqa: B905 (TorchScript)
+            for bag_lengths, ids in zip(read_lengths, read_ids):  # noqa: B905 (TorchScript)
                 if not self.pooled:
-                    blocks.append(out[first_row : first_row + read_ids.numel()])
-                    first_row += read_ids.numel()
+                    blocks.append(output[first_row : first_row + ids.numel()])
+                    first_row += ids.numel()
                     continue
-                width = self.dims_in_order[len(blocks)]
-                block = out[:, first_column : first_column + width]
-                if self.divides[len(blocks)]:
-                    block = block / read_lengths.clamp(min=1).unsqueeze(1)
+                num_columns = self.dims_in_kernel_order[len(blocks)]
+                block = output[:, first_column : first_column + num_columns]
+                if self.is_mean_of_sum[len(blocks)]:
+                    block = block / bag_lengths.clamp(min=1).unsqueeze(1)
                 blocks.append(block)
-                first_column += width
-        return [blocks[position] for position in self.order]
+                first_column += num_columns
+        return [blocks[position] for position in self.positions]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled rows of a batch, as the collection does for valid ids.
@@ -516,13 +529,13 @@ class ScriptableRegroup(nn.Module):
         super().__init__()
         self.groups: list[list[str]] = groups
         self.keys: list[str] = keys
-        self.casts = dtype is not None
+        self.has_dtype = dtype is not None
         self.dtype: torch.dtype = torch.float32 if dtype is None else dtype
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
         """Return the concatenated blocks of each group by its name."""
         vectors = _regroup_as_dict(keyed_tensors, self.groups, self.keys)
-        if self.casts:
+        if self.has_dtype:
             for key in self.keys:
                 vectors[key] = vectors[key].to(self.dtype)
         return vectors
@@ -589,24 +602,24 @@ class Tracer(torch.fx.Tracer):
         self._leaf_modules = list(leaf_modules or ())
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether calls of a module stay calls in the graph."""
+        """Return whether the graph has a call of module `m`, not the operations inside it."""
         is_named = type(m).__name__ in self._leaf_modules
         return self.is_whole(m) or is_named or super().is_leaf_module(m, module_qualified_name)
 
     @staticmethod
     def is_whole(m: nn.Module) -> bool:
-        """Return whether a module is a collection, or another one that is never traced."""
-        kinds = (
+        """Return whether `m` is a collection, or another module that is never traced."""
+        whole_classes = (
             emblib_collections.EmbeddingBagCollection,
             emblib_collections.EmbeddingCollection,
             StateOfTables,
         )
-        return isinstance(m, kinds) or getattr(m, "is_leaf_of_traces", False)
+        return isinstance(m, whole_classes) or getattr(m, "is_leaf_of_traces", False)
 
     def trace(
         self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None
     ) -> torch.fx.Graph:
-        """Trace a module or a function; of a wrapped model, the model inside of the wrapper."""
+        """Trace a module or a function; a wrapped model is traced without its wrapper."""
         if getattr(root, "wraps_module", False):
             wrapper: Any = root
             root = wrapper.module
@@ -619,7 +632,7 @@ class Tracer(torch.fx.Tracer):
         return graph
 
     def create_arg(self, a: Any) -> Any:
-        """Return the argument of a node: the result of an awaitable."""
+        """Return the argument of a node; an awaitable is waited for and replaced by its result."""
         if isinstance(a, LazyAwaitable | ReadyAwaitable):
             return super().create_arg(a.wait())
         return super().create_arg(a)
@@ -637,14 +650,14 @@ class _WholeModule(nn.Module):
 
 
 def _resolve_types(graph: torch.fx.Graph, root: Any) -> None:
-    """Replace types that are text, of code with `from __future__ import annotations`."""
+    """Replace types that are text, as in code with `from __future__ import annotations`."""
     nodes = [n for n in graph.nodes if isinstance(n.type, str)]
     if not nodes:
         return
     function = root.forward if isinstance(root, nn.Module) else root
     try:
         types = typing.get_type_hints(function)
-    except NameError:  # of names that are for type checkers only
+    except NameError:  # names that exist for type checkers only
         types = {}
     for node in nodes:
         node.type = types.get("return" if node.op == "output" else str(node.target))

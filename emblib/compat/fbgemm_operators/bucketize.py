@@ -35,28 +35,41 @@ _LEADING = (
 )
 
 
-def _bag_of_lookups(lengths: Tensor, total: int) -> Tensor:
-    """Return the bag of each of `total` lookups, int64 `[total]`."""
+def _bag_of_lookups(lengths: Tensor, num_lookups: int) -> Tensor:
+    """Return the bag of each lookup, int64 `[num_lookups]`, given the lengths of the bags."""
     bags = torch.arange(lengths.numel(), device=lengths.device)
-    return bags.repeat_interleave(lengths, output_size=total)
+    return bags.repeat_interleave(lengths, output_size=num_lookups)
 
 
 def _bags_and_features(
     lengths: Tensor, indices: Tensor, block_sizes: Tensor, batch_sizes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return bag and feature of each lookup, int64 `[L]`."""
-    bag = _bag_of_lookups(lengths, indices.numel())
+    bag_of_lookup = _bag_of_lookups(lengths, indices.numel())
     if batch_sizes is None:
-        return bag, bag // max(lengths.numel() // max(block_sizes.numel(), 1), 1)
-    return bag, _bag_of_lookups(batch_sizes, lengths.numel())[bag]
+        return bag_of_lookup, bag_of_lookup // max(
+            lengths.numel() // max(block_sizes.numel(), 1), 1
+        )
+    return bag_of_lookup, _bag_of_lookups(batch_sizes, lengths.numel())[bag_of_lookup]
 
 
-def _group(lengths: Tensor, bag: Tensor, bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """Return the stable order of lookups by bucket and bag, and the lengths `[buckets * bags]`."""
-    slot = bucket * lengths.numel() + bag
-    order = torch.sort(slot, stable=True).indices
-    counts = torch.zeros(buckets * lengths.numel(), dtype=lengths.dtype, device=lengths.device)
-    return order, counts.scatter_add(0, slot, torch.ones_like(slot, dtype=lengths.dtype))
+def _group_by_bucket(
+    lengths: Tensor, bag_of_lookup: Tensor, bucket_of_lookup: Tensor, num_buckets: int
+) -> tuple[Tensor, Tensor]:
+    """Sort lookups by bucket, then by bag.
+
+    Returns:
+        the positions of the sorted lookups in the input, and the lengths of the bags of each
+        bucket, `[num_buckets * bags]`.
+    """
+    group_of_lookup = bucket_of_lookup * lengths.numel() + bag_of_lookup
+    order = torch.sort(group_of_lookup, stable=True).indices
+    group_lengths = torch.zeros(
+        num_buckets * lengths.numel(), dtype=lengths.dtype, device=lengths.device
+    )
+    return order, group_lengths.scatter_add(
+        0, group_of_lookup, torch.ones_like(group_of_lookup, dtype=lengths.dtype)
+    )
 
 
 def _bag_positions(lengths: Tensor, indices: Tensor) -> Tensor:
@@ -66,44 +79,44 @@ def _bag_positions(lengths: Tensor, indices: Tensor) -> Tensor:
 
 
 class _Bucketed(NamedTuple):
-    """Lookups in the order of the result: by bucket, then by bag."""
+    """Lookups sorted by bucket, then by bag."""
 
     lengths: Tensor  # lookups per bucket and bag, [buckets * bags]
     rows: Tensor  # [L], within the bucket
-    positions: Tensor  # int64 [L], of each in the input
-    bucket: Tensor | None  # [L], of each lookup of the input; None if not computed
+    positions: Tensor  # int64 [L], of the sorted lookups in the input
+    bucket_of_lookup: Tensor | None  # [L], in the order of the input; None if not computed
 
 
 def _routing(
-    bags: int, block_sizes: Tensor, batch_sizes: Tensor | None, buckets: int
+    num_bags: int, block_sizes: Tensor, batch_sizes: Tensor | None, num_buckets: int
 ) -> route.Routing:
-    """Return the units of `buckets` ranks, bucket by bucket, each with a block of every table."""
+    """Return the routing to `num_buckets` ranks; each rank has one block of every table."""
     sizes = block_sizes.long()
-    features = sizes.numel()
-    feature = torch.arange(features, device=sizes.device)
-    bucket = torch.arange(buckets, device=sizes.device)
-    block = torch.arange(features * buckets, device=sizes.device)
+    num_features = sizes.numel()
+    feature_numbers = torch.arange(num_features, device=sizes.device)
+    bucket_numbers = torch.arange(num_buckets, device=sizes.device)
+    block_numbers = torch.arange(num_features * num_buckets, device=sizes.device)
     if batch_sizes is None:
-        batch = bags // features
-        first_bags = torch.arange(features + 1, device=sizes.device) * batch
+        batch_size = num_bags // num_features
+        first_bags = torch.arange(num_features + 1, device=sizes.device) * batch_size
     else:
         first_bags = complete_cumsum(batch_sizes.long())
-    first_rows = (sizes.unsqueeze(1) * bucket).flatten()
-    first_bags_of_units = (bucket.unsqueeze(1) * bags + first_bags[:-1]).flatten()
+    first_rows = (sizes.unsqueeze(1) * bucket_numbers).flatten()
+    first_bags_of_units = (bucket_numbers.unsqueeze(1) * num_bags + first_bags[:-1]).flatten()
     return route.Routing(
         first_bags=first_bags,
         features=torch.stack(
             [
-                feature * buckets,
-                torch.full_like(feature, buckets),
-                sizes * buckets,
-                torch.full_like(feature, route.RouteRule.BY_RANGE_ELSE_SPREAD.value),
+                feature_numbers * num_buckets,
+                torch.full_like(feature_numbers, num_buckets),
+                sizes * num_buckets,
+                torch.full_like(feature_numbers, route.RouteRule.BY_RANGE_ELSE_SPREAD.value),
             ],
             dim=1,
         ),
-        blocks=torch.stack([first_rows, block, torch.ones_like(block)], dim=1),
-        copies=(bucket * features + feature.unsqueeze(1)).flatten(),
-        units=torch.cat([first_bags_of_units, sizes.new_full((1,), buckets * bags)]),
+        blocks=torch.stack([first_rows, block_numbers, torch.ones_like(block_numbers)], dim=1),
+        copies=(bucket_numbers * num_features + feature_numbers.unsqueeze(1)).flatten(),
+        units=torch.cat([first_bags_of_units, sizes.new_full((1,), num_buckets * num_bags)]),
     )
 
 
@@ -112,66 +125,75 @@ def _bucketize_natively(
     indices: Tensor,
     block_sizes: Tensor,
     batch_sizes: Tensor | None,
-    buckets: int,
+    num_buckets: int,
 ) -> _Bucketed:
     """Distribute lookups with the kernels of `emblib.ops.route`, for buckets of one block."""
-    routing = _routing(lengths.numel(), block_sizes, batch_sizes, buckets)
+    routing = _routing(lengths.numel(), block_sizes, batch_sizes, num_buckets)
     offsets = complete_cumsum(lengths)
-    num_bags = buckets * lengths.numel()
-    counts = route.route_lengths(indices, offsets, *routing, num_bags=num_bags)
+    num_bucketed_bags = num_buckets * lengths.numel()
+    bucketed_lengths = route.route_lengths(indices, offsets, *routing, num_bags=num_bucketed_bags)
     rows, positions, _ = route.route_ids(
-        indices, offsets, *routing, starts=complete_cumsum(counts), total=indices.numel()
+        indices, offsets, *routing, starts=complete_cumsum(bucketed_lengths), total=indices.numel()
     )
-    return _Bucketed(counts.to(lengths.dtype), rows, positions, None)
+    return _Bucketed(bucketed_lengths.to(lengths.dtype), rows, positions, None)
 
 
 def _split_evenly(
     indices: Tensor,
-    feature: Tensor,
+    feature_of_lookup: Tensor,
     block_sizes: Tensor,
     total_num_blocks: Tensor | None,
-    buckets: int,
+    num_buckets: int,
 ) -> tuple[Tensor, Tensor]:
     """Return bucket and local row, for buckets that have the same number of blocks.
 
-    A row beyond the blocks of its table is spread: block `row % blocks`, local row `row // blocks`.
+    A row beyond the blocks of its table is spread: it goes to block `row % num_blocks`, where it is
+    row `row // num_blocks`.
     """
-    block = block_sizes.to(indices.dtype)[feature]
+    rows_per_block = block_sizes.to(indices.dtype)[feature_of_lookup]
     if total_num_blocks is None:
-        total = torch.full_like(block, buckets)
+        num_blocks = torch.full_like(rows_per_block, num_buckets)
     else:
-        total = total_num_blocks.to(indices.dtype)[feature]
-    blocks = total // buckets
-    size = (block * blocks).clamp(min=1)  # blocks of 0 rows: all rows are spread
-    is_in_block = indices < block * total
-    bucket = torch.where(is_in_block, indices // size, indices % total // blocks)
-    return bucket, torch.where(is_in_block, indices % size, indices // total)
+        num_blocks = total_num_blocks.to(indices.dtype)[feature_of_lookup]
+    blocks_per_bucket = num_blocks // num_buckets
+    # Blocks of 0 rows: all rows are spread.
+    rows_per_bucket = (rows_per_block * blocks_per_bucket).clamp(min=1)
+    is_in_block = indices < rows_per_block * num_blocks
+    bucket = torch.where(
+        is_in_block, indices // rows_per_bucket, indices % num_blocks // blocks_per_bucket
+    )
+    return bucket, torch.where(is_in_block, indices % rows_per_bucket, indices // num_blocks)
 
 
 def _split_at(
-    indices: Tensor, feature: Tensor, blocks: "_Blocks", buckets: int
+    indices: Tensor, feature_of_lookup: Tensor, arguments: "_BlockArguments", num_buckets: int
 ) -> tuple[Tensor, Tensor]:
-    """Return bucket and local row, for buckets that begin at `bounds` of each feature.
+    """Return bucket and local row, for buckets that begin at `arguments.bucket_bounds`.
 
-    A feature with blocks of 0 rows has raw ids, which are spread over its blocks and bounds.
+    A feature with blocks of 0 rows has raw ids: they are spread over its blocks first, and a bucket
+    has the blocks that lie within its bounds.
     """
-    bucket, row = indices % buckets, indices // buckets
-    for feature_index, starts in enumerate(blocks.bounds or ()):
-        starts = starts.to(indices.dtype)
-        is_raw = blocks.sizes[feature_index] == 0
-        count = (
-            torch.full_like(starts[0], buckets)
-            if blocks.total is None
-            else blocks.total[feature_index]
+    bucket, row = indices % num_buckets, indices // num_buckets
+    for feature_index, bounds in enumerate(arguments.bucket_bounds or ()):
+        bounds = bounds.to(indices.dtype)
+        has_raw_ids = arguments.block_sizes[feature_index] == 0
+        num_blocks = (
+            torch.full_like(bounds[0], num_buckets)
+            if arguments.num_blocks is None
+            else arguments.num_blocks[feature_index]
         )
-        spread = indices % count * starts[-1] // count
-        position = torch.where(is_raw, spread, indices)
-        block = torch.searchsorted(starts, position, right=True) - 1
-        is_in_block = (feature == feature_index) & (block >= 0) & (block < buckets)
-        block = block.clamp(0, buckets - 1)
-        bucket = torch.where(is_in_block, block, bucket)
-        local = torch.where(is_raw, indices // count, indices - starts[block])
-        row = torch.where(is_in_block, local.to(row.dtype), row)
+        spread_ids = indices % num_blocks * bounds[-1] // num_blocks
+        global_rows = torch.where(has_raw_ids, spread_ids, indices)
+        found_bucket = torch.searchsorted(bounds, global_rows, right=True) - 1
+        is_in_bucket = (
+            (feature_of_lookup == feature_index)
+            & (found_bucket >= 0)
+            & (found_bucket < num_buckets)
+        )
+        found_bucket = found_bucket.clamp(0, num_buckets - 1)
+        bucket = torch.where(is_in_bucket, found_bucket, bucket)
+        local_row = torch.where(has_raw_ids, indices // num_blocks, indices - bounds[found_bucket])
+        row = torch.where(is_in_bucket, local_row.to(row.dtype), row)
     return bucket, row
 
 
@@ -179,50 +201,53 @@ def _shape(tensor: Tensor | None) -> list[int]:
     return [] if tensor is None else list(tensor.shape)
 
 
-class _Blocks(NamedTuple):
+class _BlockArguments(NamedTuple):
     """The arguments that say which rows of each feature a bucket has, with F features.
 
     Attributes:
-        sizes: rows per block, `[F]`; 0 spreads all rows.
-        batch_sizes: number of bags, `[F]`; None if all features have as many.
-        bounds: first row of each bucket, and the end, `[buckets + 1]` per feature; None for buckets
-            of equally many blocks.
-        total: number of blocks, `[F]`, a multiple of the buckets; None for one per bucket.
-        keep: whether the rows of a feature stay global, `[F]`; None for no feature.
+        block_sizes: rows per block, `[F]`; 0 spreads all rows.
+        batch_sizes: number of bags, `[F]`; None if all features have the same number.
+        bucket_bounds: first row of each bucket, and the end, `[num_buckets + 1]` per feature; None
+            if all buckets have the same number of blocks.
+        num_blocks: number of blocks, `[F]`, a multiple of `num_buckets`; None for one per bucket.
+        keeps_global_rows: whether the rows of a feature stay global, `[F]`; None for no feature.
     """
 
-    sizes: Tensor
+    block_sizes: Tensor
     batch_sizes: Tensor | None
-    bounds: Sequence[Tensor] | None
-    total: Tensor | None
-    keep: Tensor | None
+    bucket_bounds: Sequence[Tensor] | None
+    num_blocks: Tensor | None
+    keeps_global_rows: Tensor | None
 
-    def check(self, bags: int, buckets: int) -> None:
-        """Raise RuntimeError unless there is an entry per feature, and there are buckets."""
-        features = self.sizes.numel()
-        check(buckets > 0, f"my_size must be > 0, got {buckets}")
-        check(self.sizes.dim() == 1, f"block_sizes must be [F], got {list(self.sizes.shape)}")
-        check_one_per("batch_size_per_feature", self.batch_sizes, "feature", features)
-        check_one_per("total_num_blocks", self.total, "feature", features)
-        check_one_per("keep_orig_idx_per_feature", self.keep, "feature", features)
-        if self.batch_sizes is None and bags:
+    def check(self, num_bags: int, num_buckets: int) -> None:
+        """Raise RuntimeError for no buckets, or arguments without one entry per feature."""
+        num_features = self.block_sizes.numel()
+        check(num_buckets > 0, f"my_size must be > 0, got {num_buckets}")
+        check(
+            self.block_sizes.dim() == 1,
+            f"block_sizes must be [F], got {list(self.block_sizes.shape)}",
+        )
+        check_one_per("batch_size_per_feature", self.batch_sizes, "feature", num_features)
+        check_one_per("total_num_blocks", self.num_blocks, "feature", num_features)
+        check_one_per("keep_orig_idx_per_feature", self.keeps_global_rows, "feature", num_features)
+        if self.batch_sizes is None and num_bags:
             check(
-                features > 0 and bags % features == 0,
-                f"lengths must have the same number of bags per feature, got {bags} for "
-                f"{features} block_sizes: give batch_size_per_feature",
+                num_features > 0 and num_bags % num_features == 0,
+                f"lengths must have the same number of bags per feature, got {num_bags} for "
+                f"{num_features} block_sizes: give batch_size_per_feature",
             )
-        if self.total is not None and self.total.device.type == "cpu":
+        if self.num_blocks is not None and self.num_blocks.device.type == "cpu":
             check(
-                torch.compiler.is_compiling() or not (self.total % buckets).any(),
-                f"each of total_num_blocks must be a multiple of my_size = {buckets}, got "
-                f"{self.total.tolist()}",
+                torch.compiler.is_compiling() or not (self.num_blocks % num_buckets).any(),
+                f"each of total_num_blocks must be a multiple of my_size = {num_buckets}, got "
+                f"{self.num_blocks.tolist()}",
             )
-        if self.bounds is not None:
-            sizes = [bounds.numel() for bounds in self.bounds]
+        if self.bucket_bounds is not None:
+            num_bounds = [bounds.numel() for bounds in self.bucket_bounds]
             check(
-                sizes == [buckets + 1] * features,
-                f"block_bucketize_pos must have my_size + 1 = {buckets + 1} entries for each of "
-                f"{features} features, got {sizes}",
+                num_bounds == [num_buckets + 1] * num_features,
+                f"block_bucketize_pos must have my_size + 1 = {num_buckets + 1} entries for each "
+                f"of {num_features} features, got {num_bounds}",
             )
 
 
@@ -269,14 +294,14 @@ def block_bucketize_sparse_features_inference(
         RuntimeError: tensors that do not fit each other.
     """
     lengths = lengths.flatten()
-    blocks = _Blocks(
+    block_arguments = _BlockArguments(
         block_sizes,
         batch_size_per_feature,
         block_bucketize_pos,
         total_num_blocks,
         keep_orig_idx_per_feature,
     )
-    blocks.check(lengths.numel(), my_size)
+    block_arguments.check(lengths.numel(), my_size)
     check_ids("indices", indices)
     check(
         weights is None or weights.size(0) == indices.numel(),
@@ -284,31 +309,41 @@ def block_bucketize_sparse_features_inference(
     )
     is_simple = block_bucketize_pos is None and total_num_blocks is None
     if is_simple and block_sizes.numel() and not return_bucket_mapping:
-        buckets = _bucketize_natively(
+        bucketed = _bucketize_natively(
             lengths, indices, block_sizes, batch_size_per_feature, my_size
         )
     else:
-        bag, feature = _bags_and_features(lengths, indices, block_sizes, batch_size_per_feature)
+        bag_of_lookup, feature_of_lookup = _bags_and_features(
+            lengths, indices, block_sizes, batch_size_per_feature
+        )
         if block_bucketize_pos is None:
-            bucket, row = _split_evenly(indices, feature, block_sizes, total_num_blocks, my_size)
+            bucket_of_lookup, row = _split_evenly(
+                indices, feature_of_lookup, block_sizes, total_num_blocks, my_size
+            )
         else:
-            bucket, row = _split_at(indices, feature, blocks, my_size)
-        order, counts = _group(lengths, bag, bucket, my_size)
-        buckets = _Bucketed(counts, row[order], order, bucket.to(indices.dtype))
-    rows = buckets.rows
+            bucket_of_lookup, row = _split_at(indices, feature_of_lookup, block_arguments, my_size)
+        positions, bucketed_lengths = _group_by_bucket(
+            lengths, bag_of_lookup, bucket_of_lookup, my_size
+        )
+        bucketed = _Bucketed(
+            bucketed_lengths, row[positions], positions, bucket_of_lookup.to(indices.dtype)
+        )
+    rows = bucketed.rows
     if keep_orig_idx_per_feature is not None:
-        _, feature = _bags_and_features(lengths, indices, block_sizes, batch_size_per_feature)
-        keeps_row = keep_orig_idx_per_feature.bool()[feature]
-        rows = torch.where(keeps_row[buckets.positions], indices[buckets.positions], rows)
+        _, feature_of_lookup = _bags_and_features(
+            lengths, indices, block_sizes, batch_size_per_feature
+        )
+        keeps_row = keep_orig_idx_per_feature.bool()[feature_of_lookup]
+        rows = torch.where(keeps_row[bucketed.positions], indices[bucketed.positions], rows)
     elif keep_orig_idx:
-        rows = indices[buckets.positions]
+        rows = indices[bucketed.positions]
     return (
-        buckets.lengths,
+        bucketed.lengths,
         rows,
-        None if weights is None else weights[buckets.positions],
-        _bag_positions(lengths, indices)[buckets.positions] if bucketize_pos else None,
-        invert_permute(buckets.positions).to(indices.dtype) if sequence else None,
-        buckets.bucket if return_bucket_mapping else None,
+        None if weights is None else weights[bucketed.positions],
+        _bag_positions(lengths, indices)[bucketed.positions] if bucketize_pos else None,
+        invert_permute(bucketed.positions).to(indices.dtype) if sequence else None,
+        bucketed.bucket_of_lookup if return_bucket_mapping else None,
     )
 
 
@@ -373,9 +408,9 @@ def populate_bucketized_permute(
         int(bucketized_lengths.sum()) == bucket_mapping.numel(),
         f"bucketized_lengths must sum up to the number of lookups = {bucket_mapping.numel()}",
     )
-    bag = _bag_of_lookups(lengths, bucket_mapping.numel())
-    slot = bucket_mapping.long() * lengths.numel() + bag
-    return invert_permute(torch.sort(slot, stable=True).indices).to(bucket_mapping.dtype)
+    bag_of_lookup = _bag_of_lookups(lengths, bucket_mapping.numel())
+    group_of_lookup = bucket_mapping.long() * lengths.numel() + bag_of_lookup
+    return invert_permute(torch.sort(group_of_lookup, stable=True).indices).to(bucket_mapping.dtype)
 
 
 @operator("bucketize_sparse_features")
@@ -395,11 +430,13 @@ def bucketize_sparse_features(
     check_ids("indices", indices)
     check(my_size > 0, f"my_size must be > 0, got {my_size}")
     check_one_per("weights", weights, "index", indices.numel())
-    bag = _bag_of_lookups(lengths, indices.numel())
-    order, counts = _group(lengths, bag, indices % my_size, my_size)
-    position = _bag_positions(lengths, indices)[order] if bucketize_pos else None
-    bucketized_weights = None if weights is None else weights[order]
-    return counts, (indices // my_size)[order], bucketized_weights, position
+    bag_of_lookup = _bag_of_lookups(lengths, indices.numel())
+    positions, bucketed_lengths = _group_by_bucket(
+        lengths, bag_of_lookup, indices % my_size, my_size
+    )
+    bag_positions = _bag_positions(lengths, indices)[positions] if bucketize_pos else None
+    bucketized_weights = None if weights is None else weights[positions]
+    return bucketed_lengths, (indices // my_size)[positions], bucketized_weights, bag_positions
 
 
 @operator("bounds_check_indices", writes="indices offsets warning weights")
@@ -420,9 +457,9 @@ def bounds_check_indices(
 ) -> None:
     """Check rows and offsets: mode 0 raises, 1 warns and repairs, 2 repairs, in place.
 
-    Offsets are clamped to be increasing and to end at the number of lookups; rows outside their
-    table become 0; row -1 stays. Tensors of other sizes or dtypes raise in every mode; modes other
-    than 0, 1 and 2 check nothing else. Waits for a GPU.
+    Offsets are clamped to be increasing and to end at the number of lookups. Rows outside their
+    table become 0; row -1 stays. Tensors of other sizes or dtypes raise in every mode. Another mode
+    than 0, 1 or 2 checks nothing else. Waits for a GPU.
 
     Args:
         rows_per_table: rows of the table of each feature, `[F]`.
@@ -442,41 +479,46 @@ def bounds_check_indices(
     _check_sizes(rows_per_table, indices, offsets, weights, B_offsets)
     if bounds_check_mode not in (0, 1, 2):
         return
-    total = indices.numel()
-    repaired = offsets.clamp(0, total).cummax(0).values
-    repaired[-1:] = total
-    bags = offsets.numel() - 1
-    lengths = repaired.diff()
-    bag = _bag_of_lookups(lengths, int(lengths.sum()))
+    num_lookups = indices.numel()
+    repaired_offsets = offsets.clamp(0, num_lookups).cummax(0).values
+    repaired_offsets[-1:] = num_lookups
+    num_bags = offsets.numel() - 1
+    lengths = repaired_offsets.diff()
+    bag_of_lookup = _bag_of_lookups(lengths, int(lengths.sum()))
     if B_offsets is None:
-        feature = bag // max(bags // max(rows_per_table.numel(), 1), 1)
+        feature_of_lookup = bag_of_lookup // max(num_bags // max(rows_per_table.numel(), 1), 1)
     else:
-        feature = torch.searchsorted(B_offsets.to(bag.dtype), bag, right=True) - 1
-    checked_ids = indices[int(repaired[0]) :]  # ids before the first bag are not looked up
-    rows = rows_per_table.long()[feature]
-    is_invalid = (checked_ids < -1) | (checked_ids >= rows)
-    count = int(is_invalid.sum()) + int((repaired != offsets).sum())
-    if not count:
+        feature_of_lookup = (
+            torch.searchsorted(B_offsets.to(bag_of_lookup.dtype), bag_of_lookup, right=True) - 1
+        )
+    checked_ids = indices[int(repaired_offsets[0]) :]  # ids before the first bag are not looked up
+    num_rows = rows_per_table.long()[feature_of_lookup]
+    is_invalid = (checked_ids < -1) | (checked_ids >= num_rows)
+    num_repairs = int(is_invalid.sum()) + int((repaired_offsets != offsets).sum())
+    if not num_repairs:
         return
     if bounds_check_mode == 0:
         raise RuntimeError(
-            f"{count} indices or offsets are out of range: each index must be in [0, rows) of its "
-            f"table (rows {rows_per_table.tolist()}), offsets must increase from 0 to {total}"
+            f"{num_repairs} indices or offsets are out of range: each index must be in [0, rows) "
+            f"of its table (rows {rows_per_table.tolist()}), offsets must increase from 0 to "
+            f"{num_lookups}"
         )
     if bounds_check_mode == 1:
-        warning += count
-        warnings.warn(f"emblib: repaired {count} indices or offsets out of range", stacklevel=2)
+        warning += num_repairs
+        warnings.warn(
+            f"emblib: repaired {num_repairs} indices or offsets out of range", stacklevel=2
+        )
     checked_ids.masked_fill_(is_invalid, 0)
-    offsets.copy_(repaired)
+    offsets.copy_(repaired_offsets)
 
 
 @operator("get_infos_metadata")
 def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:
-    """Return the bits of a bag's number in 32 bits that also have its feature, and their mask."""
+    """Return how many of 32 bits have the number of a bag, and their mask; the rest its feature."""
     check(T > 0 and B > 0, f"B and T must be positive, got {B} and {T}")
-    bits = 32 - T.bit_length()
-    check(bits > 0 and 2**bits > B, f"{B} bags and {T} features do not fit into 32 bits")
-    return bits, 2**bits - 1
+    num_bits = 32 - T.bit_length()
+    check(num_bits > 0 and 2**num_bits > B, f"{B} bags and {T} features do not fit into 32 bits")
+    return num_bits, 2**num_bits - 1
 
 
 @operator("generate_vbe_metadata")
@@ -492,32 +534,39 @@ def generate_vbe_metadata(
     total_B: SymInt,
     vbe_output_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the first output element of each bag of a variable batch, and its feature and number.
+    """Return where the output of each bag of a variable batch begins, and which bag it is.
+
+    The results, both `[total_B]`, are the first output element of each bag, and its feature and
+    number in one int32, as `get_infos_metadata` divides the bits.
 
     Args:
         B_offsets: first bag of each feature, and the end, `[T + 1]`.
-        B_offsets_rank_per_feature: the same of each rank within its feature, `[T, ranks + 1]`.
+        B_offsets_rank_per_feature: first bag of each rank within the feature, and the end,
+            `[T, ranks + 1]`.
         output_offsets_feature_rank: first output element by rank and feature, `[ranks * T + 1]`.
         D_offsets: first column of each feature, and the end.
-        D: columns without pooling.
+        D: columns of each feature with `nobag`.
         nobag: whether there is no pooling.
         max_B_feature_rank: ignored.
         info_B_num_bits: bits of the number of a bag, below the bits of its feature.
         total_B: number of bags.
-        vbe_output_offsets: first output element of each bag, instead of the computed.
+        vbe_output_offsets: first output element of each bag; None computes it.
     """
-    features = B_offsets.numel() - 1
+    num_features = B_offsets.numel() - 1
     bag = torch.arange(total_B, device=B_offsets.device)
-    feature = torch.searchsorted(B_offsets.long(), bag, right=True) - 1
-    number = bag - B_offsets[feature]
-    starts = B_offsets_rank_per_feature.long()[feature]
-    rank = (starts[:, 1:] <= number.unsqueeze(1)).sum(1)
-    width = torch.full_like(bag, D) if nobag else D_offsets.diff()[feature]
-    within = number - starts.gather(1, rank.unsqueeze(1)).squeeze(1)
-    first = output_offsets_feature_rank[rank * features + feature] + within * width
+    feature_of_bag = torch.searchsorted(B_offsets.long(), bag, right=True) - 1
+    bag_in_feature = bag - B_offsets[feature_of_bag]
+    rank_starts = B_offsets_rank_per_feature.long()[feature_of_bag]
+    rank_of_bag = (rank_starts[:, 1:] <= bag_in_feature.unsqueeze(1)).sum(1)
+    num_columns = torch.full_like(bag, D) if nobag else D_offsets.diff()[feature_of_bag]
+    bag_in_rank = bag_in_feature - rank_starts.gather(1, rank_of_bag.unsqueeze(1)).squeeze(1)
+    first_elements = (
+        output_offsets_feature_rank[rank_of_bag * num_features + feature_of_bag]
+        + bag_in_rank * num_columns
+    )
     if vbe_output_offsets is not None:
-        first = vbe_output_offsets
-    return first, ((feature << info_B_num_bits) | number).int()
+        first_elements = vbe_output_offsets
+    return first_elements, ((feature_of_bag << info_B_num_bits) | bag_in_feature).int()
 
 
 @operator(
@@ -544,39 +593,42 @@ def transpose_embedding_input(
 ) -> tuple[Tensor, ...]:
     """Sort lookups by row, for backward passes.
 
-    Only `hash_size_cumsum` `[F + 1]`, `indices` `[L]`, `offsets` `[F * B + 1]`, `nobag`,
-    `vbe_b_t_map` and `info_B_num_bits`, both of variable batches, have an effect.
+    These arguments have an effect: `hash_size_cumsum` `[F + 1]`, `indices` `[L]`, `offsets`
+    `[F * B + 1]`, `nobag`, `info_B_num_bits`, and `vbe_b_t_map` for variable batches.
+    `is_index_select` raises RuntimeError.
 
     Returns:
         the linear row of each lookup, `hash_size_cumsum[feature] + index`, `[L]`; these, sorted;
         the bag of each sorted lookup or, with `nobag`, its position and feature; the distinct rows,
-        padded to `[L]`; the number of lookups of each, padded to `[L]`; the number of distinct
+        padded to `[L]`; the number of lookups of each row, padded to `[L]`; the number of distinct
         rows, `[1]`; the running sums of the numbers of lookups, padded to `[L + 1]`.
     """
     check(not is_index_select, "is_index_select is not supported: use batch_index_select_dim0")
-    features = hash_size_cumsum.numel() - 1
-    batch_size = (offsets.numel() - 1) // features
-    bag = _bag_of_lookups(offsets.diff(), indices.numel())
-    info = (bag // max(batch_size, 1) << info_B_num_bits) | bag % max(batch_size, 1)
-    feature = bag // max(batch_size, 1)
+    num_features = hash_size_cumsum.numel() - 1
+    batch_size = max((offsets.numel() - 1) // num_features, 1)
+    bag_of_lookup = _bag_of_lookups(offsets.diff(), indices.numel())
+    feature_of_lookup = bag_of_lookup // batch_size
+    bag_info = (feature_of_lookup << info_B_num_bits) | bag_of_lookup % batch_size
     if vbe_b_t_map is not None:
-        info = vbe_b_t_map[bag].long() & 0xFFFFFFFF
-        feature = info >> info_B_num_bits
+        bag_info = vbe_b_t_map[bag_of_lookup].long() & 0xFFFFFFFF
+        feature_of_lookup = bag_info >> info_B_num_bits
     if nobag:
-        info = torch.arange(indices.numel(), device=indices.device) * features + feature
-    linear = indices + hash_size_cumsum[feature].to(indices.dtype)
-    sorted_linear, order = torch.sort(linear, stable=True)
-    rows, counts = torch.unique_consecutive(sorted_linear, return_counts=True)
-    fill = (0, indices.numel() - rows.numel())
-    sums = functional.pad(counts.cumsum(0), (1, 0))
+        bag_info = (
+            torch.arange(indices.numel(), device=indices.device) * num_features + feature_of_lookup
+        )
+    linear_rows = indices + hash_size_cumsum[feature_of_lookup].to(indices.dtype)
+    sorted_rows, positions = torch.sort(linear_rows, stable=True)
+    distinct_rows, counts = torch.unique_consecutive(sorted_rows, return_counts=True)
+    padding = (0, indices.numel() - distinct_rows.numel())
+    count_sums = functional.pad(counts.cumsum(0), (1, 0))
     return (
-        linear,
-        sorted_linear,
-        info[order].to(torch.int64 if nobag else torch.int32),
-        functional.pad(rows, fill),
-        functional.pad(counts, fill).int(),
-        torch.tensor([rows.numel()], dtype=torch.int32, device=indices.device),
-        functional.pad(sums, fill).int(),
+        linear_rows,
+        sorted_rows,
+        bag_info[positions].to(torch.int64 if nobag else torch.int32),
+        functional.pad(distinct_rows, padding),
+        functional.pad(counts, padding).int(),
+        torch.tensor([distinct_rows.numel()], dtype=torch.int32, device=indices.device),
+        functional.pad(count_sums, padding).int(),
     )
 
 
@@ -593,16 +645,18 @@ def _check_sizes(
     check_offsets("offsets", offsets)
     if weights is not None and weights.numel():  # empty ones are none, as in FBGEMM
         check_one_per("weights", weights, "index", indices.numel())
-    tables, bags = rows_per_table.numel(), offsets.numel() - 1
+    num_tables, num_bags = rows_per_table.numel(), offsets.numel() - 1
     if batch_offsets is None:
         check(
-            bags == 0 or (tables > 0 and bags % tables == 0),
-            f"offsets must have B * T + 1 entries for T = {tables} tables, got {bags + 1}",
+            num_bags == 0 or (num_tables > 0 and num_bags % num_tables == 0),
+            f"offsets must have B * T + 1 entries for T = {num_tables} tables, got {num_bags + 1}",
         )
         return
-    starts = batch_offsets.tolist()
+    first_bags = batch_offsets.tolist()
     check(
-        len(starts) == tables + 1 and starts == sorted(starts) and starts[::tables] == [0, bags],
-        f"B_offsets must have T + 1 = {tables + 1} entries that increase from 0 to the number of "
-        f"bags = {bags}, got {starts}",
+        len(first_bags) == num_tables + 1
+        and first_bags == sorted(first_bags)
+        and first_bags[::num_tables] == [0, num_bags],
+        f"B_offsets must have T + 1 = {num_tables + 1} entries that increase from 0 to the number "
+        f"of bags = {num_bags}, got {first_bags}",
     )

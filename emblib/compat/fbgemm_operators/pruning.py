@@ -1,8 +1,9 @@
-"""Operators of inference tables whose rows were pruned: from ids to the rows that are left.
+"""Operators that map ids to the rows that pruning left in inference tables.
 
-A table maps its ids by an array, one row per id, or by a hash map: slots of id and row, -1 where a
-slot is free, searched one by one from a hash of the id, around the end. Row -1 is a pruned one.
-Tables without a map keep their ids.
+A table maps its ids by an array or by a hash map. An array has one row per id; row -1 means that
+the id's row was pruned. A hash map has slots of an id and its row; id -1 marks a free slot. The
+search for an id begins at the slot of its hash, goes slot by slot, and continues at the first slot
+after the last. Tables without a map keep their ids.
 """
 
 import torch
@@ -16,33 +17,36 @@ _FREE = -1
 _UINT32_MASK = 0xFFFFFFFF
 
 
-def _first_slots(ids: Tensor, capacity: Tensor) -> Tensor:
-    """Return the first slot of each id, by MurmurHash3's final mix of its width."""
+def _first_slots(ids: Tensor, num_slots: Tensor) -> Tensor:
+    """Return the slot at which the search for each id begins, by MurmurHash3's final mix.
+
+    int32 ids are mixed in 32 bits, other ids in 64 bits.
+    """
     if ids.dtype != torch.int32:
-        return unsigned_modulo(mix(ids), capacity)
+        return unsigned_modulo(mix(ids), num_slots)
     bits = ids.long() & _UINT32_MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = ((bits ^ (bits >> shift)) * factor) & _UINT32_MASK
-    return (bits ^ (bits >> 16)) % capacity
+    return (bits ^ (bits >> 16)) % num_slots
 
 
 def _map_ranges(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each id the first entry of its table's map, and the number of entries.
+    """Return the first entry of the map of each id, and the number of entries of that map.
 
     `offsets` are `[T * B + 1]`, `map_offsets` `[T + 1]`.
     """
-    tables = map_offsets.numel() - 1
+    num_tables = map_offsets.numel() - 1
     check(
-        ids.dtype == offsets.dtype and tables > 0 and (offsets.numel() - 1) % tables == 0,
-        f"offsets must have B * T + 1 entries for T = {tables} tables and the dtype of indices, "
-        f"got {offsets.numel()} of {offsets.dtype} for {ids.dtype}",
+        ids.dtype == offsets.dtype and num_tables > 0 and (offsets.numel() - 1) % num_tables == 0,
+        f"offsets must have B * T + 1 entries for T = {num_tables} tables and the dtype of "
+        f"indices, got {offsets.numel()} of {offsets.dtype} for {ids.dtype}",
     )
-    batch = (offsets.numel() - 1) // tables
-    lengths = offsets[::batch].diff() if batch else offsets.new_zeros(tables)
-    table = torch.arange(tables, device=ids.device)
-    table = table.repeat_interleave(lengths, output_size=ids.numel())
+    batch_size = (offsets.numel() - 1) // num_tables
+    ids_per_table = offsets[::batch_size].diff() if batch_size else offsets.new_zeros(num_tables)
+    table_of_id = torch.arange(num_tables, device=ids.device)
+    table_of_id = table_of_id.repeat_interleave(ids_per_table, output_size=ids.numel())
     starts = map_offsets.to(ids.device).long()
-    return starts[table], starts.diff()[table]
+    return starts[table_of_id], starts.diff()[table_of_id]
 
 
 def map_ids(ids: Tensor, first: Tensor, count: Tensor, rows: Tensor) -> Tensor:
@@ -56,9 +60,9 @@ def map_ids(ids: Tensor, first: Tensor, count: Tensor, rows: Tensor) -> Tensor:
     """
     if not rows.numel():
         return ids.clone()
-    is_inside = (ids >= 0) & (ids < count)
-    mapped_rows = rows[torch.where(is_inside, first + ids, 0)].to(ids.dtype)
-    return torch.where(count > 0, torch.where(is_inside, mapped_rows, _FREE), ids)
+    is_in_map = (ids >= 0) & (ids < count)
+    mapped_rows = rows[torch.where(is_in_map, first + ids, 0)].to(ids.dtype)
+    return torch.where(count > 0, torch.where(is_in_map, mapped_rows, _FREE), ids)
 
 
 @operator("embedding_bag_rowwise_prune")
@@ -73,9 +77,9 @@ def embedding_bag_rowwise_prune(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows whose indicator exceeds a threshold, and the map of all rows to them.
 
-    At least `min_num_rows` rows stay. If a table of that size and the map take no less than
-    `min_save_ratio` of the memory, all rows and a map of the single entry 0 are returned; None
-    prunes anyway.
+    At least `min_num_rows` rows stay. Pruning must pay: `min_num_rows` rows and the map must need
+    less than `min_save_ratio` of the memory of `weight`. Otherwise all rows and a map of the single
+    entry 0 are returned. `min_save_ratio=None` always prunes.
     """
     check(threshold >= 0, f"threshold must not be negative, got {threshold}")
     check(indicator.numel() == len(weight), f"indicator must have {len(weight)} entries")
@@ -83,9 +87,9 @@ def embedding_bag_rowwise_prune(
     num_missing = min(min_num_rows, len(weight)) - int(is_kept.sum())
     if num_missing > 0:  # the last ones, as each row is decided on by those that follow it
         is_kept[(~is_kept).nonzero()[-num_missing:, 0]] = True
-    size, dtype = weight.size(1), compressed_indices_dtype
+    num_columns, dtype = weight.size(1), compressed_indices_dtype
     if min_save_ratio is not None and not (
-        4 * (len(weight) + min_num_rows * size) < min_save_ratio * 4 * weight.numel()
+        4 * (len(weight) + min_num_rows * num_columns) < min_save_ratio * 4 * weight.numel()
     ):
         return weight, torch.zeros(1, dtype=dtype)
     rows = torch.where(is_kept, is_kept.cumsum(0) - 1, _FREE)
@@ -96,10 +100,10 @@ def embedding_bag_rowwise_prune(
 def pruned_array_lookup(
     indices: Tensor, offsets: Tensor, index_remappings: Tensor, index_remappings_offsets: Tensor
 ) -> Tensor:
-    """Return the row of each id, by arrays that are concatenated; invalid ids have row -1.
+    """Return the row of each id by the arrays of the tables; ids outside an array get row -1.
 
-    `offsets` are `[T * B + 1]` in the dtype of `indices`; table t has the array from entry
-    `index_remappings_offsets[t]` on.
+    `offsets` are `[T * B + 1]` in the dtype of `indices`. `index_remappings` are the concatenated
+    arrays; that of table t begins at entry `index_remappings_offsets[t]`.
     """
     first, count = _map_ranges(indices, offsets, index_remappings_offsets)
     return map_ids(indices, first, count, index_remappings)
@@ -127,21 +131,21 @@ def pruned_hashmap_insert(
     Raises:
         RuntimeError: a table has no free slot left; nothing is written.
     """
-    first, capacity = _map_ranges(indices, offsets, hash_table_offsets)
-    is_stored = (dense_indices != _FREE) & (capacity > 0)
-    slots = _first_slots(indices, capacity.clamp(min=1))
+    map_starts, capacities = _map_ranges(indices, offsets, hash_table_offsets)
+    is_stored = (dense_indices != _FREE) & (capacities > 0)
+    start_slots = _first_slots(indices, capacities.clamp(min=1))
     entries = hash_table.tolist()
-    insertions = torch.stack([indices.long(), dense_indices.long(), first, capacity, slots])[
-        :, is_stored
-    ]
-    for id_, row, start, size, slot in insertions.t().tolist():
-        for step in range(size):
-            position = start + (slot + step) % size
+    insertions = torch.stack(
+        [indices.long(), dense_indices.long(), map_starts, capacities, start_slots]
+    )[:, is_stored]
+    for id_, row, map_start, num_slots, start_slot in insertions.t().tolist():
+        for step in range(num_slots):
+            position = map_start + (start_slot + step) % num_slots
             if entries[position][0] in (_FREE, id_):
                 entries[position] = [id_, row]
                 break
         else:
-            check(False, f"a hash map of {size} slots is full: give it more")
+            check(False, f"a hash map of {num_slots} slots is full: give it more")
     hash_table.copy_(torch.tensor(entries, dtype=hash_table.dtype).view_as(hash_table))
 
 
@@ -154,32 +158,37 @@ def pruned_hashmap_lookup(
     Ids of a table without slots are returned as they are. The arguments are as in
     `pruned_hashmap_insert`. Waits for a GPU.
     """
-    first, capacity = _map_ranges(indices, offsets, hash_table_offsets)
-    result = torch.where(capacity > 0, torch.full_like(indices, _FREE), indices)
-    undecided = torch.arange(indices.numel(), device=indices.device)[capacity > 0]
-    slots = _first_slots(indices, capacity.clamp(min=1))
-    for step in range(int(capacity.max()) if capacity.numel() else 0):
-        if not undecided.numel():  # only ids that are not decided yet are looked at again
+    map_starts, capacities = _map_ranges(indices, offsets, hash_table_offsets)
+    rows = torch.where(capacities > 0, torch.full_like(indices, _FREE), indices)
+    undecided = torch.arange(indices.numel(), device=indices.device)[capacities > 0]
+    start_slots = _first_slots(indices, capacities.clamp(min=1))
+    for step in range(int(capacities.max()) if capacities.numel() else 0):
+        if not undecided.numel():
             break
-        entries = hash_table[first[undecided] + (slots[undecided] + step) % capacity[undecided]]
+        entries = hash_table[
+            map_starts[undecided] + (start_slots[undecided] + step) % capacities[undecided]
+        ]
         is_hit = entries[:, 0] == indices[undecided]
-        result[undecided[is_hit]] = entries[is_hit, 1].to(indices.dtype)
-        undecided = undecided[~is_hit & (entries[:, 0] != _FREE) & (step + 1 < capacity[undecided])]
-    return result
+        rows[undecided[is_hit]] = entries[is_hit, 1].to(indices.dtype)
+        undecided = undecided[
+            ~is_hit & (entries[:, 0] != _FREE) & (step + 1 < capacities[undecided])
+        ]
+    return rows
 
 
 class PrunedMap:
     """A map of this process from ids to rows, table by table: FBGEMM's class `PrunedMapCPU`."""
 
     def insert(self, indices: Tensor, dense_indices: Tensor, offsets: Tensor, T: int) -> None:
-        """Set the row of each id of T tables, and forget earlier ones; row -1 is a pruned one.
+        """Set the row of each id of T tables, and forget the maps of earlier calls.
 
-        `indices` and `dense_indices`, ids and their rows, are `[L]`, `offsets` `[T * B + 1]`.
+        `indices` are ids `[L]`; `dense_indices` are their rows `[L]`, -1 for pruned rows; `offsets`
+        are `[T * B + 1]`.
         """
-        sizes = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long().diff()
+        num_slots = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long().diff()
         # A table without slots would map every id to itself.
-        ends = torch.nn.functional.pad(sizes.clamp(min=1).cumsum(0), (1, 0))
-        self._map = torch.full((int(ends[-1]), 2), _FREE), ends
+        map_offsets = torch.nn.functional.pad(num_slots.clamp(min=1).cumsum(0), (1, 0))
+        self._map = torch.full((int(map_offsets[-1]), 2), _FREE), map_offsets
         pruned_hashmap_insert(indices, dense_indices, offsets, *self._map)
 
     def lookup(self, indices: Tensor, offsets: Tensor) -> Tensor:

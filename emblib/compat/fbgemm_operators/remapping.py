@@ -1,11 +1,12 @@
 """Operators that remap ids: zero-collision hashing, and the pruning of tables during training.
 
-Zero-collision hashing has a buffer of one id per slot, -1 where a slot is free. An id's slot is the
-first of `max_probe` slots that has it, counted from a hash of the id and around the end.
+Zero-collision hashing has a buffer of one id per slot; -1 marks a free slot. The search for an id
+begins at the slot of its hash, and looks at `max_probe` slots; slot 0 follows the last slot. The id
+is in the first slot that has it.
 
-Pruning maps the ids of a table to fewer rows; ids without a row of their own share row 0. At times
-rows move from ids of little use to ids of much use that have none: uses are counted per id, the
-threshold is estimated from a sample, and freed rows are handed out in their order.
+Pruning maps the ids of a table to fewer rows. Ids without a row of their own share row 0. At times
+rows move: an id of little use loses its row to an id of much use that has none. The uses of each id
+are counted, and a sample of the ids determines the threshold between little and much use.
 """
 
 import itertools
@@ -120,8 +121,8 @@ def zero_collision_hash(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the slot of each id, `[N]`, and no evictions.
 
-    An id without a slot gets -1 with `disable_fallback`, else the slot of its hash: among the last
-    `num_reserved_slots`, if there are any.
+    An id without a slot gets -1 with `disable_fallback`, else the slot of its hash. That slot is
+    one of the last `num_reserved_slots`, if there are any.
 
     Args:
         input: ids `[N]`, int32 or int64.
@@ -131,8 +132,8 @@ def zero_collision_hash(
         _modulo_identity_DPRECATED: flag that must be False.
         exp_hours: number that must be -1.
         readonly: flag that must be True: FBGEMM's CPU build does not insert either.
-        local_sizes: slots of the part of each id, `[N]`; without it, all.
-        offsets: first slot of the part of each id, `[N]`.
+        local_sizes: number of slots in which each id may be, `[N]`; None for all slots.
+        offsets: first slot in which each id may be, `[N]`; None for slot 0.
         metadata: argument that must be None.
         output_on_uvm: ignored: the result is on the device of `input`.
         disable_fallback: whether an id without a slot gets -1.
@@ -140,7 +141,7 @@ def zero_collision_hash(
         eviction_threshold: number that must be -1.
         eviction_policy: number that must be 0.
         opt_in_prob: -1, or with `num_reserved_slots` any number.
-        num_reserved_slots: last slots of each part, for ids without a slot; -1 for none.
+        num_reserved_slots: number of the last slots kept for ids without a slot; -1 for none.
         opt_in_rands: ignored: it decides on insertions.
         runtime_meta: ignored.
 
@@ -148,8 +149,8 @@ def zero_collision_hash(
         NotImplementedError: arguments that insert or evict.
         RuntimeError: tensors that do not fit each other, or arguments that contradict each other.
     """
-    evicts = exp_hours != -1 or eviction_threshold != -1 or eviction_policy != 0
-    if not readonly or evicts or any(t is not None for t in (metadata, input_metadata)):
+    has_eviction = exp_hours != -1 or eviction_threshold != -1 or eviction_policy != 0
+    if not readonly or has_eviction or any(t is not None for t in (metadata, input_metadata)):
         raise NotImplementedError(
             "torch.ops.fbgemm.zero_collision_hash only looks ids up: pass readonly=True, and no "
             "eviction (in TorchRec, put the module into eval mode). To train on arbitrary ids, use "
@@ -163,33 +164,32 @@ def zero_collision_hash(
     check((local_sizes is None) == (offsets is None), "pass local_sizes and offsets, or neither")
     check((opt_in_prob == -1) == (num_reserved_slots == -1), "reserve slots with opt_in_prob only")
     check(num_reserved_slots == -1 or num_reserved_slots > 0, "num_reserved_slots must be positive")
-    size: Tensor | int = identities.size(0) if local_sizes is None else local_sizes
-    num_probed_slots = size if opt_in_prob == -1 else size - num_reserved_slots
-    shift = torch.zeros_like(input, dtype=torch.int64) if offsets is None else offsets
-    bits = hash_ids(input)
-    identity_of_id = input if identities.dtype == input.dtype else input.fmod(_INT32_MODULUS)
-    position = unsigned_modulo(bits, num_probed_slots)
+    num_slots: Tensor | int = identities.size(0) if local_sizes is None else local_sizes
+    num_probed_slots = num_slots if opt_in_prob == -1 else num_slots - num_reserved_slots
+    first_slots = torch.zeros_like(input, dtype=torch.int64) if offsets is None else offsets
+    hashes = hash_ids(input)
+    stored_form = input if identities.dtype == input.dtype else input.fmod(_INT32_MODULUS)
+    positions = unsigned_modulo(hashes, num_probed_slots)
     if disable_fallback:
-        slots = torch.full_like(position, -1)
+        slots = torch.full_like(positions, -1)
     elif opt_in_prob == -1:
-        slots = position + shift
+        slots = positions + first_slots
     else:
-        slots = num_probed_slots + unsigned_modulo(bits, num_reserved_slots) + shift
-    # Only ids that are not found yet are looked at again.
-    open_ids = torch.arange(len(input), device=input.device)
-    flat = identities.flatten()
+        slots = num_probed_slots + unsigned_modulo(hashes, num_reserved_slots) + first_slots
+    missing = torch.arange(len(input), device=input.device)  # positions of ids not found yet
+    id_of_slot = identities.flatten()
     for _ in range(max_probe):
-        if not len(open_ids):
+        if not len(missing):
             break
-        open_positions = position[open_ids]
-        slot = open_positions + shift[open_ids]
-        is_found = flat[slot] == identity_of_id[open_ids]
-        slots[open_ids[is_found]] = slot[is_found]
-        limit = (
-            num_probed_slots[open_ids] if isinstance(num_probed_slots, Tensor) else num_probed_slots
+        probed_positions = positions[missing]
+        probed_slots = probed_positions + first_slots[missing]
+        is_found = id_of_slot[probed_slots] == stored_form[missing]
+        slots[missing[is_found]] = probed_slots[is_found]
+        modulus = (
+            num_probed_slots[missing] if isinstance(num_probed_slots, Tensor) else num_probed_slots
         )
-        position[open_ids] = (open_positions + 1) % limit
-        open_ids = open_ids[~is_found]
+        positions[missing] = (probed_positions + 1) % modulus
+        missing = missing[~is_found]
     return slots, None
 
 
@@ -197,44 +197,49 @@ def zero_collision_hash(
 
 
 def _slices_of_tables(offsets: Tensor) -> list[slice]:
-    """Return the ids of each table, given the first id of each and the end; waits for a GPU."""
-    ends = offsets.tolist()
-    return [slice(first, last) for first, last in itertools.pairwise(ends)]
+    """Return the slice of the ids of each table; waits for a GPU.
+
+    `offsets` are the first id of each table, and the end.
+    """
+    bounds = offsets.tolist()
+    return [slice(first, last) for first, last in itertools.pairwise(bounds)]
 
 
 @operator("init_address_lookup")
 def init_address_lookup(address_lookups: Tensor, buffer_offsets: Tensor, emb_sizes: Tensor) -> None:
     """Map the first `emb_sizes[t]` ids of table t to their own rows, and all others to row 0.
 
-    `address_lookups`, the rows of the ids of all tables, is written; table t has those from
-    `buffer_offsets[t]` on.
+    `address_lookups`, the rows of the ids of all tables, is written. The ids of table t begin at
+    entry `buffer_offsets[t]`.
     """
-    for part, rows in zip(_slices_of_tables(buffer_offsets), emb_sizes.tolist(), strict=True):
-        lookup = address_lookups[part]
-        ids = torch.arange(len(lookup), device=lookup.device)
-        lookup.copy_(torch.where(ids < rows, ids, 0))
+    for table_slice, num_rows in zip(
+        _slices_of_tables(buffer_offsets), emb_sizes.tolist(), strict=True
+    ):
+        row_of_id = address_lookups[table_slice]
+        ids = torch.arange(len(row_of_id), device=row_of_id.device)
+        row_of_id.copy_(torch.where(ids < num_rows, ids, 0))
 
 
-def _threshold(use: Tensor, rows: Tensor, iteration: int) -> Tensor:
-    """Return the use that ids with a row of their own exceed, by a sample of every 23rd id."""
-    pruned = (1.0 - (rows.float() / len(use)).double()).float()
-    count = len(use) // _SAMPLE_STEP
-    if count:  # a smaller table is its own sample
-        position = torch.arange(count, device=use.device) * _SAMPLE_STEP
-        use = use[(position + iteration % _SAMPLE_STEP).clamp(max=len(use) - 1)]
-    position = (pruned * len(use)).floor().long().clamp(max=len(use) - 1)
-    return use.sort().values[position]
+def _use_threshold(uses: Tensor, num_rows: Tensor, iteration: int) -> Tensor:
+    """Estimate the number of uses above which an id has a row, from every 23rd id."""
+    pruned_share = (1.0 - (num_rows.float() / len(uses)).double()).float()
+    num_samples = len(uses) // _SAMPLE_STEP
+    if num_samples:  # a smaller table is its own sample
+        positions = torch.arange(num_samples, device=uses.device) * _SAMPLE_STEP
+        uses = uses[(positions + iteration % _SAMPLE_STEP).clamp(max=len(uses) - 1)]
+    positions = (pruned_share * len(uses)).floor().long().clamp(max=len(uses) - 1)
+    return uses.sort().values[positions]
 
 
-def _prune(lookup: Tensor, use: Tensor, threshold: Tensor) -> Tensor:
-    """Move the rows of ids of little use to ids without a row, and return these rows."""
-    is_used, has_row = use > threshold, lookup != 0
-    without_row = (is_used & ~has_row).nonzero()[:, 0]
-    unused = (~is_used & has_row).nonzero()[:, 0]
-    count = min(len(without_row), len(unused))
-    rows = lookup[unused[:count]]
-    lookup[without_row[:count]] = rows
-    lookup[unused[:count]] = 0
+def _move_rows(row_of_id: Tensor, uses: Tensor, threshold: Tensor) -> Tensor:
+    """Move rows from ids of little use to ids of much use without one; return the moved rows."""
+    is_much_used, has_row = uses > threshold, row_of_id != 0
+    receivers = (is_much_used & ~has_row).nonzero()[:, 0]
+    donors = (~is_much_used & has_row).nonzero()[:, 0]
+    num_moved_rows = min(len(receivers), len(donors))
+    rows = row_of_id[donors[:num_moved_rows]]
+    row_of_id[receivers[:num_moved_rows]] = rows
+    row_of_id[donors[:num_moved_rows]] = 0
     return rows
 
 
@@ -259,18 +264,24 @@ def prune_embedding_tables(
         emb_sizes: rows of each table.
 
     Returns:
-        rows that changed hands (`[0]` if there are none), their offsets per table, their number.
+        rows that moved (the single entry 0 if none did), their offsets per table, and their number.
     """
     if iter > pruning_interval:
         row_utils.mul_(_DECAY)
     moved_rows = []
-    for part, rows in zip(_slices_of_tables(buffer_offsets), emb_sizes, strict=True):
-        threshold = _threshold(row_utils[part], rows, iter)
-        moved_rows.append(_prune(address_lookups[part], row_utils[part], threshold))
-    counts = torch.tensor([0, *map(len, moved_rows)], device=buffer_offsets.device)
-    total = sum(map(len, moved_rows))
-    rows = torch.cat(moved_rows) if total else torch.zeros(1, dtype=torch.int64).to(counts.device)
-    return rows, counts.cumsum(0), total
+    for table_slice, num_rows in zip(_slices_of_tables(buffer_offsets), emb_sizes, strict=True):
+        threshold = _use_threshold(row_utils[table_slice], num_rows, iter)
+        moved_rows.append(
+            _move_rows(address_lookups[table_slice], row_utils[table_slice], threshold)
+        )
+    num_moved_rows = torch.tensor([0, *map(len, moved_rows)], device=buffer_offsets.device)
+    total_moved_rows = sum(map(len, moved_rows))
+    rows = (
+        torch.cat(moved_rows)
+        if total_moved_rows
+        else torch.zeros(1, dtype=torch.int64).to(num_moved_rows.device)
+    )
+    return rows, num_moved_rows.cumsum(0), total_moved_rows
 
 
 @operator("remap_indices_update_utils", writes="row_util")
@@ -293,11 +304,12 @@ def remap_indices_update_utils(
         buffer_idx: table of each feature, on the CPU.
         feature_lengths: ids of each feature, on the CPU.
         feature_offsets: first id of each feature, on the CPU.
-        values: ids; the caller's stay as they are.
+        values: ids of all features; not written.
         address_lookup: rows of the ids of all tables, int64.
         row_util: uses of the ids of all tables, float32; written.
         buffer_offsets: first id of each table, and the end.
-        full_values_list: ids to count per feature, if `values` has each once.
+        full_values_list: ids to count of each feature, if `values` has every id once; None counts
+            `values`.
         update_util: whether to count; None counts in some steps only, as FBGEMM does: in the first
             10, every 19th until 100, then every 39th.
     """
