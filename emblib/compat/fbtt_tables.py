@@ -42,22 +42,22 @@ class CoreViews:
 
     Args:
         stacked: parameters `[T, p_k, width_k]`.
-        tables: number of tables, T.
+        num_tables: number of tables, T.
         in_graph: whether gradients of the views reach the parameters.
     """
 
-    def __init__(self, stacked: StackedCores, tables: int, *, in_graph: bool) -> None:
+    def __init__(self, stacked: StackedCores, num_tables: int, *, in_graph: bool) -> None:
         self.stacked = stacked
-        self._tables, self._in_graph = tables, in_graph
+        self._num_tables, self._is_in_graph = num_tables, in_graph
         self._views: tuple[list[int], list[Tensor]] = ([], [])  # of parameters at these addresses
 
     def __len__(self) -> int:
-        return self._tables * len(self.stacked)
+        return self._num_tables * len(self.stacked)
 
-    def __getitem__(self, number: int) -> Tensor:
-        table, k = divmod(number, len(self.stacked))
+    def __getitem__(self, view_index: int) -> Tensor:
+        table, k = divmod(view_index, len(self.stacked))
         core: Tensor = self.stacked.as_list()[k]
-        return (core if self._in_graph else core.detach())[table]
+        return (core if self._is_in_graph else core.detach())[table]
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.as_list())
@@ -65,14 +65,16 @@ class CoreViews:
     def as_list(self) -> list[Tensor]:
         """Return all views; backward makes one gradient per parameter, not one per view.
 
-        Those out of the graph are the same objects as long as the parameters are.
+        Views outside the graph are the same objects in each call, until a parameter changes.
         """
         cores = self.stacked.as_list()
         addresses = [number for core in cores for number in (id(core), core.data_ptr())]
-        if not self._in_graph and addresses == self._views[0]:
+        if not self._is_in_graph and addresses == self._views[0]:
             return self._views[1]
-        by_core = [(core if self._in_graph else core.detach()).unbind(0) for core in cores]
-        views = [core for core_views in zip(*by_core, strict=True) for core in core_views]
+        views_of_cores = [
+            (core if self._is_in_graph else core.detach()).unbind(0) for core in cores
+        ]
+        views = [core for core_views in zip(*views_of_cores, strict=True) for core in core_views]
         self._views = (addresses, views)
         return views
 
@@ -94,20 +96,20 @@ class StackedTTBags(TableBatchedTTEmbeddingBags):
     def _allocate_cores(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
         """Allocate stacked cores and states; `shapes` has each core's shape, table after table."""
         in_graph = isinstance(self.optimizer, optim.External)
-        tables = len(self.tables)
-        of_table = shapes[: len(shapes) // tables]
+        num_tables = len(self.tables)
+        shapes_of_table = shapes[: len(shapes) // num_tables]
         dtype, states_dtype = self.precision.weights, self.precision.states
         stacked = StackedCores(
             nn.Parameter(
-                torch.empty(tables, *shape, dtype=dtype, device=device), requires_grad=in_graph
+                torch.empty(num_tables, *shape, dtype=dtype, device=device), requires_grad=in_graph
             )
-            for shape in of_table
+            for shape in shapes_of_table
         )
         self.__dict__["stacked"] = stacked  # not registered: see the class
-        self.cores = CoreViews(stacked, tables, in_graph=in_graph)
-        for k, shape in enumerate(of_table):
+        self.cores = CoreViews(stacked, num_tables, in_graph=in_graph)
+        for k, shape in enumerate(shapes_of_table):
             for state in self.optimizer.states:
-                size = (tables, shape[0]) if state.per_row else (tables, *shape)
+                size = (num_tables, shape[0]) if state.per_row else (num_tables, *shape)
                 state_dtype = torch.float32 if state.per_row else states_dtype
                 values = torch.zeros(size, dtype=state_dtype, device=device)
                 self.register_buffer(f"state_{state.name}_{k}", values)
@@ -166,11 +168,11 @@ class StateDictReader:
         errors: list[str],
     ) -> None:
         self._bags, self._entries, self._prefix = bags, state_dict, prefix
-        self._cached = bags if isinstance(bags, StackedCachedTTBags) else None
+        self._cached_bags = bags if isinstance(bags, StackedCachedTTBags) else None
         trains: Any = bags.trains if isinstance(bags, StackedCachedTTBags) else bags
         self._trains: StackedTTBags = trains
         self._bags_prefix = f"{prefix}bags."
-        self._trains_prefix = f"{prefix}bags.{'trains.' if self._cached else ''}"
+        self._trains_prefix = f"{prefix}bags.{'trains.' if self._cached_bags else ''}"
         self._errors = errors
 
     def convert(self) -> None:
@@ -178,25 +180,27 @@ class StateDictReader:
         own_keys = [key for key in self._entries if key.startswith(self._bags_prefix)]
         num_errors_before = len(self._errors)
         if own_keys:
-            self._stack()
+            self._stack_tables()
         elif f"{self._prefix}tt_cores.0" in self._entries:
             self._convert_fbtt()
         self._check_layout()
         if len(self._errors) > num_errors_before:
             self._restore_own_entries()
 
-    def _stack(self) -> None:
+    def _stack_tables(self) -> None:
         """Stack the cores and states of tables, which earlier versions had one by one."""
-        cores, tables = len(self._trains.stacked), len(self._trains.tables)
+        num_cores, num_tables = len(self._trains.stacked), len(self._trains.tables)
         if f"{self._trains_prefix}cores.0" not in self._entries:
             return
-        parts = {"cores.": f"{self._prefix}tt_cores."}
+        target_of_name = {"cores.": f"{self._prefix}tt_cores."}
         for state in self._trains.optimizer.states:
-            parts[f"state_{state.name}_"] = f"{self._trains_prefix}state_{state.name}_"
+            target_of_name[f"state_{state.name}_"] = f"{self._trains_prefix}state_{state.name}_"
         stacked = {}
-        for name, target in parts.items():
-            for k in range(cores):
-                keys = [f"{self._trains_prefix}{name}{t * cores + k}" for t in range(tables)]
+        for name, target in target_of_name.items():
+            for k in range(num_cores):
+                keys = [
+                    f"{self._trains_prefix}{name}{t * num_cores + k}" for t in range(num_tables)
+                ]
                 if all(key in self._entries for key in keys):
                     stacked[f"{target}{k}"] = torch.stack([self._entries.pop(key) for key in keys])
         self._entries.update(stacked)
@@ -216,14 +220,14 @@ class StateDictReader:
         self._entries.update(module_entries)
 
     def _check_rows(self, saved: Tensor | None) -> None:
-        """Add an error where FBTT's `L`, the rows per row of each core, is of other row factors."""
+        """Add an error where FBTT's `L`, the rows per row of each core, is not the module's."""
         factors = self._trains.tables[0].row_factors
-        weights = [math.prod(factors[k + 1 :]) for k in range(len(factors))]
-        if saved is not None and saved.tolist() != weights:
+        rows_per_core_row = [math.prod(factors[k + 1 :]) for k in range(len(factors))]
+        if saved is not None and saved.tolist() != rows_per_core_row:
             self._errors.append(
                 f"{self._prefix}L: the cores are of other row factors, {saved.tolist()} rows share "
-                f"a row of each core there and {weights} here: give the tt_p_shapes of the module "
-                "that was saved"
+                f"a row of each core there and {rows_per_core_row} here: give the tt_p_shapes of "
+                "the module that was saved"
             )
 
     def _convert_states(self, module_entries: MutableMapping[str, Any]) -> None:
@@ -249,53 +253,53 @@ class StateDictReader:
         """Convert counts and stored rows; without them the cache is empty afterwards."""
         ids, slots, rows = saved["hashtbl"], saved["cache_state"], saved["cache_weight"]
         counted_ids = torch.zeros(0, dtype=torch.int64) if ids is None else ids[ids >= 0].cpu()
-        stored: dict[int, int] = {}
+        id_of_slot: dict[int, int] = {}
         if ids is not None and slots is not None and rows is not None:
             slots = slots[ids >= 0].long().cpu()
             has_one_id = torch.bincount(slots[slots >= 0], minlength=len(rows)) == 1
-            # An id that took the place of another in the hash table shares its slot.
-            stored = {
+            # Two ids have one slot if one replaced the other in the hash table: neither is certain.
+            id_of_slot = {
                 slot: key
                 for key, slot in zip(counted_ids.tolist(), slots.tolist(), strict=True)
                 if slot >= 0 and has_one_id[slot]
             }
-        if self._cached is None:
-            if stored:
+        if self._cached_bags is None:
+            if id_of_slot:
                 self._errors.append(
-                    f"{self._prefix}cache_weight: FBTT stored {len(stored)} rows in its cache, "
+                    f"{self._prefix}cache_weight: FBTT stored {len(id_of_slot)} rows in its cache, "
                     "which the cores do not have: construct the module with use_cache=True"
                 )
             return
         module_entries[f"{self._bags_prefix}key_of_row"] = torch.full_like(
-            self._cached.key_of_row, -1
+            self._cached_bags.key_of_row, -1
         )
-        counts = f"{self._bags_prefix}counts."
+        counts_prefix = f"{self._bags_prefix}counts."
         uses = saved["cache_freq"]
-        module_entries[f"{counts}keys"] = counted_ids
-        module_entries[f"{counts}values"] = torch.zeros(len(counted_ids), 1)
-        module_entries[f"{counts}stamps"] = torch.zeros_like(counted_ids)
-        module_entries[f"{counts}scores"] = (
+        module_entries[f"{counts_prefix}keys"] = counted_ids
+        module_entries[f"{counts_prefix}values"] = torch.zeros(len(counted_ids), 1)
+        module_entries[f"{counts_prefix}stamps"] = torch.zeros_like(counted_ids)
+        module_entries[f"{counts_prefix}scores"] = (
             torch.ones_like(counted_ids)
             if ids is None or uses is None
             else uses[ids >= 0].to(counted_ids)
         )
-        if stored and rows is not None:
+        if id_of_slot and rows is not None:
             keys = torch.full((len(rows),), -1)
-            keys[list(stored)] = torch.tensor(list(stored.values()))
+            keys[list(id_of_slot)] = torch.tensor(list(id_of_slot.values()))
             module_entries[f"{self._bags_prefix}key_of_row"] = keys
-            table = f"{self._bags_prefix}rows.{self._cached.rows.table_names[0]}."
-            for name, view in self._cached.rows.table_views()[0].items():
-                size = (len(rows), *view.shape[1:])
-                module_entries[f"{table}{name}"] = (
-                    rows if name == "weight" else view.new_zeros(size)
+            table_prefix = f"{self._bags_prefix}rows.{self._cached_bags.rows.table_names[0]}."
+            for name, view in self._cached_bags.rows.table_views()[0].items():
+                shape = (len(rows), *view.shape[1:])
+                module_entries[f"{table_prefix}{name}"] = (
+                    rows if name == "weight" else view.new_zeros(shape)
                 )
-            sums, state = saved["cache_optimizer_state"], f"{table}sum"
+            sums, sums_name = saved["cache_optimizer_state"], f"{table_prefix}sum"
             if (
                 sums is not None
-                and state in module_entries
-                and sums.shape == module_entries[state].shape
+                and sums_name in module_entries
+                and sums.shape == module_entries[sums_name].shape
             ):
-                module_entries[state] = sums
+                module_entries[sums_name] = sums
 
     def _check_layout(self) -> None:
         """Add an error where cores are of another tensor train, or of another shape."""

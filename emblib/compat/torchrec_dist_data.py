@@ -139,11 +139,13 @@ class KJTAllToAll(nn.Module):
             )
         num_features = self._splits[ranks.rank]
         stride = batch.stride()
-        parts = batch.split(self._splits)
+        rank_batches = batch.split(self._splits)
         weights = batch.weights_or_none()
         item_nbytes = batch.values().itemsize, 0 if weights is None else weights.itemsize
         header = [
-            number for part in parts for number in (*item_nbytes, stride, *part.length_per_key())
+            number
+            for rank_batch in rank_batches
+            for number in (*item_nbytes, stride, *rank_batch.length_per_key())
         ]
         sent_sizes = torch.tensor(header, device=batch.device())
         pending = start_all_to_all(
@@ -153,25 +155,30 @@ class KJTAllToAll(nn.Module):
             ranks,
             content=Content.SIZES,
         )
-        return DeferredAwaitable(partial(self._send, batch, parts, pending))
+        return DeferredAwaitable(partial(self._send, batch, rank_batches, pending))
 
     def _send(
-        self, batch: KeyedJaggedTensor, parts: Sequence[KeyedJaggedTensor], pending: Any
+        self, batch: KeyedJaggedTensor, rank_batches: Sequence[KeyedJaggedTensor], pending: Any
     ) -> Awaitable[KeyedJaggedTensor]:
-        """Receive the sizes, then send lengths, ids and weights; `parts` are those of each rank.
+        """Receive the sizes, then send lengths, ids and weights: `rank_batches[r]` to rank r.
 
         A message to a rank is the lengths, then the ids, of its features, in the dtype of the ids.
         """
         ranks, num_features = self._ranks, self._splits[self._ranks.rank]
-        rows_of_ranks = pending.wait().view(ranks.size, 3 + num_features).tolist()
-        _check_item_nbytes([row[:2] for row in rows_of_ranks])
-        sizes_of_ranks = [row[2:] for row in rows_of_ranks]
+        header_of_ranks = pending.wait().view(ranks.size, 3 + num_features).tolist()
+        _check_item_nbytes([row[:2] for row in header_of_ranks])
+        sizes_of_ranks = [row[2:] for row in header_of_ranks]
         strides = [row[0] for row in sizes_of_ranks]
         num_ids_of_ranks = [sum(row[1:]) for row in sizes_of_ranks]
         message_parts = [
-            t.to(batch.values().dtype) for p in parts for t in (p.lengths(), p.values())
+            tensor.to(batch.values().dtype)
+            for rank_batch in rank_batches
+            for tensor in (rank_batch.lengths(), rank_batch.values())
         ]
-        sizes = [part.lengths().numel() + part.values().numel() for part in parts]
+        sizes = [
+            rank_batch.lengths().numel() + rank_batch.values().numel()
+            for rank_batch in rank_batches
+        ]
         received_sizes = [
             num_features * stride + n for stride, n in zip(strides, num_ids_of_ranks, strict=True)
         ]
@@ -181,8 +188,8 @@ class KJTAllToAll(nn.Module):
         weights = None
         if batch.weights_or_none() is not None:
             weights = start_all_to_all(
-                torch.cat([part.weights() for part in parts]),
-                [part.values().numel() for part in parts],
+                torch.cat([rank_batch.weights() for rank_batch in rank_batches]),
+                [rank_batch.values().numel() for rank_batch in rank_batches],
                 num_ids_of_ranks,
                 ranks,
                 content=Content.WEIGHTS,
@@ -217,30 +224,39 @@ def _to_feature_major(
         values: awaitable of the received lengths and ids.
         weights: awaitable of the received weights; None if batches have none.
     """
-    strides, counts = [row[0] for row in messages], [row[1:] for row in messages]
+    strides, num_ids_of_ranks = [row[0] for row in messages], [row[1:] for row in messages]
     num_features = len(keys)
     segment_sizes = [
         n
-        for stride, row in zip(strides, counts, strict=True)
+        for stride, row in zip(strides, num_ids_of_ranks, strict=True)
         for n in [stride] * num_features + row
     ]
     segments = list(values.wait().split(segment_sizes))
     weight_segments = (
-        None if weights is None else list(weights.wait().split([n for c in counts for n in c]))
+        None
+        if weights is None
+        else list(
+            weights.wait().split([n for rank_num_ids in num_ids_of_ranks for n in rank_num_ids])
+        )
     )
 
-    def in_order(first: int, step: int, tensors: Sequence[Tensor]) -> Tensor:
-        world = len(messages)
-        ordered = [tensors[r * step + first + f] for f in range(num_features) for r in range(world)]
+    def join_by_feature(
+        first_segment: int, segments_per_rank: int, tensors: Sequence[Tensor]
+    ) -> Tensor:
+        ordered = [
+            tensors[rank * segments_per_rank + first_segment + feature]
+            for feature in range(num_features)
+            for rank in range(len(messages))
+        ]
         return torch.cat(ordered) if ordered else tensors[0][:0] if tensors else values.wait()
 
     return KeyedJaggedTensor(
         keys,
-        in_order(num_features, 2 * num_features, segments),
-        None if weight_segments is None else in_order(0, num_features, weight_segments),
-        in_order(0, 2 * num_features, segments).long(),
+        join_by_feature(num_features, 2 * num_features, segments),
+        None if weight_segments is None else join_by_feature(0, num_features, weight_segments),
+        join_by_feature(0, 2 * num_features, segments).long(),
         stride=sum(strides),
-        length_per_key=[sum(row[f] for row in counts) for f in range(num_features)],
+        length_per_key=[sum(row[f] for row in num_ids_of_ranks) for f in range(num_features)],
     )
 
 
@@ -296,8 +312,8 @@ class KJTOneToAll(nn.Module):
         self._splits = list(splits)
         if len(self._splits) != world_size:
             raise ValueError(f"splits must be one per device of {world_size}, got {splits}")
-        cuda = torch.cuda.is_available()
-        self._type = device.type if device is not None else "cuda" if cuda else "cpu"
+        has_gpu = torch.cuda.is_available()
+        self._type = device.type if device is not None else "cuda" if has_gpu else "cpu"
 
     def forward(self, kjt: KeyedJaggedTensor) -> KJTList:
         """Return the part of each device."""
@@ -385,7 +401,7 @@ class _PooledModule(nn.Module):
         """The functions that replace the result; changes of this list have effect."""
         return self._callbacks
 
-    def _with_callbacks(self, pending: Awaitable[Tensor]) -> Awaitable[Tensor]:
+    def _add_callbacks(self, pending: Awaitable[Tensor]) -> Awaitable[Tensor]:
         for callback in self._callbacks:
             pending.then(callback)
         return pending
@@ -419,7 +435,7 @@ class PooledEmbeddingsAllToAll(_PooledModule):
         """Start to send rows; by default all ranks have the same number of examples."""
         world = len(self._columns)
         sizes = batch_size_per_rank or [local_embs.size(0) // world] * world
-        return self._with_callbacks(
+        return self._add_callbacks(
             comms.alltoall_pooled(
                 local_embs, sizes, self._columns, group=self._pg, codecs=self._codecs
             )
@@ -449,7 +465,7 @@ class VariableBatchPooledEmbeddingsAllToAll(PooledEmbeddingsAllToAll):
         batch_size_per_feature_pre_a2a: Sequence[int],
     ) -> Awaitable[Tensor]:
         """Start to send rows."""
-        return self._with_callbacks(
+        return self._add_callbacks(
             comms.variable_batch_alltoall_pooled(
                 local_embs,
                 batch_size_per_rank_per_feature,

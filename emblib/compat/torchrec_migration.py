@@ -1,8 +1,9 @@
 """Migration of TorchRec's unsharded collections: emblib's collections take their places.
 
-A migrated collection is emblib's, with the keys of TorchRec's state dict. Its results are of the
-library of the batch: a `KeyedJaggedTensor` of TorchRec gives a `KeyedTensor` or `JaggedTensor`s of
-TorchRec. Each table has the optimizer of its weight, so tables may have different optimizers.
+A migrated collection is emblib's, with the keys of TorchRec's state dict. Its results have types of
+the library of the batch: for a `KeyedJaggedTensor` of TorchRec it returns a `KeyedTensor` or
+`JaggedTensor`s of TorchRec. Each table has the optimizer of its weight, so tables may have
+different optimizers.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from emblib.sharding.awaitables import LazyAwaitable
 from emblib.sharding.lookup import Inputs, Outputs
 from emblib.sharding.shard import SHARDED
 
-_JAGGED = "torchrec.sparse.jagged_tensor"
+_JAGGED_TYPES_MODULE = "torchrec.sparse.jagged_tensor"
 
 
 def _types_of(features: Any) -> Any:
-    """Return TorchRec's module of jagged types if `features` are of one; None otherwise."""
-    is_torchrec = any(kind.__module__ == _JAGGED for kind in type(features).__mro__)
-    return sys.modules[_JAGGED] if is_torchrec else None
+    """Return TorchRec's module of jagged types if `features` are one of them; None otherwise."""
+    is_torchrec = any(base.__module__ == _JAGGED_TYPES_MODULE for base in type(features).__mro__)
+    return sys.modules[_JAGGED_TYPES_MODULE] if is_torchrec else None
 
 
 def _to_keyed(features: Any) -> Any:
@@ -105,14 +106,14 @@ class MigratedEmbeddingCollection(EmbeddingCollection):
 
 
 class _ReceivedBatch(NamedTuple):
-    """A batch that all ranks have sent, and TorchRec's types if this rank's batch is of them."""
+    """A batch received from all ranks, and TorchRec's types if this rank sent one of them."""
 
     batch: Any
     types: Any
 
 
 class _WithTypes:
-    """The stages of a sharded lookup, whose output has the types of the library of its input."""
+    """The stages of a sharded lookup; its output has types of the same library as its input."""
 
     def __init__(
         self, source: Any, *arguments: Any, optimizer: optim.Optimizer | None = None, **options: Any
@@ -185,10 +186,12 @@ class ReplacedCollection(Replaced):
             TorchWeight(child.weight, Trained.of(optimizers, child.weight))
             for child in _table_modules(old).values()
         ]
-        fused = [optimizer_for(w.trained, w.weight, tables) for w in self.weights]
-        _check_steps(self.weights, [optimizer for optimizer, _ in fused])
-        self.note = "; ".join(dict.fromkeys(note for _, note in fused if note))
-        super().__init__(paths, old, _make_migrated(old, [optimizer for optimizer, _ in fused]))
+        optimizers_and_notes = [optimizer_for(w.trained, w.weight, tables) for w in self.weights]
+        _check_steps(self.weights, [optimizer for optimizer, _ in optimizers_and_notes])
+        self.note = "; ".join(dict.fromkeys(note for _, note in optimizers_and_notes if note))
+        super().__init__(
+            paths, old, _make_migrated(old, [optimizer for optimizer, _ in optimizers_and_notes])
+        )
 
     @staticmethod
     def _check(old: Any) -> None:
@@ -275,18 +278,22 @@ class ReplacedCollection(Replaced):
 
     def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
         """Return the flat results; a feature of several tables has the bags of its first table."""
-        first: dict[str, Bags] = {}
+        bags_of_feature: dict[str, Bags] = {}
         for (names, _), feature_bags in zip(self.features(), bags, strict=True):
-            first.setdefault(names[0].removeprefix(f"{self.paths[0]}."), feature_bags)
-        ids, lengths = (torch.cat(part) for part in zip(*first.values(), strict=True))
+            bags_of_feature.setdefault(names[0].removeprefix(f"{self.paths[0]}."), feature_bags)
+        ids, lengths = (
+            torch.cat(tensors) for tensors in zip(*bags_of_feature.values(), strict=True)
+        )
         weights = None
         if getattr(self.old, "_is_weighted", False):
             weights = torch.ones(len(ids), device=ids.device)
-        kind: Any = sys.modules[_JAGGED]
-        out = module(kind.KeyedJaggedTensor(list(first), ids, weights=weights, lengths=lengths))
-        if isinstance(out, Mapping):
-            return torch.cat([jagged.values() for jagged in out.values()])
-        pooled: Tensor = out.values()
+        types: Any = sys.modules[_JAGGED_TYPES_MODULE]
+        output = module(
+            types.KeyedJaggedTensor(list(bags_of_feature), ids, weights=weights, lengths=lengths)
+        )
+        if isinstance(output, Mapping):
+            return torch.cat([jagged.values() for jagged in output.values()])
+        pooled: Tensor = output.values()
         return pooled
 
     def rows(self, module: Any) -> list[Tensor]:
@@ -305,12 +312,12 @@ class ReplacedFusedCollection(ReplacedCollection):
         tables: optim.Optimizer | None,
     ) -> None:
         self._check(old)
-        self.weights, self._tbes = [], _tbes(old)
+        self.weights, self._tbe_of_tables = [], _tbe_of_each_table(old)
         optimizers_by_module = {
             id(module): ReplacedSplitTBE(("",), module, (), None).optimizers[0]
-            for module, _ in self._tbes
+            for module, _ in self._tbe_of_tables
         }
-        fused = [optimizers_by_module[id(module)] for module, _ in self._tbes]
+        fused = [optimizers_by_module[id(module)] for module, _ in self._tbe_of_tables]
         if _is_pooled(old) and len({config.pooling for config in _configs(old)}) > 1:
             self.note = "columns follow the names; TorchRec's come in the order of the poolings"
         Replaced.__init__(self, paths, old, _make_migrated(old, fused))
@@ -319,7 +326,7 @@ class ReplacedFusedCollection(ReplacedCollection):
     def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         """Return the bytes of rows and states before and after."""
         before, after = TrainingMemory(), TrainingMemory()
-        for (module, number), table in zip(self._tbes, self._tables, strict=True):
+        for (module, number), table in zip(self._tbe_of_tables, self._tables, strict=True):
             states = sum(state.nbytes for state in _states(module, number))
             before += TrainingMemory(module.split_embedding_weights()[number].nbytes, states)
             after += table.memory
@@ -332,7 +339,7 @@ class ReplacedFusedCollection(ReplacedCollection):
 
     def carry_over(self) -> None:
         """Copy rows, states and steps into the tables."""
-        for (module, number), table in zip(self._tbes, self._tables, strict=True):
+        for (module, number), table in zip(self._tbe_of_tables, self._tables, strict=True):
             table.rows.copy_(module.split_embedding_weights()[number])
             for new, old in _state_pairs(table, module, number):
                 new.copy_(old.view_as(new))
@@ -340,7 +347,9 @@ class ReplacedFusedCollection(ReplacedCollection):
 
     def carry_back(self) -> None:
         """Copy rows, states and steps back."""
-        self._copy_into(self._tbes, [torch.arange(len(table.rows)) for table in self._tables])
+        self._copy_into(
+            self._tbe_of_tables, [torch.arange(len(table.rows)) for table in self._tables]
+        )
 
     def _copy_into(self, tbes: Sequence[tuple[Any, int]], rows: Sequence[Tensor]) -> None:
         for (module, number), table, row_ids in zip(tbes, self._tables, rows, strict=True):
@@ -356,25 +365,27 @@ class ReplacedFusedCollection(ReplacedCollection):
         """Return a collection of TorchRec with some of the rows; it trains itself."""
         module, rows = _smaller_collection(self.old, max_rows, seed)
         with torch.no_grad():
-            self._copy_into(_tbes(module), rows)
+            self._copy_into(_tbe_of_each_table(module), rows)
         return module, []
 
 
-def _check_steps(weights: Sequence[TorchWeight], fused: Sequence[optim.Optimizer | None]) -> None:
+def _check_steps(
+    weights: Sequence[TorchWeight], optimizers: Sequence[optim.Optimizer | None]
+) -> None:
     """Raise NotMigrated for tables of one Adam that were trained for different numbers of steps."""
     steps: dict[optim.Optimizer, set[int]] = {}
-    for weight, optimizer in zip(weights, fused, strict=True):
+    for weight, optimizer in zip(weights, optimizers, strict=True):
         if isinstance(optimizer, optim.Adam) and weight.trained is not None:
             steps.setdefault(optimizer, set()).add(int(weight.trained.state.get("step", 0)))
-    if any(len(numbers) > 1 for numbers in steps.values()):
+    if any(len(table_steps) > 1 for table_steps in steps.values()):
         raise NotMigrated(
             "its tables were trained for different numbers of steps, and tables with the same "
             "optimizer have one step here: give each a learning rate of its own"
         )
 
 
-def _tbes(collection: Any) -> list[tuple[Any, int]]:
-    """Return FBGEMM's module of each table, and its number there."""
+def _tbe_of_each_table(collection: Any) -> list[tuple[Any, int]]:
+    """Return FBGEMM's module of each table, and the number of the table in that module."""
     modules_by_table = {
         config.name: (lookups.get_submodule("_emb_module"), number)
         for lookups in vars(collection)["_emb_modules"]
@@ -430,11 +441,11 @@ def _make_migrated(
     old: Any, optimizers: Sequence[optim.Optimizer | None]
 ) -> EmbeddingBagCollection | EmbeddingCollection:
     """Return a migrated collection, with an optimizer per table."""
-    children, pooled = _table_modules(old), _is_pooled(old)
+    table_modules, is_pooled = _table_modules(old), _is_pooled(old)
     tables: list[Any] = []
     for config, optimizer in zip(_configs(old), optimizers, strict=True):
-        weight = children[config.name].weight
-        common: dict[str, Any] = {
+        weight = table_modules[config.name].weight
+        arguments: dict[str, Any] = {
             "num_embeddings": config.num_embeddings,
             "embedding_dim": config.embedding_dim,
             "name": config.name,
@@ -443,19 +454,19 @@ def _make_migrated(
             "init_fn": config.init_fn,
             "optimizer": optimizer,
         }
-        if pooled:
+        if is_pooled:
             pooling = config.pooling.value.lower()
-            tables.append(EmbeddingBagConfig(**common, pooling=pooling))
+            tables.append(EmbeddingBagConfig(**arguments, pooling=pooling))
         else:
-            tables.append(EmbeddingConfig(**common))
-    device = next(iter(children.values())).weight.device
-    kind = MigratedEmbeddingBagCollection if pooled else MigratedEmbeddingCollection
-    collection: Any = kind(tables, device=device, **_options(old))
+            tables.append(EmbeddingConfig(**arguments))
+    device = next(iter(table_modules.values())).weight.device
+    migrated_class = MigratedEmbeddingBagCollection if is_pooled else MigratedEmbeddingCollection
+    collection: Any = migrated_class(tables, device=device, **_options(old))
     return collection
 
 
 def _smaller_collection(old: Any, max_rows: int | None, seed: int) -> tuple[Any, list[Tensor]]:
-    """Return a collection of TorchRec with fewer rows, and which those are, per table."""
+    """Return a collection of TorchRec with fewer rows, and the ids of these rows per table."""
     configs = _configs(old)
     rows = [chosen_rows(config.num_embeddings, max_rows, seed) for config in configs]
     options = _options(old)
@@ -490,7 +501,7 @@ def _refuse_quantised(paths: Sequence[str], old: Any, optimizers: Any, tables: A
 def _collection_factory(
     paths: Sequence[str], old: Any, optimizers: Any, tables: optim.Optimizer | None
 ) -> Replaced:
-    """Return what replaces a collection, which is not one for inference of the same name."""
+    """Return what replaces a collection; refuse quantised ones, which have the same class names."""
     if ".quant." in type(old).__module__:
         return _refuse_quantised(paths, old, optimizers, tables)
     return ReplacedCollection(paths, old, optimizers, tables)

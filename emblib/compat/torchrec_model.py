@@ -500,7 +500,7 @@ class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
 class PrefetchTrainPipelineSparseDist(
     TrainPipelineSparseDist, pipelines.PrefetchTrainPipelineSparseDist
 ):
-    """Load the rows of the next batch into caches, beside what `TrainPipelineSparseDist` does."""
+    """Load the rows of the next batch into caches, in addition to `TrainPipelineSparseDist`."""
 
     def __init__(
         self,

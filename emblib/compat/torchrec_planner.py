@@ -75,8 +75,8 @@ class Topology:
         self.world_size, self.compute_device = world_size, compute_device
         self.local_world_size = local_world_size or world_size
         # A plan for GPUs can be made on a machine without them, if `hbm_cap` is given.
-        is_elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
-        make_topology: Any = planner.Topology if is_elsewhere else planner.Topology.detect
+        lacks_gpus = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
+        make_topology: Any = planner.Topology if lacks_gpus else planner.Topology.detect
         detected: planner.Topology = make_topology(
             world_size, self.local_world_size, device=compute_device, calibration=calibration
         )
@@ -268,10 +268,10 @@ class EmbeddingEnumerator:
             )
         self.topology, self.batch_size = topology, batch_size
         self.constraints = dict(constraints or {})
-        for default in estimators:
-            if default is not None:
-                self.agreed("topology", default.topology)
-                self.constraints = self.agreed("constraints", default.constraints)
+        for default_estimator in estimators:
+            if default_estimator is not None:
+                self.agreed("topology", default_estimator.topology)
+                self.constraints = self.agreed("constraints", default_estimator.constraints)
 
     def enumerate(self, module: nn.Module, sharders: Sequence[Any]) -> list[Any]:
         """Raise NotImplementedError: the options of a plan are not objects here."""
@@ -320,14 +320,14 @@ class EmbeddingShardingPlanner:
         callbacks: Sequence[Callable[[ShardingPlan], ShardingPlan]] | None = None,
         timeout_seconds: int | None = None,
     ) -> None:
-        parts = {
+        torchrec_parts = {
             "proposer": proposer,
             "partitioner": partitioner,
             "performance_model": performance_model,
             "stats": stats,
             "timeout_seconds": timeout_seconds,
         }
-        unsupported = [name for name, value in parts.items() if value is not None]
+        unsupported = [name for name, value in torchrec_parts.items() if value is not None]
         if unsupported:
             raise ValueError(
                 f"{', '.join(unsupported)} must be left out: emblib's planner has one search, "
@@ -434,5 +434,5 @@ def plan_with_report(
 
 def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequence[Any]) -> Any:
     collection = module.get_submodule(work.path)
-    fitting = [s.optimizer for s in sharders if isinstance(collection, s.module_type)]
-    return fitting[0] if fitting else None
+    optimizers = [s.optimizer for s in sharders if isinstance(collection, s.module_type)]
+    return optimizers[0] if optimizers else None

@@ -187,16 +187,18 @@ def fuse_embedding_optimizer(
     `optimizer_type` is a class that `apply_optimizer_in_backward` takes for tables.
     """
     _refuse_location(location)
-    kinds = emblib_collections.EmbeddingBagCollection | emblib_collections.EmbeddingCollection
-    collections = [m for m in model.modules() if isinstance(m, kinds)]
+    collection_classes = (
+        emblib_collections.EmbeddingBagCollection | emblib_collections.EmbeddingCollection
+    )
+    collections = [m for m in model.modules() if isinstance(m, collection_classes)]
     params = [parameter for collection in collections for parameter in collection.parameters()]
     apply_optimizer_in_backward(optimizer_type, params, optimizer_kwargs)
-    fused = {
+    fused_class_of = {
         EmbeddingBagCollection: FusedEmbeddingBagCollection,
         EmbeddingCollection: FusedEmbeddingCollection,
     }
     for collection in collections:  # the classes differ in `fused_optimizer()` only
-        collection.__class__ = fused.get(type(collection), type(collection))
+        collection.__class__ = fused_class_of.get(type(collection), type(collection))
     return model.to(device)
 
 
@@ -247,7 +249,7 @@ _Context = EmbeddingBagCollectionContext
 class _WithContexts(Subscripted):
     """TorchRec's arguments and calls of a sharded collection, with a context as the first argument.
 
-    Without one, the calls are emblib's.
+    Calls without a context have emblib's arguments.
 
     Args:
         module: the collection.
@@ -262,7 +264,7 @@ class _WithContexts(Subscripted):
     """
 
     _make_context: ClassVar[Any] = EmbeddingBagCollectionContext
-    _pooled: ClassVar[bool] = True
+    _is_pooled: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -277,7 +279,7 @@ class _WithContexts(Subscripted):
         **options: Any,
     ) -> None:
         arguments = {
-            "comm_precision": comm_precision_of(qcomm_codecs_registry, pooled=self._pooled),
+            "comm_precision": comm_precision_of(qcomm_codecs_registry, pooled=self._is_pooled),
             "optimizer": optimizer_of(fused_params),
         }
         options = {name: value for name, value in options.items() if value is not None}
@@ -370,7 +372,7 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
     """
 
     _make_context = EmbeddingCollectionContext
-    _pooled = False
+    _is_pooled = False
 
     def __init__(self, *arguments: Any, use_index_dedup: bool = False, **options: Any) -> None:
         dedup = use_index_dedup or get_ec_index_dedup()
@@ -383,7 +385,7 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
     _lookups = _output_dists = _input_dists
 
 
-# A model that has these is sharded as one that has emblib's own.
+# Models with these classes are sharded like models with emblib's own classes.
 SHARDED[EmbeddingBagCollection] = ShardedEmbeddingBagCollection
 SHARDED[FusedEmbeddingBagCollection] = ShardedEmbeddingBagCollection
 SHARDED[EmbeddingCollection] = ShardedEmbeddingCollection
@@ -404,7 +406,7 @@ class ModuleSharder(Subscripted):
 
     module_type: ClassVar[type[nn.Module]]
     sharded_module_type: ClassVar[Any]
-    _pooled: ClassVar[bool] = True
+    _is_pooled: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -414,7 +416,7 @@ class ModuleSharder(Subscripted):
         self.fused_params = None if fused_params is None else dict(fused_params)
         self.qcomm_codecs_registry = qcomm_codecs_registry
         self.optimizer = optimizer_of(fused_params)
-        self.comm_precision = comm_precision_of(qcomm_codecs_registry, pooled=self._pooled)
+        self.comm_precision = comm_precision_of(qcomm_codecs_registry, pooled=self._is_pooled)
         self.options: dict[str, Any] = {}  # further arguments of `sharded_module_type`
 
     def shard(
@@ -428,12 +430,12 @@ class ModuleSharder(Subscripted):
         """Return the sharded collection, with the weights of `module`."""
         ranks = ranks_of(env, device)
 
-        def checked() -> dict[str, sharding.ParameterSharding]:
+        def check_arguments() -> dict[str, sharding.ParameterSharding]:
             sharded_form(module, module_fqn or "")
             check_kernels(params, self.optimizer)
             return _native_plan(params)
 
-        plan = fingerprint.agree(ranks, checked)
+        plan = fingerprint.agree(ranks, check_arguments)
         sharded: nn.Module = self.sharded_module_type(
             module,
             plan,
@@ -445,7 +447,7 @@ class ModuleSharder(Subscripted):
         return sharded.train(module.training)
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
-        """Return the parameter of each table, by its name; of a tensor train, the first."""
+        """Return the parameter of each table, by its name; the first one of a tensor train."""
         named = {name: list(handle.parameters()) for name, handle in module.handles().items()}
         return {name: parameters[0] for name, parameters in named.items() if parameters}
 
@@ -461,9 +463,9 @@ class ModuleSharder(Subscripted):
         self, tensor: Tensor, compute_device_type: str, compute_kernel: str
     ) -> dict[str, int]:
         """Return the bytes of `tensor` by the memory of its rows, `hbm` or `ddr`; no caches."""
-        uvm = checked_kernel(compute_kernel).startswith("fused_uvm")
-        on_gpu = compute_device_type == "cuda" and not uvm
-        return {"hbm" if on_gpu else "ddr": tensor.numel() * tensor.element_size()}
+        is_uvm = checked_kernel(compute_kernel).startswith("fused_uvm")
+        is_on_gpu = compute_device_type == "cuda" and not is_uvm
+        return {"hbm" if is_on_gpu else "ddr": tensor.numel() * tensor.element_size()}
 
 
 class EmbeddingBagCollectionSharder(ModuleSharder):
@@ -471,7 +473,7 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
 
     module_type: ClassVar[type[nn.Module]] = emblib_collections.EmbeddingBagCollection
     sharded_module_type = ShardedEmbeddingBagCollection
-    _pooled = True
+    _is_pooled = True
 
 
 class EmbeddingCollectionSharder(ModuleSharder):
@@ -479,7 +481,7 @@ class EmbeddingCollectionSharder(ModuleSharder):
 
     module_type = emblib_collections.EmbeddingCollection
     sharded_module_type = ShardedEmbeddingCollection
-    _pooled = False
+    _is_pooled = False
 
     def __init__(
         self,
@@ -499,11 +501,13 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 
 def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer | None) -> None:
     """Raise ValueError for a DENSE table where all tables get an optimizer in backward."""
-    dense = [n for n, p in params.items() if p.compute_kernel == EmbeddingComputeKernel.DENSE.value]
-    if dense and optimizer is not None:
+    dense_tables = [
+        n for n, p in params.items() if p.compute_kernel == EmbeddingComputeKernel.DENSE.value
+    ]
+    if dense_tables and optimizer is not None:
         raise ValueError(
-            f"fused_params fuse the optimizer of all tables, and the plan says DENSE for {dense}: "
-            "leave compute_kernel out, or give the others their optimizer by "
+            f"fused_params fuse the optimizer of all tables, and the plan says DENSE for "
+            f"{dense_tables}: leave compute_kernel out, or give the others their optimizer by "
             "apply_optimizer_in_backward"
         )
 

@@ -36,9 +36,10 @@ class ShardingType(Enum):
 class EmbeddingComputeKernel(Enum):
     """Storage and training of a table.
 
-    DENSE leaves gradients to an optimizer of torch.optim; the FUSED ones run theirs in backward,
-    the rows in the memory of the device, in the host's, or there behind a cache. QUANT is that of
-    quantised collections. The others name what TorchRec's plans may have, and raise in a plan.
+    DENSE leaves gradients to an optimizer of torch.optim. FUSED, FUSED_UVM and FUSED_UVM_CACHING
+    run the optimizer in backward; rows are in the memory of the device, in host memory, or in host
+    memory behind a cache of the device. QUANT is the kernel of quantised collections. The other
+    members are for code that names them: a plan with one raises ValueError.
     """
 
     DENSE = "dense"
@@ -122,11 +123,11 @@ class ShardedTensor(ShardedTable):
     def local_shards(self) -> list[LocalShard]:
         """Return the shards of this rank; their tensors are the memory of the table."""
         local_shards = []
-        for number, part in self.parts.items():
-            shard, dims = self.shards[number], self.dim()
-            offsets = [shard.rows[0], shard.columns[0]][:dims]
+        for shard_index, part in self.parts.items():
+            shard, num_dims = self.shards[shard_index], self.dim()
+            offsets = [shard.rows[0], shard.columns[0]][:num_dims]
             metadata = ShardMetadata(
-                offsets, list(shard.shape)[:dims], f"rank:{shard.rank}/{part.device.type}"
+                offsets, list(shard.shape)[:num_dims], f"rank:{shard.rank}/{part.device.type}"
             )
             local_shards.append(LocalShard(part, metadata))
         return local_shards
@@ -150,8 +151,8 @@ class ShardedTensor(ShardedTable):
             raise ValueError(
                 f"copy_ needs the whole table of size {list(self.size())}, got {list(other.size())}"
             )
-        for number, part in self.parts.items():
-            shard = self.shards[number]
+        for shard_index, part in self.parts.items():
+            shard = self.shards[shard_index]
             rows = other[slice(*shard.rows)]
             part.copy_(rows[:, slice(*shard.columns)] if other.dim() > 1 else rows, non_blocking)
         return self
@@ -217,9 +218,9 @@ def refuse_per_table(owner: str, values: Mapping[str, Any]) -> None:
         name for name, value in values.items() if value is not None and value is not False
     ]
     if set_options:
-        ways = "; ".join(f"{name}: {WAYS_OUT[name]}" for name in set_options)
+        ways_out = "; ".join(f"{name}: {WAYS_OUT[name]}" for name in set_options)
         raise ValueError(
-            f"{', '.join(set_options)} of {owner} must be left out here. {ways}. "
+            f"{', '.join(set_options)} of {owner} must be left out here. {ways_out}. "
             f"{RUN_TORCHREC_ITSELF}"
         )
 
@@ -282,7 +283,7 @@ class ParameterSharding:
                 FUSED_UVM_CACHING, or no spec for a type that needs one.
         """
         storage = STORAGES.get(checked_kernel(self.compute_kernel))
-        kind = sharding.ShardingType(ShardingType(self.sharding_type).value)
+        native_type = sharding.ShardingType(ShardingType(self.sharding_type).value)
         if self.cache_params is not None:
             if self.compute_kernel != EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
                 raise ValueError(
@@ -290,15 +291,15 @@ class ParameterSharding:
                     f"{self.compute_kernel!r}"
                 )
             storage = self.cache_params.storage()
-        if kind is sharding.ShardingType.DATA_PARALLEL:
-            return sharding.ParameterSharding(kind, (), storage)
+        if native_type is sharding.ShardingType.DATA_PARALLEL:
+            return sharding.ParameterSharding(native_type, (), storage)
         if self.sharding_spec is None:
             raise ValueError(
                 f"{self.sharding_type} needs a sharding_spec: construct_module_sharding_plan makes "
                 "it from table_wise(rank), row_wise() and the like"
             )
         return sharding.ParameterSharding(
-            kind, tuple(map(_to_shard, self.sharding_spec.shards)), storage
+            native_type, tuple(map(_to_shard, self.sharding_spec.shards)), storage
         )
 
     @classmethod
@@ -328,8 +329,8 @@ class ParameterSharding:
         """Set kernel and cache to those of a storage; one without a kernel changes nothing."""
         if isinstance(storage, Dense) and storage.cache is not None:
             self.cache_params, storage = CacheParams.of(storage.cache), Dense(storage.placement)
-        kernels = {other: name for name, other in STORAGES.items()}
-        self.compute_kernel = kernels.get(storage, self.compute_kernel)
+        kernel_of_storage = {other: name for name, other in STORAGES.items()}
+        self.compute_kernel = kernel_of_storage.get(storage, self.compute_kernel)
 
     def __str__(self) -> str:
         return f"{self.sharding_type} ({self.compute_kernel}) on ranks {self.ranks or 'all'}"
@@ -342,11 +343,11 @@ def _torchrec_type_name(table: sharding.ParameterSharding) -> str:
 
 
 def _to_shard(shard: Any) -> Shard:
-    """Convert a `ShardMetadata`, or one of torch, whose placement is an object."""
+    """Convert a `ShardMetadata` of this module or of torch, whose placement is an object."""
     (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
     placement = shard.placement
-    text = placement if isinstance(placement, str) else f"rank:{placement.rank()}/"
-    rank = int(text.removeprefix("rank:").partition("/")[0])
+    placement_text = placement if isinstance(placement, str) else f"rank:{placement.rank()}/"
+    rank = int(placement_text.removeprefix("rank:").partition("/")[0])
     return Shard(rank, (row, row + rows), (column, column + columns))
 
 
@@ -430,7 +431,7 @@ class ShardingEnv:
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
-        """Return the devices of this process: of quantised collections, or one for any."""
+        """Return the devices of this process: several for quantised collections, one for any."""
         return cls(world_size, rank)
 
     def training_ranks(self) -> RankGroup:

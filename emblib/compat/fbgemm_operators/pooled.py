@@ -20,13 +20,14 @@ _PERMUTE = (
 
 
 def _permute_columns(
-    pooled: Tensor, offset_dims: Tensor, permute: Tensor, total: int | None
+    pooled: Tensor, offset_dims: Tensor, permute: Tensor, num_columns: int | None
 ) -> Tensor:
+    """Return blocks of columns; `num_columns` is their sum, None if it must be computed."""
     permute = permute.to(offset_dims.device)
-    starts = offset_dims[:-1].index_select(0, permute)
-    lengths = offset_dims.diff().index_select(0, permute)
-    index = segment_positions(starts, lengths, total)
-    return pooled.index_select(1, index.to(pooled.device))
+    first_columns = offset_dims[:-1].index_select(0, permute)
+    widths = offset_dims.diff().index_select(0, permute)
+    column_indices = segment_positions(first_columns, widths, num_columns)
+    return pooled.index_select(1, column_indices.to(pooled.device))
 
 
 def permute_pooled_embs(
@@ -36,7 +37,10 @@ def permute_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
-    """Return the blocks of columns `permute_list`, each once; the inverse lists are ignored."""
+    """Return the blocks of columns in the order `permute_list`, which has each block once.
+
+    The inverse lists are ignored.
+    """
     return _permute_columns(pooled_embs, offset_dim_list, permute_list, pooled_embs.size(1))
 
 
@@ -56,7 +60,7 @@ def permute_duplicate_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
-    """Return the blocks of columns `permute_list`, which may omit or repeat some.
+    """Return the blocks of columns `permute_list`; it may omit or repeat blocks.
 
     The inverse lists are ignored.
     """
@@ -103,7 +107,7 @@ def regroup_keyed_tensor(
     lengths: Sequence[Sequence[int]],
     groups: Sequence[Sequence[str]],
 ) -> list[Tensor]:
-    """Return for each group its keys' columns, concatenated.
+    """Return the concatenated columns of the keys of each group.
 
     Args:
         pooled_embs: tensors `[B, columns]`.
@@ -133,32 +137,37 @@ def kt_regroup_arguments(
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Return the arguments of `permute_multi_embedding` that regroup keys.
 
-    These are the permutation, the columns of each input and of each output as int32 tensors on the
-    device of `embs`, and the latter as a list. A row of the permutation, int32 `[keys, 6]`, has
-    input, output, first column in the input and in the output, columns and a link. Rows that read
-    the same columns are linked: the first of them to the next, the others to the negative number of
-    the next, or of all rows.
+    These are the permutation, the number of columns of each input, and that of each output, as
+    int32 tensors on the device of `embs`, then the numbers of columns of the outputs as a list.
+
+    The permutation, `[rows, 6]`, has one row per key of a group: input, output, first column in the
+    input, first column in the output, number of columns, and a link. The link of a key that is used
+    once is 0. If a key is used several times, the link of its first row is the number of its second
+    row; the link of each later row is the negative number of the following row of the key, and the
+    link of the last one the negative number of all rows.
     """
     blocks = _blocks_of(keys, lengths)
-    rows: list[list[int]] = []
+    permutation: list[list[int]] = []
     widths = []
-    uses: dict[str, list[int]] = {}
+    rows_of_key: dict[str, list[int]] = {}
     for output, group in enumerate(groups):
         column = 0
         for key in group:
             tensor, start, width = blocks[key]
-            uses.setdefault(key, []).append(len(rows))
-            rows.append([tensor, output, start, column, width, 0])
+            rows_of_key.setdefault(key, []).append(len(permutation))
+            permutation.append([tensor, output, start, column, width, 0])
             column += width
         widths.append(column)
-    for numbers in uses.values():
-        if len(numbers) > 1:
-            rows[numbers[0]][_LINK] = numbers[1]
-            for number, following in zip(numbers[1:], [*numbers[2:], len(rows)], strict=True):
-                rows[number][_LINK] = -following
+    for row_numbers in rows_of_key.values():
+        if len(row_numbers) > 1:
+            permutation[row_numbers[0]][_LINK] = row_numbers[1]
+            for row_number, next_row in zip(
+                row_numbers[1:], [*row_numbers[2:], len(permutation)], strict=True
+            ):
+                permutation[row_number][_LINK] = -next_row
     device = embs.device
     return (
-        torch.tensor(rows, dtype=torch.int32, device=device).view(-1, _LINK + 1),
+        torch.tensor(permutation, dtype=torch.int32, device=device).view(-1, _LINK + 1),
         torch.tensor([sum(row) for row in lengths], dtype=torch.int32, device=device),
         torch.tensor(widths, dtype=torch.int32, device=device),
         widths,
@@ -175,16 +184,18 @@ def permute_multi_embedding(
 ) -> list[Tensor]:
     """Return outputs of `out_lengths` columns, put together as `kt_regroup_arguments` says."""
     columns = permutes.long().unbind(1)
-    first_in = functional.pad(in_shapes.long().cumsum(0), (1, 0))
-    first_out = functional.pad(out_shapes.long().cumsum(0), (1, 0))
-    starts = first_in.index_select(0, columns[0]) + columns[2]
-    order = torch.sort(first_out.index_select(0, columns[1]) + columns[3]).indices
-    total = 0
-    for length in out_lengths:
-        total += length
-    index = segment_positions(starts[order], columns[4][order], total)
-    joined = torch.cat(list(pooled_embs), dim=1).index_select(1, index.to(pooled_embs[0].device))
-    return list(joined.split(list(out_lengths), dim=1))
+    first_input_columns = functional.pad(in_shapes.long().cumsum(0), (1, 0))
+    first_output_columns = functional.pad(out_shapes.long().cumsum(0), (1, 0))
+    block_starts = first_input_columns.index_select(0, columns[0]) + columns[2]
+    order = torch.sort(first_output_columns.index_select(0, columns[1]) + columns[3]).indices
+    num_columns = 0
+    for output_columns in out_lengths:
+        num_columns += output_columns
+    column_indices = segment_positions(block_starts[order], columns[4][order], num_columns)
+    permuted = torch.cat(list(pooled_embs), dim=1).index_select(
+        1, column_indices.to(pooled_embs[0].device)
+    )
+    return list(permuted.split(list(out_lengths), dim=1))
 
 
 # Rows
@@ -220,18 +231,20 @@ def batch_index_select_dim0(
     input_columns: Sequence[SymInt],
     permute_output_dim_0_1: bool = False,
 ) -> Tensor:
-    """Return rows `indices` of matrices that are concatenated in the flat `inputs`, flat.
+    """Return rows `indices` of matrices, flat; the flat `inputs` has the matrices one by one.
 
     The lists have for each matrix its number of selected rows, its rows and its columns.
-    With `permute_output_dim_0_1`, which needs equally many rows of each, the output is row-major
-    over all matrices.
+    With `permute_output_dim_0_1` the output is row-major over all matrices; the same number of rows
+    must be selected from each matrix.
     """
-    sizes = [rows * width for rows, width in zip(input_rows, input_columns, strict=True)]
+    sizes = [
+        num_rows * columns for num_rows, columns in zip(input_rows, input_columns, strict=True)
+    ]
     if not sizes:
         return inputs[:0]
     selected_rows = [
-        part.view(rows, width).index_select(0, index)
-        for part, rows, width, index in zip(
+        matrix.view(num_rows, columns).index_select(0, matrix_indices)
+        for matrix, num_rows, columns, matrix_indices in zip(
             inputs.split(sizes),
             input_rows,
             input_columns,
@@ -241,7 +254,7 @@ def batch_index_select_dim0(
     ]
     if permute_output_dim_0_1:
         return torch.cat(selected_rows, dim=1).flatten()
-    return torch.cat([rows.flatten() for rows in selected_rows])
+    return torch.cat([num_rows.flatten() for num_rows in selected_rows])
 
 
 @operator("batch_index_select_dim0_tensor")

@@ -15,7 +15,8 @@ _EPS = 1e-8  # FBGEMM's, for rows of one value
 _HALF_HEADER_BYTES = 4  # of scale and minimum in float16
 
 
-def _range(values: Tensor) -> tuple[Tensor, Tensor]:
+def _minimum_and_maximum(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return minimum and maximum of each row, float32 `[..., 1]`; zeros of rows without columns."""
     values = values.float()
     if not values.size(-1):
         return values.new_zeros(*values.shape[:-1], 1), values.new_zeros(*values.shape[:-1], 1)
@@ -27,17 +28,19 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 
 def _contiguous_copy(values: Tensor) -> Tensor:
-    """Return a copy without gaps and at an aligned address, of empty tensors too."""
+    """Return a contiguous copy at an aligned address, also of an empty tensor."""
     return values.clone(memory_format=torch.contiguous_format)
 
 
 def to_fused_8bit(t: Tensor) -> Tensor:
     """Quantise rows `[..., D]` to uint8 `[..., D + 8]`: codes, then float32 scale and minimum."""
     check_rows("t", t)
-    low, high = _range(t)
-    width = high - low
-    codes = ((t.float() - low) * (_MAX_CODE / (width + _EPS))).round().clamp(0, _MAX_CODE)
-    return torch.cat([codes.to(torch.uint8), _as_bytes(width / _MAX_CODE), _as_bytes(low)], dim=-1)
+    low, high = _minimum_and_maximum(t)
+    value_range = high - low
+    codes = ((t.float() - low) * (_MAX_CODE / (value_range + _EPS))).round().clamp(0, _MAX_CODE)
+    return torch.cat(
+        [codes.to(torch.uint8), _as_bytes(value_range / _MAX_CODE), _as_bytes(low)], dim=-1
+    )
 
 
 for _source in ("Float", "Half", "FloatOrHalf"):
@@ -67,27 +70,27 @@ def fused_8bit_to_float(
         quant_padding_float_type or not scale_bias_last,
         "float16 scale and minimum (quant_padding_float_type=False) are at the start of a row",
     )
-    kind = torch.float32 if quant_padding_float_type else torch.float16
-    codes, header = _split_rows(input, 2 * kind.itemsize, header_last=scale_bias_last)
-    return _decode(codes, header, kind, output_dtype)
+    header_dtype = torch.float32 if quant_padding_float_type else torch.float16
+    codes, header = _split_rows(input, 2 * header_dtype.itemsize, header_last=scale_bias_last)
+    return _decode(codes, header, header_dtype, output_dtype)
 
 
-def _split_rows(rows: Tensor, size: int, *, header_last: bool) -> tuple[Tensor, Tensor]:
-    """Return views of the codes and of the `size` bytes of scale and minimum."""
+def _split_rows(rows: Tensor, header_bytes: int, *, header_last: bool) -> tuple[Tensor, Tensor]:
+    """Return views of the codes and of the `header_bytes` bytes of scale and minimum."""
     check_rows("input", rows)
     check(
-        rows.dtype == torch.uint8 and rows.size(-1) >= size,
-        f"input must be uint8 rows of at least {size} bytes, the scale and minimum, got "
+        rows.dtype == torch.uint8 and rows.size(-1) >= header_bytes,
+        f"input must be uint8 rows of at least {header_bytes} bytes, the scale and minimum, got "
         f"{rows.dtype} {list(rows.shape)}",
     )
     if header_last:
-        return rows[..., : rows.size(-1) - size], rows[..., rows.size(-1) - size :]
-    return rows[..., size:], rows[..., :size]
+        return rows[..., : rows.size(-1) - header_bytes], rows[..., rows.size(-1) - header_bytes :]
+    return rows[..., header_bytes:], rows[..., :header_bytes]
 
 
-def _decode(codes: Tensor, header: Tensor, kind: torch.dtype, output_dtype: int) -> Tensor:
+def _decode(codes: Tensor, header: Tensor, header_dtype: torch.dtype, output_dtype: int) -> Tensor:
     check(output_dtype in DTYPES, f"output_dtype must be one of {[*DTYPES]}, got {output_dtype}")
-    scale, low = _contiguous_copy(header).view(kind).float().unsqueeze(-1).unbind(-2)
+    scale, low = _contiguous_copy(header).view(header_dtype).float().unsqueeze(-1).unbind(-2)
     return (codes.float() * scale + low).to(DTYPES[output_dtype])
 
 
@@ -107,23 +110,28 @@ def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
     """
     _check_bits(bit_rate)
     check_rows("input", input)
-    per_byte = 8 // bit_rate
-    if input.size(-1) % per_byte:
-        raise ValueError(f"rows of {bit_rate} bits need a multiple of {per_byte} columns")
-    low, high = _range(input)
+    codes_per_byte = 8 // bit_rate
+    if input.size(-1) % codes_per_byte:
+        raise ValueError(f"rows of {bit_rate} bits need a multiple of {codes_per_byte} columns")
+    low, high = _minimum_and_maximum(input)
     low = low.half()
-    largest = 2**bit_rate - 1
-    width = high - low.float()
-    scale = torch.where(width == 0, 1.0, width / largest).half()
+    largest_code = 2**bit_rate - 1
+    value_range = high - low.float()
+    scale = torch.where(value_range == 0, 1.0, value_range / largest_code).half()
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    inverse = 1.0 / scale.float()
-    is_too_small = inverse.isinf()
+    inverse_scale = 1.0 / scale.float()
+    is_too_small = inverse_scale.isinf()
     scale = torch.where(is_too_small, torch.ones_like(scale), scale)
-    inverse = torch.where(is_too_small, torch.ones_like(inverse), inverse)
-    codes = ((input.float() - low.float()) * inverse).round().clamp(0, largest).to(torch.uint8)
-    packed = codes[..., 0::per_byte].clone()
-    for position in range(1, per_byte):
-        packed |= codes[..., position::per_byte] << (position * bit_rate)
+    inverse_scale = torch.where(is_too_small, torch.ones_like(inverse_scale), inverse_scale)
+    codes = (
+        ((input.float() - low.float()) * inverse_scale)
+        .round()
+        .clamp(0, largest_code)
+        .to(torch.uint8)
+    )
+    packed = codes[..., 0::codes_per_byte].clone()
+    for code_position in range(1, codes_per_byte):
+        packed |= codes[..., code_position::codes_per_byte] << (code_position * bit_rate)
     return torch.cat([packed, _as_bytes(scale), _as_bytes(low)], dim=-1)
 
 
@@ -142,8 +150,8 @@ def unpack_nbit(rows: Tensor, bit_rate: int) -> Tensor:
     """Return the codes of packed rows, one per column; `rows` themselves for 8 bits."""
     if bit_rate == 8:
         return rows
-    per_byte = 8 // bit_rate
-    shifts = torch.arange(per_byte, dtype=torch.uint8, device=rows.device) * bit_rate
+    codes_per_byte = 8 // bit_rate
+    shifts = torch.arange(codes_per_byte, dtype=torch.uint8, device=rows.device) * bit_rate
     codes = (rows.unsqueeze(-1) >> shifts) & (2**bit_rate - 1)
     return codes.flatten(-2)
 
