@@ -20,7 +20,7 @@ from experiments.machine import memory
 from experiments.measure.outcome import status_of, verify
 from experiments.measure.process import note
 from experiments.measure.session import Session
-from experiments.measure.timing import check_batch, counting_pass, task_of, whole_steps
+from experiments.measure.timing import counting_pass, make_check_batch, task_of, whole_steps
 from experiments.timing.clock import Clock, Phase, SampleTask, clock_for
 from experiments.timing.warmup import warm_up
 from experiments.workloads.workload import Pool, make_pool, table_shapes
@@ -75,7 +75,7 @@ class Bench:
         session = Session(config, self.device, "gate")
         contender = build(point.arm.contender, task_of(point.cell, point.arm, session))
         if self.setup.check:
-            verify(contender, check_batch(point.cell, self.setup.seed))
+            verify(contender, make_check_batch(point.cell, self.setup.seed))
         pool = self._pool_of(point.cell)
         phases = whole_steps(contender, pool)
         clock = clock_for(self.device, config.timing.modes[0])

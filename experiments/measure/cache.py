@@ -15,7 +15,7 @@ from experiments.contenders.base import Contender
 from experiments.contenders.key_checks import CHECKED_KEYS, verify_keyed
 from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.contenders.registry import Unsupported, build
-from experiments.measure.outcome import Outcome, describe, facts
+from experiments.measure.outcome import Outcome, describe, pool_entries
 from experiments.measure.session import Session
 from experiments.measure.timing import task_of
 from experiments.results.store import Record
@@ -38,11 +38,11 @@ from experiments.workloads.workload import (
 def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
     """Return a record per contender or ideal cache and size; `seconds` is not used.
 
-    A contender visits every batch, and its counters are read after each one. So the samples of a
-    record are the counts of each batch by counter (`Contender.counters`), those of the warm-up too.
-    Ideal caches have no counts of the warm-up. Their records may have `most_lookup_hits` (the bound
-    of the offline optimum), or `expected_lookup_hit_rate` and `expected_row_hit_rate` (static_top,
-    unless the lookups are from a file). Fractions that give the same size have one record.
+    The samples of a record are {counter: counts per batch} (`Contender.counters`). Contenders have
+    counts of the warm-up batches too, ideal caches have not. The record of the offline optimum has
+    `most_lookup_hits`, a bound. The record of static_top has `expected_lookup_hit_rate` and
+    `expected_row_hit_rate`, unless the lookups are from a file. If two fractions are rounded to one
+    size, the size has one record.
 
     Raises:
         TraceError: the trace has too few batches.
@@ -61,31 +61,35 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
         outcome = Outcome(arm)
         samples: dict[str, list[int]] = {}
         extra: dict[str, Any] = {}
-        size = WAYS * cache_sets(shapes, arm.cache)
-        if (arm.contender, size) in measured_sizes:
+        cache_rows = WAYS * cache_sets(shapes, arm.cache)
+        if (arm.contender, cache_rows) in measured_sizes:
             continue  # fractions of a small table may be rounded to the same number of sets
-        measured_sizes.add((arm.contender, size))
+        measured_sizes.add((arm.contender, cache_rows))
         session.note(f"{arm.key}|running the trace")
         with outcome.catching():
             if registry.facts_of(arm.contender).keyed:
                 ids = [_global_rows(batch, shapes) for batch in pool.batches]
-                samples = run_keys(arm.contender, ids, size, session)
+                samples = run_keys(arm.contender, ids, cache_rows, session)
             elif arm.contender in COMPUTED:
-                samples, extra = _run_ideal(arm.contender, trace, size, cell, shapes)
+                samples, extra = _run_ideal(arm.contender, trace, cache_rows, cell, shapes)
             else:
                 samples = _visit_batches(build(arm.contender, task_of(cell, arm, session)), pool)
         records.append(
             describe(cell, outcome, session)
-            | facts(pool)
+            | pool_entries(pool)
             | {"samples": samples, **extra}
-            | {"cache_rows": size, "batches": cell.cache.batches}
+            | {"cache_rows": cache_rows, "batches": cell.cache.batches}
         )
     return records
 
 
-def trace_of(pool: Pool, shapes: tuple[TableShape, ...], warm: int) -> cache_bounds.RowTrace:
-    """Return the trace of a pool, with the rows of all tables in one numbering."""
-    return cache_bounds.RowTrace.of([_global_rows(b, shapes) for b in pool.batches], warm)
+def trace_of(
+    pool: Pool, shapes: tuple[TableShape, ...], num_warm_batches: int
+) -> cache_bounds.RowTrace:
+    """Return the trace of a pool; row ids of each table follow those of the table before it."""
+    return cache_bounds.RowTrace.of(
+        [_global_rows(batch, shapes) for batch in pool.batches], num_warm_batches
+    )
 
 
 def _global_rows(batch: Batch, shapes: tuple[TableShape, ...]) -> Ids:
@@ -111,54 +115,63 @@ def _visit_batches(contender: Contender, pool: Pool) -> dict[str, list[int]]:
 
 
 def _run_ideal(
-    name: str, trace: cache_bounds.RowTrace, size: int, cell: Cell, shapes: tuple[TableShape, ...]
+    name: str,
+    trace: cache_bounds.RowTrace,
+    cache_rows: int,
+    cell: Cell,
+    shapes: tuple[TableShape, ...],
 ) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Return the counters of an ideal cache per counted batch, and bounds or predictions."""
+    """Return the counters of an ideal cache per counted batch, and further entries of a record."""
     if name in EXACT:
-        hits = cache_bounds.run_policy(trace, size, cache_bounds.Policy[name])
+        hits = cache_bounds.run_policy(trace, cache_rows, cache_bounds.Policy[name])
         return cache_bounds.counter_samples(trace, hits), {}
     if name == "offline":
-        samples = cache_bounds.counter_samples(trace, cache_bounds.offline(trace, size))
-        return samples, {"most_lookup_hits": cache_bounds.max_lookup_hits(trace, size)}
-    samples = cache_bounds.counter_samples(trace, cache_bounds.static_top(trace, size))
-    work = cell.workload
-    row_probabilities = [p for p in (probabilities(work, s.rows) for s in shapes) if p is not None]
+        samples = cache_bounds.counter_samples(trace, cache_bounds.offline(trace, cache_rows))
+        return samples, {"most_lookup_hits": cache_bounds.max_lookup_hits(trace, cache_rows)}
+    samples = cache_bounds.counter_samples(trace, cache_bounds.static_top(trace, cache_rows))
+    workload = cell.workload
+    row_probabilities = [
+        p for p in (probabilities(workload, s.rows) for s in shapes) if p is not None
+    ]
     if not row_probabilities:
         return samples, {}
-    lookups = len(shapes) * work.B * work.L
-    by_lookup, by_row = cache_bounds.expected_top(
-        np.concatenate(row_probabilities) / len(shapes), size, lookups
+    num_lookups = len(shapes) * workload.B * workload.L
+    lookup_hit_rate, row_hit_rate = cache_bounds.expected_top(
+        np.concatenate(row_probabilities) / len(shapes), cache_rows, num_lookups
     )
-    return samples, {"expected_lookup_hit_rate": by_lookup, "expected_row_hit_rate": by_row}
+    return samples, {
+        "expected_lookup_hit_rate": lookup_hit_rate,
+        "expected_row_hit_rate": row_hit_rate,
+    }
 
 
 def run_keys(
-    contender: str, batches: Sequence[Ids], slots: int, session: Session
+    contender: str, batches: Sequence[Ids], num_slots: int, session: Session
 ) -> dict[str, list[int]]:
-    """Run batches of ids through a hash table of `slots` slots; return its counters per batch.
+    """Run batches of ids through a hash table of `num_slots` slots; return its counters per batch.
 
-    A hit is an id that was present before its batch was inserted. First, another table of the
-    contender, whose slots suffice for all its keys, is checked.
+    A hit is an id that was present before its batch was inserted. The contender is checked first,
+    on a separate table that is large enough for all checked keys.
     """
 
-    def table_of(slots: int) -> KeyTable:
-        return build(contender, KeyTask(slots, 1, session.device, slots))
+    def build_table(num_slots: int) -> KeyTable:
+        return build(contender, KeyTask(num_slots, 1, session.device, num_slots))
 
     def prepare(ids: Ids) -> Any:
         return table.prepare(torch.from_numpy(ids.astype(np.int64)), torch.zeros(len(ids), 1))
 
-    space, checked = KeySpace(Order.permuted, session.seed), table_of(4 * CHECKED_KEYS)
+    space, checked_table = KeySpace(Order.permuted, session.seed), build_table(4 * CHECKED_KEYS)
     keys = space.run(0, CHECKED_KEYS)
-    checked.fill(keys, values_of(keys, 1))
-    verify_keyed(checked, space, keys)
-    table = table_of(slots)
+    checked_table.fill(keys, values_of(keys, 1))
+    verify_keyed(checked_table, space, keys)
+    table = build_table(num_slots)
     samples: dict[str, list[int]] = {k: [] for k in ("lookups", "lookup_hits", "rows", "row_hits")}
     for ids in batches:
-        rows, lookups = np.unique(ids, return_counts=True)
-        is_present = table.find_slots(prepare(rows)).cpu().numpy() != table.absent
+        distinct_ids, counts = np.unique(ids, return_counts=True)
+        is_present = table.find_slots(prepare(distinct_ids)).cpu().numpy() != table.absent
         table.find_or_insert_slots(prepare(ids))
         samples["lookups"].append(len(ids))
-        samples["lookup_hits"].append(int(lookups[is_present].sum()))
-        samples["rows"].append(len(rows))
+        samples["lookup_hits"].append(int(counts[is_present].sum()))
+        samples["rows"].append(len(distinct_ids))
         samples["row_hits"].append(int(is_present.sum()))
     return samples

@@ -1,7 +1,7 @@
 """Measure a cell of kind growth: the time of every call while hash tables fill from empty.
 
-A cell is a table size with its arms (hash tables), which are filled by turns in one process. Then
-each is filled once more to measure memory, alone.
+A cell is a table size; its arms are hash tables, which are filled by turns in one process. Then
+each arm is filled once more, alone, to measure its memory.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     with telemetry_for(session.device) as telemetry:
         _fill_in_turns(cell, session, outcomes, tables, space)
     records = []
-    bytes_of = {key: table.nbytes() for key, table in tables.items()}
+    bytes_of_arm = {key: table.nbytes() for key, table in tables.items()}
     tables.clear()
     for arm in cell.arms:
         outcome = outcomes[arm.key]
         outcome.measured.conclude(telemetry.flags(), telemetry.summary())
-        record: Record = {"keys_there": call_sizes(cell)[1]}
+        record: Record = {"keys_there": key_counts(cell)[1]}
         if outcome.status == "ok":
             session.note(f"{arm.key}|weighing")
             with outcome.catching():
                 record |= _measure_memory(cell, arm, session, space)
-                record["weights_bytes"] = bytes_of[arm.key]
+                record["weights_bytes"] = bytes_of_arm[arm.key]
         records.append(describe(cell, outcome, session) | record)
     return records
 
 
-def call_sizes(cell: Cell) -> tuple[int, int]:
-    """Return the number of keys per call, and of all calls, at least one, together."""
+def key_counts(cell: Cell) -> tuple[int, int]:
+    """Return the number of keys per call, and the total of all calls, which are at least one."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
-    size = cell.workload.B * cell.workload.L
-    return size, max(1, int(FILLED_LOAD * shape.rows) // size) * size
+    keys_per_call = cell.workload.B * cell.workload.L
+    return keys_per_call, max(1, int(FILLED_LOAD * shape.rows) // keys_per_call) * keys_per_call
 
 
 def _build_table(cell: Cell, arm: Arm, session: Session) -> KeyTable:
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     initial_slots = max(1, round(cell.keys.first * shape.rows))
-    _, total = call_sizes(cell)
-    slots = max(shape.rows, total)
-    task = KeyTask(slots, shape.dim, session.device, total, initial_slots)
+    _, num_total = key_counts(cell)
+    slots = max(shape.rows, num_total)
+    task = KeyTask(slots, shape.dim, session.device, num_total, initial_slots)
     return build(arm.contender, task)
 
 
@@ -79,32 +79,35 @@ def _fill_in_turns(
     tables: dict[str, KeyTable],
     space: KeySpace,
 ) -> None:
-    """Make every call on every table, then check the tables; samples are (call, seconds)."""
-    size, total = call_sizes(cell)
+    """Insert new keys into every table, call by call, then check the tables.
+
+    The samples of an outcome are (index of the call, seconds).
+    """
+    keys_per_call, num_total = key_counts(cell)
     rng = random.Random(session.seed)
     for key in tables:
         outcomes[key].measured.samples = {GROWTH_PHASE: []}
-    for number in range(total // size):
-        keys = space.run(number * size, size)
-        running = [key for key in tables if outcomes[key].status == "ok"]
-        for key in rng.sample(running, len(running)):
-            session.note(f"{key}|call {number + 1}")
+    for call_index in range(num_total // keys_per_call):
+        keys = space.run(call_index * keys_per_call, keys_per_call)
+        running_arms = [key for key in tables if outcomes[key].status == "ok"]
+        for key in rng.sample(running_arms, len(running_arms)):
+            session.note(f"{key}|call {call_index + 1}")
             with outcomes[key].catching():
                 outcomes[key].measured.samples[GROWTH_PHASE].append(
-                    (number, _call(tables[key], keys))
+                    (call_index, _timed_fill(tables[key], keys))
                 )
     for key, table in tables.items():
         if outcomes[key].status == "ok":
             session.note(f"{key}|checking")
             with outcomes[key].catching():
-                _check(table, space, total)
+                _verify_filled(table, space, num_total)
             outcomes[key].measured.stop_reason = "filled"
 
 
-def _call(table: KeyTable, keys: Tensor) -> float:
-    """Return the seconds of inserting new keys, on a GPU from idle to idle.
+def _timed_fill(table: KeyTable, keys: Tensor) -> float:
+    """Insert new keys and return the seconds, on a GPU until it is idle again.
 
-    `keys` is int64 `[n]` on the host; copies to the device are not timed.
+    `keys` is int64 `[n]` on the host. Its copy to the device is not timed.
     """
     device = table.task.device
     values, keys = values_of(keys, table.task.dim).to(device), keys.to(device)
@@ -116,21 +119,21 @@ def _call(table: KeyTable, keys: Tensor) -> float:
     return (time.perf_counter_ns() - start) / 1e9
 
 
-def _check(table: KeyTable, space: KeySpace, total: int) -> None:
-    """Check that every key is present, in a slot of its own, with its value; raise Wrong."""
-    parts = []
-    for first in range(0, total, KEYS_PER_FILL):
-        keys = space.run(first, min(KEYS_PER_FILL, total - first))
+def _verify_filled(table: KeyTable, space: KeySpace, num_total: int) -> None:
+    """Raise Wrong unless every key is present, has a slot to itself, and has its value."""
+    slot_blocks = []
+    for first in range(0, num_total, KEYS_PER_FILL):
+        keys = space.run(first, min(KEYS_PER_FILL, num_total - first))
         values = values_of(keys, table.task.dim)
-        parts.append(table.find_slots(table.prepare(keys, values)).cpu())
+        slot_blocks.append(table.find_slots(table.prepare(keys, values)).cpu())
         if "find" in table.operations and not torch.equal(
             table.find(table.prepare(keys, values)).cpu(), values
         ):
             raise Wrong("after growth a key has another value")
-    slots = torch.cat(parts)
+    slots = torch.cat(slot_blocks)
     if (slots == table.absent).any():
         raise Wrong(f"after growth {int((slots == table.absent).sum())} keys are not there")
-    if len(slots.unique()) < total:
+    if len(slots.unique()) < num_total:
         raise Wrong("after growth two keys have one slot")
 
 
@@ -140,13 +143,13 @@ def _measure_memory(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> 
     Returns:
         `peak_bytes` and `kept_bytes`, None if unknown.
     """
-    size, total = call_sizes(cell)
+    keys_per_call, num_total = key_counts(cell)
     tables: list[KeyTable] = []
 
     def grow() -> None:
         table = _build_table(cell, arm, session)
-        for first in range(0, total, size):
-            keys = space.run(first, size)
+        for first in range(0, num_total, keys_per_call):
+            keys = space.run(first, keys_per_call)
             table.fill(keys.to(session.device), values_of(keys, table.task.dim).to(session.device))
         tables.append(table)
 

@@ -1,7 +1,7 @@
 """Measure a cell of kind keys: operations on hash tables at several loads, timed interleaved.
 
-A cell is a workload and a load (keys ÷ slots). Each arm is a hash table: it is filled, checked, and
-then its operations are the phases of one race.
+A cell is a workload and a load (keys ÷ slots). Each arm is a hash table, which is filled and
+checked. Then the operations of all arms are timed in one race; an operation is a phase.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from experiments.timing.call_clock import CallClock, TimedCall
 from experiments.workloads.keys import Call, Calls, values_of
 from experiments.workloads.workload import table_shapes
 
-INSERTING = ("find_or_insert_slots", "find_or_insert", "insert_or_assign", "insert_and_evict")
-WITH_VALUES = ("find_or_insert", "insert_or_assign", "insert_and_evict")
+INSERTIONS = ("find_or_insert_slots", "find_or_insert", "insert_or_assign", "insert_and_evict")
+OPERATIONS_WITH_VALUES = ("find_or_insert", "insert_or_assign", "insert_and_evict")
 KEYS_PER_FILL = 1 << 20  # keys per call while a table is filled
 MAX_FILL_ROUNDS = 64  # further calls that fill the last slots of a table
 FULL_SHARE = 0.999  # share of the wanted keys at which a table counts as filled
@@ -38,51 +38,52 @@ class FilledTable:
     Attributes:
         table: the table.
         calls: source of the keys of calls.
-        added: keys that the last call added, to be erased before the next one; None if they stay.
+        keys_to_erase: keys that the last call inserted and that are erased before the next call;
+            None without such keys.
     """
 
     table: KeyTable
     calls: Calls
-    added: Tensor | None = None
+    keys_to_erase: Tensor | None = None
 
     def restore(self) -> None:
-        """Erase the keys in `added`; without any, do nothing."""
-        if self.added is not None:
-            self.table.erase(self.added.to(self.table.task.device))
-            self.added = None
+        """Erase `keys_to_erase`, if there are any."""
+        if self.keys_to_erase is not None:
+            self.table.erase(self.keys_to_erase.to(self.table.task.device))
+            self.keys_to_erase = None
 
 
 class Operation(TimedCall):
     """An operation of an arm.
 
-    A call that inserts absent keys gets new keys each time; other calls use `pool` prepared ones.
-    Inserted keys are erased before the next call, unless the table cannot erase, or has too few
-    free slots for them, so that it evicts others.
+    A call that inserts absent keys gets new keys each time. Other operations repeat `pool` prepared
+    calls. Inserted keys are erased before the next call if the table can erase, and if it had free
+    slots for all of them. Otherwise they stay, and later keys may evict others.
     """
 
     def __init__(self, filled: FilledTable, name: str, pool: int) -> None:
-        self.filled, self.work = filled, getattr(filled.table, name)
-        self.repeats = filled.table.period if name in INSERTING else 1
-        self.changes = name in INSERTING and filled.calls.num_present < filled.calls.size
-        self.dim = filled.table.task.dim if name in WITH_VALUES else 0
-        calls = () if self.changes else range(pool)
-        self.ready = [self._prepare(filled.calls.next(self.dim)) for _ in calls]
+        self.filled, self.operation = filled, getattr(filled.table, name)
+        self.repeats = filled.table.period if name in INSERTIONS else 1
+        self.inserts_new_keys = name in INSERTIONS and filled.calls.num_present < filled.calls.size
+        self.value_dim = filled.table.task.dim if name in OPERATIONS_WITH_VALUES else 0
+        calls = () if self.inserts_new_keys else range(pool)
+        self.arguments = [self._prepare(filled.calls.next(self.value_dim)) for _ in calls]
 
     def _prepare(self, call: Call) -> Any:
         return self.filled.table.prepare(call.keys, call.values)
 
-    def before(self, number: int) -> Any:
+    def prepare(self, number: int) -> Any:
         self.filled.restore()
-        if not self.changes:
-            return self.ready[number]
-        call = self.filled.calls.next(self.dim)
+        if not self.inserts_new_keys:
+            return self.arguments[number]
+        call = self.filled.calls.next(self.value_dim)
         free_slots = self.filled.table.task.slots - self.filled.calls.resident
         if self.filled.table.erases and len(call.new) <= free_slots:
-            self.filled.added = call.new
+            self.filled.keys_to_erase = call.new
         return self._prepare(call)
 
-    def call(self, ready: Any) -> object:
-        return self.work(ready)
+    def call(self, arguments: Any) -> object:
+        return self.operation(arguments)
 
 
 def keys_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
@@ -97,8 +98,8 @@ def keys_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     modes = race_modes(session, seconds, session.config.timing, outcomes, phases, clock_for)
     return [
         _record(cell, outcome, session, filled.get(key))
-        for in_mode in modes
-        for key, outcome in in_mode.items()
+        for outcomes_in_mode in modes
+        for key, outcome in outcomes_in_mode.items()
     ]
 
 
@@ -116,7 +117,7 @@ def task_of(cell: Cell, arm: Arm, session: Session) -> KeyTask:
 
 def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, FilledTable]]:
     """Build, fill and check the tables, see `build_arms`."""
-    inserts = any(name in INSERTING for name in cell.keys.operations) and cell.keys.hits < 1
+    inserts = any(name in INSERTIONS for name in cell.keys.operations) and cell.keys.hits < 1
 
     def build_filled(arm: Arm) -> FilledTable:
         task = task_of(cell, arm, session)
@@ -134,11 +135,13 @@ def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, 
 
 
 def fill(table: KeyTable, calls: Calls) -> int:
-    """Insert keys until FULL_SHARE of `table.task.resident` are present; return how many it took.
+    """Insert keys until FULL_SHARE of `table.task.resident` are present.
+
+    Return the number of inserted keys.
 
     Filling a table completely takes more keys than slots, because late keys evict earlier ones
-    before the last slot is taken. The keys that calls use are then inserted once more, because some
-    of them were evicted too. After MAX_FILL_ROUNDS further calls the table stays as it is.
+    before the last slot is taken. Some of the evicted keys are keys that calls use, which are
+    therefore inserted again. After MAX_FILL_ROUNDS further calls the table stays as it is.
     """
     num_wanted, num_inserted = table.task.resident, 0
     for _ in range(MAX_FILL_ROUNDS + -(-num_wanted // KEYS_PER_FILL)):

@@ -38,7 +38,7 @@ ROUNDING = 5e-7  # error of adding an update to a float32 weight ÷ largest weig
 def verify(contender: Contender, batch: Batch) -> None:
     """Compare a forward and a step of a contender with the reference; raise Wrong if they differ.
 
-    The contender must not have made a step. The step stays in its parameters.
+    The contender must not have made a step before. The parameters stay updated by the step.
     """
     state_before = contender.observe(batch)
     output, expected_state = contender.expect(batch, state_before)
@@ -46,14 +46,14 @@ def verify(contender: Contender, batch: Batch) -> None:
     _compare("forward", contender.forward(prepared), output, torch.zeros(()))
     contender.step(prepared)
     observed = contender.observe(batch)
-    for number, (start, actual, expected) in enumerate(
+    for index, (state_at_start, actual, expected) in enumerate(
         zip(state_before, observed, expected_state, strict=True)
     ):
-        update = (expected - start).float()
+        update = (expected - state_at_start).float()
         tolerance = update_rounding(contender.task.optimizer, update, contender.task.lr)
-        if start.numel():
-            tolerance += ROUNDING * float(start.abs().max())
-        _compare(f"update of parameters {number}", actual - start, update, tolerance)
+        if state_at_start.numel():
+            tolerance += ROUNDING * float(state_at_start.abs().max())
+        _compare(f"update of parameters {index}", actual - state_at_start, update, tolerance)
 
 
 def _compare(subject: str, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
@@ -103,7 +103,7 @@ class Outcome:
     flops: dict[str, float] = field(default_factory=dict)
 
     def fail(self, error: Exception) -> None:
-        """Set status and reason by an error; an unexpected one gets its file and line."""
+        """Set status and reason from an error; an unexpected error is stated with file and line."""
         self.status = status_of(error)
         is_unexpected = self.status == "error" and not isinstance(error, Died)
         message = str(error).strip() or type(error).__name__
@@ -124,8 +124,8 @@ def build_arms(
     """Build the arms of a cell; return their outcomes, and what was built, by the arms' keys.
 
     An error of `build` becomes the arm's outcome; the second mapping then lacks the arm.
-    The order of building is drawn by the session's seed, because memory that is allocated first can
-    be better.
+    The order of building is random (by the session's seed), because memory that is allocated first
+    can be faster.
     """
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     built: dict[str, Built] = {}
@@ -149,8 +149,8 @@ def status_of(error: Exception) -> str:
     return "oom" if is_out_of_memory(error) else "error"
 
 
-def facts(pool: Pool) -> dict[str, Any]:
-    """Return the entries of a record about the batches: their facts in `Pool`.
+def pool_entries(pool: Pool) -> dict[str, Any]:
+    """Return the entries of a record about its batches.
 
     `lookups` and `unique_rows` are means per batch, `pool_sha256` is the fingerprint,
     `pool_batches` the number of batches, `pool_folded` the number of ids outside their tables.
@@ -165,17 +165,19 @@ def facts(pool: Pool) -> dict[str, Any]:
 
 
 def describe(cell: Cell, outcome: Outcome, session: Session) -> Record:
-    """Return the record of an arm's outcome, to which callers add what they know (`facts`).
+    """Return the record of an arm's outcome; callers replace or add the entries of `pool_entries`.
 
-    Without facts, `lookups` is B * L per feature, and the other entries of `facts` are None or
-    missing. No contender is needed, whose process may have died.
+    Until then `lookups` is B * L per feature, and the other entries of the pool are None or absent.
+    The contender is not needed, because its process may have died.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    arm, measured, work = outcome.arm, outcome.measured, cell.workload
-    params = {k: getattr(v, "value", v) for k, v in dataclasses.asdict(work).items()}
+    arm, measured, workload = outcome.arm, outcome.measured, cell.workload
+    params = {
+        name: getattr(value, "value", value) for name, value in dataclasses.asdict(workload).items()
+    }
     # The path is private; sha256 identifies the file.
-    params["file"] = Path(work.file).name if work.file else ""
-    timed, entry = measured.describe(), registry.facts_of(arm.contender)
+    params["file"] = Path(workload.file).name if workload.file else ""
+    measured_entries, contender_facts = measured.describe(), registry.facts_of(arm.contender)
     return {
         "run_id": session.run_id,
         **session.identity,
@@ -196,16 +198,16 @@ def describe(cell: Cell, outcome: Outcome, session: Session) -> Record:
         "optimizer": session.config.optimizer.value,
         "status": outcome.status,
         "reason": outcome.reason,
-        **timed,
-        "flags": [*timed["flags"], *entry.unknown_versions()],
-        "packages": entry.versions(),
+        **measured_entries,
+        "flags": [*measured_entries["flags"], *contender_facts.unknown_versions()],
+        "packages": contender_facts.versions(),
         "seed": session.seed,
         "world_size": session.config.device.ranks,
         "rows_scale": cell.rows_scale,
         "features": len(shapes),
-        "columns": sum(s.dim for s in shapes),
-        "rows": sum(s.rows for s in shapes),
-        "lookups": len(shapes) * work.B * work.L,
+        "columns": sum(shape.dim for shape in shapes),
+        "rows": sum(shape.rows for shape in shapes),
+        "lookups": len(shapes) * workload.B * workload.L,
         "unique_rows": None,
         "pool_sha256": None,
         "dense_bytes": dense_bytes(shapes),

@@ -1,10 +1,10 @@
 """Measure a cell of kind predictions: time steps of a tensor train, and predict them.
 
-The time of a step without a cache is a linear function of TERMS: a constant, the lookups, the
-lookups of rows beyond a core's cache, the distinct rows, and the multiply-adds, which
-`TableBatchedTTEmbeddingBags.work` counts from distinct rows and prefixes. With a cache of rows, the
-lookups that miss it form such a step; the cache adds a constant, a time per lookup and a time per
-distinct id (CACHE_TERMS). All constants are fitted to steps of uniform ids.
+The model of a step without a row cache is a linear function of TERMS: a constant, the lookups, the
+lookups of rows beyond a core's cache, the distinct rows, and the multiply-adds.
+`TableBatchedTTEmbeddingBags.work` counts multiply-adds from distinct rows and prefixes. With a row
+cache, only lookups that miss it count in TERMS. The row cache adds CACHE_TERMS: a constant, a time
+per lookup and a time per distinct id. All constants are fitted to steps of uniform ids.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from experiments.workloads import distributions
 TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")
 TWO_TERMS = slice(TERMS.index("row"), None)  # distinct rows and multiply-adds
 CACHE_TERMS = ("step", "lookup", "row")
-NEAR_BYTES = 1 << 20  # bytes of computed rows that stay in a core's cache
-BATCHES = 3  # distinct batches per kind of step
-FITTED = (1 / 16, 1 / 4, 1.0)  # lookups of fitted steps ÷ lookups of predicted steps
-REPEATS = (1, 8)  # lookups per id of fitted steps
+CORE_CACHE_BYTES = 1 << 20  # bytes of computed rows that stay in a core's cache
+BATCHES_PER_STEP = 3  # distinct batches per kind of step
+FITTED_SHARES = (1 / 16, 1 / 4, 1.0)  # lookups of fitted steps ÷ lookups of predicted steps
+LOOKUPS_PER_ID = (1, 8)  # lookups per id of fitted steps
 SGD_RATE = 1e-3  # learning rate of the steps
 AS_GIVEN, PERMUTED = "by frequency", "permuted"
 
@@ -74,7 +74,7 @@ class TimedSteps:
 def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return the record of the only arm; `seconds` is not used.
 
-    Unless the arm failed, it has the entries of `_Experiment.predicted`.
+    Unless the arm failed, it has the entries of `_Experiment.predict`.
     """
     outcome, record = Outcome(cell.arms[0]), {}
     with outcome.catching():
@@ -83,7 +83,7 @@ def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
         experiment = _Experiment(cell, session)
         session.note(f"{cell.arms[0].key}|timing steps")
         _time_in_turns(experiment.steps, cell.options["rounds"], session.seed)
-        record = experiment.predicted()
+        record = experiment.predict()
         outcome.measured.stop_reason = "predicted"
     return [describe(cell, outcome, session) | record]
 
@@ -93,56 +93,74 @@ class _Experiment:
 
     def __init__(self, cell: Cell, session: Session) -> None:
         torch.manual_seed(session.seed)
-        self.work, self.options = cell.workload, cell.options
+        self.workload, self.options = cell.workload, cell.options
         (self.rank,) = cell.options["ranks"]
-        self.draw = np.random.default_rng(session.seed)
+        self.rng = np.random.default_rng(session.seed)
         sgd = emblib.optim.SGD(SGD_RATE)
         self.trains = {
-            order: emblib.TableBatchedTTEmbeddingBags([self._spec(order)], sgd)
+            order: emblib.TableBatchedTTEmbeddingBags([self._train_spec(order)], sgd)
             for order in (AS_GIVEN, PERMUTED)
         }
         self.steps: list[TimedSteps] = []
-        for share in (0.0, *self.options["cached"]):
-            session.note(f"{cell.arms[0].key}|{share:g} of the rows cached")
-            self._add(share)
+        for cached_share in (0.0, *self.options["cached"]):
+            session.note(f"{cell.arms[0].key}|{cached_share:g} of the rows cached")
+            self._add_steps(cached_share)
 
-    def _spec(self, order: str) -> emblib.TTSpec:
+    def _train_spec(self, order: str) -> emblib.TTSpec:
         ids: Any = "permuted" if order == PERMUTED else "as_given"
         ranks = (self.rank, self.rank)
-        return emblib.TTSpec(self.work.E, self.work.D, ranks, ids=ids, seed=1).usable()
+        return emblib.TTSpec(self.workload.E, self.workload.D, ranks, ids=ids, seed=1).usable()
 
-    def _add(self, share: float) -> None:
+    def _add_steps(self, cached_share: float) -> None:
         """Add the fitted and the predicted steps of a module that caches a share of its rows."""
-        orders = (PERMUTED,) if share else (AS_GIVEN, PERMUTED)
+        orders = (PERMUTED,) if cached_share else (AS_GIVEN, PERMUTED)
         for order in orders:
-            module, num_cached = self._module(order, share)
-            sizes = {
-                (max(1, int(part * count) // self.work.L) * self.work.L, repeats)
-                for count in self.options["lookups"]
-                for part in FITTED
-                for repeats in REPEATS
+            module, num_cached = self._build_module(order, cached_share)
+            batch_sizes = {
+                (
+                    max(1, int(fitted_share * lookups) // self.workload.L) * self.workload.L,
+                    lookups_per_id,
+                )
+                for lookups in self.options["lookups"]
+                for fitted_share in FITTED_SHARES
+                for lookups_per_id in LOOKUPS_PER_ID
             }
-            for lookups, repeats in sorted(sizes):
-                ids = max(1, self.work.E if repeats == 1 else lookups // repeats)
-                batches = [self._batch(lookups, 0.0, ids, spread=True) for _ in range(BATCHES)]
-                self.steps.append(self._steps(order, module, num_cached, batches, {}))
+            for lookups, lookups_per_id in sorted(batch_sizes):
+                num_ids = max(
+                    1, self.workload.E if lookups_per_id == 1 else lookups // lookups_per_id
+                )
+                batches = [
+                    self._draw_batch(lookups, 0.0, num_ids, from_all_rows=True)
+                    for _ in range(BATCHES_PER_STEP)
+                ]
+                self.steps.append(self._make_steps(order, module, num_cached, batches, {}))
             for lookups in self.options["lookups"]:
                 for skew in self.options["skews"]:
-                    batches = [self._batch(lookups, skew, self.work.E) for _ in range(BATCHES)]
-                    point = {"rank": self.rank, "skew": skew, "order": order, "cached": share}
+                    batches = [
+                        self._draw_batch(lookups, skew, self.workload.E)
+                        for _ in range(BATCHES_PER_STEP)
+                    ]
+                    point = {
+                        "rank": self.rank,
+                        "skew": skew,
+                        "order": order,
+                        "cached": cached_share,
+                    }
                     point["lookups"] = len(batches[0][0])
-                    self.steps.append(self._steps(order, module, num_cached, batches, point))
+                    self.steps.append(self._make_steps(order, module, num_cached, batches, point))
 
-    def _module(self, order: str, share: float) -> tuple[Any, int]:
-        """Return trains that cache `share` of their rows, the first ones, and the number of these.
+    def _build_module(self, order: str, cached_share: float) -> tuple[Any, int]:
+        """Return a module that caches the first `cached_share` of its rows, and their number.
 
-        Raises Wrong if other rows are cached.
+        Raise Wrong if the module caches other rows.
         """
-        if not share:
+        if not cached_share:
             return self.trains[order], 0
-        num_cached = max(1, int(share * self.work.E))
+        num_cached = max(1, int(cached_share * self.workload.E))
         cache = emblib.TTCache(num_cached, emblib.RowEviction.DROP)
-        bags = emblib.CachedTTEmbeddingBags([self._spec(order)], cache, emblib.optim.SGD(SGD_RATE))
+        bags = emblib.CachedTTEmbeddingBags(
+            [self._train_spec(order)], cache, emblib.optim.SGD(SGD_RATE)
+        )
         cached_ids = torch.arange(num_cached)
         for _ in range(2):
             _step(bags, (cached_ids, torch.tensor([0, num_cached])))
@@ -151,91 +169,98 @@ class _Experiment:
             raise Wrong("the cache does not store the ids that were looked up most")
         return bags, num_cached
 
-    def _batch(self, lookups: int, skew: float, ids: int, *, spread: bool = False) -> Batch:
-        """Draw `lookups` ids among `ids` different ones: [0, ids), of which 0 is the most frequent.
+    def _draw_batch(
+        self, num_lookups: int, skew: float, num_ids: int, *, from_all_rows: bool = False
+    ) -> Batch:
+        """Draw `num_lookups` ids from [0, num_ids); with `skew`, smaller ids are more frequent.
 
-        With `spread`, the different ones are a random selection of all rows instead.
+        With `from_all_rows`, they are drawn from `num_ids` randomly selected rows of the table.
         """
-        ids_drawn = distributions.zipf_ranks(self.draw, lookups, ids, skew) - 1
-        if spread and ids < self.work.E:
-            ids_drawn = self.draw.choice(self.work.E, ids, replace=False)[ids_drawn]
-        offsets = torch.arange(0, lookups + 1, self.work.L)
-        if int(offsets[-1]) < lookups:
-            offsets = torch.cat([offsets, torch.tensor([lookups])])
+        ids_drawn = distributions.zipf_ranks(self.rng, num_lookups, num_ids, skew) - 1
+        if from_all_rows and num_ids < self.workload.E:
+            ids_drawn = self.rng.choice(self.workload.E, num_ids, replace=False)[ids_drawn]
+        offsets = torch.arange(0, num_lookups + 1, self.workload.L)
+        if int(offsets[-1]) < num_lookups:
+            offsets = torch.cat([offsets, torch.tensor([num_lookups])])
         return torch.from_numpy(ids_drawn), offsets
 
-    def _steps(
+    def _make_steps(
         self, order: str, module: Any, num_cached: int, batches: list[Batch], point: dict[str, Any]
     ) -> TimedSteps:
         """Return steps on `batches` of a module that caches the rows below `num_cached`.
 
-        Their work is counted here: `terms` of the lookups that miss the cache, `cache_terms` of
-        all. A `point` with facts makes them predicted steps, an empty one fitted steps.
+        Lookups that miss the cache count in `terms`, all lookups in `cache_terms`. An empty `point`
+        makes fitted steps. Any other makes predicted steps; their `rows` and hit rates are added.
         """
-        terms, cache_terms, hits = [], [], []
+        terms, cache_terms, hit_rates = [], [], []
         for ids, _ in batches:
-            distinct = ids.unique()
+            distinct_ids = ids.unique()
             misses = ids[ids >= num_cached]
             work = self.trains[order].work(misses, torch.tensor([0, len(misses)]))[0]
-            nbytes = max(1, work.rows * self.work.D * 4)
-            far_misses = len(misses) * max(0.0, 1.0 - NEAR_BYTES / nbytes)
-            products = work.forward + work.backward
-            terms.append((1, len(misses), far_misses, work.rows, products))
-            cache_terms.append((1, len(ids), len(distinct)))
-            hits.append((1 - len(misses) / len(ids), 1 - work.rows / len(distinct)))
-        costs = np.mean(cache_terms, 0)
+            nbytes = max(1, work.rows * self.workload.D * 4)
+            far_misses = len(misses) * max(0.0, 1.0 - CORE_CACHE_BYTES / nbytes)
+            multiply_adds = work.forward + work.backward
+            terms.append((1, len(misses), far_misses, work.rows, multiply_adds))
+            cache_terms.append((1, len(ids), len(distinct_ids)))
+            hit_rates.append((1 - len(misses) / len(ids), 1 - work.rows / len(distinct_ids)))
+        mean_cache_terms = np.mean(cache_terms, 0)
         if point:
-            hit_rate, row_hit_rate = np.mean(hits, 0)
-            rows = float(costs[CACHE_TERMS.index("row")])
-            point |= {"hit_rate": hit_rate, "row_hit_rate": row_hit_rate, "rows": rows}
-        costs = costs if num_cached else np.zeros(0)
-        return TimedSteps(module, batches, np.mean(terms, 0), costs, point)
+            hit_rate, row_hit_rate = np.mean(hit_rates, 0)
+            num_rows = float(mean_cache_terms[CACHE_TERMS.index("row")])
+            point |= {"hit_rate": hit_rate, "row_hit_rate": row_hit_rate, "rows": num_rows}
+        mean_cache_terms = mean_cache_terms if num_cached else np.zeros(0)
+        return TimedSteps(module, batches, np.mean(terms, 0), mean_cache_terms, point)
 
-    def predicted(self) -> Record:
+    def predict(self) -> Record:
         """Return the constants, and a point per predicted kind of step."""
         uncached_steps = [s for s in self.steps if not len(s.cache_terms)]
         fitted_steps = [s for s in uncached_steps if not s.point]
         terms = np.array([s.terms for s in fitted_steps])
-        times = np.array([s.seconds for s in fitted_steps])
-        constants = _fit(terms, times)
-        two_constants = _fit(terms[:, TWO_TERMS], times)
-        caches: dict[Any, np.ndarray] = {}  # constants by module
+        times_s = np.array([s.seconds for s in fitted_steps])
+        constants = _fit(terms, times_s)
+        two_constants = _fit(terms[:, TWO_TERMS], times_s)
+        cache_constants: dict[Any, np.ndarray] = {}  # constants by module
         for module in dict.fromkeys(s.module for s in self.steps if len(s.cache_terms)):
             fitted_steps = [s for s in self.steps if s.module is module and not s.point]
             remaining_s = np.array([s.seconds - s.terms @ constants for s in fitted_steps])
             weights = np.array([s.seconds for s in fitted_steps])
             terms = np.array([s.cache_terms for s in fitted_steps])
-            caches[module] = _fit(terms, remaining_s, weights)
+            cache_constants[module] = _fit(terms, remaining_s, weights)
 
-        def batch(steps: TimedSteps) -> tuple[Any, ...]:
+        def batch_of(steps: TimedSteps) -> tuple[Any, ...]:
             return tuple(steps.point[name] for name in ("skew", "order", "lookups"))
 
-        uncached = {batch(s): s.seconds for s in uncached_steps if s.point}
+        uncached_s = {batch_of(s): s.seconds for s in uncached_steps if s.point}
         points = [
             {
                 **s.point,
                 "predicted_s": float(
-                    s.terms @ constants + s.cache_terms @ caches.get(s.module, np.zeros(0))
+                    s.terms @ constants + s.cache_terms @ cache_constants.get(s.module, np.zeros(0))
                 ),
                 "two_terms_s": math.nan
                 if len(s.cache_terms)
                 else float(s.terms[TWO_TERMS] @ two_constants),
-                "by_hits_s": (1 - s.point["hit_rate"]) * uncached[batch(s)],
+                "by_hits_s": (1 - s.point["hit_rate"]) * uncached_s[batch_of(s)],
                 "samples": s.samples,
             }
             for s in self.steps
             if s.point
         ]
-        by_share = [dict(zip(CACHE_TERMS, c.tolist(), strict=True)) for c in caches.values()]
+        cache_constants_of_shares = [
+            dict(zip(CACHE_TERMS, constants_of_share.tolist(), strict=True))
+            for constants_of_share in cache_constants.values()
+        ]
         return {
             "constants": dict(zip(TERMS, constants.tolist(), strict=True)),
-            "cache_constants": dict(zip(self.options["cached"], by_share, strict=True)),
+            "cache_constants": dict(
+                zip(self.options["cached"], cache_constants_of_shares, strict=True)
+            ),
             "points": points,
         }
 
 
 def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Return constants >= 0 of the least squared error ÷ `weights`, by default the times."""
+    """Return the constants >= 0 with the least sum of (error ÷ weight)²; None: times as weights."""
     weights = times if weights is None else weights
     scale = terms.max(0).clip(min=1e-300)
     constants, _ = nnls(terms / scale / weights[:, None], times / weights)
@@ -243,20 +268,20 @@ def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None
 
 
 def _time_in_turns(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
-    """Time the steps in turns, in random order, after a round that warms up; add the samples.
+    """Time each kind of step once per round, in random order, and add the samples.
 
-    With one thread, times are processor times, else wall times.
+    A first round warms up. Times are processor times if torch has one thread, else wall times.
     """
     one_thread = torch.get_num_threads() == 1
     clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns
-    order = random.Random(seed)
-    for number in range(rounds + 1):
-        for timed_steps in order.sample(list(steps), len(steps)):
-            batch = timed_steps.batches[number % len(timed_steps.batches)]
+    rng = random.Random(seed)
+    for round_number in range(rounds + 1):
+        for timed_steps in rng.sample(list(steps), len(steps)):
+            batch = timed_steps.batches[round_number % len(timed_steps.batches)]
             start = clock()
             _step(timed_steps.module, batch)
-            if number:
-                timed_steps.samples.append((number, (clock() - start) / 1e9))
+            if round_number:
+                timed_steps.samples.append((round_number, (clock() - start) / 1e9))
 
 
 def _step(module: Any, batch: Batch) -> None:

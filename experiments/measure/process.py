@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 POLL_SECONDS = 0.5  # period of checks whether a child is alive
-GOODBYE_SECONDS = 5.0  # time to end before a child is killed
+END_SECONDS = 5.0  # time to end before a child is killed
 START_SECONDS = 60.0  # minimum of the first time limit, for loading libraries
 NOTE_BYTES = 128  # shared memory of a note: its text and a final zero
 
@@ -57,7 +57,7 @@ class Died(Exception):
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception of the child on its way through the pipe."""
+    """The message by which a child reports an exception."""
 
     text: str
     out_of_memory: bool
@@ -78,12 +78,12 @@ class Child:
         self, target: str, arguments: tuple[Any, ...] = (), *, limits: Limits = Limits()
     ) -> None:
         self.limits = limits
-        self._heard = False  # True once the child has sent a message
+        self._has_received = False  # True once the child has sent a message
         # Shared memory, so that the note can be read after the child's death, and writing it needs
         # no system call, which would disturb a measurement.
-        self._note = _context().RawArray("c", NOTE_BYTES)
+        self._note = _forkserver_context().RawArray("c", NOTE_BYTES)
         self._pipe, child_end = multiprocessing.Pipe()
-        self.process = _context().Process(
+        self.process = _forkserver_context().Process(
             target=_child_main, args=(child_end, self._note, target, arguments, limits), daemon=True
         )
         self.process.start()
@@ -94,7 +94,7 @@ class Child:
         try:
             self._pipe.send(message)
         except OSError:
-            raise self._death() from None
+            raise self._describe_death() from None
 
     @property
     def note(self) -> str:
@@ -104,49 +104,52 @@ class Child:
     def receive(self, watch: Callable[[str], object] | None = None) -> Any:
         """Wait for the child's next message; raise Died if there is none or it is an exception.
 
-        The time limit restarts whenever the note changes; a child that exceeds it is killed. Before
-        its first note or message the child has at least START_SECONDS, because it may be loading
-        libraries.
+        The time limit restarts whenever the note changes. A child that exceeds the limit is killed.
+        The first note or message may take START_SECONDS, because the child may load libraries.
 
         Args:
-            watch: function that is called with the child's note now and then.
+            watch: function that is called with the child's note every POLL_SECONDS.
         """
-        noted = self.note
-        is_loading = not (noted or self._heard)
-        limit = max(self.limits.seconds, START_SECONDS if is_loading else 0.0)
-        deadline = time.monotonic() + limit
+        last_note = self.note
+        is_loading = not (last_note or self._has_received)
+        limit_s = max(self.limits.seconds, START_SECONDS if is_loading else 0.0)
+        deadline = time.monotonic() + limit_s
         while not self._pipe.poll(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
-            if self.note != noted:
-                noted, limit = self.note, self.limits.seconds
-                deadline = time.monotonic() + limit
+            if self.note != last_note:
+                last_note, limit_s = self.note, self.limits.seconds
+                deadline = time.monotonic() + limit_s
             if watch:
-                watch(noted)
+                watch(last_note)
             if time.monotonic() >= deadline:
                 self.kill()
-                doing = f" while {noted.rpartition('|')[2]}" if noted else ""
-                raise Died("timeout", f"no sign of life for {limit:g} s{doing}")
+                activity = f" while {last_note.rpartition('|')[2]}" if last_note else ""
+                raise Died("timeout", f"no sign of life for {limit_s:g} s{activity}")
             if not self.process.is_alive() and not self._pipe.poll(0):
-                raise self._death()
+                raise self._describe_death()
         try:
             message = self._pipe.recv()
         except (EOFError, OSError):
-            raise self._death() from None
-        self._heard = True
+            raise self._describe_death() from None
+        self._has_received = True
         if isinstance(message, _Raised):
             status = "oom" if message.out_of_memory else "error"
             raise Died(status, message.text, answered=True)
         return message
 
-    def _death(self) -> Died:
-        self.process.join(GOODBYE_SECONDS)
-        code = self.process.exitcode
-        if code is None:
+    def _describe_death(self) -> Died:
+        self.process.join(END_SECONDS)
+        exit_code = self.process.exitcode
+        if exit_code is None:
             self.kill()
             return Died("error", "the process closed its pipe and went on")
-        if code >= 0:
-            return Died("error", f"the process ended with status {code} and no answer")
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        if -code == signal.SIGKILL:  # sent by the kernel when memory runs out
+        if exit_code >= 0:
+            return Died("error", f"the process ended with status {exit_code} and no answer")
+        name = (
+            signal.Signals(-exit_code).name
+            if -exit_code in set(signal.Signals)
+            else f"signal {-exit_code}"
+        )
+        if -exit_code == signal.SIGKILL:  # sent by the kernel when memory runs out
             return Died(
                 "oom", "the process was killed from outside (SIGKILL), as by a lack of memory"
             )
@@ -161,7 +164,7 @@ class Child:
     def close(self) -> None:
         """Close the pipe, and wait for the child to end; kill it after GOODBYE_SECONDS."""
         self._pipe.close()
-        self.process.join(GOODBYE_SECONDS)
+        self.process.join(END_SECONDS)
         self.kill()
 
     def __enter__(self) -> Child:
@@ -173,7 +176,7 @@ class Child:
         self.close()
 
 
-_pages: list[Any] = []  # the shared memory of a child's note; empty in the parent
+_child_note: list[Any] = []  # the shared memory of a child's note; empty in the parent
 
 
 def note(text: str) -> None:
@@ -181,28 +184,28 @@ def note(text: str) -> None:
 
     The text is cut to NOTE_BYTES - 1 bytes. Outside of a child this does nothing.
     """
-    if _pages:
-        _pages[0].value = text.encode()[: NOTE_BYTES - 1]
+    if _child_note:
+        _child_note[0].value = text.encode()[: NOTE_BYTES - 1]
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
+def _forkserver_context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # Not emblib, because a child may import another copy of it; but its slowest dependencies.
+    # The slowest dependencies of emblib. Not emblib: a child may import another copy of it.
     context.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "hydra", "pandas"])
     return context
 
 
 def _child_main(
-    pipe: Connection, page: Any, target: str, arguments: tuple[Any, ...], limits: Limits
+    pipe: Connection, note_memory: Any, target: str, arguments: tuple[Any, ...], limits: Limits
 ) -> None:
-    """Enter a child process."""
-    _pages.append(page)
+    """Call the target in this child process; send an exception that it raises to the parent."""
+    _child_note.append(note_memory)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its children
     die_with_parent()
     try:
         _limit_memory(limits.memory_bytes)
-        module, _, name = target.partition(":")
-        function: Callable[..., None] = getattr(importlib.import_module(module), name)
+        module_name, _, function_name = target.partition(":")
+        function: Callable[..., None] = getattr(importlib.import_module(module_name), function_name)
         gc.freeze()  # collections would visit torch's objects, and copy their pages
         function(pipe, *arguments)
     except (BrokenPipeError, EOFError):
@@ -218,8 +221,8 @@ def _child_main(
 def die_with_parent() -> None:
     """End this process when its parent ends, so that no child survives a killed run.
 
-    A thread waits for the parent. The system's own signal would wait for the fork server, which is
-    the parent in its view and lives as long as its children.
+    A thread waits for the parent. The signal of the system (`request_signal_at_parent_end`) cannot
+    do that: its parent is the fork server, which does not end before its children.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -260,12 +263,17 @@ def _limit_memory(limit: int | None) -> None:
     import resource
 
     status = Path(f"/proc/{os.getpid()}/status").read_text()
-    used = next((int(x.split()[1]) << 10 for x in status.splitlines() if x.startswith("VmData")), 0)
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    new_limit = used + limit
+    used_bytes = next(
+        (int(x.split()[1]) << 10 for x in status.splitlines() if x.startswith("VmData")), 0
+    )
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    new_limit = used_bytes + limit
     resource.setrlimit(
         resource.RLIMIT_DATA,
-        (new_limit if hard == resource.RLIM_INFINITY else min(new_limit, hard), hard),
+        (
+            new_limit if hard_limit == resource.RLIM_INFINITY else min(new_limit, hard_limit),
+            hard_limit,
+        ),
     )
 
 
@@ -273,6 +281,6 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def request_signal_at_parent_end(number: signal.Signals) -> None:
-    """Request a signal to this process when its parent ends; Linux only, elsewhere none comes."""
+    """Request a signal to this process when its parent ends; do nothing except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -34,11 +34,11 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
 
     Replicates differ by the seed of initial values and of the order of samples.
     """
-    options, plan = cell.options, _plan(cell, session)
+    options, plan = cell.options, _training_plan(cell, session)
     outcomes = {arm: Outcome(arm) for arm in cell.arms}
     try:
         session.note("|reading the samples")
-        data = load(_source(cell, session)).to(session.device)
+        data = load(_data_source(cell, session)).to(session.device)
     except (Missing, Unreadable) as error:
         for outcome in outcomes.values():
             outcome.fail(error)
@@ -69,7 +69,7 @@ def _is_smoke(session: Session) -> bool:
     return bool(session.config.timing.max_rows)
 
 
-def _source(cell: Cell, session: Session) -> DataSource:
+def _data_source(cell: Cell, session: Session) -> DataSource:
     options = cell.options
     samples = options["samples"]
     if _is_smoke(session):
@@ -79,7 +79,7 @@ def _source(cell: Cell, session: Session) -> DataSource:
     return DataSource(name, cell.workload.file, samples, options["scale"], session.config.seed)
 
 
-def _plan(cell: Cell, session: Session) -> TrainingPlan:
+def _training_plan(cell: Cell, session: Session) -> TrainingPlan:
     options = cell.options
     return TrainingPlan(
         dim=cell.workload.D,
@@ -94,36 +94,36 @@ def _plan(cell: Cell, session: Session) -> TrainingPlan:
 def _train_all(
     cell: Cell, session: Session, data: Clicks, plan: TrainingPlan, outcomes: dict[Arm, Outcome]
 ) -> dict[Arm, TrainedModel]:
-    """Train every arm, plain tables first, because some methods start from them."""
+    """Train every arm, plain tables first, because some methods start from their weights."""
     trained_models: dict[Arm, TrainedModel] = {}
     plain_tables: StoredTables | None = None
 
-    def make(arm: Arm, rate: float) -> Model:
+    def build_model(arm: Arm, rate: float) -> Model:
         task = task_of(data, plan, arm.cache or 1.0, rate)
         if plain_tables is not None:
             task = dataclasses.replace(task, trained=plain_tables.weights)
         return build(data, plan, arm.contender, task).to(session.device)
 
-    def note(arm: Arm) -> Callable[[str], object]:
+    def note_of(arm: Arm) -> Callable[[str], object]:
         return lambda activity: session.note(f"{arm.key}|{activity}")
 
     for arm in sorted(cell.arms, key=lambda arm: arm.contender != PLAIN):
         with outcomes[arm].catching():
-            trained_models[arm] = fit(data, plan, partial(make, arm), note(arm))
-            rows = trained_models[arm].model.large_tables
-            if arm.contender == PLAIN and isinstance(rows, StoredTables):
-                plain_tables = rows
+            trained_models[arm] = fit(data, plan, partial(build_model, arm), note_of(arm))
+            large_tables = trained_models[arm].model.large_tables
+            if arm.contender == PLAIN and isinstance(large_tables, StoredTables):
+                plain_tables = large_tables
     return trained_models
 
 
 def _data_entries(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
     """Return the entries of all records about the data.
 
-    `positive` is the share of label 1, `large_bytes` those of the plain large tables, `oracle_auc`
-    and `oracle_loss` the scores of the true probabilities, None if unknown.
+    `positive` is the share of samples with label 1, `large_bytes` the bytes of the plain large
+    tables. `oracle_auc` and `oracle_loss` are the scores of the true probabilities, or None.
     """
-    best = oracle_scores(data)
-    rows = [data.rows[field] for field in data.large_fields(plan.large)]
+    oracle = oracle_scores(data)
+    large_rows = [data.rows[field] for field in data.large_fields(plan.large)]
     return {
         "title": data.title,
         "data": data.name,
@@ -133,23 +133,23 @@ def _data_entries(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
             "test": len(data.labels) - data.ends[1],
         },
         "positive": float(data.labels.mean()),
-        "large_tables": len(rows),
-        "large_bytes": sum(rows) * plan.dim * FLOAT_BYTES,
-        "oracle_auc": best and best.auc,
-        "oracle_loss": best and best.loss,
+        "large_tables": len(large_rows),
+        "large_bytes": sum(large_rows) * plan.dim * FLOAT_BYTES,
+        "oracle_auc": oracle and oracle.auc,
+        "oracle_loss": oracle and oracle.loss,
     }
 
 
 def _model_entries(trained: TrainedModel) -> Record:
     """Return the entries of a record about its trained model."""
-    rows = trained.model.large_tables
+    large_tables = trained.model.large_tables
     return {
         "auc": trained.test.auc,
         "log_loss": trained.test.loss,
         "valid_loss": trained.valid.loss,
         "rate": trained.rate,
         "epoch": trained.epoch,
-        "weights_bytes": rows.trained_bytes,
-        "served_bytes": rows.served_bytes,
-        "ranks": rows.ranks or None,
+        "weights_bytes": large_tables.trained_bytes,
+        "served_bytes": large_tables.served_bytes,
+        "ranks": large_tables.ranks or None,
     }

@@ -1,11 +1,10 @@
 """Measure a cell of kind serving: requests of concurrent clients to read-only tables.
 
-Contenders take turns, a block of requests each. In closed blocks each client sends a request as
-soon as its last one was answered: the rate is what the contender can answer, but no request ever
-waits behind another one. In open blocks requests arrive at random times that do not depend on the
-answers, and the latency of a request begins with its arrival, so that it includes the wait for a
-free client. A client that measured from its own start would omit that wait ("coordinated
-omission").
+Contenders take turns; a turn is a block of requests. In a closed block each client sends a request
+as soon as its last one was answered. That measures the highest rate of answers, but no request
+waits for another one. In an open block requests arrive at random times that do not depend on the
+answers. The latency of a request begins with its arrival, so that it includes the wait for a free
+client. A client that measured from its own start would omit that wait ("coordinated omission").
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from experiments.contenders.base import fill_, pool_rows
 from experiments.contenders.registry import Wrong, build
 from experiments.contenders.served import Served
 from experiments.machine.telemetry import telemetry_for
-from experiments.measure.outcome import Outcome, build_arms, describe, facts
+from experiments.measure.outcome import Outcome, build_arms, describe, pool_entries
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing.latencies import CLOSED, bucket_of, phase_of
 from experiments.workloads.workload import Batch, Pool, TableShape, make_pool, table_shapes
 
-NS = 1_000_000_000
+NS_PER_S = 1_000_000_000
 SPIN_NS = 100_000  # a thread that sleeps wakes up about this late at worst
 HEAD_START_NS = 1_000_000  # from the start of a block to its first arrival: threads start meanwhile
 CHECKED_BAGS = 32  # bags per table that are compared with the reference
@@ -81,15 +80,15 @@ class LoadPoint:
     ) -> None:
         """Send a block of requests, and add it to `blocks`.
 
-        `closed` is the point of as many clients with load CLOSED. An open block needs one of its
-        blocks, whose rate is what the clients can answer.
+        `closed` is the point with as many clients and load CLOSED. An open block needs the rate of
+        the last block of `closed`, to which its load is relative.
         """
         if self.load == CLOSED:
-            self.blocks.append(closed_block(threads, self.request, self.clients, seconds))
+            self.blocks.append(send_closed_block(threads, self.request, self.clients, seconds))
             return
         rate = self.load * closed.blocks[-1].per_second
-        times = arrivals(rate, seconds, rng)
-        self.blocks.append(open_block(threads, self.request, self.clients, times))
+        times_ns = arrival_times_ns(rate, seconds, rng)
+        self.blocks.append(send_open_block(threads, self.request, self.clients, times_ns))
 
     def describe(self) -> Record:
         """Return a point of the record: clients, load, requests, seconds of all blocks.
@@ -114,14 +113,14 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, session.config.timing.pool, session.pool_seed)
-    outcomes, tables = _build(cell, shapes, pool, session)
+    outcomes, tables = _build_tables(cell, shapes, pool, session)
     prepared: dict[str, list[Any]] = {}
     requests: dict[str, Request] = {}
     for key, served in tables.items():
         with outcomes[key].catching():
             session.note(f"{key}|preparing requests")
             prepared[key] = [served.prepare(batch) for batch in pool.batches]
-            requests[key] = _requests(served, prepared[key])
+            requests[key] = _warm_request(served, prepared[key])
     with telemetry_for(session.device) as telemetry:
         points = _serve(requests, cell.options, outcomes, session, seconds)
     records = []
@@ -135,14 +134,14 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
                 outcome.nbytes = {"weights": tables[arm.key].nbytes()}
                 record["cold_start"] = cold_start(tables[arm.key], prepared[arm.key][0])
                 record["points"] = [point.describe() for point in points[arm.key]]
-        records.append(describe(cell, outcome, session) | facts(pool) | record)
+        records.append(describe(cell, outcome, session) | pool_entries(pool) | record)
     return records
 
 
 # Tables
 
 
-def _build(
+def _build_tables(
     cell: Cell, shapes: Sequence[TableShape], pool: Pool, session: Session
 ) -> tuple[dict[str, Outcome], dict[str, Served]]:
     """Build, fill and check the tables, see `build_arms`."""
@@ -161,13 +160,13 @@ def _build(
 def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> None:
     """Compare a lookup with sums of the float32 rows; raise Wrong beyond the error of the format.
 
-    At most CHECKED_BAGS bags per table are compared. A value may be off by MAX_STEPS_OFF steps of
-    its row: rounding to the nearest number takes a half, the rounding of scale and offset to 16
-    bits the rest.
+    At most CHECKED_BAGS bags per table are compared. The error of a value may be MAX_STEPS_OFF
+    quantisation steps of its row: half a step because it is rounded to the nearest number, the rest
+    because scale and offset are rounded to 16 bits.
     """
     output, column = served.lookup(served.prepare(batch)).float(), 0
-    for f, rows in enumerate(weights):
-        ids, offsets = batch.feature(f)
+    for table_index, rows in enumerate(weights):
+        ids, offsets = batch.feature(table_index)
         offsets = offsets[: CHECKED_BAGS + 1]
         ids = ids[: int(offsets[-1])]
         expected_rows = pool_rows(rows, ids, offsets)
@@ -175,27 +174,27 @@ def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> No
         column += rows.size(1)
         tolerances = ROUNDING * float(rows.abs().max()) * torch.ones(len(rows), 1)
         if served.bits < 32:
-            steps = (rows.amax(1) - rows.amin(1)).unsqueeze(1) / (2**served.bits - 1)
-            tolerances = tolerances + MAX_STEPS_OFF * steps
+            step_sizes = (rows.amax(1) - rows.amin(1)).unsqueeze(1) / (2**served.bits - 1)
+            tolerances = tolerances + MAX_STEPS_OFF * step_sizes
         if served_rows.shape != expected_rows.shape:
             raise Wrong(
-                f"lookup: table {f} has rows of shape {tuple(served_rows.shape)}, the reference "
-                f"has {tuple(expected_rows.shape)}"
+                f"lookup: table {table_index} has rows of shape {tuple(served_rows.shape)}, "
+                f"the reference has {tuple(expected_rows.shape)}"
             )
-        error, allowed = (served_rows - expected_rows).abs(), pool_rows(tolerances, ids, offsets)
-        if not (error <= allowed).all():
+        error, max_errors = (served_rows - expected_rows).abs(), pool_rows(tolerances, ids, offsets)
+        if not (error <= max_errors).all():
             raise Wrong(
-                f"lookup: table {f} differs from float32 rows by up to {float(error.max()):.3g}, "
-                f"allowed is {float(allowed.max()):.3g}"
+                f"lookup: table {table_index} differs from float32 rows by up to "
+                f"{float(error.max()):.3g}, allowed is {float(max_errors.max()):.3g}"
             )
 
 
-def _requests(served: Served, prepared: Sequence[Any]) -> Request:
-    """Return a function that makes the request of a number; each was made once, to warm up."""
-    lookup, count = served.lookup, len(prepared)
+def _warm_request(served: Served, prepared: Sequence[Any]) -> Request:
+    """Make each prepared request once, to warm up; return the function that makes request n."""
+    lookup, num_requests = served.lookup, len(prepared)
     for request in prepared:
         lookup(request)
-    return lambda number: lookup(prepared[number % count])
+    return lambda number: lookup(prepared[number % num_requests])
 
 
 # Load
@@ -213,12 +212,15 @@ def _serve(
     Samples are the seconds per request of closed blocks.
     """
     loads = (CLOSED, *options["loads"])
-    kinds = [(clients, load) for clients in options["clients"] for load in loads]
-    points = {key: {k: LoadPoint(call, *k) for k in kinds} for key, call in requests.items()}
-    block_s = seconds / max(1, options["rounds"] * len(kinds) * len(requests))
+    clients_and_loads = [(clients, load) for clients in options["clients"] for load in loads]
+    points = {
+        arm: {pair: LoadPoint(request, *pair) for pair in clients_and_loads}
+        for arm, request in requests.items()
+    }
+    block_s = seconds / max(1, options["rounds"] * len(clients_and_loads) * len(requests))
     rng = random.Random(session.seed)
     with ThreadPoolExecutor(max(options["clients"])) as threads:
-        for clients, load in kinds * options["rounds"]:
+        for clients, load in clients_and_loads * options["rounds"]:
             for key in rng.sample(list(requests), len(requests)):
                 if outcomes[key].status != "ok":
                     continue
@@ -238,7 +240,7 @@ def _serve(
     return {key: list(by_kind.values()) for key, by_kind in points.items()}
 
 
-def closed_block(
+def send_closed_block(
     threads: ThreadPoolExecutor, request: Request, clients: int, seconds: float
 ) -> RequestBlock:
     """Let every client send a request as soon as its last one was answered, each at least once.
@@ -250,94 +252,96 @@ def closed_block(
     def client(first: int) -> tuple[int, int, list[int]]:
         with torch.inference_mode():  # the mode of a thread
             start_barrier.wait()
-            latencies: list[int] = []
-            start = now = time.perf_counter_ns()
-            end, number = start + int(seconds * NS), first
-            while now < end or not latencies:
+            latencies_ns: list[int] = []
+            start_ns = sent_ns = time.perf_counter_ns()
+            end_ns, number = start_ns + int(seconds * NS_PER_S), first
+            while sent_ns < end_ns or not latencies_ns:
                 request(number)
-                answered = time.perf_counter_ns()
-                latencies.append(answered - now)
-                now, number = answered, number + clients
-            return start, now, latencies
+                answered_ns = time.perf_counter_ns()
+                latencies_ns.append(answered_ns - sent_ns)
+                sent_ns, number = answered_ns, number + clients
+            return start_ns, sent_ns, latencies_ns
 
-    return _gather(threads, client, clients)
+    return _run_clients(threads, client, clients)
 
 
-def arrivals(rate: float, seconds: float, rng: random.Random) -> list[int]:
+def arrival_times_ns(rate: float, seconds: float, rng: random.Random) -> list[int]:
     """Return times in ns of random arrivals: 0, then a Poisson process of `rate` > 0 per second."""
-    times = [0.0]
-    while (next_one := times[-1] + rng.expovariate(rate)) < seconds:
-        times.append(next_one)
-    return [int(time_s * NS) for time_s in times]
+    times_s = [0.0]
+    while (next_time_s := times_s[-1] + rng.expovariate(rate)) < seconds:
+        times_s.append(next_time_s)
+    return [int(time_s * NS_PER_S) for time_s in times_s]
 
 
-def open_block(
+def send_open_block(
     threads: ThreadPoolExecutor, request: Request, clients: int, times_ns: Sequence[int]
 ) -> RequestBlock:
     """Answer requests that arrive at given times, in order; each goes to the next free client."""
     numbers = itertools.count()
-    begin = time.perf_counter_ns() + HEAD_START_NS
+    begin_ns = time.perf_counter_ns() + HEAD_START_NS
 
     def client(_: int) -> tuple[int, int, list[int]]:
         with torch.inference_mode():
             latencies: list[int] = []
-            answered = begin
+            answered_ns = begin_ns
             while (number := next(numbers)) < len(times_ns):
-                arrival = begin + times_ns[number]
-                _wait_until(arrival)
+                arrival_ns = begin_ns + times_ns[number]
+                _wait_until(arrival_ns)
                 request(number)
-                answered = time.perf_counter_ns()
-                latencies.append(answered - arrival)
-            return begin, answered, latencies
+                answered_ns = time.perf_counter_ns()
+                latencies.append(answered_ns - arrival_ns)
+            return begin_ns, answered_ns, latencies
 
-    return _gather(threads, client, clients)
+    return _run_clients(threads, client, clients)
 
 
 def _wait_until(due_ns: int) -> None:
-    """Sleep until shortly before a time, then let other threads run until it has come."""
+    """Sleep until SPIN_NS before a time, then poll the clock and yield to other threads."""
     while (remaining_ns := due_ns - time.perf_counter_ns()) > 0:
-        time.sleep(max(0, remaining_ns - SPIN_NS) / NS)
+        time.sleep(max(0, remaining_ns - SPIN_NS) / NS_PER_S)
 
 
-def _gather(
+def _run_clients(
     threads: ThreadPoolExecutor, client: Callable[[int], tuple[int, int, list[int]]], clients: int
 ) -> RequestBlock:
-    """Run clients, each of which returns (start, end, latencies); wait for all, also if one fails.
+    """Run the clients, each of which returns (start, end, latencies) in ns.
 
-    Otherwise clients that still run would disturb the block of the next contender.
+    Wait for all of them, even if one fails: a client that still runs would disturb the next block.
     """
     futures = [threads.submit(client, number) for number in range(clients)]
     wait(futures)
-    starts, ends, latencies = zip(*(future.result() for future in futures), strict=True)
-    return RequestBlock(list(itertools.chain(*latencies)), (max(ends) - min(starts)) / NS)
+    starts_ns, ends_ns, latencies_ns = zip(*(future.result() for future in futures), strict=True)
+    return RequestBlock(
+        list(itertools.chain(*latencies_ns)), (max(ends_ns) - min(starts_ns)) / NS_PER_S
+    )
 
 
 # Cold start
 
 
 def cold_start(served: Served, prepared: Any) -> Record:
-    """Return the `bytes` of a file of the tables, and the seconds from opening it to an answer.
+    """Save the tables; return the `bytes` of the file, and seconds from opening it to an answer.
 
-    Once with the file in the system's page cache ("memory"), once after the system was asked to
-    drop its pages ("disk"), which not every file system does.
+    "memory" are the seconds with the file in the system's page cache. "disk" are the seconds after
+    the system was asked to drop the file's pages, which some file systems do not do.
     """
     with tempfile.TemporaryDirectory(prefix="emblib-") as folder, torch.inference_mode():
         path = Path(folder) / "tables"
         served.save(path)
         return {
             "bytes": path.stat().st_size,
-            "disk": _seconds_to_answer(served, path, prepared, drop=True),
-            "memory": _seconds_to_answer(served, path, prepared, drop=False),
+            "disk": _seconds_to_answer(served, path, prepared, drop_pages=True),
+            "memory": _seconds_to_answer(served, path, prepared, drop_pages=False),
         }
 
 
-def _seconds_to_answer(served: Served, path: Path, prepared: Any, *, drop: bool) -> float:
-    if drop:
+def _seconds_to_answer(served: Served, path: Path, prepared: Any, *, drop_pages: bool) -> float:
+    if drop_pages:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    opened = type(served)(served.shapes)
+    reopened = type(served)(served.shapes)
     start = time.perf_counter_ns()
-    opened.open(path)
-    opened.lookup(prepared)
-    return (time.perf_counter_ns() - start) / NS
+    reopened.open(path)
+    reopened.lookup(prepared)
+    return (time.perf_counter_ns() - start) / NS_PER_S

@@ -24,15 +24,15 @@ class RankSync:
     rank = 0
 
     def phases(self, key: str, phases: Mapping[str, Phase]) -> Mapping[str, Phase]:
-        """Return the phases of arm `key`, wrapped so that they fail on all ranks if on one."""
+        """Return the phases of arm `key`; a phase that fails on one rank then fails on all."""
         return phases
 
     def clock(self, clock: Clock) -> Clock:
-        """Return the clock, wrapped so that every rank reads the slowest rank's time."""
+        """Return a clock by which every rank reads the time of the slowest rank."""
         return clock
 
     def telemetry(self, telemetry: Telemetry) -> Telemetry:
-        """Return the telemetry, wrapped so that a slowed rank counts on every rank."""
+        """Return telemetry that reports a slowed rank on every rank."""
         return telemetry
 
     def total(self, counters: Mapping[str, int]) -> Mapping[str, int]:
@@ -47,8 +47,9 @@ class RankSync:
         """Mark an arm as failed on all ranks if it failed on one."""
 
 
-SEED_STEP = 7919  # seed difference of replicates; a prime, so that runs with seeds n, n + 1 differ
-RANK_STEP = 104_729  # seed difference of ranks; larger than the differences of 13 replicates
+# Difference of the seeds of two replicates; a prime, so that runs with seeds n and n + 1 differ.
+REPLICATE_SEED_STEP = 7919
+RANK_SEED_STEP = 104_729  # difference for ranks; larger than the differences of 13 replicates
 
 
 def ignore_message(text: str) -> None:
@@ -66,7 +67,7 @@ class Session:
         replicate: number of the process among the cell's processes.
         order: position of the job in the run.
         identity: entries of every record: point_key, context_id and cell_number in a run.
-        note: function that is called with "arm|activity".
+        note: function that is called with "arm|activity" when an activity begins.
         sync: synchronisation with the other ranks of the cell.
     """
 
@@ -89,12 +90,12 @@ class Session:
     @property
     def seed(self) -> int:
         """Return the seed of this replicate, the same on all ranks."""
-        return self.config.seed + SEED_STEP * self.replicate
+        return self.config.seed + REPLICATE_SEED_STEP * self.replicate
 
     @property
     def pool_seed(self) -> int:
         """Return the seed of this rank's batches; other draws are the same on all ranks."""
-        return self.seed + RANK_STEP * self.sync.rank
+        return self.seed + RANK_SEED_STEP * self.sync.rank
 
 
 @dataclass(frozen=True)

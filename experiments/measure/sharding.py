@@ -28,13 +28,13 @@ from experiments.timing.race import Phase
 from experiments.workloads.workload import Pool, table_shapes
 
 UNLIMITED_BYTES = 1 << 40  # memory of a rank that does not limit its plan
-SMALL = Sizes(1 << 20, 1)  # sizes of a calibration in a smoke run
+SMOKE_SIZES = Sizes(1 << 20, 1)  # sizes of a calibration in a smoke run
 
 
 def calibrate_ranks(session: Session) -> Calibration:
     """Measure the constants of the cost model on the ranks of the session; a collective."""
     session.note("|calibrating")
-    sizes = SMALL if session.config.timing.max_rows else Sizes()
+    sizes = SMOKE_SIZES if session.config.timing.max_rows else Sizes()
     return calibrate(ranks_of(session.device), sizes)
 
 
@@ -70,25 +70,25 @@ class Predictor:
     num_cores: int
 
     def predict(self, contender: str) -> Record:
-        """Return `predicted`, a list of `_step`, and `calibration`, the content of its file.
+        """Return `predicted` (a list of `_predict_step`) and `calibration` (its file's content).
 
-        {} for contenders other than emblib's over ranks. Larger worlds are predicted only if the
-        cell has several ranks with a core each.
+        Return {} for a contender that is not a sharded one of emblib. Larger worlds are predicted
+        only if the cell has several ranks, and a core for each.
         """
         if not contender.startswith(registry.SHARDED):
             return {}
         ranks, calibration = self.cell.ranks, self.calibration
-        predicted = [self._step(contender, ranks, calibration)]
+        predicted = [self._predict_step(contender, ranks, calibration)]
         if 1 < ranks <= self.num_cores:  # else ranks waited for cores while links were measured
             worlds = self.session.config.sharding
             larger_worlds = [world for world in worlds.beyond if world > max(worlds.worlds)]
             links = calibration.link_bytes_per_s  # links between nodes were not measured
             costs = dataclasses.replace(calibration, network_bytes_per_s=links)
-            predicted += [self._step(contender, world, costs) for world in larger_worlds]
+            predicted += [self._predict_step(contender, world, costs) for world in larger_worlds]
         return {"predicted": predicted, "calibration": json.loads(calibration.to_json())}
 
-    def _step(self, contender: str, ranks: int, costs: Calibration) -> dict[str, Any]:
-        """Predict a step. Larger worlds than the measured one have a core per rank.
+    def _predict_step(self, contender: str, ranks: int, calibration: Calibration) -> dict[str, Any]:
+        """Predict a step of `ranks` ranks; a world larger than the cell's has a core per rank.
 
         Returns:
             `ranks`, `scaling`, `batch` (bags per rank and table); in seconds `step_s`, `compute_s`
@@ -96,49 +96,53 @@ class Predictor:
         """
         scaling = self.cell.scaling
         # The batch of one rank in a world of one rank.
-        bags = self.cell.workload.B * (self.cell.ranks if scaling is Scaling.strong else 1)
-        batch = max(1, bags // ranks) if scaling is Scaling.strong else bags
-        entry: Any = registry.find(contender).load()
+        base_batch = self.cell.workload.B * (self.cell.ranks if scaling is Scaling.strong else 1)
+        batch = max(1, base_batch // ranks) if scaling is Scaling.strong else base_batch
+        contender_class: Any = registry.find(contender).load()
         shapes = table_shapes(self.cell.workload, scale=self.cell.rows_scale)
         config = self.session.config
         task = Task(shapes, config.optimizer, config.lr, self.session.device)
-        world = World(ranks, entry.ranks_per_node(ranks))
+        world = World(ranks, contender_class.ranks_per_node(ranks))
         num_cores = self.num_cores if ranks == self.cell.ranks else ranks
         topology = planner.Topology(
             *world,
             memory=UNLIMITED_BYTES,
             device=self.session.device.type,
             processors=max(1, num_cores * world.local_size // ranks),
-            calibration=costs,
+            calibration=calibration,
         )
         collection = EmbeddingBagCollection(
-            entry.configs(task), device="meta", optimizer=optimizer_of(task)
+            contender_class.configs(task), device="meta", optimizer=optimizer_of(task)
         )
-        plan = ShardingPlan({"": entry.plan(collection, world)}, world)
+        plan = ShardingPlan({"": contender_class.plan(collection, world)}, world)
         pooling = planner.TableConstraints(pooling_factor=float(self.cell.workload.L))
-        limits = dict.fromkeys((t.name for t in collection.embedding_bag_configs()), pooling)
-        step = planner.Planner(topology, batch, limits).predict(collection, plan)
+        constraints = dict.fromkeys(
+            (table.name for table in collection.embedding_bag_configs()), pooling
+        )
+        predicted_step = planner.Planner(topology, batch, constraints).predict(collection, plan)
         return {
             "ranks": ranks,
             "scaling": scaling.value,
             "batch": batch,
-            "step_s": step.step_s,
-            "compute_s": step.compute_s,
-            "phases": dict(step.phases),
+            "step_s": predicted_step.step_s,
+            "compute_s": predicted_step.compute_s,
+            "phases": dict(predicted_step.phases),
         }
 
 
 def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record per arm and mode, with the parts of a step and, if asked, predicted steps.
 
-    If `sharding.beyond` asks for predictions, their constants are measured first: by the same
-    ranks, before anything else uses caches or memory, and in the first replicate only, because the
-    model is the same in each. `seconds` is the budget for timing all arms.
+    If `sharding.beyond` asks for predictions, the same ranks first measure their constants, before
+    anything else uses caches or memory. Only the first replicate predicts, because the model is the
+    same in all. `seconds` is the budget for timing all arms.
     """
     predictor = None
     if session.config.sharding.beyond and not session.replicate:
         calibration = calibrate_ranks(session)
-        cores = {core for of_rank in session.sync.exchange(usable_cores()) for core in of_rank}
+        cores = {
+            core for rank_cores in session.sync.exchange(usable_cores()) for core in rank_cores
+        }
         predictor = Predictor(cell, session, calibration, len(cores))
     return [
         record
@@ -157,5 +161,5 @@ def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:
     }
 
 
-def _run_nth(calls: list[Callable[[], object]], number: int) -> object:
-    return calls[number]()
+def _run_nth(calls_by_batch: list[Callable[[], object]], batch_number: int) -> object:
+    return calls_by_batch[batch_number]()

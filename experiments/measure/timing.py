@@ -18,7 +18,7 @@ from experiments.contenders.base import Contender, Task
 from experiments.contenders.registry import build
 from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
-from experiments.measure.outcome import Outcome, build_arms, describe, facts, verify
+from experiments.measure.outcome import Outcome, build_arms, describe, pool_entries, verify
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing.clock import Clock, clock_for
@@ -39,7 +39,7 @@ def measure_cell(
         session: run and process.
         seconds: budget for timing all arms in all modes.
         phases_of: function that returns the phases of a contender on a pool of batches, by default
-            forward and step. "step" must be among them. An error becomes the arm's outcome.
+            forward and step. One must be "step". An error that it raises fails that arm only.
     """
     timing = session.config.timing
     if any(arm.cache for arm in cell.arms):
@@ -48,7 +48,7 @@ def measure_cell(
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, timing.pool, session.pool_seed)
     timing = dataclasses.replace(timing, pool=len(pool.batches))  # a short trace gives fewer
-    outcomes, contenders = _build(cell, session)
+    outcomes, contenders = _build_contenders(cell, session)
     sync = session.sync
     sync.settle(outcomes)
     phases_of, phases = phases_of or whole_steps, {}
@@ -68,13 +68,16 @@ def measure_cell(
         counters=lambda key: sync.total(contenders[key].counters()),
     )
     records = []
-    for in_mode in modes:
+    for outcomes_in_mode in modes:
         for key in phases:
-            if in_mode[key].status == "ok":
+            if outcomes_in_mode[key].status == "ok":
                 session.note(f"{key}|weighing")
-                _measure_sizes(in_mode[key], contenders[key], phases[key], timing)
-                in_mode[key].flops = _flops(contenders[key], pool)
-        records += [describe(cell, o, session) | facts(pool) for o in in_mode.values()]
+                _measure_sizes(outcomes_in_mode[key], contenders[key], phases[key], timing)
+                outcomes_in_mode[key].flops = _flops(contenders[key], pool)
+        records += [
+            describe(cell, outcome, session) | pool_entries(pool)
+            for outcome in outcomes_in_mode.values()
+        ]
     return records
 
 
@@ -101,12 +104,18 @@ def race_modes(
     modes = session.config.timing.modes
     timing = dataclasses.replace(timing, cell_seconds=seconds / len(modes))
     for mode in modes:
-        in_mode = {k: dataclasses.replace(o, mode=mode) for k, o in outcomes.items()}
-        racing = {k: p for k, p in phases.items() if in_mode[k].status == "ok" and p}
+        outcomes_in_mode = {
+            key: dataclasses.replace(outcome, mode=mode) for key, outcome in outcomes.items()
+        }
+        ready_phases = {
+            key: arm_phases
+            for key, arm_phases in phases.items()
+            if outcomes_in_mode[key].status == "ok" and arm_phases
+        }
         session.note("|timing")
         telemetry = session.sync.telemetry(telemetry_for(session.device))
         race = Race(
-            racing,
+            ready_phases,
             timing,
             clock_of(mode),
             session.seed,
@@ -114,11 +123,11 @@ def race_modes(
             note=session.note,
             **hooks,
         )
-        for key, measured in (race.run() if racing else {}).items():
-            in_mode[key].measured = measured
+        for key, measured in (race.run() if ready_phases else {}).items():
+            outcomes_in_mode[key].measured = measured
             if measured.error:
-                in_mode[key].fail(measured.error)
-        yield in_mode
+                outcomes_in_mode[key].fail(measured.error)
+        yield outcomes_in_mode
 
 
 def _measure_sizes(
@@ -131,15 +140,15 @@ def _measure_sizes(
     outcome.peak_bytes = memory.peak_bytes(partial(step, 0), contender.task.device)
 
 
-def counting_pass(contender: Contender, step: Phase, pool: int) -> dict[str, int]:
-    """Step on each of `pool` batches once; return the counts of the cache, {} without a cache.
+def counting_pass(contender: Contender, step: Phase, num_batches: int) -> dict[str, int]:
+    """Step once on each of `num_batches` batches; return the counts of the cache, {} without one.
 
-    The cache starts with its present rows.
+    The cache keeps its present rows before the first step.
     """
     if not contender.counters():
         return {}
     contender.reset_counters()
-    for number in range(pool):
+    for number in range(num_batches):
         step(number)
     return contender.counters()
 
@@ -150,9 +159,11 @@ def _flops(contender: Contender, pool: Pool) -> dict[str, float]:
     return {phase: sum(c[phase] for c in counts) / len(counts) for phase in counts[0]}
 
 
-def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, Contender]]:
+def _build_contenders(
+    cell: Cell, session: Session
+) -> tuple[dict[str, Outcome], dict[str, Contender]]:
     """Build and check the contenders, see `build_arms`."""
-    batch = check_batch(cell, session.seed)
+    batch = make_check_batch(cell, session.seed)
 
     def build_checked(arm: Arm) -> Contender:
         contender: Contender = build(arm.contender, task_of(cell, arm, session))
@@ -163,28 +174,31 @@ def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, 
     return build_arms(cell, session, build_checked)
 
 
-def check_batch(cell: Cell, seed: int) -> Batch:
-    """Return the batch on which contenders are checked: other ids than timed, but for traces."""
+def make_check_batch(cell: Cell, seed: int) -> Batch:
+    """Return the batch on which contenders are checked.
+
+    Its ids differ from the timed ones, unless the workload is a trace.
+    """
     workload = dataclasses.replace(cell.workload, B=min(CHECKED_BATCH, cell.workload.B))
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     return make_pool(workload, shapes, 1, seed + 1).batches[0]
 
 
 def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:
-    """Return the contender's forward and step as phases, whose numbers count modulo the pool."""
+    """Return the contender's forward and step as phases; batch numbers count modulo the pool."""
     prepared = [contender.prepare(batch) for batch in pool.batches]
 
     def phase(name: str) -> Phase:
-        work = getattr(contender, name)
-        return lambda number: work(prepared[number % len(prepared)])
+        call = getattr(contender, name)
+        return lambda number: call(prepared[number % len(prepared)])
 
     return {name: phase(name) for name in PHASES}
 
 
 def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
     """Return the task that an arm's contender is built for."""
-    # Factors of rows fit tables of the given size only.
-    explicit = cell.rows_scale == 1.0
+    # `row_factors` fit only tables of the size that the workload states.
+    is_full_size = cell.rows_scale == 1.0
     return Task(
         shapes=table_shapes(cell.workload, scale=cell.rows_scale),
         optimizer=session.config.optimizer,
@@ -192,7 +206,7 @@ def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
         device=session.device,
         rank=arm.rank,
         tt_tables=cell.tt.tables,
-        row_factors=tuple(cell.tt.row_factors) if explicit else (),
+        row_factors=tuple(cell.tt.row_factors) if is_full_size else (),
         dim_factors=tuple(cell.tt.dim_factors),
         shrunk=cell.rows_scale < 1.0,
         cache=arm.cache,

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.config.schema import Distribution
 from experiments.config.sweep import Cell
-from experiments.measure.outcome import Outcome, describe, facts
+from experiments.measure.outcome import Outcome, describe, pool_entries
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.workloads import production, trace_analysis
@@ -41,20 +41,30 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
         )
     session.note(f"{arm.key}|analysing")
     stated_rows = table_rows(cell.workload)
-    rows = [s.rows if r else 0 for s, r in zip(shapes, stated_rows, strict=True)]
-    warm = _warm_batches(cell, len(pool.batches))
-    names = cell.workload.columns or [f"table {f}" for f in range(len(shapes))]
-    by_table, tables = [], []
-    for f in range(len(shapes)):
-        features = [batch.feature(f) for batch in pool.batches]
+    rows_by_table = [
+        shape.rows if stated else 0 for shape, stated in zip(shapes, stated_rows, strict=True)
+    ]
+    num_warm_batches = _num_warm_batches(cell, len(pool.batches))
+    table_names = cell.workload.columns or [
+        f"table {table_index}" for table_index in range(len(shapes))
+    ]
+    lookups_by_table, tables = [], []
+    for table_index in range(len(shapes)):
+        features = [batch.feature(table_index) for batch in pool.batches]
         lookups = Lookups([ids.numpy() for ids, _ in features])
         lengths = np.concatenate([offsets.diff().numpy() for _, offsets in features])
-        by_table.append(lookups)
+        lookups_by_table.append(lookups)
         tables.append(
-            trace_analysis.analyse_table(lookups, lengths, name=names[f], rows=rows[f], warm=warm)
+            trace_analysis.analyse_table(
+                lookups,
+                lengths,
+                name=table_names[table_index],
+                rows=rows_by_table[table_index],
+                warm=num_warm_batches,
+            )
         )
-    analysis = analyse_together(by_table, cell.cache.fractions, warm)
-    record = describe(cell, Outcome(arm), session) | facts(pool)
+    analysis = analyse_together(lookups_by_table, cell.cache.fractions, num_warm_batches)
+    record = describe(cell, Outcome(arm), session) | pool_entries(pool)
     record |= {
         "rows": sum(table["rows"] for table in tables),
         "batches": len(pool.batches),
@@ -63,45 +73,60 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
         "samples": analysis.pop("samples"),
     }
     if cell.workload.distribution is Distribution.production:
-        record["published_window"] = sum(production.published_lookups(r) for r in rows)
+        record["published_window"] = sum(
+            production.published_lookups(rows) for rows in rows_by_table
+        )
     return [record]
 
 
-def _warm_batches(cell: Cell, batches: int) -> int:
-    """Return the number of batches that fill caches: the same share of a short trace."""
+def _num_warm_batches(cell: Cell, num_batches: int) -> int:
+    """Return the number of batches that fill caches.
+
+    A trace with fewer batches than the cell asks for fills them with the same share of its batches.
+    """
     share = cell.cache.warm_batches / (cell.cache.warm_batches + cell.cache.batches)
-    return min(max(1, round(share * batches)), batches - 1)
+    return min(max(1, round(share * num_batches)), num_batches - 1)
 
 
 def analyse_together(
-    by_table: Sequence[Lookups], fractions: Sequence[float], warm: int
+    lookups_by_table: Sequence[Lookups], fractions: Sequence[float], num_warm_batches: int
 ) -> dict[str, Any]:
-    """Analyse all tables in one numbering, as a cache in front of all of them sees the rows.
+    """Analyse the lookups of all tables together, for one cache that all tables share.
 
     Args:
-        by_table: lookups of each table; all tables must have the same number of batches.
+        lookups_by_table: lookups of each table; all tables must have the same number of batches.
         fractions: cached rows ÷ rows that the trace looks up.
-        warm: number of first batches, which fill the caches and are not counted.
+        num_warm_batches: number of first batches that fill the caches. They are not counted.
 
     Returns:
-        `samples` (`batch_counts`), `distinct` (rows looked up), `warm_batches`, `spectrum`,
-        `distances`, `hit_rates`; of the table with most lookups `busiest`: its position `table` and
-        the pairs `ranked` (`shares_by_rank`).
+        `samples` (`batch_counts`), `distinct` (number of distinct rows), `warm_batches`,
+        `spectrum`, `distances`, `hit_rates`, and `busiest` about the table with most lookups: its
+        index `table`, and `ranked` (`shares_by_rank`).
     """
-    # Rows are numbered from 0 per table, without gaps; together table f has f, f + T, f + 2T, ...
-    tables = len(by_table)
-    batches = zip(*(table.slices() for table in by_table), strict=True)
+    # Row r of table f of T tables becomes r * T + f, so that no two rows share a number.
+    num_tables = len(lookups_by_table)
+    batches = zip(*(table.slices() for table in lookups_by_table), strict=True)
     lookups = Lookups(
-        [np.concatenate([rows * tables + f for f, rows in enumerate(batch)]) for batch in batches]
+        [
+            np.concatenate(
+                [rows * num_tables + table_index for table_index, rows in enumerate(batch)]
+            )
+            for batch in batches
+        ]
     )
-    trace = lookups.trace(warm)
-    busiest = max(range(tables), key=lambda f: len(by_table[f].rows))
+    trace = lookups.trace(num_warm_batches)
+    busiest = max(
+        range(num_tables), key=lambda table_index: len(lookups_by_table[table_index].rows)
+    )
     return {
         "samples": trace_analysis.batch_counts(lookups),
         "distinct": len(lookups.counts),
-        "warm_batches": warm,
+        "warm_batches": num_warm_batches,
         "spectrum": trace_analysis.spectrum(lookups),
         "distances": trace_analysis.distance_histogram(lookups),
         "hit_rates": trace_analysis.hit_rates(trace, fractions),
-        "busiest": {"table": busiest, "ranked": trace_analysis.shares_by_rank(by_table[busiest])},
+        "busiest": {
+            "table": busiest,
+            "ranked": trace_analysis.shares_by_rank(lookups_by_table[busiest]),
+        },
     }

@@ -18,34 +18,33 @@ class TimedCall(ABC):
 
     Attributes:
         repeats: number of calls with the same arguments that are timed together and recorded as
-            their mean. A table that evicts at every tenth call only would show all of that work in
-            one sample or none.
+            their mean. If a table evicts in every tenth call only, ten calls make each sample
+            contain that work once.
     """
 
     repeats: int = 1
 
     @abstractmethod
-    def before(self, number: int) -> Any:
-        """Undo what the last call changed, if need be; return the arguments of call `number`."""
+    def prepare(self, number: int) -> Any:
+        """Undo the changes of the last call if need be; return the arguments of call `number`."""
 
     @abstractmethod
-    def call(self, ready: Any) -> object:
-        """Make the timed call with the arguments of `before`."""
+    def call(self, arguments: Any) -> object:
+        """Make the timed call with the arguments that `prepare` returned."""
 
     def __call__(self, number: int) -> object:
         """Prepare and make the call."""
-        return self.call(self.before(number))
+        return self.call(self.prepare(number))
 
 
 class CallClock(Clock):
     """A clock of the host around the inner calls, between two synchronisations on a GPU.
 
     The mode is hot or wall, or cold on a CPU; others raise UnsupportedMode. `now` is a clock in
-    nanoseconds. `adapt` takes `TimedCall`s only. A sample that calls none of the phases that
-    `adapt` returned reads as 0 seconds.
+    nanoseconds. A sample is the time of the phases that `adapt` returned; other calls count as 0.
 
     Attributes:
-        inside_ns: time in the calls, ÷ `TimedCall.repeats`, since the present sample began.
+        call_ns: nanoseconds of the calls of the present sample ÷ `TimedCall.repeats`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class CallClock(Clock):
             )
         self.mode, self.device, self.now = mode, device, now
         self.flush = ColdClock().flush if mode is Mode.cold else lambda: None
-        self.inside_ns = 0.0
+        self.call_ns = 0.0
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
         """Return the phase with its call timed; raise TypeError for one that is no TimedCall."""
@@ -65,14 +64,14 @@ class CallClock(Clock):
             raise TypeError(f"CallClock times TimedCalls, got {type(phase).__name__}")
 
         def run(number: int) -> None:
-            ready = phase.before(number)
+            arguments = phase.prepare(number)
             self.flush()
             self._synchronise()
             start = self.now()
             for _ in range(phase.repeats):
-                phase.call(ready)
+                phase.call(arguments)
             self._synchronise()
-            self.inside_ns += (self.now() - start) / phase.repeats
+            self.call_ns += (self.now() - start) / phase.repeats
 
         return run
 
@@ -80,9 +79,9 @@ class CallClock(Clock):
         """Take samples whose cost includes their preparation."""
         readings = []
         for task in tasks:
-            start, self.inside_ns = self.now(), 0.0
+            start, self.call_ns = self.now(), 0.0
             task.call()
-            seconds = self.inside_ns / 1e9
+            seconds = self.call_ns / 1e9
             readings.append(Reading(seconds, seconds, (self.now() - start) / 1e9))
         return readings
 

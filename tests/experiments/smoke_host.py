@@ -200,7 +200,7 @@ def serve(folder: Path) -> None:
     """Run what clients send; answer with (process, None), and with (process, exit status)."""
     for module in ("experiments.report.pages", "experiments.run.runner"):
         importlib.import_module(module)
-    process._context()
+    process._forkserver_context()
     server: Any = forkserver._forkserver
     _without_emblib.set_forkserver_preload(server._preload_modules)
     server.set_forkserver_preload([*server._preload_modules, PRELOADED])

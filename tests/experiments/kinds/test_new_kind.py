@@ -45,14 +45,14 @@ class Locality(Kind):
     )
 
     def measure(self, cell, session, seconds):
-        from experiments.measure.outcome import Outcome, describe, facts
+        from experiments.measure.outcome import Outcome, describe, pool_entries
         from experiments.workloads.workload import make_pool, table_shapes
 
         shapes = table_shapes(cell.workload, scale=cell.rows_scale)
         pool = make_pool(cell.workload, shapes, session.config.options["batches"], session.seed)
         rows = [set(batch.indices.tolist()) for batch in pool.batches]
         share = sum(len(a & b) / len(b) for a, b in zip(rows, rows[1:])) / (len(rows) - 1)
-        record = describe(cell, Outcome(cell.arms[0]), session) | facts(pool)
+        record = describe(cell, Outcome(cell.arms[0]), session) | pool_entries(pool)
         return [record | {"repeated": share}]
 
     def progress(self, records):

@@ -27,10 +27,10 @@ from experiments.kinds.serving import cold_starts, latencies
 from experiments.measure import serving
 from experiments.measure.serving import (
     LoadPoint,
-    arrivals,
-    closed_block,
+    arrival_times_ns,
     cold_start,
-    open_block,
+    send_closed_block,
+    send_open_block,
     verify_served,
 )
 from experiments.measure.session import Session
@@ -148,12 +148,12 @@ def test_each_client_of_a_closed_block_waits_for_its_answer() -> None:
         running.remove(number)
 
     with ThreadPoolExecutor(3) as threads:
-        block = closed_block(threads, request, 3, 0.02)
+        block = send_closed_block(threads, request, 3, 0.02)
         assert most[0] <= 3
         assert len(block.latencies_ns) >= 3
         assert min(block.latencies_ns) >= 1_000_000
         # Without time, each client sends one request.
-        assert len(closed_block(threads, request, 2, 0.0).latencies_ns) == 2
+        assert len(send_closed_block(threads, request, 2, 0.0).latencies_ns) == 2
 
 
 def test_latency_of_an_open_block_begins_with_the_arrival() -> None:
@@ -165,11 +165,11 @@ def test_latency_of_an_open_block_begins_with_the_arrival() -> None:
         answered.append(number)
 
     with ThreadPoolExecutor(2) as threads:
-        block = open_block(threads, request, 1, [0, 0, 0])
+        block = send_open_block(threads, request, 1, [0, 0, 0])
         assert answered == [0, 1, 2]
         assert [ns >= 2_000_000 * (n + 1) for n, ns in enumerate(block.latencies_ns)] == [True] * 3
         together = threading.Barrier(2)  # two clients answer two requests at the same time
-        both = open_block(threads, lambda _: together.wait(5), 2, [0, 0])
+        both = send_open_block(threads, lambda _: together.wait(5), 2, [0, 0])
         assert len(both.latencies_ns) == 2
 
 
@@ -183,7 +183,7 @@ def test_no_client_is_left_behind_when_another_one_fails() -> None:
 
     with ThreadPoolExecutor(2) as threads:
         with pytest.raises(ValueError, match="no answer"):
-            closed_block(threads, request, 2, 0.05)
+            send_closed_block(threads, request, 2, 0.05)
         count = len(numbers)
         both = threading.Barrier(2)  # is passed once both threads are free
         list(threads.map(lambda _: both.wait(5), range(2)))
@@ -191,13 +191,13 @@ def test_no_client_is_left_behind_when_another_one_fails() -> None:
 
 
 def test_arrivals_have_the_rate_and_do_not_depend_on_answers() -> None:
-    times = arrivals(1000.0, 5.0, random.Random(3))
+    times = arrival_times_ns(1000.0, 5.0, random.Random(3))
     assert times == sorted(times)
     assert times[0] == 0
     assert times[-1] < 5e9
     assert len(times) == pytest.approx(5000, rel=0.06)
     assert np.std(np.diff(times)) == pytest.approx(1e6, rel=0.1)  # as long as the mean gap
-    assert arrivals(1e-9, 0.0, random.Random(3)) == [0]
+    assert arrival_times_ns(1e-9, 0.0, random.Random(3)) == [0]
 
 
 def test_open_blocks_have_a_share_of_the_rate_of_the_last_closed_block(
@@ -207,9 +207,9 @@ def test_open_blocks_have_a_share_of_the_rate_of_the_last_closed_block(
 
     def recorded(rate: float, seconds: float, rng: random.Random) -> list[int]:
         rates.append(rate)
-        return arrivals(rate, seconds, rng)
+        return arrival_times_ns(rate, seconds, rng)
 
-    monkeypatch.setattr("experiments.measure.serving.arrivals", recorded)
+    monkeypatch.setattr("experiments.measure.serving.arrival_times_ns", recorded)
     with ThreadPoolExecutor(1) as threads:
         closed = LoadPoint(lambda _: time.sleep(0.001), 1, CLOSED)
         half = LoadPoint(closed.request, 1, 0.5)

@@ -223,7 +223,7 @@ class Slow(TimedCall):
     def __init__(self, clock: list[int]) -> None:
         self.clock = clock
 
-    def before(self, number: int) -> int:
+    def prepare(self, number: int) -> int:
         self.clock[0] += 1000
         return number
 
@@ -250,12 +250,12 @@ def test_what_a_call_added_is_taken_out_before_the_next() -> None:
     built = FilledTable(table, calls)
     operation = Operation(built, "insert_or_assign", 2)
     for number in range(3):
-        ready = operation.before(number)
+        ready = operation.prepare(number)
         assert table.size() == 480
         operation.call(ready)
         assert table.size() == 520
     reads = Operation(built, "find_slots", 2)
-    assert reads.before(0) is reads.before(0)  # made once
+    assert reads.prepare(0) is reads.prepare(0)  # made once
     assert table.size() == 480
 
 
