@@ -74,7 +74,7 @@ def cells_and_time(config: Config) -> tuple[str, str]:
     Both are UNKNOWN for a kind that leads its run. The time leaves out cells that train, which have
     no limit; it is UNKNOWN if all do.
     """
-    if kinds.find(config.kind).leads:
+    if kinds.find(config.kind).runner:
         return UNKNOWN, UNKNOWN
     cells = kinds.expand(config)
     limited = [

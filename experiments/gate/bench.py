@@ -102,7 +102,7 @@ class Bench:
         counters = ready.contender.counters
         warm_state = warm_up({name: ready.run}, ready.clock, timing, key=name, counters=counters)
         note(f"{name}|timing")
-        return warm_state.typical.get(name, 0.0)
+        return warm_state.median_s.get(name, 0.0)
 
     def take_samples(self, name: str, batches: Sequence[int], executions: int) -> list[float]:
         """Return one sample per batch, in seconds per execution.

@@ -97,7 +97,7 @@ def write(path: Path) -> str:
     for name, noise in points.items():
         if noise["pairs"] > 1:
             effects, margin, colour = noise["effects"], margins[name], COLOURS["tbe"]
-            effect = statistics.combine(effects)
+            effect = statistics.combine_processes(effects)
             is_hollow = effect.lo <= 1 <= effect.hi
             lines.append(pages.effect_row(name, effects, margin, colour=colour, hollow=is_hollow))
     figures = []
@@ -136,7 +136,9 @@ def table(points: NoiseFloor, margins: Mapping[str, float]) -> Table:
         {
             "point": "point",
             "pairs": lambda p: tables.count_value(p["pairs"]),
-            "A ÷ A [95\u00a0%]": lambda p: pages.effect_value(statistics.combine(p["effects"])),
+            "A ÷ A [95\u00a0%]": lambda p: pages.effect_value(
+                statistics.combine_processes(p["effects"])
+            ),
             "MAD": lambda p: pages.margin_value(p["mad"]),
             "95 % of pairs within": lambda p: pages.margin_value(p["p95"]),
             "margin": lambda p: pages.margin_value(p["margin"]),

@@ -17,7 +17,7 @@ from experiments.report.document import Notice, Page, Section, Tile
 from experiments.report.style import COLOURS, FASTER, SLOWER, Figure
 from experiments.report.tables import Table, Value
 from experiments.results.store import RunStore, read_json
-from experiments.timing.statistics import Effect, Verdict, combine
+from experiments.timing.statistics import Effect, Verdict, combine_processes
 
 HOW = (
     "Two processes, one per revision, alternate: base head head base, or head base base head, "
@@ -248,7 +248,7 @@ def effect_row(
     name: str, effects: Sequence[float], margin: float, *, colour: str, hollow: bool
 ) -> Row:
     """Return a row of a forest: the mean effect over pairs, its interval, the single pairs."""
-    effect = combine(effects)
+    effect = combine_processes(effects)
     return Row(
         name,
         effect.ratio,

@@ -149,7 +149,7 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
         is_confirmed = adjusted_p.get(point, 1.0) <= ALPHA and _verdict(second, margin) is verdict
         if verdict in CHANGES and not is_confirmed:
             verdict = Verdict.UNSURE
-        effect = statistics.combine(second or first)
+        effect = statistics.combine_processes(second or first)
         rulings[point] = Ruling(
             verdict,
             effect,
@@ -164,4 +164,4 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
 
 
 def _verdict(logs: Sequence[float], margin: float) -> Verdict:
-    return statistics.verdict(statistics.combine(logs), margin)
+    return statistics.verdict(statistics.combine_processes(logs), margin)

@@ -1,6 +1,6 @@
 """The kinds of experiments, as `Kind` objects.
 
-Code that serves all kinds uses these objects; the module of one kind is for its own run and report.
+Code for all kinds uses these objects; only code for one kind uses the module of that kind.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def find(name: str) -> Kind:
 def expand(config: Config) -> list[Cell]:
     """Return the cells of a run, resolved and capped; raise UsageError.
 
-    Cases come first, unless the kind says `sweep_first`, so that an interrupted run has its
-    headline. If a cap makes two cells equal, the second is dropped, because its samples would count
-    as further processes of the first. timing.max_cells cuts the sweep.
+    Cases come before the sweep, so that an interrupted run has its headline, unless the kind says
+    `sweep_first`. If a cap makes two cells equal, the second is dropped, because its samples would
+    count as further processes of the first. timing.max_cells limits the cells of the sweep.
     """
     kind = find(config.kind)
     cases, swept = kind.cells(config)

@@ -1,9 +1,9 @@
 """The interface of a kind of experiment: its cells, their measurement, their report.
 
-A new kind is a subclass of `Kind` in a file, and a line in KINDS of `experiments/kinds`. Defaults
-are the behaviour of the kind `time`, which times contenders side by side. The attributes
-`cell_kinds`, `arms`, `measurement` and `reporting` have the facts that other packages need. They
-name modules, so that the command line loads neither torch nor matplotlib.
+To add a kind, write a subclass of `Kind` and add a line to KINDS in `experiments/kinds`. By default
+a kind behaves like `time`, which times contenders side by side. Other packages read the attributes
+`cell_kinds`, `arms`, `measurement` and `reporting`. Functions are stated as "module:function", so
+that the command line loads neither torch nor matplotlib.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ArmRules:
 
     Attributes:
         only: the only arm of every cell, in place of contenders.
-        computed: arms that every cell of the sweep has besides contenders.
+        computed: arms that every cell of the sweep has in addition to contenders.
         choices: computed arms and methods that `contenders` may name.
         contenders: sort of contenders.
         ranks: processes that measure a cell together.
@@ -179,8 +179,8 @@ class Kind:
         arms: arms of the cells.
         measurement: measurement of a cell.
         reporting: report of a run.
-        leads: "module:function" of a function (config, *, question, words) -> exit status that
-            leads the whole run; "" for the common way.
+        runner: "module:function" of a function (config, *, question, words) -> exit status that
+            replaces the runner of `experiments.run`; "" to use that one.
     """
 
     name: ClassVar[str]
@@ -190,7 +190,7 @@ class Kind:
     arms: ClassVar[ArmRules] = ArmRules()
     measurement: ClassVar[Measurement] = Measurement()
     reporting: ClassVar[Reporting] = Reporting()
-    leads: ClassVar[str] = ""
+    runner: ClassVar[str] = ""
 
     # Cells
 
@@ -205,8 +205,8 @@ class Kind:
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return the cells of the cases, and the cells of the sweep."""
-        cases = [c for cell in self.case_cells(config) for c in self.spread(cell, config)]
-        swept = [c for cell in self.swept_cells(config) for c in self.spread(cell, config)]
+        cases = [c for cell in self.case_cells(config) for c in self.variants(cell, config)]
+        swept = [c for cell in self.swept_cells(config) for c in self.variants(cell, config)]
         return cases, swept
 
     def case_cells(self, config: Config) -> list[Cell]:
@@ -224,14 +224,14 @@ class Kind:
         `prefix` names the case that has the options; it is empty for options of the run.
         """
         for name, rule in self.option_rules.items():
-            value, option = options[name], f"{prefix}options.{name}"
-            entries = value if isinstance(value, list) else [value]
+            values, option = options[name], f"{prefix}options.{name}"
+            entries = values if isinstance(values, list) else [values]
             if not entries and not rule.may_be_empty:
                 raise UsageError(f"{option} must not be empty")
-            require(f"{option} must be {rule.text}", value, holds=all(map(rule.holds, entries)))
+            require(f"{option} must be {rule.text}", values, holds=all(map(rule.holds, entries)))
 
     def as_case(self, cell: Cell) -> Cell:
-        """Return a cell of this kind completed as a case of another kind's experiment."""
+        """Complete a cell of this kind that is a case in an experiment of another kind."""
         return cell
 
     def swept_cells(self, config: Config) -> list[Cell]:
@@ -242,7 +242,7 @@ class Kind:
         loads = config.keys.loads if kind == KEYS else ()
         return list(swept_cells(config, kind, names, loads))
 
-    def spread(self, cell: Cell, config: Config) -> Iterator[Cell]:
+    def variants(self, cell: Cell, config: Config) -> Iterator[Cell]:
         """Yield the variants of a cell; by default the cell itself."""
         yield cell
 
@@ -254,7 +254,7 @@ class Kind:
         return records
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return the line of the terminal about a measured cell."""
+        """Return the line that the terminal shows for a measured cell."""
         return outcomes_line("step", records, lambda r: f"{1e3 * median_of(r, 'step'):.3g} ms")
 
     # Reporting
@@ -265,7 +265,7 @@ class Kind:
 
     def write_files(self, run: Run) -> Mapping[str, str]:
         """Return {name: text} of further files of a run's directory."""
-        return self._part("write_files", {}, run)
+        return self._call_report("write_files", {}, run)
 
     def rebuild(self, path: Path) -> str | None:
         """Write the kind's own report and return its answer; None for a kind without one."""
@@ -273,19 +273,19 @@ class Kind:
 
     def answer(self, run: Run) -> list[str]:
         """Return the sentences that answer the question; the first is the headline."""
-        return self._part("answer", [], run)
+        return self._call_report("answer", [], run)
 
     def figures(self, run: Run) -> list[Figure]:
         """Return the figures, the main one first."""
-        return self._part("figures", [], run)
+        return self._call_report("figures", [], run)
 
     def tables(self, run: Run) -> Sequence[TitledTable]:
         """Return the tables that follow the results of the first mode."""
-        return self._part("tables", (), run)
+        return self._call_report("tables", (), run)
 
     def case_report(self, run: Run) -> CaseReport:
-        """Return the part of cases of this kind in the report of another kind's experiment."""
-        return self._part("case_report", CaseReport(), run)
+        """Return what the report of another kind's experiment shows of cases of this kind."""
+        return self._call_report("case_report", CaseReport(), run)
 
     def how_to_read(self) -> Sequence[str]:
         """Return notes about the kind's numbers for the reader."""
@@ -294,23 +294,23 @@ class Kind:
 
     def section_table(self, run: Run, section: str) -> Table | None:
         """Return the table of results of a section, by default of timed cells; None without any."""
-        table: Table | None = self._part("section_table", None, run, section)
+        table: Table | None = self._call_report("section_table", None, run, section)
         if table is None and len(run.results_of(section)):
             table = load("experiments.report.results:section_table")(run, section)
         return table
 
     def tiles(self, run: Run) -> list[Tile]:
         """Return the numbers at the top of the page."""
-        return self._part("tiles", [], run)
+        return self._call_report("tiles", [], run)
 
     def readme_lines(self, run: Run, command: str, link: str) -> list[str] | None:
         """Return the lines of a run in docs/benchmarks.md; None for its answer alone.
 
         `command` states what ran where; `link` leads to the report.
         """
-        return self._part("readme_lines", None, run, command, link)
+        return self._call_report("readme_lines", None, run, command, link)
 
-    def _part(self, name: str, default: Any, *arguments: Any) -> Any:
+    def _call_report(self, name: str, default: Any, *arguments: Any) -> Any:
         """Call a function of the reporting module; return `default` if it has none."""
         module = importlib.import_module(self.reporting.module) if self.reporting.module else None
         part = getattr(module, name, None)
@@ -319,15 +319,19 @@ class Kind:
 
 def load(target: str) -> Callable[..., Any]:
     """Import the object that "module:name" refers to."""
-    module, _, name = target.partition(":")
-    target_object: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    module_name, _, object_name = target.partition(":")
+    target_object: Callable[..., Any] = getattr(importlib.import_module(module_name), object_name)
     return target_object
 
 
-def outcomes_line(quantity: str, records: Sequence[Record], number: Callable[[Record], str]) -> str:
-    """Return a line with a number of each record, or its status where it has none."""
+def outcomes_line(
+    quantity: str, records: Sequence[Record], format_number: Callable[[Record], str]
+) -> str:
+    """Return a line with the formatted number of each record, or the status if it is not "ok"."""
     outcomes = [
-        f"{r['label']} {number(r)}" if r["status"] == "ok" else f"{r['label']}: {r['status']}"
+        f"{r['label']} {format_number(r)}"
+        if r["status"] == "ok"
+        else f"{r['label']}: {r['status']}"
         for r in records
     ]
     return f"{quantity}: {' · '.join(outcomes)}"
@@ -339,9 +343,9 @@ def median_of(record: Record, phase: str) -> float:
 
 
 def check_sort(prefix: str, names: Sequence[str], wanted: Sort) -> None:
-    """Raise UsageError unless all contenders are of a sort, which is not BOTH.
+    """Raise UsageError unless all contenders are of the sort `wanted`, which must not be BOTH.
 
-    Names that are no contenders are skipped.
+    Names of computed arms and methods are skipped.
     """
     for name in names:
         entry = registry.facts_of(name)
@@ -349,11 +353,11 @@ def check_sort(prefix: str, names: Sequence[str], wanted: Sort) -> None:
         if sort is wanted or name not in registry.names():
             continue
         if Sort.SERVED in (sort, wanted):
-            no = "no " * (wanted is Sort.SERVED)
+            prefix_no = "no " * (wanted is Sort.SERVED)
             raise UsageError(
-                f"{prefix}contenders: {name} has {no}read-only tables; those are measured in "
-                "kind=serving"
+                f"{prefix}contenders: {name} has {prefix_no}read-only tables; those are measured "
+                "in kind=serving"
             )
-        a = "a table of keys" if entry.keyed else "no table of keys"
+        noun = "a table of keys" if entry.keyed else "no table of keys"
         condition = "where keys.loads names loads, or in kind=growth"
-        raise UsageError(f"{prefix}contenders: {name} is {a}; those are measured {condition}")
+        raise UsageError(f"{prefix}contenders: {name} is {noun}; those are measured {condition}")

@@ -36,17 +36,21 @@ class Cache(base.Kind):
     def check(self, config: Config) -> None:
         super().check(config)
         entries = registry.entries().items()
-        cached = (*(name for name, entry in entries if entry.variants == "cache"), *EXACT)
-        if not set(config.contenders) <= set(cached):
-            raise UsageError(f"contenders: traces (kind=cache) are for {', '.join(cached)}")
+        permitted_names = (*(name for name, entry in entries if entry.variants == "cache"), *EXACT)
+        if not set(config.contenders) <= set(permitted_names):
+            raise UsageError(
+                f"contenders: traces (kind=cache) are for {', '.join(permitted_names)}"
+            )
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the hit rates at the middle size."""
         sizes = sorted({r["cache_rows"] for r in records if "cache_rows" in r})
         middle_size = sizes[(len(sizes) - 1) // 2] if sizes else None
-        shown = [r for r in records if r.get("cache_rows", middle_size) == middle_size]
+        shown_records = [r for r in records if r.get("cache_rows", middle_size) == middle_size]
         return base.outcomes_line(
-            "% of lookups served", shown, lambda r: f"{100 * counted_hit_rates(r).lookups:.0f}"
+            "% of lookups served",
+            shown_records,
+            lambda r: f"{100 * counted_hit_rates(r).lookups:.0f}",
         )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
@@ -65,23 +69,23 @@ class HitRates:
 def counted_hit_rates(record: Record) -> HitRates:
     """Return the hit rates of a record over its counted batches."""
     samples = record["samples"]
-    skip = len(samples["rows"]) - record["batches"]
-    total = {name: sum(values[skip:]) for name, values in samples.items()}
-    return HitRates(_share(total, "lookup"), _share(total, "row"))
+    num_warm_batches = len(samples["rows"]) - record["batches"]
+    totals = {name: sum(values[num_warm_batches:]) for name, values in samples.items()}
+    return HitRates(_hit_rate(totals, "lookup"), _hit_rate(totals, "row"))
 
 
-def _share(total: dict[str, int], unit: str) -> float:
-    return total[f"{unit}_hits"] / total[f"{unit}s"] if total[f"{unit}s"] else math.nan
+def _hit_rate(totals: dict[str, int], unit: str) -> float:
+    return totals[f"{unit}_hits"] / totals[f"{unit}s"] if totals[f"{unit}s"] else math.nan
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
     """Return hit_rates.csv: a row per trace, contender and size of the cache.
 
     Rates are shares of 1 over the counted batches: `lookup_hit_rate`, `row_hit_rate` (of distinct
-    rows per batch), `most_lookup_hit_rate` (a bound that no cache exceeds; the offline optimum has
-    it), `expected_*` (of the most likely rows; static_top has them). `fraction` is `cache_rows` ÷
-    all rows; `cache` is the fraction that the experiment asked for, before rounding to sets. nan
-    where the status is not "ok" or the contender has no such number.
+    rows per batch), `most_lookup_hit_rate` (a bound for every cache; only in rows of the offline
+    optimum), `expected_*` (expected hit rates of the most likely rows; only in rows of static_top).
+    `fraction` is `cache_rows` ÷ all rows. `cache` is the fraction that the experiment asked for,
+    before rounding to sets. A number that is unknown is nan.
     """
     traced = [r for r in records if r.get("kind") == Cache.name]
     return pd.DataFrame([_row(r) for r in traced])
@@ -89,9 +93,9 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def _row(record: Record) -> dict[str, Any]:
     """Return a row of the frame from a record; nan for what the record does not have."""
-    ok = record["status"] == "ok"
-    rates = counted_hit_rates(record) if ok else HitRates(math.nan, math.nan)
-    lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if ok else 0
+    is_ok = record["status"] == "ok"
+    rates = counted_hit_rates(record) if is_ok else HitRates(math.nan, math.nan)
+    lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if is_ok else 0
     max_hits = record.get("most_lookup_hits", math.nan)
     size = record.get("cache_rows", math.nan)  # absent from the record of a process that died
     names = ("section", "cell", "contender", "arm", "label", "status", "reason", "cache")

@@ -1,6 +1,6 @@
 """The kinds `gate`, `noise` and `power`: two revisions of emblib, measured in turns.
 
-They lead their processes and write their reports themselves (`experiments/gate`).
+Their runners (`experiments/gate`) start the processes and write the reports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Gate(base.Kind):
 
     name = "gate"
     cell_kinds = base.CellKinds(sweep=base.TIME)
-    leads = "experiments.gate.runner:run"
+    runner = "experiments.gate.runner:run"
     reporting = base.Reporting(rebuild="experiments.gate.runner:rebuild")
 
     def check(self, config: Config) -> None:
@@ -33,7 +33,7 @@ class Noise(Gate):
     """Answer by how much a revision seems to differ from itself on this machine."""
 
     name = "noise"
-    leads = "experiments.gate.noise:run"
+    runner = "experiments.gate.noise:run"
     reporting = base.Reporting(rebuild="experiments.gate.noise:write")
 
 
@@ -41,5 +41,5 @@ class Power(Gate):
     """Answer how often the gate errs."""
 
     name = "power"
-    leads = "experiments.gate.power:run"
+    runner = "experiments.gate.power:run"
     reporting = base.Reporting(rebuild="experiments.gate.power:write")

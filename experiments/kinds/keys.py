@@ -1,7 +1,7 @@
 """The kinds `keys` (operations on hash tables) and `growth` (tables that fill).
 
-A *record* is what a hash table gave in one process, in samples of each *phase* (an operation). Both
-kinds combine the records of all processes to one row.
+A *record* has the samples of one hash table in one process, by *phase* (an operation). Both kinds
+combine the records of all processes to one row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
 
-YARDSTICK = "find_slots"  # operation of the subject at the same load that ratios divide by
+# A ratio is a time ÷ the time of this operation of the subject, at the same load.
+YARDSTICK = "find_slots"
 
 
 class Keys(base.Kind):
@@ -29,7 +30,7 @@ class Keys(base.Kind):
     reporting = base.Reporting("experiments.kind_reports.keys")
 
     def progress(self, records: Sequence[Record]) -> str:
-        return " · ".join(_rate_of(record) for record in records)
+        return " · ".join(_rate_text(record) for record in records)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return operations.csv: a row per table, mode and operation."""
@@ -50,7 +51,7 @@ class Growth(Keys):
         return {"growth": growth_frame(records)}
 
 
-def _rate_of(record: Record) -> str:
+def _rate_text(record: Record) -> str:
     """Return million keys per second of a table's first operation."""
     if record["status"] != "ok":
         return f"{record['label']}: {record['status']}"
@@ -73,7 +74,7 @@ def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
         lambda record: f"{subject}@{record['load']:g}",
         _row,
         phases_of=lambda group: metrics.sampled_phases(group, ""),
-        pooled_base=yardstick_as,
+        pooled_base=with_yardstick_samples,
     )
 
 
@@ -87,7 +88,10 @@ def _row(
     ok_records = metrics.usable_records(records)
     record = (ok_records or records)[0]
     timed = metrics.timed_columns(
-        ok_records, yardstick_as(metrics.usable_records(base_records), phase), phase, pools
+        ok_records,
+        with_yardstick_samples(metrics.usable_records(base_records), phase),
+        phase,
+        pools,
     )
     names = ("section", "cell", "contender", "arm", "label", "load", "rows_scale", "lookups")
     return {
@@ -106,8 +110,8 @@ def _row(
     }
 
 
-def yardstick_as(records: Sequence[Record], phase: str) -> list[Record]:
-    """Return the records with the samples of the yardstick under the name of a phase."""
+def with_yardstick_samples(records: Sequence[Record], phase: str) -> list[Record]:
+    """Return records whose samples of `phase` are those of YARDSTICK; skip records without any."""
     return [
         r | {"samples": {phase: r["samples"].get(YARDSTICK, [])}}
         for r in records
@@ -134,11 +138,11 @@ def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
     ok_records = metrics.usable_records(records)
     record = (ok_records or records)[0]
     by_process = [metrics.seconds(r, GROWTH_PHASE) for r in ok_records]
-    every_call = [s for seconds in by_process for s in seconds]
-    time, tails = statistics.summarise(every_call), statistics.tail(every_call)
+    call_seconds = [s for seconds in by_process for s in seconds]
+    call_time, call_tails = statistics.summarise(call_seconds), statistics.tail_of(call_seconds)
     # The median over processes of the longest call of each.
-    longest = statistics.summarise([max(seconds) for seconds in by_process if seconds])
-    total = statistics.summarise([sum(seconds) for seconds in by_process if seconds])
+    longest_call = statistics.summarise([max(seconds) for seconds in by_process if seconds])
+    total_time = statistics.summarise([sum(seconds) for seconds in by_process if seconds])
     peak_bytes, final_bytes = (_median(ok_records, name) for name in ("peak_bytes", "kept_bytes"))
     names = ("section", "cell", "contender", "arm", "label", "lookups")
     return {
@@ -148,10 +152,10 @@ def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
         "keys_there": record.get("keys_there", math.nan),
         "calls": len(by_process[0]) if by_process else 0,
         "processes": len(ok_records),
-        "median_s": time.median,
-        "p99_s": tails.p99,
-        "longest_s": longest.median,
-        "total_s": total.median,
+        "median_s": call_time.median,
+        "p99_s": call_tails.p99,
+        "longest_s": longest_call.median,
+        "total_s": total_time.median,
         "peak_bytes": peak_bytes,
         "kept_bytes": final_bytes,
         "peak_over_kept": peak_bytes / final_bytes

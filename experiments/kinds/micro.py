@@ -18,7 +18,7 @@ from experiments.results import metrics
 from experiments.results.store import Record, RunStore
 
 AXES = ("T", "E", "D", "B", "L", "rank", "optimizer", "slots")
-FAILED = re.compile(r"^(FAILED|ERROR) (\S+::.+?)(?: - (.*))?$")
+FAILURE_LINE = re.compile(r"^(FAILED|ERROR) (\S+::.+?)(?: - (.*))?$")
 
 
 class Micro(base.Kind):
@@ -26,7 +26,7 @@ class Micro(base.Kind):
 
     name = "micro"
     cell_kinds = base.CellKinds(sweep=base.TIME)
-    leads = "experiments.run.micro:run"
+    runner = "experiments.run.micro:run"
     reporting = base.Reporting("experiments.kind_reports.micro", compared=base.Compared.MACHINES)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
@@ -46,27 +46,27 @@ def records_of(
 
 def _record(benchmark: Mapping[str, Any], identity: Mapping[str, Any], replicate: int) -> Record:
     """Return the record of a benchmark, an entry of pytest-benchmark's JSON."""
-    extra, stats = benchmark["extra_info"], benchmark["stats"]
-    calls = int(extra.get("executions", 1))  # other benchmarks time one call per iteration
+    extra_info, stats = benchmark["extra_info"], benchmark["stats"]
+    num_calls = int(extra_info.get("executions", 1))  # other benchmarks time one call per iteration
     return {
         **_common(
             identity, replicate, str(benchmark["name"]), str(benchmark["group"] or "ungrouped")
         ),
-        "params": {k: extra[k] for k in AXES if k in extra},
-        "device": extra.get("device"),
-        "lookups": extra.get("lookups"),
+        "params": {k: extra_info[k] for k in AXES if k in extra_info},
+        "device": extra_info.get("device"),
+        "lookups": extra_info.get("lookups"),
         "status": "ok",
         "reason": "",
         "stop_reason": "budget",
-        "executions": calls,
+        "executions": num_calls,
         "iterations": stats["iterations"],  # a sample is the mean of its iterations
-        "samples": {"call": [[i, s / calls] for i, s in enumerate(stats["data"])]},
+        "samples": {"call": [[i, s / num_calls] for i, s in enumerate(stats["data"])]},
     }
 
 
 def failures_of(output: str, identity: Mapping[str, Any], replicate: int = 0) -> list[Record]:
     """Return a record per failed test in the summary of pytest's output."""
-    matches = [m for line in output.splitlines() if (m := FAILED.match(line.strip()))]
+    matches = [m for line in output.splitlines() if (m := FAILURE_LINE.match(line.strip()))]
     return [
         _common(identity, replicate, m[2].partition("::")[2], "failed")
         | {"params": {}, "device": None, "lookups": None, "status": "error", "order": -1}
@@ -77,7 +77,7 @@ def failures_of(output: str, identity: Mapping[str, Any], replicate: int = 0) ->
 
 def _common(identity: Mapping[str, Any], replicate: int, name: str, group: str) -> Record:
     """Return the entries that every record has; the cell is the test's name."""
-    short = re.sub(r"^test_", "", name)
+    short_name = re.sub(r"^test_", "", name)
     return {
         **identity,
         "replicate": replicate,
@@ -85,12 +85,12 @@ def _common(identity: Mapping[str, Any], replicate: int, name: str, group: str) 
         "kind": Micro.name,
         "section": group,
         "title": group,
-        "cell": short,
+        "cell": short_name,
         "contender": group,
         "rank": 0,
         "cache": 0.0,
-        "arm": short,
-        "label": short,
+        "arm": short_name,
+        "label": short_name,
         "mode": Mode.hot.value,
         "optimizer": "",
         "seed": 0,
@@ -110,22 +110,22 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     return pd.DataFrame([_row(group) for group in groups.values()])
 
 
-def _row(group: Sequence[Record]) -> dict[str, Any]:
+def _row(records: Sequence[Record]) -> dict[str, Any]:
     """Return the row of a benchmark from its records, one per process."""
-    first = group[0]
+    first_record = records[0]
     by_process = [
-        [s for _, s in r["samples"].get("call", [])] for r in group if r["status"] == "ok"
+        [s for _, s in r["samples"].get("call", [])] for r in records if r["status"] == "ok"
     ]
-    time = metrics.summarise_processes(by_process)
+    time_summary = metrics.summarise_processes(by_process)
     return {
-        "operation": first["section"],
-        "benchmark": first["cell"],
-        "device": first["device"],
-        **{name: first["params"].get(name) for name in AXES},
-        "lookups": first["lookups"],
-        "status": next((r["status"] for r in group if r["status"] != "ok"), "ok"),
-        **time.columns(),
-        "samples": time.n,
+        "operation": first_record["section"],
+        "benchmark": first_record["cell"],
+        "device": first_record["device"],
+        **{name: first_record["params"].get(name) for name in AXES},
+        "lookups": first_record["lookups"],
+        "status": next((r["status"] for r in records if r["status"] != "ok"), "ok"),
+        **time_summary.columns(),
+        "samples": time_summary.n,
         "processes": len(by_process),
     }
 
@@ -162,6 +162,11 @@ def import_benchmarks(path: Path, folder: Path) -> Path:
     records = records_of(content, identity)
     store.append(*records)
     question = "how long does one call of each operation take?"
-    ended = {"experiment": "micro", "question": question, "status": "finished", **summary(records)}
-    store.write_json("run.json", ended)
+    run_entries = {
+        "experiment": "micro",
+        "question": question,
+        "status": "finished",
+        **summary(records),
+    }
+    store.write_json("run.json", run_entries)
     return store.path

@@ -16,7 +16,7 @@ from experiments.results.store import Record
 from experiments.timing import statistics
 
 SMOKE_ROWS, SMOKE_LOOKUPS = 20_000, 640  # maxima in a smoke run
-POINT = ("rank", "skew", "order", "lookups", "cached")
+POINT_KEYS = ("rank", "skew", "order", "lookups", "cached")
 """Entries that identify a predicted step; `order` is the order of ids, `cached` a share of rows."""
 
 
@@ -73,9 +73,9 @@ class Predictions(base.Kind):
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return a cell per rank, whose steps are timed in turns in one process."""
         options = dict(config.options)
-        work = config.workload
+        workload = config.workload
         if config.timing.max_rows:  # a smoke run
-            work = dataclasses.replace(work, E=min(work.E, SMOKE_ROWS))
+            workload = dataclasses.replace(workload, E=min(workload.E, SMOKE_ROWS))
             options["ranks"] = options["ranks"][:1]
             options["cached"] = options["cached"][:1]
             options["lookups"] = [min(n, SMOKE_LOOKUPS) for n in options["lookups"][:1]]
@@ -83,8 +83,8 @@ class Predictions(base.Kind):
         return [], [
             Cell(
                 f"rank {rank}",
-                f"{work.E:,} x {work.D}, rank {rank}",
-                work,
+                f"{workload.E:,} x {workload.D}, rank {rank}",
+                workload,
                 (Arm(self.arms.only, rank),),
                 kind=self.name,
                 options={**options, "ranks": [rank]},
@@ -110,15 +110,15 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
     `measured_s`, `predicted_s`, `two_terms_s` (rows and products alone; nan with a cache) and
     `by_hits_s` (uncached time × lookups that miss) are seconds of a step; `ratio` is predicted ÷
-    measured, of which `ratio_lo` and `ratio_hi` are the extremes over processes. `rows` is distinct
-    rows per batch; `hit_rate` and `row_hit_rate` are shares of lookups and of distinct rows. All
-    numbers but the extremes are medians over processes.
+    measured, `ratio_lo` and `ratio_hi` its extremes over processes. `rows` counts distinct rows per
+    batch. `hit_rate` and `row_hit_rate` are shares of lookups and of distinct rows. Except for the
+    extremes, numbers are medians over processes.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         if record.get("kind") == Predictions.name and record["status"] == "ok":
             for point in record["points"]:
-                groups.setdefault(tuple(point[name] for name in POINT), []).append(point)
+                groups.setdefault(tuple(point[name] for name in POINT_KEYS), []).append(point)
     rows = [_row(key, points) for key, points in groups.items()]
     return pd.DataFrame(rows)
 
@@ -133,7 +133,7 @@ def _row(key: tuple[Any, ...], points: Sequence[Mapping[str, Any]]) -> dict[str,
     measured_s = [statistics.summarise([s for _, s in p["samples"]]).median for p in points]
     ratios = [p["predicted_s"] / time for p, time in zip(points, measured_s, strict=True)]
     return {
-        **dict(zip(POINT, key, strict=True)),
+        **dict(zip(POINT_KEYS, key, strict=True)),
         "processes": len(points),
         **{name: median([p[name] for p in points]) for name in names},
         "measured_s": median(measured_s),

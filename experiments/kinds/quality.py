@@ -1,7 +1,7 @@
 """The kind `quality`: models trained with compressed tables, and their loss of quality.
 
-A *record* is a trained model: of a method, a share of the bytes, and a seed (the replicate). A row
-is the mean over seeds, and its difference to plain tables is paired by seed.
+A *record* is about one trained model: one method, share of the bytes, and seed (the replicate). A
+row has means over seeds; the difference to plain tables is paired by seed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class QualityOptions:
         shares: bytes of compressed tables ÷ bytes of plain tables.
         rates: learning rates of tables; the best one in validation counts.
         epochs: maximum number of epochs; training ends when the validation loss does not fall.
-        large: minimum share of all rows of a table that is compressed.
+        large: rows of a table ÷ all rows, from which on the table is compressed.
         timed_steps: samples of the step time.
     """
 
@@ -112,10 +112,12 @@ class Quality(base.Kind):
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the AUC of each method at its largest share."""
-        best: dict[str, Record] = {}
+        record_of_method: dict[str, Record] = {}
         for record in records:
-            best.setdefault(str(record["contender"]), record | {"label": record["contender"]})
-        return base.outcomes_line("AUC", [*best.values()], lambda r: f"{r['auc']:.4f}")
+            record_of_method.setdefault(
+                str(record["contender"]), record | {"label": record["contender"]}
+            )
+        return base.outcomes_line("AUC", [*record_of_method.values()], lambda r: f"{r['auc']:.4f}")
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return quality.csv: a row per data set, method and share."""
@@ -138,8 +140,8 @@ def _with_file(cell: Cell) -> Cell:
         return cell
     path = Path(cell.options["path"]).expanduser()
     if not path.is_file():
-        remedy = f"there is no file {path}" if cell.options["path"] else "say options.path=FILE"
-        raise UsageError(f"options.data: {name} is read from a file: {remedy}")
+        hint = f"there is no file {path}" if cell.options["path"] else "say options.path=FILE"
+        raise UsageError(f"options.data: {name} is read from a file: {hint}")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     workload = dataclasses.replace(cell.workload, file=str(path), sha256=digest)
@@ -150,11 +152,11 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     """Return quality.csv: a row per data set, method and share of the bytes, over all seeds.
 
     `auc` and `log_loss` (nats) are means over seeds on test samples. `*_change` is the mean
-    difference to plain tables, paired by seed, with `_lo` and `_hi`, its 95 % t-interval (nan for
-    one seed). `excess_log_loss` is the loss above that of the true probabilities, where known.
-    `bytes` are those of the large tables in training, `served_bytes` when served;
-    `times_smaller` compares with the plain large tables. `step_s` is seconds; `ratio` is the time
-    of a step ÷ plain's.
+    difference to plain tables, paired by seed; `_lo` and `_hi` are its 95 % t-interval (nan for one
+    seed). `excess_log_loss` is the loss minus the loss of the true probabilities, nan if unknown.
+    `bytes` is the size of the large tables in training, `served_bytes` their size when served.
+    `times_smaller` is the size of the plain large tables ÷ `bytes`. `step_s` is seconds; `ratio` is
+    the time of a step ÷ the time with plain tables.
     """
     groups = metrics.group_records(records, Quality.name, lambda r: (r["section"], r["arm"]))
     pairs = [(group, groups.get((section, PLAIN), [])) for (section, _), group in groups.items()]
@@ -171,8 +173,8 @@ def _row(
         metrics.usable_records(base_records),
     )
     record = (ok_records or records)[0]
-    effect = metrics.ratio_of(ok_records, plain_records, "step", pools.ratios)
-    excess = [
+    time_ratio = metrics.ratio_of(ok_records, plain_records, "step", pools.ratios)
+    excess_losses = [
         r["log_loss"] - r["oracle_loss"] for r in ok_records if r.get("oracle_loss") is not None
     ]
     names = ("section", "data", "contender", "arm", "label", "reason")
@@ -185,7 +187,7 @@ def _row(
         **_change_columns(ok_records, plain_records, "auc"),
         "log_loss": _mean([r["log_loss"] for r in ok_records]),
         **_change_columns(ok_records, plain_records, "log_loss"),
-        "excess_log_loss": _mean(excess),
+        "excess_log_loss": _mean(excess_losses),
         "oracle_auc": _mean(
             [r["oracle_auc"] for r in ok_records if r.get("oracle_auc") is not None]
         ),
@@ -197,7 +199,7 @@ def _row(
         "step_s": statistics.summarise(
             [s for r in ok_records for s in metrics.seconds(r, "step")]
         ).median,
-        **effect.columns(),
+        **time_ratio.columns(),
     }
 
 
@@ -206,9 +208,9 @@ def _change_columns(
 ) -> dict[str, float]:
     """Return the columns about an entry's difference to plain tables, paired by seed."""
     by_seed = {metrics.replicate_of(r): r[name] for r in plain_records}
-    seeds = [(r[name], by_seed.get(metrics.replicate_of(r))) for r in records]
+    value_pairs = [(r[name], by_seed.get(metrics.replicate_of(r))) for r in records]
     change = t_interval(
-        [value - plain_value for value, plain_value in seeds if plain_value is not None]
+        [value - plain_value for value, plain_value in value_pairs if plain_value is not None]
     )
     return {
         f"{name}_change": change.mean,
@@ -218,7 +220,7 @@ def _change_columns(
 
 
 class Mean(NamedTuple):
-    """A mean with its 95 % t-interval, whose ends are nan for one value; nan for none."""
+    """A mean and its 95 % t-interval; the ends are nan for one value, all are nan for none."""
 
     mean: float
     lo: float
@@ -230,8 +232,8 @@ def t_interval(values: Sequence[float]) -> Mean:
     mean, count = _mean(values), len(values)
     if count < 2:
         return Mean(mean, math.nan, math.nan)
-    half = statistics.t_quantile(count - 1) * stdev(values) / math.sqrt(count)
-    return Mean(mean, mean - half, mean + half)
+    half_width = statistics.t_quantile(count - 1) * stdev(values) / math.sqrt(count)
+    return Mean(mean, mean - half_width, mean + half_width)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """The kind `serving`: latency and throughput of lookups in read-only tables under load.
 
-A *record* is what an arm gave in one process: `points`, one per number of clients and load, each
-with counts of latencies. `latencies` adds up the counts of all processes.
+A *record* has the `points` of one arm in one process. A point has the counts of latencies for one
+number of clients and one load. `latencies` adds up the counts of all processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from experiments.results.store import Record
 from experiments.timing import statistics
 from experiments.timing.latencies import CLOSED, counts_of, latency_quantile_s, phase_of
 
-MIN_TAIL = 200  # requests from which a p99 is given: two are beyond it
+MIN_TAIL = 200  # minimum number of requests for a p99, so that two requests exceed it
 
 
 @dataclass
@@ -29,9 +29,9 @@ class ServingOptions:
 
     Attributes:
         clients: numbers of threads that look up at once.
-        loads: rates of arrival ÷ the rate at which an arm answered its clients when each sent a
-            request as soon as the last one was answered.
-        rounds: blocks of requests of an arm per number of clients and load, in turns with others.
+        loads: rates of arrival ÷ the rate of closed blocks, in which each client sends a request
+            as soon as its last one was answered.
+        rounds: blocks of requests per arm, number of clients and load.
     """
 
     clients: list[int] = field(default_factory=lambda: [1, 2])
@@ -77,12 +77,12 @@ class Serving(base.Kind):
         return {"latencies": latencies(records, baseline), "cold_starts": cold_starts(records)}
 
 
-def _groups(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+def _group_by_arm(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
     """Return the records of each arm of a cell, one per process."""
     return metrics.group_records(records, Serving.name, lambda r: (r["cell"], r["arm"]))
 
 
-NAMES = ("section", "cell", "contender", "arm", "label")
+ARM_COLUMNS = ("section", "cell", "contender", "arm", "label")
 
 
 def latencies(records: Sequence[Record], baseline: str) -> pd.DataFrame:
@@ -94,15 +94,19 @@ def latencies(records: Sequence[Record], baseline: str) -> pd.DataFrame:
     are those of the tables. `ratio`, in rows of closed blocks only, is the time per request ÷ the
     time of the arm `baseline`, paired within rounds. An arm that was not measured has one row.
     """
-    groups = _groups(records)
+    groups = _group_by_arm(records)
     rows = []
     for (cell, _), group in groups.items():
         ok_records = metrics.usable_records(group)
         base_records = metrics.usable_records(groups.get((cell, baseline), []))
-        shared = {name: group[0][name] for name in NAMES} | group[0]["params"]
-        shared |= metrics.outcome_of(group)
-        keys = dict.fromkeys((p["clients"], p["load"]) for r in ok_records for p in r["points"])
-        rows += [shared | _row(ok_records, base_records, *key) for key in keys] or [shared]
+        shared_columns = {name: group[0][name] for name in ARM_COLUMNS} | group[0]["params"]
+        shared_columns |= metrics.outcome_of(group)
+        clients_and_loads = dict.fromkeys(
+            (p["clients"], p["load"]) for r in ok_records for p in r["points"]
+        )
+        rows += [
+            shared_columns | _row(ok_records, base_records, *pair) for pair in clients_and_loads
+        ] or [shared_columns]
     return pd.DataFrame(rows)
 
 
@@ -118,8 +122,8 @@ def _row(
     ]
     counts = counts_of(points)
     requests, batch = sum(counts.values()), ok_records[0]["params"]["B"]
-    per_second = statistics.summarise([p["requests"] / p["seconds"] for p in points]).median
-    effect = (
+    requests_per_s = statistics.summarise([p["requests"] / p["seconds"] for p in points]).median
+    time_ratio = (
         metrics.ratio_of(ok_records, base_records, phase_of(clients)) if load == CLOSED else None
     )
     return {
@@ -129,9 +133,9 @@ def _row(
         "processes": len(points),
         "p50_s": latency_quantile_s(counts, 0.5),
         "p99_s": latency_quantile_s(counts, 0.99) if requests >= MIN_TAIL else math.nan,
-        "requests_per_s": per_second,
-        "bags_per_s": per_second * batch,
-        **(effect.columns() if effect else {}),
+        "requests_per_s": requests_per_s,
+        "bags_per_s": requests_per_s * batch,
+        **(time_ratio.columns() if time_ratio else {}),
         "bytes": ok_records[0]["weights_bytes"],
     }
 
@@ -139,12 +143,12 @@ def _row(
 def cold_starts(records: Sequence[Record]) -> pd.DataFrame:
     """Return cold_starts.csv: per arm and `pages` the seconds from opening a file to an answer.
 
-    `pages` is "memory" or "disk", see `measure.serving.cold_start`; `bytes` are those of the
-    tables, `file_bytes` of the file. All cells and processes count, because they differ in the
-    batch of the first answer only.
+    `pages` is "memory" or "disk", see `measure.serving.cold_start`. `bytes` is the size of the
+    tables, `file_bytes` the size of the file. The samples of an arm are from all cells and
+    processes, which differ only in the batch of the first answer.
     """
     groups: dict[str, list[Record]] = {}
-    for (_, arm), group in _groups(records).items():
+    for (_, arm), group in _group_by_arm(records).items():
         groups.setdefault(arm, []).extend(metrics.usable_records(group))
     rows = []
     for group in groups.values():
@@ -152,15 +156,15 @@ def cold_starts(records: Sequence[Record]) -> pd.DataFrame:
             seconds = [r["cold_start"][pages] for r in group if r["cold_start"].get(pages)]
             if not seconds:
                 continue
-            time = statistics.summarise(seconds)
+            time_summary = statistics.summarise(seconds)
             rows.append(
                 {
                     **{name: group[0][name] for name in ("contender", "arm", "label")},
                     "pages": pages,
                     "bytes": group[0]["weights_bytes"],
                     "file_bytes": group[0]["cold_start"]["bytes"],
-                    **time.columns(),
-                    "samples": time.n,
+                    **time_summary.columns(),
+                    "samples": time_summary.n,
                 }
             )
     return pd.DataFrame(rows)

@@ -1,7 +1,7 @@
 """The kinds `sharding` (collections over ranks) and `calibration` (constants of the cost model).
 
-A cell is one workload in a world of ranks, an arm one sharding type; a *record* is what an arm gave
-in one process, `frame` has a row per arm, mode and phase (a step, or a part of one).
+A cell is one workload in a world of ranks; an arm is one sharding type. A *record* has the samples
+of one arm in one process. `frame` has a row per arm, mode and phase (a step, or a part of one).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class OverRanks(base.Kind):
     cell_kinds = base.CellKinds(cases="")
     arms = base.ArmRules(ranks=base.Ranks.OF_WORLDS)
 
-    def spread(self, cell: Cell, config: Config) -> Iterator[Cell]:
+    def variants(self, cell: Cell, config: Config) -> Iterator[Cell]:
         """Yield the cell for each world and scaling; on one rank all scalings are the same.
 
-        Contenders for one process are left out of worlds of several ranks, and a world without
-        contenders is skipped. timing.max_ranks caps the worlds.
+        A world of several ranks has no contenders that run in one process only. A world that is
+        left without contenders is skipped. timing.max_ranks caps the number of ranks.
         """
         case = config.cases.get(cell.section)
         sharding = case.sharding if case else config.sharding
         max_ranks = config.timing.max_ranks or max(sharding.worlds)
-        cell_keys = set()
+        yielded_worlds = set()
         for ranks in sorted({min(world, max_ranks) for world in sharding.worlds}):
             for scaling in sharding.scaling[:1] if ranks == 1 else sharding.scaling:
-                size = cell.workload.B
-                batch = max(1, size // ranks) if scaling is Scaling.strong else size
+                stated_batch = cell.workload.B
+                batch = max(1, stated_batch // ranks) if scaling is Scaling.strong else stated_batch
                 one_process_arms = [a for a in cell.arms if registry.facts_of(a.contender).alone]
                 arms = tuple(a for a in cell.arms if ranks == 1 or a not in one_process_arms)
-                if (ranks, batch) in cell_keys or not arms:
+                if (ranks, batch) in yielded_worlds or not arms:
                     continue
-                cell_keys.add((ranks, batch))
+                yielded_worlds.add((ranks, batch))
                 yield replace(
                     cell,
                     arms=arms,
@@ -102,11 +102,11 @@ class Calibration(OverRanks):
 
 
 def counterpart(contender: str) -> str:
-    """Return emblib's contender of the sharding type of TorchRec's contender; "" without one."""
+    """Return emblib's contender with the sharding type of a contender of TorchRec, or ""."""
     if contender in ("torchrec_fused", "torchrec_unsharded"):
         return "collection"
-    kind = contender.removeprefix("torchrec_")
-    return f"{SHARDED}{kind}" if kind != contender else ""
+    sharding_type = contender.removeprefix("torchrec_")
+    return f"{SHARDED}{sharding_type}" if sharding_type != contender else ""
 
 
 def torchrec_rows(rows: pd.DataFrame) -> pd.DataFrame:
@@ -114,7 +114,7 @@ def torchrec_rows(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["ratio"].notna() & rows["contender"].str.startswith("torchrec_")]
 
 
-def type_of(contender: str) -> str:
+def sharding_type_of(contender: str) -> str:
     """Return the sharding type of a contender, such as "row-wise"; the name of an unsharded one."""
     for prefix in (SHARDED, "torchrec_"):
         if contender.startswith(prefix):
@@ -152,7 +152,7 @@ def _row(
     return {
         **{name: record[name] for name in names},
         **record["params"],
-        "type": type_of(record["contender"]),
+        "type": sharding_type_of(record["contender"]),
         "world_size": record["world_size"],
         "scaling": record.get("scaling", Scaling.weak.value),
         "mode": metrics.mode_of(record),
@@ -166,44 +166,48 @@ def _row(
 def step_frame(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the successful steps in `rows` of `frame`, with times of parts and efficiency.
 
-    New columns: compute_s and communication_s (nan for a contender without parts), base_s (the step
-    of one rank on the batch from which the row's batch is scaled), and efficiency (base_s ÷
-    median_s; with strong scaling also ÷ world_size). Empty `rows` are returned as they are.
+    New columns: compute_s and communication_s (nan for a contender without parts), base_s (step of
+    one rank, see `_one_rank_batch`), and efficiency (base_s ÷ median_s; with strong scaling also ÷
+    world_size). Empty `rows` are returned as they are.
     """
     if not len(rows):
         return rows
     ok_rows = rows[(rows["phase"] == STEP) & (rows["status"] == "ok")].copy()
-    compute = {
+    compute_seconds = {
         (r["cell"], r["arm"], r["mode"]): r["median_s"]
         for _, r in rows[rows["phase"] == COMPUTE].iterrows()
     }
     keys = list(zip(ok_rows["cell"], ok_rows["arm"], ok_rows["mode"], strict=True))
-    ok_rows["compute_s"] = [compute.get(key, math.nan) for key in keys]
+    ok_rows["compute_s"] = [compute_seconds.get(key, math.nan) for key in keys]
     ok_rows["communication_s"] = (ok_rows["median_s"] - ok_rows["compute_s"]).clip(lower=0.0)
     rows_of_one_rank = ok_rows[ok_rows["world_size"] == 1]
-    one_rank_s = {
-        _identity(r, r["B"]): float(r["median_s"]) for _, r in rows_of_one_rank.iterrows()
+    seconds_of_one_rank = {
+        _step_key(r, r["B"]): float(r["median_s"]) for _, r in rows_of_one_rank.iterrows()
     }
     ok_rows["base_s"] = [
-        one_rank_s.get(_identity(r, _batch(r)), math.nan) for _, r in ok_rows.iterrows()
+        seconds_of_one_rank.get(_step_key(r, _one_rank_batch(r)), math.nan)
+        for _, r in ok_rows.iterrows()
     ]
-    share = [
+    batch_shares = [
         1 if r["scaling"] == Scaling.weak.value else 1 / r["world_size"]
         for _, r in ok_rows.iterrows()
     ]
-    ok_rows["efficiency"] = ok_rows["base_s"] * share / ok_rows["median_s"]
+    ok_rows["efficiency"] = ok_rows["base_s"] * batch_shares / ok_rows["median_s"]
     return ok_rows
 
 
-def _identity(row: Mapping[Any, Any] | pd.Series, batch: int) -> tuple[Any, ...]:
+def _step_key(row: Mapping[Any, Any] | pd.Series, batch: int) -> tuple[Any, ...]:
     names = ("section", "arm", "mode", *SAME_BATCH)
     return (*(row[name] for name in names), batch)
 
 
-def _batch(row: Mapping[Any, Any] | pd.Series) -> int:
-    """Return the batch on one rank from which the row's batch is scaled."""
-    strong = row["scaling"] == Scaling.strong.value and row["world_size"] > 1
-    return int(row["B"] * row["world_size"] if strong else row["B"])
+def _one_rank_batch(row: Mapping[Any, Any] | pd.Series) -> int:
+    """Return the batch of one rank with which a row is compared.
+
+    With strong scaling it is the batch of all ranks together, else the batch per rank.
+    """
+    is_divided = row["scaling"] == Scaling.strong.value and row["world_size"] > 1
+    return int(row["B"] * row["world_size"] if is_divided else row["B"])
 
 
 def predictions(records: Sequence[Record]) -> pd.DataFrame:
@@ -211,16 +215,16 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
 
     `predicted_s` and `predicted_compute_s` are the cost model's seconds of a step; a process
     predicts with its own constants, and several processes are averaged. `median_s` is the measured
-    step, nan where `beyond` is True: those worlds were not measured. `batch` is bags per rank.
+    step. It is nan where `beyond` is True: that world was not measured. `batch` is bags per rank.
     """
-    groups: dict[tuple[str, str, int, str], list[tuple[Record, Mapping[str, Any]]]] = {}
+    steps_by_key: dict[tuple[str, str, int, str], list[tuple[Record, Mapping[str, Any]]]] = {}
     for record in records:
         if record.get("kind") == Sharding.name and record["status"] == "ok":
             for step in record.get("predicted", []):
                 key = record["cell"], record["arm"], int(step["ranks"]), step["scaling"]
-                groups.setdefault(key, []).append((record, step))
+                steps_by_key.setdefault(key, []).append((record, step))
     rows = []
-    for (cell, arm, ranks, scaling), group in groups.items():
+    for (cell, arm, ranks, scaling), group in steps_by_key.items():
         record = group[0][0]
         is_measured = ranks == record["world_size"]
         times = [metrics.seconds(r, STEP) for r, _ in group]
@@ -231,7 +235,7 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
                 "arm": arm,
                 "contender": record["contender"],
                 "label": record["label"],
-                "type": type_of(record["contender"]),
+                "type": sharding_type_of(record["contender"]),
                 "world_size": ranks,
                 "scaling": scaling,
                 "beyond": not is_measured,

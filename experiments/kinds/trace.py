@@ -1,7 +1,7 @@
 """The kind `trace`: skew, working set and possible hit rates of a trace of lookups.
 
 A *record* has the analysis of one trace (`workloads.trace_analysis`), for all tables together and
-for each; there is nothing to time, and one process suffices.
+for each table. Nothing is timed, so one process suffices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from experiments.workloads.trace_analysis import SHARES, TableNumbers
 
 POLICIES = ("lru", "offline", "static_top")
 COLUMNS = ("rows", "lookups", "distinct", "batch_distinct_share", "bag_mean", "once")
-RATES = ("offline", "lru")
+HIT_RATES = ("offline", "lru")
 
 
 class TraceRecord(TypedDict):
@@ -82,24 +82,28 @@ def good_records(records: Sequence[Record]) -> list[TraceRecord]:
 def tables(records: Sequence[Record]) -> pd.DataFrame:
     """Return tables.csv: a row per cell and table.
 
-    COLUMNS are numbers of `TableNumbers`; RATES the hit rates per lookup of a cache for a tenth of
-    the distinct rows. `rows_of_X` is the fewest rows that have a share X of the lookups. `s`, `q`,
-    `misfit` are of the fitted Zipf distribution, None for too few lookups.
+    COLUMNS are numbers of `TableNumbers`. HIT_RATES are hit rates per lookup of a cache that has a
+    tenth of the distinct rows. `rows_of_X` is the smallest number of rows with a share X of the
+    lookups. `s`, `q` and `misfit` describe the fitted Zipf distribution; None for too few lookups.
     """
-    return pd.DataFrame([row for r in good_records(records) for row in _tables(r)])
+    return pd.DataFrame([row for r in good_records(records) for row in _table_rows(r)])
 
 
-def _tables(record: TraceRecord) -> Iterator[dict[str, Any]]:
+def _table_rows(record: TraceRecord) -> Iterator[dict[str, Any]]:
     for table in record["tables"]:
         numbers: Mapping[str, Any] = table
-        fit: Mapping[str, float | None] = table["fit"] or {"s": None, "q": None, "misfit": None}
+        zipf_fit: Mapping[str, float | None] = table["fit"] or {
+            "s": None,
+            "q": None,
+            "misfit": None,
+        }
         yield {
             "section": record["section"],
             "cell": record["cell"],
             "table": table["name"],
-            **{name: numbers[name] for name in (*COLUMNS, *RATES)},
+            **{name: numbers[name] for name in (*COLUMNS, *HIT_RATES)},
             **{f"rows_of_{share:g}": table["rows_of"][f"{share:g}"] for share in SHARES},
-            **fit,
+            **zipf_fit,
         }
 
 

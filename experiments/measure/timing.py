@@ -64,7 +64,7 @@ def measure_cell(
         outcomes,
         phases,
         lambda mode: sync.clock(clock_for(session.device, mode)),
-        warmed=lambda key: contenders[key].reset_counters(),
+        after_warmup=lambda key: contenders[key].reset_counters(),
         counters=lambda key: sync.total(contenders[key].counters()),
     )
     records = []

@@ -195,7 +195,7 @@ class PooledSpreads:
             for arm, _ in arms
         )
         log_ratios = [process_logs(arm, base, phase) for arm, base in arms if arm and arm != base]
-        return cls(statistics.pool(log_medians), statistics.pool(log_ratios))
+        return cls(statistics.pool_spreads(log_medians), statistics.pool_spreads(log_ratios))
 
 
 def usable_records(group: Sequence[Record]) -> list[Record]:
@@ -216,7 +216,7 @@ def _row(
     ok_records = usable_records(records)
     by_process = [seconds(r, phase) for r in ok_records]
     time = summarise_processes(by_process, spreads.times)
-    tails = statistics.tail([s for samples in by_process for s in samples])
+    tails = statistics.tail_of([s for samples in by_process for s in samples])
     effect = ratio_of(ok_records, usable_records(base_records), phase, spreads.ratios)
     has_verdict = effect.processes >= PROCESSES_FOR_A_VERDICT
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
@@ -230,7 +230,7 @@ def _row(
         **time.columns(),
         "host_s": (host := host_seconds(ok_records, phase)),
         "host_bound": is_host_bound(mode_of(record), time.median, host),
-        "min_s": tails.least,
+        "min_s": tails.minimum,
         "p90_s": tails.p90,
         "p99_s": tails.p99,
         "samples": time.n,
@@ -302,7 +302,7 @@ def summarise_processes(
     """
     all_samples = statistics.summarise([s for process in samples for s in process])
     medians = [statistics.summarise(process).median for process in samples if process]
-    spread = statistics.combine([math.log(m) for m in medians], pooled_spread)
+    spread = statistics.combine_processes([math.log(m) for m in medians], pooled_spread)
     if math.isnan(spread.lo):
         return dataclasses.replace(all_samples, lo=math.nan, hi=math.nan)
     lo, hi = min(spread.lo, all_samples.median), max(spread.hi, all_samples.median)
@@ -319,7 +319,7 @@ def ratio_of(
 
     For two processes, `pooled_spread` is the least spread, see `statistics.combine`.
     """
-    return statistics.combine(process_logs(arm, base, phase), pooled_spread)
+    return statistics.combine_processes(process_logs(arm, base, phase), pooled_spread)
 
 
 def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> list[float]:

@@ -53,8 +53,8 @@ FAILURES = ("error", "timeout", "wrong")  # statuses by which a run fails
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure and report; return the exit status (see cli.HELP).
 
-    A dry run prints the plan instead. A kind with a function `leads` replaces this function. In the
-    main thread, SIGTERM acts as Ctrl-C from now on.
+    A dry run prints the plan instead. The `runner` of a kind, if it has one, is called instead. In
+    the main thread, SIGTERM acts as Ctrl-C from now on.
 
     Args:
         config: checked configuration.
@@ -67,8 +67,8 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
     kind = kinds.find(config.kind)
-    if kind.leads:
-        return int(load(kind.leads)(config, question=question, words=words))
+    if kind.runner:
+        return int(load(kind.runner)(config, question=question, words=words))
     device = device_of(config)
     cells = [cell for cell in kinds.expand(config) if cell.arms]
     if not cells:

@@ -32,7 +32,7 @@ Phase = Callable[[int], object]  # a call on batch number n of the pool
 
 
 class Launch(NamedTuple):
-    """A sample that a GPU has been given and may not have finished.
+    """A sample that was launched on a GPU, which may not have finished it.
 
     Attributes:
         start: event before the call.
@@ -50,10 +50,10 @@ class Launch(NamedTuple):
 def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
     """Return the clock of a device in a mode; raise UnsupportedMode for graph on a CPU.
 
-    hot: caches as the last sample left them; on a GPU the call is launched behind a spin, so that
-    the GPU does not wait for the host (`Reading.exposed` tells where it does). cold: the same with
-    empty caches. graph: a CUDA graph per batch. wall: from the call on an idle device to its end,
-    with launches; on a CPU equal to hot.
+    hot: caches as the last sample left them. On a GPU the call is launched behind a spin, so that
+    the GPU does not wait for the host; `Reading.exposed` is True if it did. cold: as hot, with
+    empty caches. graph: a CUDA graph per batch. wall: from the call on an idle device until the
+    device is idle again, with launches; on a CPU equal to hot.
     """
     if device.type == "cuda":
         return CudaClock(TorchGpu(device), mode)
@@ -133,9 +133,8 @@ class Clock:
 class ColdClock(Clock):
     """A clock that empties the CPU's caches before every sample, outside its time.
 
-    It adds to a buffer of CACHES_FLUSHED last-level caches, unless `flush` is given. Adding reads
-    as well as writes; plain stores may bypass the caches and leave their content. `now` is a clock
-    in nanoseconds.
+    By default `flush` adds to a buffer of CACHES_FLUSHED last-level caches. Adding also reads:
+    plain stores may bypass the caches and leave their content. `now` is a clock in nanoseconds.
     """
 
     mode = Mode.cold
@@ -167,18 +166,18 @@ class CudaClock(Clock):
     """A clock for a GPU: hot, cold and graph launch behind a spin; wall starts on an idle GPU.
 
     Attributes:
-        ahead: seconds of the next spin by the key of a task; SPIN_SECONDS for unknown keys, 0 for
-            calls that wait for the GPU themselves.
-        in_vain: number of longer spins in a row without effect, by key.
+        next_spin_s: seconds of the next spin by the key of a task. SPIN_SECONDS for unknown keys,
+            0 for calls that wait for the GPU themselves.
+        vain_spins: number of longer spins in a row without effect, by key.
     """
 
     def __init__(self, gpu: TorchGpu, mode: Mode = Mode.hot) -> None:
         self.gpu, self.mode = gpu, mode
         if mode is Mode.wall:
             self.min_sample_seconds = 0.0  # the launch of a second call would be hidden
-        self.ahead: dict[str, float] = {}
-        self.in_vain: Counter[str] = Counter()
-        self._rate = 0.0  # cycles of a spin per second; 0 before it is measured
+        self.next_spin_s: dict[str, float] = {}
+        self.vain_spins: Counter[str] = Counter()
+        self._spin_rate = 0.0  # cycles of a spin per second; 0 before it is measured
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take the samples; wait for the GPU once per SAMPLES_PER_CHUNK, in wall mode after each.
@@ -210,46 +209,48 @@ class CudaClock(Clock):
 
     def _launch(self, task: SampleTask) -> Launch:
         """Launch a sample behind a spin; lengthen the next spin if this one was too short."""
-        gpu, spin_s = self.gpu, self.ahead.get(task.key, SPIN_SECONDS)
+        gpu, spin_s = self.gpu, self.next_spin_s.get(task.key, SPIN_SECONDS)
         if self.mode is Mode.cold:
             gpu.flush()
         if spin_s:
             gpu.spin(int(spin_s * self.cycles_per_second()))
-        start = gpu.event()
+        start = gpu.record_event()
         call_start = gpu.now()
         task.call()
         wall = gpu.now() - call_start
-        end = gpu.event()
-        gpu_was_idle = gpu.reached(start)
+        end = gpu.record_event()
+        gpu_was_idle = gpu.has_reached(start)
         if spin_s and not gpu_was_idle:
-            self.in_vain[task.key] = 0
+            self.vain_spins[task.key] = 0
         elif spin_s:  # spin longer, or never again before work that itself waits for the GPU
-            self.in_vain[task.key] += 1
-            longer = min(MAX_SPIN_SECONDS, max(2 * spin_s, SPIN_PER_LAUNCH * wall))
-            self.ahead[task.key] = 0.0 if self.in_vain[task.key] >= MAX_VAIN_SPINS else longer
+            self.vain_spins[task.key] += 1
+            longer_spin_s = min(MAX_SPIN_SECONDS, max(2 * spin_s, SPIN_PER_LAUNCH * wall))
+            self.next_spin_s[task.key] = (
+                0.0 if self.vain_spins[task.key] >= MAX_VAIN_SPINS else longer_spin_s
+            )
         return Launch(start, end, wall, gpu_was_idle)
 
     def _collect(self, launched: list[Launch], chunk_start: float) -> list[Reading]:
         if not launched:
             return []
         self.gpu.synchronise()
-        seconds = [self.gpu.between(sample.start, sample.end) for sample in launched]
-        extra = max(0.0, self.gpu.now() - chunk_start - sum(seconds)) / len(launched)
+        seconds = [self.gpu.seconds_between(sample.start, sample.end) for sample in launched]
+        extra_cost_s = max(0.0, self.gpu.now() - chunk_start - sum(seconds)) / len(launched)
         return [
-            Reading(s, sample.wall, s + extra, sample.exposed)
+            Reading(s, sample.wall, s + extra_cost_s, sample.exposed)
             for s, sample in zip(seconds, launched, strict=True)
         ]
 
     def cycles_per_second(self) -> float:
         """Return the rate of the spinning kernel, which is measured once."""
-        if not self._rate:
+        if not self._spin_rate:
             self.gpu.spin(CALIBRATION_CYCLES)  # raises the clocks
-            start = self.gpu.event()
+            start = self.gpu.record_event()
             self.gpu.spin(CALIBRATION_CYCLES)
-            end = self.gpu.event()
+            end = self.gpu.record_event()
             self.gpu.synchronise()
-            self._rate = CALIBRATION_CYCLES / max(1e-9, self.gpu.between(start, end))
-        return self._rate
+            self._spin_rate = CALIBRATION_CYCLES / max(1e-9, self.gpu.seconds_between(start, end))
+        return self._spin_rate
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
         """Return the phase; in mode graph, capture a graph per batch and return their replay.
@@ -282,17 +283,17 @@ class TorchGpu:
         """Return time.perf_counter."""
         return time.perf_counter()
 
-    def event(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         """Record a timing event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def reached(self, event: torch.cuda.Event) -> bool:
+    def has_reached(self, event: torch.cuda.Event) -> bool:
         """Return whether the GPU has reached an event, without waiting."""
         return event.query()
 
-    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Return the seconds between two events."""
         return start.elapsed_time(end) / 1e3
 

@@ -1,8 +1,8 @@
-"""Latencies of requests, counted in buckets of 1 %: there are too many to store each.
+"""Latencies of requests, counted in buckets of 1 %, because there are too many to store.
 
-A record of kind serving has points; a point is a number of clients and a load (rate of arrival ÷
-rate that the clients can answer, or CLOSED), with its latencies as [bucket, requests] pairs. Adding
-the counts of several points loses nothing.
+A record of kind serving has points. A point has a number of clients, a load (rate of arrival ÷ rate
+of answers in closed blocks, or CLOSED), and latencies as [bucket, requests] pairs. Counts of
+several points can be added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CLOSED = 0.0  # load of clients that send a request as soon as the last one was 
 
 
 def phase_of(clients: int) -> str:
-    """Return the name of the samples of a number of clients at load CLOSED."""
+    """Return the phase in `samples` of a record for a number of clients at load CLOSED."""
     return f"{clients} clients"
 
 

@@ -41,13 +41,13 @@ class Race:
         timing: amount of measuring; `cell_seconds` is the budget of the race.
         clock: clock that takes the samples.
         seed: seed of the order of samples.
-        warmed: function that is called with an arm after its warm-up, unless that failed.
+        after_warmup: function that is called with an arm after its warm-up, unless that failed.
         counters: function that returns the running totals of an arm's cache.
         telemetry: observer of the machine.
         note: function that is called with "arm|activity" before each warm-up and each sample.
         sleep: function that waits for some seconds.
         results: samples by arm.
-        spent: seconds that each arm has used of the budget.
+        spent_s: seconds that each arm has used of the budget.
         throttled_rounds: rounds that count although the machine was throttled.
     """
 
@@ -55,15 +55,17 @@ class Race:
     timing: TimingConfig
     clock: Clock
     seed: int = 0
-    warmed: Callable[[str], object] = lambda name: None
+    after_warmup: Callable[[str], object] = lambda name: None
     counters: Callable[[str], Mapping[str, int]] = lambda name: {}
     telemetry: Telemetry = field(default_factory=Telemetry)
     note: Callable[[str], object] = lambda text: None
     sleep: Callable[[float], object] = time.sleep
     results: dict[str, Measured] = field(default_factory=dict)
-    spent: dict[str, float] = field(default_factory=dict)
+    spent_s: dict[str, float] = field(default_factory=dict)
     throttled_rounds: list[int] = field(default_factory=list)
-    _ready: dict[str, dict[str, Phase]] = field(default_factory=dict)  # phases adapted by the clock
+    _adapted_phases: dict[str, dict[str, Phase]] = field(
+        default_factory=dict
+    )  # phases adapted by the clock
 
     def run(self) -> dict[str, Measured]:
         """Warm up, run up to timing.max_rounds rounds, return the samples of each contender.
@@ -73,16 +75,16 @@ class Race:
         """
         for name, phases in self.arms.items():
             self.results[name] = Measured({phase: [] for phase in phases})
-            self._ready[name] = dict(phases)
+            self._adapted_phases[name] = dict(phases)
         rng = random.Random(self.seed)
         with _no_garbage_collection():
             for name in rng.sample(sorted(self.arms), len(self.arms)):
                 self._guard(name, partial(self._warm_up, name))
-                self._guard(name, partial(self.warmed, name))
-            self.spent = dict.fromkeys(self.arms, 0.0)
+                self._guard(name, partial(self.after_warmup, name))
+            self.spent_s = dict.fromkeys(self.arms, 0.0)
             with self.telemetry:
                 for number in range(self.timing.max_rounds):
-                    self._round(number, rng)
+                    self._run_round(number, rng)
                     if all(r.stop_reason for r in self.results.values()):
                         break
         hardware, flags = self.telemetry.summary(), self.telemetry.flags()
@@ -95,7 +97,7 @@ class Race:
         return self.results
 
     def _guard(self, name: str, action: Callable[[], object]) -> None:
-        """Do the work of a contender; if it raises, it leaves the race and the others continue."""
+        """Call `action` unless the contender has failed; an exception makes only this one fail."""
         result = self.results[name]
         if result.error:
             return
@@ -110,63 +112,63 @@ class Race:
         The warm-up ends after timing.warmup_cap or the contender's share of the budget. A contender
         with a cache may use the whole budget, except in a smoke run.
         """
-        timing, phases, result = self.timing, self._ready[name], self.results[name]
+        timing, phases, result = self.timing, self._adapted_phases[name], self.results[name]
         self.note(f"{name}|warming up")
         for phase, run in phases.items():
             phases[phase] = self.clock.adapt(run, timing.pool)
         counters = partial(self.counters, name)
-        cap = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
+        max_s = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
         # Times change while a cache fills.
         if counters() and not timing.max_rows:
-            cap = max(cap, timing.cell_seconds)
-        warm = warm_up(phases, self.clock, timing, key=name, max_seconds=cap, counters=counters)
+            max_s = max(max_s, timing.cell_seconds)
+        warm = warm_up(phases, self.clock, timing, key=name, max_seconds=max_s, counters=counters)
         result.warm = warm
-        if timing.warmup and (not warm.passes or warm.filling):
+        if timing.warmup and (not warm.passes or warm.is_filling):
             result.flags.add("not_warm")
-        shortest = self.clock.min_sample_seconds  # several shorter calls form one sample
+        min_sample_s = self.clock.min_sample_seconds  # several shorter calls form one sample
         for phase in phases:
-            seconds = warm.typical.get(phase, math.inf)
-            calls = math.ceil(shortest / seconds) if 0 < seconds < shortest else 1
-            result.executions[phase] = min(MAX_EXECUTIONS, calls)
+            seconds = warm.median_s.get(phase, math.inf)
+            num_calls = math.ceil(min_sample_s / seconds) if 0 < seconds < min_sample_s else 1
+            result.executions[phase] = min(MAX_EXECUTIONS, num_calls)
 
-    def _round(self, number: int, rng: random.Random) -> None:
+    def _run_round(self, number: int, rng: random.Random) -> None:
         """Take two samples of every phase of every running contender.
 
-        The second ones are in reverse order, so that a drift during the round affects all alike.
+        The second samples are taken in reverse order, so that a drift affects all phases alike.
         """
-        active = [name for name, r in self.results.items() if not r.stop_reason]
-        turns = [(name, phase) for name in active for phase in self.arms[name]]
+        running_arms = [name for name, r in self.results.items() if not r.stop_reason]
+        turns = [(name, phase) for name in running_arms for phase in self.arms[name]]
         rng.shuffle(turns)
         order = [
             Turn(name, phase, number, 2 * number + half)
             for half, side in enumerate((turns, turns[::-1]))
             for name, phase in side
         ]
-        for turn, reading in self._undisturbed(number, order):
+        for turn, reading in self._take_undisturbed(number, order):
             self.results[turn.arm].add(turn.phase, number, reading)
-        for name in active:
+        for name in running_arms:
             self.results[name].end_round()
-        self._stop(number + 1)
+        self._set_stop_reasons(number + 1)
 
-    def _undisturbed(self, number: int, order: list[Turn]) -> list[tuple[Turn, Reading]]:
+    def _take_undisturbed(self, number: int, order: list[Turn]) -> list[tuple[Turn, Reading]]:
         """Take the samples of a round; repeat them a few times while the machine is throttled.
 
         If it stays throttled, the samples count, the round is marked, and later rounds are not
         repeated.
         """
         for attempt in range(MAX_RETRIES + 1):
-            samples = self._take(order)
+            samples = self._take_samples(order)
             if not self.telemetry.check():
                 return samples
             if attempt == MAX_RETRIES or self.throttled_rounds:
                 break
             for turn, reading in samples:
-                self.results[turn.arm].set_aside(turn.phase, number, reading)
+                self.results[turn.arm].add_throttled(turn.phase, number, reading)
             self.sleep(BACK_OFF_SECONDS * BACK_OFF_GROWTH**attempt)
         self.throttled_rounds.append(number)
         return samples
 
-    def _take(self, order: list[Turn]) -> list[tuple[Turn, Reading]]:
+    def _take_samples(self, order: list[Turn]) -> list[tuple[Turn, Reading]]:
         """Take a sample per turn of the contenders that have not failed; return the good ones.
 
         If the clock itself fails, all contenders of these turns fail, without a sample.
@@ -175,7 +177,7 @@ class Race:
         finished: set[int] = set()  # indices of requested turns that raised nothing
 
         def call(turn: Turn, index: int) -> None:
-            self._guard(turn.arm, partial(self._execute, turn))
+            self._guard(turn.arm, partial(self._run_turn, turn))
             if not self.results[turn.arm].error:
                 finished.add(index)
 
@@ -195,42 +197,44 @@ class Race:
             return []
         samples = list(zip(requested, readings, strict=True))
         for turn, reading in samples:
-            self.spent[turn.arm] += reading.cost
+            self.spent_s[turn.arm] += reading.cost
         return [sample for index, sample in enumerate(samples) if index in finished]
 
-    def _execute(self, turn: Turn) -> None:
-        phases = self._ready[turn.arm]
-        # Phases of a round use different batches, so that none finds its rows in a cache.
-        shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
+    def _run_turn(self, turn: Turn) -> None:
+        phases = self._adapted_phases[turn.arm]
+        # The phases of a round use different batches, so that no phase has its rows in a cache.
+        batch_shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
         run = phases[turn.phase]
-        for number in range(self.results[turn.arm].executions.get(turn.phase, 1)):
-            run((turn.batch + shift + number) % self.timing.pool)
+        for call_index in range(self.results[turn.arm].executions.get(turn.phase, 1)):
+            run((turn.batch + batch_shift + call_index) % self.timing.pool)
 
-    def _stop(self, rounds: int) -> None:
+    def _set_stop_reasons(self, rounds: int) -> None:
         """Set the stop reason of contenders that are precise or have used up their time.
 
-        All stop when together they have used up the budget; a contender that alone takes half of it
-        stops earlier. A contender that takes twice the budget may stop before min_rounds, but not
-        before SLOW_MIN_ROUNDS.
+        All stop when together they have used up the budget. A contender that has used half of the
+        budget alone stops earlier. Before min_rounds, a contender stops only if it has used twice
+        the budget and has SLOW_MIN_ROUNDS.
         """
         timing, has_min_rounds = self.timing, rounds >= self.timing.min_rounds
-        running = {name: r for name, r in self.results.items() if not r.stop_reason}
+        running_arms = {name: r for name, r in self.results.items() if not r.stop_reason}
         budget = timing.cell_seconds
         slow_limit = 2 * budget if rounds >= SLOW_MIN_ROUNDS else math.inf
         max_seconds_of_one = budget / 2 if has_min_rounds else slow_limit
-        used_up = has_min_rounds and sum(self.spent[name] for name in running) > budget
-        for name in list(running):
-            if used_up or self.spent[name] > max_seconds_of_one:
-                running.pop(name).stop_reason = "budget"
+        is_budget_used_up = (
+            has_min_rounds and sum(self.spent_s[name] for name in running_arms) > budget
+        )
+        for name in list(running_arms):
+            if is_budget_used_up or self.spent_s[name] > max_seconds_of_one:
+                running_arms.pop(name).stop_reason = "budget"
         if not has_min_rounds:
             return
-        reasons = {}
-        for name, result in running.items():
-            precise = result.precise(timing.precision, timing.min_seconds)
-            reasons[name] = "precise" if precise else "stabilised" * result.stabilised()
-        if all(reasons.values()):
-            for name, reason in reasons.items():
-                running[name].stop_reason = reason
+        reason_of_arm = {}
+        for name, result in running_arms.items():
+            is_precise = result.is_precise(timing.precision, timing.min_seconds)
+            reason_of_arm[name] = "precise" if is_precise else "stabilised" * result.is_stabilised()
+        if all(reason_of_arm.values()):
+            for name, reason in reason_of_arm.items():
+                running_arms[name].stop_reason = reason
 
 
 @dataclass(frozen=True)
@@ -254,12 +258,12 @@ class Measured:
         error: exception that ended the contender.
         warm: result of the warm-up.
         executions: calls per sample, by phase.
-        throttled: samples of rounds that were repeated.
-        walls: seconds of the host per sample, if they differ from the sample.
+        throttled_samples: samples of rounds that were repeated.
+        wall_samples: seconds of the host per sample, if they differ from the sample.
         flags: flags of the race that concern this contender.
         hardware: observations of the telemetry.
         noise: spread of the samples after each round, by phase.
-        exposed: number of samples in which the GPU waited for the host.
+        num_exposed: number of samples in which the GPU waited for the host.
     """
 
     samples: Samples = field(default_factory=dict)
@@ -267,14 +271,14 @@ class Measured:
     error: Exception | None = None
     warm: Warm | None = None
     executions: dict[str, int] = field(default_factory=dict)
-    throttled: Samples = field(default_factory=dict)
-    walls: Samples = field(default_factory=dict)
+    throttled_samples: Samples = field(default_factory=dict)
+    wall_samples: Samples = field(default_factory=dict)
     flags: set[str] = field(default_factory=set)
     hardware: dict[str, Any] = field(default_factory=dict)
     noise: dict[str, list[float]] = field(default_factory=dict)
-    exposed: int = 0
+    num_exposed: int = 0
 
-    def precise(self, target: float, seconds: float = 0.0) -> bool:
+    def is_precise(self, target: float, seconds: float = 0.0) -> bool:
         """Return whether every phase has `seconds` of samples and a precision of `target`."""
         times = {phase: [s for _, s in samples] for phase, samples in self.samples.items()}
         return all(
@@ -283,22 +287,22 @@ class Measured:
             for phase, s in times.items()
         )
 
-    def stabilised(self) -> bool:
+    def is_stabilised(self) -> bool:
         """Return whether the noise of every phase has settled, see `statistics.settled`."""
-        return bool(self.noise) and all(statistics.settled(n) for n in self.noise.values())
+        return bool(self.noise) and all(statistics.has_settled(n) for n in self.noise.values())
 
     def add(self, phase: str, number: int, reading: Reading) -> None:
         """Add a sample, as seconds per call."""
         per_call = 1 / self.executions.get(phase, 1)
         self.samples[phase].append((number, reading.seconds * per_call))
         if reading.wall != reading.seconds:
-            self.walls.setdefault(phase, []).append((number, reading.wall * per_call))
-        self.exposed += reading.exposed
+            self.wall_samples.setdefault(phase, []).append((number, reading.wall * per_call))
+        self.num_exposed += reading.exposed
 
-    def set_aside(self, phase: str, number: int, reading: Reading) -> None:
+    def add_throttled(self, phase: str, number: int, reading: Reading) -> None:
         """Store a sample of a throttled machine, which will be repeated."""
         per_call = 1 / self.executions.get(phase, 1)
-        self.throttled.setdefault(phase, []).append((number, reading.seconds * per_call))
+        self.throttled_samples.setdefault(phase, []).append((number, reading.seconds * per_call))
 
     def end_round(self) -> None:
         """Append the noise of each phase to `noise`."""
@@ -310,7 +314,7 @@ class Measured:
     def conclude(self, flags: Sequence[str], hardware: dict[str, Any]) -> None:
         """Add the observations of the machine, and all flags, at the end of the race."""
         self.flags |= set(flags)
-        if self.exposed > MAX_EXPOSED_SHARE * sum(map(len, self.samples.values())):
+        if self.num_exposed > MAX_EXPOSED_SHARE * sum(map(len, self.samples.values())):
             self.flags.add("launch_exposed")
         self.hardware |= hardware
 
@@ -324,10 +328,10 @@ class Measured:
         }
         if any(n > 1 for n in self.executions.values()):
             facts["executions"] = self.executions
-        if self.throttled:
-            facts["throttled_samples"] = self.throttled
-        if self.walls:
-            facts["wall_samples"] = self.walls
+        if self.throttled_samples:
+            facts["throttled_samples"] = self.throttled_samples
+        if self.wall_samples:
+            facts["wall_samples"] = self.wall_samples
         return facts
 
 

@@ -80,12 +80,12 @@ def summarise(samples: Sequence[float]) -> Summary:
 class Tail:
     """The minimum and the upper tail of a sample."""
 
-    least: float
+    minimum: float
     p90: float
     p99: float
 
 
-def tail(samples: Sequence[float]) -> Tail:
+def tail_of(samples: Sequence[float]) -> Tail:
     """Return the tails of a sample; nan for an empty one."""
     ordered = sorted(samples)
     if not ordered:
@@ -93,7 +93,7 @@ def tail(samples: Sequence[float]) -> Tail:
     return Tail(ordered[0], quantile(ordered, 0.9), quantile(ordered, 0.99))
 
 
-def settled(noise: Sequence[float]) -> bool:
+def has_settled(noise: Sequence[float]) -> bool:
     """Return whether the last 32 estimates of the noise agree to 5 %; False for fewer estimates."""
     last = noise[-SETTLED_WINDOW:]
     if len(noise) < SETTLED_WINDOW:
@@ -154,41 +154,51 @@ class ProcessSpread:
 
     Attributes:
         spread: the standard deviation of the logs within comparisons.
-        freedom: degrees of freedom: the number of processes of each comparison less one, summed.
+        degrees_of_freedom: sum over the comparisons of the number of processes minus one.
     """
 
     spread: float
-    freedom: int
+    degrees_of_freedom: int
 
 
-def pool(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
+def pool_spreads(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
     """Pool the variance of logs within comparisons; return None if none has two processes."""
     groups = [logs for logs in comparisons if len(logs) >= MIN_PROCESSES]
     degrees_of_freedom = sum(len(logs) - 1 for logs in groups)
     if not degrees_of_freedom:
         return None
-    squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in groups)
-    return ProcessSpread(math.sqrt(squares / degrees_of_freedom), degrees_of_freedom)
+    sum_of_squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in groups)
+    return ProcessSpread(math.sqrt(sum_of_squares / degrees_of_freedom), degrees_of_freedom)
 
 
-def combine(logs: Sequence[float], others: ProcessSpread | None = None) -> Effect:
+def combine_processes(logs: Sequence[float], others: ProcessSpread | None = None) -> Effect:
     """Return the effect over processes from their log ratios; nan for none.
 
-    Two processes have one degree of freedom, so an interval from their spread alone is mostly far
-    too wide and sometimes far too narrow. `others` is the pooled spread of all comparisons of the
-    run; two processes use the larger of the two spreads, with the degrees of freedom of the pool.
+    `others` is the pooled spread of all comparisons of the run, which only two processes use:
+    with one degree of freedom, an interval from their own spread is mostly far too wide, sometimes
+    far too narrow. They use the larger of both spreads, and the degrees of freedom of the pool.
     """
-    n = len(logs)
-    if not n:
+    num_processes = len(logs)
+    if not num_processes:
         return Effect(math.nan, math.nan, math.nan, 0, math.nan)
     mean = statistics.fmean(logs)
-    if n < MIN_PROCESSES:
-        return Effect(math.exp(mean), math.nan, math.nan, n, math.nan)
-    spread, freedom = statistics.stdev(logs), n - 1
-    if n == MIN_PROCESSES and others is not None and others.freedom > freedom:
-        spread, freedom = max(spread, others.spread), others.freedom
-    half = t_quantile(freedom) * spread / math.sqrt(n)
-    return Effect(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n, spread)
+    if num_processes < MIN_PROCESSES:
+        return Effect(math.exp(mean), math.nan, math.nan, num_processes, math.nan)
+    spread, degrees_of_freedom = statistics.stdev(logs), num_processes - 1
+    if (
+        num_processes == MIN_PROCESSES
+        and others is not None
+        and others.degrees_of_freedom > degrees_of_freedom
+    ):
+        spread, degrees_of_freedom = max(spread, others.spread), others.degrees_of_freedom
+    half_width = t_quantile(degrees_of_freedom) * spread / math.sqrt(num_processes)
+    return Effect(
+        math.exp(mean),
+        math.exp(mean - half_width),
+        math.exp(mean + half_width),
+        num_processes,
+        spread,
+    )
 
 
 def verdict(effect: Effect, margin: float) -> Verdict:
@@ -215,13 +225,13 @@ def smallest_visible(effect: Effect, margin: float) -> float:
     return margin + math.log(effect.hi / effect.lo) / 2
 
 
-def gate_margin(min_effect: float, mad_aa: float, k: int) -> float:
-    """Return the margin of a gate over `k` pairs.
+def gate_margin(min_effect: float, mad_aa: float, num_pairs: int) -> float:
+    """Return the margin of a gate over `num_pairs` pairs.
 
-    It is the larger of `min_effect` and 3 median deviations of a mean of k effects in an A/A
-    comparison, whose single effects have the median deviation `mad_aa`.
+    It is the larger of `min_effect` and NOISE_FACTOR median deviations of the mean of `num_pairs`
+    effects. `mad_aa` is the median deviation of a single effect in an A/A comparison.
     """
-    return max(min_effect, NOISE_FACTOR * mad_aa / math.sqrt(k))
+    return max(min_effect, NOISE_FACTOR * mad_aa / math.sqrt(num_pairs))
 
 
 def median_deviation(logs: Sequence[float]) -> float:
@@ -248,10 +258,10 @@ def p_value(logs: Sequence[float], direction: int) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjust p-values for multiple comparisons by Holm's method; compare them with alpha."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted, worst = [0.0] * len(p_values), 0.0
+    adjusted, running_maximum = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
-        worst = max(worst, min(1.0, (len(order) - rank) * p_values[index]))
-        adjusted[index] = worst
+        running_maximum = max(running_maximum, min(1.0, (len(order) - rank) * p_values[index]))
+        adjusted[index] = running_maximum
     return adjusted
 
 
@@ -266,8 +276,8 @@ def wilson(hits: int, trials: int) -> tuple[float, float]:
 
 
 @cache
-def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Return t such that Student's variable is within ±t with this probability."""
+def t_quantile(degrees_of_freedom: int, confidence: float = CONFIDENCE) -> float:
+    """Return t such that Student's variable is in [-t, t] with probability `confidence`."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, (1 + confidence) / 2))
+    return float(stdtrit(degrees_of_freedom, (1 + confidence) / 2))

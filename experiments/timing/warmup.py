@@ -24,25 +24,25 @@ class Warm:
     Attributes:
         passes: complete passes over the pool.
         seconds: cost of the warm-up.
-        steady: True if the last two passes were alike, and both minima of the warm-up are reached.
+        is_steady: True if the last two passes were alike and both minima of the warm-up were met.
         hit_rate: share of the last pass's lookups that a cache served; None without a cache.
-        filling: True if the hit rate was still changing, or if only one pass has one.
-        typical: median seconds of each phase in the last pass.
+        is_filling: True if the hit rate was still changing, or is known of one pass only.
+        median_s: median seconds of each phase in the last pass.
     """
 
     passes: int = 0
     seconds: float = 0.0
-    steady: bool = False
+    is_steady: bool = False
     hit_rate: float | None = None
-    filling: bool = False
-    typical: dict[str, float] = field(default_factory=dict)
+    is_filling: bool = False
+    median_s: dict[str, float] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         """Return the entries of the record."""
         facts: dict[str, Any] = {
             "passes": self.passes,
             "seconds": round(self.seconds, 4),
-            "steady": self.steady,
+            "steady": self.is_steady,
         }
         if self.hit_rate is not None:
             facts["hit_rate"] = round(self.hit_rate, 5)
@@ -66,54 +66,58 @@ def warm_up(
         timing: amount of measuring; `warmup` and `warmup_seconds` are minima. Without `warmup`
             nothing is run.
         key: name of the contender in the keys of tasks.
-        max_seconds: maximum duration, by default timing.warmup_cap. A slow contender gets as many
-            batches as fit, at least one, and does not count as steady.
+        max_seconds: maximum duration, by default timing.warmup_cap. A contender that needs longer
+            for a pass gets as many batches as fit, at least one, and is not steady.
         counters: running totals of its cache, which are read between passes.
     """
-    warm, cap = Warm(), timing.warmup_cap if max_seconds is None else max_seconds
+    warm, max_s = Warm(), timing.warmup_cap if max_seconds is None else max_seconds
     totals = dict(counters())
     while timing.warmup:
-        complete, seconds, medians = _pass(phases, clock, timing.pool, key, cap - warm.seconds)
+        is_complete, seconds, medians_s = _run_pass(
+            phases, clock, timing.pool, key, max_s - warm.seconds
+        )
         warm.seconds += seconds
-        medians_before, warm.typical = warm.typical, medians
-        if not complete:
+        previous_medians_s, warm.median_s = warm.median_s, medians_s
+        if not is_complete:
             return warm
         warm.passes += 1
-        rate_before, totals_before, totals = warm.hit_rate, totals, dict(counters())
-        warm.hit_rate = _hit_rate(totals_before, totals)
-        warm.filling = warm.hit_rate is not None and (
-            rate_before is None or abs(warm.hit_rate - rate_before) >= STEADY_HIT_RATE_CHANGE
+        previous_hit_rate, previous_totals, totals = warm.hit_rate, totals, dict(counters())
+        warm.hit_rate = _hit_rate(previous_totals, totals)
+        warm.is_filling = warm.hit_rate is not None and (
+            previous_hit_rate is None
+            or abs(warm.hit_rate - previous_hit_rate) >= STEADY_HIT_RATE_CHANGE
         )
-        is_stable = medians_before.keys() == medians.keys() and all(
-            abs(medians[phase] - medians_before[phase]) <= STEADY_SHARE * medians_before[phase]
-            for phase in medians
+        is_stable = previous_medians_s.keys() == medians_s.keys() and all(
+            abs(medians_s[phase] - previous_medians_s[phase])
+            <= STEADY_SHARE * previous_medians_s[phase]
+            for phase in medians_s
         )
         has_minimum = warm.passes >= timing.warmup and warm.seconds >= timing.warmup_seconds
-        warm.steady = is_stable and has_minimum and not warm.filling
-        if warm.steady or warm.seconds >= cap:
+        warm.is_steady = is_stable and has_minimum and not warm.is_filling
+        if warm.is_steady or warm.seconds >= max_s:
             return warm
     return warm
 
 
-def _pass(
+def _run_pass(
     phases: Mapping[str, Phase], clock: Clock, pool: int, key: str, max_seconds: float
 ) -> tuple[bool, float, dict[str, float]]:
-    """Run every phase on every batch, until `max_seconds` are used up but at least on the first.
+    """Run every phase on the batches in turn; stop after `max_seconds`, but run the first batch.
 
-    Return whether all batches were run, the cost in seconds, and the median of each phase.
+    Return whether all batches were run, the cost in seconds, and the median seconds of each phase.
     """
-    times: dict[str, list[float]] = {phase: [] for phase in phases}
+    times_by_phase: dict[str, list[float]] = {phase: [] for phase in phases}
     cost, number = 0.0, 0
     for number in range(pool):
         tasks = [
-            SampleTask(partial(run, number), f"{key}/{phase}") for phase, run in phases.items()
+            SampleTask(partial(call, number), f"{key}/{phase}") for phase, call in phases.items()
         ]
         for phase, reading in zip(phases, clock.read(tasks), strict=True):
-            times[phase].append(reading.seconds)
+            times_by_phase[phase].append(reading.seconds)
             cost += reading.cost
         if cost > max_seconds:
             break
-    medians = {phase: statistics.summarise(s).median for phase, s in times.items() if s}
+    medians = {phase: statistics.summarise(s).median for phase, s in times_by_phase.items() if s}
     return number + 1 >= pool, cost, medians
 
 

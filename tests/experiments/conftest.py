@@ -102,7 +102,7 @@ def loaded_fork_server(smoke_host: SmokeHost) -> Iterator[None]:
     all children load this emblib.
     """
     server: Any = forkserver._forkserver
-    process._context()
+    process._forkserver_context()
     former = dict(vars(server))
     alive_read, alive_write = os.pipe()  # it ends with those who started it
     vars(server).update(smoke_host.loaded_fork_server())

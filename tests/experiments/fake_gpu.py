@@ -35,13 +35,13 @@ class FakeGpu:
     def now(self) -> float:
         return self.host
 
-    def event(self) -> FakeEvent:
+    def record_event(self) -> FakeEvent:
         return FakeEvent(max(self.idle_at, self.host))
 
-    def reached(self, event: FakeEvent) -> bool:
+    def has_reached(self, event: FakeEvent) -> bool:
         return event.at <= self.host
 
-    def between(self, start: FakeEvent, end: FakeEvent) -> float:
+    def seconds_between(self, start: FakeEvent, end: FakeEvent) -> float:
         assert max(start.at, end.at) <= self.host, "read before the GPU came to it"
         return end.at - start.at
 

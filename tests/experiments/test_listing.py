@@ -38,7 +38,7 @@ def check_every_experiment() -> None:
         config = loaded[f"+experiment={name}"]
         assert configure.question(name) in text
         assert kind == config.kind
-        if kinds.find(config.kind).leads:
+        if kinds.find(config.kind).runner:
             assert (cells, seconds) == ("–", "–")
         else:
             expanded = kinds.expand(config)

@@ -75,21 +75,21 @@ class Watch:
             call(number)
             return time.perf_counter() - start
         gpu.spin(int(max(SPIN_SECONDS, spin) * self._cycles_per_second()))
-        begin = gpu.event()
+        begin = gpu.record_event()
         call(number)
-        end = gpu.event()
+        end = gpu.record_event()
         gpu.synchronise()
-        return max(MIN_SECONDS, gpu.between(begin, end))
+        return max(MIN_SECONDS, gpu.seconds_between(begin, end))
 
     def _cycles_per_second(self) -> float:
         if not self._rate and self.gpu:
             cycles = 1_000_000
             self.gpu.spin(cycles)
-            begin = self.gpu.event()
+            begin = self.gpu.record_event()
             self.gpu.spin(cycles)
-            end = self.gpu.event()
+            end = self.gpu.record_event()
             self.gpu.synchronise()
-            self._rate = cycles / max(1e-6, self.gpu.between(begin, end))
+            self._rate = cycles / max(1e-6, self.gpu.seconds_between(begin, end))
         return self._rate
 
     def captured(self, call: Call) -> Call:

@@ -227,7 +227,9 @@ def test_ranks_repeat_a_round_together() -> None:
             self.left -= 1
             return ["cpu_thermal"] if self.left >= 0 else []
 
-    found = on_every_rank(lambda r: race(r, telemetry=Slowed(slow=r.rank == 2))[0]["a"].throttled)
+    found = on_every_rank(
+        lambda r: race(r, telemetry=Slowed(slow=r.rank == 2))[0]["a"].throttled_samples
+    )
     assert found[0]["step"] == found[1]["step"] == found[2]["step"]
     assert len(found[0]["step"]) == 4  # two samples of two throttled attempts
 

@@ -94,7 +94,7 @@ def test_a_short_spin_is_seen_and_made_longer() -> None:
     assert [r.exposed for r in readings] == [True, False, False]
     assert readings[0].seconds > 25e-6
     assert readings[1].seconds == pytest.approx(20e-6)
-    assert clock.ahead == {"a": pytest.approx(300e-6)}
+    assert clock.next_spin_s == {"a": pytest.approx(300e-6)}
 
 
 def test_work_that_waits_for_the_gpu_is_not_spun_for() -> None:
@@ -107,7 +107,7 @@ def test_work_that_waits_for_the_gpu_is_not_spun_for() -> None:
 
     readings = [clock.read([SampleTask(call, "a")])[0] for _ in range(MAX_VAIN_SPINS + 3)]
     assert all(r.exposed for r in readings)
-    assert clock.ahead["a"] == 0.0
+    assert clock.next_spin_s["a"] == 0.0
     # No spin to wait for any more: the launch and the kernel.
     assert readings[-1].seconds == pytest.approx(30e-6 + gpu.launch)
     assert clock.read([SampleTask(lambda: gpu.kernel(1e-6), "b")])[0].seconds == pytest.approx(1e-6)
@@ -257,9 +257,9 @@ class FakeTorchCuda:
 def test_the_real_gpu_is_asked_as_torch_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeTorchCuda(monkeypatch)
     gpu = TorchGpu(CPU)  # where its buffer can be made
-    start, end = gpu.event(), gpu.event()
-    assert gpu.between(start, end) == 0.0025  # elapsed_time is in milliseconds
-    assert not gpu.reached(start)
+    start, end = gpu.record_event(), gpu.record_event()
+    assert gpu.seconds_between(start, end) == 0.0025  # elapsed_time is in milliseconds
+    assert not gpu.has_reached(start)
     gpu.spin(7)
     gpu.synchronise()
     assert fake.log == ["record", "record", "sleep 7", "synchronize"]

@@ -208,8 +208,8 @@ def test_a_throttled_round_is_taken_again_and_what_it_gave_is_kept() -> None:
     contest, slept = throttled([False, True, True, False, False], rounds=3)
     result = contest.run()["a"]
     assert [n for n, _ in result.samples["step"]] == [0, 0, 1, 1, 2, 2]
-    assert [n for n, _ in result.throttled["step"]] == [1, 1, 1, 1]
-    assert result.describe()["throttled_samples"] == result.throttled
+    assert [n for n, _ in result.throttled_samples["step"]] == [1, 1, 1, 1]
+    assert result.describe()["throttled_samples"] == result.throttled_samples
     assert slept == [BACK_OFF_SECONDS, 2.5 * BACK_OFF_SECONDS]
     assert result.describe()["flags"] == []
     assert result.describe()["hardware"] == {"sm_mhz": [1, 2, 3]}
@@ -219,7 +219,9 @@ def test_where_throttling_does_not_end_the_samples_count_and_say_so() -> None:
     contest, slept = throttled(forever_throttled(), rounds=4)
     result = contest.run()["b"]
     assert [n for n, _ in result.samples["step"]] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert len(result.throttled["step"]) == 2 * 3  # of the first round: the others are not repeated
+    assert (
+        len(result.throttled_samples["step"]) == 2 * 3
+    )  # of the first round: the others are not repeated
     assert len(slept) == 3
     assert result.describe()["flags"] == ["throttled"]
     assert result.describe()["hardware"]["throttled_rounds"] == [0, 1, 2, 3]

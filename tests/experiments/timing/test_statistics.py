@@ -50,10 +50,10 @@ def test_two_processes_with_the_spread_of_the_run_cover_as_often_as_they_say() -
     for _ in range(runs):
         others = [[rng.gauss(0, 0.02) for _ in range(3)] for _ in range(12)]
         logs = [rng.gauss(0, 0.02) for _ in range(2)]
-        effect = statistics.combine(logs, statistics.pool([*others, logs]))
+        effect = statistics.combine_processes(logs, statistics.pool_spreads([*others, logs]))
         covered += effect.lo <= 1 <= effect.hi
         widths.append(effect.hi / effect.lo)
-        alone = statistics.combine(logs)
+        alone = statistics.combine_processes(logs)
         own_widths.append(alone.hi / alone.lo)
     assert 0.94 <= covered / runs <= 0.99
     assert python_statistics.median(widths) - 1 < (python_statistics.median(own_widths) - 1) / 2
@@ -61,14 +61,14 @@ def test_two_processes_with_the_spread_of_the_run_cover_as_often_as_they_say() -
 
 
 def test_three_processes_keep_their_own_spread() -> None:
-    logs, wild = [0.0, 0.01, 0.02], statistics.pool([[0.0, 1.0]] * 9)
-    assert statistics.combine(logs, wild) == statistics.combine(logs)
-    assert statistics.pool([[0.1], []]) is None
+    logs, wild = [0.0, 0.01, 0.02], statistics.pool_spreads([[0.0, 1.0]] * 9)
+    assert statistics.combine_processes(logs, wild) == statistics.combine_processes(logs)
+    assert statistics.pool_spreads([[0.1], []]) is None
 
 
 def test_processes_make_the_interval() -> None:
     logs = [math.log(r) for r in (1.08, 1.10, 1.12, 1.09, 1.11)]
-    effect = statistics.combine(logs)
+    effect = statistics.combine_processes(logs)
     half = 2.776 * python_statistics.stdev(logs) / math.sqrt(5)
     assert effect.processes == 5
     assert math.log(effect.ratio) == pytest.approx(python_statistics.fmean(logs))
@@ -77,12 +77,12 @@ def test_processes_make_the_interval() -> None:
 
 
 def test_one_process_has_no_interval_and_no_verdict() -> None:
-    effect = statistics.combine([0.2])
+    effect = statistics.combine_processes([0.2])
     assert effect.ratio == pytest.approx(math.exp(0.2))
     assert math.isnan(effect.lo)
     assert statistics.verdict(effect, 0.03) is Verdict.UNSURE
     assert statistics.smallest_visible(effect, 0.03) == math.inf
-    assert statistics.verdict(statistics.combine([]), 0.03) is Verdict.UNSURE
+    assert statistics.verdict(statistics.combine_processes([]), 0.03) is Verdict.UNSURE
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_verdicts(lo: float, ratio: float, hi: float, expected: Verdict) -> None
 @given(st.lists(st.floats(-0.5, 0.5), min_size=2, max_size=9), st.floats(0.01, 0.2))
 def test_swapping_the_arms_swaps_the_verdict(logs: list[float], margin: float) -> None:
     turned = {Verdict.SLOWER: Verdict.FASTER, Verdict.FASTER: Verdict.SLOWER}
-    verdict = statistics.verdict(statistics.combine(logs), margin)
-    other = statistics.verdict(statistics.combine([-x for x in logs]), margin)
+    verdict = statistics.verdict(statistics.combine_processes(logs), margin)
+    other = statistics.verdict(statistics.combine_processes([-x for x in logs]), margin)
     assert other is turned.get(verdict, verdict)
 
 
 def test_what_could_have_been_seen_shrinks_with_the_noise() -> None:
-    quiet = statistics.combine([0.001, -0.001, 0.0, 0.001, -0.001])
-    loud = statistics.combine([0.05, -0.05, 0.0, 0.05, -0.05])
+    quiet = statistics.combine_processes([0.001, -0.001, 0.0, 0.001, -0.001])
+    loud = statistics.combine_processes([0.05, -0.05, 0.0, 0.05, -0.05])
     assert statistics.smallest_visible(quiet, 0.03) == pytest.approx(0.03, abs=0.002)
     assert statistics.smallest_visible(loud, 0.03) > 0.08
 
@@ -171,7 +171,7 @@ def test_a_bootstrap_agrees_where_both_are_right() -> None:
         bias = rng.gauss(math.log(1.1), 0.03)
         processes.append([rng.gauss(bias, 0.01) for _ in range(12)])
     lo, hi = bootstrap(processes, seed=2)
-    effect = statistics.combine([python_statistics.median(p) for p in processes])
+    effect = statistics.combine_processes([python_statistics.median(p) for p in processes])
     assert lo == pytest.approx(effect.lo, abs=0.01)
     assert hi == pytest.approx(effect.hi, abs=0.01)
 
@@ -182,7 +182,7 @@ def test_intervals_hold_what_they_promise() -> None:
     truth = math.log(1.07)
     held = 0
     for _ in range(2000):
-        effect = statistics.combine([rng.gauss(truth, 0.03) for _ in range(5)])
+        effect = statistics.combine_processes([rng.gauss(truth, 0.03) for _ in range(5)])
         held += effect.lo <= 1.07 <= effect.hi
     lo, hi = statistics.wilson(held, 2000)
     assert lo < 0.95 < hi
@@ -198,7 +198,7 @@ def test_verdicts_at_the_noise_of_a_shared_machine() -> None:
     ):
         found = Counter(
             statistics.verdict(
-                statistics.combine([rng.gauss(shift, 0.026) for _ in range(5)]), 0.05
+                statistics.combine_processes([rng.gauss(shift, 0.026) for _ in range(5)]), 0.05
             )
             for _ in range(1000)
         )
@@ -238,16 +238,16 @@ def test_spread_is_the_distance_of_the_quartiles_to_the_median() -> None:
 
 
 def test_a_noise_is_settled_after_32_estimates_that_agree() -> None:
-    assert not statistics.settled([0.1] * 31)
-    assert statistics.settled([0.1] * 32)
-    assert statistics.settled([9.0] + [0.1, 0.1049] * 16)
-    assert not statistics.settled([0.1, 0.106] * 16)
+    assert not statistics.has_settled([0.1] * 31)
+    assert statistics.has_settled([0.1] * 32)
+    assert statistics.has_settled([9.0] + [0.1, 0.1049] * 16)
+    assert not statistics.has_settled([0.1, 0.106] * 16)
 
 
 def test_the_tail_of_known_samples() -> None:
-    found = statistics.tail([*range(1, 10), 100])
-    assert found.least == 1
+    found = statistics.tail_of([*range(1, 10), 100])
+    assert found.minimum == 1
     assert found.p90 == pytest.approx(9 + 0.1 * 91)
     assert found.p99 == pytest.approx(9 + 0.91 * 91)
-    assert statistics.tail([3.0]) == statistics.Tail(3.0, 3.0, 3.0)
-    assert math.isnan(statistics.tail([]).least)
+    assert statistics.tail_of([3.0]) == statistics.Tail(3.0, 3.0, 3.0)
+    assert math.isnan(statistics.tail_of([]).minimum)

@@ -35,14 +35,14 @@ def test_all_batches_three_times_where_times_are_steady() -> None:
     script = Script(lambda call: 1e-3)
     found = warm(script)
     assert script.calls == [0, 1, 2, 3] * 3
-    assert (found.passes, found.steady) == (3, True)
-    assert found.typical == {"step": 1e-3}
+    assert (found.passes, found.is_steady) == (3, True)
+    assert found.median_s == {"step": 1e-3}
 
 
 def test_until_two_passes_are_alike() -> None:
     script = Script(lambda call: 1e-3 * max(1.0, 2 - 0.1 * (call // 4)))  # 10 passes to settle
     found = warm(script)
-    assert found.steady
+    assert found.is_steady
     assert found.passes == 12
 
 
@@ -55,7 +55,7 @@ def test_no_less_than_the_time_asked_for() -> None:
 def test_times_that_never_settle_end_at_the_cap() -> None:
     script = Script(lambda call: 1e-3 * (1 + call))
     found = warm(script, warmup_cap=1.0)
-    assert not found.steady
+    assert not found.is_steady
     assert sum(1e-3 * (1 + c) for c in range(len(script.calls) - 1)) < 1.0 <= found.seconds
 
 
@@ -63,7 +63,7 @@ def test_a_slow_contender_gets_at_least_a_batch() -> None:
     script = Script(lambda call: 60.0)
     found = warm(script, warmup_cap=1.0)
     assert script.calls == [0]
-    assert (found.passes, found.steady) == (0, False)
+    assert (found.passes, found.is_steady) == (0, False)
 
 
 def test_no_warm_up_where_none_is_asked_for() -> None:
@@ -91,7 +91,7 @@ def test_a_cache_is_warm_when_its_hit_rate_stays() -> None:
     timing = TimingConfig(pool=4, warmup_seconds=0.0, warmup_cap=100.0)
     found = warm_up({"step": script.phase}, script, timing, counters=filling(rates))
     assert found.passes == 6
-    assert found.steady
+    assert found.is_steady
     assert found.describe()["hit_rate"] == 0.633
 
 
@@ -100,4 +100,4 @@ def test_a_cache_that_is_still_filling_at_the_cap_says_so() -> None:
     script = Script(lambda call: 1.0)
     timing = TimingConfig(pool=4, warmup_seconds=0.0, warmup_cap=16.0)
     found = warm_up({"step": script.phase}, script, timing, counters=filling(rates))
-    assert (found.passes, found.steady, found.filling) == (4, False, True)
+    assert (found.passes, found.is_steady, found.is_filling) == (4, False, True)
