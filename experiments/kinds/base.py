@@ -224,11 +224,11 @@ class Kind:
         `prefix` names the case that has the options; it is empty for options of the run.
         """
         for name, rule in self.option_rules.items():
-            values, option = options[name], f"{prefix}options.{name}"
-            entries = values if isinstance(values, list) else [values]
+            value, option = options[name], f"{prefix}options.{name}"
+            entries = value if isinstance(value, list) else [value]
             if not entries and not rule.may_be_empty:
                 raise UsageError(f"{option} must not be empty")
-            require(f"{option} must be {rule.text}", values, holds=all(map(rule.holds, entries)))
+            require(f"{option} must be {rule.text}", value, holds=all(map(rule.holds, entries)))
 
     def as_case(self, cell: Cell) -> Cell:
         """Complete a cell of this kind that is a case in an experiment of another kind."""

@@ -63,9 +63,8 @@ class Race:
     results: dict[str, Measured] = field(default_factory=dict)
     spent_s: dict[str, float] = field(default_factory=dict)
     throttled_rounds: list[int] = field(default_factory=list)
-    _adapted_phases: dict[str, dict[str, Phase]] = field(
-        default_factory=dict
-    )  # phases adapted by the clock
+    # Phases as `Clock.adapt` returned them.
+    _adapted_phases: dict[str, dict[str, Phase]] = field(default_factory=dict)
 
     def run(self) -> dict[str, Measured]:
         """Warm up, run up to timing.max_rounds rounds, return the samples of each contender.

@@ -75,7 +75,7 @@ def test_arms_of_a_round_see_the_same_batch_and_phases_different_ones() -> None:
 def test_each_contender_is_told_when_it_is_warm() -> None:
     script, told = Script(), []
     contest = race(script, {"a": jumping, "b": jumping}, warmup=1, max_rounds=1, warmup_cap=1e-4)
-    contest.warmed = lambda name: told.append((name, len(script.calls)))
+    contest.after_warmup = lambda name: told.append((name, len(script.calls)))
     contest.run()
     assert sorted(told, key=lambda t: t[1]) == told
     assert {name for name, _ in told} == {"a", "b"}
