@@ -56,8 +56,8 @@ class Contender(ABC):
     """An implementation that is measured, built for a Task. `forward` and `step` are timed.
 
     Its name, label and other facts are in contenders.yaml. `prepare` and `expect` suit modules that
-    take feature-major ids and hold plain tables; other contenders override them. Overrides have a
-    docstring only where they do something else than the method here says. Over ranks, `prepare`,
+    take feature-major ids and hold plain tables; other contenders override them. An override has a
+    docstring only where its contract differs from that of the method here. Over ranks, `prepare`,
     `forward` and `step` take this rank's batch, and methods may be collectives.
 
     Attributes:
@@ -136,7 +136,7 @@ class Contender(ABC):
         """
         outputs, expected_state = [], []
         gradients = split_gradient(batch, self.task.shapes)
-        for f, (ids, rows) in enumerate(zip(touched(batch, self.task), before, strict=True)):
+        for f, (ids, rows) in enumerate(zip(touched_ids(batch, self.task), before, strict=True)):
             indices, offsets = batch.feature(f)
             leaf = rows.clone().requires_grad_()
             pooled = pool_rows(leaf, torch.searchsorted(ids, indices), offsets)
@@ -173,8 +173,8 @@ class OneModule(Contender):
         self.module(ids, offsets).backward(gradient)
 
 
-def touched(batch: Batch, task: Task) -> list[Tensor]:
-    """Return the distinct ids of each feature, ascending; none of a feature without lookups."""
+def touched_ids(batch: Batch, task: Task) -> list[Tensor]:
+    """Return the distinct ids of each feature, ascending, int64 [ids of the feature]."""
     return [batch.feature(f)[0].unique() for f in range(len(task.shapes))]
 
 
@@ -183,7 +183,7 @@ def read_rows(weights: Iterable[Tensor], batch: Batch, task: Task) -> State:
 
     `weights` are the tables, [E, D] each, on any device.
     """
-    ids = touched(batch, task)
+    ids = touched_ids(batch, task)
     return [w.detach()[i.to(w.device)].cpu() for w, i in zip(weights, ids, strict=True)]
 
 
@@ -205,22 +205,22 @@ def join_columns(outputs: Sequence[Tensor]) -> Tensor:
 
 def pool_rows(rows: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
     """Sum rows[positions] bag by bag, on the host: float32 [bags, D]."""
-    bags = offsets.numel() - 1
-    bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())
-    return torch.zeros(bags, rows.size(1)).index_add(0, bag, rows[positions])
+    num_bags = offsets.numel() - 1
+    bag_of_lookup = torch.repeat_interleave(torch.arange(num_bags), offsets.diff())
+    return torch.zeros(num_bags, rows.size(1)).index_add(0, bag_of_lookup, rows[positions])
 
 
-def first_update(kind: Optimizer, weights: Tensor, gradient: Tensor, lr: float) -> Tensor:
+def first_update(optimizer: Optimizer, weights: Tensor, gradient: Tensor, lr: float) -> Tensor:
     """Return `weights` [rows, D] after one update by `gradient`, from zero optimizer state."""
-    if kind is Optimizer.sgd:
+    if optimizer is Optimizer.sgd:
         return weights - lr * gradient
     square = gradient * gradient
-    if kind is Optimizer.rowwise_adagrad:
+    if optimizer is Optimizer.rowwise_adagrad:
         square = square.mean(dim=1, keepdim=True)
     return weights - lr * gradient / (square.sqrt() + EPS)
 
 
-def update_rounding(kind: Optimizer, update: Tensor, lr: float) -> Tensor:
+def update_rounding(optimizer: Optimizer, update: Tensor, lr: float) -> Tensor:
     """Return the error that rounding a gradient can cause in each element of a first update.
 
     Element-wise Adagrad divides an element by its own magnitude: next to zero, any result from -lr
@@ -229,26 +229,27 @@ def update_rounding(kind: Optimizer, update: Tensor, lr: float) -> Tensor:
 
     `update` is float32 of any shape, and so is the result.
     """
-    if kind is not Optimizer.adagrad:
+    if optimizer is not Optimizer.adagrad:
         return torch.zeros_like(update)
     # |update| = lr g / (g + EPS), so g + EPS = lr EPS / (lr - |update|).
     divisor = lr * EPS / (lr - update.abs()).clamp(min=1e-9 * lr)
-    nearest = divisor - EPS - GRADIENT_ROUNDING
-    change = lr * EPS * GRADIENT_ROUNDING / (nearest.clamp(min=0.0) + EPS).square()
-    return torch.where(nearest > 0, change, 2 * lr).masked_fill(update == 0, 0.0)
+    smallest_gradient = divisor - EPS - GRADIENT_ROUNDING
+    change = lr * EPS * GRADIENT_ROUNDING / (smallest_gradient.clamp(min=0.0) + EPS).square()
+    return torch.where(smallest_gradient > 0, change, 2 * lr).masked_fill(update == 0, 0.0)
 
 
 def fill_(weights: Tensor, seed: int) -> Tensor:
     """Fill `weights`, contiguous and not empty, with repeated noise in [-0.01, 0.01]; return it.
 
-    Filling runs at memory speed. Pages that were never written would be read too fast.
+    Filling runs at memory speed. Reading pages that were never written would be faster than reading
+    a real table.
     """
     flat = weights.view(-1)
-    size = min(1 << 20, flat.numel())
+    noise_size = min(1 << 20, flat.numel())
     generator = torch.Generator().manual_seed(seed)
-    noise = (torch.rand(size, generator=generator) * 0.02 - 0.01).to(flat)
-    end = flat.numel() // size * size
+    noise = (torch.rand(noise_size, generator=generator) * 0.02 - 0.01).to(flat)
+    end = flat.numel() // noise_size * noise_size
     with torch.no_grad():
-        flat[:end].view(-1, size).copy_(noise.expand(end // size, size))
+        flat[:end].view(-1, noise_size).copy_(noise.expand(end // noise_size, noise_size))
         flat[end:] = noise[: flat.numel() - end]
     return weights

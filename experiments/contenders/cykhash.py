@@ -23,14 +23,14 @@ class Cykhash(KeyTable):
         self.map = Int64toInt64Map()
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Build a map of the new keys, then merge it into the map."""
+        """Build a map of the given keys, then merge it into `self.map`."""
         num_filled = len(self.map)
         slots = np.arange(num_filled, num_filled + len(keys))
-        added = Int64toInt64Map_from_buffers(keys.numpy(), slots)
+        new_map = Int64toInt64Map_from_buffers(keys.numpy(), slots)
         if num_filled:
-            self.map.update(added)
+            self.map.update(new_map)
         else:
-            self.map = added
+            self.map = new_map
 
     def find_slots(self, prepared: Prepared) -> Tensor:
         keys, _ = prepared
@@ -43,7 +43,7 @@ class Cykhash(KeyTable):
 
     def nbytes(self) -> int:
         """Compute the bytes from khash's layout, because the map does not report them."""
-        slots = 4
-        while slots * MAX_LOAD < max(1, len(self.map)):
-            slots *= 2
-        return int(slots * SLOT_BYTES)
+        num_slots = 4
+        while num_slots * MAX_LOAD < max(1, len(self.map)):
+            num_slots *= 2
+        return int(num_slots * SLOT_BYTES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import emblib
-from experiments.contenders.base import OneModule, State, Task, touched
+from experiments.contenders.base import OneModule, State, Task, touched_ids
 from experiments.contenders.tables import optimizer_of
 from experiments.workloads.workload import Batch
 
@@ -43,11 +43,11 @@ class Dynamic(OneModule):
                 ids = torch.arange(first, min(first + IDS_PER_FILL, shape.rows))
                 self.module(ids.to(self.task.device), self._offsets(table, 1, len(ids)))
 
-    def _offsets(self, table: int, bags: int, ids: int) -> Tensor:
-        """Return offsets of a batch with `ids` ids of one table, in `bags` bags of equal size."""
-        sizes = torch.zeros(len(self.task.shapes), bags, dtype=torch.int64)
-        sizes[table] = ids // max(1, bags)
-        ends = sizes.view(-1).cumsum(0)
+    def _offsets(self, table: int, num_bags: int, num_ids: int) -> Tensor:
+        """Return the offsets of a batch that looks up `num_ids` ids of one table in equal bags."""
+        bag_sizes = torch.zeros(len(self.task.shapes), num_bags, dtype=torch.int64)
+        bag_sizes[table] = num_ids // max(1, num_bags)
+        ends = bag_sizes.view(-1).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends]).to(self.task.device)
 
     def nbytes(self) -> dict[str, int]:
@@ -59,14 +59,14 @@ class Dynamic(OneModule):
         }
 
     def observe(self, batch: Batch) -> State:
-        tables = []
+        rows_by_table = []
         dims = [s.dim for s in self.task.shapes]
-        for table, ids in enumerate(touched(batch, self.task)):
+        for table, ids in enumerate(touched_ids(batch, self.task)):
             offsets = self._offsets(table, len(ids), len(ids))
             with torch.no_grad():
                 rows = self.module(ids.to(self.task.device), offsets)
-            tables.append(rows.split(dims, dim=1)[table].cpu().clone())
-        return tables
+            rows_by_table.append(rows.split(dims, dim=1)[table].cpu().clone())
+        return rows_by_table
 
 
 class Tiered(Dynamic):
@@ -77,9 +77,10 @@ class Tiered(Dynamic):
     mode: ClassVar[emblib.TierMode] = emblib.TierMode.CACHING
 
     def __init__(self, task: Task) -> None:
-        # Distinct rows of a prepared batch by the address of its ids, and of all training calls.
-        self.rows_of_ids: dict[int, int] = {}
-        self.num_rows = 0
+        # Numbers of distinct rows: of each prepared batch, by the address of its ids, and summed
+        # over the batches of all training calls.
+        self.num_rows_of_batch: dict[int, int] = {}
+        self.num_trained_rows = 0
         super().__init__(task)
         self.reset_counters()
 
@@ -93,7 +94,7 @@ class Tiered(Dynamic):
                 for s in shapes
             ],
             optimizer_of(self.task),
-            backing=emblib.BackingStore(  # no batch misses more rows than there are
+            backing=emblib.BackingStore(  # a batch cannot miss more rows than the table has
                 self._store(), self.mode, min(MAX_MISSES, max(s.rows for s in shapes))
             ),
             device=self.task.device,
@@ -105,31 +106,33 @@ class Tiered(Dynamic):
     def prepare(self, batch: Batch) -> Prepared:
         """Lay out the batch and count its distinct rows, which `counters` needs."""
         prepared = super().prepare(batch)
-        self.rows_of_ids[prepared[0].data_ptr()] = sum(map(len, touched(batch, self.task)))
+        self.num_rows_of_batch[prepared[0].data_ptr()] = sum(
+            map(len, touched_ids(batch, self.task))
+        )
         return prepared
 
     def visit(self, prepared: Prepared) -> None:
         """Run a training forward, because only training moves rows between tiers."""
         ids, offsets, _ = prepared
-        self.num_rows += self.rows_of_ids[ids.data_ptr()]
+        self.num_trained_rows += self.num_rows_of_batch[ids.data_ptr()]
         self.module(ids, offsets)
 
     def step(self, prepared: Prepared) -> None:
-        self.num_rows += self.rows_of_ids.get(prepared[0].data_ptr(), 0)
+        self.num_trained_rows += self.num_rows_of_batch.get(prepared[0].data_ptr(), 0)
         super().step(prepared)
 
     def counters(self) -> dict[str, int]:
         stats = self.module.tier_stats().values()
-        missed = sum(s.backing_hits + s.new for s in stats)
+        num_missed_rows = sum(s.backing_hits + s.new for s in stats)
         return {
             "lookups": sum(s.lookups for s in stats),
             "lookup_hits": sum(s.hits for s in stats),
-            "rows": self.num_rows,
-            "row_hits": self.num_rows - missed,
+            "rows": self.num_trained_rows,
+            "row_hits": self.num_trained_rows - num_missed_rows,
         }
 
     def reset_counters(self) -> None:
-        self.num_rows = 0
+        self.num_trained_rows = 0
         self.module.reset_stats()
 
 
@@ -159,7 +162,7 @@ class DynamicNew(Dynamic):
 
     def __init__(self, task: Task) -> None:
         self.next_key = max(s.rows for s in task.shapes)
-        self.used: set[int] = set()  # addresses of the ids of batches that were used
+        self.used_batches: set[int] = set()  # addresses of the ids of batches that were used
         super().__init__(task)
 
     def _fill(self) -> None:
@@ -175,15 +178,15 @@ class DynamicNew(Dynamic):
                 self.module(ids, self._offsets(table, 1, len(ids)))
         super()._fill()
 
-    def _new_keys(self, count: int) -> Tensor:
-        first, self.next_key = self.next_key, self.next_key + count
+    def _new_keys(self, num_keys: int) -> Tensor:
+        first, self.next_key = self.next_key, self.next_key + num_keys
         return torch.arange(first, self.next_key, device=self.task.device)
 
     def step(self, prepared: Prepared) -> None:
         ids = prepared[0]
-        if ids.data_ptr() in self.used:
-            is_new = slice(None, None, round(1 / self.task.new_keys))
+        if ids.data_ptr() in self.used_batches:
+            new_positions = slice(None, None, round(1 / self.task.new_keys))
             ids = ids.clone()
-            ids[is_new] = self._new_keys(ids[is_new].numel())
-        self.used.add(prepared[0].data_ptr())
+            ids[new_positions] = self._new_keys(ids[new_positions].numel())
+        self.used_batches.add(prepared[0].data_ptr())
         super().step((ids, *prepared[1:]))

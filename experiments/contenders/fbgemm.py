@@ -35,8 +35,8 @@ COLUMN_MULTIPLE = 4  # FBGEMM's kernels need D divisible by this
 class Fbgemm(OneModule):
     """One FBGEMM module with all tables at `location` and the optimizer fused into backward.
 
-    Ids and offsets have `id_type`, because FBGEMM's update is faster with int32. The bounds check
-    has its default, a warning, as emblib's.
+    Ids and offsets have `id_type`, because FBGEMM's update is faster with int32. Bounds are
+    checked as by default, with a warning; emblib's default is the same.
     """
 
     location: ClassVar[EmbeddingLocation] = EmbeddingLocation.DEVICE
@@ -54,9 +54,9 @@ class Fbgemm(OneModule):
         task = self.task
         cuda = task.device.type == "cuda"
         location = self.location if cuda else EmbeddingLocation.HOST
-        compute = ComputeDevice.CUDA if cuda else ComputeDevice.CPU
+        compute_device = ComputeDevice.CUDA if cuda else ComputeDevice.CPU
         return SplitTableBatchedEmbeddingBagsCodegen(
-            [(s.rows, s.dim, location, compute) for s in task.shapes],
+            [(s.rows, s.dim, location, compute_device) for s in task.shapes],
             optimizer=OPTIMIZERS[task.optimizer],
             learning_rate=task.lr,
             eps=EPS,
@@ -129,7 +129,7 @@ class FbgemmLFU(FbgemmLRU):
 class ServedFp32(PackedTables):
     """FBGEMM's IntNBitTableBatchedEmbeddingBagsCodegen on the CPU.
 
-    Ids and offsets are int32, as it takes them by default.
+    Ids and offsets are int32, which is the default of that class.
     """
 
     bits = 32
@@ -142,13 +142,13 @@ class ServedFp32(PackedTables):
         return self.module(*prepared)
 
     def nbytes(self) -> int:
-        return sum(part.nbytes for row in self.rows for part in row if part is not None)
+        return sum(tensor.nbytes for table in self.rows for tensor in table if tensor is not None)
 
-    def _packed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the bytes of the rows, and of their scales and offsets if they have these."""
+    def _pack(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the bytes of the rows, and the bytes of their scales and offsets or None."""
         return rows.view(torch.uint8), None
 
-    def _set(self, rows: list[tuple[Tensor, Tensor | None]]) -> None:
+    def _load(self, rows: list[tuple[Tensor, Tensor | None]]) -> None:
         host = EmbeddingLocation.HOST
         self.module = IntNBitTableBatchedEmbeddingBagsCodegen(
             [(f"table{n}", s.rows, s.dim, self.type, host) for n, s in enumerate(self.shapes)],
@@ -165,7 +165,7 @@ class ServedInt8(ServedFp32):
 
     bits, type = 8, SparseType.INT8
 
-    def _packed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _pack(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, self.bits)
         return fused[:, :-4].contiguous(), fused[:, -4:].contiguous()
 

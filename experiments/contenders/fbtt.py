@@ -33,8 +33,8 @@ class Trains:
     """One TTEmbeddingBag per table, behind the interface of emblib's trains that TTTables uses."""
 
     def __init__(self, tables: Sequence[emblib.TTSpec], task: Task) -> None:
-        kinds = {Optimizer.sgd: "SGD", Optimizer.adagrad: "EXACT_ADAGRAD"}
-        if task.optimizer not in kinds:
+        optimizer_names = {Optimizer.sgd: "SGD", Optimizer.adagrad: "EXACT_ADAGRAD"}
+        if task.optimizer not in optimizer_names:
             raise Unsupported("FBTT has SGD and Adagrad; every other name is Adagrad there")
         self.tables = list(tables)
         self.modules = [
@@ -44,7 +44,7 @@ class Trains:
                 list(spec.ranks),
                 list(spec.row_factors),
                 list(spec.dim_factors),
-                optimizer=LIBRARY.OptimType[kinds[task.optimizer]],
+                optimizer=LIBRARY.OptimType[optimizer_names[task.optimizer]],
                 learning_rate=task.lr,
                 eps=EPS,
                 sparse=True,
@@ -55,7 +55,7 @@ class Trains:
         ]
 
     def __call__(self, features: Sequence[Feature]) -> Tensor:
-        """Look up (ids, offsets) of each table and concatenate the outputs: [B, sum D]."""
+        """Look up the (ids, offsets) of each table and concatenate the outputs: [B, sum D]."""
         return join_columns([m(*f) for m, f in zip(self.modules, features, strict=True)])
 
     @property

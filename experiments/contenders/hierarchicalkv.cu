@@ -2,9 +2,10 @@
 // calls. The library itself is not part of this repository; docs/peers.md says how to build both.
 //   nvcc -O3 -std=c++17 -arch=native -shared -Xcompiler -fPIC -I HierarchicalKV/include
 //        -o libhierarchicalkv.so experiments/contenders/hierarchicalkv.cu
-// All pointers are of the device, except those to one size, which are of the host. Every call goes
-// to the given stream. Keys of a call may repeat; equal keys then have equal values. Functions that
-// return int return 0, or 1 after an exception, whose message hkv_error returns in this thread.
+// All pointers are to device memory, except those to one size, which are to host memory. Every call
+// goes to the given stream. Keys of a call may repeat; equal keys then have equal values. Functions
+// that return int return 0, or 1 after an exception, whose message hkv_error returns in this
+// thread.
 
 #include <cstddef>
 #include <cstdint>
@@ -18,15 +19,15 @@ namespace {
 using Table =
     nv::merlin::HashTable<std::uint64_t, float, std::uint64_t, nv::merlin::EvictStrategy::kLru>;
 
-thread_local std::string message;
+thread_local std::string error_message;
 
-template <typename Work>
-int guarded(Work work) {
+template <typename Function>
+int catch_exceptions(Function function) {
   try {
-    work();
+    function();
     return 0;
   } catch (const std::exception& error) {
-    message = error.what();
+    error_message = error.what();
     return 1;
   }
 }
@@ -35,12 +36,12 @@ int guarded(Work work) {
 
 extern "C" {
 
-const char* hkv_error() { return message.c_str(); }
+const char* hkv_error() { return error_message.c_str(); }
 
-// A table of `slots` slots, a power of two, all in device memory; null after an error.
+// Returns a table of `slots` slots, a power of two, all in device memory; null after an error.
 void* hkv_create(std::size_t slots, std::size_t dim, int device) {
   Table* table = nullptr;
-  const int failed = guarded([&] {
+  const int failed = catch_exceptions([&] {
     nv::merlin::HashTableOptions options;
     options.init_capacity = slots;
     options.max_capacity = slots;
@@ -61,37 +62,38 @@ void* hkv_create(std::size_t slots, std::size_t dim, int device) {
 void hkv_destroy(void* table) { delete static_cast<Table*>(table); }
 
 int hkv_size(void* table, std::size_t* size, cudaStream_t stream) {
-  return guarded([&] { *size = static_cast<Table*>(table)->size(stream); });
+  return catch_exceptions([&] { *size = static_cast<Table*>(table)->size(stream); });
 }
 
 int hkv_insert_or_assign(void* table, std::size_t n, const std::uint64_t* keys, const float* values,
                          cudaStream_t stream) {
-  return guarded(
+  return catch_exceptions(
       [&] { static_cast<Table*>(table)->insert_or_assign(n, keys, values, nullptr, stream); });
 }
 
 int hkv_find(void* table, std::size_t n, const std::uint64_t* keys, float* values, bool* found,
              cudaStream_t stream) {
-  return guarded(
+  return catch_exceptions(
       [&] { static_cast<Table*>(table)->find(n, keys, values, found, nullptr, stream); });
 }
 
-// Addresses of rows instead of their values.
+// Like hkv_find, but writes the addresses of the rows instead of their values.
 int hkv_find_rows(void* table, std::size_t n, const std::uint64_t* keys, float** rows, bool* found,
                   cudaStream_t stream) {
-  return guarded([&] { static_cast<Table*>(table)->find(n, keys, rows, found, nullptr, stream); });
+  return catch_exceptions(
+      [&] { static_cast<Table*>(table)->find(n, keys, rows, found, nullptr, stream); });
 }
 
-// `values` holds initial rows of absent keys, and afterwards the rows of all.
+// On entry `values` holds the initial rows of absent keys; on return, the rows of all keys.
 int hkv_find_or_insert(void* table, std::size_t n, const std::uint64_t* keys, float* values,
                        cudaStream_t stream) {
-  return guarded(
+  return catch_exceptions(
       [&] { static_cast<Table*>(table)->find_or_insert(n, keys, values, nullptr, stream); });
 }
 
 int hkv_find_or_insert_rows(void* table, std::size_t n, const std::uint64_t* keys, float** rows,
                             bool* found, cudaStream_t stream) {
-  return guarded(
+  return catch_exceptions(
       [&] { static_cast<Table*>(table)->find_or_insert(n, keys, rows, found, nullptr, stream); });
 }
 
@@ -99,14 +101,14 @@ int hkv_find_or_insert_rows(void* table, std::size_t n, const std::uint64_t* key
 int hkv_insert_and_evict(void* table, std::size_t n, const std::uint64_t* keys, const float* values,
                          std::uint64_t* evicted, float* evicted_values,
                          std::uint64_t* evicted_scores, std::size_t* count, cudaStream_t stream) {
-  return guarded([&] {
+  return catch_exceptions([&] {
     *count = static_cast<Table*>(table)->insert_and_evict(n, keys, values, nullptr, evicted,
                                                           evicted_values, evicted_scores, stream);
   });
 }
 
 int hkv_erase(void* table, std::size_t n, const std::uint64_t* keys, cudaStream_t stream) {
-  return guarded([&] { static_cast<Table*>(table)->erase(n, keys, stream); });
+  return catch_exceptions([&] { static_cast<Table*>(table)->erase(n, keys, stream); });
 }
 
 }  // extern "C"

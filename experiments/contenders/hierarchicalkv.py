@@ -21,10 +21,10 @@ ENTRY_BYTES = 17  # bytes per slot: key, score and digest
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
-def library() -> Any:
+def load_library() -> Any:
     """Load the user's library and declare its functions.
 
-    All but hkv_create, hkv_destroy and hkv_error return 0 unless they fail.
+    Functions other than hkv_create, hkv_destroy and hkv_error return 0, or 1 after an error.
 
     Raises:
         KeyError: EMBLIB_HIERARCHICALKV is not set.
@@ -36,18 +36,23 @@ def library() -> Any:
     lib.hkv_destroy.argtypes = [POINTER]
     lib.hkv_error.restype = ctypes.c_char_p
     lib.hkv_size.argtypes = [POINTER, ctypes.POINTER(SIZE), POINTER]
-    keys_rows: list[Any] = [POINTER, SIZE, POINTER, POINTER]  # table, count, keys, rows
-    lib.hkv_insert_or_assign.argtypes = [*keys_rows, POINTER]
-    lib.hkv_find_or_insert.argtypes = [*keys_rows, POINTER]
+    row_arguments: list[Any] = [POINTER, SIZE, POINTER, POINTER]  # table, count, keys, rows
+    lib.hkv_insert_or_assign.argtypes = [*row_arguments, POINTER]
+    lib.hkv_find_or_insert.argtypes = [*row_arguments, POINTER]
     for name in ("find", "find_rows", "find_or_insert_rows"):
-        getattr(lib, f"hkv_{name}").argtypes = [*keys_rows, POINTER, POINTER]
-    lib.hkv_insert_and_evict.argtypes = [*keys_rows, *[POINTER] * 3, ctypes.POINTER(SIZE), POINTER]
+        getattr(lib, f"hkv_{name}").argtypes = [*row_arguments, POINTER, POINTER]
+    lib.hkv_insert_and_evict.argtypes = [
+        *row_arguments,
+        *[POINTER] * 3,
+        ctypes.POINTER(SIZE),
+        POINTER,
+    ]
     lib.hkv_erase.argtypes = [POINTER, SIZE, POINTER, POINTER]
     return lib
 
 
 # Loaded at import, so that the registry reports a failure.
-LIBRARY = library()
+LIBRARY = load_library()
 
 
 class HierarchicalKV(KeyTable):
@@ -63,8 +68,8 @@ class HierarchicalKV(KeyTable):
         super().__init__(task)
         if task.device.type != "cuda":
             raise Unsupported("HierarchicalKV needs a GPU")
-        self.slots = 1 << (task.slots - 1).bit_length()
-        self.table = LIBRARY.hkv_create(self.slots, task.dim, task.device.index or 0)
+        self.num_slots = 1 << (task.slots - 1).bit_length()
+        self.table = LIBRARY.hkv_create(self.num_slots, task.dim, task.device.index or 0)
         if not self.table:
             raise RuntimeError(LIBRARY.hkv_error().decode())
 
@@ -81,13 +86,13 @@ class HierarchicalKV(KeyTable):
         self.insert_or_assign(self.prepare(keys, values))
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        return self._slots("find_rows", prepared[0])
+        return self._call_for_slots("find_rows", prepared[0])
 
     def find_or_insert_slots(self, prepared: Prepared) -> Tensor:
         """Return the addresses of the rows; rows of new keys are not initialised."""
-        return self._slots("find_or_insert_rows", prepared[0])
+        return self._call_for_slots("find_or_insert_rows", prepared[0])
 
-    def _slots(self, name: str, keys: Tensor) -> Tensor:
+    def _call_for_slots(self, name: str, keys: Tensor) -> Tensor:
         slots = torch.full_like(keys, self.absent)
         is_present = torch.empty_like(keys, dtype=torch.bool)
         self._call(name, len(keys), keys.data_ptr(), slots.data_ptr(), is_present.data_ptr())
@@ -103,7 +108,7 @@ class HierarchicalKV(KeyTable):
         return values
 
     def find_or_insert(self, prepared: Prepared) -> Tensor:
-        """Insert absent keys with the given values; overwrite these with the values of all keys."""
+        """Insert absent keys with the given values; return that tensor with the values of all."""
         keys, values = prepared
         self._call("find_or_insert", len(keys), keys.data_ptr(), values.data_ptr())
         return values
@@ -115,19 +120,19 @@ class HierarchicalKV(KeyTable):
     def insert_and_evict(self, prepared: Prepared) -> Tensor:
         keys, values = prepared
         evicted, evicted_values, scores = (torch.empty_like(t) for t in (keys, values, keys))
-        count = SIZE()
+        num_evicted = SIZE()
         tensors = (keys, values, evicted, evicted_values, scores)
         addresses = [tensor.data_ptr() for tensor in tensors]
-        self._call("insert_and_evict", len(keys), *addresses, ctypes.byref(count))
-        return evicted[: count.value]
+        self._call("insert_and_evict", len(keys), *addresses, ctypes.byref(num_evicted))
+        return evicted[: num_evicted.value]
 
     def erase(self, keys: Tensor) -> None:
         self._call("erase", len(keys), keys.data_ptr())
 
     def size(self) -> int:
-        count = SIZE()
-        self._call("size", ctypes.byref(count))
-        return int(count.value)
+        num_keys = SIZE()
+        self._call("size", ctypes.byref(num_keys))
+        return int(num_keys.value)
 
     def nbytes(self) -> int:
-        return self.slots * (ENTRY_BYTES + 4 * self.task.dim)
+        return self.num_slots * (ENTRY_BYTES + 4 * self.task.dim)

@@ -18,7 +18,7 @@ def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
     """Check the operations of a filled table; raise Wrong for the first wrong result.
 
     Inserts of absent keys are checked only if the table can erase them again; a full table may
-    evict others for them. Of a ceiling only the lines are checked.
+    evict other keys for them. For a ceiling, only the numbers of the lines are checked.
 
     Args:
         table: table to check. A table that has an operation with values has `find`.
@@ -29,7 +29,7 @@ def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
     present = resident[
         torch.linspace(0, len(resident) - 1, min(CHECKED_KEYS, len(resident))).long()
     ]
-    # Only an eighth of the present keys, so that few others are evicted for them.
+    # An eighth as many as the present keys, so that inserting them evicts few.
     absent = space.run(FIRST_ABSENT, max(1, len(present) // 8))
     keys = torch.cat([present, absent, present[:3]])
     if table.ceiling:
@@ -55,24 +55,28 @@ def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
     dim = table.task.dim
     if "find_or_insert" in table.operations:
         _check_values(table, "find_or_insert", absent, values_of(absent, dim))
-        _check_values(table, "find_or_insert", absent, values_of(absent, dim), other=True)
+        _check_values(
+            table, "find_or_insert", absent, values_of(absent, dim), passes_other_values=True
+        )
         _check_values(table, "find", absent, values_of(absent, dim))
-        _check_values(table, "find_or_insert", present, values_of(present, dim), other=True)
+        _check_values(
+            table, "find_or_insert", present, values_of(present, dim), passes_other_values=True
+        )
     if "insert_or_assign" in table.operations:
         table.insert_or_assign(table.prepare(absent, -values_of(absent, dim)))
         _check_values(table, "find", absent, -values_of(absent, dim))
     if "insert_and_evict" in table.operations:
         evicted = table.insert_and_evict(table.prepare(absent, values_of(absent, dim))).cpu()
         _check_values(table, "find", absent, values_of(absent, dim))
-        slots = _run(table, "find_slots", evicted)
+        slots = _result_of(table, "find_slots", evicted)
         if len(evicted) and (slots != table.absent).any():
             raise Wrong("insert_and_evict: a key that it reports as evicted is still there")
     table.erase(absent.to(table.task.device))
-    if (_run(table, "find_slots", absent) != table.absent).any():
+    if (_result_of(table, "find_slots", absent) != table.absent).any():
         raise Wrong("erase: a key is still there")
 
 
-def _run(table: KeyTable, operation: str, keys: Tensor) -> Tensor:
+def _result_of(table: KeyTable, operation: str, keys: Tensor) -> Tensor:
     prepared = table.prepare(keys, values_of(keys, table.task.dim))
     result: Tensor = getattr(table, operation)(prepared)
     return result.cpu()
@@ -85,7 +89,7 @@ def _check_slots(
 
     `keys` is int64 `[num_present + num_absent + repeats]`.
     """
-    slots = _run(table, operation, keys)
+    slots = _result_of(table, operation, keys)
     if slots.shape != keys.shape:
         raise Wrong(f"{operation}: shape {tuple(slots.shape)} for {len(keys)} keys")
     present = slots[:num_present]
@@ -101,13 +105,19 @@ def _check_slots(
 
 
 def _check_values(
-    table: KeyTable, operation: str, keys: Tensor, expected: Tensor, *, other: bool = False
+    table: KeyTable,
+    operation: str,
+    keys: Tensor,
+    expected: Tensor,
+    *,
+    passes_other_values: bool = False,
 ) -> None:
-    """Check that an operation returns `expected`; `other` passes values that present keys ignore.
+    """Check that an operation returns `expected`.
 
+    With `passes_other_values` the call passes values that the keys, all present, must ignore.
     `expected` is float32 `[len(keys), dim]`.
     """
-    passed = expected + 1 if other else expected
+    passed = expected + 1 if passes_other_values else expected
     actual: Tensor = getattr(table, operation)(table.prepare(keys, passed))
     if not torch.equal(actual.cpu(), expected):
         raise Wrong(f"{operation}: values differ from those that were put in")

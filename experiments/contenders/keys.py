@@ -40,11 +40,12 @@ class KeyTask:
 class KeyTable(ABC):
     """A table of keys, built for a KeyTask.
 
-    The operations named by `operations` are timed; `prepare` and `erase` are not, and `fill` is
-    only while growth is measured. Of the others, only `find_slots` must work. An operation takes
-    what `prepare` returned, whose values it may overwrite, and may leave work on the GPU's current
-    stream. Keys and slots are int64 [keys]; the slot of a missing key is `absent`, and equal keys
-    have equal slots. Values are float32 [keys, dim]. Results are on the table's device.
+    The operations named by `operations` are timed; `prepare` and `erase` are not. `fill` is timed
+    only where growth is measured. `find_slots` must work even if `operations` does not name it. An
+    operation takes the result of `prepare`, whose values it may overwrite. It may leave work on the
+    GPU's current stream. Keys and slots are int64 [keys]; the slot of a missing key is `absent`,
+    and equal keys have equal slots. Values are float32 [keys, dim]. Results are on the table's
+    device.
 
     Attributes:
         operations: names of the operations that the table has.
@@ -191,12 +192,12 @@ class EmblibHashTableLFU(EmblibHashTable):
 class SortedTable(KeyTable):
     """Base of tables that hold their keys in ascending order. Values are not stored.
 
-    `fill` only collects keys: adding them sorts all keys, so `prepare` and `size` do it once for
-    many `fill`s. `task.slots` does not limit their number.
+    `fill` only collects keys, because adding keys means sorting all of them. `prepare` and `size`
+    add the keys of many `fill`s at once. `task.slots` does not limit their number.
 
     Attributes:
         keys: distinct keys that were added, ascending, int64 `[n]` on the table's device.
-        unsorted: keys of `fill`s that were not added yet.
+        unsorted: keys that `fill` collected and that were not added yet.
     """
 
     def __init__(self, task: KeyTask) -> None:
@@ -208,7 +209,7 @@ class SortedTable(KeyTable):
         self.unsorted.append(keys.to(self.task.device))
 
     def prepare(self, keys: Tensor, values: Tensor) -> Any:
-        """Add the collected keys, then return the call."""
+        """Add the collected keys, then return the keys and values of the call on the device."""
         self._add_collected()
         return super().prepare(keys, values)
 
@@ -257,19 +258,19 @@ class RandomLines(KeyTable):
         self.lines = CacheLines(ENTRY_BYTES * task.slots, huge=self.huge)
         self.num_filled = 0
         # NumPy gathers faster than torch on one thread, but does not use more.
-        self.gather = self.lines.take if torch.get_num_threads() == 1 else self.lines.read
+        self.read_lines = self.lines.take if torch.get_num_threads() == 1 else self.lines.read
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Count the keys, which are not stored."""
         self.num_filled += len(keys)
 
     def prepare(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the word to read per key, int64 [keys]."""
+        """Return the position of the word to read for each key, int64 [keys]."""
         return self.lines.positions(keys)
 
     def find_slots(self, prepared: Tensor) -> Tensor:
-        """Read from each line its number, which stands for a slot."""
-        return self.gather(prepared)
+        """Read the number that each line holds; it serves as the slot of the key."""
+        return self.read_lines(prepared)
 
     def size(self) -> int:
         return self.num_filled

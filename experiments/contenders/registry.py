@@ -27,7 +27,7 @@ import yaml
 
 from experiments.paths import installed_version
 
-HERE = Path(__file__).parent
+THIS_FOLDER = Path(__file__).parent
 TABLE = "contenders.yaml"
 VARIANTS = ("", "rank", "cache")
 SHARDED = "sharded_"  # begins the names of emblib's contenders over ranks; then the sharding type
@@ -37,7 +37,7 @@ REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9._+!-]+)")
 
 
 class RegistryError(Exception):
-    """A name is no contender's, or a contenders.yaml is missing or wrong."""
+    """A name is not that of a contender, or a contenders.yaml is missing or wrong."""
 
 
 class Unsupported(Exception):
@@ -65,7 +65,8 @@ class Entry:
         new_keys: share of the lookups of a step that are new keys, for contenders that differ from
             `dynamic` only in that.
         keyed: True for a hash table of keys.
-        served: True for read-only tables; if neither, the contender looks up bags and is trained.
+        served: True for read-only tables. A contender that is neither keyed nor served looks up
+            bags and is trained.
         dense: True if it holds all tables uncompressed; free memory must then suffice for them.
         alone: True if it is measured in worlds of one rank only.
         cuda_only: True if it needs a GPU.
@@ -73,7 +74,7 @@ class Entry:
         install: how to install `requires` or build the user's library; "" for `pip install`.
         variable: environment variable with the path of a library that the user has built.
         module: importable module that serves in place of `variable`.
-        of_torch: release of torch that the versions in `requires` belong to; "" for any.
+        torch_release: release of torch that the versions in `requires` belong to; "" for any.
     """
 
     name: str
@@ -91,19 +92,19 @@ class Entry:
     install: str = ""
     variable: str = ""
     module: str = ""
-    of_torch: str = ""
+    torch_release: str = ""
 
     def missing(self) -> str:
         """Return what is not installed and the command for it; "" if the contender can run."""
-        if self.variable and not self.built():
+        if self.variable and not self.library_path():
             return f"not built here: {self.install}"
         if all(find_installed(requirement) for requirement in self.requires):
             return ""
-        requirements = [requirement.replace(" | ", " (or ") for requirement in self.requires]
-        requirements = [w + ")" * ("(or " in w) for w in requirements]
+        requirements = [text.replace(" | ", " (or ") for text in self.requires]
+        requirements = [text + ")" * ("(or " in text) for text in requirements]
         return f"not installed: {self.install or 'pip install ' + ' '.join(requirements)}"
 
-    def built(self) -> Path | None:
+    def library_path(self) -> Path | None:
         """Return the path of the user's library, or of `module`; None without either."""
         if path := os.environ.get(self.variable, ""):
             return Path(path)
@@ -120,7 +121,7 @@ class Entry:
         tested_versions = {
             name: version for text in self.requires for name, version in REQUIREMENT.findall(text)
         }
-        torch = f" with torch {self.of_torch}" * bool(self.of_torch)
+        torch = f" with torch {self.torch_release}" * bool(self.torch_release)
         return [
             f"{name} is {version}, known to work{torch} is {tested_versions[name]}"
             for name, version in self.versions().items()
@@ -140,7 +141,7 @@ class Entry:
             return getattr(_import_file(self.file), self.cls)
         except (ImportError, OSError) as error:  # OSError: a shared library that does not load
             if self.variable:
-                raise Missing(f"{self.built()} does not load here ({error})") from error
+                raise Missing(f"{self.library_path()} does not load here ({error})") from error
             if not self.requires:
                 raise
             versions = ", ".join(
@@ -160,8 +161,8 @@ def entries() -> dict[str, Entry]:
     """
     extra = os.environ.get("EMBLIB_CONTENDERS", "").split(os.pathsep)
     torch = find_installed("torch")
-    folders = (HERE, *(Path(folder) for folder in extra if folder))
-    return _entries(folders, torch[1] if torch else "")
+    folders = (THIS_FOLDER, *(Path(folder) for folder in extra if folder))
+    return _read_entries(folders, torch[1] if torch else "")
 
 
 def names() -> tuple[str, ...]:
@@ -189,29 +190,29 @@ def build(name: str, task: Any) -> Any:
 
 def facts_of(name: str) -> Entry:
     """Return the entry of a contender; a contender that no longer exists is known by name only."""
-    return entries().get(name) or Entry(name, name, HERE / TABLE, "")
+    return entries().get(name) or Entry(name, name, THIS_FOLDER / TABLE, "")
 
 
 def identity(name: str) -> dict[str, str]:
-    """Return the facts that decide, besides the files of this repository, which program runs."""
+    """Return the facts outside this repository that decide which program is measured."""
     entry = facts_of(name)
     facts = entry.versions()
-    if entry.variable and (library := entry.built()):
+    if entry.variable and (library := entry.library_path()):
         size, modified_ns = (
             (library.stat().st_size, library.stat().st_mtime_ns) if library.exists() else (0, 0)
         )
         facts["built"] = f"{library} {size} {modified_ns}"
-    if entry.file.parent != HERE:
+    if entry.file.parent != THIS_FOLDER:
         facts["file"] = hashlib.blake2b(entry.file.read_bytes(), digest_size=8).hexdigest()
     return facts
 
 
 @functools.cache
-def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
+def _read_entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
     """Read the entries of all folders; raise RegistryError for a file that is missing or wrong.
 
-    `torch` is the installed version, or "". It and the folders are arguments because the result is
-    cached by them: tests change both.
+    `torch` is the installed version, or "". The result is cached per argument, because tests
+    change both.
     """
     entries_by_name: dict[str, Entry] = {}
     for folder in folders:
@@ -224,35 +225,37 @@ def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
             raise RegistryError(f"{path}: {' '.join(str(error).split())}") from error
         if not isinstance(table, dict) or not all(isinstance(v, dict) for v in table.values()):
             raise RegistryError(f"{path}: it must have an entry 'name: {{class: ..., ...}}' each")
-        words = table.get("_by_torch", {})
-        for name, shared in ((str(key), facts) for key, facts in table.items()):
+        versions_of_word = table.get("_by_torch", {})
+        for name, yaml_facts in ((str(key), facts) for key, facts in table.items()):
             if name.startswith("_"):
                 continue
-            facts = _fill_versions(shared, words, torch)
+            facts = _fill_versions(yaml_facts, versions_of_word, torch)
             if name in entries_by_name:
                 raise RegistryError(f"{path}: the name '{name}' is taken; choose another")
-            entries_by_name[name] = _entry(folder, name, facts)
+            entries_by_name[name] = _parse_entry(folder, name, facts)
     return entries_by_name
 
 
 def _fill_versions(
-    facts: Mapping[str, Any], words: Mapping[str, Mapping[str, str]], torch: str
+    facts: Mapping[str, Any], versions_of_word: Mapping[str, Mapping[str, str]], torch: str
 ) -> dict[str, Any]:
-    """Return the facts with each {word} replaced by its text for a version of torch."""
+    """Return the facts with each {word} replaced by its version for the installed torch."""
     filled = dict(facts)
-    for word, texts in words.items():
-        braced, release = f"{{{word}}}", _nearest_release(list(texts), torch)
+    for word, version_of_release in versions_of_word.items():
+        braced, release = f"{{{word}}}", _nearest_release(list(version_of_release), torch)
         requires = [str(text) for text in filled.get("requires", ())]
         if any(braced in text for text in requires):
-            filled["of_torch"] = release
-            filled["requires"] = [text.replace(braced, texts[release]) for text in requires]
+            filled["torch_release"] = release
+            filled["requires"] = [
+                text.replace(braced, version_of_release[release]) for text in requires
+            ]
             if "install" in filled:
-                filled["install"] = filled["install"].replace(braced, texts[release])
+                filled["install"] = filled["install"].replace(braced, version_of_release[release])
     return filled
 
 
 def _nearest_release(releases: Sequence[str], version: str) -> str:
-    """Return the newest release up to `version`, else the oldest; the newest for no version."""
+    """Return the newest release up to `version`, else the oldest; for "" return the newest."""
     ordered = sorted(releases, key=_version_numbers)
     wanted_numbers = _version_numbers(version) or (math.inf,)
     return next((r for r in reversed(ordered) if _version_numbers(r) <= wanted_numbers), ordered[0])
@@ -264,7 +267,7 @@ def _version_numbers(version: str) -> tuple[float, ...]:
     return (float(match[1]), float(match[2])) if match else ()
 
 
-def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
+def _parse_entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
     """Check the facts of one entry and return it; raise RegistryError, which names the fact."""
     location = f"{folder.name}/{TABLE}: {name}"
     if not NAME.fullmatch(name):
@@ -303,7 +306,7 @@ def find_installed(requirement: str) -> tuple[str, str] | None:
 
 def _import_file(file: Path) -> ModuleType:
     """Import the file of a contender; one of another folder gets a module name of its own."""
-    if file.parent == HERE:
+    if file.parent == THIS_FOLDER:
         return importlib.import_module(f"experiments.contenders.{file.stem}")
     name = f"emblib_contender_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     if name not in sys.modules:

@@ -56,7 +56,7 @@ class Served(ABC):
 
     @abstractmethod
     def open(self, path: Path) -> None:
-        """Make the tables of a file that `save` of an object with equal shapes wrote ready.
+        """Open a file for `lookup`; `save` of an object with equal shapes wrote it.
 
         `fill` need not have been called.
         """
@@ -101,26 +101,26 @@ class PackedTables(Served):
     """Base of tables that are converted one by one, and stored in a file of torch.save.
 
     Attributes:
-        rows: converted tables; set by `_set`.
+        rows: converted tables; set by `_load`.
     """
 
     rows: list[Any]
 
     def fill(self, weights: Sequence[Tensor]) -> None:
-        self._set([self._packed(rows) for rows in weights])
+        self._load([self._pack(rows) for rows in weights])
 
     def save(self, path: Path) -> None:
         torch.save(self.rows, path)
 
     def open(self, path: Path) -> None:
-        self._set(torch.load(path))
+        self._load(torch.load(path))
 
     @abstractmethod
-    def _packed(self, rows: Tensor) -> Any:
+    def _pack(self, rows: Tensor) -> Any:
         """Return a table in the format."""
 
     @abstractmethod
-    def _set(self, rows: list[Any]) -> None:
+    def _load(self, rows: list[Any]) -> None:
         """Make converted tables ready for lookups."""
 
 
@@ -138,10 +138,10 @@ class TorchFp32(PackedTables):
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self.rows)
 
-    def _packed(self, rows: Tensor) -> Tensor:
+    def _pack(self, rows: Tensor) -> Tensor:
         return rows
 
-    def _set(self, rows: list[Tensor]) -> None:
+    def _load(self, rows: list[Tensor]) -> None:
         self.rows = rows
         self.bags = [
             nn.EmbeddingBag.from_pretrained(table, mode="sum", include_last_offset=True)
@@ -158,10 +158,10 @@ class TorchInt8(TorchFp32):
     bits = 8
     operators: ClassVar[str] = "embedding_bag_byte"
 
-    def _packed(self, rows: Tensor) -> Tensor:
+    def _pack(self, rows: Tensor) -> Tensor:
         return getattr(torch.ops.quantized, f"{self.operators}_prepack")(rows)
 
-    def _set(self, rows: list[Tensor]) -> None:
+    def _load(self, rows: list[Tensor]) -> None:
         self.rows = rows
         self.operator = getattr(torch.ops.quantized, f"{self.operators}_rowwise_offsets")
 

@@ -23,7 +23,7 @@ from emblib.sharding import (
 )
 from emblib.sharding.sharding_types import Rule
 from experiments.config.schema import Optimizer
-from experiments.contenders.base import Contender, State, Task, Unsupported, fill_, touched
+from experiments.contenders.base import Contender, State, Task, Unsupported, fill_, touched_ids
 from experiments.contenders.tables import optimizer_of
 from experiments.workloads.workload import Batch
 
@@ -83,18 +83,18 @@ class Collection(Contender):
     def observe(self, batch: Batch) -> State:
         """Return the touched rows of each table, gathered from all ranks.
 
-        A collective, in which every rank passes the same batch.
+        This is a collective: every rank passes the same batch.
         """
         rank, size = rank_and_size()
-        ids = touched(batch, self.task)
+        ids = touched_ids(batch, self.task)
         rows = [torch.zeros(len(i), s.dim) for i, s in zip(ids, self.task.shapes, strict=True)]
         for block in self.blocks:
             if block.replicated and rank:
                 continue
-            local = ids[block.table] - block.first_row
-            is_local = (local >= 0) & (local < block.weights.size(0))
+            block_rows = ids[block.table] - block.first_row
+            is_local = (block_rows >= 0) & (block_rows < block.weights.size(0))
             columns = slice(block.first_column, block.first_column + block.weights.size(1))
-            values = block.weights.detach()[local[is_local].to(block.weights.device)]
+            values = block.weights.detach()[block_rows[is_local].to(block.weights.device)]
             rows[block.table][is_local, columns] = values.float().cpu()
         if size > 1:
             for table in rows:
@@ -109,7 +109,7 @@ def rank_and_size() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def over_ranks(nbytes: Mapping[str, int]) -> dict[str, int]:
+def sum_over_ranks(nbytes: Mapping[str, int]) -> dict[str, int]:
     """Return each number of bytes summed over all ranks; a collective, with equal keys on each."""
     if rank_and_size()[1] == 1:
         return dict(nbytes)
@@ -145,7 +145,7 @@ class Bags(Collection):
         """Return the bytes of all ranks; a collective."""
         sizes = [group.module.nbytes() for groups in self._groups() for group in groups.groups]
         names = ("weights", "optimizer_state")
-        return over_ranks({name: sum(size.get(name, 0) for size in sizes) for name in names})
+        return sum_over_ranks({name: sum(size.get(name, 0) for size in sizes) for name in names})
 
     @abstractmethod
     def _groups(self) -> list[TableGroups]:
@@ -167,25 +167,25 @@ class WholeBags(Bags):
         return [self.module.groups]
 
 
-RANKS_PER_NODE = 2  # ranks that sharding types by node take for one node
+RANKS_PER_NODE = 2  # ranks that sharding types by node treat as one node
 
 
 class ShardedBags(Bags):
     """A collection over all ranks; the subclass gives every table the same sharding type.
 
     Attributes:
-        cuts_rows: True if the columns of a row may be on several ranks.
-        rule: function of (rank, node) that returns the sharding rule of a table. Consecutive
-            tables, about equally many, belong to each rank and node; these are the table's.
+        splits_rows: True if the columns of a row may be on several ranks.
+        rule: function of (rank, node) that returns the sharding rule of a table. Its arguments are
+            the rank and the node of the table: each has about equally many consecutive tables.
     """
 
-    cuts_rows = False
+    splits_rows = False
     rule: Callable[[int, int], Rule]
 
     def _module(self) -> tuple[Any, list[Block]]:
         """Build emblib's sharded collection by the plan of the contender."""
         ranks = ranks_of(self.task.device)
-        if self.cuts_rows and ranks.size > 1 and self.task.optimizer is Optimizer.rowwise_adagrad:
+        if self.splits_rows and ranks.size > 1 and self.task.optimizer is Optimizer.rowwise_adagrad:
             raise Unsupported(
                 "row-wise Adagrad keeps one sum per shard of a row, so rows that are sharded by "
                 "columns train differently from whole rows"
@@ -226,24 +226,23 @@ class ShardedBags(Bags):
         """Return input_dist ("input"), lookup and update ("local"), and output_dist ("output")."""
         module, features = self.module, prepared[0]
         received = module.input_dist(features).wait().wait()
-        rows = module.rows(received)
-        gradient = torch.randn_like(rows) / len(features.keys())
+        gradient = torch.randn_like(module.rows(received)) / len(features.keys())
         with torch.no_grad():
             local_rows = module.compute(received)
 
-        def local() -> None:
-            out = module.rows(received)
-            if out.requires_grad:
-                out.backward(gradient)
+        def look_up_and_update() -> None:
+            rows = module.rows(received)
+            if rows.requires_grad:
+                rows.backward(gradient)
 
-        def output() -> object:
+        def run_output_dist() -> object:
             with torch.no_grad():
                 return module.output_dist(local_rows, received).values()
 
         return {
             "input": lambda: module.input_dist(features).wait().wait(),
-            "local": local,
-            "output": output,
+            "local": look_up_and_update,
+            "output": run_output_dist,
         }
 
     def _groups(self) -> list[TableGroups]:
@@ -283,7 +282,7 @@ class RowWise(ShardedBags):
 class ColumnWise(ShardedBags):
     """The columns of every table distributed over all ranks."""
 
-    cuts_rows = True
+    splits_rows = True
     rule = staticmethod(lambda rank, node: sharding_types.column_wise())
 
 
@@ -296,12 +295,12 @@ class TableRowWise(ShardedBags):
 class TableColumnWise(ShardedBags):
     """The columns of each table distributed over the ranks of its node."""
 
-    cuts_rows = True
+    splits_rows = True
     rule = staticmethod(lambda rank, node: sharding_types.table_column_wise(node))
 
 
 class Grid(ShardedBags):
     """The columns of each table distributed over the nodes, their rows over a node's ranks."""
 
-    cuts_rows = True
+    splits_rows = True
     rule = staticmethod(lambda rank, node: sharding_types.grid())

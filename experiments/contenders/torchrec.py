@@ -27,7 +27,7 @@ from experiments.config.schema import Optimizer
 from experiments.contenders.base import EPS, State, Task, Unsupported, optimizer_bytes, read_rows
 from experiments.contenders.fbgemm import check_dims, id_type
 from experiments.contenders.keys import KeyTask, SortedTable
-from experiments.contenders.sharded import Block, Collection, over_ranks, rank_and_size
+from experiments.contenders.sharded import Block, Collection, rank_and_size, sum_over_ranks
 from experiments.workloads.workload import Batch
 
 # Building a sharded collection would log a warning about a function that TorchRec itself calls.
@@ -63,11 +63,11 @@ class TorchRecCollection(Collection):
 
     def prepare(self, batch: Batch) -> tuple[torchrec.KeyedJaggedTensor, Tensor]:
         """Return a KeyedJaggedTensor with its lengths and offsets computed, and the gradient."""
-        device, kind = self.task.device, id_type(self.task)
+        device, id_dtype = self.task.device, id_type(self.task)
         features = torchrec.KeyedJaggedTensor.from_offsets_sync(
             keys=self.keys,
-            values=batch.indices.to(device, kind),
-            offsets=batch.offsets.to(device, kind),
+            values=batch.indices.to(device, id_dtype),
+            offsets=batch.offsets.to(device, id_dtype),
         )
         features.lengths()
         features.to_dict()
@@ -82,12 +82,12 @@ class TorchRecCollection(Collection):
                     name: v.local_shards()[0].tensor if hasattr(v, "local_shards") else v
                     for name, v in state.items()
                 }
-                for state in self._states()
+                for state in self._optimizer_states()
             ),
         }
 
     @abstractmethod
-    def _states(self) -> Iterable[Mapping[str, Any]]:
+    def _optimizer_states(self) -> Iterable[Mapping[str, Any]]:
         """Return the state of the optimizer per parameter."""
 
 
@@ -119,7 +119,7 @@ class TorchRecFused(TorchRecInProcess):
             device=self.task.device,
         )
 
-    def _states(self) -> Iterable[Mapping[str, Any]]:
+    def _optimizer_states(self) -> Iterable[Mapping[str, Any]]:
         return self.module.fused_optimizer().state.values()
 
 
@@ -144,7 +144,7 @@ class TorchRecDense(TorchRecInProcess):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _states(self) -> Iterable[Mapping[str, Any]]:
+    def _optimizer_states(self) -> Iterable[Mapping[str, Any]]:
         return self.optimizer.state.values()
 
 
@@ -156,7 +156,7 @@ class TorchRecSharded(TorchRecCollection):
     """
 
     @abstractmethod
-    def _rule(self, rank: int) -> Callable[..., Any]:
+    def _sharding(self, rank: int) -> Callable[..., Any]:
         """Return TorchRec's sharding of a table; a table that stays whole is stored on `rank`."""
 
     def _module(self) -> tuple[nn.Module, list[Block]]:
@@ -177,7 +177,7 @@ class TorchRecSharded(TorchRecCollection):
         names = [config.name for config in self._configs()]
         plan = sharding_plan.construct_module_sharding_plan(
             collection,
-            {name: self._rule(table * ranks // len(names)) for table, name in enumerate(names)},
+            {name: self._sharding(table * ranks // len(names)) for table, name in enumerate(names)},
             world_size=ranks,
             local_size=ranks,
             device_type=device.type,
@@ -197,12 +197,12 @@ class TorchRecSharded(TorchRecCollection):
                 blocks.append(Block(table, row, column, shard.tensor))
         return module, blocks
 
-    def _states(self) -> Iterable[Mapping[str, Any]]:
+    def _optimizer_states(self) -> Iterable[Mapping[str, Any]]:
         return self.module.fused_optimizer.state.values()
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of all ranks; a collective."""
-        return over_ranks(super().nbytes())
+        return sum_over_ranks(super().nbytes())
 
 
 class TorchRecTableWise(TorchRecSharded):
@@ -211,7 +211,7 @@ class TorchRecTableWise(TorchRecSharded):
     TorchRec sorts features by rank, which then does not change their order.
     """
 
-    def _rule(self, rank: int) -> Callable[..., Any]:
+    def _sharding(self, rank: int) -> Callable[..., Any]:
         return sharding_plan.table_wise(rank=rank, compute_kernel=FUSED)
 
 
@@ -230,13 +230,13 @@ class TorchRecAlone(TorchRecTableWise):
 class TorchRecRowWise(TorchRecSharded):
     """The rows of every table distributed over all ranks."""
 
-    def _rule(self, rank: int) -> Callable[..., Any]:
+    def _sharding(self, rank: int) -> Callable[..., Any]:
         return sharding_plan.row_wise(compute_kernel=FUSED)
 
 
 FEATURE = "ids"
 EVICTION_INTERVAL = 10  # training calls from one eviction to the next
-MIN_ROWS = 2  # one for a known id, and the last one for all unknown ids
+MIN_ROWS = 2  # one row for a known id, and the last row for all unknown ids
 
 PreparedIds = dict[str, JaggedTensor]
 

@@ -47,7 +47,7 @@ class TTTables(Contender):
             tt_specs(self.task, shapes), optimizer_of(self.task), device=self.task.device
         )
 
-    def _batch_of(self, batch: Batch, tables: Sequence[int]) -> Batch:
+    def _batch_of_tables(self, batch: Batch, tables: Sequence[int]) -> Batch:
         """Return the lookups and gradients of some tables of a batch, as a batch."""
         features = [batch.feature(f) for f in tables]
         lengths = torch.cat([offsets.diff() for _, offsets in features])
@@ -62,9 +62,9 @@ class TTTables(Contender):
         """Return the plain tables' prepared batch or None, the trains' arguments, the gradient."""
         device = self.task.device
         columns = split_gradient(batch, self.task.shapes)
-        compressed = self._batch_of(batch, self.compressed)
+        compressed = self._batch_of_tables(batch, self.compressed)
         plain_batch = (
-            self.plain_tables.prepare(self._batch_of(batch, self.plain))
+            self.plain_tables.prepare(self._batch_of_tables(batch, self.plain))
             if self.plain_tables
             else None
         )
@@ -91,20 +91,24 @@ class TTTables(Contender):
 
     def flops(self, batch: Batch) -> dict[str, float]:
         """Count two operations per multiply-add of the trains' products."""
-        part = self._batch_of(batch, self.compressed)
+        compressed = self._batch_of_tables(batch, self.compressed)
         device = self.task.device
-        work = self.trains.work(part.indices.to(device), part.offsets.to(device))
-        forward = 2.0 * sum(table.forward for table in work)
-        return {"forward": forward, "step": forward + 2.0 * sum(table.backward for table in work)}
+        work_by_table = self.trains.work(
+            compressed.indices.to(device), compressed.offsets.to(device)
+        )
+        forward = 2.0 * sum(work.forward for work in work_by_table)
+        backward = 2.0 * sum(work.backward for work in work_by_table)
+        return {"forward": forward, "step": forward + backward}
 
     def nbytes(self) -> dict[str, int]:
-        parts = [self.trains.nbytes()] + ([self.plain_tables.nbytes()] if self.plain_tables else [])
-        return {k: sum(p[k] for p in parts) for k in ("weights", "optimizer_state")}
+        modules = [self.trains] + ([self.plain_tables] if self.plain_tables else [])
+        sizes = [module.nbytes() for module in modules]
+        return {name: sum(s[name] for s in sizes) for name in ("weights", "optimizer_state")}
 
     def observe(self, batch: Batch) -> State:
         """Return the touched rows of the plain tables, then all cores."""
         rows = (
-            self.plain_tables.observe(self._batch_of(batch, self.plain))
+            self.plain_tables.observe(self._batch_of_tables(batch, self.plain))
             if self.plain_tables
             else []
         )
@@ -116,24 +120,24 @@ class TTTables(Contender):
         plain_before, tt_before = before[: len(self.plain)], before[len(self.plain) :]
         if self.plain_tables:
             output, plain_state = self.plain_tables.expect(
-                self._batch_of(batch, self.plain), plain_before
+                self._batch_of_tables(batch, self.plain), plain_before
             )
             outputs.append(output)
         output, cores = expect_tt(
-            self._batch_of(batch, self.compressed), tt_before, self.task, self.trains.tables
+            self._batch_of_tables(batch, self.compressed), tt_before, self.task, self.trains.tables
         )
         return torch.cat([*outputs, output], dim=1), plain_state + cores
 
 
 def tt_specs(task: Task, shapes: Sequence[TableShape]) -> list[emblib.TTSpec]:
-    """Return a tensor train per shape; emblib chooses factors that the task leaves open.
+    """Return a tensor train per shape; emblib chooses the factors that the task leaves empty.
 
     The rank of a table is at most what its cores can use, so small tables may get less than
     `task.rank`.
 
     Raises:
         Unsupported: no table can use the task's rank, so the contender's name would be wrong.
-            Shrunk tables are exempt, because the report says that they are.
+            Shrunk tables are exempt, because the report says that they are shrunk.
     """
     specs = [_tt_spec(task, shape) for shape in shapes]
     usable = max((rank for spec in specs for rank in spec.ranks), default=task.rank)
@@ -173,7 +177,7 @@ def expect_tt(
         leaves = [c.clone().requires_grad_() for c in remaining_cores[:num_cores]]
         remaining_cores = remaining_cores[num_cores:]
         indices, offsets = batch.feature(f)
-        pooled = pool_rows(chain(leaves, indices, spec), torch.arange(len(indices)), offsets)
+        pooled = pool_rows(rows_of_ids(leaves, indices, spec), torch.arange(len(indices)), offsets)
         outputs.append(pooled.detach())
         gradients_of_cores = torch.autograd.grad(pooled, leaves, gradients[f])
         expected_cores += [
@@ -183,7 +187,7 @@ def expect_tt(
     return torch.cat(outputs, dim=1), expected_cores
 
 
-def chain(cores: Sequence[Tensor], indices: Tensor, spec: emblib.TTSpec) -> Tensor:
+def rows_of_ids(cores: Sequence[Tensor], indices: Tensor, spec: emblib.TTSpec) -> Tensor:
     """Return the rows [L, D] of ids [L]: products of the cores' slices, [R_k, q_k * R_k+1] each.
 
     Core k is [p_k, R_k * q_k * R_k+1].

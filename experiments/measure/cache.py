@@ -126,9 +126,9 @@ def _run_ideal(
         hits = cache_bounds.run_policy(trace, cache_rows, cache_bounds.Policy[name])
         return cache_bounds.counter_samples(trace, hits), {}
     if name == "offline":
-        samples = cache_bounds.counter_samples(trace, cache_bounds.offline(trace, cache_rows))
+        samples = cache_bounds.counter_samples(trace, cache_bounds.offline_hits(trace, cache_rows))
         return samples, {"most_lookup_hits": cache_bounds.max_lookup_hits(trace, cache_rows)}
-    samples = cache_bounds.counter_samples(trace, cache_bounds.static_top(trace, cache_rows))
+    samples = cache_bounds.counter_samples(trace, cache_bounds.static_top_hits(trace, cache_rows))
     workload = cell.workload
     row_probabilities = [
         p for p in (probabilities(workload, s.rows) for s in shapes) if p is not None

@@ -81,53 +81,57 @@ class Hits:
     lookups: list[int]
 
 
-def hits_per_batch(trace: RowTrace, hit: Reals | Ids) -> Hits:
-    """Return the hits per counted batch; `hit` is 1 or 0 per access of the whole trace."""
-    pairs = [(hit[s], trace.lookups[s]) for s in trace.slices()]
+def hits_per_batch(trace: RowTrace, is_hit: Reals | Ids) -> Hits:
+    """Return the hits per counted batch; `is_hit` is 1 or 0 per access of the whole trace."""
+    pairs = [(is_hit[s], trace.lookups[s]) for s in trace.slices()]
     return Hits([int(h.sum()) for h, _ in pairs], [int((h * n).sum()) for h, n in pairs])
 
 
-def offline(trace: RowTrace, capacity: int) -> Hits:
+def offline_hits(trace: RowTrace, capacity: int) -> Hits:
     """Return the hits of Belady's MIN, which serves the most accesses with `capacity` rows.
 
-    After each batch the cache keeps the rows that are looked up again soonest, among its own and
-    those of the batch. Of rows that recur in the same batch it prefers those with more lookups,
-    which serves more lookups and as many rows.
+    After each batch the cache keeps the rows that are looked up again soonest, among its own rows
+    and the rows of the batch. If several rows recur in the same batch, it prefers those with more
+    lookups: that serves more lookups and equally many rows.
     """
     following = trace.following()
-    last = following == NEVER
-    due = np.where(last, 0, following)
-    # Sooner first, then more lookups: one number to select by.
+    is_last = following == NEVER
+    next_access = np.where(is_last, 0, following)
+    # Combine both criteria in one number: the lowest is needed soonest, then has most lookups.
     scale = int(trace.lookups.max(initial=0)) + 1
-    urgency = np.where(last, NEVER, trace.batch[due] * scale - trace.lookups[due])
+    urgency = np.where(
+        is_last, NEVER, trace.batch[next_access] * scale - trace.lookups[next_access]
+    )
     size = int(trace.rows.max(initial=0)) + 1
-    cached, value = np.zeros(size, bool), np.full(size, NEVER)
+    cached, urgency_of_row = np.zeros(size, bool), np.full(size, NEVER)
     warm = slice(0, int(trace.starts[trace.warm]))
-    value[trace.rows[warm]] = urgency[warm]  # the last access to a row wins
-    cached_rows = _soonest(np.unique(trace.rows[warm]), value, capacity)
+    urgency_of_row[trace.rows[warm]] = urgency[warm]  # the last access to a row wins
+    cached_rows = _soonest_used(np.unique(trace.rows[warm]), urgency_of_row, capacity)
     cached[cached_rows] = True
-    hit = np.zeros(len(trace.rows), np.int64)
+    is_hit = np.zeros(len(trace.rows), np.int64)
     for accesses in trace.slices():
         rows = trace.rows[accesses]
         is_cached = cached[rows]
-        hit[accesses] = is_cached
-        value[rows] = urgency[accesses]
+        is_hit[accesses] = is_cached
+        urgency_of_row[rows] = urgency[accesses]
         candidates = np.concatenate([cached_rows, rows[~is_cached]])
         cached[cached_rows] = False
-        cached_rows = _soonest(candidates, value, capacity)
+        cached_rows = _soonest_used(candidates, urgency_of_row, capacity)
         cached[cached_rows] = True
-    return hits_per_batch(trace, hit)
+    return hits_per_batch(trace, is_hit)
 
 
-def _soonest(rows: Ids, value: Ids, capacity: int) -> Ids:
-    """Return the `capacity` rows of lowest `value`, which is by row; rows of NEVER are dropped."""
-    rows = rows[value[rows] != NEVER]
+def _soonest_used(rows: Ids, urgency_of_row: Ids, capacity: int) -> Ids:
+    """Return the `capacity` rows of lowest urgency; drop rows whose urgency is NEVER."""
+    rows = rows[urgency_of_row[rows] != NEVER]
     if len(rows) <= capacity:
         return rows
-    return rows[np.argpartition(value[rows], capacity - 1)[:capacity]] if capacity else rows[:0]
+    if not capacity:
+        return rows[:0]
+    return rows[np.argpartition(urgency_of_row[rows], capacity - 1)[:capacity]]
 
 
-def static_top(trace: RowTrace, capacity: int) -> Hits:
+def static_top_hits(trace: RowTrace, capacity: int) -> Hits:
     """Return the hits of a cache that holds the `capacity` most frequent rows of the trace.
 
     Each row is in the cache from its first lookup on.
@@ -144,16 +148,16 @@ def static_top(trace: RowTrace, capacity: int) -> Hits:
 def max_lookup_hits(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
     """Return an upper bound on the lookups that a cache of `capacity` rows can serve.
 
-    A hit needs its row cached since the row's previous lookup. So a policy is a choice of intervals
-    between lookups, at most `capacity` of them at a time; the best choice is a linear program. Its
-    dual has a price per batch and slot. Any prices bound the optimum from above; `rounds`
-    subgradient steps find good ones.
+    A lookup is a hit if the cache has held its row since the row's previous lookup. So a policy is
+    a choice of intervals between lookups, at most `capacity` of them at a time; the best choice is
+    the solution of a linear program. Its dual has a price per batch and slot. Any prices bound the
+    optimum from above; `rounds` subgradient steps find good ones.
     """
     begin, end, gain, counts = _intervals(trace)
     batches = len(trace.starts) - 1 - trace.warm
     price = np.zeros(batches)
     best = bound = float((gain * counts).sum())
-    for number in range(rounds):
+    for step_index in range(rounds):
         price_up_to = np.concatenate([[0.0], np.cumsum(price)])
         profit = gain - (price_up_to[end] - price_up_to[begin])
         served_rows = counts * (profit > 0)
@@ -166,8 +170,8 @@ def max_lookup_hits(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
         norm = float((excess_rows * excess_rows).sum())
         if norm == 0.0:
             break
-        step = FIRST_STEP / (1.0 + number / DECAY)
-        price = np.maximum(price + excess_rows * step * max(best, 1.0) / norm, 0.0)
+        step_size = FIRST_STEP / (1.0 + step_index / DECAY)
+        price = np.maximum(price + excess_rows * step_size * max(best, 1.0) / norm, 0.0)
     return best
 
 
@@ -230,10 +234,10 @@ def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
         candidates = np.setdiff1d(cached_rows, rows, assume_unique=True)
         excess_rows = len(cached_rows) + len(new_rows) - capacity
         if excess_rows > 0:
-            evicted = min(excess_rows, len(candidates))
+            num_evicted = min(excess_rows, len(candidates))
             order = np.argsort(rank[candidates] * size + candidates)
-            cached[candidates[order[:evicted]]] = False
-            new_rows = new_rows[: len(new_rows) - (excess_rows - evicted)]
+            cached[candidates[order[:num_evicted]]] = False
+            new_rows = new_rows[: len(new_rows) - (excess_rows - num_evicted)]
         cached[new_rows] = True
         if policy is Policy.exact_lru:
             rank[rows] = batch

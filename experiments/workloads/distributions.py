@@ -30,16 +30,16 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: flo
         return rng.integers(1, rows + 1, count, dtype=np.int64)
     low = integral(np.array(1.5), s, q) - _mass(np.array(1.0), s, q)
     high = integral(np.array(rows + 0.5), s, q)
-    out = np.empty(count, np.int64)
-    filled = 0
-    while filled < count:
-        draws = high + rng.random(count - filled) * (low - high)
+    ranks = np.empty(count, np.int64)
+    num_filled = 0
+    while num_filled < count:
+        draws = high + rng.random(count - num_filled) * (low - high)
         rank = np.clip(np.rint(_integral_inverse(draws, s, q)), 1, rows)
         is_accepted = draws >= integral(rank + 0.5, s, q) - _mass(rank, s, q)
         accepted = rank[is_accepted].astype(np.int64)
-        out[filled : filled + len(accepted)] = accepted
-        filled += len(accepted)
-    return out
+        ranks[num_filled : num_filled + len(accepted)] = accepted
+        num_filled += len(accepted)
+    return ranks
 
 
 def zipf_probabilities(rows: int, s: float, q: float = 0.0) -> Reals:
@@ -53,7 +53,7 @@ def _mass(x: Reals, s: float, q: float) -> Reals:
 
 
 def integral(x: Reals, s: float, q: float) -> Reals:
-    """Return the antiderivative of (x + q)^-s that is 0 at x = 1 - q; expm1: exact near s = 1."""
+    """Return the antiderivative of (x + q)^-s that is 0 at x = 1 - q, exact near s = 1 too."""
     log = np.log(x + q)
     t = (1.0 - s) * log
     return log if s == 1.0 else log * np.where(np.abs(t) < 1e-12, 1.0, np.expm1(t) / (t + (t == 0)))
@@ -69,46 +69,48 @@ def _integral_inverse(y: Reals, s: float, q: float) -> Reals:
 def permute(ranks: Ids, rows: int, seed: int) -> Ids:
     """Map ranks 1..rows to ids 0..rows-1 by a seeded bijection (a cycle-walked Feistel network).
 
-    A shuffled array would need 8 bytes per row; this keeps one for at most _MAX_TABLE_ROWS rows.
-    The network permutes the numbers of 2 * `half` bits; those beyond the rows are mapped again
-    until they are inside. Returns a new array; the range of `ranks` is not checked.
+    A shuffled array would need 8 bytes per row, so it is used for at most _MAX_TABLE_ROWS rows.
+    The network permutes the numbers of 2 * `half_bits` bits; results beyond the rows are mapped
+    again until they are row numbers. Returns a new array; the range of `ranks` is not checked.
     """
     if rows <= _MAX_TABLE_ROWS:
         return _permutation(rows, seed)[ranks - 1]
-    half, keys = _network(rows, seed)
-    ids = _feistel((ranks - 1).astype(np.uint64), half, keys)
-    while (outside := ids >= rows).any():
-        ids[outside] = _feistel(ids[outside], half, keys)
+    half_bits, keys = _network_parameters(rows, seed)
+    ids = _feistel((ranks - 1).astype(np.uint64), half_bits, keys)
+    while (is_outside := ids >= rows).any():
+        ids[is_outside] = _feistel(ids[is_outside], half_bits, keys)
     return ids.astype(np.int64)
 
 
 @functools.lru_cache(maxsize=128)
 def _permutation(rows: int, seed: int) -> Ids:
-    """Return the id of each rank, [rows]: for few rows cheaper than a network per draw."""
-    half, keys = _network(rows, seed)
-    successors = _feistel(np.arange(1 << 2 * half, dtype=np.uint64), half, keys).astype(np.int64)
+    """Return the id of each rank, [rows]; for few rows this is cheaper than mapping every draw."""
+    half_bits, keys = _network_parameters(rows, seed)
+    successors = _feistel(np.arange(1 << 2 * half_bits, dtype=np.uint64), half_bits, keys).astype(
+        np.int64
+    )
     ids = successors[:rows]
-    while (outside := ids >= rows).any():
-        ids = np.where(outside, successors[ids], ids)
+    while (is_outside := ids >= rows).any():
+        ids = np.where(is_outside, successors[ids], ids)
     return ids
 
 
-def _network(rows: int, seed: int) -> tuple[int, NDArray[np.uint64]]:
+def _network_parameters(rows: int, seed: int) -> tuple[int, NDArray[np.uint64]]:
     """Return the bits of each half of a number and the keys of the rounds."""
-    half = max(1, ((rows - 1).bit_length() + 1) // 2)
-    return half, np.random.default_rng(seed).integers(1, 2**63, 4, dtype=np.uint64)
+    half_bits = max(1, ((rows - 1).bit_length() + 1) // 2)
+    return half_bits, np.random.default_rng(seed).integers(1, 2**63, 4, dtype=np.uint64)
 
 
-def _feistel(x: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Permute numbers of 2 * `half` bits; each round mixes one half into the other by a key."""
-    mask = np.uint64((1 << half) - 1)
-    high_bits, low_bits = x >> np.uint64(half), x & mask
+def _feistel(x: NDArray[np.uint64], half_bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Permute numbers of 2 * `half_bits` bits; each round mixes one half into the other."""
+    mask = np.uint64((1 << half_bits) - 1)
+    high_bits, low_bits = x >> np.uint64(half_bits), x & mask
     for key in keys:
         mixed_bits = (low_bits + np.uint64(1)) * (key | np.uint64(1))
         mixed_bits ^= mixed_bits >> np.uint64(29)
         mixed_bits *= np.uint64(0xBF58476D1CE4E5B9)
         high_bits, low_bits = low_bits, high_bits ^ ((mixed_bits >> np.uint64(32)) & mask)
-    return (high_bits << np.uint64(half)) | low_bits
+    return (high_bits << np.uint64(half_bits)) | low_bits
 
 
 def describe_distribution(params: Mapping[str, Any]) -> str:

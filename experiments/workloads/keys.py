@@ -55,7 +55,7 @@ class Call:
     Attributes:
         keys: keys in random order.
         values: values of the keys; [keys, 0] if the operation takes none.
-        new: keys of the call that the table never had.
+        new: keys of the call that the table never had, also in `keys`.
     """
 
     keys: Tensor
@@ -68,24 +68,25 @@ class Calls:
 
     These are the present keys; a full table may have evicted some of them.
 
-    Calls that insert nothing draw present keys, zipf or else uniform. All calls that insert
-    (`inserts`) use the present keys of the highest numbers, in random order, because a full table
-    does not evict keys that every call uses. The absent keys of a call are new.
+    Calls that insert nothing draw present keys by the zipf distribution of the workload, else
+    uniformly. Calls that insert (`inserts`) all use the present keys of the highest numbers, in
+    random order, because a full table does not evict keys that every call uses. The absent keys of
+    a call are new.
 
     Attributes:
         resident: number of keys inserted before the first call; absent keys are numbered from it
-            on. Whoever fills a table with another number of keys sets it before the first call.
+            on. A caller that fills the table with another number of keys sets it first.
         size: keys per call, B × L.
         num_present: present keys per call, at most the argument `resident` if calls insert.
         space: numbering of the keys.
     """
 
     def __init__(
-        self, work: WorkloadConfig, keys: KeysConfig, resident: int, seed: int, *, inserts: bool
+        self, workload: WorkloadConfig, keys: KeysConfig, resident: int, seed: int, *, inserts: bool
     ) -> None:
-        self.work, self.resident, self.inserts, self.seed = work, resident, inserts, seed
-        self.space = KeySpace(work.order, seed)
-        self.size = work.B * work.L
+        self.workload, self.resident, self.inserts, self.seed = workload, resident, inserts, seed
+        self.space = KeySpace(workload.order, seed)
+        self.size = workload.B * workload.L
         self.num_present = round(keys.hits * self.size)
         if inserts:
             self.num_present = min(self.num_present, resident)
@@ -102,16 +103,16 @@ class Calls:
         num_new = self.size - self.num_present
         new = self.space.run(self.resident + self.num_calls * num_new, num_new)
         self.num_calls += 1
-        keys = torch.cat([self.space.keys(self._present(rng)), new])
+        keys = torch.cat([self.space.keys(self._present_numbers(rng)), new])
         keys = keys[torch.from_numpy(rng.permutation(self.size))]
         return Call(keys, values_of(keys, dim) if dim else torch.empty(self.size, 0), new)
 
-    def _present(self, rng: np.random.Generator) -> Ids:
+    def _present_numbers(self, rng: np.random.Generator) -> Ids:
         if self.inserts:
             return np.arange(self.resident - self.num_present, self.resident, dtype=np.int64)
-        if self.work.distribution is Distribution.zipf and self.work.s:
+        if self.workload.distribution is Distribution.zipf and self.workload.s:
             ranks = distributions.zipf_ranks(
-                rng, self.num_present, self.resident, self.work.s, self.work.q
+                rng, self.num_present, self.resident, self.workload.s, self.workload.q
             )
             return distributions.permute(ranks, self.resident, self.seed)
         return rng.integers(0, self.resident, self.num_present, dtype=np.int64)

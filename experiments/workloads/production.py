@@ -2,11 +2,10 @@
 
 Meta's dlrm_datasets has a trace of 788 tables with one batch of 131,072 samples. Its statistics
 (embedding_bag/2022/locality_stats.txt) state the number of rows that were looked up once, twice, 3
-to 4 times, ..., and their share of the lookups. Counts show the popularity of rows up to chance: a
-row with two lookups may be twice as popular as a row with one, or only luckier. So the distribution
-is the mixture of Poisson rates under which such counts are expected. Batches of any size and number
-can be drawn from it; they keep looking up new rows, as the trace does (a third of its rows were
-looked up once).
+to 4 times, ..., and their share of the lookups. Counts depend on chance too: a row with two lookups
+may be twice as popular as a row with one, or only luckier. So the distribution is the mixture of
+Poisson rates under which such counts are expected. Batches of any size and number can be drawn from
+it; they keep looking up new rows, as the trace does (a third of its rows were looked up once).
 """
 
 from __future__ import annotations
@@ -81,10 +80,10 @@ class RankSteps:
 
 @cache
 def rank_steps(rows: int) -> RankSteps:
-    """Return the distribution of ranks on a table of `rows` rows, shared: do not change it.
+    """Return the distribution of ranks of a table of `rows` rows; it is cached: do not change it.
 
-    Sort all rows by popularity and cut them into `rows` equal parts: rank r is as popular as part
-    r. So on a small table a rank may stand for several classes.
+    Sort the rows of all classes by popularity and cut them into `rows` equal parts: rank r is as
+    popular as part r. So on a small table one rank may cover several classes.
     """
     row_share = np.cumsum((CLASS_ROWS / CLASS_ROWS.sum())[::-1])
     lookups = (CLASS_ROWS * RATES)[::-1]

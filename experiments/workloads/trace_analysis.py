@@ -1,7 +1,7 @@
 """Analysis of a trace of lookups: repetition, skew, reuse distances and hit rates.
 
-The results are TypedDicts, because a record stores them as JSON. Shares and hit rates are of 1, nan
-without a lookup. Nothing here draws random numbers or needs torch.
+The results are TypedDicts, because a record stores them as JSON. Shares and hit rates are
+fractions of 1, and nan without a lookup. Nothing here draws random numbers or needs torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GRID_SHRINKAGE = 0.45  # width of a grid ÷ width of the previous grid
 MIN_BLOCKS, MIN_LOOKUPS = 3, 100  # minima for a fit: two blocks would fit many (s, q) alike
 TINY_MASS = 1e-300  # stands for a probability that underflows, which has no logarithm
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # shares of the lookups to count the rows of
-ROUNDING = 1e-9  # lookups: a share × the lookups may exceed a whole number by a rounding error
+ROUNDING = 1e-9  # in lookups; a share × the lookups may exceed a whole number by rounding
 CURVE_POINTS = 48  # maximum number of points of a curve over sizes or ranks
 TABLE_CACHE_SHARE = 0.1  # cached rows ÷ rows looked up, for a cache per table
 
@@ -40,13 +40,13 @@ def stack_distances(rows: Ids) -> Ids:
     The first access to a row has NEVER. An LRU cache of C rows serves exactly the accesses with a
     distance below C (Mattson et al. 1970), so the distances give its hit rate at every size.
 
-    Let p be the previous access to the row of access i. The distinct rows between them are the
-    accesses j with p < j < i and previous(j) <= p. All j <= p have previous(j) <= p too, so their
-    number is that of all j < i with previous(j) <= p, minus p + 1.
+    Let p be the previous access to the row of access i. Each distinct row between them has exactly
+    one access j with p < j < i and previous(j) <= p. All j <= p have previous(j) <= p too. So the
+    number of these rows is the number of all j < i with previous(j) <= p, minus p + 1.
     """
-    previous = _previous(rows)
-    earlier = _count_earlier_at_most(previous)
-    return np.where(previous < 0, NEVER, earlier - (previous + 1))
+    previous = _previous_accesses(rows)
+    num_earlier = _count_earlier_at_most(previous)
+    return np.where(previous < 0, NEVER, num_earlier - (previous + 1))
 
 
 def batch_distances(trace: RowTrace) -> Ids:
@@ -57,19 +57,19 @@ def batch_distances(trace: RowTrace) -> Ids:
     one batch, those with more lookups count as more recent.
 
     The derivation is that of `stack_distances`, with j < (first access of the batch) in place of
-    j < i: so the accesses j < i of the batch itself are subtracted from the count over the trace.
+    j < i. So the count over the trace is reduced by the accesses j < i of the batch itself.
     """
     order = np.lexsort((trace.lookups, trace.batch))
-    previous = _previous(trace.rows[order])
-    earlier = _count_earlier_at_most(previous)
+    previous = _previous_accesses(trace.rows[order])
+    num_earlier = _count_earlier_at_most(previous)
     for begin, end in itertools.pairwise(trace.starts):
-        earlier[begin:end] -= _count_earlier_at_most(previous[begin:end])
+        num_earlier[begin:end] -= _count_earlier_at_most(previous[begin:end])
     distances = np.empty(len(previous), np.int64)
-    distances[order] = np.where(previous < 0, NEVER, earlier - (previous + 1))
+    distances[order] = np.where(previous < 0, NEVER, num_earlier - (previous + 1))
     return distances
 
 
-def _previous(rows: Ids) -> Ids:
+def _previous_accesses(rows: Ids) -> Ids:
     """Return per access the previous one to the same row, -1 for the first."""
     return cache_bounds.shifted_positions(rows, 1, -1)
 
@@ -84,16 +84,16 @@ def _count_earlier_at_most(values: Ids) -> Ids:
     ranks = np.empty(count, np.int64)
     ranks[np.argsort(values, kind="stable")] = np.arange(count)
     counts_before = np.zeros(count, np.int64)
-    width = 1
-    while width < count:
-        padding = (0, -count % (2 * width))
-        pairs = np.pad(ranks, padding, constant_values=count).reshape(-1, 2 * width)
+    block_size = 1
+    while block_size < count:
+        padding = (0, -count % (2 * block_size))
+        pairs = np.pad(ranks, padding, constant_values=count).reshape(-1, 2 * block_size)
         order = np.argsort(pairs, axis=1)
-        later = order >= width
+        is_later = order >= block_size
         counts = np.empty_like(pairs)
-        np.put_along_axis(counts, order, later * np.cumsum(~later, axis=1), axis=1)
+        np.put_along_axis(counts, order, is_later * np.cumsum(~is_later, axis=1), axis=1)
         counts_before += counts.ravel()[:count]
-        width *= 2
+        block_size *= 2
     return counts_before
 
 
@@ -119,7 +119,7 @@ class Blocks:
 
     Attributes:
         last: last rank of each block, counted from 1, int64 [blocks].
-        lookups: lookups of each block's rows in the judging half, int64 [blocks].
+        lookups: lookups of each block's rows in the other half, int64 [blocks].
     """
 
     last: Ids
@@ -155,11 +155,11 @@ def fit(ranking: Ids, lookups_to_fit: Ids, rows: int) -> ZipfFit | None:
     limits, best = high, low
     for _ in range(GRID_SEARCHES):
         s, log_q = np.linspace(low, high, GRID_POINTS).T
-        likelihood = np.stack([_log_likelihood(blocks, s, float(np.expm1(t))) for t in log_q])
-        at_q, at_s = np.unravel_index(int(likelihood.argmax()), likelihood.shape)
-        best = np.array([s[at_s], log_q[at_q]])
-        half = (high - low) * GRID_SHRINKAGE / 2
-        low, high = np.maximum(best - half, 0.0), np.minimum(best + half, limits)
+        likelihood = np.stack([_log_likelihood(blocks, s, float(np.expm1(x))) for x in log_q])
+        q_index, s_index = np.unravel_index(int(likelihood.argmax()), likelihood.shape)
+        best = np.array([s[s_index], log_q[q_index]])
+        half_width = (high - low) * GRID_SHRINKAGE / 2
+        low, high = np.maximum(best - half_width, 0.0), np.minimum(best + half_width, limits)
     s_best, q_best = float(best[0]), float(np.expm1(best[1]))
     mass = block_masses(blocks, np.array([s_best]), q_best)[0]
     observed = np.cumsum(blocks.lookups) / blocks.lookups.sum()
@@ -167,7 +167,7 @@ def fit(ranking: Ids, lookups_to_fit: Ids, rows: int) -> ZipfFit | None:
 
 
 def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
-    """Return the log-likelihood of the judged lookups per exponent, [len(s)]."""
+    """Return the log-likelihood of the blocks' lookups per exponent, [len(s)]."""
     mass = block_masses(blocks, s, q)
     size = np.diff(blocks.last, prepend=0)
     return np.asarray((blocks.lookups * np.log(np.maximum(mass, TINY_MASS) / size)).sum(1))
@@ -220,7 +220,7 @@ class Lookups:
 
 
 def batch_counts(lookups: Lookups) -> dict[str, list[int]]:
-    """Return {"lookups", "rows", "new"}: per batch lookups, distinct rows, and new ones of them."""
+    """Return per batch the numbers of "lookups", of distinct "rows" and of "new" ones of these."""
     is_used = np.zeros(len(lookups.counts), bool)
     counts: dict[str, list[int]] = {"lookups": [], "rows": [], "new": []}
     for rows in lookups.slices():
@@ -236,17 +236,17 @@ class TableNumbers(TypedDict):
     """The analysis of one table."""
 
     name: str
-    rows: int  # those stated, else those looked up
-    rows_known: bool  # whether the trace states them
+    rows: int  # number of rows that the trace states, else of rows looked up
+    rows_known: bool  # whether the trace states the number
     lookups: int
-    distinct: int  # rows looked up
+    distinct: int  # number of rows looked up
     batch_distinct_share: float  # sum of the distinct rows of each batch ÷ lookups
     bag_mean: float  # ids per bag
     once: float  # share of the distinct rows that are looked up exactly once
     rows_of: dict[str, int]  # fewest rows that have each share (SHARES) of the lookups
     fit: dict[str, float] | None  # s, q, misfit of `ZipfFit`; None for too few lookups
-    offline: float  # hit rate per lookup of a cache of TABLE_CACHE_SHARE, offline optimum
-    lru: float  # the same of the least-recently-used policy
+    offline: float  # hit rate per lookup of a cache of TABLE_CACHE_SHARE, managed optimally
+    lru: float  # hit rate per lookup of the same cache with the least-recently-used policy
 
 
 def analyse_table(
@@ -288,7 +288,7 @@ def analyse_table(
 
 
 def _fit_halves(lookups: Lookups, rows: int) -> dict[str, float] | None:
-    """Fit a Zipf distribution: even batches rank the rows, odd ones judge it."""
+    """Fit a Zipf distribution: even batches rank the rows; odd batches give the likelihood."""
     batches, size = lookups.slices(), len(lookups.counts)
     no_rows = np.zeros(0, np.int64)
     halves = [np.concatenate([no_rows, *batches[parity::2]]) for parity in (0, 1)]
@@ -310,7 +310,7 @@ class Spectrum(TypedDict):
 
 
 def spectrum(lookups: Lookups) -> Spectrum:
-    """Return the spectrum of the lookups."""
+    """Return the shares of rows and of lookups in each bin."""
     rows, share = production.histograms(lookups.counts)
     return {"edges": list(production.EDGES), "rows": rows.tolist(), "lookups": share.tolist()}
 
@@ -318,13 +318,13 @@ def spectrum(lookups: Lookups) -> Spectrum:
 def shares_by_rank(lookups: Lookups) -> list[list[float]]:
     """Return [rank, share of the lookups per row] pairs, the most popular rows first.
 
-    A pair stands for a range of ranks, which are log-spaced: their geometric mean, and the mean
-    share of their rows.
+    Each pair summarises a range of ranks: their geometric mean, and the mean share of their rows.
+    The ends of the ranges are log-spaced.
     """
     counts = np.sort(lookups.counts)[::-1]
     if not len(counts):
         return []
-    ends = _spaced(len(counts))
+    ends = _log_spaced(len(counts))
     firsts = np.concatenate([[0], ends[:-1]])
     lookups_up_to = np.concatenate([[0], np.cumsum(counts)])
     share = (lookups_up_to[ends] - lookups_up_to[firsts]) / (ends - firsts) / counts.sum()
@@ -332,13 +332,13 @@ def shares_by_rank(lookups: Lookups) -> list[list[float]]:
     return [[float(m), float(v)] for m, v in zip(mean_rank, share, strict=True)]
 
 
-def _spaced(last: int) -> Ids:
+def _log_spaced(last: int) -> Ids:
     """Return distinct whole numbers from 1 to `last`, evenly spaced in their logarithm."""
     return np.unique(np.rint(np.geomspace(1, max(last, 1), CURVE_POINTS)).astype(np.int64))
 
 
 class Distances(TypedDict):
-    """A histogram of stack distances; first lookups, which have none, are missing to a sum of 1."""
+    """A histogram of stack distances; first lookups have none and are in no bin."""
 
     edges: list[int]  # 0, then powers of two, [bins + 1]
     reuse: list[float]  # share of all lookups with a distance in [edges[b], edges[b + 1])
@@ -380,24 +380,26 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> IdealHitRates:
     distance, num_lookups = batch_distances(trace)[counted], trace.lookups[counted]
     total = int(num_lookups.sum())
 
-    def rates(size: int, lookups: int, rows: int) -> IdealHitRate:
-        shares = _share(lookups, total), _share(rows, len(num_lookups))
-        return {"cache_rows": size, "lookups": shares[0], "rows": shares[1]}
+    def hit_rate(size: int, lookups: int, rows: int) -> IdealHitRate:
+        lookup_share, row_share = _share(lookups, total), _share(rows, len(num_lookups))
+        return {"cache_rows": size, "lookups": lookup_share, "rows": row_share}
 
-    def least_recently_used(size: int) -> IdealHitRate:
-        hit = (distance != NEVER) & (distance < size)
-        return rates(size, int(num_lookups[hit].sum()), int(hit.sum()))
+    def lru_hit_rate(size: int) -> IdealHitRate:
+        is_hit = (distance != NEVER) & (distance < size)
+        return hit_rate(size, int(num_lookups[is_hit].sum()), int(is_hit.sum()))
 
-    def ideal(serve: Callable[[RowTrace, int], cache_bounds.Hits], size: int) -> IdealHitRate:
-        hits = serve(trace, size)
-        return rates(size, sum(hits.lookups), sum(hits.rows))
+    def ideal_hit_rate(
+        hits_of: Callable[[RowTrace, int], cache_bounds.Hits], size: int
+    ) -> IdealHitRate:
+        hits = hits_of(trace, size)
+        return hit_rate(size, sum(hits.lookups), sum(hits.rows))
 
     distinct = len(np.unique(trace.rows))
     sizes = sorted({max(1, round(f * distinct)) for f in fractions})
-    curve_sizes = sorted({*_spaced(distinct).tolist(), *sizes})
+    curve_sizes = sorted({*_log_spaced(distinct).tolist(), *sizes})
     return {
         "distinct": distinct,
-        "lru": [least_recently_used(size) for size in curve_sizes],
-        "offline": [ideal(cache_bounds.offline, size) for size in sizes],
-        "static_top": [ideal(cache_bounds.static_top, size) for size in sizes],
+        "lru": [lru_hit_rate(size) for size in curve_sizes],
+        "offline": [ideal_hit_rate(cache_bounds.offline_hits, size) for size in sizes],
+        "static_top": [ideal_hit_rate(cache_bounds.static_top_hits, size) for size in sizes],
     }

@@ -31,7 +31,7 @@ SUFFIXES = {
     ".tsv": Format.criteo,
     ".txt": Format.criteo,
 }
-LENGTH_SAMPLES = 4096  # first samples, which give the mean length of bags
+LENGTH_SAMPLES = 4096  # number of first samples from which the mean length of bags is computed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
         sized: True if tables will be built, so that their rows must be known.
 
     Raises:
-        TraceError: the file is missing, damaged, another one by its sha256, or empty; its tables
-            do not fit columns, T or sizes; or their rows are unknown.
+        TraceError: the file is missing, damaged or empty; it has another sha256 than the workload;
+            its tables do not fit columns, T or sizes; or their rows are unknown.
     """
     path = _path(work)
     sha256 = _checksum(path, path.stat().st_size, path.stat().st_mtime_ns)
@@ -80,15 +80,15 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
             f"{' that were chosen' if work.columns or work.T else ''}, got {len(sizes)}"
         )
     if sized and not all(sizes):
-        missing = next(c.name for c, rows in zip(columns, sizes, strict=True) if not rows)
+        unsized_table = next(c.name for c, rows in zip(columns, sizes, strict=True) if not rows)
         raise TraceError(
-            f"{path.name} does not say how many rows table {missing} has: give workload.E=N (an id "
-            "of N or more is then an error), or workload.E=N workload.ids=fold (rows are ids "
-            "modulo N)"
+            f"{path.name} does not say how many rows table {unsized_table} has: give workload.E=N "
+            "(an id of N or more is then an error), or workload.E=N workload.ids=fold (rows are "
+            "ids modulo N)"
         )
     names = [column.name for column in columns]
-    first = next(_blocks(work, names, LENGTH_SAMPLES), None)
-    if first is None or not len(first[0].lengths):
+    first_block = next(_blocks(work, names, LENGTH_SAMPLES), None)
+    if first_block is None or not len(first_block[0].lengths):
         raise TraceError(f"{path.name} has no samples")
     return dataclasses.replace(
         work,
@@ -97,7 +97,7 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
         sizes=sizes,
         T=len(columns),
         E=max(sizes),
-        L=max(1, round(float(np.mean([bags.lengths.mean() for bags in first])))),
+        L=max(1, round(float(np.mean([bags.lengths.mean() for bags in first_block])))),
     )
 
 
@@ -106,7 +106,8 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
 
     Args:
         work: workload of a trace.
-        sizes: rows of each table; 0 leaves its ids unchecked, and those beyond int64 wrap around.
+        sizes: rows of each table. 0 leaves the ids of a table unchecked; ids beyond int64 then
+            wrap around.
         count: maximum number of batches; a short file has fewer.
 
     Raises:
@@ -131,26 +132,30 @@ def _regroup(blocks: Iterator[list[TableLookups]], size: int) -> Iterator[list[T
         pending = block
         while len(pending[0].lengths) >= size:
             ends = [int(bags.lengths[:size].sum()) for bags in pending]
-            cuts = list(zip(pending, ends, strict=True))
-            yield [TableLookups(bags.ids[:end], bags.lengths[:size]) for bags, end in cuts]
-            pending = [TableLookups(bags.ids[end:], bags.lengths[size:]) for bags, end in cuts]
+            tables_and_ends = list(zip(pending, ends, strict=True))
+            yield [
+                TableLookups(bags.ids[:end], bags.lengths[:size]) for bags, end in tables_and_ends
+            ]
+            pending = [
+                TableLookups(bags.ids[end:], bags.lengths[size:]) for bags, end in tables_and_ends
+            ]
 
 
 def _checked_rows(bags: TableLookups, size: int, name: str, work: WorkloadConfig) -> TableBags:
-    """Return bags with ids in [0, size): others are folded, or raise; 0 is any size."""
+    """Return bags with ids in [0, size): fold other ids or raise; size 0 accepts every id."""
     ids: Integers = bags.ids
     if not size:
         return TableBags(ids.astype(np.int64), bags.lengths)
-    outside = ids[(ids < 0) | (ids >= size)]
-    if len(outside) and work.ids is Ids.exact:
+    outside_ids = ids[(ids < 0) | (ids >= size)]
+    if len(outside_ids) and work.ids is Ids.exact:
         raise TraceError(
             f"{Path(work.file).name}: table {name} has {size:,} rows and the trace looks up id "
-            f"{outside[0]}; give workload.E=N with N beyond the largest id, or workload.ids=fold "
-            "for ids modulo the rows"
+            f"{outside_ids[0]}; give workload.E=N with N beyond the largest id, or "
+            "workload.ids=fold for ids modulo the rows"
         )
-    if len(outside):
+    if len(outside_ids):
         ids = np.mod(ids, np.asarray(size, ids.dtype if ids.itemsize == 8 else np.int64))
-    return TableBags(ids.astype(np.int64), bags.lengths, len(outside))
+    return TableBags(ids.astype(np.int64), bags.lengths, len(outside_ids))
 
 
 def _path(work: WorkloadConfig) -> Path:
@@ -162,7 +167,7 @@ def _path(work: WorkloadConfig) -> Path:
 
 @cache
 def _checksum(path: Path, size: int, modified_ns: int) -> str:
-    """Return the file's sha256; size and time only make a changed file another cache key."""
+    """Return the file's sha256; `size` and `modified_ns` only tell versions of the file apart."""
     return emblib.trace.sha256(path)
 
 
@@ -196,8 +201,8 @@ def _chosen_columns(work: WorkloadConfig) -> list[TraceTable]:
 
 def _open(work: WorkloadConfig) -> Reader:
     path = _path(work)
-    kind = _format(path, work.format)
-    return _reader(path, kind, path.stat().st_size, path.stat().st_mtime_ns)
+    file_format = _resolve_format(path, work.format)
+    return _reader(path, file_format, path.stat().st_size, path.stat().st_mtime_ns)
 
 
 def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
@@ -206,15 +211,15 @@ def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[l
 
 
 @cache
-def _reader(path: Path, kind: Format, size: int, modified_ns: int) -> Reader:
+def _reader(path: Path, file_format: Format, size: int, modified_ns: int) -> Reader:
     """Return the reader of a file; the last two arguments are as in `_checksum`."""
-    return READERS[kind](path)
+    return READERS[file_format](path)
 
 
-def _format(path: Path, asked: Format) -> Format:
-    """Return the asked format; derive `auto` from the name, and of .pt files from the content."""
-    if asked is not Format.auto:
-        return asked
+def _resolve_format(path: Path, requested: Format) -> Format:
+    """Return the requested format; derive `auto` from the name, for .pt from the content."""
+    if requested is not Format.auto:
+        return requested
     suffixes = [s for s in path.suffixes if s != ".gz"]
     by_suffix = SUFFIXES.get(suffixes[-1] if suffixes else "")
     if by_suffix is not None:

@@ -42,7 +42,7 @@ def converting_read_errors(path: Path) -> Iterator[None]:
     except TraceError:
         raise
     except (EOFError, OSError, ValueError, csv.Error, zlib.error) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the operating system
+        if isinstance(error, OSError) and error.errno is not None:  # not of a library
             raise TraceError(f"{path.name} cannot be read ({error.strerror})") from error
         raise TraceError(
             f"{path.name} is damaged, or has another format than workload.format says ({error})"
@@ -81,7 +81,7 @@ def _mapped(path: Path, name: str) -> Any:
             # Files of old versions of torch are no archives, so they cannot be mapped.
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0]  # what follows is unsafe advice
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # the rest is unsafe advice
         raise TraceError(
             f"{name} is not a file of torch.save with tensors ({reason or 'it is empty'})"
         ) from error
@@ -112,9 +112,9 @@ class TraceTable:
 class Reader(ABC):
     """A trace file.
 
-    For a missing file `__init__` raises TraceError; for a file of another layout `__init__`,
-    `tables` or iterating `blocks` does. Damage within the layout may raise errors of libraries
-    instead: callers wrap every use of a Reader in `converting_read_errors`.
+    `__init__` raises TraceError for a missing file. For a file of another layout `__init__`,
+    `tables` or iterating `blocks` raises it. Damage within the layout may raise errors of libraries
+    instead, so callers wrap every use of a Reader in `converting_read_errors`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,8 +140,8 @@ class MappedReader(Reader):
     """A file of tensors, of which at least the ids may be mapped into memory.
 
     Attributes:
-        samples: number of samples of each table; the shortest of the requested tables ends the
-            trace.
+        samples: number of samples of each table; the trace ends with the shortest of the requested
+            tables.
     """
 
     samples: list[int]
@@ -152,9 +152,9 @@ class MappedReader(Reader):
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
         tables = self.positions(names)
-        samples = min(self.samples[t] for t in tables)
-        for start in range(0, samples, size):
-            yield [self._bags(t, start, min(start + size, samples)) for t in tables]
+        num_samples = min(self.samples[t] for t in tables)
+        for start in range(0, num_samples, size):
+            yield [self._bags(t, start, min(start + size, num_samples)) for t in tables]
 
 
 class LineReader(Reader):
@@ -186,29 +186,30 @@ class DlrmReader(MappedReader):
         """Map the three tensors and check that their shapes fit together."""
         super().__init__(path)
         content = torch_load(path)
-        has_three = isinstance(content, tuple | list) and len(content) >= 3
-        tensors = [x for x in content[:3] if isinstance(x, Tensor)] if has_three else []
+        has_three_entries = isinstance(content, tuple | list) and len(content) >= 3
+        tensors = [x for x in content[:3] if isinstance(x, Tensor)] if has_three_entries else []
         if len(tensors) < 3 or tensors[2].dim() != 2:
             raise TraceError(
                 f"{path.name} is not in the layout of dlrm_datasets: it must hold the tensors "
                 f"(indices, offsets [T*B + 1], lengths [T, B]), got {_summary(content)}"
             )
         if any(x.is_floating_point() or x.is_complex() or x.dtype is torch.bool for x in tensors):
-            kinds = ", ".join(str(x.dtype) for x in tensors)
-            raise TraceError(f"{path.name}: all three tensors must have integers, got {kinds}")
+            dtypes = ", ".join(str(x.dtype) for x in tensors)
+            raise TraceError(f"{path.name}: all three tensors must have integers, got {dtypes}")
         self.indices, self.offsets, self.lengths = tensors
-        tables, samples = self.lengths.shape
-        self.samples = [samples] * tables
-        if self.offsets.numel() != tables * samples + 1:
+        num_tables, num_samples = self.lengths.shape
+        self.samples = [num_samples] * num_tables
+        if self.offsets.numel() != num_tables * num_samples + 1:
             raise TraceError(
-                f"{path.name}: offsets must have T*B + 1 = {tables * samples + 1} entries (lengths "
-                f"is {tables} × {samples}), got {self.offsets.numel()}"
+                f"{path.name}: offsets must have T*B + 1 = {num_tables * num_samples + 1} entries "
+                f"(lengths is {num_tables} × {num_samples}), got {self.offsets.numel()}"
             )
-        ends, lookups = (int(self.offsets[0]), int(self.offsets[-1])), self.indices.numel()
-        if self.indices.dim() != 1 or ends != (0, lookups):
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        num_indices = self.indices.numel()
+        if self.indices.dim() != 1 or (first, last) != (0, num_indices):
             raise TraceError(
-                f"{path.name}: offsets must go from 0 to the number of indices, {lookups}, got "
-                f"{ends[0]} to {ends[1]} and indices {list(self.indices.shape)}"
+                f"{path.name}: offsets must go from 0 to the number of indices, {num_indices}, got "
+                f"{first} to {last} and indices {list(self.indices.shape)}"
             )
 
     def tables(self) -> list[TraceTable]:
@@ -216,15 +217,15 @@ class DlrmReader(MappedReader):
         return [TraceTable(f"t{t}") for t in range(len(self.samples))]
 
     def _bags(self, table: int, start: int, end: int) -> TableLookups:
-        first = table * self.samples[table]
-        ends = self.offsets[first + start : first + end + 1].to(torch.int64)
-        lengths, declared = ends.diff(), self.lengths[table, start:end].to(torch.int64)
-        if not torch.equal(lengths, declared) or bool((lengths < 0).any()):
+        first_bag = table * self.samples[table]
+        offsets = self.offsets[first_bag + start : first_bag + end + 1].to(torch.int64)
+        lengths, stated_lengths = offsets.diff(), self.lengths[table, start:end].to(torch.int64)
+        if not torch.equal(lengths, stated_lengths) or bool((lengths < 0).any()):
             raise TraceError(
                 f"{self.path.name}: offsets and lengths disagree in table {table}, between samples "
                 f"{start} and {end}"
             )
-        ids = self.indices[int(ends[0]) : int(ends[-1])]
+        ids = self.indices[int(offsets[0]) : int(offsets[-1])]
         return TableLookups(ids.numpy(), lengths.numpy())
 
 
@@ -247,8 +248,9 @@ class RecordedReader(MappedReader):
         return [TraceTable(f.name, f.rows) for f in self.trace.features]
 
     def _bags(self, table: int, start: int, end: int) -> TableLookups:
-        ends = self.starts[table][start : end + 1]
-        return TableLookups(self.trace.ids[table][ends[0] : ends[-1]].numpy(), np.diff(ends))
+        offsets = self.starts[table][start : end + 1]
+        ids = self.trace.ids[table][offsets[0] : offsets[-1]]
+        return TableLookups(ids.numpy(), np.diff(offsets))
 
 
 class CriteoReader(LineReader):
@@ -262,22 +264,24 @@ class CriteoReader(LineReader):
         return [TraceTable(f"C{c}") for c in range(1, NUM_CRITEO_TABLES + 1)]
 
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
-        """Yield the bags of the tables, sample by sample: one id each, none where it is missing."""
+        """Yield the bags of the tables, sample by sample; a bag has one id or is empty."""
         with open_text(self.path) as file:
             for number, line in enumerate(file, 1):
                 fields = line.rstrip("\r\n").split("\t")
-                first = len(fields) - NUM_CRITEO_TABLES
-                if first not in (NUM_CRITEO_DENSE, NUM_CRITEO_DENSE + 1):
+                first_category = len(fields) - NUM_CRITEO_TABLES
+                if first_category not in (NUM_CRITEO_DENSE, NUM_CRITEO_DENSE + 1):
                     raise TraceError(
                         f"{self.path.name} line {number}: a line of Criteo's has 40 fields (39 "
                         f"without the label) separated by tabs, got {len(fields)}"
                     )
-                categories = [fields[first + t] for t in tables]
+                categories = [fields[first_category + t] for t in tables]
                 # int() also accepts signs, blanks and underscores.
-                if bad := [c for c in categories if c and not HEXADECIMAL.fullmatch(c)]:
+                if invalid_categories := [
+                    c for c in categories if c and not HEXADECIMAL.fullmatch(c)
+                ]:
                     raise TraceError(
                         f"{self.path.name} line {number}: a category must be hexadecimal, got "
-                        f"{bad[0]!r}"
+                        f"{invalid_categories[0]!r}"
                     )
                 yield [[int(c, 16)] if c else [] for c in categories]
 
@@ -285,9 +289,9 @@ class CriteoReader(LineReader):
 class CsvReader(LineReader):
     """A file with a line of names, then a line per sample, plain or .gz.
 
-    Commas separate the fields. A field has an id, ids separated by blanks, ';' or '|', or a list in
-    brackets; in quotes commas separate ids too. An empty field is an empty bag. An empty line is an
-    empty bag in a file of one column; in other files it is skipped.
+    Commas separate the fields. A field has an id, several ids separated by blanks, ';' or '|', or a
+    list in brackets. In a quoted field commas separate ids too. An empty field is an empty bag. An
+    empty line is an empty bag in a file of one column; in other files it is skipped.
     """
 
     def tables(self) -> list[TraceTable]:
@@ -306,23 +310,23 @@ class CsvReader(LineReader):
 
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
         """Yield the bags of the tables, sample by sample."""
-        width = len(self.tables())
+        num_columns = len(self.tables())
         with open_text(self.path) as file:
             lines = csv.reader(file)
             next(lines)
             for fields in lines:
                 if not fields:  # an empty line
-                    if width > 1:
+                    if num_columns > 1:
                         continue
                     fields = [""]
-                if len(fields) != width:
+                if len(fields) != num_columns:
                     raise TraceError(
-                        f"{self.path.name} line {lines.line_num}: there are {width} columns, got "
-                        f"{len(fields)} fields; lists with commas need quotes"
+                        f"{self.path.name} line {lines.line_num}: there are {num_columns} columns, "
+                        f"got {len(fields)} fields; lists with commas need quotes"
                     )
-                words = (SEPARATORS.split(fields[t]) for t in tables)
+                words_by_table = (SEPARATORS.split(fields[t]) for t in tables)
                 try:
-                    bags = [[int(word) for word in bag if word] for bag in words]
+                    bags = [[int(word) for word in words if word] for words in words_by_table]
                 except ValueError as error:
                     raise TraceError(
                         f"{self.path.name} line {lines.line_num}: ids must be integers ({error}); "
@@ -349,18 +353,21 @@ class ParquetReader(Reader):
         """Return the columns with ids."""
         from pyarrow import types
 
-        lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+        list_tests = (types.is_list, types.is_large_list, types.is_fixed_size_list)
         columns = [
             TraceTable(field.name)
             for field in self.schema
             if types.is_integer(
-                field.type.value_type if any(test(field.type) for test in lists) else field.type
+                field.type.value_type
+                if any(test(field.type) for test in list_tests)
+                else field.type
             )
         ]
         if not columns:
-            had = ", ".join(f"{f.name}: {f.type}" for f in self.schema)
+            columns_in_file = ", ".join(f"{f.name}: {f.type}" for f in self.schema)
             raise TraceError(
-                f"{self.path.name}: no column has integers or lists of integers; it has {had}"
+                f"{self.path.name}: no column has integers or lists of integers; it has "
+                f"{columns_in_file}"
             )
         return columns
 

@@ -84,7 +84,7 @@ def table_rows(workload: WorkloadConfig) -> tuple[int, ...]:
 def table_shapes(workload: WorkloadConfig, *, scale: float = 1.0) -> tuple[TableShape, ...]:
     """Return the tables with their rows multiplied by `scale` <= 1, at least one row each.
 
-    A table of a trace has 0 rows if their number is unknown, which analysing it permits.
+    A table of a trace has 0 rows if their number is unknown, which is enough to analyse the trace.
     """
     rows = table_rows(workload)
     return tuple(TableShape(max(1, int(r * scale)) if r else 0, workload.D) for r in rows)
@@ -110,34 +110,34 @@ def make_pool(
 
     Ids are in [0, rows) of their table, except those of a trace whose table has 0 rows (unknown).
 
-    A trace gives the lookups of its first batches, whatever the seed, which then draws gradients
-    only; a short file gives fewer batches. Ids outside shrunk tables are folded.
+    For a trace, the lookups are those of its first batches, and the seed draws the gradients only.
+    A short file has fewer batches. Ids outside shrunk tables are folded.
 
     Raises:
         TraceError: the trace is missing, damaged, has no complete batch, or, with ids=exact, an id
             outside its table.
     """
     digest = hashlib.sha256()
-    batches, unique, folded = [], 0, 0
-    for number, parts in enumerate(_lookups(workload, shapes, count, seed)):
-        indices = np.concatenate([part.ids for part in parts])
-        unique += sum(len(np.unique(part.ids)) for part in parts)
-        folded += sum(part.folded for part in parts)
-        offsets = np.cumsum(np.concatenate([[0], *(part.lengths for part in parts)]))
+    batches, num_unique, num_folded = [], 0, 0
+    for number, tables in enumerate(_lookups(workload, shapes, count, seed)):
+        indices = np.concatenate([bags.ids for bags in tables])
+        num_unique += sum(len(np.unique(bags.ids)) for bags in tables)
+        num_folded += sum(bags.folded for bags in tables)
+        offsets = np.cumsum(np.concatenate([[0], *(bags.lengths for bags in tables)]))
         digest.update(indices.tobytes())
         if workload.distribution is Distribution.trace:
             digest.update(offsets.tobytes())
-        width = sum(s.dim for s in shapes)
+        num_columns = sum(s.dim for s in shapes)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        # Small gradients keep the weights near their start however many steps are timed.
-        gradient = torch.randn(workload.B, width, generator=generator) / workload.B
+        # Small gradients keep the weights near their initial values, however many steps are timed.
+        gradient = torch.randn(workload.B, num_columns, generator=generator) / workload.B
         batches.append(Batch(torch.from_numpy(indices), torch.from_numpy(offsets), gradient))
     if not batches:
         raise trace_files.TraceError(
             f"{workload.file} has fewer than {workload.B:,} samples, one batch: lower workload.B"
         )
     lookups = round(sum(b.indices.numel() for b in batches) / len(batches))
-    return Pool(tuple(batches), lookups, unique / len(batches), digest.hexdigest(), folded)
+    return Pool(tuple(batches), lookups, num_unique / len(batches), digest.hexdigest(), num_folded)
 
 
 def _lookups(
@@ -145,18 +145,16 @@ def _lookups(
 ) -> Iterator[list[trace_files.TableBags]]:
     """Yield per batch and table the rows and the length of each bag."""
     if workload.distribution is Distribution.trace:
-        smaller = [s.rows for s in shapes] != list(table_rows(workload))
-        if smaller:  # ids beyond the shrunk tables are expected
+        are_tables_shrunk = [s.rows for s in shapes] != list(table_rows(workload))
+        if are_tables_shrunk:  # ids beyond the shrunk tables are expected
             workload = dataclasses.replace(workload, ids=Ids.fold)
         yield from trace_files.batches(workload, [s.rows for s in shapes], count)
         return
     lengths = np.full(workload.B, workload.L, np.int64)
     for number in range(count):
         rng = np.random.default_rng([seed, number])
-        batches_by_feature = [
-            _feature_ids(rng, workload, s, seed + f) for f, s in enumerate(shapes)
-        ]
-        yield [trace_files.TableBags(ids, lengths) for ids in batches_by_feature]
+        ids_by_feature = [_feature_ids(rng, workload, s, seed + f) for f, s in enumerate(shapes)]
+        yield [trace_files.TableBags(ids, lengths) for ids in ids_by_feature]
 
 
 def _feature_ids(

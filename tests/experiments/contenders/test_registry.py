@@ -242,7 +242,9 @@ def test_the_page_has_the_same_table() -> None:
     rows = [
         re.findall(r"[\d.]+", row) for row in re.findall(r"^\| (?:torch|FBGEMM) \|(.*)", page, re.M)
     ]
-    table = yaml.safe_load((registry.HERE / registry.TABLE).read_text())["_by_torch"]["fbgemm"]
+    table = yaml.safe_load((registry.THIS_FOLDER / registry.TABLE).read_text())["_by_torch"][
+        "fbgemm"
+    ]
     assert dict(zip(*rows, strict=True)) == table
 
 
@@ -272,7 +274,7 @@ def test_the_extras_have_the_versions_that_are_known_to_work() -> None:
     torch = re.search(r"^TORCH_VERSION := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     needed = {
         f"{name}=={version}"
-        for entry in registry._entries((registry.HERE,), torch[1]).values()
+        for entry in registry._read_entries((registry.THIS_FOLDER,), torch[1]).values()
         for requirement in entry.requires
         for name, version in REQUIREMENT.findall(requirement)
     }

@@ -45,7 +45,7 @@ def test_offline_serves_as_many_rows_as_the_best_of_all_choices(
     batches: Batches, warm: int, capacity: int
 ) -> None:
     warm = min(warm, len(batches))
-    hits = cache_bounds.offline(trace_of(batches, warm), capacity)
+    hits = cache_bounds.offline_hits(trace_of(batches, warm), capacity)
     assert sum(hits.rows) == best(batches, warm, capacity, lookups=False)
     assert len(hits.rows) == len(batches) - warm
 
@@ -59,28 +59,30 @@ def test_no_choice_serves_more_lookups_than_the_bound(
     trace = trace_of(batches, warm)
     most = best(batches, warm, capacity, lookups=True)
     assert most <= cache_bounds.max_lookup_hits(trace, capacity) + 1e-9
-    assert sum(cache_bounds.offline(trace, capacity).lookups) <= most
-    assert sum(cache_bounds.static_top(trace, capacity).lookups) <= most
-    assert sum(cache_bounds.static_top(trace, capacity).rows) <= sum(
-        cache_bounds.offline(trace, capacity).rows
+    assert sum(cache_bounds.offline_hits(trace, capacity).lookups) <= most
+    assert sum(cache_bounds.static_top_hits(trace, capacity).lookups) <= most
+    assert sum(cache_bounds.static_top_hits(trace, capacity).rows) <= sum(
+        cache_bounds.offline_hits(trace, capacity).rows
     )
 
 
 def test_offline_literally() -> None:
     batches = [[1, 1, 2], [3, 1], [2, 3, 3], [1]]
-    hits = cache_bounds.offline(trace_of(batches, 0), 1)
+    hits = cache_bounds.offline_hits(trace_of(batches, 0), 1)
     # Row 1 is held for batch 1, then row 3, due next with two lookups, rather than row 2.
     assert hits == cache_bounds.Hits([0, 1, 1, 0], [0, 1, 2, 0])
-    assert cache_bounds.offline(trace_of(batches, 2), 2) == cache_bounds.Hits([2, 0], [3, 0])
-    assert cache_bounds.offline(trace_of(batches, 2), 3) == cache_bounds.Hits([2, 1], [3, 1])
+    assert cache_bounds.offline_hits(trace_of(batches, 2), 2) == cache_bounds.Hits([2, 0], [3, 0])
+    assert cache_bounds.offline_hits(trace_of(batches, 2), 3) == cache_bounds.Hits([2, 1], [3, 1])
 
 
 def test_static_top_takes_in_the_most_frequent_rows_at_their_first_lookup() -> None:
     batches = [[5, 6], [5, 5, 7], [6, 7, 5], [7]]
-    assert cache_bounds.static_top(trace_of(batches, 0), 1) == cache_bounds.Hits(
+    assert cache_bounds.static_top_hits(trace_of(batches, 0), 1) == cache_bounds.Hits(
         [0, 1, 1, 0], [0, 2, 1, 0]
     )
-    assert cache_bounds.static_top(trace_of(batches, 2), 2) == cache_bounds.Hits([2, 1], [2, 1])
+    assert cache_bounds.static_top_hits(trace_of(batches, 2), 2) == cache_bounds.Hits(
+        [2, 1], [2, 1]
+    )
 
 
 def test_the_bound_is_close_to_what_offline_serves() -> None:
@@ -89,7 +91,7 @@ def test_the_bound_is_close_to_what_offline_serves() -> None:
     trace = cache_bounds.RowTrace.of(batches, 20)
     lookups = sum(int(trace.lookups[s].sum()) for s in trace.slices())
     for capacity in (50, 500, 2000):
-        served = sum(cache_bounds.offline(trace, capacity).lookups)
+        served = sum(cache_bounds.offline_hits(trace, capacity).lookups)
         most = cache_bounds.max_lookup_hits(trace, capacity)
         assert served <= most <= served + 0.01 * lookups
 
