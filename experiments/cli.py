@@ -39,7 +39,7 @@ Measure embedding tables and write a report.
   python run.py COMMAND ...                        one of the commands below; each has --help
 
 commands
-{chr(10).join(f"  {name:<14}{words}" for name, (_, words) in COMMANDS.items())}
+{chr(10).join(f"  {name:<14}{purpose}" for name, (_, purpose) in COMMANDS.items())}
 
 examples
   python run.py +experiment=tt_vs_tbe
@@ -99,13 +99,15 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         is_command = bool(arguments) and arguments[0] in COMMANDS
-        status = _command(arguments[0], arguments[1:]) if is_command else _measure(arguments)
+        status = (
+            _run_command(arguments[0], arguments[1:]) if is_command else _run_experiment(arguments)
+        )
         sys.stdout.flush()  # at the interpreter's end, a broken pipe could not be caught
         return status
     except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout, 0)
-        if not output.poll(0):  # the pipe of a child, not the output
+        stdout_poll = select.poll()
+        stdout_poll.register(sys.stdout, 0)
+        if not stdout_poll.poll(0):  # the pipe of a child, not the output
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is unflushed
         return BROKEN_PIPE
@@ -127,20 +129,20 @@ def main(arguments: Sequence[str]) -> int:
         return 130
 
 
-def _command(name: str, arguments: Sequence[str]) -> int:
-    program = importlib.import_module(COMMANDS[name][0])
-    parser = argparse.ArgumentParser(prog=f"run.py {name}", description=program.__doc__)
-    program.add_arguments(parser)
+def _run_command(name: str, arguments: Sequence[str]) -> int:
+    command_module = importlib.import_module(COMMANDS[name][0])
+    parser = argparse.ArgumentParser(prog=f"run.py {name}", description=command_module.__doc__)
+    command_module.add_arguments(parser)
     parsed = parser.parse_args(arguments)
     try:
-        return int(program.run(parsed))
+        return int(command_module.run(parsed))
     except ConnectionError:
         raise
     except OSError as error:  # of a file or folder that the user named, or a full disk
         raise UsageError(str(error)) from error
 
 
-def _measure(arguments: Sequence[str]) -> int:
+def _run_experiment(arguments: Sequence[str]) -> int:
     """Check the words of an experiment and run it; return the exit status.
 
     Flags: --help and --cfg job print instead; --multirun hands all arguments to Hydra.
@@ -156,9 +158,9 @@ def _measure(arguments: Sequence[str]) -> int:
         from experiments import launch
 
         return launch.run(arguments)
-    similar = difflib.get_close_matches(arguments[0], COMMANDS, 1) if arguments else []
-    if similar and "=" not in arguments[0]:
-        raise UsageError(f"no command '{arguments[0]}'. Did you mean '{similar[0]}'?")
+    similar_commands = difflib.get_close_matches(arguments[0], COMMANDS, 1) if arguments else []
+    if similar_commands and "=" not in arguments[0]:
+        raise UsageError(f"no command '{arguments[0]}'. Did you mean '{similar_commands[0]}'?")
     if shows_config := flags == {"--cfg"} and "job" in words:
         words.remove("job")
     elif flags:

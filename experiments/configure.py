@@ -37,7 +37,7 @@ from experiments.kinds.base import Sort, check_sort
 from experiments.paths import CONF
 
 OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
-NOT_GROUPS = ("hardware",)  # folders of conf/ that a run does not choose from
+NON_GROUP_FOLDERS = ("hardware",)  # folders of conf/ that a run does not choose from
 BUDGETS = ("cell_seconds", "total_seconds")  # keys of `timing`, see `_scale_budgets`
 
 
@@ -55,22 +55,22 @@ def register() -> None:
 
 def groups() -> dict[str, list[str]]:
     """Return {config group: names of its options}, read from conf/."""
-    folders = sorted(p for p in CONF.iterdir() if p.is_dir() and p.name not in NOT_GROUPS)
+    folders = sorted(p for p in CONF.iterdir() if p.is_dir() and p.name not in NON_GROUP_FOLDERS)
     return {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in folders}
 
 
 def question(experiment: str) -> str:
     """Return the `# Question:` comment of an experiment's YAML as one line; "" without one."""
     lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
-    text = []
+    question_lines = []
     for line in lines:
         if line.startswith("# Question:"):
-            text.append(line.removeprefix("# Question:").strip())
-        elif text and line.startswith("# "):
-            text.append(line[2:].strip())
-        elif text:
+            question_lines.append(line.removeprefix("# Question:").strip())
+        elif question_lines and line.startswith("# "):
+            question_lines.append(line[2:].strip())
+        elif question_lines:
             break
-    return " ".join(text)
+    return " ".join(question_lines)
 
 
 def load(arguments: Sequence[str]) -> Config:
@@ -79,7 +79,7 @@ def load(arguments: Sequence[str]) -> Config:
     try:
         return to_config(composed)
     except OmegaConfBaseException as error:
-        raise UsageError(_one_line(error)) from error
+        raise UsageError(_error_in_one_line(error)) from error
 
 
 def composed_yaml(arguments: Sequence[str]) -> str:
@@ -109,16 +109,16 @@ def _compose(arguments: Sequence[str]) -> DictConfig:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("config", overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(_one_line(error)) from error
+        raise UsageError(_error_in_one_line(error)) from error
     _scale_budgets(composed, {str(o.key_or_group) for o in parse(overrides)})
     return composed
 
 
-def _scale_budgets(composed: DictConfig, typed: Collection[str]) -> None:
+def _scale_budgets(composed: DictConfig, typed_keys: Collection[str]) -> None:
     """Scale the budgets of an experiment, which are for `timing=standard`, to the chosen preset.
 
-    Without this an experiment's seconds per cell would overrule those of `timing=quick`. Keys in
-    `typed`, of the command line, keep their value.
+    Without this an experiment's seconds per cell would overrule those of `timing=quick`. Keys
+    of the command line (`typed_keys`) keep their value.
     """
     name, presets = composed.timing.preset, groups()["timing"]
     if name not in presets:
@@ -126,9 +126,9 @@ def _scale_budgets(composed: DictConfig, typed: Collection[str]) -> None:
     preset, standard = (
         cast(DictConfig, OmegaConf.load(CONF / "timing" / f"{n}.yaml")) for n in (name, "standard")
     )
-    for name in BUDGETS:
-        if f"timing.{name}" not in typed and composed.timing[name] != preset[name]:
-            composed.timing[name] *= preset[name] / standard[name]
+    for budget in BUDGETS:
+        if f"timing.{budget}" not in typed_keys and composed.timing[budget] != preset[budget]:
+            composed.timing[budget] *= preset[budget] / standard[budget]
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -203,7 +203,7 @@ def check_keys(overrides: Sequence[str]) -> None:
     """
     choices = groups()
     cases = _case_names(overrides)
-    known = _types_by_key(cases)
+    type_of_key = _types_by_key(cases)
     for override in parse(overrides):
         text = override.input_line or ""
         if override.type is not None and override.is_delete():
@@ -211,11 +211,11 @@ def check_keys(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if key in choices:
             _check_choice(key, override, choices[key])
-        elif key not in known and not OPTION_OF_KIND.match(key):
-            raise UsageError(_unknown_key(key, override, set(known), choices))
+        elif key not in type_of_key and not OPTION_OF_KIND.match(key):
+            raise UsageError(_unknown_key(key, override, set(type_of_key), choices))
         elif override.is_add():
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
-        elif known.get(key, "").startswith("list["):
+        elif type_of_key.get(key, "").startswith("list["):
             _check_list(key, override)
 
 
@@ -282,14 +282,18 @@ def _unknown_key(
     value = (override.input_line or "").partition("=")[2]
     parent, _, leaf = key.rpartition(".")
     siblings = sorted(k for k in known | set(choices) if k.rpartition(".")[0] == parent)
-    skip = "workload." if value.startswith("[") else "sweep."
-    by_leaf = {k.rpartition(".")[2]: k for k in sorted(known) if not k.startswith((skip, "cases."))}
+    skipped_prefix = "workload." if value.startswith("[") else "sweep."
+    key_of_leaf = {
+        k.rpartition(".")[2]: k
+        for k in sorted(known)
+        if not k.startswith((skipped_prefix, "cases."))
+    }
     similar_names = (
         [k for k in siblings if k.lower() == key.lower()]
         # The group is a part of all these names, so they must be more similar.
         or difflib.get_close_matches(key, siblings, 1, 0.9 if parent else 0.6)
         or ([] if parent in known else difflib.get_close_matches(key, known, 1, 0.7))
-        or ([] if parent in known else [by_leaf[leaf]] if leaf in by_leaf else [])
+        or ([] if parent in known else [key_of_leaf[leaf]] if leaf in key_of_leaf else [])
     )
     if similar_names:
         return f"unknown key '{key}'. Did you mean '{_spell_override(similar_names[0], value)}'?"
@@ -297,7 +301,7 @@ def _unknown_key(
     return f"unknown key '{key}'. Did you mean one of: {', '.join(options)}?"
 
 
-def _one_line(error: Exception) -> str:
+def _error_in_one_line(error: Exception) -> str:
     """Return the key and the cause from an error of Hydra, in one line."""
     cause = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
@@ -410,10 +414,10 @@ def _complete(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[st
     try:
         merged = OmegaConf.merge(OmegaConf.structured(kind.options), options)
     except OmegaConfBaseException as error:
-        raise UsageError(f"{prefix}options.{_one_line(error)}") from error
-    settled = cast(dict[str, Any], OmegaConf.to_container(merged))
-    kind.check_options(settled, prefix)
-    return settled
+        raise UsageError(f"{prefix}options.{_error_in_one_line(error)}") from error
+    completed = cast(dict[str, Any], OmegaConf.to_container(merged))
+    kind.check_options(completed, prefix)
+    return completed
 
 
 def _check_point(prefix: str, point: Config | CaseConfig) -> None:
@@ -444,20 +448,23 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
 
 
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
-    """Raise UsageError for values of a workload that are out of range; `prefix` names its place."""
-    traced = workload.distribution is Distribution.trace
+    """Raise UsageError for values of a workload that are out of range.
+
+    `prefix` precedes the keys in messages: "cases.NAME.", or "" for the run itself.
+    """
+    is_trace = workload.distribution is Distribution.trace
     for axis in ("T", "E", "D", "B", "L"):
         # For a trace, 0 means the number in its file.
-        minimum = 0 if traced and axis in ("T", "E") else 1
+        minimum = 0 if is_trace and axis in ("T", "E") else 1
         value = getattr(workload, axis)
         require(f"{prefix}workload.{axis} must be >= {minimum}", value, holds=value >= minimum)
     sizes = workload.sizes
     require(f"{prefix}workload.sizes must be >= 1", sizes, holds=all(rows >= 1 for rows in sizes))
-    if traced and not workload.file:
+    if is_trace and not workload.file:
         raise UsageError(f"{prefix}workload.distribution=trace needs a file: workload.file=PATH")
-    if workload.file and not traced:
+    if workload.file and not is_trace:
         raise UsageError(f"{prefix}workload.file is read by workload=trace only; give both")
-    if traced and workload.tables is not Tables.equal:
+    if is_trace and workload.tables is not Tables.equal:
         raise UsageError(f"{prefix}workload.tables must be equal: a trace has tables of its own")
     if workload.s < 0 or workload.q < 0:
         raise UsageError(f"{prefix}workload.s and .q must be >= 0, got {workload.s}, {workload.q}")

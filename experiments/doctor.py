@@ -177,8 +177,12 @@ def emblib_libraries() -> Iterator[CheckResult]:
         else:
             yield _compare_with_torch(torch.device("cuda"))
         return
-    has_cuda = Path(str(emblib.__file__)).with_name("libemblib_cuda.so").exists()
-    state = "built, not loaded: torch sees no GPU" if has_cuda else "not built; torch sees no GPU"
+    has_cuda_library = Path(str(emblib.__file__)).with_name("libemblib_cuda.so").exists()
+    state = (
+        "built, not loaded: torch sees no GPU"
+        if has_cuda_library
+        else "not built; torch sees no GPU"
+    )
     yield CheckResult("CUDA kernels", state)
 
 
@@ -190,13 +194,13 @@ def cpu_kernels(cpu_flags: frozenset[str], isa_limit: str | None) -> CheckResult
         isa_limit: value of EMBLIB_ISA, which limits them; None if it is not set.
     """
     best = next((name for name, f in INSTRUCTIONS.items() if f <= cpu_flags), "baseline")
-    order = ["baseline", *reversed(INSTRUCTIONS)]
+    isa_order = ["baseline", *reversed(INSTRUCTIONS)]
     if isa_limit is None:
         return CheckResult("CPU kernels", f"{best}, the best that this CPU has")
-    if isa_limit not in order:
-        message = f"EMBLIB_ISA={isa_limit} is none of {', '.join(order)}"
+    if isa_limit not in isa_order:
+        message = f"EMBLIB_ISA={isa_limit} is none of {', '.join(isa_order)}"
         return CheckResult("CPU kernels", message, State.broken, "unset EMBLIB_ISA")
-    isa = min(best, isa_limit, key=order.index)
+    isa = min(best, isa_limit, key=isa_order.index)
     if isa == best:
         return CheckResult("CPU kernels", f"{isa}, as EMBLIB_ISA={isa_limit} allows")
     message = f"{isa} for EMBLIB_ISA={isa_limit}, though this CPU has {best}"
@@ -349,12 +353,12 @@ def permissions(folder: Path = ROOT) -> Iterator[CheckResult]:
         advice = "only an administrator can lock clocks"
         yield CheckResult("administrator", "no", State.note, advice)
     free_bytes = shutil.disk_usage(folder).free
-    few = free_bytes <= LITTLE_SPACE_BYTES
+    is_low = free_bytes <= LITTLE_SPACE_BYTES
     yield CheckResult(
         "reports",
         f"{free_bytes / 1e9:.0f} GB free",
-        State.note if few else State.ok,
-        "make room, or set report.folder" * few,
+        State.note if is_low else State.ok,
+        "make room, or set report.folder" * is_low,
     )
     if not os.access(folder, os.W_OK):
         advice = "set report.folder to a folder of yours"
@@ -416,12 +420,14 @@ def show(findings: Sequence[CheckResult]) -> None:
         console.print(Text(title, style="bold"))
         console.print(Padding(table, (0, 0, 1, 2)))
 
-    def mark(finding: CheckResult) -> str:
+    def mark_of(finding: CheckResult) -> str:
         absent = finding.state is State.ok and finding.found.startswith("not ")
         return "[dim]–[/]" if absent else marks[finding.state]
 
     for section in dict.fromkeys(f.section for f in findings):
-        show_table(section, [(mark(f), f.what, f.found) for f in findings if f.section == section])
+        show_table(
+            section, [(mark_of(f), f.what, f.found) for f in findings if f.section == section]
+        )
     titles = {State.broken: "Broken, and needed", State.note: "What would make measurements better"}
     for state, title in titles.items():
         advised = [f for f in findings if f.state is state and f.advice]

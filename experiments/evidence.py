@@ -4,12 +4,13 @@
 `cpu_peers` and `optimizer_steps` of tests.bench against FBGEMM and nn.EmbeddingBag, the experiments
 `peers` (with TorchRec and TensorLy where they are installed) and `hash_load_factor` (with cykhash),
 and on a machine with a GPU what `GPU_PARTS` names, in about half an hour on a CPU. The CPU's matrix
-and the experiments ask for PROCESSES processes per cell. What else the machine did before and
-meanwhile is stored with each part, in machine.json. `timing=smoke` tries the plan only.
+and the experiments ask for PROCESSES processes per cell. The load of
+other programs before and during a part is stored with it, in machine.json. `timing=smoke` tries the
+plan at a size that means nothing, and stores nothing.
 
 A measurement stores digests of the code that it measured (experiments/machine/sources.py). Where
 that code has changed since, the generated text says so; a test compares the text. So a change of a
-kernel never asks for a new measurement, but the page cannot pass off an old one as current.
+kernel requires no new measurement, but the page shows that the stored one is older.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 PROCESSES = 5  # processes per cell of the CPU's matrix and of experiments
 STATE = "machine.json"  # what else the machine did
 # Contenders by the beginning of their names -> the area of the code that they run besides TBE's.
-AREA_OF = {
+AREA_OF_PREFIX = {
     "tt": "tensor trains",
     "scored": "hash tables",
     "dynamic": "hash tables",
@@ -80,12 +81,12 @@ class Part:
         A program writes to the folder `out`; an experiment writes a run as its configuration says.
         """
         if self.program:
-            chosen = [*self.settings, *(self.smoke if smoke else ())]
-            return [sys.executable, "-m", *self.program.split(), *chosen, "--out", str(out)]
-        chosen = [f"timing.replicates={PROCESSES}", *self.settings]
+            words = [*self.settings, *(self.smoke if smoke else ())]
+            return [sys.executable, "-m", *self.program.split(), *words, "--out", str(out)]
+        words = [f"timing.replicates={PROCESSES}", *self.settings]
         if smoke:
-            chosen = ["timing=smoke", *(w for w in self.settings if w.startswith("device"))]
-        return [sys.executable, "run.py", f"+experiment={self.name}", *chosen]
+            words = ["timing=smoke", *(w for w in self.settings if w.startswith("device"))]
+        return [sys.executable, "run.py", f"+experiment={self.name}", *words]
 
 
 CPU_PARTS = (
@@ -138,23 +139,23 @@ def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke
         raise UsageError(
             f"{unknown[0]} is no part of the plan, which has {text.listed([*part_names])}"
         )
-    worst = 0
+    exit_status = 0
     for part in (part for part in plan if not names or part.name in names):
         device = torch.device("cuda" if part in GPU_PARTS else "cpu")
-        home = ROOT / "reports" / "runs" / "smoke" if smoke else program_folder(device)
-        folder = home / part.name
+        parent = ROOT / "reports" / "runs" / "smoke" if smoke else program_folder(device)
+        folder = parent / part.name
         command = part.command(smoke=smoke, out=folder)
         print("$ " + " ".join(["python", *command[1:]]), flush=True)
         status, state = run_watched(command)
         print(f"{part.name}: {describe_load(state)}", flush=True)
         if status:
             print(f"{part.name}: did not finish well and is not kept", file=sys.stderr)
-            worst = 1
+            exit_status = 1
         elif not smoke:
             stored = folder if part.program else keep_run(part.name)
             (stored / STATE).write_text(json.dumps(state, indent=1) + "\n")
             print(f"kept {os.path.relpath(stored, ROOT)}")
-    return worst
+    return exit_status
 
 
 def program_folder(device: torch.device) -> Path:
@@ -193,8 +194,8 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(SAMPLE_SECONDS)
     seconds = max(time.monotonic() - start, 1e-3)
-    stolen, used = time_during.shares()
-    cores_of_others = max(0.0, (used or 0.0) - (_child_seconds() - child_s_before) / seconds)
+    stolen, used_cores = time_during.shares()
+    cores_of_others = max(0.0, (used_cores or 0.0) - (_child_seconds() - child_s_before) / seconds)
     return status, state | {
         "load_during": [min(loads), statistics.median(loads), max(loads)],
         "others_during": round(cores_of_others, 2),
@@ -214,14 +215,14 @@ def _adopt_orphans() -> Iterator[None]:
         yield
         return
     prctl, this_process = ctypes.CDLL(None).prctl, psutil.Process()
-    earlier = {child.pid for child in this_process.children()}
+    pids_before = {child.pid for child in this_process.children()}
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
-        end = time.monotonic() + ORPHAN_SECONDS
-        for pid in {child.pid for child in this_process.children()} - earlier:
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        for pid in {child.pid for child in this_process.children()} - pids_before:
             with contextlib.suppress(ChildProcessError):  # it has been waited for
-                while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < end:
+                while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
                     time.sleep(0.05)
     finally:
         prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -260,7 +261,7 @@ class StoredEvidence:
         date: date of the measurement, ISO 8601; "" if it was not recorded.
         device: "cpu" or "cuda".
         areas: areas of the code (`sources.AREAS`): "dense tables", and for a run those of the
-            contenders that its configuration names, by AREA_OF.
+            contenders that its configuration names, by AREA_OF_PREFIX.
         measured: digests of the code by area, see `sources.digests`; {} if they were not recorded.
         state: content of STATE, see `run_watched`; {} if it was not recorded.
     """
@@ -276,7 +277,12 @@ class StoredEvidence:
     def read(cls, folder: Path) -> StoredEvidence:
         """Read the folder of a run, or of a program of tests.bench with its <name>.json."""
         facts, contenders = _environment_and_contenders(folder)
-        areas = {area for n in contenders for start, area in AREA_OF.items() if n.startswith(start)}
+        areas = {
+            area
+            for n in contenders
+            for prefix, area in AREA_OF_PREFIX.items()
+            if n.startswith(prefix)
+        }
         state = folder / STATE
         return cls(
             commit=str((facts.get("git") or {}).get("sha") or ""),
@@ -307,7 +313,7 @@ def _environment_and_contenders(folder: Path) -> tuple[dict[str, Any], set[str]]
     if path.is_file():
         config = yaml.safe_load((folder / "config.yaml").read_text())
         cases = [case for case in (config.get("cases") or {}).values() if case]
-        named = [part.get("contenders") or () for part in (config, *cases)]
-        return json.loads(path.read_text()), {name for names in named for name in names}
+        contender_lists = [part.get("contenders") or () for part in (config, *cases)]
+        return json.loads(path.read_text()), {name for names in contender_lists for name in names}
     content = json.loads((folder / f"{folder.name}.json").read_text())
     return content.get("environment") or {}, set()

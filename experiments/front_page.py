@@ -7,7 +7,7 @@ measured shapes, on the CPU and on each GPU whose matrix (tests/bench/gpu/matrix
 alternating rounds. A cell of that table is the median over the rounds; ties and losses are marked.
 
 `tests/bench/cpu_matrix.py` measures a matrix of shapes against FBGEMM and `nn.EmbeddingBag`. A cell
-of that table sums up all shapes; those where emblib is slower are listed below it.
+of that table summarises all shapes; shapes where emblib is slower are listed below the table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHAPES = {
 }
 THREADS = (1, 2)
 # (phase, variant, optimizer) of cpu_peers -> the row's title.
-WORK = {
+TITLE_OF_WORK = {
     ("forward", "fp32", "sgd"): "forward, fp32",
     ("step", "fp32", "sgd"): "step, fp32, SGD",
     ("step", "fp32", "rowwise_adagrad"): "step, fp32, row-wise Adagrad",
@@ -69,14 +69,14 @@ def _reference_rows(folder: Path, program: str) -> list[dict[str, Any]]:
 
 def format_ratio(ratio: Summary) -> str:
     """Format one ratio; mark ties (the interval contains 1) and losses."""
-    word = " (tie)" if ratio.lo <= 1 <= ratio.hi else " (slower)" if ratio.median < 1 else ""
-    return f"{ratio.median:.2f}×{word}"
+    remark = " (tie)" if ratio.lo <= 1 <= ratio.hi else " (slower)" if ratio.median < 1 else ""
+    return f"{ratio.median:.2f}×{remark}"
 
 
 def peers_table(measured: Mapping[Key, Summary]) -> str:
     """Return the Markdown table of the three large workloads, and what they are.
 
-    `measured` has every point of WORK, SHAPES and THREADS.
+    `measured` has every point of TITLE_OF_WORK, SHAPES and THREADS.
     """
     columns = {
         f"{shape}, {text.count(threads, 'thread')}": (shape, threads)
@@ -85,14 +85,14 @@ def peers_table(measured: Mapping[Key, Summary]) -> str:
     }
     rows = [
         [title, *(format_ratio(measured[(*work, *column)]) for column in columns.values())]
-        for work, title in WORK.items()
+        for work, title in TITLE_OF_WORK.items()
     ]
     table = markdown_table(["FBGEMM's time ÷ emblib's", *columns], rows)
     return "\n".join([table, "", *(f"- {shape}: {words}." for shape, words in SHAPES.items())])
 
 
 # (pass, dtype) of cpu_matrix -> the row's title.
-MATRIX_WORK = {
+TITLE_OF_MATRIX_WORK = {
     (work, dtype): f"{title}, {dtype}"
     for dtype in ("fp32", "fp16")
     for work, title in {
@@ -129,14 +129,14 @@ def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = {column: head for column, head in MATRIX_COLUMNS.items() if column in measured}
     table = [
         [title, *(_matrix_cell(cells.get((work, column), [])) for column in columns)]
-        for work, title in MATRIX_WORK.items()
+        for work, title in TITLE_OF_MATRIX_WORK.items()
     ]
     slower = []
-    for work, title in MATRIX_WORK.items():
+    for work, title in TITLE_OF_MATRIX_WORK.items():
         for column, head in columns.items():
-            lost = [row for row in cells.get((work, column), []) if _median(row) < 1]
-            listed = ", ".join(f"{row['shape']} {_median(row):.2f}×" for row in lost)
-            slower += [f"- {title}; {head}: {listed}"] * bool(lost)
+            slower_rows = [row for row in cells.get((work, column), []) if _median(row) < 1]
+            listed = ", ".join(f"{row['shape']} {_median(row):.2f}×" for row in slower_rows)
+            slower += [f"- {title}; {head}: {listed}"] * bool(slower_rows)
     return "\n".join(
         [
             markdown_table(["peer's time ÷ emblib's", *columns.values()], table),
@@ -152,9 +152,9 @@ def _matrix_cell(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return "–"
     values = sorted(_median(row) for row in rows)
-    won = sum(value >= 1 for value in values)
+    num_faster = sum(value >= 1 for value in values)
     median = statistics.median(values)
-    return f"**{median:.2f}×** ({values[0]:.2f}–{values[-1]:.2f}), {won} of {len(values)}"
+    return f"**{median:.2f}×** ({values[0]:.2f}–{values[-1]:.2f}), {num_faster} of {len(values)}"
 
 
 def _median(row: Mapping[str, Any]) -> float:
@@ -186,11 +186,11 @@ def gpu_ratios(folder: Path = REFERENCE, time: str = DEVICE_TIME) -> dict[str, G
     by_device: dict[str, GpuRatios] = {}
     for path in gpu_matrices(folder):
         content = json.loads(path.read_text())
-        of_device = by_device.setdefault(str(content["device"]), {})
+        ratios_of_work = by_device.setdefault(str(content["device"]), {})
         for row in content["rows"]:
             if row.get("mode") == "eager" and row.get(time):
                 key = row["contender"], row["work"], row["dtype"]
-                of_device.setdefault(key, []).append(row[time])
+                ratios_of_work.setdefault(key, []).append(row[time])
     return by_device
 
 
@@ -295,7 +295,7 @@ def replace_block(page: str, markers: tuple[str, str], block: str) -> str:
     """Return a page with the text between two markers replaced.
 
     Raises:
-        ValueError: a marker is absent, or there more than once.
+        ValueError: a marker is absent, or occurs more than once.
     """
     start, end = markers
     if page.count(start) != 1 or page.count(end) != 1:

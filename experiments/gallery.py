@@ -50,12 +50,12 @@ def _report(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory}: {error}") from error
     page = directory / "report.md"
     lines = page.read_text().splitlines() if page.is_file() else []
-    bold = next((line for line in lines if line.startswith("**")), "")  # the answer
+    answer_line = next((line for line in lines if line.startswith("**")), "")
     return {
         "directory": directory,
         "experiment": str(info.get("experiment")),
         "status": str(info.get("status")),
-        "answer": bold.partition("**")[2].partition("**")[0],
+        "answer": answer_line.partition("**")[2].partition("**")[0],
         "device": str(environment.get("device")),
         "measured": str(environment.get("time_utc")),
         "emblib": text.commit(environment) or "no commit",

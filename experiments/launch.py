@@ -1,7 +1,7 @@
 """`python run.py -m +experiment=a,b ...`: run every job as a `python run.py` of its own.
 
 Hydra's launcher starts the jobs: one after another (basic), in a pool of processes (joblib), as
-local or SLURM jobs (submitit). The folder of the multirun has the end of each job.
+local or SLURM jobs (submitit). A file per job in the multirun's folder says how the job ended.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ CPU = Slot("cpu")
 
 def list_gpus() -> list[Slot]:
     """Return the GPUs that this process may use, by nvidia-smi and the environment."""
-    listed = parse_gpu_list(_nvidia_smi())
+    uuids_here = parse_gpu_list(_nvidia_smi())
     allowed = os.environ.get(GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if allowed is None:
-        return [Slot(uuid, uuid) for uuid in listed]
+        return [Slot(uuid, uuid) for uuid in uuids_here]
     entries = [e.strip() for e in allowed.split(",") if e.strip()]
-    return [Slot(_name(entry, listed), entry) for entry in entries]
+    return [Slot(_uuid_of_entry(entry, uuids_here), entry) for entry in entries]
 
 
 def parse_gpu_list(text: str) -> list[str]:
-    """Return the UUIDs in the output of `nvidia-smi -L`: of slices for a GPU in MIG mode."""
+    """Return the UUIDs in the output of `nvidia-smi -L`; for a GPU in MIG mode, of its slices."""
     uuids: list[str] = []
     for uuid in re.findall(r"UUID: ((?:GPU|MIG)-[\w/.-]+)", text):
         if uuid.startswith("MIG") and uuids and uuids[-1].startswith("GPU"):
@@ -80,11 +80,11 @@ def parse_gpu_list(text: str) -> list[str]:
     return uuids
 
 
-def _name(entry: str, listed: Sequence[str]) -> str:
+def _uuid_of_entry(entry: str, uuids_here: Sequence[str]) -> str:
     """Return the UUID of an entry, which unlike its index is the same in containers and jobs."""
     if entry.isdigit():
-        return listed[int(entry)] if int(entry) < len(listed) else f"gpu-{entry}"
-    return next((uuid for uuid in listed if uuid.startswith(entry)), entry)
+        return uuids_here[int(entry)] if int(entry) < len(uuids_here) else f"gpu-{entry}"
+    return next((uuid for uuid in uuids_here if uuid.startswith(entry)), entry)
 
 
 def _nvidia_smi() -> str:
@@ -175,12 +175,12 @@ def run(arguments: Sequence[str]) -> int:
     """Run all jobs and return the worst of their exit statuses; raise UsageError before any."""
     plan = parse_command_line(arguments)
     configs = [configure.load(words) for words in plan.jobs]
-    parent = configs[0].report.folder
+    report_folder = configs[0].report.folder
     try:
-        folder = RunStore.create(ROOT / parent, MULTIRUN).path
+        folder = RunStore.create(ROOT / report_folder, MULTIRUN).path
         (folder / JOBS).mkdir()
     except OSError as error:
-        raise UsageError(f"report.folder={parent}: {error}") from error
+        raise UsageError(f"report.folder={report_folder}: {error}") from error
     with Watcher(folder, plan) as watcher:
         status = _launch(plan, folder)
     if status and not any((folder / JOBS).iterdir()):
@@ -206,20 +206,20 @@ def parse_command_line(arguments: Sequence[str]) -> LaunchPlan:
     if flags:
         raise UsageError(f"-m goes with no other flag, got {' '.join(sorted(flags))}")
     typed = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments if not a.startswith("-")]
-    of_hydra = [a for a in typed if re.match(r"[+~]*hydra[./]", a)]
-    words = [a for a in typed if a not in of_hydra]
+    hydra_words = [a for a in typed if re.match(r"[+~]*hydra[./]", a)]
+    words = [a for a in typed if a not in hydra_words]
     if not any(w.startswith("+experiment=") for w in words):
         raise UsageError(
             "which experiments? e.g. python run.py -m +experiment=tt_vs_tbe,tbe_vs_torch"
         )
-    for word in of_hydra:
+    for word in hydra_words:
         key = word.lstrip("+~").partition("=")[0]
         if key.startswith(("hydra.run", "hydra.sweep", "hydra.output_subdir")):
             raise UsageError(f"{key} is fixed; report.folder moves the results")
     jobs = tuple(_job_words(words))
     for job in jobs:
         configure.check_keys(job)
-    return LaunchPlan(_launcher(of_hydra), tuple(of_hydra), tuple(words), jobs)
+    return LaunchPlan(_launcher(hydra_words), tuple(hydra_words), tuple(words), jobs)
 
 
 def _job_words(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -236,9 +236,9 @@ def _job_words(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
     yield from itertools.product(*choices)
 
 
-def _launcher(of_hydra: Sequence[str]) -> str:
+def _launcher(hydra_words: Sequence[str]) -> str:
     launcher_names = [
-        w.partition("=")[2] for w in of_hydra if w.lstrip("+").startswith("hydra/launcher=")
+        w.partition("=")[2] for w in hydra_words if w.lstrip("+").startswith("hydra/launcher=")
     ]
     name = launcher_names[-1] if launcher_names else "basic"
     if name not in LAUNCHERS:
@@ -265,8 +265,8 @@ def _launch(plan: LaunchPlan, folder: Path) -> int:
     """Start the jobs by Hydra's launcher; return 0, or another status if Hydra itself fails."""
     configure.register()
     words = [*plan.words, *plan.hydra_words, *_settings(plan, folder)]
-    local = plan.launcher != "submitit_slurm"  # another machine may have other GPUs
-    allowed = {GPUS: ",".join(s.visible for s in list_gpus())} if local else {}
+    is_local = plan.launcher != "submitit_slurm"  # another machine may have other GPUs
+    allowed = {GPUS: ",".join(s.visible for s in list_gpus())} if is_local else {}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {**allowed, "PYTHONPATH": path}  # for the launcher's processes
     sys.argv = ["run.py", "-m", *words]
@@ -312,11 +312,11 @@ def run_job(composed: DictConfig) -> None:
     is_local = job_config.runtime.choices["hydra/launcher"] == "basic"
     store, file = RunStore(folder), f"{number}.json"
     store.write_json(file, {"words": words, "status": None})
-    began = started = time.monotonic()
+    wait_start = job_start = time.monotonic()
     status: int | None = 1
     try:
         with _lock_processors(composed) as environment:
-            started = time.monotonic()
+            job_start = time.monotonic()
             status = _run_job_process(
                 words, environment, None if is_local else folder / f"{number}.log"
             )
@@ -330,7 +330,7 @@ def run_job(composed: DictConfig) -> None:
         status = None
         raise
     finally:
-        seconds, waited = time.monotonic() - started, started - began
+        seconds, waited = time.monotonic() - job_start, job_start - wait_start
         end = {"words": words, "status": status, "seconds": seconds, "waited_s": waited}
         store.write_json(file, end)
 
@@ -413,36 +413,36 @@ def read_end(folder: Path, number: int) -> dict[str, Any]:
 class Watcher(threading.Thread):
     """A thread that prints a line per ended job while the launcher waits for all.
 
-    Only the thread changes `left`, the jobs without a line, until it has ended; then `print_rest`.
+    Only the thread changes `unreported`, the jobs without a line. After its end `print_rest` does.
     """
 
     def __init__(self, folder: Path, plan: LaunchPlan) -> None:
         super().__init__(daemon=True)
-        self.folder, self.left = folder, dict(enumerate(plan.jobs))
-        self.over = threading.Event()
+        self.folder, self.unreported = folder, dict(enumerate(plan.jobs))
+        self.has_ended = threading.Event()
 
     def __enter__(self) -> Watcher:
         self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.over.set()
+        self.has_ended.set()
         self.join()
 
     def run(self) -> None:
-        """Print lines about ended jobs until `over` is set."""
-        while not self.over.wait(LOOK_SECONDS):
-            for number in list(self.left):
+        """Print lines about ended jobs until `has_ended` is set."""
+        while not self.has_ended.wait(LOOK_SECONDS):
+            for number in list(self.unreported):
                 end = read_end(self.folder, number)
                 if "waited_s" in end:
                     self._print(number, end)
 
     def print_rest(self) -> None:
         """Print lines about the jobs without a line."""
-        for number in list(self.left):
+        for number in list(self.unreported):
             self._print(number, read_end(self.folder, number))
 
     def _print(self, number: int, end: dict[str, Any]) -> None:
-        words = shlex.join(self.left.pop(number))
+        words = shlex.join(self.unreported.pop(number))
         line = f"#{number} status {end['status']}, {end['seconds']:.0f} s: run.py {words}"
         print(f"{line}\n   {end['said']}" if end["said"] else line, flush=True)

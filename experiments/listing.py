@@ -77,13 +77,14 @@ def cells_and_time(config: Config) -> tuple[str, str]:
     if kinds.find(config.kind).runner:
         return UNKNOWN, UNKNOWN
     cells = kinds.expand(config)
-    limited = [
+    limited_cells = [
         cell for cell in cells if kinds.find(cell.kind).measurement.effort is not Effort.TRAINED
     ]
-    if not limited:
+    if not limited_cells:
         return str(len(cells)), UNKNOWN
     total = sum(
-        jobs.num_replicates(cell, config) * jobs.max_job_seconds(cell, config) for cell in limited
+        jobs.num_replicates(cell, config) * jobs.max_job_seconds(cell, config)
+        for cell in limited_cells
     )
     return str(len(cells)), _duration(min(total, config.timing.total_seconds or math.inf))
 
@@ -212,10 +213,10 @@ def _table(section: Listing) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for number, title in enumerate(section.columns):
         texts = [row[number] for row in section.rows]
-        figures = number > 0 and all(re.fullmatch(r"–|[\d,.]+( \w+)?", text) for text in texts)
+        is_numeric = number > 0 and all(re.fullmatch(r"–|[\d,.]+( \w+)?", text) for text in texts)
         table.add_column(
             title,
-            justify="right" if figures else "left",
+            justify="right" if is_numeric else "left",
             no_wrap=max(map(len, texts)) <= UNBROKEN_CHARACTERS,
         )
     for first, *further_cells in section.rows:

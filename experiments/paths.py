@@ -18,7 +18,7 @@ def library_folders() -> list[Path]:
 
 
 def shown_path(path: Path) -> Path:
-    """Return a path as a user would type it: relative to the current folder where it is inside."""
+    """Return a path as a user would type it: relative to the current folder if it is inside."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

@@ -30,7 +30,7 @@ from experiments.results.store import POINTS, has_records, pack_records, runs_in
 # Comments around the generated blocks of docs/benchmarks.md and reports/README.md.
 RESULTS = "<!-- results:start -->", "<!-- results:end -->"
 QUESTIONS = ("<!-- experiments:start -->", "<!-- experiments:end -->")
-KEPT = ("*.yaml", "*.json", "*.jsonl", "*.xz", "*.csv", "*.md", "*.png")
+KEPT_PATTERNS = ("*.yaml", "*.json", "*.jsonl", "*.xz", "*.csv", "*.md", "*.png")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,14 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
 def update(*, write: bool) -> int:
     """Update the generated tables if `write`, else return 1 if one is out of date."""
     status = 0
-    for name, updated in (
+    for name, update_page in (
         ("README.md", front_page.front_page),
         ("docs/benchmarks.md", lambda page: front_page.benchmarks(with_results(page))),
         ("reports/README.md", with_questions),
     ):
         path = ROOT / name
         page = path.read_text()
-        expected = updated(page)
+        expected = update_page(page)
         if write:
             path.write_text(expected)
         elif page != expected:
@@ -102,7 +102,7 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
-    for pattern in KEPT:
+    for pattern in KEPT_PATTERNS:
         for source in sorted(run_directory.glob(pattern)):
             shutil.copy2(source, target / source.name)
     if (target / POINTS).is_file():
@@ -117,7 +117,7 @@ def results_block(folder: Path = REFERENCE) -> str:
         measured = Run.read(path)
         lines = measured.kind.readme_lines(measured, _what_ran(measured, path), _link(path))
         if lines is None:
-            answers.append(_line(measured, path))
+            answers.append(_answer_line(measured, path))
         else:
             blocks.append("\n".join(lines))
     blocks += ["\n".join(answers)] if answers else []
@@ -127,12 +127,15 @@ def results_block(folder: Path = REFERENCE) -> str:
 
 
 def _what_ran(measured: Run, path: Path) -> str:
-    e, stored = measured.environment, evidence.StoredEvidence.read(path)
+    environment, stored = measured.environment, evidence.StoredEvidence.read(path)
     state = f"; {evidence.describe_load(stored.state)}" if stored.state else ""
-    return f"`{e['command']}` on {e['device']} (torch {e['torch']}, {stored.age()}{state})"
+    return (
+        f"`{environment['command']}` on {environment['device']} "
+        f"(torch {environment['torch']}, {stored.age()}{state})"
+    )
 
 
-def _line(measured: Run, path: Path) -> str:
+def _answer_line(measured: Run, path: Path) -> str:
     """Return a line with the answer of a run, the bold sentence of its report."""
     answer = re.search(r"\*\*(.+?)\*\*", (path / "report.md").read_text())
     return f"- {_what_ran(measured, path)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
@@ -196,7 +199,7 @@ def add(words: Sequence[str]) -> int:
 
 
 def write_pages() -> int:
-    """Update the pages that show references; return 1 where one failed."""
+    """Update the pages that show references; return 1 if one failed, else 0."""
     worst = 0
     for page in (["reference", "write"], ["compare", "--overview", "write"]):
         if _run_py(*page):
@@ -206,7 +209,7 @@ def write_pages() -> int:
 
 
 def experiments_to_run(names: Sequence[str]) -> list[str]:
-    """Return the named experiments, without names those with a reference.
+    """Return the named experiments; if none is named, those with a reference.
 
     Raises:
         UsageError: there is no experiment of a name.

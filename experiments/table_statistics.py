@@ -19,8 +19,18 @@ from experiments.report.charts import Curve, Scale, curves, percent_scale
 from experiments.report.style import COLOURS, Figure, Panel, draw_files, theme
 
 MAX_TABLES = 8
-_AGE = "age_"
-_NEEDED = {"time_s", "step", "module", "table", "labels", "lookups", "hits", "inserted", "load"}
+_AGE_PREFIX = "age_"
+_NEEDED_COLUMNS = {
+    "time_s",
+    "step",
+    "module",
+    "table",
+    "labels",
+    "lookups",
+    "hits",
+    "inserted",
+    "load",
+}
 _COLOURS = ("tbe", "tt", "torch", "reference_tt", "cached_lru", "sky", "cached_lfu", "published")
 _MARKERS = "os^Dvp*h"
 
@@ -58,7 +68,7 @@ def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
                 columns, *lines = [*csv.reader(file)] or [[]]
         except (OSError, ValueError, csv.Error) as error:
             raise UsageError(f"{path} cannot be read: {error}") from error
-        if missing := sorted(_NEEDED - set(columns)):
+        if missing := sorted(_NEEDED_COLUMNS - set(columns)):
             raise UsageError(f"{path} is not a series of table statistics: no columns {missing}")
         # Lines that a process left unfinished lack fields.
         whole_lines = [line for line in lines if len(line) == len(columns)]
@@ -69,15 +79,20 @@ def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
     names = ["labels", "module", "table"]
     numbers = [c for c in rows.columns if c not in names]
     rows[numbers] = rows[numbers].apply(pd.to_numeric, errors="coerce")
-    # A name is as short as tells the tables apart.
-    parts = ["table", *(n for n in names[:2] if rows.groupby("table")[n].nunique().max() > 1)]
-    rows["name"] = rows[parts].agg(lambda row: " ".join(word for word in row if word), axis=1)
+    # Use the shortest name that tells the tables apart.
+    name_columns = [
+        "table",
+        *(n for n in names[:2] if rows.groupby("table")[n].nunique().max() > 1),
+    ]
+    rows["name"] = rows[name_columns].agg(
+        lambda row: " ".join(word for word in row if word), axis=1
+    )
     grouped = {
         str(name): part.sort_values("time_s", kind="stable") for name, part in rows.groupby("name")
     }
     busiest = sorted(grouped, key=lambda name: (-grouped[name]["lookups"].max(), name))
-    drawn, left_out = sorted(busiest[:MAX_TABLES]), sorted(busiest[MAX_TABLES:])
-    return {name: grouped[name] for name in drawn}, left_out
+    drawn_names, left_out = sorted(busiest[:MAX_TABLES]), sorted(busiest[MAX_TABLES:])
+    return {name: grouped[name] for name in drawn_names}, left_out
 
 
 def figure(series: dict[str, pd.DataFrame]) -> Figure:
@@ -151,16 +166,16 @@ def _ages(series: dict[str, pd.DataFrame]) -> list[Curve]:
     lines = []
     for name, (colour, marker) in _styles(series).items():
         rows = series[name]
-        columns = [str(c) for c in rows if str(c).startswith(_AGE)]
+        columns = [str(c) for c in rows if str(c).startswith(_AGE_PREFIX)]
         counted = _increments(rows, columns)
         counted.iloc[0] = rows[columns].iloc[0]
-        bins = {c.removeprefix(_AGE): counted[c].sum(min_count=1) for c in columns}
+        bins = {c.removeprefix(_AGE_PREFIX): counted[c].sum(min_count=1) for c in columns}
         counts = {float(bound): n for bound, n in bins.items() if n == n and bound != "+Inf"}
-        used = [bound for bound, n in counts.items() if n > 0]
+        used_bounds = [bound for bound, n in counts.items() if n > 0]
         total = sum(n for n in bins.values() if n == n)
-        if not used:
+        if not used_bounds:
             continue
-        shown = [b for b in counts if min(used) / 2 <= b <= 2 * max(used)]
+        shown = [b for b in counts if min(used_bounds) / 2 <= b <= 2 * max(used_bounds)]
         shares = [100 * counts[b] / total for b in shown]
         lines.append(_line(name, colour, marker, shown, shares))
     return lines

@@ -94,7 +94,7 @@ class Ids(Enum):
 class Design(Enum):
     """Combination of axes: one varies at a time, all values with all, or value by value.
 
-    Ranks vary at the base point only if one axis varies at a time, else at every point.
+    With one_at_a_time the ranks vary at the base point only, otherwise at every point.
     """
 
     one_at_a_time = "one_at_a_time"
@@ -174,7 +174,7 @@ class WorkloadConfig:
     format: Format = Format.auto
     columns: list[str] = field(default_factory=list)  # tables of the trace, by name; empty: all
     ids: Ids = Ids.exact
-    sha256: str = ""  # of the trace; if set, another file is refused. Runs record it
+    sha256: str = ""  # checksum of the trace; if set, another file is refused. Runs record it
 
 
 @dataclass
@@ -320,17 +320,17 @@ class GateConfig:
     """Two revisions of emblib side by side (kinds gate, noise, power)."""
 
     base: str = ""  # a git revision; empty: origin/main, else HEAD; a smoke run: head
-    head: str = "WORKTREE"  # or a git revision
+    head: str = "WORKTREE"  # the working tree, or a git revision
     points: list[GatePoint] = field(default_factory=list)
     max_pairs: int = 9  # maximum pairs of processes of a point unsure after timing.replicates
     min_effect: float = 0.05  # smaller effects do not count
     max_margin: float = 0.1  # points that could only detect effects larger than this are not gated
     strict: bool = False  # end with exit status 4 if a point is unsure or too noisy to gate
-    instructions: bool = True  # count them with callgrind, on the CPU with one thread
+    instructions: bool = True  # count instructions with callgrind, on the CPU with one thread
     noise: str = "reports/noise"  # folder of the noise floors, one file per machine
     floor_pairs: int = 24  # pairs of processes of a noise floor
     trials: int = 200  # kind power: gates of a revision against itself
-    slowed_trials: int = 40  # kind power: the same with every point of head slowed by `inject`
+    slowed_trials: int = 40  # kind power: gates with every point of head slowed by `inject`
     inject: float = 1.0  # head is slowed by this factor
 
 

@@ -87,7 +87,7 @@ class Arm:
     Attributes:
         contender: name of the contender, computed arm or method.
         rank: rank of a tensor train; 0 for others.
-        cache: cached rows ÷ all rows (in kind=quality bytes ÷ bytes of plain tables); 0 without.
+        cache: cached rows ÷ all rows (in kind=quality bytes ÷ bytes of plain tables); 0 for others.
         load: keys ÷ slots of a hash table; 0 for others.
     """
 
@@ -206,9 +206,9 @@ def axes_of(config: Config) -> dict[str, list[Any]]:
 def swept_cells(
     config: Config, kind: str, names: Sequence[str], loads: Sequence[float]
 ) -> Iterator[Cell]:
-    """Yield the distinct cells of the sweep to which `where` and `exclude` leave an arm.
+    """Yield the distinct cells of the sweep that have an arm after `where` and `exclude`.
 
-    Without axes these are none if there are cases, unless the workload is a trace.
+    If there are cases but no axes, no cell is yielded unless the workload is a trace.
 
     Args:
         config: configuration of the run.
@@ -233,11 +233,11 @@ def swept_cells(
     where_rules = [compile_rule(text) for text in config.where]
     exclude_rules = [compile_rule(text) for text in config.exclude]
     for point in points:
-        off_base = config.design is Design.one_at_a_time and point
+        is_off_base = config.design is Design.one_at_a_time and point
         workload = dataclasses.replace(base, **point)
         arms = []
-        sizes = config.cache.fractions
-        for arm in arms_of(names, config.tt.ranks if off_base else ranks, sizes, loads):
+        fractions = config.cache.fractions
+        for arm in arms_of(names, config.tt.ranks if is_off_base else ranks, fractions, loads):
             values = {"rank": arm.rank} | {axis: getattr(workload, axis) for axis in AXES}
             # `exclude` last: `where` may keep its rules from dividing by zero.
             is_included = all(rule(values) for rule in where_rules)
@@ -289,8 +289,8 @@ def compile_rule(text: str) -> Rule:
     """Compile a rule of `where` or `exclude`, such as "rank <= D or L == 1".
 
     Returns:
-        Function of the values of AXES and rank: whether they meet the rule. It raises UsageError
-        where the rule divides by zero or overflows.
+        Function that takes the values of AXES and rank and returns whether they meet the rule. It
+        raises UsageError where the rule divides by zero or overflows.
 
     Raises:
         UsageError: the rule is no expression of axes and numbers.
