@@ -1,10 +1,10 @@
 """TorchRec's managed collision modules over hash tables.
 
-In TorchRec a module maps the ids of a table to its rows before the lookup: it counts ids, and every
-`eviction_interval` batches admits new ones in place of others. Here the tables themselves become
-hash tables of the same number of rows (`emblib.storage.Hash`), with the eviction of the policy: in
-training an id gets a row with an initial value when it is first looked up, and an id that the table
-lacks reads zeros in evaluation. They are sharded, planned and saved as other hash tables are.
+In TorchRec a module maps the ids of a table to its rows before the lookup. It counts ids, and every
+`eviction_interval` batches new ids replace others. Here the tables themselves become hash tables
+of the same number of rows (`emblib.storage.Hash`), with the eviction of the policy. In training an
+id gets a row with an initial value at its first lookup. In evaluation an id that the table lacks
+reads zeros. The tables are sharded, planned and saved like other hash tables.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ManagedCollisionCollection(nn.Module):
         Raises:
             ValueError: a table with another storage than plain rows, or with `init_fn`.
         """
-        result = []
+        hashed = []
         for config in self._configs:
             if config.storage != Dense():
                 raise ValueError(
@@ -176,11 +176,11 @@ class ManagedCollisionCollection(nn.Module):
                     "storage=Hash(initializer=...)"
                 )
             module: Any = self._managed_collision_modules[config.name]
-            result.append(replace(config, storage=Hash(eviction=module.eviction)))
-        return result
+            hashed.append(replace(config, storage=Hash(eviction=module.eviction)))
+        return hashed
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the batch with hashed ids; those without an `input_hash_func` stay."""
+        """Return the batch with hashed ids; features without `input_hash_func` keep their ids."""
         if not self.hashes:
             return features
         batch = KeyedJaggedTensor.adopt(features)

@@ -21,11 +21,11 @@ from emblib.storage import Dense, Quantized
 
 
 class Interface(ABCMeta):
-    """Type of interfaces, whose instances are also those of `emblib_classes`, a class attribute."""
+    """Type of interfaces: instances of the classes in `emblib_classes` are instances of them."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        kinds = cls.__dict__.get("emblib_classes", ())
-        return super().__instancecheck__(instance) or isinstance(instance, kinds)
+        emblib_classes = cls.__dict__.get("emblib_classes", ())
+        return super().__instancecheck__(instance) or isinstance(instance, emblib_classes)
 
 
 class Subscripted:
@@ -37,8 +37,8 @@ class Subscripted:
 class DataType(Enum):
     """Type of numbers; rows have FP32, FP16, BF16, INT8 or INT4, others raise in a configuration.
 
-    FP32, FP16 and BF16 equal the torch dtype that a configuration has as `data_type`; one of
-    quantised rows has INT8 or INT4 itself.
+    The `data_type` of a configuration is a torch dtype, which FP32, FP16 and BF16 equal, or for
+    quantised rows INT8 or INT4 itself.
     """
 
     FP32 = "FP32"
@@ -136,7 +136,7 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
 
 
 # Options of TorchRec's configurations that raise, and what to use instead.
-_ELSEWHERE = {
+_WAY_OUT_OF_OPTION = {
     "num_embeddings_post_pruning": "prune the table beforehand",
     "need_pos": "use emblib.collections.FeatureProcessedEmbeddingBagCollection with a "
     "PositionWeightedModule",
@@ -149,8 +149,8 @@ _ELSEWHERE = {
 }
 
 
-class _Names(tuple[str, ...]):
-    """Names of features, which equal a list of them and are added to lists, as TorchRec's are."""
+class _FeatureNames(tuple[str, ...]):
+    """Tuple of feature names that equals a list of the same names, and can be added to a list."""
 
     __slots__ = ()
     __hash__ = tuple.__hash__
@@ -185,13 +185,17 @@ class _Config:
         storage: Any = None,
         **options: Any,
     ) -> None:
-        elsewhere = {option: options.pop(option) for option in _ELSEWHERE if option in options}
-        refused = [option for option, value in elsewhere.items() if value not in (None, False)]
-        if refused:
-            ways = "; ".join(
-                f"{option} is not supported: {_ELSEWHERE[option]}" for option in refused
+        unsupported = {
+            option: options.pop(option) for option in _WAY_OUT_OF_OPTION if option in options
+        }
+        set_options = [
+            option for option, value in unsupported.items() if value not in (None, False)
+        ]
+        if set_options:
+            ways_out = "; ".join(
+                f"{option} is not supported: {_WAY_OUT_OF_OPTION[option]}" for option in set_options
             )
-            raise ValueError(f"{ways}. {RUN_TORCHREC_ITSELF}")
+            raise ValueError(f"{ways_out}. {RUN_TORCHREC_ITSELF}")
         is_quantised = data_type in _BITS
         if storage is None:
             storage = Quantized(_BITS[DataType(data_type)]) if is_quantised else Dense()
@@ -208,17 +212,17 @@ class _Config:
         )
         if isinstance(storage, Quantized):
             object.__setattr__(self, "data_type", _TYPE_OF_BITS[storage.bits])
-        names = _Names(self.feature_names)  # type: ignore[attr-defined]
+        names = _FeatureNames(self.feature_names)  # type: ignore[attr-defined]
         object.__setattr__(self, "feature_names", names)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign a field, checked as at construction; an error leaves all fields as they are."""
-        current = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
-        was_quantised = isinstance(current["storage"], Quantized)
+        current_fields = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
+        was_quantised = isinstance(current_fields["storage"], Quantized)
         if name == "data_type" and (was_quantised or value in _BITS):
-            current["storage"] = None
-        new_config = type(self)(**{**current, name: value})
-        for field_name in current:
+            current_fields["storage"] = None
+        new_config = type(self)(**{**current_fields, name: value})
+        for field_name in current_fields:
             object.__setattr__(self, field_name, getattr(new_config, field_name))
 
     def num_features(self) -> int:

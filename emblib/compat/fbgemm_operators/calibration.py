@@ -33,15 +33,21 @@ def _bins_of(predictions: Tensor, lower: float, upper: float, bins: int) -> Tens
     return ((predictions / ((upper - lower) / bins)).ceil() - 1).long()
 
 
-def _segments(value: Tensor, lengths: Tensor, num_segments: int) -> Tensor:
-    """Return the segment of each example: 0 without a value or beyond the last, else value + 1."""
+def _segment_of_examples(value: Tensor, lengths: Tensor, num_segments: int) -> Tensor:
+    """Return the segment of each example: its value + 1, or 0.
+
+    The segment is 0 if the example has no value, or a value that is no segment.
+    """
     value, lengths = value.flatten(), lengths.flatten()
     last_position = max(value.numel() - 1, 0)
-    position = complete_cumsum(lengths)[:-1].long().clamp(max=last_position)
-    segment = (
-        functional.pad(value, (0, int(not value.numel()))).index_select(0, position).long() + 1
+    value_positions = complete_cumsum(lengths)[:-1].long().clamp(max=last_position)
+    segment_of_example = (
+        functional.pad(value, (0, int(not value.numel()))).index_select(0, value_positions).long()
+        + 1
     )
-    return torch.where((lengths == 1) & (segment <= num_segments), segment, 0).clamp(min=0)
+    return torch.where(
+        (lengths == 1) & (segment_of_example <= num_segments), segment_of_example, 0
+    ).clamp(min=0)
 
 
 def _calibrate(
@@ -50,13 +56,13 @@ def _calibrate(
     examples: Tensor,
     positives: Tensor,
     min_examples: int,
-    weight: float,
+    share_weight: float,
     logit: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return predictions in the shape of `logit`, calibrated in bins of over `min_examples`."""
     num_examples = examples.index_select(0, bins)
-    share = positives.index_select(0, bins) / num_examples
-    calibrated = share * weight + predictions * (1.0 - weight)
+    positive_share = positives.index_select(0, bins) / num_examples
+    calibrated = positive_share * share_weight + predictions * (1.0 - share_weight)
     result = torch.where(num_examples > min_examples, calibrated, predictions)
     return result.to(logit.dtype).view_as(logit), bins
 
@@ -107,12 +113,12 @@ def histogram_binning_calibration_by_feature(
 ) -> tuple[Tensor, Tensor]:
     """Calibrate as `histogram_binning_calibration`; each segment has `num_bins` of its own.
 
-    `segment_lengths` `[N]` is 1 for examples with a segment, of which `segment_value` has one
-    entry each, from 0; examples without one share a further segment. Bins are those of this
-    segment, then those of the others: `[(num_segments + 1) * num_bins]`.
+    `segment_lengths` `[N]` is 1 for examples with a segment. `segment_value` has the segment, from
+    0, of each of these examples; all other examples share a further segment. The first bins are
+    those of the further segment, before those of the others: `[(num_segments + 1) * num_bins]`.
     """
     predictions = _predictions(logit.flatten(), positive_weight)
-    first_bin = _segments(segment_value, segment_lengths, num_segments) * num_bins
+    first_bin = _segment_of_examples(segment_value, segment_lengths, num_segments) * num_bins
     bins = _bins_of(predictions, lower_bound, upper_bound, num_bins) + first_bin
     counts = bin_num_examples, bin_num_positives
     return _calibrate(predictions, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
@@ -139,7 +145,7 @@ def generic_histogram_binning_calibration_by_feature(
         f"{bin_num_examples.numel()}",
     )
     predictions = _predictions(logit.flatten(), positive_weight)
-    first_bin = _segments(segment_value, segment_lengths, num_segments) * num_bins
+    first_bin = _segment_of_examples(segment_value, segment_lengths, num_segments) * num_bins
     bins = torch.searchsorted(bin_boundaries, predictions) + first_bin
     counts = bin_num_examples, bin_num_positives
     return _calibrate(predictions, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
@@ -157,17 +163,19 @@ def batched_unary_embeddings(
     `table_offsets` `[T + 1]` are the first row of each table, and the end; `offsets` are
     `[T * B + 1]`, `indices` rows within their table.
     """
-    tables = table_offsets.numel() - 1
-    batch_size = (offsets.numel() - 1) // tables
+    num_tables = table_offsets.numel() - 1
+    batch_size = (offsets.numel() - 1) // num_tables
     lengths = offsets.diff()
-    bag = torch.arange(lengths.numel(), device=indices.device).repeat_interleave(
+    bag_of_lookup = torch.arange(lengths.numel(), device=indices.device).repeat_interleave(
         lengths, output_size=indices.numel()
     )
-    rows = indices.long() + table_offsets[:-1].long().index_select(0, bag // max(batch_size, 1))
+    rows = indices.long() + table_offsets[:-1].long().index_select(
+        0, bag_of_lookup // max(batch_size, 1)
+    )
     values = weight.view(weight.size(0), -1).index_select(1, rows)
-    sums = torch.zeros(weight.size(0), tables * batch_size, device=weight.device)
-    sums = sums.index_add(1, bag, values.float()).to(weight.dtype)
-    return sums.view(-1, tables, batch_size).transpose(1, 2).contiguous()
+    sums = torch.zeros(weight.size(0), num_tables * batch_size, device=weight.device)
+    sums = sums.index_add(1, bag_of_lookup, values.float()).to(weight.dtype)
+    return sums.view(-1, num_tables, batch_size).transpose(1, 2).contiguous()
 
 
 @operator("permute102_baddbmm_permute102")
@@ -180,7 +188,8 @@ def permute102_baddbmm_permute102(bias: Tensor, A: Tensor, B: Tensor) -> Tensor:
 def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) -> Tensor:
     """Return the first k values of each row, or its first k distinct ones in increasing order.
 
-    k is the difference of two `k_offsets`; with offsets per row, results are flat.
+    k is the difference of two consecutive `k_offsets`. With two offsets all rows have one k; with
+    one k per row the result is flat.
     """
     rows = input.reshape(-1, input.size(-1))
     counts = k_offsets.diff().tolist()
@@ -218,25 +227,34 @@ def _check_lists(
         )
 
 
-def _check_batch_size(batch_size: int, bags: int) -> None:
+def _check_batch_size(batch_size: int, num_bags: int) -> None:
     check(
-        bags <= batch_size,
-        f"batch_size must be at least the number of bags of each table = {bags}, got {batch_size}",
+        num_bags <= batch_size,
+        f"batch_size must be at least the number of bags of each table = {num_bags}, got "
+        f"{batch_size}",
     )
 
 
 def _combine_weights(
-    indices: Sequence[Tensor], weights: Sequence[Tensor], ends: Sequence[int], total: int
+    indices: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    num_used_indices: Sequence[int],
+    num_weights: int,
 ) -> Tensor:
-    """Concatenate the weights up to each end, with 1 for missing ones; empty if all are missing."""
+    """Concatenate the weights of the used indices; tables without weights have weights of 1.
+
+    The result is empty if no table has weights.
+    """
     if not any(weight.numel() for weight in weights):
         return torch.empty(0)
-    parts = [
-        weight[:end].float() if weight.numel() else index.new_ones(end, dtype=torch.float32)
-        for index, weight, end in zip(indices, weights, ends, strict=True)
+    table_weights = [
+        weight[:num_used].float()
+        if weight.numel()
+        else index.new_ones(num_used, dtype=torch.float32)
+        for index, weight, num_used in zip(indices, weights, num_used_indices, strict=True)
     ]
-    joined = torch.cat(parts)
-    return functional.pad(joined, (0, total - joined.numel()), value=1.0)
+    joined = torch.cat(table_weights)
+    return functional.pad(joined, (0, num_weights - joined.numel()), value=1.0)
 
 
 @operator("tbe_input_combine")
@@ -248,7 +266,7 @@ def tbe_input_combine(
 ) -> _Combined:
     """Concatenate the inputs of tables: int32 indices, int32 offsets, float32 weights.
 
-    Indices beyond the last offset are padding, and go to the end, if all tables have last offsets.
+    If all tables have last offsets, indices beyond a last offset are padding: they go to the end.
     """
     return _combine(indices_list, offsets_list, per_sample_weights, include_last_offsets, None)
 
@@ -282,33 +300,44 @@ def _combine(
         has_last_offset.numel() == len(indices),
         "include_last_offsets must have one entry per table",
     )
-    sizes = [index.numel() for index in indices]
-    ends = sizes
+    num_indices = [index.numel() for index in indices]
+    num_used_indices = num_indices
     if batch_size is None and bool(has_last_offset.all()):
-        ends = [
-            int(offset[-1]) if offset.numel() else size
-            for offset, size in zip(offsets, sizes, strict=True)
+        num_used_indices = [
+            int(offset[-1]) if offset.numel() else table_size
+            for offset, table_size in zip(offsets, num_indices, strict=True)
         ]
-        check(all(e <= s for e, s in zip(ends, sizes, strict=True)), "offsets exceed the indices")
+        check(
+            all(
+                used <= available
+                for used, available in zip(num_used_indices, num_indices, strict=True)
+            ),
+            "offsets exceed the indices",
+        )
         # A table whose last offset is 0 has its indices in their place, as FBGEMM has it.
-        num_unpadded = [end or size for end, size in zip(ends, sizes, strict=True)]
+        num_unpadded = [
+            num_used or table_size
+            for num_used, table_size in zip(num_used_indices, num_indices, strict=True)
+        ]
     else:
-        num_unpadded = sizes
-    index_parts = [index[:end] for index, end in zip(indices, num_unpadded, strict=True)]
-    index_parts += [index[end:] for index, end in zip(indices, num_unpadded, strict=True)]
+        num_unpadded = num_indices
+    index_parts = [index[:num_used] for index, num_used in zip(indices, num_unpadded, strict=True)]
+    index_parts += [index[num_used:] for index, num_used in zip(indices, num_unpadded, strict=True)]
     first_index = 0
     offset_parts = [offsets[0].new_zeros(1)]
-    for offset, end, is_last_offset in zip(offsets, ends, has_last_offset.tolist(), strict=True):
-        inner_offsets = offset[1 : offset.numel() - int(is_last_offset)] + first_index
-        first_index += end
+    for offset, num_used, ends_with_last_offset in zip(
+        offsets, num_used_indices, has_last_offset.tolist(), strict=True
+    ):
+        inner_offsets = offset[1 : offset.numel() - int(ends_with_last_offset)] + first_index
+        first_index += num_used
         if batch_size is not None:
-            _check_batch_size(batch_size, offset.numel() - int(is_last_offset))
-        bags = 1 if batch_size is None else batch_size - inner_offsets.numel()
-        offset_parts += [inner_offsets, offset.new_full((bags,), first_index)]
+            _check_batch_size(batch_size, offset.numel() - int(ends_with_last_offset))
+        num_offsets = 1 if batch_size is None else batch_size - inner_offsets.numel()
+        offset_parts += [inner_offsets, offset.new_full((num_offsets,), first_index)]
     return (
         torch.cat([part.int() for part in index_parts]),
         torch.cat([part.int() for part in offset_parts]),
-        _combine_weights(indices, weights, ends, sum(sizes)),
+        _combine_weights(indices, weights, num_used_indices, sum(num_indices)),
     )
 
 

@@ -1,7 +1,7 @@
 """Operators on jagged values and dense tensors: sums, products, softmax, slices.
 
-Jagged values `[L, D]` have sequences `offsets[b]` to `offsets[b + 1]`. A product or softmax looks
-at the first `max_L` values of each sequence; where others have a result, it is 0.
+Jagged values `[L, D]` have sequences `offsets[b]` to `offsets[b + 1]`. A product or softmax uses
+the first `max_L` values of each sequence; the results of later values, if there are any, are 0.
 """
 
 from collections.abc import Sequence
@@ -58,14 +58,19 @@ def jagged_acc_weights_and_counts(
 @operator("batched_dense_vec_jagged_2d_mul")
 def batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Tensor:
     """Multiply vectors `[B * H, N]` by jagged matrices `[L, H * D]`, to `[B * H, D]`."""
-    batch = a_offsets.numel() - 1
-    check(batch == 0 or v.size(0) % batch == 0, f"{batch} sequences must divide v's {v.size(0)}")
-    heads = v.size(0) // batch if batch else 1
-    width = a_values.size(-1) // heads
-    if not batch or not width or not v.size(1):
-        return v.new_zeros(batch * heads, width)
+    num_sequences = a_offsets.numel() - 1
+    check(
+        num_sequences == 0 or v.size(0) % num_sequences == 0,
+        f"{num_sequences} sequences must divide v's {v.size(0)}",
+    )
+    num_heads = v.size(0) // num_sequences if num_sequences else 1
+    num_columns = a_values.size(-1) // num_heads
+    if not num_sequences or not num_columns or not v.size(1):
+        return v.new_zeros(num_sequences * num_heads, num_columns)
     dense = jagged_2d_to_dense(a_values, a_offsets, v.size(1))
-    dense = dense.view(batch, v.size(1), heads, width).transpose(1, 2).flatten(0, 1)
+    dense = (
+        dense.view(num_sequences, v.size(1), num_heads, num_columns).transpose(1, 2).flatten(0, 1)
+    )
     return torch.bmm(v.unsqueeze(1), dense).squeeze(1)
 
 
@@ -109,8 +114,8 @@ def jagged_index_add_2d(
         raise ValueError(f"num_output_rows must be non-negative, got {num_output_rows}")
     starts = functional.pad(output_offsets, (1, 0)).index_select(0, indices)
     lengths = input_offsets.diff(prepend=torch.zeros_like(input_offsets[:1]))
-    into = segment_positions(starts, lengths, num_dense_input_rows)
-    return values.new_zeros(num_output_rows, values.size(1)).index_add(0, into, values)
+    output_rows = segment_positions(starts, lengths, num_dense_input_rows)
+    return values.new_zeros(num_output_rows, values.size(1)).index_add(0, output_rows, values)
 
 
 @operator("jagged_index_add_2d_forward")
@@ -137,8 +142,8 @@ def jagged_slice(x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_lengt
         "start must be within the sequences, whose lengths are x_lengths",
     )
     lengths = num_available.clamp(max=slice_length)
-    index = segment_positions(complete_cumsum(x_lengths)[:-1] + start, lengths)
-    return x_values.index_select(0, index), lengths
+    positions = segment_positions(complete_cumsum(x_lengths)[:-1] + start, lengths)
+    return x_values.index_select(0, positions), lengths
 
 
 @operator("jagged_1d_to_truncated_values")
@@ -200,7 +205,7 @@ def get_source_mask_of(
     return get_source_mask(num_sources, num_targets, output_size)
 
 
-def _stacked(
+def _pad_keys(
     values: Tensor,
     lengths: Tensor,
     offset_per_key: Sequence[int],
@@ -210,8 +215,8 @@ def _stacked(
     """Pad the values of each key to `[B, max_length]` or `[B, max_length, D]`; lengths `[K, B]`."""
     offsets = complete_cumsum(lengths)
     return [
-        jagged_to_padded_dense(values[first:last], [row], [size], padding_value)
-        for first, last, row, size in zip(
+        jagged_to_padded_dense(values[first:last], [key_offsets], [max_length], padding_value)
+        for first, last, key_offsets, max_length in zip(
             offset_per_key[:-1], offset_per_key[1:], offsets, max_lengths_per_key, strict=True
         )
     ]
@@ -221,7 +226,7 @@ for _name, _default in (("stacked_jagged_1d_to_dense", ""), ("stacked_jagged_2d_
     operator(
         f"{_name}(Tensor values, Tensor lengths, int[] offset_per_key, int[] max_lengths_per_key, "
         f"int padding_value{_default}) -> Tensor[]"
-    )(_stacked)
+    )(_pad_keys)
 
 
 @operator(

@@ -1,8 +1,8 @@
 """Operators on jagged data: offsets, permutations, padding, selection, deduplication.
 
-Names and arguments are FBGEMM's. Lengths and offsets are int32 or int64. Where a result has a size
-that no argument tells (`permuted_lengths_sum`, `total_L` and the like), the operator waits for
-a GPU.
+Names and arguments are FBGEMM's. Lengths and offsets are int32 or int64. An operator
+waits for a GPU if it must read the size of its result there. An argument such as
+`permuted_lengths_sum` or `total_L` passes that size.
 """
 
 from collections.abc import Sequence
@@ -119,9 +119,11 @@ def invert_permute(permute: Tensor) -> Tensor:
     return torch.zeros_like(permute).scatter(0, permute.long(), order)
 
 
-def _select(values: Tensor, weights: Tensor | None, index: Tensor) -> tuple[Tensor, Tensor | None]:
-    selected_weights = None if weights is None else weights.index_select(0, index)
-    return values.index_select(0, index), selected_weights
+def _select(
+    values: Tensor, weights: Tensor | None, positions: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    selected_weights = None if weights is None else weights.index_select(0, positions)
+    return values.index_select(0, positions), selected_weights
 
 
 @operator("permute_1D_sparse_data")
@@ -245,13 +247,13 @@ def expand_into_jagged_permute(
 def _pad_level(values: Tensor, offsets: Tensor, max_length: int, padding: float) -> Tensor:
     """Pad `[L, ...]` to `[B, max_length, ...]`, cutting longer sequences."""
     check_offsets("offsets", offsets)
-    position = torch.arange(max_length, dtype=offsets.dtype, device=offsets.device)
-    index = offsets[:-1].unsqueeze(1) + position
+    column = torch.arange(max_length, dtype=offsets.dtype, device=offsets.device)
+    row_indices = offsets[:-1].unsqueeze(1) + column
     # Row 0 is the padding. Offsets beyond the values select a row that does not exist, and raise.
-    index = torch.where(index < offsets[1:].unsqueeze(1), index + 1, 0)
+    row_indices = torch.where(row_indices < offsets[1:].unsqueeze(1), row_indices + 1, 0)
     padding_row = values.new_full((1, *values.shape[1:]), padding)
-    rows = torch.cat([padding_row, values]).index_select(0, index.flatten())
-    return rows.view(*index.shape, *values.shape[1:])
+    rows = torch.cat([padding_row, values]).index_select(0, row_indices.flatten())
+    return rows.view(*row_indices.shape, *values.shape[1:])
 
 
 def jagged_to_padded_dense(
@@ -292,33 +294,35 @@ def dense_to_jagged(
     dense: Tensor, x_offsets: Sequence[Tensor], total_L: SymInt | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Convert `[B, N, ..., D]` to jagged `[L, D]`; segments longer than N are filled with zeros."""
-    levels = len(x_offsets)
-    check(levels > 0, "x_offsets must have the offsets of at least one level, got none")
+    num_levels = len(x_offsets)
+    check(num_levels > 0, "x_offsets must have the offsets of at least one level, got none")
     for level_offsets in x_offsets:
         check_offsets("x_offsets", level_offsets)
-    last = x_offsets[-1]
-    if total_L is None and last.device.type == "cpu" and type(last) is Tensor:
-        total_L = int(last[-1])
+    last_offsets = x_offsets[-1]
+    if total_L is None and last_offsets.device.type == "cpu" and type(last_offsets) is Tensor:
+        total_L = int(last_offsets[-1])
     if total_L is not None and total_L < 0:
         raise ValueError(f"total_L, the last offset, must be >= 0, got {total_L}")
-    bags = x_offsets[0].numel() - 1
+    num_bags = x_offsets[0].numel() - 1
     check(
-        dense.size(0) == bags,
-        f"dense must have a row per bag of x_offsets[0] = {bags}, got {list(dense.shape)}",
+        dense.size(0) == num_bags,
+        f"dense must have a row per bag of x_offsets[0] = {num_bags}, got {list(dense.shape)}",
     )
     for level, offsets in enumerate(x_offsets):
-        if level + 1 < levels:
-            total: int | None = x_offsets[level + 1].numel() - 1
+        if level + 1 < num_levels:
+            num_rows: int | None = x_offsets[level + 1].numel() - 1
         else:
-            total = total_L
+            num_rows = total_L
         lengths = offsets.diff()
-        size = dense.size(1)
-        segment = torch.arange(lengths.numel(), device=dense.device)
-        segment = segment.repeat_interleave(lengths, output_size=total)
-        position = segment_positions(torch.zeros_like(lengths), lengths, total)
-        is_inside = position < size
-        rows = dense.flatten(0, 1).index_select(0, segment * size + position.clamp(max=size - 1))
-        dense = torch.where(is_inside.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+        max_length = dense.size(1)
+        segment_of_row = torch.arange(lengths.numel(), device=dense.device)
+        segment_of_row = segment_of_row.repeat_interleave(lengths, output_size=num_rows)
+        row_in_segment = segment_positions(torch.zeros_like(lengths), lengths, num_rows)
+        has_value = row_in_segment < max_length
+        rows = dense.flatten(0, 1).index_select(
+            0, segment_of_row * max_length + row_in_segment.clamp(max=max_length - 1)
+        )
+        dense = torch.where(has_value.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
     return dense, list(x_offsets)
 
 
@@ -341,19 +345,24 @@ def jagged_dense_mul(
 # Batches of requests
 
 
-def _source_segments(batch_offsets: Tensor, ads: int, tables: int, broadcast: object) -> Tensor:
-    """Return for each table and ad, `[T * A]`, its segment in requests that were concatenated.
+def _source_segments(
+    batch_offsets: Tensor, num_ads: int, num_tables: int, has_shared_segments: object
+) -> Tensor:
+    """Return the segment of each table and ad, `[T * A]`, in the concatenated requests.
 
-    A request has its ads table by table; with `broadcast` it has one segment per table for all ads.
+    A request has the segments of its ads table by table. With `has_shared_segments` it has one
+    segment per table, for all its ads.
     """
-    ad = torch.arange(ads, device=batch_offsets.device)
-    table = torch.arange(tables, device=batch_offsets.device).unsqueeze(1)
-    starts = batch_offsets.long()
-    request = torch.searchsorted(starts[1:].contiguous(), ad, right=True)
-    if broadcast:
-        return (request * tables + table).flatten()
-    first, count = starts[request], starts.diff()[request]
-    return (tables * first + table * count + ad - first).flatten()
+    ad_numbers = torch.arange(num_ads, device=batch_offsets.device)
+    table_numbers = torch.arange(num_tables, device=batch_offsets.device).unsqueeze(1)
+    first_ads = batch_offsets.long()
+    request_of_ad = torch.searchsorted(first_ads[1:].contiguous(), ad_numbers, right=True)
+    if has_shared_segments:
+        return (request_of_ad * num_tables + table_numbers).flatten()
+    first_ad, ads_of_request = first_ads[request_of_ad], first_ads.diff()[request_of_ad]
+    return (
+        num_tables * first_ad + table_numbers * ads_of_request + ad_numbers - first_ad
+    ).flatten()
 
 
 @operator("reorder_batched_ad_lengths")
@@ -380,14 +389,17 @@ def reorder_batched_ad_lengths(
         f"cat_ad_lengths must have as many entries per table as {lengths_per_table}, got "
         f"{cat_ad_lengths.numel()}",
     )
-    tables = cat_ad_lengths.numel() // lengths_per_table
-    segments = _source_segments(batch_offsets, num_ads_in_batch, tables, broadcast_lengths)
+    num_tables = cat_ad_lengths.numel() // lengths_per_table
+    segments = _source_segments(batch_offsets, num_ads_in_batch, num_tables, broadcast_lengths)
     lengths = cat_ad_lengths.index_select(0, segments)
     if not max_batch_size:
         return lengths
-    fill = max_batch_size - num_ads_in_batch
-    check(fill >= 0 and not broadcast_lengths, "max_batch_size must be at least num_ads_in_batch")
-    return functional.pad(lengths.view(tables, -1), (0, fill)).flatten()
+    num_padding_ads = max_batch_size - num_ads_in_batch
+    check(
+        num_padding_ads >= 0 and not broadcast_lengths,
+        "max_batch_size must be at least num_ads_in_batch",
+    )
+    return functional.pad(lengths.view(num_tables, -1), (0, num_padding_ads)).flatten()
 
 
 @operator("reorder_batched_ad_indices")
@@ -405,12 +417,12 @@ def reorder_batched_ad_indices(
     `reordered_cat_ad_offsets` are the sums of its lengths; with `broadcast_indices` their last is
     `num_indices_after_broadcast`, which saves reading it.
     """
-    tables = (reordered_cat_ad_offsets.numel() - 1) // max(num_ads_in_batch, 1)
-    segments = _source_segments(batch_offsets, num_ads_in_batch, tables, broadcast_indices)
+    num_tables = (reordered_cat_ad_offsets.numel() - 1) // max(num_ads_in_batch, 1)
+    segments = _source_segments(batch_offsets, num_ads_in_batch, num_tables, broadcast_indices)
     starts = cat_ad_offsets.index_select(0, segments).long()
-    total = num_indices_after_broadcast if broadcast_indices else cat_ad_indices.size(0)
+    num_indices = num_indices_after_broadcast if broadcast_indices else cat_ad_indices.size(0)
     lengths = reordered_cat_ad_offsets.diff().long()
-    positions = segment_positions(starts, lengths, total if total >= 0 else None)
+    positions = segment_positions(starts, lengths, num_indices if num_indices >= 0 else None)
     return cat_ad_indices.index_select(0, positions)
 
 
@@ -428,8 +440,8 @@ def cat_reorder_batched_ad_indices(
 ) -> Tensor:
     """Return the ids of requests in the order of `reorder_batched_ad_lengths`."""
     if max_batch_size:  # without the ads that fill the tables up, which have no ids
-        tables = (reordered_cat_ad_offsets.numel() - 1) // max_batch_size
-        lengths = reordered_cat_ad_offsets.diff().view(tables, max_batch_size)
+        num_tables = (reordered_cat_ad_offsets.numel() - 1) // max_batch_size
+        lengths = reordered_cat_ad_offsets.diff().view(num_tables, max_batch_size)
         reordered_cat_ad_offsets = complete_cumsum(lengths[:, :num_ads_in_batch].flatten())
     result = reorder_batched_ad_indices(
         cat_ad_offsets,
@@ -493,8 +505,8 @@ def keyed_jagged_index_select_dim1(
     check_one_per("weights", weights, "value", values.size(0))
     selected_lengths = lengths.view(-1, batch_size).index_select(1, indices).flatten()
     starts = offsets[:-1].view(-1, batch_size).index_select(1, indices).flatten()
-    index = segment_positions(starts, selected_lengths, selected_lengths_sum)
-    selected_values, selected_weights = _select(values, weights, index)
+    positions = segment_positions(starts, selected_lengths, selected_lengths_sum)
+    selected_values, selected_weights = _select(values, weights, positions)
     return (
         [selected_values, selected_lengths]
         if selected_weights is None
@@ -508,8 +520,8 @@ def jagged_unique_indices(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Deduplicate indices per table.
 
-    The distinct indices of a table are spread evenly over the bags of its features, the first bags
-    getting one more.
+    The distinct indices of a table are divided evenly over the bags of its features; the first bags
+    get one more if a remainder is left.
 
     Args:
         hash_size_cumsum: `[F + 1]`, for each feature the number of rows of all tables before its
@@ -522,33 +534,41 @@ def jagged_unique_indices(
         lengths `[F * B]`, their offsets, distinct indices, and the position among them of each of
         `indices`.
     """
-    features = hash_size_cumsum.numel() - 1
+    num_features = hash_size_cumsum.numel() - 1
     check_ids("indices", indices)
     check_offsets("offsets", offsets)
     check(
-        features > 0 and (offsets.numel() - 1) % features == 0,
-        f"offsets must have F * B + 1 entries for F = {features} features, got {offsets.numel()}",
+        num_features > 0 and (offsets.numel() - 1) % num_features == 0,
+        f"offsets must have F * B + 1 entries for F = {num_features} features, got "
+        f"{offsets.numel()}",
     )
-    batch_size = (offsets.numel() - 1) // features
+    batch_size = (offsets.numel() - 1) // num_features
     lengths_of_features = (
-        offsets[::batch_size].diff() if batch_size else offsets.new_zeros(features)
+        offsets[::batch_size].diff() if batch_size else offsets.new_zeros(num_features)
     )
-    first_row = hash_size_cumsum[:-1].repeat_interleave(
+    first_row_of_lookup = hash_size_cumsum[:-1].repeat_interleave(
         lengths_of_features, output_size=indices.numel()
     )
-    unique, reverse = torch.unique(indices + first_row, return_inverse=True)
-    bags = hash_size_offsets.diff() * batch_size
+    distinct_rows, inverse = torch.unique(indices + first_row_of_lookup, return_inverse=True)
+    bags_per_table = hash_size_offsets.diff() * batch_size
     first_rows = hash_size_cumsum.index_select(0, hash_size_offsets)
-    table = torch.searchsorted(first_rows[1:].contiguous(), unique, right=True)
-    counts = torch.zeros_like(bags).scatter_add(0, table, torch.ones_like(table))
-    rank = segment_positions(torch.zeros_like(bags), bags, offsets.numel() - 1)
-    table_of_bag = torch.arange(bags.numel(), device=bags.device).repeat_interleave(
-        bags, output_size=offsets.numel() - 1
+    table_of_row = torch.searchsorted(first_rows[1:].contiguous(), distinct_rows, right=True)
+    distinct_per_table = torch.zeros_like(bags_per_table).scatter_add(
+        0, table_of_row, torch.ones_like(table_of_row)
     )
-    share, remainder = counts // bags.clamp(min=1), counts % bags.clamp(min=1)
-    lengths = share[table_of_bag] + (rank < remainder[table_of_bag])
-    unique_indices = (unique - first_rows.index_select(0, table)).to(indices.dtype)
-    return lengths, complete_cumsum(lengths), unique_indices, reverse
+    bag_in_table = segment_positions(
+        torch.zeros_like(bags_per_table), bags_per_table, offsets.numel() - 1
+    )
+    table_of_bag = torch.arange(
+        bags_per_table.numel(), device=bags_per_table.device
+    ).repeat_interleave(bags_per_table, output_size=offsets.numel() - 1)
+    distinct_per_bag, remainder = (
+        distinct_per_table // bags_per_table.clamp(min=1),
+        distinct_per_table % bags_per_table.clamp(min=1),
+    )
+    lengths = distinct_per_bag[table_of_bag] + (bag_in_table < remainder[table_of_bag])
+    unique_indices = (distinct_rows - first_rows.index_select(0, table_of_row)).to(indices.dtype)
+    return lengths, complete_cumsum(lengths), unique_indices, inverse
 
 
 @operator("jagged_hash_size_cumsum")
@@ -561,23 +581,28 @@ def jagged_hash_size_cumsum(
     features.
     """
     lengths = offsets[::batch_size].diff() if batch_size else offsets[:0]
-    feature = torch.arange(lengths.numel(), device=indices.device)
-    feature = feature.repeat_interleave(lengths, output_size=indices.numel())
-    rows = torch.zeros_like(lengths, dtype=indices.dtype)
-    rows = rows.scatter_reduce(0, feature, indices + 1, "amax").to(offsets.dtype)
-    return complete_cumsum(rows), complete_cumsum(torch.ones_like(rows))
+    feature_of_lookup = torch.arange(lengths.numel(), device=indices.device)
+    feature_of_lookup = feature_of_lookup.repeat_interleave(lengths, output_size=indices.numel())
+    rows_per_table = torch.zeros_like(lengths, dtype=indices.dtype)
+    rows_per_table = rows_per_table.scatter_reduce(0, feature_of_lookup, indices + 1, "amax").to(
+        offsets.dtype
+    )
+    return complete_cumsum(rows_per_table), complete_cumsum(torch.ones_like(rows_per_table))
 
 
-def _unique(linear: Tensor, *, with_counts: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return distinct values, their number and, `with_counts`, uses; filled up with 0."""
+def _distinct_values(linear: Tensor, *, with_counts: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return distinct values and their number; `with_counts` also their uses, else None.
+
+    Values and uses are filled up with 0 to the length of `linear`.
+    """
     check(linear.dim() == 1, f"linear_indices must be 1D, got {list(linear.shape)}")
     values, counts = torch.unique(linear, return_counts=True)
-    fill = (0, linear.numel() - values.numel())
+    padding = (0, linear.numel() - values.numel())
     num_distinct = torch.tensor([values.numel()], dtype=torch.int32, device=linear.device)
     return (
-        functional.pad(values, fill),
+        functional.pad(values, padding),
         num_distinct,
-        functional.pad(counts.int(), fill) if with_counts else None,
+        functional.pad(counts.int(), padding) if with_counts else None,
     )
 
 
@@ -589,7 +614,7 @@ def get_unique_indices(
 
     Uses are None without `compute_count`. `max_indices` is ignored.
     """
-    return _unique(linear_indices, with_counts=compute_count)
+    return _distinct_values(linear_indices, with_counts=compute_count)
 
 
 @operator("get_unique_indices_with_inverse")
@@ -604,4 +629,4 @@ def get_unique_indices_with_inverse(
     The order is None without `compute_inverse_indices`.
     """
     order = linear_indices.argsort(stable=True).int() if compute_inverse_indices else None
-    return *_unique(linear_indices, with_counts=compute_count), order
+    return *_distinct_values(linear_indices, with_counts=compute_count), order

@@ -1,10 +1,10 @@
 """Operators and functions that quantise messages: FP8 with a scale per row, HFP8, MX4.
 
-HFP8 is a byte of sign, `ebits` exponent bits and 7 - `ebits` mantissa bits, rounded to nearest
-even, without infinities. A FP8 row is such bytes of the row times a scale, filled up to a multiple
-of 4, then the float32 scale and 4 bytes of 0. MX4 is groups of values that share an exponent: half
-a byte per value (sign, 2 exponent bits, 1 mantissa bit; ties round away from zero), then the byte
-of the exponent.
+An HFP8 value is a byte of sign, `ebits` exponent bits and 7 - `ebits` mantissa bits. Values are
+rounded to nearest even; there are no infinities. An FP8 row has the HFP8 bytes of the row times a
+scale, filled up to a multiple of 4, then the float32 scale and 4 bytes of 0. MX4 divides values
+into groups that share an exponent. A group is half a byte per value (sign, 2 exponent bits,
+1 mantissa bit; ties round away from zero), then the byte of the exponent.
 """
 
 import enum
@@ -40,32 +40,36 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 @operator("FloatToHFP8Quantized")
 def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Tensor:
-    """Return `[..., D]` as HFP8 bytes, uint8, clamped to +-`max_pos`, which NaN becomes."""
+    """Return `[..., D]` as HFP8 bytes, uint8, clamped to +-`max_pos`; a NaN becomes +-`max_pos`."""
     mantissa_bits = 7 - ebits
     values = input.float()
-    size = values.abs().fmin(torch.full_like(values[..., :1], max_pos))
-    # Adding a power of two that is 23 - mantissa_bits binades larger rounds the bits below off.
-    binade = size.view(torch.int32) & (0xFF << _MANTISSA_BITS)
-    large = (binade + ((_MANTISSA_BITS - mantissa_bits) << _MANTISSA_BITS)).view(torch.float32)
-    rounded = ((large + size) - large).view(torch.int32)
-    normal = (rounded - ((_EXPONENT_BIAS - exponent_bias) << _MANTISSA_BITS)) >> (
+    magnitudes = values.abs().fmin(torch.full_like(values[..., :1], max_pos))
+    # Adding a power of two that is larger by 2 ** (23 - mantissa_bits) rounds the low bits off.
+    powers_of_two = magnitudes.view(torch.int32) & (0xFF << _MANTISSA_BITS)
+    rounding_terms = (powers_of_two + ((_MANTISSA_BITS - mantissa_bits) << _MANTISSA_BITS)).view(
+        torch.float32
+    )
+    rounded = ((rounding_terms + magnitudes) - rounding_terms).view(torch.int32)
+    normal_codes = (rounded - ((_EXPONENT_BIAS - exponent_bias) << _MANTISSA_BITS)) >> (
         _MANTISSA_BITS - mantissa_bits
     )
-    subnormal = (size + 2.0 ** (_MANTISSA_BITS + 1 - exponent_bias - mantissa_bits)).view(
-        torch.int32
+    subnormal_codes = (
+        magnitudes + 2.0 ** (_MANTISSA_BITS + 1 - exponent_bias - mantissa_bits)
+    ).view(torch.int32)
+    codes = torch.where(
+        magnitudes >= 2.0 ** (1 - exponent_bias), normal_codes, subnormal_codes & 0x7F
     )
-    code = torch.where(size >= 2.0 ** (1 - exponent_bias), normal, subnormal & 0x7F)
-    return ((code & 0x7F) | (values.signbit().int() << 7)).to(torch.uint8)
+    return ((codes & 0x7F) | (values.signbit().int() << 7)).to(torch.uint8)
 
 
 @operator("HFP8QuantizedToFloat")
 def hfp8_to_float(input: Tensor, ebits: int, exponent_bias: int) -> Tensor:
     """Return the float32 values of bytes, of the shape of `input`."""
-    code = input.int()
-    size = ((code & 0x7F) << (_MANTISSA_BITS - 7 + ebits)).view(torch.float32)
+    codes = input.int()
+    unscaled = ((codes & 0x7F) << (_MANTISSA_BITS - 7 + ebits)).view(torch.float32)
     # As a float32 the bits are the value over a power of two, for subnormal bytes too.
     factor = 2.0 ** (_EXPONENT_BIAS - exponent_bias)
-    return torch.where(code > 0x7F, -1.0, 1.0) * (size * factor)
+    return torch.where(codes > 0x7F, -1.0, 1.0) * (unscaled * factor)
 
 
 @operator("FloatToFP8RowwiseQuantized")
@@ -96,12 +100,14 @@ def _shared_exponent(largest: Tensor, rounding: int) -> Tensor:
     """Return the exponent of a group's largest value; `rounding` is a member of RoundingMode."""
     exponent = largest.masked_fill(largest == 0, _MIN_NORMAL)
     if rounding in (RoundingMode.even, RoundingMode.stochastic):
-        below = _MANTISSA_BITS - 1  # bits that are rounded off: MX4 has 1 bit of mantissa
-        added: Tensor | int = (1 << (below - 1)) - 1
+        num_dropped_bits = (
+            _MANTISSA_BITS - 1
+        )  # bits that are rounded off: MX4 has 1 bit of mantissa
+        rounding_term: Tensor | int = (1 << (num_dropped_bits - 1)) - 1
         if rounding == RoundingMode.stochastic:
             noise = torch.randint_like(exponent, high=2**31 - 1, dtype=torch.int32)
-            added = noise & ((1 << below) - 1)
-        exponent = (exponent.view(torch.int32) + added).view(torch.float32)
+            rounding_term = noise & ((1 << num_dropped_bits) - 1)
+        exponent = (exponent.view(torch.int32) + rounding_term).view(torch.float32)
     exponent = exponent.log2()
     if rounding == RoundingMode.ceil:
         return exponent.ceil()
@@ -121,8 +127,8 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.ev
     """
     if values.numel() == 0:
         return torch.empty(values.shape, dtype=torch.uint8, device=values.device)
-    fill = -values.size(-1) % group_size
-    groups = functional.pad(values.float(), (0, fill)).reshape(-1, group_size)
+    num_padding_columns = -values.size(-1) % group_size
+    groups = functional.pad(values.float(), (0, num_padding_columns)).reshape(-1, group_size)
     exponent = _shared_exponent(groups.abs().amax(1, keepdim=True), rounding)
     # Rounding makes NaN of the largest float32 values, as their exponent has none above it.
     exponent = exponent.nan_to_num(128.0, posinf=128.0) - _MX4_MAX_EXPONENT

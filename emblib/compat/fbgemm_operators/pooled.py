@@ -254,7 +254,7 @@ def batch_index_select_dim0(
     ]
     if permute_output_dim_0_1:
         return torch.cat(selected_rows, dim=1).flatten()
-    return torch.cat([num_rows.flatten() for num_rows in selected_rows])
+    return torch.cat([rows.flatten() for rows in selected_rows])
 
 
 @operator("batch_index_select_dim0_tensor")

@@ -58,11 +58,13 @@ def _schema_of(function: Callable[..., Any], writes: Sequence[str]) -> str:
     signature = inspect.signature(function)
     arguments = []
     for name, parameter in signature.parameters.items():
-        kind = _type_text(parameter.annotation)
+        type_text = _type_text(parameter.annotation)
         if name in writes:
-            kind = kind.replace("Tensor", f"Tensor({'abcd'[writes.index(name)]}!)")
+            type_text = type_text.replace("Tensor", f"Tensor({'abcd'[writes.index(name)]}!)")
         default = parameter.default
-        arguments.append(f"{kind} {name}" + ("" if default is parameter.empty else f"={default}"))
+        arguments.append(
+            f"{type_text} {name}" + ("" if default is parameter.empty else f"={default}")
+        )
     return f"({', '.join(arguments)}) -> {_type_text(signature.return_annotation)}"
 
 
