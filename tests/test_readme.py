@@ -229,7 +229,7 @@ def test_the_matrix_has_every_shape_of_its_benchmark() -> None:
     shapes = {cpu_matrix.name_of(case) for cases in planned.values() for case in cases}
     assert {row["shape"] for row in rows} == shapes
     found = {(row["pass"], row["dtype"]) for row in rows}
-    assert found == set(front_page.MATRIX_WORK) == {(g.work, g.dtype) for g in planned}
+    assert found == set(front_page.TITLE_OF_MATRIX_WORK) == {(g.work, g.dtype) for g in planned}
     assert {(row["peer"], row["threads"]) for row in rows} == set(front_page.MATRIX_COLUMNS)
     assert {row["pages"] for row in rows} == {"small"}
     assert all(len(row["ratios"]) == evidence.PROCESSES for row in rows)
