@@ -245,7 +245,11 @@ def processor(
     cpu = cpu or Cpu()
     flags, details = cpu_flags(cpu, len(usable_cores()), sleep)
     cache, mhz, smt = cpu.last_level_cache(), mean_mhz(), cpu.number(f"{CORES}/smt/active")
-    others, quota, throttled = details.get("cores_of_others"), cpu.quota(), cpu.throttled()
+    others, quota, throttled = (
+        details.get("cores_of_others"),
+        cpu.quota_cores(),
+        cpu.num_throttled(),
+    )
     throttles = None if throttled is None else f"{throttled} since the system started"
     on_off = {True: "on", False: "off", None: None}
     values = {  # None is not shown by the system
@@ -255,11 +259,11 @@ def processor(
         "last-level cache": _mib(cache) if cache else None,
         "frequency": f"{mhz:.0f} MHz" if mhz else None,
         "governor": cpu.governor(),
-        "boost": on_off[cpu.boost()],
+        "boost": on_off[cpu.has_boost()],
         "load": f"{details['load']:.2f} in the last minute",
         "other processes": None if others is None else f"{others:.2f} cores",
         "quota": "none" if quota is None else f"{quota:g} cores' worth of time",
-        "virtual machine": "yes" if cpu.virtual() else "no",
+        "virtual machine": "yes" if cpu.is_virtual() else "no",
         "throttle counter": throttles,
     }
     label_of = {"busy": "other processes", "virtual": "virtual machine"}

@@ -134,14 +134,14 @@ def opening_comment(file: Path) -> str:
 
 def hardware() -> Listing:
     """Return the devices of conf/hardware with their theoretical figures."""
-    from experiments.machine.ceilings import FIGURES, table
+    from experiments.machine.ceilings import FIGURES, known_devices
 
     section = Listing(
         "Hardware",
         ("name", *FIGURES.values()),
         note="as their makers say, sources in conf/hardware; reports divide by the bandwidth",
     )
-    for device in table():
+    for device in known_devices():
         figures = [device.figures.get(key) for key in FIGURES]
         texts = [UNKNOWN if figure is None else f"{figure:,.4g}" for figure in figures]
         section.rows.append((device.name, *texts))

@@ -258,7 +258,7 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
     for label, run in zip(_labels(runs), runs, strict=True):
         mode = (common_modes or run.modes)[0]
         device = ceilings.of_environment(run.environment)
-        measured_ceilings = MeasuredCeilings.of(run.environment)
+        measured_ceilings = MeasuredCeilings.from_environment(run.environment)
         run = run.in_mode(mode)
         machines.append(Machine(label, run, device, measured_ceilings, mode, _cells(run.records)))
     return machines

@@ -258,7 +258,9 @@ class RandomLines(KeyTable):
         self.lines = CacheLines(ENTRY_BYTES * task.slots, huge=self.huge)
         self.num_filled = 0
         # NumPy gathers faster than torch on one thread, but does not use more.
-        self.read_lines = self.lines.take if torch.get_num_threads() == 1 else self.lines.read
+        self.read_lines = (
+            self.lines.read_by_numpy if torch.get_num_threads() == 1 else self.lines.read_by_torch
+        )
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Count the keys, which are not stored."""

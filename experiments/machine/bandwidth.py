@@ -1,15 +1,15 @@
 """Measure the ceilings of this machine: copying, gathering random rows, multiplying matrices.
 
-A run measures them on its own threads, and reports compare contenders with them. Each is the best
-of several calls, because disturbances only lower it. Bandwidth counts bytes read plus written.
+A run measures them on its own threads, and reports compare contenders with them. A ceiling is the
+best of several calls, because disturbances only lower it. Bandwidth counts bytes read plus written.
 
 Rows are gathered in four ways, of which the fastest counts: by torch and by emblib's lookup, each
-with an output row per row (`index_select`, bags of 1) and per 32 rows (`embedding_bag`, bags of
-32). Bytes are counted as the metrics count a lookup: rows, ids, offsets and output. A lookup whose
-rows come from memory stays below the ceiling, because its kernel is one of the four ways and its
-bytes are counted the same way; a row size between two measured ones is compared with the larger. On
-a GPU, ceilings except `launch_us` are timed by events behind a spin, without launches. Lookups
-whose rows or outputs stay in a cache can exceed the ceiling.
+with one output row per row (`index_select`, bags of 1) and one per 32 rows (`embedding_bag`, bags
+of 32). Bytes are counted as the metrics count a lookup: rows, ids, offsets and output. A lookup
+whose rows come from memory stays below the ceiling: its kernel is one of the four ways, and its
+bytes are counted in the same way. A row size between two measured ones is compared with the larger.
+Lookups whose rows or outputs stay in a cache can exceed the ceiling. On a GPU, ceilings except
+`launch_us` are timed by events behind a spin, without launches.
 """
 
 from __future__ import annotations
@@ -59,17 +59,20 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
         how they were measured; on a GPU `launch_us`, from a call on an idle GPU to the end of an
         almost empty kernel.
     """
-    size = table_bytes(device) if seconds else SMOKE_BYTES
-    flat = torch.ones(size // 4, device=device)
-    copied = copy_bandwidth(flat, COPY_SHARE * seconds)
-    rates = {str(row): gather_bandwidth(flat, row, GATHER_SHARE * seconds) for row in ROW_BYTES}
+    num_bytes = table_bytes(device) if seconds else SMOKE_BYTES
+    flat = torch.ones(num_bytes // 4, device=device)
+    copy_rate = copy_bandwidth(flat, COPY_SHARE * seconds)
+    rates = {
+        str(row_bytes): gather_bandwidth(flat, row_bytes, GATHER_SHARE * seconds)
+        for row_bytes in ROW_BYTES
+    }
     ceilings: dict[str, Any] = {
-        "copy_gb_s": round(copied / 1e9, 3),
-        "gather_gb_s": {row: round(rate / 1e9, 3) for row, (rate, _) in rates.items()},
-        "gather_by": {row: method for row, (_, method) in rates.items()},
+        "copy_gb_s": round(copy_rate / 1e9, 3),
+        "gather_gb_s": {row_bytes: round(rate / 1e9, 3) for row_bytes, (rate, _) in rates.items()},
+        "gather_by": {row_bytes: method for row_bytes, (_, method) in rates.items()},
         "sgemm_gflop_s": round(sgemm_rate(device, SGEMM_SHARE * seconds) / 1e9, 3),
         "counted": "bytes read + bytes written; of gathers rows, ids, offsets and output",
-        "table_bytes": size,
+        "table_bytes": num_bytes,
         "threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
@@ -81,16 +84,16 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
 
 
 def table_bytes(device: torch.device) -> int:
-    """Return the bytes of a table that is far larger than the caches, but at most MEMORY_SHARE.
+    """Return the bytes of a table that is far larger than the caches.
 
-    It has SMOKE_BYTES at least, however little memory is free.
+    It has at most MEMORY_SHARE of the free memory, but at least SMOKE_BYTES.
     """
     if device.type == "cuda":
-        cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
-        size = max(MIN_GPU_BYTES, CACHES_PER_TABLE * cache)
+        cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
+        num_bytes = max(MIN_GPU_BYTES, CACHES_PER_TABLE * cache_bytes)
     else:
-        size = CACHES_PER_TABLE * last_level_cache_bytes()
-    return max(SMOKE_BYTES, min(size, int(MEMORY_SHARE * available_bytes(device)) >> 20 << 20))
+        num_bytes = CACHES_PER_TABLE * last_level_cache_bytes()
+    return max(SMOKE_BYTES, min(num_bytes, int(MEMORY_SHARE * available_bytes(device)) >> 20 << 20))
 
 
 def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
@@ -113,8 +116,8 @@ def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tupl
     lookups of emblib allocate a second table of that size.
     """
     rates = {
-        method: nbytes / shortest_call(work, flat.device, seconds / 4)
-        for method, nbytes, work in gather_ways(flat, row_bytes)
+        method: nbytes / shortest_call(call, flat.device, seconds / 4)
+        for method, nbytes, call in gather_ways(flat, row_bytes)
     }
     fastest = max(rates, key=lambda name: rates[name])
     return rates[fastest], fastest
@@ -123,26 +126,31 @@ def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tupl
 def gather_ways(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Yield the name, the bytes read and written, and the call of each way to gather random rows.
 
-    A GPU gathers half of the rows, each once; a CPU an eighth at random, so that few repeat.
+    A GPU gathers half of the rows, each once. A CPU gathers as many random rows as an eighth of the
+    table has, so that few repeat.
     """
     table = flat.view(-1, row_bytes // flat.element_size())
-    rows, device = table.size(0), flat.device
+    num_rows, device = table.size(0), flat.device
     generator = torch.Generator(device=device).manual_seed(row_bytes)
     if device.type == "cuda":
-        count = rows // 2 // BAG_LENGTH * BAG_LENGTH
-        ids = torch.randperm(rows, device=device, generator=generator)[:count]
+        num_ids = num_rows // 2 // BAG_LENGTH * BAG_LENGTH
+        ids = torch.randperm(num_rows, device=device, generator=generator)[:num_ids]
     else:
-        count = rows // 8 // BAG_LENGTH * BAG_LENGTH
-        ids = torch.randint(rows, (count,), device=device, generator=generator)
-    bags = ids.view(-1, BAG_LENGTH)
-    out = torch.empty(count, table.size(1), device=device)
-    read, per_row = count * (row_bytes + ID_BYTES), count * row_bytes
-    yield "index_select", read + per_row, lambda: torch.index_select(table, 0, ids, out=out)
-    pooled = read + per_row // BAG_LENGTH + ID_BYTES * (count // BAG_LENGTH)
-    yield "embedding_bag", pooled, lambda: F.embedding_bag(bags, table, mode="sum")
-    module = _one_table(rows, table.size(1), device)
-    for length, nbytes in ((1, read + per_row + ID_BYTES * (count + 1)), (BAG_LENGTH, pooled)):
-        offsets = torch.arange(0, count + 1, length, device=device)
+        num_ids = num_rows // 8 // BAG_LENGTH * BAG_LENGTH
+        ids = torch.randint(num_rows, (num_ids,), device=device, generator=generator)
+    ids_by_bag = ids.view(-1, BAG_LENGTH)
+    out = torch.empty(num_ids, table.size(1), device=device)
+    read_bytes, output_bytes = num_ids * (row_bytes + ID_BYTES), num_ids * row_bytes
+    nbytes = read_bytes + output_bytes
+    yield "index_select", nbytes, lambda: torch.index_select(table, 0, ids, out=out)
+    pooled_bytes = read_bytes + output_bytes // BAG_LENGTH + ID_BYTES * (num_ids // BAG_LENGTH)
+    yield "embedding_bag", pooled_bytes, lambda: F.embedding_bag(ids_by_bag, table, mode="sum")
+    module = _one_table(num_rows, table.size(1), device)
+    for length, nbytes in (
+        (1, read_bytes + output_bytes + ID_BYTES * (num_ids + 1)),
+        (BAG_LENGTH, pooled_bytes),
+    ):
+        offsets = torch.arange(0, num_ids + 1, length, device=device)
 
         def look_up(offsets: Tensor = offsets) -> object:
             with torch.no_grad():
@@ -154,8 +162,8 @@ def gather_ways(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callab
 def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatchedEmbeddingBags:
     """Return a table of ones, which does not check ids.
 
-    On a CPU, drawing initial values takes seconds. A large table avoids that by way of the meta
-    device. A small table does not, because the meta device loads half of torch.
+    On a CPU, drawing initial values takes seconds. A large table is therefore created on the meta
+    device, without values. A small table is not, because the meta device loads half of torch.
     """
     tables = [emblib.TableSpec(rows, dim)]
     is_drawn = device.type == "cuda" or 4 * rows * dim <= SMOKE_BYTES
@@ -171,21 +179,21 @@ def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatched
     return module
 
 
-def shortest_call(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+def shortest_call(call: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Return the shortest seconds of MIN_RUNS calls or more, as many as fit into `seconds`.
 
-    On a GPU the times are by events, without the launch, and one more call comes first.
+    On a GPU events measure the time, without the launch; one more call comes first.
     """
     if device.type != "cuda":
-        return shortest_wall(work, device, seconds)
+        return shortest_wall(call, device, seconds)
     times: list[float] = []
-    work()  # first calls load kernels
+    call()  # first calls load kernels
     deadline = time.perf_counter() + seconds
     while len(times) < MIN_RUNS or time.perf_counter() < deadline:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(SPIN_CYCLES)
         start.record()
-        work()
+        call()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
@@ -193,7 +201,7 @@ def shortest_call(work: Callable[[], object], device: torch.device, seconds: flo
 
 
 def shortest_wall(
-    work: Callable[[], object],
+    call: Callable[[], object],
     device: torch.device,
     seconds: float,
     now: Callable[[], float] = time.perf_counter,
@@ -205,27 +213,27 @@ def shortest_wall(
             torch.cuda.synchronize()
         return now()
 
-    shortest_s, deadline, runs = float("inf"), now() + seconds, 0
-    while runs < MIN_RUNS or now() < deadline:
+    shortest_s, deadline, num_calls = float("inf"), now() + seconds, 0
+    while num_calls < MIN_RUNS or now() < deadline:
         start = synchronised()
-        work()
+        call()
         shortest_s = min(shortest_s, synchronised() - start)
-        runs += 1
+        num_calls += 1
     return shortest_s
 
 
 class CacheLines:
-    """Memory of `nbytes` in small or huge pages; cache line n is the int64 n, then zeros.
+    """Memory of `nbytes` in small or huge pages; cache line n has the int64 n, then zeros.
 
-    The kind of pages is advice to the system, which may not follow it.
+    The system is advised to use that kind of pages, and may not follow.
     """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
         self.count = max(1, nbytes // LINE_BYTES)
-        page = huge_page_bytes()
-        size = (self.count * LINE_BYTES // page + 2) * page
+        page_bytes = huge_page_bytes()
+        num_bytes = (self.count * LINE_BYTES // page_bytes + 2) * page_bytes
         # Private memory, because other rules give huge pages to shared memory.
-        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         advice = getattr(mmap, "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", None)
         if advice is not None:
             self.memory.madvise(advice)
@@ -237,12 +245,12 @@ class CacheLines:
         """Return the index of the word to read per key, int64 [N] on the CPU as `keys`."""
         return keys.remainder(self.count) * WORDS_PER_LINE
 
-    def read(self, positions: Tensor) -> Tensor:
+    def read_by_torch(self, positions: Tensor) -> Tensor:
         """Return the words at `positions`, int64 [N], read by torch on its threads."""
         return torch.index_select(torch.from_numpy(self.words), 0, positions)
 
-    def take(self, positions: Tensor) -> Tensor:
-        """Return the same, read by NumPy, which on one thread is mostly faster."""
+    def read_by_numpy(self, positions: Tensor) -> Tensor:
+        """Return the words at `positions`, read by NumPy, which is mostly faster on one thread."""
         out = np.empty(positions.numel(), np.int64)
         return torch.from_numpy(np.take(self.words, positions.numpy(), out=out, mode="clip"))
 

@@ -40,22 +40,23 @@ class MeasuredCeilings:
     gather_by: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, environment: Mapping[str, Any]) -> MeasuredCeilings:
+    def from_environment(cls, environment: Mapping[str, Any]) -> MeasuredCeilings:
         """Read the ceilings from environment.json; early runs have the copy bandwidth only."""
-        measured = environment.get("bandwidth") or {}
-        copied = measured.get("copy_gb_s") or environment.get("copy_gb_s")
-        gathered = {int(k): float(v) for k, v in (measured.get("gather_gb_s") or {}).items()}
+        entries = environment.get("bandwidth") or {}
+        copy_gb_s = entries.get("copy_gb_s") or environment.get("copy_gb_s")
+        gather_gb_s = {int(k): float(v) for k, v in (entries.get("gather_gb_s") or {}).items()}
         return cls(
-            float(copied) if copied else math.nan,
-            tuple(sorted(gathered.items())),
-            float(measured.get("sgemm_gflop_s") or math.nan),
-            tuple(dict.fromkeys((measured.get("gather_by") or {}).values())),
+            float(copy_gb_s) if copy_gb_s else math.nan,
+            tuple(sorted(gather_gb_s.items())),
+            float(entries.get("sgemm_gflop_s") or math.nan),
+            tuple(dict.fromkeys((entries.get("gather_by") or {}).values())),
         )
 
     def gather(self, row_bytes: float) -> float:
-        """Return the bandwidth of the next measured row size, else of the largest; nan without any.
+        """Return the bandwidth of the smallest measured row size that is not below `row_bytes`.
 
-        Larger rows gather faster, so the next size is a bound.
+        Larger rows gather faster, so that bandwidth is a bound. Above all measured sizes it is the
+        bandwidth of the largest; nan without any.
         """
         larger = [rate for size, rate in self.gather_gb_s if size >= row_bytes]
         rates = larger or [rate for _, rate in self.gather_gb_s[-1:]]
@@ -116,18 +117,20 @@ def read(path: Path) -> Device:
         ValueError: a key or kind is unknown, `name` or `names` is missing, or a figure has no
             source, no value or one that is no number.
     """
-    raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
-    unknown = sorted(set(raw) - {"name", "kind", "names", "note", *FIGURES})
-    if unknown:
-        raise ValueError(f"{path.name}: unknown key '{unknown[0]}'; there is {', '.join(FIGURES)}")
-    if raw.get("kind") not in ("gpu", "cpu"):
-        raise ValueError(f"{path.name}: kind must be gpu or cpu, got {raw.get('kind')}")
-    missing = [key for key in ("name", "names") if key not in raw]
-    if missing:
-        raise ValueError(f"{path.name}: {missing[0]} is missing")
+    content = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    unknown_keys = sorted(set(content) - {"name", "kind", "names", "note", *FIGURES})
+    if unknown_keys:
+        raise ValueError(
+            f"{path.name}: unknown key '{unknown_keys[0]}'; there is {', '.join(FIGURES)}"
+        )
+    if content.get("kind") not in ("gpu", "cpu"):
+        raise ValueError(f"{path.name}: kind must be gpu or cpu, got {content.get('kind')}")
+    missing_keys = [key for key in ("name", "names") if key not in content]
+    if missing_keys:
+        raise ValueError(f"{path.name}: {missing_keys[0]} is missing")
     figures, sources = {}, {}
     for key in FIGURES:
-        entry = raw.get(key, UNKNOWN)
+        entry = content.get(key, UNKNOWN)
         if entry == UNKNOWN:
             continue
         if not isinstance(entry, dict) or "value" not in entry or not entry.get("source"):
@@ -135,12 +138,12 @@ def read(path: Path) -> Device:
                 f"{path.name}: {key} must be {{value: .., source: URL}} or unknown, got {entry}"
             )
         figures[key], sources[key] = float(entry["value"]), str(entry["source"])
-    names = tuple(raw["names"])
-    return Device(path.stem, raw["name"], raw["kind"], names, figures, sources)
+    names = tuple(content["names"])
+    return Device(path.stem, content["name"], content["kind"], names, figures, sources)
 
 
 @cache
-def table() -> tuple[Device, ...]:
+def known_devices() -> tuple[Device, ...]:
     """Return every device of conf/hardware, GPUs first, by name."""
     devices = [read(path) for path in sorted((CONF / "hardware").glob("*.yaml"))]
     return tuple(sorted(devices, key=lambda d: (d.kind != "gpu", d.name)))
@@ -148,7 +151,7 @@ def table() -> tuple[Device, ...]:
 
 def find(name: str) -> Device | None:
     """Return the device that a driver calls `name`, or None."""
-    return next((device for device in table() if device.is_called(name)), None)
+    return next((device for device in known_devices() if device.is_called(name)), None)
 
 
 def of_environment(environment: Mapping[str, Any]) -> Device | None:

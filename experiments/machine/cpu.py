@@ -1,7 +1,7 @@
 """The CPU: caches, governor, throttling and limits, and the processor time of other processes.
 
-py-cpuinfo is no substitute: it starts processes, takes more than a second, and reports the cache of
-one core. What psutil has is read by psutil.
+psutil reads what it can. py-cpuinfo is no substitute for the rest: it starts processes, takes more
+than a second, and reports the cache of one core only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def mean_mhz() -> float | None:
 
 
 class CpuTime:
-    """The processor time that was used since the construction of this object, by whom."""
+    """The processor time that other processes and a hypervisor used since its construction."""
 
     def __init__(self) -> None:
         self._system, self._process = psutil.cpu_times(), os.times()
@@ -51,28 +51,31 @@ class CpuTime:
     def shares(self) -> tuple[float | None, float | None]:
         """Return the share of time stolen by a hypervisor, and the cores of other processes.
 
-        Both are None if no processor time was counted since; the cores also if less than
-        MIN_SECONDS passed.
+        Both are None if the system counted no processor time since the construction. The cores are
+        None also if less than MIN_SECONDS passed.
         """
         times_before, times = self._system._asdict(), psutil.cpu_times()._asdict()
-        increase = {state: times[state] - times_before[state] for state in times}
-        busy = sum(increase.get(s, 0.0) for s in ("user", "nice", "system", "irq", "softirq"))
-        stolen = increase.get("steal", 0.0)
-        total = busy + stolen + increase.get("idle", 0.0) + increase.get("iowait", 0.0)
-        if total <= 0:
+        increase_s = {state: times[state] - times_before[state] for state in times}
+        busy_s = sum(increase_s.get(s, 0.0) for s in ("user", "nice", "system", "irq", "softirq"))
+        stolen_s = increase_s.get("steal", 0.0)
+        total_s = busy_s + stolen_s + increase_s.get("idle", 0.0) + increase_s.get("iowait", 0.0)
+        if total_s <= 0:
             return None, None
         process = os.times()
         process_s = process.user + process.system - self._process.user - self._process.system
-        seconds = total / (os.cpu_count() or 1)
-        cores_of_others = None if seconds < MIN_SECONDS else max(0.0, busy - process_s) / seconds
-        return stolen / total, cores_of_others
+        elapsed_s = total_s / (os.cpu_count() or 1)
+        cores_of_others = (
+            None if elapsed_s < MIN_SECONDS else max(0.0, busy_s - process_s) / elapsed_s
+        )
+        return stolen_s / total_s, cores_of_others
 
 
 @dataclass(frozen=True)
 class Cpu:
     """Facts about the CPU from the kernel's files below `root`.
 
-    A fact that the files lack is None; of `info` "", of `instructions` empty, of `virtual` False.
+    A fact that the files lack is None, except that `info` is "", `instructions` is empty and
+    `is_virtual` is False.
     """
 
     root: Path = Path("/")
@@ -100,7 +103,7 @@ class Cpu:
         """Return the CPU's flags."""
         return frozenset(self.info("flags").split())
 
-    def virtual(self) -> bool:
+    def is_virtual(self) -> bool:
         """Return whether this is a virtual machine."""
         return "hypervisor" in self.instructions()
 
@@ -108,29 +111,30 @@ class Cpu:
         """Return the bytes of the usable cores' last-level caches; a shared one counts once."""
         sizes: dict[str, int] = {}
         for core in usable_cores():
-            outermost = (0, "", 0)
+            outermost_cache = (0, "", 0)
             for index in (self.root / f"{CORES}/cpu{core}/cache").glob("index*"):
                 level = self.number(f"{index}/level")
-                size = re.fullmatch(r"(\d+)([KM]?)", self.text(f"{index}/size") or "")
-                if size and level and level > outermost[0]:
-                    scale = {"": 1, "K": 1 << 10, "M": 1 << 20}[size[2]]
-                    shared = self.text(f"{index}/shared_cpu_list") or str(core)
-                    outermost = (level, f"{level}:{shared}", int(size[1]) * scale)
-            sizes[outermost[1]] = outermost[2]
+                size_text = re.fullmatch(r"(\d+)([KM]?)", self.text(f"{index}/size") or "")
+                if size_text and level and level > outermost_cache[0]:
+                    unit_bytes = {"": 1, "K": 1 << 10, "M": 1 << 20}[size_text[2]]
+                    core_list = self.text(f"{index}/shared_cpu_list") or str(core)
+                    num_bytes = int(size_text[1]) * unit_bytes
+                    outermost_cache = (level, f"{level}:{core_list}", num_bytes)
+            sizes[outermost_cache[1]] = outermost_cache[2]
         return sum(sizes.values()) or None
 
     def governor(self) -> str | None:
         """Return the frequency governor of the first usable core."""
         return self.text(f"{CORES}/cpu{usable_cores()[0]}/cpufreq/scaling_governor")
 
-    def boost(self) -> bool | None:
+    def has_boost(self) -> bool | None:
         """Return whether the frequency may exceed the nominal one."""
         if (no_turbo := self.number(f"{CORES}/intel_pstate/no_turbo")) is not None:
             return no_turbo == 0
         boost = self.number(f"{CORES}/cpufreq/boost")
         return None if boost is None else boost == 1
 
-    def throttled(self) -> int | None:
+    def num_throttled(self) -> int | None:
         """Return the number of times that the usable cores were throttled for heat."""
         counts = [
             self.number(f"{CORES}/cpu{core}/thermal_throttle/core_throttle_count")
@@ -139,7 +143,7 @@ class Cpu:
         core_counts = [count for count in counts if count is not None]
         return sum(core_counts) if core_counts else None
 
-    def quota(self) -> float | None:
+    def quota_cores(self) -> float | None:
         """Return the limit of a container in cores; None without a limit."""
         limits = (self.text("sys/fs/cgroup/cpu.max") or "").split()
         if len(limits) == 2 and limits[0] != "max":

@@ -78,14 +78,16 @@ def git_state() -> dict[str, Any]:
     a reference must not make the next run dirty.
     """
     sha = _git("rev-parse", "--short=12", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude,top)reports")
-    return {"sha": sha or None, "dirty": None if sha is None else bool(changed)}
+    changed_files = _git(
+        "status", "--porcelain", "--untracked-files=no", "--", ":(exclude,top)reports"
+    )
+    return {"sha": sha or None, "dirty": None if sha is None else bool(changed_files)}
 
 
 def version_of(package: str) -> str | None:
     """Return the version of an installed package, else the imported module's, else None."""
-    loaded = sys.modules.get(package)
-    return installed_version(package) or getattr(loaded, "__version__", None)
+    module = sys.modules.get(package)
+    return installed_version(package) or getattr(module, "__version__", None)
 
 
 def _cpu_model() -> str:

@@ -25,8 +25,8 @@ CGROUP_FILES = (
 def keep_freed_blocks() -> bool:
     """Let malloc reuse freed blocks up to 32 MiB, as it does in a process that ran for a while.
 
-    Else malloc returns fresh pages for the large outputs of some calls, depending on their order,
-    and page faults cost more than the lookup. Return whether the C library accepted.
+    Otherwise malloc returns fresh pages for the large outputs of some calls, depending on the order
+    of calls, and their page faults cost more than the lookup. Return whether the C library agreed.
     """
     try:
         libc = ctypes.CDLL(None)
@@ -37,18 +37,18 @@ def keep_freed_blocks() -> bool:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the free bytes of the device; on a CPU the lower of system's and container's."""
+    """Return the free bytes of the device; on a CPU the minimum of the system and the container."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free_bytes, cpu = int(psutil.virtual_memory().available), Cpu()
     for limit_file, used_file in CGROUP_FILES:
-        limit, used = cpu.number(limit_file), cpu.number(used_file)
-        if limit is not None and used is not None:
-            free_bytes = min(free_bytes, max(0, limit - used))
+        limit_bytes, used_bytes = cpu.number(limit_file), cpu.number(used_file)
+        if limit_bytes is not None and used_bytes is not None:
+            free_bytes = min(free_bytes, max(0, limit_bytes - used_bytes))
     return free_bytes
 
 
-def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Make a call; return the maximum of the bytes in use during it, minus those in use before.
 
     On a GPU these are the bytes that torch has allocated; on a CPU the resident memory of the
@@ -56,11 +56,11 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
     call is not made.
     """
     if device.type != "cuda":
-        return _peak_bytes_on_host(work)
+        return _peak_bytes_on_host(call)
     torch.cuda.synchronize(device)
     bytes_before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    work()
+    call()
     torch.cuda.synchronize(device)
     return int(torch.cuda.max_memory_allocated(device) - bytes_before)
 
@@ -83,12 +83,12 @@ def release_freed_blocks() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _peak_bytes_on_host(work: Callable[[], object]) -> int | None:
+def _peak_bytes_on_host(call: Callable[[], object]) -> int | None:
     release_freed_blocks()
     if not reset_peak():
         return None
     resident_before = resident_bytes("VmRSS")
-    work()
+    call()
     peak = resident_bytes("VmHWM")
     return None if resident_before is None or peak is None else max(0, peak - resident_before)
 

@@ -1,4 +1,4 @@
-"""Check whether the machine is fit to measure on; every fault becomes a flag of the run."""
+"""Check whether the machine is fit for measurements; every fault becomes a flag of the run."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def check(
     if source := newer_source(device):
         flags, details = [*flags, "old_library"], details | {"newer_source": source}
     if device.type == "cuda":
-        on_gpu, settings = gpu_flags(nvml or Nvml.open(device))
-        flags, details = flags + on_gpu, details | {"gpu": settings}
+        flags_of_gpu, settings = gpu_flags(nvml or Nvml.open(device))
+        flags, details = flags + flags_of_gpu, details | {"gpu": settings}
     return {"flags": flags, "fit": not set(flags) - set(MINOR), **details}
 
 
@@ -66,14 +66,14 @@ def cpu_flags(
     `load` is the load average of a minute, `cores_of_others` the cores that other processes use,
     `cores` the number that this process may use, `quota` a limit in cores. Takes LOOK_SECONDS.
     """
-    watched = CpuTime()
+    cpu_time = CpuTime()
     sleep(LOOK_SECONDS)
-    _, cores_of_others = watched.shares()
-    cores, quota, governor = len(usable_cores()), cpu.quota(), cpu.governor()
+    _, cores_of_others = cpu_time.shares()
+    cores, quota, governor = len(usable_cores()), cpu.quota_cores(), cpu.governor()
     flags = {
         "busy": cores_of_others is not None and cores_of_others > BUSY_CORES,
         "governor": governor not in (None, "performance"),
-        "virtual": cpu.virtual(),
+        "virtual": cpu.is_virtual(),
         "quota": quota is not None and quota < threads,
         "threads": threads > cores,
     }
@@ -86,7 +86,7 @@ def cpu_flags(
         "quota": quota,
     }
     known_details = {key: value for key, value in details.items() if value is not None}
-    return [flag for flag, is_so in flags.items() if is_so], known_details
+    return [flag for flag, is_raised in flags.items() if is_raised], known_details
 
 
 def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
@@ -94,23 +94,23 @@ def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
     if nvml is None:
         return ["nvml_absent"], {}
     settings = nvml.settings()
-    limit, default = settings.get("power_limit_w"), settings.get("power_limit_default_w")
+    limit_w, default_w = settings.get("power_limit_w"), settings.get("power_limit_default_w")
     flags = {
-        # One process may be this one: in a container its number is not the driver's.
+        # One process may be this one, which has another number in a container.
         "other_processes": len(nvml.processes() or {}) > 1,
         "slowed": bool(settings.get("reasons")),
         "hot": settings.get("temperature_c", 0) >= HOT_CELSIUS,
-        "power_limit": limit is not None and default is not None and limit < default,
+        "power_limit": limit_w is not None and default_w is not None and limit_w < default_w,
         "persistence_off": settings.get("persistence") is False,
         "mig": settings.get("mig", False),
     }
-    return [flag for flag, is_so in flags.items() if is_so], settings
+    return [flag for flag, is_raised in flags.items() if is_raised], settings
 
 
 def newer_source(device: torch.device, *, root: Path = ROOT) -> str | None:
-    """Return the source that was changed last, if that was after the build of the library.
+    """Return the source that was changed last, if it is newer than the build of the library.
 
-    None if the library is up to date or absent, or without sources, as for an installed wheel.
+    Return None if the library is up to date or absent, or if there are no sources (a wheel).
     """
     name = f"libemblib_{device.type}.so"
     library = next((f / name for f in library_folders() if (f / name).exists()), None)
@@ -124,7 +124,7 @@ def newer_source(device: torch.device, *, root: Path = ROOT) -> str | None:
         for path in (root / "csrc").rglob("*")
         if path.is_file() and (device.type == "cuda" or path.suffix not in DEVICE_CODE)
     ]
-    last = max(sources, key=lambda path: path.stat().st_mtime, default=None)
-    if last is None or last.stat().st_mtime <= built_at:
+    newest = max(sources, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None or newest.stat().st_mtime <= built_at:
         return None
-    return str(last.relative_to(root))
+    return str(newest.relative_to(root))

@@ -1,14 +1,13 @@
-"""Digests of the code that a measurement depends on, which say later whether it has changed.
+"""Digests of the code that a measurement depends on: they show later whether it has changed.
 
-A digest covers what the compiler or the interpreter sees; comments, docstrings and layout do not
-count. Each area of the code has a digest per kind of device: a change of a CUDA kernel does not
-make a CPU measurement outdated, nor does a change of tensor trains make a measurement of dense
-tables outdated. Digests need no git, so that archives and clones without history have the same
-ones. Stored references contain them: a change of how they are computed would make every reference
-look outdated.
+A digest covers what the compiler or the interpreter sees, without comments, docstrings and layout.
+Each area of the code has a digest per kind of device. So a changed CUDA kernel does not outdate CPU
+measurements, and changed tensor trains do not outdate measurements of dense tables. Digests need no
+git, so archives and clones without history have the same digests. Stored references contain
+digests: another way to compute them would make every reference look outdated.
 
-Parsing all sources takes a second, which every run would pay. So CACHE_FILE has the digests by a
-hash of the files' bytes: a run reads the files, and parses them only after a change.
+Parsing all sources takes a second. To save that second, CACHE_FILE maps hashes of the files' bytes
+to digests: a run hashes the files, and parses them only after a change.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from pathlib import Path
 
 from experiments.paths import ROOT
 
-# Area -> folders and files of the code that only measurements of the area depend on. All
-# measurements depend on BASE, except for files in it that an area names. Files named __init__.py do
-# not count: they only say what is exported.
+# Area -> folders and files on which only measurements of the area depend. All measurements depend
+# on BASE, without the files in it that an area names. Files named __init__.py do not count, because
+# they only state what is exported.
 AREAS = {
     "dense tables": ("csrc/tbe", "emblib/tables"),
     "tensor trains": (
@@ -55,7 +54,7 @@ BASE = (
     "emblib/ops",
     "emblib/optim",
 )
-OF_DEVICE = {"cpu": ("_cpu.cpp", "_kernels.cpp"), "cuda": (".cu", ".cuh")}
+ENDINGS_OF_DEVICE = {"cpu": ("_cpu.cpp", "_kernels.cpp"), "cuda": (".cu", ".cuh")}
 SUFFIXES = (".py", ".h", ".cpp", ".cu", ".cuh")
 CACHE_FILE = Path("build", "source_digests.json")  # below the root; deleting it is harmless
 ALGORITHM = 2  # raised with every change of `python_code` and `cpp_code`
@@ -72,16 +71,16 @@ def digests(device: str, root: Path = ROOT) -> dict[str, str]:
     }
     keys = {area: _content_key(root, paths) for area, paths in files.items()}
     cached = _read_cache(root)
-    unknown = [area for area, key in keys.items() if key not in cached]
-    for area in unknown:
+    areas_to_digest = [area for area, key in keys.items() if key not in cached]
+    for area in areas_to_digest:
         cached[keys[area]] = _digest(root, files[area])
-    if unknown:
+    if areas_to_digest:
         _write_cache(root, cached)
     return {area: cached[key] for area, key in keys.items()}
 
 
 def _content_key(root: Path, paths: list[Path]) -> str:
-    """Return a hash of names and bytes, and of what else digests depend on: algorithm, Python."""
+    """Return a hash of the names and bytes of files, of ALGORITHM and of the Python version."""
     key = hashlib.blake2b(repr((ALGORITHM, sys.version_info[:2])).encode(), digest_size=16)
     for path in paths:
         content = hashlib.blake2b(path.read_bytes()).hexdigest()
@@ -99,13 +98,13 @@ def _read_cache(root: Path) -> dict[str, str]:
 
 
 def _write_cache(root: Path, cached: dict[str, str]) -> None:
-    """Write the newest entries as a whole; of several runs that write at once any may win."""
-    target = root / CACHE_FILE
-    partial = target.with_suffix(f".{os.getpid()}")
+    """Replace the file by the newest entries; of several runs that write at once any may win."""
+    cache_file = root / CACHE_FILE
+    temporary_file = cache_file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # a folder that cannot be written only costs time
-        target.parent.mkdir(exist_ok=True)
-        partial.write_text(json.dumps(dict(list(cached.items())[-MAX_CACHED:]), indent=0))
-        partial.replace(target)
+        cache_file.parent.mkdir(exist_ok=True)
+        temporary_file.write_text(json.dumps(dict(list(cached.items())[-MAX_CACHED:]), indent=0))
+        temporary_file.replace(cache_file)
 
 
 def _digest(root: Path, paths: list[Path]) -> str:
@@ -122,7 +121,10 @@ def _code(path: Path) -> str:
 
 def _files(device: str, root: Path, folders: tuple[str, ...]) -> Iterator[Path]:
     endings_of_others = tuple(
-        end for kind, ends in OF_DEVICE.items() if kind != device for end in ends
+        ending
+        for device_kind, endings in ENDINGS_OF_DEVICE.items()
+        if device_kind != device
+        for ending in endings
     )
     files_of_areas = {root / name for area in AREAS.values() for name in area}
     for folder in folders:
@@ -141,10 +143,10 @@ def python_code(source: str) -> str:
             node
         ):
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(_Parts().visit(tree))
+    return ast.unparse(_FStringParts().visit(tree))
 
 
-class _Parts(ast.NodeTransformer):
+class _FStringParts(ast.NodeTransformer):
     """Replaces f-strings by tuples of their parts: Python 3.12 quotes f-strings in another way."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:

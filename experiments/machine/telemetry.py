@@ -23,7 +23,7 @@ NVML_PERIOD_SECONDS = 0.1  # period of samples of a GPU, about the period of the
 MAX_CLOCK_RANGE = 0.02  # range of clocks ÷ median clock that raises the flag `clocks_varied`
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be". Idle, clocks
 # set by the user, sync boost and display clocks are intended states.
-SLOWED = {
+SLOWDOWN_BITS = {
     0x04: "sw_power_cap",
     0x08: "hw_slowdown",
     0x20: "sw_thermal",
@@ -46,7 +46,7 @@ def telemetry_for(device: torch.device) -> Telemetry:
 class Telemetry:
     """Watch the machine between `start` and `stop`; this base class observes nothing.
 
-    As a context manager it starts and stops itself. `summary` and `flags` are for after `stop`.
+    As a context manager it starts and stops itself. Call `summary` and `flags` after `stop`.
     """
 
     def __enter__(self) -> Telemetry:
@@ -82,26 +82,26 @@ class CpuTelemetry(Telemetry):
         self.cpu = cpu or Cpu()
         self.load: list[float] = []
         self.mhz: list[float] = []
-        self.stolen: float | None = None  # stolen share of the system's time
-        self.others: float | None = None  # cores of other processes
-        self._throttled: int | None = None  # throttle counter at the last check
+        self.stolen_share: float | None = None  # stolen share of the system's time
+        self.cores_of_others: float | None = None  # cores of other processes
+        self._throttle_count: int | None = None  # throttle counter at the last check
         self._was_hot = False  # whether any check saw thermal throttling
-        self._sampled = 0.0  # time.monotonic() of the last sample
+        self._last_sample_s = 0.0  # time.monotonic() of the last sample
         self._time = CpuTime()  # processor time since `start`
 
     def start(self) -> None:
-        self._throttled, self._time = self.cpu.throttled(), CpuTime()
+        self._throttle_count, self._time = self.cpu.num_throttled(), CpuTime()
         self._sample()
 
     def check(self) -> list[str]:
         """Return thermal throttling since the last check; sample load and frequency too."""
-        if time.monotonic() - self._sampled > CPU_PERIOD_SECONDS:
+        if time.monotonic() - self._last_sample_s > CPU_PERIOD_SECONDS:
             self._sample()
-        throttled_before, self._throttled = self._throttled, self.cpu.throttled()
+        throttled_before, self._throttle_count = self._throttle_count, self.cpu.num_throttled()
         if (
             throttled_before is None
-            or self._throttled is None
-            or self._throttled <= throttled_before
+            or self._throttle_count is None
+            or self._throttle_count <= throttled_before
         ):
             return []
         self._was_hot = True
@@ -109,27 +109,28 @@ class CpuTelemetry(Telemetry):
 
     def stop(self) -> None:
         self._sample()
-        self.stolen, self.others = self._time.shares()
+        self.stolen_share, self.cores_of_others = self._time.shares()
 
     def summary(self) -> dict[str, Any]:
         """Return load and MHz as [min, median, max], stolen time, cores of other processes."""
+        cores = self.cores_of_others
         return _without_none(
             load=min_median_max(self.load),
             cpu_mhz=min_median_max(self.mhz),
-            stolen=None if self.stolen is None else round(self.stolen, 4),
-            cores_of_others=None if self.others is None else round(self.others, 2),
+            stolen=None if self.stolen_share is None else round(self.stolen_share, 4),
+            cores_of_others=None if cores is None else round(cores, 2),
             throttle=["cpu_thermal"] if self._was_hot else None,
         )
 
     def flags(self) -> list[str]:
         raised = {
-            "stolen_time": (self.stolen or 0.0) > MAX_STOLEN_SHARE,
-            "busy": (self.others or 0.0) > BUSY_CORES,
+            "stolen_time": (self.stolen_share or 0.0) > MAX_STOLEN_SHARE,
+            "busy": (self.cores_of_others or 0.0) > BUSY_CORES,
         }
-        return [flag for flag, is_so in raised.items() if is_so]
+        return [flag for flag, is_raised in raised.items() if is_raised]
 
     def _sample(self) -> None:
-        self._sampled = time.monotonic()
+        self._last_sample_s = time.monotonic()
         self.load.append(psutil.getloadavg()[0])
         if (mhz := mean_mhz()) is not None:
             self.mhz.append(mhz)
@@ -138,15 +139,15 @@ class CpuTelemetry(Telemetry):
 class NvmlTelemetry(Telemetry):
     """Sample a GPU in a thread, ten times per second, while a race runs.
 
-    The thread and the race share the samples and the reasons under a lock. `pause` is a function
-    that waits for some seconds and returns True to end the thread.
+    A lock protects the samples and reasons, which the thread and the race share. `pause` is a
+    function that waits for some seconds and returns True to end the thread.
     """
 
     def __init__(self, nvml: Nvml, pause: Callable[[float], bool] | None = None) -> None:
         self.nvml = nvml
         self._samples: dict[str, list[float]] = {}
-        self._slowed: set[str] = set()  # reasons since the last check
-        self._seen: set[str] = set()  # reasons since the start
+        self._reasons_since_check: set[str] = set()
+        self._reasons_since_start: set[str] = set()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._pause = pause or self._stopped.wait
@@ -156,11 +157,11 @@ class NvmlTelemetry(Telemetry):
         self._thread.start()
 
     def check(self) -> list[str]:
-        slowed = reasons(self.nvml.mask() or 0)
+        reasons = reason_names(self.nvml.reason_bits() or 0)
         with self._lock:
-            self._slowed.update(slowed)
-            since_check, self._slowed = self._slowed, set()
-            self._seen |= since_check
+            self._reasons_since_check.update(reasons)
+            since_check, self._reasons_since_check = self._reasons_since_check, set()
+            self._reasons_since_start |= since_check
         return sorted(since_check)
 
     def stop(self) -> None:
@@ -175,23 +176,23 @@ class NvmlTelemetry(Telemetry):
         with self._lock:
             return _without_none(
                 **{name: min_median_max(values) for name, values in self._samples.items()},
-                throttle=sorted(self._seen) or None,
+                throttle=sorted(self._reasons_since_start) or None,
             )
 
     def flags(self) -> list[str]:
         """Return the flag of varied clocks; the race itself reports throttling, by round."""
         clocks = min_median_max(self._samples.get("sm_mhz", ()))
-        varied = clocks and clocks[2] - clocks[0] > MAX_CLOCK_RANGE * clocks[1]
-        return ["clocks_varied"] if varied else []
+        has_varied = clocks and clocks[2] - clocks[0] > MAX_CLOCK_RANGE * clocks[1]
+        return ["clocks_varied"] if has_varied else []
 
     def sample(self) -> None:
         """Take a sample of all readings."""
-        slowed = reasons(self.nvml.mask() or 0)
+        reasons = reason_names(self.nvml.reason_bits() or 0)
         sample = self.nvml.readings()
         with self._lock:
             for name, value in sample.items():
                 self._samples.setdefault(name, []).append(float(value))
-            self._slowed.update(slowed)
+            self._reasons_since_check.update(reasons)
 
     def _watch(self) -> None:
         while not self._pause(NVML_PERIOD_SECONDS):
@@ -206,9 +207,9 @@ def min_median_max(values: Iterable[float]) -> list[float] | None:
     return [round(x, 2) for x in (ordered[0], statistics.median(ordered), ordered[-1])]
 
 
-def reasons(mask: int) -> list[str]:
-    """Return the names of the bits of `mask` that mean a slowed GPU."""
-    return [name for bit, name in SLOWED.items() if mask & bit]
+def reason_names(reason_bits: int) -> list[str]:
+    """Return the names of the bits of `reason_bits` that mean a slowed GPU."""
+    return [name for bit, name in SLOWDOWN_BITS.items() if reason_bits & bit]
 
 
 class Nvml:
@@ -227,7 +228,7 @@ class Nvml:
         except Exception:  # no package, driver or permission: the GPU cannot be observed
             return None
 
-    def ask(self, question: str, *arguments: Any) -> Any:
+    def query(self, question: str, *arguments: Any) -> Any:
         """Return nvmlDevice<question>(handle, *arguments), or None."""
         try:
             return getattr(self.library, "nvmlDevice" + question)(self.handle, *arguments)
@@ -241,48 +242,48 @@ class Nvml:
         except Exception:  # the driver does not support the question
             return None
 
-    def mask(self) -> int | None:
-        """Return the bits of the clock event reasons, which old drivers call throttle reasons."""
-        mask = self.ask("GetCurrentClocksEventReasons")
-        return self.ask("GetCurrentClocksThrottleReasons") if mask is None else mask
+    def reason_bits(self) -> int | None:
+        """Return the bits of the clock event reasons (of throttle reasons with an old driver)."""
+        reason_bits = self.query("GetCurrentClocksEventReasons")
+        return self.query("GetCurrentClocksThrottleReasons") if reason_bits is None else reason_bits
 
     def readings(self) -> dict[str, float]:
         """Return the present clocks, temperature and power, without those that are unavailable."""
         library = self.library
         return _without_none(
-            sm_mhz=self.ask("GetClockInfo", library.NVML_CLOCK_SM),
-            memory_mhz=self.ask("GetClockInfo", library.NVML_CLOCK_MEM),
-            temperature_c=self.ask("GetTemperature", library.NVML_TEMPERATURE_GPU),
-            power_w=_thousandth(self.ask("GetPowerUsage")),
+            sm_mhz=self.query("GetClockInfo", library.NVML_CLOCK_SM),
+            memory_mhz=self.query("GetClockInfo", library.NVML_CLOCK_MEM),
+            temperature_c=self.query("GetTemperature", library.NVML_TEMPERATURE_GPU),
+            power_w=_thousandth(self.query("GetPowerUsage")),
         )
 
     def processes(self) -> dict[int, int | None] | None:
         """Return {process number: bytes} of the computing processes; None for what is unknown."""
-        processes = self.ask("GetComputeRunningProcesses")
+        processes = self.query("GetComputeRunningProcesses")
         return None if processes is None else {p.pid: p.usedGpuMemory for p in processes}
 
     def settings(self) -> dict[str, Any]:
         """Return the device's settings, without those that are unavailable."""
-        library, now, mask = self.library, self.readings(), self.mask()
-        ecc, mig = self.ask("GetEccMode"), self.ask("GetMigMode")
-        persistence = self.ask("GetPersistenceMode")
+        library, readings, reason_bits = self.library, self.readings(), self.reason_bits()
+        ecc, mig = self.query("GetEccMode"), self.query("GetMigMode")
+        persistence = self.query("GetPersistenceMode")
         return _without_none(
-            sm_mhz=now.get("sm_mhz"),
-            sm_mhz_most=self.ask("GetMaxClockInfo", library.NVML_CLOCK_SM),
-            memory_mhz=now.get("memory_mhz"),
-            memory_mhz_most=self.ask("GetMaxClockInfo", library.NVML_CLOCK_MEM),
-            temperature_c=now.get("temperature_c"),
-            power_limit_w=_thousandth(self.ask("GetPowerManagementLimit")),
-            power_limit_default_w=_thousandth(self.ask("GetPowerManagementDefaultLimit")),
+            sm_mhz=readings.get("sm_mhz"),
+            sm_mhz_most=self.query("GetMaxClockInfo", library.NVML_CLOCK_SM),
+            memory_mhz=readings.get("memory_mhz"),
+            memory_mhz_most=self.query("GetMaxClockInfo", library.NVML_CLOCK_MEM),
+            temperature_c=readings.get("temperature_c"),
+            power_limit_w=_thousandth(self.query("GetPowerManagementLimit")),
+            power_limit_default_w=_thousandth(self.query("GetPowerManagementDefaultLimit")),
             persistence=None if persistence is None else bool(persistence),
             ecc=bool(ecc[0]) if ecc else None,
             mig=bool(mig[0]) if mig else None,
-            reasons=None if mask is None else reasons(mask),
+            reasons=None if reason_bits is None else reason_names(reason_bits),
         )
 
 
 def _handle(library: Any, device: torch.device | None) -> Any:
-    """Return NVML's handle of torch's device; of the first GPU without a device or its UUID."""
+    """Return NVML's handle of torch's device; of the first GPU if the UUID is unknown."""
     is_gpu = device is not None and device.type == "cuda"
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if is_gpu else None
     if uuid is None:

@@ -242,7 +242,10 @@ def roofline_figures(run: Run) -> list[Figure]:
     A contender has two dots per cell: a hollow one that counts all lookups, and a filled one that
     counts each distinct row once. [] without a measured limit.
     """
-    rows, measured = select(run.table, status="ok"), MeasuredCeilings.of(run.environment)
+    rows, measured = (
+        select(run.table, status="ok"),
+        MeasuredCeilings.from_environment(run.environment),
+    )
     rows = rows[rows["useful_gb_s"].notna()] if len(rows) else rows
     if not len(rows) or not (math.isfinite(measured.copy_gb_s) or measured.gather_gb_s):
         return []

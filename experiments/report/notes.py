@@ -92,7 +92,7 @@ def how_to_read(run: Run) -> list[str]:
     notes += [SYNTHETIC] if distributions & {"uniform", "zipf"} else []
     notes += [PRODUCTION] if "production" in distributions else []
     notes += [REPLAYED] if "trace" in distributions else []
-    measured = MeasuredCeilings.of(run.environment)
+    measured = MeasuredCeilings.from_environment(run.environment)
     notes += [f"'of gather' divides by {measured.gather_method}."] if measured.gather_gb_s else []
     notes += [HOST] if any(r.get("wall_samples") for r in run.records) else []
     packages = sorted({pair for r in run.records for pair in r.get("packages", {}).items()})

@@ -336,5 +336,5 @@ def work_differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[
 
 def their_device(figure: PublishedFigure) -> str:
     """Return the name of a figure's device by conf/hardware, else its `device_words`."""
-    device = next((d.name for d in ceilings.table() if d.key == figure.device), "")
+    device = next((d.name for d in ceilings.known_devices() if d.key == figure.device), "")
     return device or figure.device_words

@@ -33,7 +33,7 @@ def section_table(run: Run, section: str) -> Table:
     `forward_s`.
     """
     rows = run.results_of(section)
-    measured, is_sweep = MeasuredCeilings.of(run.environment), section == SWEEP
+    measured, is_sweep = MeasuredCeilings.from_environment(run.environment), section == SWEEP
     keys = ["cell", "arm"]
     forward = rows[rows["phase"] == "forward"].set_index(keys)["median_s"].rename("forward_s")
     columns: dict[str, Column] = {}

@@ -95,12 +95,12 @@ def test_shares_are_of_the_roof_for_rows_of_that_size(gpu: Path) -> None:
 
 
 def test_the_nearest_row_size_is_nearest_by_ratio() -> None:
-    roofs = MeasuredCeilings.of({"bandwidth": BANDWIDTH})
+    roofs = MeasuredCeilings.from_environment({"bandwidth": BANDWIDTH})
     assert roofs.gather(64) == 800.0
     assert roofs.gather(65) == roofs.gather(256) == 2000.0  # the next size
     assert roofs.gather(4096) == 2400.0
-    assert math.isnan(MeasuredCeilings.of({"copy_gb_s": 10.0}).gather(64))
-    assert MeasuredCeilings.of({"copy_gb_s": 10.0}).copy_gb_s == 10.0
+    assert math.isnan(MeasuredCeilings.from_environment({"copy_gb_s": 10.0}).gather(64))
+    assert MeasuredCeilings.from_environment({"copy_gb_s": 10.0}).copy_gb_s == 10.0
 
 
 def test_bandwidths_are_divided_only_where_both_are_known(gpu: Path) -> None:
@@ -347,7 +347,7 @@ def test_the_size_of_the_tables_is_drawn_with_the_caches(gpu: Path, tmp_path: Pa
 
 
 def test_every_figure_of_the_hardware_table_has_a_source_and_names_are_of_one_device() -> None:
-    known = ceilings.table()
+    known = ceilings.known_devices()
     assert len(known) >= 15
     for device in known:
         assert set(device.figures) == set(device.sources)

@@ -14,18 +14,18 @@ from tests.experiments.fake_system import FakeSystem, put
 def test_the_cpu_as_the_kernel_shows_it(cpu: Cpu) -> None:
     assert cpu.last_level_cache() == 24 << 20  # shared: counted once
     assert cpu.governor() == "performance"
-    assert cpu.throttled() == 6
+    assert cpu.num_throttled() == 6
     assert cpu.info("model name") == "EPYC 9"
     assert cpu.instructions() == {"fpu", "avx2"}
-    assert not cpu.virtual()
-    assert cpu.boost() is None
+    assert not cpu.is_virtual()
+    assert cpu.has_boost() is None
     put(cpu, "sys/devices/system/cpu/cpufreq/boost", "1")
-    assert cpu.boost() is True
+    assert cpu.has_boost() is True
     put(cpu, "sys/devices/system/cpu/intel_pstate/no_turbo", "1")
-    assert cpu.boost() is False
-    assert cpu.quota() is None
+    assert cpu.has_boost() is False
+    assert cpu.quota_cores() is None
     put(cpu, "sys/fs/cgroup/cpu.max", "150000 100000")
-    assert cpu.quota() == 1.5
+    assert cpu.quota_cores() == 1.5
 
 
 def test_two_last_level_caches_count_both(cpu: Cpu) -> None:
@@ -36,8 +36,8 @@ def test_two_last_level_caches_count_both(cpu: Cpu) -> None:
 
 def test_where_a_system_shows_nothing_nothing_is_known(tmp_path: Path) -> None:
     bare = Cpu(tmp_path)
-    assert (bare.last_level_cache(), bare.governor(), bare.boost()) == (None,) * 3
-    assert (bare.throttled(), bare.quota(), bare.info("flags")) == (None, None, "")
+    assert (bare.last_level_cache(), bare.governor(), bare.has_boost()) == (None,) * 3
+    assert (bare.num_throttled(), bare.quota_cores(), bare.info("flags")) == (None, None, "")
     assert last_level_cache_bytes() >= 1 << 18
 
 

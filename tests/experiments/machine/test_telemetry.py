@@ -10,7 +10,7 @@ import torch
 
 from experiments.machine import telemetry
 from experiments.machine.cpu import Cpu
-from experiments.machine.telemetry import Nvml, NvmlTelemetry, reasons
+from experiments.machine.telemetry import Nvml, NvmlTelemetry, reason_names
 from tests.experiments.fake_nvml import FakeNvml, NotSupported, healthy
 from tests.experiments.fake_system import FakeSystem, put
 
@@ -24,9 +24,11 @@ def opened(**answers: object) -> Nvml:
 
 
 def test_only_what_slows_a_gpu_is_a_reason() -> None:
-    assert reasons(0x1 | 0x2 | 0x10 | 0x100) == []  # idle, set by the user, sync boost, display
-    assert reasons(0x4) == ["sw_power_cap"]
-    assert reasons(0x8 | 0x40 | 0x80 | 0x20) == [
+    assert (
+        reason_names(0x1 | 0x2 | 0x10 | 0x100) == []
+    )  # idle, set by the user, sync boost, display
+    assert reason_names(0x4) == ["sw_power_cap"]
+    assert reason_names(0x8 | 0x40 | 0x80 | 0x20) == [
         "hw_slowdown",
         "sw_thermal",
         "hw_thermal",
@@ -60,7 +62,7 @@ def test_older_drivers_know_the_reasons_by_another_name() -> None:
     library = FakeNvml({"GetCurrentClocksThrottleReasons": 0x20})
     found = Nvml.open(None, library)
     assert found is not None
-    assert reasons(found.mask() or 0) == ["sw_thermal"]
+    assert reason_names(found.reason_bits() or 0) == ["sw_thermal"]
 
 
 def test_what_a_driver_does_not_tell_is_left_out() -> None:
