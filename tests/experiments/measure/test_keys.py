@@ -370,7 +370,7 @@ def test_lines_hold_their_numbers() -> None:
     for huge in (False, True):
         found = bandwidth.CacheLines(1 << 20, huge=huge)
         positions = found.positions(torch.tensor([0, -1, 2**62, 7]))
-        for read in (found.read, found.take):
+        for read in (found.read_by_torch, found.read_by_numpy):
             assert torch.equal(read(positions) * bandwidth.WORDS_PER_LINE, positions)
 
 
