@@ -29,7 +29,7 @@ from experiments.report.style import COLOURS, GRID, INK, Figure, Panel
 from experiments.report.tables import Table, Value
 from experiments.results.store import Record, RunStore, read_json, read_records
 from experiments.run.progress import Display
-from experiments.timing.statistics import Verdict, wilson
+from experiments.timing.statistics import Verdict, wilson_interval
 
 
 class ErrorRate(TypedDict):
@@ -239,7 +239,7 @@ def compute_rates(trials: Sequence[Outcome]) -> dict[str, Any]:
 
 def rate_of(hits: int, trials: int) -> ErrorRate:
     """Return hits ÷ trials with its interval."""
-    lo, hi = wilson(hits, trials)
+    lo, hi = wilson_interval(hits, trials)
     share = hits / trials if trials else None
     return {"hits": hits, "of": trials, "rate": share, "lo": lo, "hi": hi}
 

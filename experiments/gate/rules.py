@@ -141,7 +141,7 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
     confirmable = [p for p in measured_points if screened[p] in CHANGES and evidence.second.get(p)]
     sign = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
     p_values = [statistics.p_value(evidence.second[p], sign[screened[p]]) for p in confirmable]
-    adjusted_p = dict(zip(confirmable, statistics.holm(p_values), strict=True))
+    adjusted_p = dict(zip(confirmable, statistics.adjust_by_holm(p_values), strict=True))
     rulings = {}
     for point in measured_points:
         margin, verdict, first = rules.margins[point], screened[point], evidence.first[point]
@@ -154,7 +154,7 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
             verdict,
             effect,
             margin,
-            statistics.smallest_visible(effect, margin),
+            statistics.smallest_detectable(effect, margin),
             screened[point],
             tuple(first),
             tuple(second),

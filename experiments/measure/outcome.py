@@ -29,7 +29,7 @@ from experiments.timing.clock import UnsupportedMode
 from experiments.timing.race import Measured
 from experiments.workloads.workload import Batch, Pool, dense_bytes, table_shapes
 
-Built = TypeVar("Built")  # what is measured of an arm: a contender, a table
+Built = TypeVar("Built")  # the contender or table of an arm
 # Tolerance ÷ largest element, for float32 sums of thousands of terms in another order.
 MAX_ERROR = 1e-3
 ROUNDING = 5e-7  # error of adding an update to a float32 weight ÷ largest weight

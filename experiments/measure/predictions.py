@@ -163,7 +163,7 @@ class _Experiment:
         )
         cached_ids = torch.arange(num_cached)
         for _ in range(2):
-            _step(bags, (cached_ids, torch.tensor([0, num_cached])))
+            _train_step(bags, (cached_ids, torch.tensor([0, num_cached])))
         bags.populate()
         if not torch.equal(bags.cached_ids(0).sort().values, cached_ids):
             raise Wrong("the cache does not store the ids that were looked up most")
@@ -217,15 +217,15 @@ class _Experiment:
         fitted_steps = [s for s in uncached_steps if not s.point]
         terms = np.array([s.terms for s in fitted_steps])
         times_s = np.array([s.seconds for s in fitted_steps])
-        constants = _fit(terms, times_s)
-        two_constants = _fit(terms[:, TWO_TERMS], times_s)
+        constants = _fit_constants(terms, times_s)
+        two_constants = _fit_constants(terms[:, TWO_TERMS], times_s)
         cache_constants: dict[Any, np.ndarray] = {}  # constants by module
         for module in dict.fromkeys(s.module for s in self.steps if len(s.cache_terms)):
             fitted_steps = [s for s in self.steps if s.module is module and not s.point]
             remaining_s = np.array([s.seconds - s.terms @ constants for s in fitted_steps])
             weights = np.array([s.seconds for s in fitted_steps])
             terms = np.array([s.cache_terms for s in fitted_steps])
-            cache_constants[module] = _fit(terms, remaining_s, weights)
+            cache_constants[module] = _fit_constants(terms, remaining_s, weights)
 
         def batch_of(steps: TimedSteps) -> tuple[Any, ...]:
             return tuple(steps.point[name] for name in ("skew", "order", "lookups"))
@@ -259,7 +259,9 @@ class _Experiment:
         }
 
 
-def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+def _fit_constants(
+    terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None
+) -> np.ndarray:
     """Return the constants >= 0 with the least sum of (error ÷ weight)²; None: times as weights."""
     weights = times if weights is None else weights
     scale = terms.max(0).clip(min=1e-300)
@@ -279,10 +281,10 @@ def _time_in_turns(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
         for timed_steps in rng.sample(list(steps), len(steps)):
             batch = timed_steps.batches[round_number % len(timed_steps.batches)]
             start = clock()
-            _step(timed_steps.module, batch)
+            _train_step(timed_steps.module, batch)
             if round_number:
                 timed_steps.samples.append((round_number, (clock() - start) / 1e9))
 
 
-def _step(module: Any, batch: Batch) -> None:
+def _train_step(module: Any, batch: Batch) -> None:
     module(*batch).sum().backward()

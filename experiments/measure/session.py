@@ -35,7 +35,7 @@ class RankSync:
         """Return telemetry that reports a slowed rank on every rank."""
         return telemetry
 
-    def total(self, counters: Mapping[str, int]) -> Mapping[str, int]:
+    def sum_over_ranks(self, counters: Mapping[str, int]) -> Mapping[str, int]:
         """Return the counters, summed over the ranks."""
         return counters
 
@@ -43,7 +43,7 @@ class RankSync:
         """Return the value of every rank, by rank."""
         return [value]
 
-    def settle(self, outcomes: Mapping[str, Outcome]) -> None:
+    def share_failures(self, outcomes: Mapping[str, Outcome]) -> None:
         """Mark an arm as failed on all ranks if it failed on one."""
 
 

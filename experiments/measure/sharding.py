@@ -49,7 +49,7 @@ def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
         nodes = ranks_of(session.device).nodes
         record = {"calibration": json.loads(calibrate_ranks(session).to_json()), "nodes": nodes}
         outcome.measured.stop_reason = "calibrated"
-    session.sync.settle({cell.arms[0].key: outcome})
+    session.sync.share_failures({cell.arms[0].key: outcome})
     return [describe(cell, outcome, session) | record]
 
 

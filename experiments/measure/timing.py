@@ -50,13 +50,13 @@ def measure_cell(
     timing = dataclasses.replace(timing, pool=len(pool.batches))  # a short trace gives fewer
     outcomes, contenders = _build_contenders(cell, session)
     sync = session.sync
-    sync.settle(outcomes)
+    sync.share_failures(outcomes)
     phases_of, phases = phases_of or whole_steps, {}
     for key, contender in contenders.items():
         if outcomes[key].status == "ok":
             with outcomes[key].catching():
                 phases[key] = sync.phases(key, phases_of(contender, pool))
-    sync.settle(outcomes)
+    sync.share_failures(outcomes)
     modes = race_modes(
         session,
         seconds,
@@ -65,7 +65,7 @@ def measure_cell(
         phases,
         lambda mode: sync.clock(clock_for(session.device, mode)),
         after_warmup=lambda key: contenders[key].reset_counters(),
-        counters=lambda key: sync.total(contenders[key].counters()),
+        counters=lambda key: sync.sum_over_ranks(contenders[key].counters()),
     )
     records = []
     for outcomes_in_mode in modes:

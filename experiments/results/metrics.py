@@ -239,7 +239,7 @@ def _row(
         "flags": "; ".join(_flags(records)),
         **effect.columns(),
         "verdict": statistics.verdict(effect, MARGIN).value if has_verdict else "",
-        "visible": statistics.smallest_visible(effect, MARGIN) if has_verdict else math.nan,
+        "visible": statistics.smallest_detectable(effect, MARGIN) if has_verdict else math.nan,
         "ns_per_lookup": 1e9 * time.median / record["lookups"],
         "lookups_per_s": record["lookups"] / time.median,
         "useful_gb_s": useful_bytes(record, phase) / time.median / 1e9,

@@ -75,7 +75,7 @@ class ProcessSync(RankSync):
     def telemetry(self, telemetry: Telemetry) -> Telemetry:
         return SharedTelemetry(telemetry, self.peers)
 
-    def total(self, counters: Mapping[str, int]) -> Mapping[str, int]:
+    def sum_over_ranks(self, counters: Mapping[str, int]) -> Mapping[str, int]:
         if not counters:
             return counters
         by_rank = self.peers.gather([float(value) for value in counters.values()])
@@ -84,7 +84,7 @@ class ProcessSync(RankSync):
     def exchange(self, value: Any) -> list[Any]:
         return self.peers.exchange(value)
 
-    def settle(self, outcomes: Mapping[str, Outcome]) -> None:
+    def share_failures(self, outcomes: Mapping[str, Outcome]) -> None:
         """Set each outcome that is "ok" here, but failed on other ranks, to the first failure.
 
         All ranks must pass the same arms.

@@ -70,8 +70,8 @@ def summarise(samples: Sequence[float]) -> Summary:
     ordered = sorted(samples)
     if not ordered:
         return Summary(0, math.nan, math.nan, math.nan, math.nan, math.nan)
-    k = interval_rank(len(ordered))
-    lo, hi = (ordered[k - 1], ordered[-k]) if k else (math.nan, math.nan)
+    rank = interval_rank(len(ordered))
+    lo, hi = (ordered[rank - 1], ordered[-rank]) if rank else (math.nan, math.nan)
     q25, median, q75 = (quantile(ordered, p) for p in (0.25, 0.5, 0.75))
     return Summary(len(ordered), median, q25, q75, lo, hi)
 
@@ -215,7 +215,7 @@ def verdict(effect: Effect, margin: float) -> Verdict:
     return Verdict.UNSURE
 
 
-def smallest_visible(effect: Effect, margin: float) -> float:
+def smallest_detectable(effect: Effect, margin: float) -> float:
     """Return the smallest relative effect that would be detected: margin plus half the interval.
 
     It is inf below two processes.
@@ -255,7 +255,7 @@ def p_value(logs: Sequence[float], direction: int) -> float:
     return float(stdtr(n - 1, -mean * math.sqrt(n) / spread))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
+def adjust_by_holm(p_values: Sequence[float]) -> list[float]:
     """Adjust p-values for multiple comparisons by Holm's method; compare them with alpha."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, running_maximum = [0.0] * len(p_values), 0.0
@@ -265,7 +265,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def wilson(hits: int, trials: int) -> tuple[float, float]:
+def wilson_interval(hits: int, trials: int) -> tuple[float, float]:
     """Return Wilson's 95 % interval of the rate hits ÷ trials; (0, 1) without a trial."""
     if not trials:
         return 0.0, 1.0

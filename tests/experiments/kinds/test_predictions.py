@@ -49,8 +49,10 @@ def test_constants_are_found_again_and_never_below_zero() -> None:
     draw = np.random.default_rng(0)
     terms = draw.random((20, 3)) * (1.0, 1e4, 1e9)
     constants = np.array([1e-4, 2e-8, 3e-12])
-    assert predictions._fit(terms, terms @ constants) == pytest.approx(constants, rel=1e-6)
-    falling = predictions._fit(terms, 1.0 - 1e-10 * terms[:, 2])
+    assert predictions._fit_constants(terms, terms @ constants) == pytest.approx(
+        constants, rel=1e-6
+    )
+    falling = predictions._fit_constants(terms, 1.0 - 1e-10 * terms[:, 2])
     assert (falling >= 0).all()
 
 

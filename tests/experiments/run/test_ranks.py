@@ -122,7 +122,7 @@ def race(
         TIMING,
         ranks.clock(clock or Scripted(ranks.rank)),
         seed=1,
-        counters=lambda name: ranks.total(counters(name)),
+        counters=lambda name: ranks.sum_over_ranks(counters(name)),
         telemetry=ranks.telemetry(telemetry or Telemetry()),
         sleep=lambda seconds: None,
     )
@@ -236,8 +236,8 @@ def test_ranks_repeat_a_round_together() -> None:
 
 def test_counters_are_those_of_all_ranks() -> None:
     def work(ranks: ProcessSync) -> Mapping[str, int]:
-        assert ranks.total({}) == {}
-        return ranks.total({"lookups": 100, "lookup_hits": 10 * ranks.rank})
+        assert ranks.sum_over_ranks({}) == {}
+        return ranks.sum_over_ranks({"lookups": 100, "lookup_hits": 10 * ranks.rank})
 
     assert on_every_rank(work) == [{"lookups": 300, "lookup_hits": 30}] * RANKS
 
@@ -266,7 +266,7 @@ def test_an_arm_that_could_not_be_built_on_one_rank_is_built_on_none() -> None:
         outcomes = {key: Outcome(Arm(key)) for key in ("a", "b")}
         if ranks.rank == 1:
             outcomes["b"].fail(MemoryError("no room"))
-        ranks.settle(outcomes)
+        ranks.share_failures(outcomes)
         return [(o.status, o.reason) for o in outcomes.values()]
 
     found = on_every_rank(work)

@@ -81,7 +81,7 @@ def test_one_process_has_no_interval_and_no_verdict() -> None:
     assert effect.ratio == pytest.approx(math.exp(0.2))
     assert math.isnan(effect.lo)
     assert statistics.verdict(effect, 0.03) is Verdict.UNSURE
-    assert statistics.smallest_visible(effect, 0.03) == math.inf
+    assert statistics.smallest_detectable(effect, 0.03) == math.inf
     assert statistics.verdict(statistics.combine_processes([]), 0.03) is Verdict.UNSURE
 
 
@@ -113,8 +113,8 @@ def test_swapping_the_arms_swaps_the_verdict(logs: list[float], margin: float) -
 def test_what_could_have_been_seen_shrinks_with_the_noise() -> None:
     quiet = statistics.combine_processes([0.001, -0.001, 0.0, 0.001, -0.001])
     loud = statistics.combine_processes([0.05, -0.05, 0.0, 0.05, -0.05])
-    assert statistics.smallest_visible(quiet, 0.03) == pytest.approx(0.03, abs=0.002)
-    assert statistics.smallest_visible(loud, 0.03) > 0.08
+    assert statistics.smallest_detectable(quiet, 0.03) == pytest.approx(0.03, abs=0.002)
+    assert statistics.smallest_detectable(loud, 0.03) > 0.08
 
 
 def test_margins_come_from_the_noise_or_the_least_of_interest() -> None:
@@ -138,9 +138,11 @@ def test_p_values_are_one_sided() -> None:
 
 
 def test_holm_steps_down() -> None:
-    assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert statistics.holm([0.9, 0.8]) == [1.0, 1.0]
-    assert statistics.holm([]) == []
+    assert statistics.adjust_by_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx(
+        [0.03, 0.06, 0.06, 0.02]
+    )
+    assert statistics.adjust_by_holm([0.9, 0.8]) == [1.0, 1.0]
+    assert statistics.adjust_by_holm([]) == []
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_holm_steps_down() -> None:
     [(0, 200, 0.0, 0.0189), (200, 200, 0.9811, 1.0), (95, 100, 0.8882, 0.9785), (0, 0, 0.0, 1.0)],
 )
 def test_wilson_intervals(hits: int, trials: int, lo: float, hi: float) -> None:
-    assert statistics.wilson(hits, trials) == pytest.approx((lo, hi), abs=1e-4)
+    assert statistics.wilson_interval(hits, trials) == pytest.approx((lo, hi), abs=1e-4)
 
 
 def bootstrap(processes: Sequence[Sequence[float]], seed: int) -> tuple[float, float]:
@@ -184,7 +186,7 @@ def test_intervals_hold_what_they_promise() -> None:
     for _ in range(2000):
         effect = statistics.combine_processes([rng.gauss(truth, 0.03) for _ in range(5)])
         held += effect.lo <= 1.07 <= effect.hi
-    lo, hi = statistics.wilson(held, 2000)
+    lo, hi = statistics.wilson_interval(held, 2000)
     assert lo < 0.95 < hi
 
 
