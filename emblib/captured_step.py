@@ -152,7 +152,7 @@ class CapturedStep:
         with self._on_stream() as caller:
             size_class.inputs.fill(leaves)
             with lookups_with_padding():
-                result = self._run(size_class)
+                result = self._run_or_replay(size_class)
             return result if size_class.graph is not None else _record_stream(result, caller)
 
     def run_eagerly(self, batch: Any) -> Any:
@@ -245,7 +245,7 @@ class CapturedStep:
         with self._on_stream() as caller:
             return _record_stream(_detach(self._step(layout.move(leaves, self._device))), caller)
 
-    def _run(self, size_class: _SizeClass) -> Any:
+    def _run_or_replay(self, size_class: _SizeClass) -> Any:
         """Run a step with the static tensors of its class: uncaptured, or by replay."""
         if size_class.graph is None:
             is_first = self._steps_before_capture < self.warmup
@@ -346,12 +346,12 @@ class CapturedStep:
     def _check_unchanged(self, size_class: _SizeClass) -> None:
         """Raise RuntimeError if a number or an address that is part of a graph has changed."""
         for memory in size_class.optimizer_memory:
-            replaced = memory.replaced()
-            if replaced is not None:
+            replaced_part = memory.find_replaced_part()
+            if replaced_part is not None:
                 raise RuntimeError(
-                    f"the {replaced} of {type(memory.optimizer).__name__} were replaced after the "
-                    "step was captured, as load_state_dict of an optimizer and .to() of a model "
-                    "do: call reset() to capture it again with the new ones"
+                    f"the {replaced_part} of {type(memory.optimizer).__name__} were replaced after "
+                    "the step was captured, as load_state_dict of an optimizer and .to() of a "
+                    "model do: call reset() to capture it again with the new ones"
                 )
         current = self._optimizer_values()
         if current == size_class.optimizer_values:
@@ -388,7 +388,7 @@ class _OptimizerMemory(NamedTuple):
     parameters: list[Tensor]
     addresses: list[int]
 
-    def replaced(self) -> str | None:
+    def find_replaced_part(self) -> str | None:
         """Return "states" or "parameters" if these were replaced since the capture, else None."""
         if vars(self.optimizer).get("state") is not self.state:
             return "states"
@@ -439,13 +439,13 @@ def _record_stream(result: Any, stream: Any) -> Any:
 
 def _check_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
     """Return bounds as an ascending tuple; raise ValueError unless they are positive."""
-    checked = tuple(bounds) if isinstance(bounds, Sequence) else ()
-    is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in checked)
-    if not checked or not is_valid or list(checked) != sorted(set(checked)):
+    given_bounds = tuple(bounds) if isinstance(bounds, Sequence) else ()
+    is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in given_bounds)
+    if not given_bounds or not is_valid or list(given_bounds) != sorted(set(given_bounds)):
         raise ValueError(
             f"bounds must be ascending ints in [1, {MAX_BOUND}], e.g. [4096, 16384], got {bounds!r}"
         )
-    return checked
+    return given_bounds
 
 
 @contextmanager

@@ -17,12 +17,14 @@ _R = TypeVar("_R")
 def in_grad_mode(function: Callable[_P, _R], *, enabled: bool) -> Callable[_P, _R]:
     """Return a function that calls another one with gradients enabled or disabled.
 
-    `torch.no_grad` and `torch.enable_grad` enter and leave in Python: a signal that is handled in
-    between leaves the mode changed for the rest of the process, and e.g. training goes on without
-    updates. Here the mode is set by a C call, and Python handles signals only between calls: a
-    signal comes inside the `try`, or after the mode is as before. The function modes of
-    `torch.device(...)` and `torch.set_default_device`, which are Python, do not see that call.
-    `function` must not be a generator.
+    However the call ends, the mode is then as before. `torch.no_grad` and `torch.enable_grad` do
+    not ensure this, because they enter and leave in Python. If a signal is handled in between, the
+    changed mode stays for the rest of the process; e.g. training continues without updates.
+
+    Here a C call sets the mode. Python handles signals only between calls, so a signal comes inside
+    the `try`, or after the mode is as before. The C call bypasses the function modes of
+    `torch.device(...)` and `torch.set_default_device`, which are Python. `function` must not be a
+    generator.
 
     Example:
         >>> from emblib.grad_mode import in_grad_mode

@@ -170,18 +170,18 @@ class GroupedAUC(Metric):
             raise ValueError("predictions must not be NaN")
         order = predictions.argsort(stable=True)
         order = order[groups[order].argsort(stable=True)]
-        predictions, positive, groups = predictions[order], labels[order] > 0, groups[order]
+        predictions, is_positive, groups = predictions[order], labels[order] > 0, groups[order]
         _, group_of, sizes = groups.unique_consecutive(return_inverse=True, return_counts=True)
         ranks = _tied_ranks(predictions, group_of, sizes)
-        positives, rank_sums = (
+        num_positives, rank_sums = (
             torch.zeros(len(sizes), dtype=torch.float64, device=ranks.device).index_add_(
                 0, group_of, values
             )
-            for values in (positive.double(), ranks * positive)
+            for values in (is_positive.double(), ranks * is_positive)
         )
-        pairs = positives * (sizes - positives)
+        pairs = num_positives * (sizes - num_positives)
         has_both = pairs > 0
-        auc = (rank_sums - positives * (positives + 1) / 2)[has_both] / pairs[has_both]
+        auc = (rank_sums - num_positives * (num_positives + 1) / 2)[has_both] / pairs[has_both]
         weights = sizes[has_both].double() if self.by_examples else torch.ones_like(auc)
         return (auc * weights).sum() / weights.sum()
 
@@ -202,9 +202,9 @@ def _tied_ranks(predictions: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
     `predictions` `[n]`, of any dtype, must be sorted by group, then by value. `group_of` `[n]` is
     the number of the group from 0 on, `sizes` the predictions per group; ranks are float64 `[n]`.
     """
-    changes = torch.ones_like(predictions, dtype=torch.bool)
-    changes[1:] = (predictions[1:] != predictions[:-1]) | (group_of[1:] != group_of[:-1])
-    tie_of = changes.cumsum(0) - 1
+    is_first_of_tie = torch.ones_like(predictions, dtype=torch.bool)
+    is_first_of_tie[1:] = (predictions[1:] != predictions[:-1]) | (group_of[1:] != group_of[:-1])
+    tie_of = is_first_of_tie.cumsum(0) - 1
     counts = torch.bincount(tie_of)
     last_ranks = counts.cumsum(0)  # 1 + the position of the last of a tie
     starts = (sizes.cumsum(0) - sizes)[group_of]

@@ -18,7 +18,7 @@ from emblib.compat import fbgemm
 from emblib.compat.fbgemm_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from emblib.inference import InferenceEmbeddingBags, RowIndex
 from emblib.tables.bounds_report import lookups_with_padding
-from emblib.trace.recorder import distinct
+from emblib.trace.recorder import distinct_names
 from tests.compat.peer import peer_module
 
 
@@ -218,8 +218,8 @@ class Dense(nn.Module):
 
 
 def test_names_of_modules_are_distinct() -> None:
-    assert distinct(["x", "y", "x"]) == ["x-0", "y", "x-2"]
-    assert distinct(["a", "a", "a-0"]) == ["a-1", "a-2", "a-0"]
+    assert distinct_names(["x", "y", "x"]) == ["x-0", "y", "x-2"]
+    assert distinct_names(["a", "a", "a-0"]) == ["a-1", "a-2", "a-0"]
 
 
 KEYED = Keyed(["ad", "seen"], torch.tensor([69, 1, 2]), torch.tensor([1, 0, 0, 2]))

@@ -25,7 +25,7 @@ from emblib.tables import QuantizedEmbeddingBags
 def composed_key(storage: ComposedStorage, dim: int, pooling: Pooling) -> Hashable:
     """Return a key that is equal for tables that one `ComposedEmbeddingBags` can have."""
     unpooled = pooling is Pooling.NONE or storage.joining is Combine.MULTIPLY
-    widths = (dim, storage.stored_width(dim)) if unpooled else ()
+    widths = (dim, storage.num_stored_columns(dim)) if unpooled else ()
     return type(storage), storage.joining, storage.row_components, widths
 
 
@@ -44,7 +44,9 @@ def component_specs(
     """Return the specs of the components of all tables; their names have no dots."""
     names = iter(component_names(tables, storages))
     return [
-        TableSpec(component.rows, storage.stored_width(spec.dim), next(names).replace(".", "_"))
+        TableSpec(
+            component.rows, storage.num_stored_columns(spec.dim), next(names).replace(".", "_")
+        )
         for spec, storage in zip(tables, storages, strict=True)
         for component in storage.components(spec.rows)
     ]

@@ -289,10 +289,10 @@ def plan_memory(
     planned = _tables_with_skew(
         model_tables, importances_of(model_tables, importance), trace, losses, backing
     )
-    options = [_candidates(table, methods, serving, device) for table in planned]
+    options = [_make_candidates(table, methods, serving, device) for table in planned]
     indices = choose_options(options, Limits(budget, None if backing is None else backing.nbytes))
     choices = tuple(_with_reason(c, k) for c, k in zip(options, indices, strict=True))
-    assumptions = tuple(_assumptions(planned, choices, losses, serving))
+    assumptions = tuple(_describe_assumptions(planned, choices, losses, serving))
     return MemoryPlan(choices, budget, assumptions, backing)
 
 
@@ -389,10 +389,12 @@ def _narrow_options(table: _PlannedTable) -> Iterator[_Option]:
 
 def _tensor_train_options(table: _PlannedTable) -> Iterator[_Option]:
     """Yield tensor trains of the ranks to try."""
-    with_ranks = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
-    max_ranks = shapes.max_ranks(with_ranks.row_factors, with_ranks.dim_factors)
+    rank_one_spec = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
+    max_ranks = shapes.max_ranks(rank_one_spec.row_factors, rank_one_spec.dim_factors)
     # Small tables clip large ranks to equal ones.
-    for ranks in dict.fromkeys(tuple(min(rank, top) for top in max_ranks) for rank in _TRIED_RANKS):
+    for ranks in dict.fromkeys(
+        tuple(min(rank, max_rank) for max_rank in max_ranks) for rank in _TRIED_RANKS
+    ):
         yield _measured_option(table, "tensor_train", TensorTrain(ranks))
 
 
@@ -501,7 +503,7 @@ def _loss_at(curve: Curve, x: float) -> float:
     return float(min(1.0, loss_below * (x / x_below) ** power))
 
 
-def _candidates(
+def _make_candidates(
     table: _PlannedTable, methods: Sequence[str], serving: int | None, device: str
 ) -> list[MemoryChoice]:
     """Return the Pareto-optimal choices for a table, the largest first."""
@@ -586,7 +588,7 @@ def _describe_storage(choice: MemoryChoice) -> str:
     return names.get(choice.method) or brief(storage)
 
 
-def _assumptions(
+def _describe_assumptions(
     tables: Sequence[_PlannedTable],
     choices: Sequence[MemoryChoice],
     losses: Mapping[str, Curve] | None,

@@ -147,7 +147,7 @@ def choose_options(options: Options, limits: Limits) -> list[int]:
         BudgetError: no combination of choices was found that fits.
     """
     try:
-        indices = _smallest(options, limits)
+        indices = _choose_smallest(options, limits)
     except BudgetError:
         indices = [] if limits.backing is None else _knapsack(options, limits, _UNITS_OF_BOTH)
         if not indices:
@@ -162,7 +162,7 @@ def choose_options(options: Options, limits: Limits) -> list[int]:
             and _total_cost(options, candidate) < _total_cost(options, indices)
         ):
             indices = candidate
-    return _spend_rest(options, indices, limits)
+    return _use_remaining_bytes(options, indices, limits)
 
 
 def totals(options: Options, indices: Sequence[int]) -> tuple[int, int]:
@@ -171,7 +171,7 @@ def totals(options: Options, indices: Sequence[int]) -> tuple[int, int]:
     return sum(c.nbytes for c in picked_choices), sum(c.backing_nbytes for c in picked_choices)
 
 
-def _smallest(options: Options, limits: Limits) -> list[int]:
+def _choose_smallest(options: Options, limits: Limits) -> list[int]:
     """Return choices that take little device memory within the limit of backing memory.
 
     It is the minimum without that limit; with it, choices are exchanged by the least device bytes
@@ -191,26 +191,27 @@ def _smallest(options: Options, limits: Limits) -> list[int]:
                 if saved > 0:
                     exchanges.append(((choice.nbytes - choices[k].nbytes) / saved, t, index))
         if not exchanges:
-            missing = backing - limits.backing
+            missing_nbytes = backing - limits.backing
             raise BudgetError(
                 f"the tables take at least {format_bytes(backing)} of host memory or disk, which "
-                f"is {format_bytes(missing)} more than backing has: raise it, or move tables to "
-                "the device",
-                missing,
+                f"is {format_bytes(missing_nbytes)} more than backing has: raise it, or move "
+                "tables to the device",
+                missing_nbytes,
             )
         _, t, indices[t] = min(exchanges)
         nbytes, backing = totals(options, indices)
     if nbytes > limits.budget:
         smallest_choices = [choices[k] for choices, k in zip(options, indices, strict=True)]
         largest = max(smallest_choices, key=lambda choice: choice.nbytes)
-        missing = nbytes - limits.budget
+        missing_nbytes = nbytes - limits.budget
         bound = "at least" if limits.backing is None else "about"
         raise BudgetError(
-            f"the tables take {bound} {format_bytes(nbytes)}, which is {format_bytes(missing)} "
-            f"more than the budget of {format_bytes(limits.budget)}: raise it, allow other "
-            f"methods, or make tables smaller; the largest is then {largest.before.name!r} with "
+            f"the tables take {bound} {format_bytes(nbytes)}, which is "
+            f"{format_bytes(missing_nbytes)} more than the budget of "
+            f"{format_bytes(limits.budget)}: raise it, allow other methods, or make tables "
+            f"smaller; the largest is then {largest.before.name!r} with "
             f"{format_bytes(largest.nbytes)}",
-            missing,
+            missing_nbytes,
         )
     return indices
 
@@ -283,7 +284,7 @@ def _uniform_plans(options: Options) -> Iterator[list[int]]:
             yield indices
 
 
-def _spend_rest(options: Options, indices: Sequence[int], limits: Limits) -> list[int]:
+def _use_remaining_bytes(options: Options, indices: Sequence[int], limits: Limits) -> list[int]:
     """Replace choices by better ones while bytes are left, by descending gain per byte."""
     result = list(indices)
     while True:

@@ -365,7 +365,7 @@ class Storage:
     def make_module(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
@@ -375,7 +375,7 @@ class Storage:
 
         Args:
             slices: the slices.
-            reads: index into `slices` for each feature of the module.
+            feature_tables: index into `slices` for each feature of the module.
             optimizer: optimizer of the slices.
             pooling: SUM or MEAN; NONE for one vector per id.
             seeds: seeds of the initial values, one per slice.
@@ -482,15 +482,15 @@ class Storage:
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to look up `ids` rows of a slice."""
-        row = table_slice.dim * table_slice.config.data_type.itemsize
-        return ids * rates.lookup_row_ns(table_slice, row, ids)
+        bytes_per_row = table_slice.dim * table_slice.config.data_type.itemsize
+        return ids * rates.lookup_row_ns(table_slice, bytes_per_row, ids)
 
     def update_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update `ids` rows of a slice."""
-        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
-        ns_per_row = rates.update_row_ns(table_slice, row, ids)
+        bytes_per_row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.update_row_ns(table_slice, bytes_per_row, ids)
         return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, rates)
 
 

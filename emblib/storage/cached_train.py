@@ -139,20 +139,21 @@ class CachedTTModule(CachedTTEmbeddingBags):
     def __init__(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._slices, self._reads, self._seeds = tuple(slices), tuple(reads), tuple(seeds)
+        self._slices, self._seeds = tuple(slices), tuple(seeds)
+        self._feature_tables = tuple(feature_tables)
         names = distinct_names([table_slice.config.name for table_slice in slices])
         super().__init__(
             [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
             joint_cache(slices),
             optimizer,
             pooling=pooling,
-            feature_tables=reads,
+            feature_tables=feature_tables,
             precision=stored_as(slices[0]),
             device=device,
         )
@@ -161,12 +162,22 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self, optimizer: Optimizer | None, init: str, options: dict[str, Any]
     ) -> TTModule:
         return make_trains(
-            self._slices, self._reads, optimizer, options["pooling"], self._seeds, options["device"]
+            self._slices,
+            self._feature_tables,
+            optimizer,
+            options["pooling"],
+            self._seeds,
+            options["device"],
         )
 
     def _make_rows(self, optimizer: Optimizer | None, options: dict[str, Any]) -> DenseModule:
         return make_rows(
-            self._slices, self._reads, optimizer, options["pooling"], self.cache, options["device"]
+            self._slices,
+            self._feature_tables,
+            optimizer,
+            options["pooling"],
+            self.cache,
+            options["device"],
         )
 
     @property
@@ -253,21 +264,21 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
 def make_trains(
     slices: Sequence[TableSlice],
-    reads: Sequence[int],
+    feature_tables: Sequence[int],
     optimizer: Any,
     pooling: Pooling,
     seeds: Sequence[int],
     device: torch.device,
 ) -> TTModule:
     """Return the module of the cores, without bounds checks: the cached module makes them."""
-    trains = TTModule(slices, reads, optimizer, pooling, seeds, device)
+    trains = TTModule(slices, feature_tables, optimizer, pooling, seeds, device)
     trains.bounds_check = BoundsCheck.NONE
     return trains
 
 
 def make_rows(
     slices: Sequence[TableSlice],
-    reads: Sequence[int],
+    feature_tables: Sequence[int],
     optimizer: Any,
     pooling: Pooling,
     cache: TTCache,
@@ -281,7 +292,7 @@ def make_rows(
         for table_slice, rows in zip(slices, cache.stored_rows_of(specs), strict=True)
     ]
     rows = DenseModule(
-        row_slices, reads, optimizer, pooling, [0] * len(row_slices), row_cache, device
+        row_slices, feature_tables, optimizer, pooling, [0] * len(row_slices), row_cache, device
     )
     rows.bounds_check = BoundsCheck.NONE
     return rows
@@ -293,7 +304,7 @@ class CachedTTPlaceholder(nn.Module):
     def __init__(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
@@ -301,8 +312,10 @@ class CachedTTPlaceholder(nn.Module):
     ) -> None:
         super().__init__()
         self.optimizer, self.output_dtype = optimizer, torch.float32
-        self.trains = make_trains(slices, reads, optimizer, pooling, seeds, device)
-        self.rows = make_rows(slices, reads, optimizer, pooling, joint_cache(slices), device)
+        self.trains = make_trains(slices, feature_tables, optimizer, pooling, seeds, device)
+        self.rows = make_rows(
+            slices, feature_tables, optimizer, pooling, joint_cache(slices), device
+        )
 
     def forward(self, *arguments: Any, **options: Any) -> None:
         """Raise RuntimeError: there is no cache to look rows up in."""

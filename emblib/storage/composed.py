@@ -2,7 +2,7 @@
 
 A composed table stores one or two *components*: dense tables, usually smaller than it. An id maps
 to `count` rows of the components, which are combined to its row (`Combine`). A subclass defines the
-mapping (`rows_read`): `Hashed` and `QuotientRemainder` let ids share rows, `Narrow` stores fewer
+mapping (`map_ids`): `Hashed` and `QuotientRemainder` let ids share rows, `Narrow` stores fewer
 columns and appends zeros. The components of all tables with one `group_key` are in one
 `DenseModule`: a lookup maps the ids `[L]` to rows `[count * L]`, looks them up in one call, and
 combines the `count` blocks of the output.
@@ -79,14 +79,14 @@ class ComposedStorage(Storage):
     """Names of `mapping_numbers` in error messages; () for numbers without names."""
 
     def mapping_numbers(self) -> tuple[int, ...]:
-        """Return the integers that parametrise `rows_read`.
+        """Return the integers that parametrise `map_ids`.
 
         All tables of one kind of storage must have the same number of integers; not checked.
         """
         raise NotImplementedError
 
     @staticmethod
-    def rows_read(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
+    def map_ids(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
         """Return the rows that valid ids read, `count` tensors int64 `[L]`.
 
         Args:
@@ -125,7 +125,7 @@ class ComposedStorage(Storage):
                 f"{' or columns' if units.columns > 1 else ''}"
             )
 
-    def stored_width(self, dim: int) -> int:
+    def num_stored_columns(self, dim: int) -> int:
         """Return the number of columns of the components of a table with `dim` columns."""
         return dim // 2 if self.joining is Combine.CONCATENATE else dim
 
@@ -134,12 +134,12 @@ class ComposedStorage(Storage):
         return ComposedTable(
             num_embeddings,
             dim,
-            self.stored_width(dim),
+            self.num_stored_columns(dim),
             self.components(num_embeddings),
             self.joining,
             self.row_components,
             self.mapping_numbers(),
-            self.rows_read,
+            self.map_ids,
         )
 
     # Modules
@@ -151,7 +151,9 @@ class ComposedStorage(Storage):
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         unpooled = pooling is Pooling.NONE or self.joining is Combine.MULTIPLY
         dims = (
-            (table_slice.dim, self.stored_width(table_slice.dim)) if is_sparse or unpooled else ()
+            (table_slice.dim, self.num_stored_columns(table_slice.dim))
+            if is_sparse or unpooled
+            else ()
         )
         return (
             type(self),
@@ -165,7 +167,7 @@ class ComposedStorage(Storage):
     def make_module(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
@@ -182,7 +184,7 @@ class ComposedStorage(Storage):
                 f"{slices[0].config.name!r} are multiplied first: use combine='add', or an "
                 "optimizer without global_decay"
             )
-        return ComposedModule(slices, reads, optimizer, pooling, seeds, device)
+        return ComposedModule(slices, feature_tables, optimizer, pooling, seeds, device)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has a parameter per component."""
@@ -215,7 +217,7 @@ class ComposedStorage(Storage):
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the layouts of the components; every shard has all their rows."""
-        width = self.stored_width(table.embedding_dim)
+        width = self.num_stored_columns(table.embedding_dim)
         is_cut = self.cut_units(table).columns == 1
         return {
             component.name: TensorLayout(
@@ -255,7 +257,10 @@ class ComposedStorage(Storage):
         self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
     ) -> MemoryBytes:
         """Return the bytes of the components and their optimizer states."""
-        itemsize, width = table_slice.config.data_type.itemsize, self.stored_width(table_slice.dim)
+        itemsize, width = (
+            table_slice.config.data_type.itemsize,
+            self.num_stored_columns(table_slice.dim),
+        )
         rows = sum(c.rows for c in self.components(table_slice.config.num_embeddings))
         return MemoryBytes(rows * width * itemsize + state_bytes(optimizer, rows, width, itemsize))
 
@@ -263,20 +268,28 @@ class ComposedStorage(Storage):
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to look up the rows that `ids` read."""
-        row = self.stored_width(table_slice.dim) * table_slice.config.data_type.itemsize
+        bytes_per_row = (
+            self.num_stored_columns(table_slice.dim) * table_slice.config.data_type.itemsize
+        )
         components = _component_slices(table_slice)
-        return sum(ids * rates.lookup_row_ns(components[c], row, ids) for c in self.row_components)
+        return sum(
+            ids * rates.lookup_row_ns(components[c], bytes_per_row, ids)
+            for c in self.row_components
+        )
 
     def update_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the rows that `ids` read."""
-        row = row_bytes(
-            optimizer, self.stored_width(table_slice.dim), table_slice.config.data_type.itemsize
+        bytes_per_row = row_bytes(
+            optimizer,
+            self.num_stored_columns(table_slice.dim),
+            table_slice.config.data_type.itemsize,
         )
         components = _component_slices(table_slice)
         updates = sum(
-            ids * rates.update_row_ns(components[c], row, ids) for c in self.row_components
+            ids * rates.update_row_ns(components[c], bytes_per_row, ids)
+            for c in self.row_components
         )
         return updates + sum(
             dense_gradient_ns(component, optimizer, rates) for component in components
@@ -333,7 +346,7 @@ class ComposedModule(ComposedLookup):
     def __init__(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
@@ -345,13 +358,13 @@ class ComposedModule(ComposedLookup):
             )
             for table_slice in slices
         ]
-        super().__init__(tables, reads, pooling)
+        super().__init__(tables, feature_tables, pooling)
         self._slices = tuple(slices)
         self._components = [table.components for table in tables]
         self._first_component = first_components(tables)
         self.dense = DenseModule(
             [component for table_slice in slices for component in _component_slices(table_slice)],
-            component_features(tables, reads),
+            component_features(tables, feature_tables),
             optimizer,
             component_pooling(tables[0].joining, pooling),
             self._component_seeds(seeds),
@@ -495,7 +508,7 @@ def _component_slices(table_slice: TableSlice) -> list[TableSlice]:
     config: Any = table_slice.config
     storage: Any = config.storage
     low, high = config.bounds
-    dim = storage.stored_width(config.embedding_dim)
+    dim = storage.num_stored_columns(config.embedding_dim)
     columns = table_slice.columns if dim == config.embedding_dim else (0, dim)
     return [
         TableSlice(

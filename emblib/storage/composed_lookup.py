@@ -59,22 +59,22 @@ class ComposedTable(NamedTuple):
     Attributes:
         num_ids: number of ids.
         dim: columns of a row.
-        width: columns of the components.
+        num_stored_columns: columns of the components.
         components: the components.
         joining: operation that combines the rows which an id reads.
         row_components: index of the component of each row that an id reads.
-        numbers: integers that parametrise `rows_read`.
-        rows_read: function that returns the rows that valid ids read.
+        mapping_numbers: integers that parametrise `map_ids`.
+        map_ids: function that returns the rows that valid ids read.
     """
 
     num_ids: int
     dim: int
-    width: int
+    num_stored_columns: int
     components: tuple[Component, ...]
     joining: Combine
     row_components: tuple[int, ...]
-    numbers: tuple[int, ...]
-    rows_read: Callable[[Tensor, Tensor, int], list[Tensor]]
+    mapping_numbers: tuple[int, ...]
+    map_ids: Callable[[Tensor, Tensor, int], list[Tensor]]
 
 
 def first_components(tables: Sequence[ComposedTable]) -> list[int]:
@@ -82,16 +82,17 @@ def first_components(tables: Sequence[ComposedTable]) -> list[int]:
     return [0, *accumulate(len(table.components) for table in tables)][:-1]
 
 
-def component_features(tables: Sequence[ComposedTable], reads: Sequence[int]) -> list[int]:
-    """Return the component that each feature of a lookup of components reads.
+def component_features(tables: Sequence[ComposedTable], feature_tables: Sequence[int]) -> list[int]:
+    """Return the index of the component that each feature of the components' lookup reads.
 
-    `reads` has the table of each feature; the lookup has them once per row that an id reads.
+    `feature_tables` has the table of each feature. The lookup of components has all features once
+    for each row that an id reads.
     """
     first = first_components(tables)
     return [
         first[t] + tables[t].row_components[k]
         for k in range(len(tables[0].row_components))
-        for t in reads
+        for t in feature_tables
     ]
 
 
@@ -103,27 +104,28 @@ def component_pooling(joining: Combine, pooling: Pooling) -> Pooling:
 class ComposedLookup(nn.Module):
     """Base of modules that look up composed tables of one kind.
 
-    Bounds are checked once, before ids are mapped, as `bounds_check` selects. Id -1 is skipped;
-    another invalid id, unless it raises, reads the rows of id 0.
+    Bounds are checked once, before ids are mapped, as `bounds_check` selects. Id -1 is skipped.
+    Any other invalid id raises an error or reads the rows of id 0.
 
     Args:
-        tables: the tables; they agree in `joining`, `row_components` and `rows_read`.
-        reads: table of each feature.
+        tables: the tables; they agree in `joining`, `row_components` and `map_ids`.
+        feature_tables: table of each feature.
         pooling: SUM or MEAN; NONE for one vector per id.
     """
 
     bounds_check = BoundsCheck.WARNING
 
     def __init__(
-        self, tables: Sequence[ComposedTable], reads: Sequence[int], pooling: Pooling
+        self, tables: Sequence[ComposedTable], feature_tables: Sequence[int], pooling: Pooling
     ) -> None:
         super().__init__()
-        self._tables, self._reads = tuple(tables), tuple(reads)
-        self._joining, self._map_ids = tables[0].joining, tables[0].rows_read
+        self._tables, self._feature_tables = tuple(tables), tuple(feature_tables)
+        self._joining, self._map_ids = tables[0].joining, tables[0].map_ids
         self._rows_per_id = len(tables[0].row_components)
         self.pooling, self.output_dtype = pooling, torch.float32
-        self._dims = [tables[t].dim for t in reads]
-        self._widths = [tables[t].width for t in reads]
+        self._dims = [tables[t].dim for t in feature_tables]
+        # Columns of the components of each feature.
+        self._widths = [tables[t].num_stored_columns for t in feature_tables]
         self._mapping_numbers = self.features = self.bounds_violations = torch.empty(0)
 
     @property
@@ -136,12 +138,12 @@ class ComposedLookup(nn.Module):
 
     def make_mapping_tensors(self, device: torch.device) -> None:
         """Make the tensors that parametrise the mapping of ids, one column per feature."""
-        numbers = [self._tables[t].numbers for t in self._reads]
-        num_ids = [self._tables[t].num_ids for t in self._reads]
+        numbers = [self._tables[t].mapping_numbers for t in self._feature_tables]
+        num_ids = [self._tables[t].num_ids for t in self._feature_tables]
         features = torch.zeros(len(num_ids), len(FeatureColumn), dtype=torch.int64)
         features[:, FeatureColumn.ROWS] = torch.tensor(num_ids, dtype=torch.int64)
         features[:, FeatureColumn.DIM] = torch.tensor(self._dims, dtype=torch.int64)
-        shape = (len(self._reads), -1) if self._reads else (0, 1)
+        shape = (len(self._feature_tables), -1) if self._feature_tables else (0, 1)
         self._mapping_numbers = torch.tensor(numbers, dtype=torch.int64).view(shape).t().to(device)
         self.features = features.to(device)
         self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
@@ -187,7 +189,7 @@ class ComposedLookup(nn.Module):
 
         Id -1 stays -1, and other invalid ids read the rows of id 0.
         """
-        if not self._reads:
+        if not self._feature_tables:
             return [ids] * self._rows_per_id
         if self._has_one_mapping:
             numbers, num_ids = self._mapping_numbers[:, :1], self.features[:1, FeatureColumn.ROWS]
@@ -207,7 +209,8 @@ class ComposedLookup(nn.Module):
     ) -> Tensor:
         """Return the index of the feature of each id, int64 `[L]`."""
         if batch_sizes is None:
-            num_bags = (offsets.numel() - 1) // len(self._reads)  # any number in exported graphs
+            # Any number in exported graphs.
+            num_bags = (offsets.numel() - 1) // len(self._feature_tables)
             borders = offsets[num_bags : offsets.numel() - 1 : max(num_bags, 1)]
         else:
             bag_counts = [sum(sizes) for sizes in batch_sizes]
@@ -306,7 +309,7 @@ class ComposedLookup(nn.Module):
         if self.pooling is Pooling.MEAN:
             bags = bags / offsets.diff().clamp(min=1)[:, None]
         if batch_sizes is None:
-            return bags.view(len(self._reads), -1, dim).transpose(0, 1).flatten(1)
+            return bags.view(len(self._feature_tables), -1, dim).transpose(0, 1).flatten(1)
         blocks = iter(bags.split([n for rank_sizes in batch_sizes for n in rank_sizes]))
         by_feature = [[next(blocks) for _ in rank_sizes] for rank_sizes in batch_sizes]
         in_order = [block for rank_blocks in zip(*by_feature, strict=True) for block in rank_blocks]

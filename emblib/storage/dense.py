@@ -119,7 +119,7 @@ class Dense(Storage):
     def make_module(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
@@ -131,7 +131,7 @@ class Dense(Storage):
             ValueError: `External` for tables with a placement other than DEVICE and HOST.
         """
         _check_optimizer(slices, optimizer)
-        return DenseModule(slices, reads, optimizer, pooling, seeds, self.cache, device)
+        return DenseModule(slices, feature_tables, optimizer, pooling, seeds, self.cache, device)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameter `weight`."""
@@ -184,17 +184,21 @@ class Dense(Storage):
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to look up `ids` rows, with transfers from slower memory."""
-        row = table_slice.dim * table_slice.config.data_type.itemsize
-        ns_per_row = rates.lookup_row_ns(table_slice, row, ids)
-        return ids * ns_per_row + ids * self._transfer_ns(table_slice, optimizer, rates, row, 0)
+        bytes_per_row = table_slice.dim * table_slice.config.data_type.itemsize
+        ns_per_row = rates.lookup_row_ns(table_slice, bytes_per_row, ids)
+        return ids * ns_per_row + ids * self._transfer_ns(
+            table_slice, optimizer, rates, bytes_per_row, 0
+        )
 
     def update_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update `ids` rows, with transfers to slower memory."""
-        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
-        ns_per_row = rates.update_row_ns(table_slice, row, ids)
-        transfer_ns = ids * self._transfer_ns(table_slice, optimizer, rates, row, row)
+        bytes_per_row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.update_row_ns(table_slice, bytes_per_row, ids)
+        transfer_ns = ids * self._transfer_ns(
+            table_slice, optimizer, rates, bytes_per_row, bytes_per_row
+        )
         return ids * ns_per_row + (transfer_ns + dense_gradient_ns(table_slice, optimizer, rates))
 
     def _transfer_ns(
@@ -220,9 +224,9 @@ class Dense(Storage):
             return 0.0
         cache = self.cache or CacheConfig()
         cached_share = cache.sets * WAYS / table_slice.num_rows if cache.sets else cache.load_factor
-        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        bytes_per_row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
         # A miss reads one row and writes an evicted one back.
-        return max(0.0, 1.0 - cached_share) * 2 * row / rate / _S_PER_NS
+        return max(0.0, 1.0 - cached_share) * 2 * bytes_per_row / rate / _S_PER_NS
 
 
 def cached_rows(storage: Dense, rows: int) -> int:

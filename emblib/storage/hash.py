@@ -205,7 +205,7 @@ class Hash(Storage):
     def make_module(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
@@ -220,7 +220,7 @@ class Hash(Storage):
             [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
             optimizer,
             pooling=pooling,
-            feature_tables=reads,
+            feature_tables=feature_tables,
             precision=stored_as(slices[0]),
             seed=self.seed,
             device=device,
@@ -385,8 +385,8 @@ class Hash(Storage):
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the rows of `ids` keys."""
-        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
-        ns_per_row = rates.update_row_ns(table_slice, row, ids)
+        bytes_per_row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.update_row_ns(table_slice, bytes_per_row, ids)
         return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, rates)
 
 

@@ -102,7 +102,7 @@ class Hashed(ComposedStorage):
         return self.rows, self.seed, int(self.hash is RowHash.REMAINDER)
 
     @staticmethod
-    def rows_read(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
+    def map_ids(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
         """Return the row that each function selects."""
         rows, seed, by_remainder = numbers
         rows_by_function = [

@@ -54,16 +54,16 @@ def skips_initial_values() -> bool:
 def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
     """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
 
-    An element has the same value however the table is sharded. `init_fn` writes the whole table:
-    for a slice in CPU memory, so its random values on a GPU do depend on the sharding. `ByRows`
-    writes each block that the slice overlaps, on its device. Torch's generators are seeded before
-    each call. Does nothing on meta or inside `skip_initial_values`.
+    An element has the same value however the table is sharded. `ByRows` writes each block that the
+    slice overlaps, on the device of `weight`. Another `init_fn` writes the whole table. For a slice
+    it writes a table in CPU memory, so random values on a GPU do depend on the sharding. Torch's
+    generators are seeded before each call. Does nothing on meta or inside `skip_initial_values`.
     """
     config = table_slice.config
     if weight.is_meta or skips_initial_values():
         return
     if isinstance(config.init_fn, ByRows):
-        for rows, block_seed in _blocks(table_slice, seed):
+        for rows, block_seed in _seeded_blocks(table_slice, seed):
             with seeded(weight.device, block_seed):
                 _fill_block(table_slice, weight, rows, config.init_fn)
         return
@@ -78,7 +78,7 @@ def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
             config.init_fn(table)
         weight.copy_(table_slice.part_of(table))
         return
-    for rows, block_seed in _blocks(table_slice, seed):
+    for rows, block_seed in _seeded_blocks(table_slice, seed):
         _draw_block(table_slice, weight, rows, block_seed)
 
 
@@ -98,12 +98,12 @@ def _rows_of_block(config: TableDescription) -> int:
     return max(1, _BLOCK_ELEMENTS // config.embedding_dim)
 
 
-def _blocks(table_slice: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
+def _seeded_blocks(table_slice: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
     """Yield (rows of the table, seed) of each block that a slice overlaps."""
-    step, rows = _rows_of_block(table_slice.config), table_slice.config.num_embeddings
-    for number in range(table_slice.rows[0] // step, -(-table_slice.rows[1] // step)):
+    block_rows, rows = _rows_of_block(table_slice.config), table_slice.config.num_embeddings
+    for number in range(table_slice.rows[0] // block_rows, -(-table_slice.rows[1] // block_rows)):
         block_seed = (seed + number * _SEED_FACTOR) % (2**63 - 1)
-        yield range(number * step, min((number + 1) * step, rows)), block_seed
+        yield range(number * block_rows, min((number + 1) * block_rows, rows)), block_seed
 
 
 def _fill_block(table_slice: TableSlice, weight: Tensor, rows: range, init_fn: ByRows) -> None:

@@ -50,7 +50,7 @@ class Narrow(ComposedStorage):
         """Allow no cut: the unit is the whole table."""
         return CutUnits(table.num_embeddings, table.embedding_dim)
 
-    def stored_width(self, dim: int) -> int:
+    def num_stored_columns(self, dim: int) -> int:
         """Return `columns`."""
         return self.columns
 
@@ -63,6 +63,6 @@ class Narrow(ComposedStorage):
         return (0,)
 
     @staticmethod
-    def rows_read(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
+    def map_ids(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
         """Return the ids."""
         return [ids]

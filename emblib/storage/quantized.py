@@ -88,14 +88,14 @@ class Quantized(Storage):
     def make_module(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
     ) -> TableModule:
         """Return the module of slices with equal group keys."""
-        return QuantizedModule(slices, reads, self.bits, pooling, seeds, device)
+        return QuantizedModule(slices, feature_tables, self.bits, pooling, seeds, device)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has no parameters."""

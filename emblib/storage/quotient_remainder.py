@@ -112,7 +112,7 @@ class QuotientRemainder(ComposedStorage):
         return (self.divisor,)
 
     @staticmethod
-    def rows_read(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
+    def map_ids(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
         """Return quotients and remainders."""
         (divisor,) = numbers
         return [ids // divisor, ids % divisor]

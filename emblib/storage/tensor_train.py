@@ -1,10 +1,11 @@
 """Tensor-train storage: a row is a product of small cores.
 
-A row is a product of one slice of each core. Core 0 has the first factors of rows and columns,
-which vary slowest. Let P and Q be the products of the other row and dim factors: rows `[a * P, b *
-P)` and columns `[c * Q, d * Q)` of a table are a tensor train whose core 0 is the slice `[a:b, c *
-R_1 : d * R_1]` of the table's core 0, and whose other cores are the table's. So a shard has a slice
-of core 0 and a copy of every other core, whose gradients are summed over the shards.
+A row is a product of one slice of each core. Core 0 has the first factors of rows and columns, so
+its slices are consecutive ranges of rows and columns. A shard is such a range: it has a slice of
+core 0 and a copy of every other core. The gradients of the copies are summed over the shards.
+
+Let P and Q be the products of the row and dim factors of the other cores. A shard with rows
+`[a * P, b * P)` and columns `[c * Q, d * Q)` has the slice `[a:b, c * R_1 : d * R_1]` of core 0.
 """
 
 from __future__ import annotations
@@ -262,7 +263,7 @@ class TensorTrain(Storage):
     def make_module(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
@@ -274,11 +275,11 @@ class TensorTrain(Storage):
             ValueError: an optimizer that a cache does not support.
         """
         if self.cache is None:
-            return TTModule(slices, reads, optimizer, pooling, seeds, device)
+            return TTModule(slices, feature_tables, optimizer, pooling, seeds, device)
         cached_train.check_optimizer(slices, self.cache, optimizer)
         on_meta = device.type == "meta"
         make = cached_train.CachedTTPlaceholder if on_meta else cached_train.CachedTTModule
-        return make(slices, reads, optimizer, pooling, seeds, device)
+        return make(slices, feature_tables, optimizer, pooling, seeds, device)
 
     def is_placeholder(self, module: TableModule) -> bool:
         """Return whether `module` is the placeholder of cached trains on meta."""
@@ -401,8 +402,8 @@ class TensorTrain(Storage):
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the cores with the gradients of `ids` rows."""
-        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
-        ns_per_row = rates.cached_update_ns(row)
+        bytes_per_row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.cached_update_ns(bytes_per_row)
         # The gradients of all cores take twice the multiply-adds of the rows.
         compute_ns = (
             2

@@ -41,7 +41,7 @@ class TTModule(TableBatchedTTEmbeddingBags):
 
     Args:
         slices: slice of each table of the module; all with the same dtypes and `matmul`.
-        reads: index into `slices` for each feature.
+        feature_tables: index into `slices` for each feature.
         optimizer: optimizer of the cores.
         pooling: pooling of every feature.
         seeds: seed of the initial values of each table.
@@ -51,7 +51,7 @@ class TTModule(TableBatchedTTEmbeddingBags):
     def __init__(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
@@ -64,7 +64,7 @@ class TTModule(TableBatchedTTEmbeddingBags):
             [table_slice.spec for table_slice in slices],
             optimizer,
             pooling=pooling,
-            feature_tables=reads,
+            feature_tables=feature_tables,
             precision=replace(stored_as(slices[0]), matmul=storage.matmul),
             device=device,
         )

@@ -55,7 +55,7 @@ Reading = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], list[Bags]
 NamedEmbedding = tuple[str, nn.Module, Reading]  # name in the trace, module, its reading
 
 
-def embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
+def find_embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
     """Return the outermost embeddings in the modules, each once, under its first name.
 
     A root without embeddings counts as an embedding that is called with a KeyedJaggedTensor.
@@ -70,19 +70,19 @@ def embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
 
 def _outermost_embeddings(root: nn.Module) -> list[NamedEmbedding]:
     """Return the outermost embedding modules of a model; the model itself if it has none."""
-    embeddings_: list[NamedEmbedding] = []
+    embeddings: list[NamedEmbedding] = []
     outer_paths: list[str] = []
     for path, module in root.named_modules():
         if any(path.startswith(f"{outer_path}.") or not outer_path for outer_path in outer_paths):
             continue
         reading = _reading_of(module)
         if reading is not None:
-            embeddings_.append((path or type(root).__name__, module, reading))
+            embeddings.append((path or type(root).__name__, module, reading))
             outer_paths.append(path)
-    return embeddings_ or [(type(root).__name__, root, _read_keyed)]
+    return embeddings or [(type(root).__name__, root, _read_keyed)]
 
 
-def distinct(names: Sequence[str]) -> list[str]:
+def distinct_names(names: Sequence[str]) -> list[str]:
     """Return distinct names: a repeated name gets its position appended, or a larger number."""
     used_names, result = set(names), []
     for position, name in enumerate(names):
@@ -195,7 +195,7 @@ def _read_batched(
         offsets = torch.arange(len(ids) + 1, device=ids.device) * (ids.numel() // max(len(ids), 1))
     elif not getattr(bags, "include_last_offset", True):
         offsets = _append_offset(offsets, ids.numel())
-    return _feature_major(features, ids.reshape(-1), offsets, kwargs.get("batch_sizes"))
+    return _bags_of_batch(features, ids.reshape(-1), offsets, kwargs.get("batch_sizes"))
 
 
 def _read_fbgemm(
@@ -205,29 +205,33 @@ def _read_fbgemm(
     features = []
     for f, t in enumerate(module.feature_table_map):
         spec = module.embedding_specs[t]
-        first = int(isinstance(spec[0], str))  # modules for inference have the name before the rows
-        rows, dim = (int(n) for n in spec[first : first + 2])
+        # Modules for inference have the name before the rows.
+        rows_index = int(isinstance(spec[0], str))
+        rows, dim = (int(n) for n in spec[rows_index : rows_index + 2])
         features.append(TracedFeature(f"{name}.{f}", f"{name}.{t}", rows, dim))
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
-    sizes = _argument(args, kwargs, 4, "batch_size_per_feature_per_rank")
-    return _feature_major(features, ids, offsets, sizes)
+    batch_sizes = _argument(args, kwargs, 4, "batch_size_per_feature_per_rank")
+    return _bags_of_batch(features, ids, offsets, batch_sizes)
 
 
-def _feature_major(
+def _bags_of_batch(
     features: Sequence[TracedFeature],
     ids: Tensor,
     offsets: Tensor,
-    sizes: Sequence[Sequence[int]] | None,
+    batch_sizes: Sequence[Sequence[int]] | None,
 ) -> list[Bags]:
-    """Split ids and offsets of all features in one call; `sizes` if their batches differ.
+    """Return the bags of a call whose `ids` and `offsets` are ordered by feature.
 
+    `batch_sizes` has the batch sizes of each feature, by rank; None for one size of all features.
     Invalid offsets are repaired as the modules repair them.
     """
     batch_size = (offsets.numel() - 1) // len(features)
     bags_per_feature = (
-        [sum(s) for s in sizes] if sizes is not None else [batch_size] * len(features)
+        [sum(sizes) for sizes in batch_sizes]
+        if batch_sizes is not None
+        else [batch_size] * len(features)
     )
-    return _split(features, *_ids_and_lengths(ids, offsets), bags_per_feature)
+    return _split_by_feature(features, *_ids_and_lengths(ids, offsets), bags_per_feature)
 
 
 def _ids_and_lengths(ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,7 +240,7 @@ def _ids_and_lengths(ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     return ids[int(bounds[0]) :], bounds.diff()
 
 
-def _split(
+def _split_by_feature(
     features: Sequence[TracedFeature], ids: Tensor, lengths: Tensor, bags_per_feature: Sequence[int]
 ) -> list[Bags]:
     """Split the bags of a batch by feature."""
@@ -280,7 +284,7 @@ def _read_keyed(
     bags_per_feature = (
         list(strides()) if strides else [lengths.numel() // len(features)] * len(features)
     )
-    return _split(features, jagged.values(), lengths, bags_per_feature)
+    return _split_by_feature(features, jagged.values(), lengths, bags_per_feature)
 
 
 class TraceRecorder:
@@ -330,9 +334,9 @@ class TraceRecorder:
                     f"modules must be nn.Modules, got {type(module).__name__}: "
                     "TraceRecorder(first, second) takes them one by one"
                 )
-        self._embeddings = embeddings(modules)
-        self._names = distinct([name for name, _, _ in self._embeddings])
-        self._calls = calls
+        self._embeddings = find_embeddings(modules)
+        self._names = distinct_names([name for name, _, _ in self._embeddings])
+        self._max_calls = calls
         self._recorded: dict[str, list[Bags]] = {}
         self._hooks: list[Any] = []
         self._lock = ModuleLock()  # held while the features of a call are recorded
@@ -342,10 +346,10 @@ class TraceRecorder:
             raise RuntimeError("a recorder is entered once at a time; leave its `with` block first")
         try:
             for name, (_, module, read) in zip(self._names, self._embeddings, strict=True):
-                hook = _Hook(name, read, self._recorded, self._calls, self._lock)
+                hook = _Hook(name, read, self._recorded, self._max_calls, self._lock)
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         except BaseException:
-            self._leave()
+            self._remove_hooks()
             raise
         return self
 
@@ -355,9 +359,9 @@ class TraceRecorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave()
+        self._remove_hooks()
 
-    def _leave(self) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -405,11 +409,11 @@ class _Hook:
         name: str,
         read: Reading,
         recorded: dict[str, list[Bags]],
-        calls: int,
+        max_calls: int,
         lock: ModuleLock,
     ) -> None:
         self.name, self.read, self.recorded, self.lock = name, read, recorded, lock
-        self.calls_left = calls or math.inf
+        self.calls_left = max_calls or math.inf
 
     @run_uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

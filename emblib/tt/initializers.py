@@ -1,15 +1,17 @@
 """Initial values of tensor-train cores, scaled so that rows get a chosen standard deviation.
 
-A scheme takes the sizes of the cores and `std`, and returns one tensor
+A scheme takes the sizes of the cores and `std`. It returns one tensor
 `[p[k], R[k] * q[k] * R[k + 1]]` per core, on the device of the layout; callers convert its dtype.
-Terms: p row factors, q dim factors, R ranks with the 1 at both ends, d cores; callers pass
-`row_std(rows)` as `std`, the deviation of DLRM's uniform +-1/sqrt(rows). A row is a sum of products
-of core entries: independent entries of deviation s make rows of deviation `s**d * sqrt(prod(R))`.
-`gaussian`, `uniform` and `sampled_gaussian` solve this for s (`CoreLayout.entry_std`); `first_core`
-scales core k > 0 by `1 / sqrt(R[k])`, and `approx_uniform`, whose rows are no sums, scales by
-`(sqrt(3) * std)**(1 / d)`. So rows of `INITIALIZERS` have about the deviation `std`.
-`UNSCALED_INITIALIZERS` are FBTT-Embedding's formulas, to compare with its runs; most of their rows
-have another deviation. Numbers come from torch's generator of the device.
+Terms: p row factors, q dim factors, R ranks with the 1 at both ends, d cores. Callers pass
+`row_std(rows)` as `std`, the deviation of DLRM's uniform +-1/sqrt(rows).
+
+A row is a sum of products of core entries. Independent entries of deviation s make rows of
+deviation `s**d * sqrt(prod(R))`; `gaussian`, `uniform` and `sampled_gaussian` solve this for s
+(`CoreLayout.entry_std`). `first_core` scales core k > 0 by `1 / sqrt(R[k])`. The rows of
+`approx_uniform` are no sums; it scales by `(sqrt(3) * std)**(1 / d)`. So rows of `INITIALIZERS`
+have about the deviation `std`. `UNSCALED_INITIALIZERS` are FBTT-Embedding's formulas, to compare
+with its runs; most of their rows have another deviation. Torch's generator of the device draws the
+numbers.
 """
 
 import math
@@ -85,10 +87,10 @@ def sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
     tail = 0.5 * math.erfc(math.sqrt(2.0))  # P(z >= 2)
     density = math.exp(-2.0) / math.sqrt(2.0 * math.pi)
     scale = layout.entry_std(std) / math.sqrt(1.0 + 2.0 * density / tail)
-    return [_tails(shape, layout.device) * scale for shape in layout.shapes()]
+    return [_draw_tails(shape, layout.device) * scale for shape in layout.shapes()]
 
 
-def _tails(shape: tuple[int, int], device: torch.device) -> Tensor:
+def _draw_tails(shape: tuple[int, int], device: torch.device) -> Tensor:
     """Draw a tensor of `shape` of normal numbers with |z| >= 2."""
     tail = 0.5 * math.erfc(math.sqrt(2.0))
     u = torch.rand(shape, dtype=torch.float64, device=device)
@@ -173,7 +175,7 @@ def unscaled_normal(layout: CoreLayout, std: float) -> list[Tensor]:
 
 def unscaled_sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw normal entries with |z| >= 2, times the cube root of `std` for any number of cores."""
-    return [_tails(shape, layout.device) * std ** (1.0 / 3.0) for shape in layout.shapes()]
+    return [_draw_tails(shape, layout.device) * std ** (1.0 / 3.0) for shape in layout.shapes()]
 
 
 def saw_tooth(layout: CoreLayout, std: float) -> list[Tensor]:

@@ -170,12 +170,12 @@ def _ranks_and_dim_factors(
     if len(widths) == 1:
         yield (), (product,)
         return
-    for next_rank in _divisors(math.gcd(product, widths[1])):
+    for next_rank in _divisors_of(math.gcd(product, widths[1])):
         for ranks, dim_factors in _ranks_and_dim_factors(widths[1:], next_rank):
             yield (next_rank, *ranks), (product // next_rank, *dim_factors)
 
 
-def _divisors(number: int) -> list[int]:
+def _divisors_of(number: int) -> list[int]:
     """Return the divisors of a positive number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})

@@ -54,10 +54,14 @@ class TTWork(NamedTuple):
             rights: number of distinct right halves.
         """
         num_cores = len(dim_factors)
-        split = 1 if num_cores == 2 else 2
-        per_row = math.prod(dim_factors) * full_ranks[split]
-        per_left = _multiply_adds_of_half(dim_factors[:split], full_ranks[: split + 1])
-        per_right = _multiply_adds_of_half(dim_factors[split:], full_ranks[split:])
+        num_left_cores = 1 if num_cores == 2 else 2
+        per_row = math.prod(dim_factors) * full_ranks[num_left_cores]
+        per_left = _multiply_adds_of_half(
+            dim_factors[:num_left_cores], full_ranks[: num_left_cores + 1]
+        )
+        per_right = _multiply_adds_of_half(
+            dim_factors[num_left_cores:], full_ranks[num_left_cores:]
+        )
         halves = lefts * per_left + rights * per_right
         backward = 2 * rows * per_row + 2 * halves + lefts * per_left
         return cls(rows, lefts, rights, halves + rows * per_row, backward)

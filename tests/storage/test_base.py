@@ -50,7 +50,7 @@ class Modulo(storage.Storage):
     def make_module(
         self,
         parts: Sequence[TableSlice],
-        reads: Sequence[int],
+        feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
@@ -60,7 +60,7 @@ class Modulo(storage.Storage):
             [self.spec(self.buckets, part.dim, part.config.name) for part in parts],
             optimizer,
             pooling=pooling,
-            feature_tables=reads,
+            feature_tables=feature_tables,
             device=device,
         )
         self.reset(module, seeds)
