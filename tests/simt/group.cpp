@@ -9,7 +9,8 @@ namespace {
 // Group a small batch in one launch and return true; false if it has to be sorted on the host.
 // `max_cluster_blocks` is that of the device, 0 to sort on the host in any case.
 template <class Source>
-bool group_small(const Source& source, int64_t n, int64_t max_cluster_blocks, const SmallGroupArgs& args) {
+bool group_small(const Source& source, int64_t n, int64_t max_cluster_blocks,
+                 const SmallGroupArgs& args) {
   const simt::HostLauncher launcher{static_cast<unsigned>(max_cluster_blocks)};
   if (max_cluster_blocks == 0) return false;
   const auto plan = plan_small_group(n, max_small_cluster<Source>(launcher));
