@@ -167,9 +167,13 @@ def check_finite(spec: Any, *names: str) -> None:
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether a value is a finite number."""
-    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+    """Return whether a value is a number whose float is finite."""
+    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except (OverflowError, TypeError, ValueError, RuntimeError):  # too large, or several numbers
+        return False
 
 
 def _check_interval(spec: Any, low: float, high: float) -> None:

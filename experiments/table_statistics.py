@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
     """Return the snapshots of each table in order of time, and the names of tables left out.
 
-    At most `MAX_TABLES` tables are returned: the tables with most lookups, sorted by name.
+    At most `MAX_TABLES` tables are returned, sorted by name: those with the largest number of
+    lookups in a snapshot.
 
     Raises:
         UsageError: a file is not a series, or none has a snapshot.
@@ -70,7 +71,7 @@ def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
             raise UsageError(f"{path} cannot be read: {error}") from error
         if missing := sorted(_NEEDED_COLUMNS - set(columns)):
             raise UsageError(f"{path} is not a series of table statistics: no columns {missing}")
-        # Lines that a process left unfinished lack fields.
+        # Lines that a process left unfinished lack fields, unless it ended within the last one.
         whole_lines = [line for line in lines if len(line) == len(columns)]
         frames.append(pd.DataFrame(whole_lines, columns=columns))
     rows = pd.concat(frames, ignore_index=True)
@@ -162,7 +163,7 @@ def _loads(series: dict[str, pd.DataFrame]) -> list[Curve]:
 
 
 def _ages(series: dict[str, pd.DataFrame]) -> list[Curve]:
-    """Return the distribution of ages over the whole series, between the bins in use."""
+    """Return the distribution of ages over the whole series, from half to twice the ages in use."""
     lines = []
     for name, (colour, marker) in _styles(series).items():
         rows = series[name]

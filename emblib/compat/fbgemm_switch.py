@@ -1,13 +1,14 @@
 """The switch `EMBLIB_AS_FBGEMM=1`: install emblib as `fbgemm_gpu` in every Python process.
 
 The package puts this file into site-packages as `_emblib_as_fbgemm.py`, with a `.pth` that imports
-it in every process whose environment has the variable. Ranks, spawned workers and the children of
-torchrun inherit the environment, so that no program needs a line of code.
+it in every process whose environment has the variable, not empty and not "0". Ranks, spawned
+workers and the children of torchrun inherit the environment, so that no program needs a line of
+code.
 
 `EMBLIB_AS_FBGEMM=fallback` lets FBGEMM's Python files serve what emblib lacks, where FBGEMM is
 installed: `install(fallback=True)`.
 
-It imports nothing but the standard library: a finder waits for the first import of `torchrec` or
+This file imports the standard library only: a finder waits for the first import of `torchrec` or
 `fbgemm_gpu`, and only then loads torch and calls `emblib.compat.fbgemm.install()`.
 """
 

@@ -3,7 +3,7 @@
 An exception, such as Ctrl-C or a lack of memory, can interrupt Python between any two lines. So a
 change of several native calls is a function that can run again from its start: `Effects.once` makes
 a call in the first run, and only returns its result in later runs. `Effects.restart` and another
-run of the function complete an interrupted change; no call is made twice.
+run of the function complete an interrupted change; no completed call is made again.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class Effects:
         return len(self._results)
 
     def has_made(self, op: Any) -> bool:
-        """Return whether `once` has called `op`, the same object, for this change."""
+        """Return whether a call of `op`, the same object, has completed in this change."""
         return any(made_op is op for made_op, _ in self._results)
 
     def restart(self) -> None:

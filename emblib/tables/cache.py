@@ -52,7 +52,7 @@ from emblib.tables.row_cache import DeferredRows, RowCache
 class BatchId(NamedTuple):
     """The tensors of a batch, by whose identity `forward` recognises a prefetched one.
 
-    `indices` is `[L]`, `offsets` `[bags + 1]`, as the caller passed them.
+    `indices` is `[L]`; `offsets` is `[bags + 1]`, `[bags]` without `include_last_offset`.
     """
 
     indices: Tensor
@@ -314,7 +314,7 @@ class Prefetcher:
     def note_stream(self) -> bool:
         """Note that the current stream has work; return whether it has all work of the cache.
 
-        True on the CPU. The stream of a capture is not first_flight. With the second stream, events
+        True on the CPU. The stream of a capture is not noted. With the second stream, events
         and tickets of all earlier work are recorded on the first one.
         """
         if not self.cache.weights.is_cuda:

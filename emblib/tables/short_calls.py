@@ -3,10 +3,10 @@
 For small batches the time of a call is dominated by Python between ops, and on a GPU by launches.
 `ShortCalls` stores the arguments that all calls of a module share. Forward is then one op, which
 checks the batch and looks it up. Backward is one op, which groups the lookups, counts the step and
-updates the rows. Tables with a row cache (`CachedCalls`) need a third op, which checks and groups
-the batch and fetches its rows; backward reuses these groups. An invalid batch on the CPU needs more
-ops. `emblib.ops.autograd` serves all other calls with the same kernels, so results have the same
-bits.
+updates the rows; clipping, maximisation and a gradient scaler change the gradient before it. Tables
+with a row cache (`CachedCalls`) need a third op, which checks and groups the batch and fetches its
+rows; backward reuses these groups. An invalid batch on the CPU needs more ops.
+`emblib.ops.autograd` serves all other calls with the same kernels, so results have the same bits.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ class ShortCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
     `is_short` tells whether the tables and the optimizer allow short calls, see
-    `_allows_short_calls`; only then are the arguments of ops set. A copy or pickle of this object
-    is None: the copy of a module makes its own. A module makes new calls where `matches` is false;
-    threads may share the calls.
+    `_allows_short_calls`; else the ops must not be called. A copy or pickle of this object is None:
+    the copy of a module makes its own. A module makes new calls where `matches` is false; threads
+    may share the calls.
 
     `tiers` is a function that returns the memory of the module.
 
@@ -525,7 +525,7 @@ _apply_lookup: Callable[..., Tensor] = super(torch.autograd.Function, ShortLooku
 
 
 def _allows_short_calls(module: ShortCallTables) -> bool:
-    """Return whether a step of these tables needs no Python between its ops."""
+    """Return whether these tables and their optimizer are served by the ops of short calls."""
     has_cache = module.prefetcher is not None
     tiers = (Tier.DEVICE, Tier.HOST) if has_cache else (Tier.DEVICE,)
     return (

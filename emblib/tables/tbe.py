@@ -185,8 +185,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Redraw the weights, zero optimizer state and step; the learning rate is `optimizer.lr`.
 
         It also initialises a module that was constructed on `meta` and moved by `to_empty`. The
-        call at construction does not redraw DISK tables that were opened with rows in them; later
-        calls do.
+        call at construction neither redraws DISK tables that were opened with rows in them, nor
+        resets the learning rate and step that are stored with them; later calls do.
         """
         stored_hyperparams = self._memory.take_stored_hyper()
         # Opening changes nothing on disk, so a process that ends now damages nothing.
@@ -233,7 +233,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         Args:
             indices: int32 or int64 `[L]`, row of each lookup in the table of its feature; -1 skips.
             offsets: int32 or int64 `[F * B + 1]`, feature-major: bag of feature f and sample b is
-                `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
+                `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`. `[F * B]` without
+                `include_last_offset`.
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
             batch_sizes: `[F][ranks]` if features differ in batch size: the bags of feature f from
                 rank r, in rank order. `offsets` is then `[bags + 1]`, and the output is one

@@ -157,7 +157,10 @@ def cells_with_other_batches(packed_run: Run, new_run: Run) -> set[str]:
 def measure_packed(path: Path, folder: Path, preset: str) -> int:
     """Measure one packed configuration; return the exit status of the run.
 
-    Arguments and errors are those of `load_packed_config`.
+    The arguments are those of `load_packed_config`.
+
+    Raises:
+        UsageError: see `load_packed_config`, or this machine cannot run the configuration.
     """
     config = load_packed_config(path, folder, preset)
     from experiments.run import runner

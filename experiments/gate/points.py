@@ -35,7 +35,8 @@ def points_of(config: Config) -> list[Point]:
     """Return the points of gate.points: for each entry, a point per contender of its case.
 
     Raises:
-        UsageError: gate.points is empty, has an entry twice, or an unknown case or phase.
+        UsageError: gate.points is empty, has an unknown case or phase, or two entries that measure
+            the same; entries of a forward do not differ by their optimizer.
     """
     cells = {c.section: c for c in expand(config) if c.section != SWEEP}
     gate_points = config.gate.points
@@ -65,7 +66,7 @@ def points_of(config: Config) -> list[Point]:
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a worker: what to build; answered by {point: BuildResult}.
+    """The first message to a worker: what to build; answered by {name of a point: BuildResult}.
 
     Attributes:
         points: points to build.

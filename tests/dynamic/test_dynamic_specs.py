@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from emblib import (
     CountMinSketch,
@@ -65,6 +66,8 @@ def test_truncated_normal_knows_its_share() -> None:
         (lambda: TruncatedNormal(std=0.0), "std of TruncatedNormal must be > 0"),
         (lambda: TruncatedNormal(low=4.0, high=5.0), "at least 0.001 of the distribution"),
         (lambda: Constant(math.inf), "value of Constant must be a finite number"),
+        (lambda: Constant(10**400), "value of Constant must be a finite number"),
+        (lambda: Constant(torch.zeros(2)), "value of Constant must be a finite number"),
         (lambda: Constant([1]), "value of Constant must be a finite number"),
         (lambda: Uniform("a", 2.0), "low and high of Uniform must be finite"),
         (lambda: ExactCounter(0), "capacity must be >= 1"),

@@ -12,10 +12,11 @@ A table `t` of a directory is, for every rank of W, raw little-endian numbers wi
 - `t_opt_args.json`: numbers of the optimizer, `evict_strategy`, `dist_type`, `step_score`
 
 The format cannot show that a file was truncated. So a reader compares the sizes of the files, and
-raises if a file of any rank is missing. A writer first stages the files of all tables and ranks in
-`.t.new`. Then it moves the old files of all tables to `.t.old`, and the new ones into place. Keys
-are moved out first and in last, because neither emblib nor DynamicEmb reads a table without keys.
-So a killed process leaves each table old, new, or without keys, so that it cannot be read.
+raises if some ranks have a file that others lack. A writer first stages the files of all tables and
+ranks in `.t.new`. Then it moves the old files of all tables to `.t.old`, and the new ones into
+place. Keys are moved out first and in last, because neither emblib nor DynamicEmb reads a table
+without keys. So a killed process leaves each table old, new, or without the keys of some ranks, so
+that it cannot be read.
 
 emblib writes one more entry to `t_opt_args.json`, `emblib_dump`: an id of the call that wrote the
 table, and the names of all tables that the call wrote. Loading compares these entries, see
@@ -109,7 +110,7 @@ def write(
         clock: the tick from which ages count.
 
     Raises:
-        OSError: the files cannot be written or moved; the old ones stay.
+        OSError: the files cannot be written or moved; the old ones stay, see `commit`.
     """
     discard(directory, name)
     try:
@@ -161,8 +162,8 @@ def stage(
 def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
     """Replace the files of tables by the files that all ranks staged; one rank calls this.
 
-    If an exception ends the call, either all tables have their old files or all have their new
-    ones.
+    If an exception ends the call, the old files are restored, unless all new ones are in place. The
+    old files of an earlier, killed call, in `.t.old`, are removed first.
 
     Args:
         tables: directory and name of each.
@@ -289,8 +290,8 @@ def read(
         rank: the rank whose files are read; None reads the files of all ranks, concatenated.
 
     Raises:
-        DumpError: a file of any rank is missing, one is damaged or of another size, or states
-            belong to another optimizer.
+        DumpError: a rank lacks its keys, or a file that another rank has; a file is damaged or of
+            another size; or states belong to another optimizer.
     """
     directory = Path(directory).expanduser()
     files = _TableFiles(directory, name, world_size(directory, name), rank)
