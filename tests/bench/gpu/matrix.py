@@ -17,7 +17,7 @@ import itertools
 import random
 from typing import Any, NamedTuple
 
-from experiments.results.metrics import host_bound
+from experiments.results.metrics import is_host_bound
 from tests.bench.gpu.bench import Bench, Shape, sized
 from tests.bench.gpu.peers import CONTENDERS, DTYPES, PASSES, STATES, Emblib, NotOffered
 from tests.bench.gpu.watch import Call, Times, ratio
@@ -114,7 +114,7 @@ def _row(
     host, elapsed, device = (times.median_us(kind) for kind in ("host", "elapsed", "device"))
     bound_by = None
     if host and device and bench.device.type == "cuda":
-        bound_by = "host" if host_bound("hot", device, host) else "GPU"
+        bound_by = "host" if is_host_bound("hot", device, host) else "GPU"
     bench.row(
         **key._asdict(),
         contender=contender,
