@@ -258,8 +258,8 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const StorePut& 
         append(evicted + HashEntry::kKey, store.records.at(slot), store.row(slot));
       },
       [&](int64_t i) {
-        const int64_t* own = entries + 3 * i;
-        append(own + HashEntry::kKey, own + HashEntry::kStamp, rows + i * store.row_bytes);
+        const int64_t* refused = entries + 3 * i;
+        append(refused + HashEntry::kKey, refused + HashEntry::kStamp, rows + i * store.row_bytes);
       });
   return {dropped, dropped_rows};
 }

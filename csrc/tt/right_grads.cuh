@@ -1,5 +1,6 @@
 // Gradients of the values of right halves on the GPU, of all tables in one launch:
-// grads[v][jr, r] = sum over the rows j of v and over jl of row_grads[j][jl, jr] * left[jl, r].
+// grads[v][jr, r] = sum over the rows j of v and over jl of row_grads[j][jl, jr] * left_j[jl, r],
+// where left_j is the left half of row j.
 //
 // The rows of a half are divided into chunks of 64, counted from its first row, so that the sums do
 // not depend on the rest of the batch. A block of four warps sums a chunk for a tile of 128 ranks
@@ -13,7 +14,8 @@
 
 namespace emb::cuda {
 
-// A *line* is a left column jl of a row, a *quad* is four neighbours along the rank.
+// A *line* is a left column jl of a row. A *quad* is four neighbours: along the rank in a left
+// half, along the right columns in row_grads.
 
 inline constexpr int kChunkRows = 64;   // rows per chunk
 inline constexpr int kTileQuads = 32;   // quads of ranks per tile
@@ -235,9 +237,9 @@ class TileSums {
 // `column` on. `quads` is the number of quads of the block's tile.
 //
 // Lane i of a warp looks up row i of 32 once (its number and that of its left half), and passes
-// both to the other lanes by shuffles. Each lane takes some of the lines and one quad; it has four
-// lines in flight, and each is an outer product of four ranks and four right columns: 16
-// multiply-adds for two loads of 16 bytes.
+// both to the other lanes by shuffles. Each lane takes some of the lines and one quad. A line is an
+// outer product of four ranks and four right columns: with vectors 16 multiply-adds for two loads
+// of 16 bytes.
 template <bool kVectors>
 EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table,
                           const float* row_grads, const RowChunk& chunk, int quads, int rank,

@@ -138,7 +138,8 @@ class EvictionScores(nn.Module):
 
 _SWEEPS_PER_TTL = 8  # sweeps over a table per ttl in steps
 _PAIRS_PER_TTL = 16  # (tick, time) pairs, and sweeps over a table, per ttl that is a time
-_MAX_PAIRS = 40  # at least 2 * _PAIRS_PER_TTL + 3, which a list has at most
+# At least 2 * _PAIRS_PER_TTL + 3, which a list has at most unless the clock was set back.
+_MAX_PAIRS = 40
 _MICROSECOND = timedelta(microseconds=1)
 _NO_PAIR = MAX_TICK + 1, 0  # an unused element of `Expiry.times`
 _MAX_SECONDS = 1e12  # in microseconds below 2^62
@@ -168,10 +169,10 @@ class Expiry(nn.Module):
     The ages of keys are known in ticks, the numbers of training batches. For a table whose `ttl` is
     a time, a list of (tick, time) pairs converts times to ticks: keys with a stamp up to the tick
     of a pair were last used at the time of the pair or earlier. The list is short: a pair and the
-    next but one are at least a 16th of the ttl apart. Of the pairs older than the ttl only the
-    newest is kept. `times`, int64 `[N, 40, 2]`, has the pairs with ticks as 2^62 - tick, so that
-    the element-wise maximum over ranks holds for the keys of all ranks. A table whose features have
-    different times has one list per time (`lifetimes`).
+    next but one are at least a 16th of the ttl apart, unless the clock was set back. Of the pairs
+    older than the ttl only the newest is kept. `times`, int64 `[N, 40, 2]`, has the pairs with
+    ticks as 2^62 - tick, so that the element-wise maximum over ranks holds for the keys of all
+    ranks. A table whose features have different times has one list per time (`lifetimes`).
 
     Every bucket of a table is searched at least once per eighth of its shortest ttl in steps, or
     16th of its shortest ttl in time. So a key that is not evicted stays for at least its ttl after
@@ -286,7 +287,11 @@ class Expiry(nn.Module):
         ]
 
     def advance(self, step: int) -> None:
-        """Record that the sweeps of a step are done; repeated calls have no further effect."""
+        """Record that the sweeps of a step are done.
+
+        A repeated call may skip buckets that became due within a microsecond, because times are
+        rounded down to microseconds; the next sweep over the table searches these.
+        """
         for table, ttl in self._shortest_lifetimes().items():
             if not isinstance(ttl, timedelta):
                 continue
@@ -352,9 +357,10 @@ class Expiry(nn.Module):
         self.times = torch.stack([self.times[..., 0], shifted], dim=-1)
 
     def forget(self, table: int | None = None) -> None:
-        """Forget when keys were used: they count as used at the next step.
+        """Forget the times of use: for a ttl that is a time, keys count as used at the next step.
 
-        `table` is the number of a table; None forgets the times of all tables.
+        Ages in steps stay, since the entries have them. `table` is the number of a table; None
+        forgets the times of all tables.
         """
         times = self.times.clone()
         times[slice(None) if table is None else self._list_indices(table)] = torch.tensor(_NO_PAIR)

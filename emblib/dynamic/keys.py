@@ -95,7 +95,8 @@ def as_scores(scores: Any) -> Tensor:
 
     Raises:
         TypeError: scores are no integers, so that int64 would lose their order.
-        ValueError: an int is not in the range of int64.
+        ValueError: scores are one int, which is not in the range of int64.
+        RuntimeError: so is an int in a list.
     """
     if not hasattr(scores, "__len__"):  # an int
         return torch.tensor(as_score(scores))
@@ -122,7 +123,7 @@ class KeyStatus(IntEnum):
     REFUSED       rejected: all slots of its buckets hold keys of this batch, keys
                   that rank above it, or keys that are never evicted
     NOT_ADMITTED  rejected by `DynamicSpec.admission`
-    ABSENT        not in the batch, in queries of single keys
+    ABSENT        not in the batch, in queries of given keys
     ============  =================================================================
 
     All positions of a batch that hold one key have the same status.

@@ -12,8 +12,9 @@ its device is replaced by the GPU, and it is imported again:
 
 Torch's allocator reuses freed pinned memory at once, because it does not know of kernels that use
 the memory in place. So a `Mapping`, which ends after the last view, waits for the GPU before the
-memory is freed. During a graph capture, which a wait would end, it keeps the memory; the next
-`Mapping` that ends outside a capture frees it.
+memory is freed. While the current stream captures a graph, which a wait would invalidate, it keeps
+the memory; the next `Mapping` that ends otherwise frees it. A capture on another stream is not
+seen.
 """
 
 import contextlib
@@ -65,9 +66,9 @@ class Mapping:
 def _free_ended() -> None:
     """Wait for the kernels that may use ended mappings, and free the memory of the mappings.
 
-    Does nothing while a graph is captured.
+    Does nothing while the current stream captures a graph.
     """
-    if torch.cuda.is_current_stream_capturing():  # a wait would end the capture
+    if torch.cuda.is_current_stream_capturing():  # a wait would invalidate the capture
         return
     ended_now = []  # its tensors are freed on return, after the waits
     with contextlib.suppress(IndexError):  # other threads may pop some of them
@@ -86,7 +87,7 @@ def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
     result is a new one. A `device` without an index is the current GPU.
 
     Raises:
-        ValueError: the tensor is not empty and not pinned.
+        ValueError: the tensor has elements and is not pinned.
         RuntimeError: this torch has another version of DLPack.
     """
     if pinned.numel() == 0:

@@ -266,7 +266,7 @@ class QuantizedEmbeddingBags(nn.Module):
     def with_rows(
         self, rows: Sequence[int], *, device: torch.device | str | None = None
     ) -> "QuantizedEmbeddingBags":
-        """Return tables of zeros that differ in their numbers of rows alone.
+        """Return tables of zeros with other numbers of rows, and without `feature_labels`.
 
         Args:
             rows: rows of each table; ValueError for another number of tables.
@@ -463,10 +463,12 @@ class QuantizedEmbeddingBags(nn.Module):
     ) -> Tensor:
         """Pool embeddings to `[B, sum D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
 
-        Arguments are those of `TableBatchedEmbeddingBags`.
+        Arguments are those of `TableBatchedEmbeddingBags`; with `batch_sizes` pooled rows are flat,
+        as there.
 
         Raises:
-            TypeError: indices, offsets or weights that are no tensors.
+            TypeError: indices, offsets or weights that are no tensors, or `batch_sizes` that are
+                no ints.
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
                 weights without pooling, or that require a gradient where gradients are enabled.
             ValueError: `batch_sizes` that do not fit.

@@ -82,7 +82,8 @@ def first_core(layout: CoreLayout, std: float) -> list[Tensor]:
 def sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw normal entries with |z| >= 2: TT-Rec's scheme, but scaled to the deviation of rows.
 
-    Without entries near zero the rows, products of d entries, are closer to a normal distribution.
+    Without entries near zero the rows, sums of products of d entries, are closer to a normal
+    distribution.
     """
     tail = 0.5 * math.erfc(math.sqrt(2.0))  # P(z >= 2)
     density = math.exp(-2.0) / math.sqrt(2.0 * math.pi)
@@ -99,7 +100,7 @@ def _draw_tails(shape: tuple[int, int], device: torch.device) -> Tensor:
     return (z * sign).float()
 
 
-_JITTER = 0.01  # deviation of noise on core entries before they are scaled, of largest value 1
+_JITTER = 0.01  # scale of the noise on core entries, which each scheme divides by its own factor
 
 
 def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
@@ -154,7 +155,7 @@ def _num_rows(std: float) -> float:
 
 
 def positive_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Draw entries uniform from 0 up: all are positive, and rows almost equal."""
+    """Draw entries uniform from 0 to a bound: none is negative, and rows are almost equal."""
     num_cores = len(layout.row_factors)
     variance = 2.0 / (_num_rows(std) + math.prod(layout.dim_factors))
     bound = (variance / math.prod(layout.full_ranks)) ** (1.0 / (2 * num_cores))

@@ -5,11 +5,11 @@ best of several calls, because disturbances only lower it. Bandwidth counts byte
 
 Rows are gathered in four ways, of which the fastest counts: by torch and by emblib's lookup, each
 with one output row per row (`index_select`, bags of 1) and one per 32 rows (`embedding_bag`, bags
-of 32). Bytes are counted as the metrics count a lookup: rows, ids, offsets and output. A lookup
-whose rows come from memory stays below the ceiling: its kernel is one of the four ways, and its
-bytes are counted in the same way. A row size between two measured ones is compared with the larger.
-Lookups whose rows or outputs stay in a cache can exceed the ceiling. On a GPU, ceilings except
-`launch_us` are timed by events behind a spin, without launches.
+of 32). Bytes are counted as the metrics count a lookup: rows, ids, offsets and output. A lookup of
+torch or emblib with such bags, whose rows come from memory, stays below the ceiling: it is one of
+the four ways, and its bytes are counted in the same way. A row size between two measured ones is
+compared with the larger. Lookups whose rows or outputs stay in a cache can exceed the ceiling. On a
+GPU, ceilings except `launch_us` are timed by events behind a spin, without launches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ ID_BYTES = 8  # bytes of an id or an offset, int64
 BAG_LENGTH = 32
 SPIN_CYCLES = 200_000  # about 100 us of a GPU: longer than the host takes to launch a call
 CACHES_PER_TABLE = 8  # table ÷ last-level cache: large enough that hits do not matter
-MIN_GPU_BYTES = 2 << 30  # minimum of the table of a GPU, for enough rows per call (not measured)
+# Minimum of the table of a GPU with enough free memory, for enough rows per call (not measured).
+MIN_GPU_BYTES = 2 << 30
 COPY_SHARE, GATHER_SHARE, SGEMM_SHARE = 0.2, 0.2, 0.1  # times ÷ `seconds`; a gather per row size
 MIN_RUNS = 3  # minimum number of calls per ceiling
 RESOLUTION_SECONDS = 1e-9  # shortest time, of a GPU whose events stand still
@@ -84,7 +85,7 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
 
 
 def table_bytes(device: torch.device) -> int:
-    """Return the bytes of a table that is far larger than the caches.
+    """Return the bytes of a table, which is far larger than the caches if memory allows it.
 
     It has at most MEMORY_SHARE of the free memory, but at least SMOKE_BYTES.
     """
