@@ -149,4 +149,5 @@ def check_saved_states(
                 f"{key} of {name} must have the shape {tuple(view.shape)}, got "
                 f"{tuple(saved[key].shape)}: it is of another table or optimizer"
             )
-    hyperparameters.with_numbers(module.optimizer, saved[HYPER])  # raises if it cannot have them
+    # Raises ValueError for values that the optimizer cannot have.
+    hyperparameters.with_saved_hyperparams(module.optimizer, saved[HYPER])

@@ -33,7 +33,7 @@ from emblib.storage.dense import DenseHandle, DenseModule
 from emblib.storage.initial_values import skip_initial_values
 from emblib.tables import state_dicts
 from emblib.tables.cache import BatchId
-from emblib.tables.optimizer_hooks import global_decay
+from emblib.tables.optimizer_hooks import find_global_decay
 from emblib.tables.reading import TableReading
 
 __all__ = ["SharedTable", "SharedTables", "duplicate_tables", "share_tables"]
@@ -167,7 +167,7 @@ class SharedTable:
     def _make_groups(self, config: TableConfig, device: Any, seeds: Any) -> TableGroups:
         """Make memory for the table; raise ValueError for an optimizer that it cannot have."""
         optimizer = config.optimizer
-        if optimizer is not None and global_decay(optimizer) is not None:
+        if optimizer is not None and find_global_decay(optimizer) is not None:
             raise ValueError(
                 f"shared table {config.name!r} cannot have GlobalDecay, which scales rows as "
                 "one lookup pools them: leave global_decay out"

@@ -539,7 +539,7 @@ class ScriptableLookup(nn.Module):
             for name in names:
                 tensor = getattr(owner, name, torch.empty(0, dtype=torch.int64))
                 self.register_buffer(name, tensor, persistent=False)
-        self.format, self.output_dim = int(bags.bits), int(bags.output_dim)
+        self.format, self.output_dim = int(bags.format_code), int(bags.output_dim)
         self.output_dtype: torch.dtype = bags.output_dtype
         self.pooling = int(codes.POOLING[bags.pooling.value])
         self.check = int(codes.BOUNDS_CHECK["ignore"])

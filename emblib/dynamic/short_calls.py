@@ -26,7 +26,7 @@ from emblib.ops.one_call import native
 from emblib.ops.scaled_gradients import scale_of_backward, unscaled
 from emblib.tables import recomputation
 from emblib.tables.base import FusedTables
-from emblib.tables.short_calls import is_plain_call, update_in_one_op
+from emblib.tables.short_calls import can_serve_inputs, update_in_one_op
 
 _lookup = native(tbe.tbe_lookup)
 
@@ -92,7 +92,7 @@ class KeyedCalls:
             and offsets.dim() == 1
             and 0 < self._num_features < offsets.numel()
             and (offsets.numel() - 1) % self._num_features == 0
-            and is_plain_call(self._weights.device, ids, offsets, sample_weights)
+            and can_serve_inputs(self._weights.device, ids, offsets, sample_weights)
             and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
             and recomputation.running_forward() is None
             and not autograd.is_for_update()

@@ -218,7 +218,7 @@ class DynamicState:
     def check_hyperparams(self, values: Tensor) -> None:
         """Raise ValueError for numbers that the optimizer cannot have."""
         if (module := self.owner()) is not None:
-            hyperparameters.with_numbers(module.optimizer, values)
+            hyperparameters.with_saved_hyperparams(module.optimizer, values)
 
     def load_hyperparams(self, values: Tensor) -> None:
         """Overwrite `hyperparams` with saved values.

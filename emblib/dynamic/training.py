@@ -626,7 +626,7 @@ def check_optimizer(
     optimizer: Optimizer, specs: Sequence[DynamicSpec], *, has_backing: bool
 ) -> None:
     """Raise ValueError for optimizers that dynamic tables do not support."""
-    if optimizer_hooks.is_periodic(optimizer) or optimizer_hooks.global_decay(optimizer):
+    if optimizer_hooks.is_periodic(optimizer) or optimizer_hooks.find_global_decay(optimizer):
         raise ValueError(
             f"{brief(optimizer)} reads whole tables from time to time, which dynamic tables do not "
             "support; choose an optimizer without that part"

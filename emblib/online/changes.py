@@ -29,7 +29,7 @@ from emblib.reference.tbe import repair_offsets
 from emblib.tables import TableBatchedEmbeddingBags
 from emblib.tables.batches import append_last_offset
 from emblib.tables.graph_break import run_uncompiled
-from emblib.tables.optimizer_hooks import global_decay
+from emblib.tables.optimizer_hooks import find_global_decay
 
 ChangesByName = dict[str, list[TableChange]]  # by name of the table, one per shard on this rank
 Identity = tuple[int, int]  # of a table: `id` of its module, and the table's number there
@@ -42,7 +42,7 @@ def check_optimizer(optimizer: Optimizer, name: str) -> None:
         reason = "leaves the update to an optimizer of torch, which may change any row at any time"
     elif isinstance(optimizer, EnsembleRowwiseAdagrad):
         reason = "rewrites whole tables from time to time"
-    elif global_decay(optimizer) is not None:
+    elif find_global_decay(optimizer) is not None:
         reason = "has a GlobalDecay, which changes what rows read without a lookup"
     else:
         return

@@ -178,7 +178,7 @@ class ComposedStorage(Storage):
         Raises:
             ValueError: `GlobalDecay`, which scales rows as they are pooled, of multiplied rows.
         """
-        if self.joining is Combine.MULTIPLY and optimizer_hooks.global_decay(optimizer):
+        if self.joining is Combine.MULTIPLY and optimizer_hooks.find_global_decay(optimizer):
             raise ValueError(
                 f"{brief(optimizer)} scales rows as they are pooled, but those of "
                 f"{slices[0].config.name!r} are multiplied first: use combine='add', or an "

@@ -270,4 +270,4 @@ class QuantizedHandle(TableHandle):
         """Convert `values` and `scales` from before 0.1.0 to packed rows, uint8."""
         values, scales = (entries[name] for name in FORMER_ENTRIES)
         dim = self.module.tables[self.index].dim
-        return pack_former_rows(values, scales, dim, self.module.bits)
+        return pack_former_rows(values, scales, dim, self.module.format_code)

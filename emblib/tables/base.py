@@ -494,7 +494,7 @@ class FusedTables(nn.Module):
         yield from problems
         if not problems and (hyper_key := f"{prefix}hyper") in state_dict:
             try:
-                hyperparameters.with_numbers(self.optimizer, state_dict[hyper_key])
+                hyperparameters.with_saved_hyperparams(self.optimizer, state_dict[hyper_key])
             except ValueError as error:
                 yield f"{hyper_key}: {error}"
 

@@ -1,4 +1,10 @@
-"""Change hyperparameters of tables by the names of `torch.optim`, and notify observers."""
+"""Hyperparameters of tables: change them, restore saved ones, and notify observers.
+
+A module of tables has its hyperparameters twice. `module.optimizer` is a dataclass with fields.
+`module.hyperparams` is the tensor that kernels read, with the entries of `Hyper`. Functions here
+change both, or the first by saved values of the second. Parameter groups of `torch.optim` are a
+third form: `group_entries_of` and `changes_of_group` convert between fields and entries of a group.
+"""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -22,49 +28,50 @@ from emblib.optim import (
 
 
 class HasHyperparams(Protocol):
-    """A module of tables with a fused optimizer and its numbers, as in `FusedTables`."""
+    """A module of tables with a fused optimizer, such as a `FusedTables`."""
 
     optimizer: Optimizer
 
     @property
     def hyperparams(self) -> Tensor:
-        """Return the numbers of the optimizer, float64 on the device."""
+        """Return the tensor that kernels read, float64 `[n]` on the device."""
 
     @property
     def learning_rate(self) -> float:
         """Return the learning rate (reads the device)."""
 
     def initial_hyperparams(self) -> Tensor:
-        """Return the hyperparameters of `optimizer` before the first step, float64 on the CPU."""
+        """Return `hyperparams` as `optimizer` has them before its first step, on the CPU."""
 
 
 class Follower(Protocol):
-    """Observer that mirrors the hyperparameters of modules, such as a parameter group; hashable."""
+    """Observer of the hyperparameters of modules, such as a parameter group; must be hashable."""
 
     def follow(self, module: HasHyperparams, lr: float | None) -> None:
-        """Copy the numbers of `module.optimizer`; `lr` is the learning rate, None if unchanged."""
+        """Take over the fields of `module.optimizer`, and the learning rate unless `lr` is None."""
 
 
 _followers: WeakKeyDictionary[HasHyperparams, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def add_follower(module: HasHyperparams, follower: Follower) -> None:
-    """Notify `follower`, as long as it lives, of a module's new optimizers and learning rates."""
+    """Have `notify_followers` of a module call `follower.follow`; both are only weakly stored."""
     _followers.setdefault(module, WeakSet()).add(follower)
 
 
 def notify_followers(module: HasHyperparams, lr: float | None = None) -> None:
-    """Notify the followers of a module that its optimizer or its learning rate has changed."""
+    """Call the followers of a module: its optimizer or, unless None, its rate `lr` has changed."""
     for follower in list(_followers.get(module, ())):
         follower.follow(module, lr)
 
 
 def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
-    """Return the optimizer with some fields changed.
+    """Return a copy of an optimizer with some fields changed, by their names in `emblib.optim`.
 
     Raises:
         TypeError: no such field.
-        ValueError: a value that the field cannot have, or that makes it another kind of optimizer.
+        ValueError: a value that the field cannot have, or that makes it another kind of optimizer:
+            with other states or kernels, or with another `deferred`.
     """
     changed = replace(optimizer, **changes)
     if (changed.name, changed.states) != (optimizer.name, optimizer.states):
@@ -82,14 +89,11 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
 
 
 def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
-    """Change fields of the optimizer of a module, and notify its followers.
+    """Change fields of a module's optimizer and its `hyperparams`, and notify its followers.
 
-    Step and seed stay, and so does a learning rate that is not among the changes: without `lr` the
-    host waits for a GPU.
-
-    Raises:
-        TypeError: no such field.
-        ValueError: a value that the field cannot have, or that makes it another kind of optimizer.
+    Step and seed stay. Without `lr` among the changes the learning rate stays, too; it is then read
+    from the device, for which the host waits. Errors are those of `with_changes`, and change
+    nothing.
     """
     if "lr" not in changes:
         changes = {**changes, "lr": module.learning_rate}
@@ -98,45 +102,46 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     values = module.initial_hyperparams()
     if isinstance(getattr(changed, "counter", None), Counter):
         values = values[:-1]  # the last one, the largest row count, is measured, not set
-    # Neither the step, which another thread may be counting, nor the seed, which may be a
-    # checkpoint's.
-    fields_of_optimizer = slice(Hyper.OPTIMIZER_ARGS, len(values))
-    for entries in (slice(Hyper.STEP), slice(Hyper.L2, Hyper.SEED), fields_of_optimizer):
+    # Neither the step, which another thread may be counting, nor the seed, which may be that of a
+    # checkpoint.
+    optimizer_args = slice(Hyper.OPTIMIZER_ARGS, len(values))
+    for entries in (slice(Hyper.STEP), slice(Hyper.L2, Hyper.SEED), optimizer_args):
         module.hyperparams[entries].copy_(values[entries])
     notify_followers(module, changed.lr)
 
 
-def adopt(module: HasHyperparams, values: Tensor) -> None:
-    """Set the optimizer of a module and its followers to saved `hyperparams`.
+def adopt(module: HasHyperparams, saved: Tensor) -> None:
+    """Set `module.optimizer` to saved `hyperparams`, and notify its followers.
 
-    `values` is `[n]`, with the entries of `Hyper`; the tensor of the module does not change. The
-    host waits for a GPU that has `values`. Nothing changes if `values` is on meta or fake, or if
-    the optimizer is `External`.
+    `module.hyperparams` does not change: the caller copies `saved` there. `saved` is `[n]`, of any
+    dtype and device; the host waits for a GPU that has it. Nothing happens where
+    `with_saved_hyperparams` returns None.
 
     Raises:
-        ValueError: numbers that the optimizer cannot have; nothing is changed.
+        ValueError: values that the optimizer cannot have; nothing is changed.
     """
-    if (changed := with_numbers(module.optimizer, values)) is not None:
+    if (changed := with_saved_hyperparams(module.optimizer, saved)) is not None:
         module.optimizer, lr = changed
         notify_followers(module, lr)
 
 
-def with_numbers(optimizer: Optimizer, values: Tensor) -> tuple[Optimizer, float] | None:
-    """Return the optimizer with saved `hyperparams`, and their learning rate.
+def with_saved_hyperparams(optimizer: Optimizer, saved: Tensor) -> tuple[Optimizer, float] | None:
+    """Return an optimizer with the fields of saved `hyperparams`, and the saved learning rate.
 
-    None if `values` is on meta or fake, or if the optimizer is `External`.
+    The field `lr` of the result is that of `optimizer`. None if `saved` has no values (on meta, or
+    fake), or if the optimizer is `External`.
 
     Raises:
-        ValueError: numbers that the optimizer cannot have.
+        ValueError: values that the optimizer cannot have, or another number of them.
     """
-    if values.is_meta or isinstance(values, FakeTensor) or isinstance(optimizer, External):
+    if saved.is_meta or isinstance(saved, FakeTensor) or isinstance(optimizer, External):
         return None
     count = optimizer.hyperparams().numel()
-    if values.shape != (count,):
+    if saved.shape != (count,):
         raise ValueError(
-            f"{type(optimizer).__name__} has {count} numbers, got shape {tuple(values.shape)}"
+            f"{type(optimizer).__name__} has {count} numbers, got shape {tuple(saved.shape)}"
         )
-    numbers = values.tolist()
+    numbers = saved.tolist()
     check_learning_rate(numbers[Hyper.LEARNING_RATE])
     step = numbers[Hyper.STEP]
     if not (step >= 0 and step.is_integer()):
@@ -147,9 +152,9 @@ def with_numbers(optimizer: Optimizer, values: Tensor) -> tuple[Optimizer, float
         raise ValueError(f"{numbers} are not of {type(optimizer).__name__}") from error
 
 
-# Entries that tables do not support, with the value that has no effect; None never has an effect.
-# Entries that only select an implementation in torch.optim, such as `foreach`, are not among them.
-_NEUTRAL: dict[str, Any] = {
+# Entries of torch.optim that tables lack, with the value that requests no effect, as None does.
+# Entries such as `foreach` are missing: they only select an implementation, and are ignored.
+_UNSUPPORTED_ENTRIES: dict[str, Any] = {
     "amsgrad": False,
     "centered": False,
     "dampening": 0.0,
@@ -159,24 +164,28 @@ _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("alpha", "etas", "lambd", "momentum_decay", "rho", "step_sizes", "t0")),
 }
 _DECAY_ENTRIES = frozenset({"decoupled_weight_decay", "weight_decay"})
-_FIELDS = frozenset(field.name for cls in FUSED.values() for field in fields(cls))
+_FIELDS = frozenset(field.name for cls in FUSED.values() for field in fields(cls))  # of emblib
 
 
 class GroupChanges(NamedTuple):
-    """Changes of a parameter group.
+    """Changes that entries of a parameter group request.
 
     Attributes:
-        fields: new values of fields of the optimizer's dataclass, by name.
-        entries: the entries that were converted, for the group to store: those that tables know as
-            numbers of Python, others unchanged.
+        fields: new values of fields of the optimizer, by name.
+        entries: the same entries, as the group is to store them: numbers of Python where emblib or
+            `_UNSUPPORTED_ENTRIES` has the name, other values unchanged.
     """
 
     fields: dict[str, Any]
     entries: dict[str, Any]
 
 
-def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's numbers by `torch.optim`'s names, without `lr` and `max_gradient`."""
+def group_entries_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the entries of a parameter group of an optimizer, without `lr` and `max_gradient`.
+
+    They are its fields that are numbers, `betas`, and `maximize` and `weight_decay` as torch has
+    them.
+    """
     numbers = {}
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
@@ -195,7 +204,7 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
 def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupChanges:
     """Convert some entries of a parameter group to changes of the optimizer of its tables.
 
-    The values of `fields` are not checked, see `with_changes`.
+    Values of `fields` are not checked, except `lr`: `with_changes` checks them.
 
     Raises:
         TypeError, ValueError: `lr` is no number.
@@ -203,16 +212,15 @@ def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupC
     """
     changes = GroupChanges({}, {})
     field_names = {field.name for field in fields(optimizer)}
-    values = {
-        name: _as_python_numbers(value) for name, value in options.items() if _has_meaning(name)
-    }
+    values = {name: _as_python_numbers(value) for name, value in options.items() if _is_known(name)}
     for name, value in values.items():
         if name in field_names and name not in _DECAY_ENTRIES:
             changes.fields[name] = float(value) if name == "lr" else value
         elif name not in _DECAY_ENTRIES and not _is_neutral(name, value):
+            accepted_names = sorted(("lr", *group_entries_of(optimizer)))
             raise ValueError(
                 f"{name}={value!r} has no effect on tables with {type(optimizer).__name__}: "
-                f"leave it out (a group takes {sorted(('lr', *numbers_of(optimizer)))}), or use "
+                f"leave it out (a group takes {accepted_names}), or use "
                 "optimizer=None for these tables and an optimizer of torch.optim"
             )
     if values.keys() & _DECAY_ENTRIES:
@@ -221,29 +229,31 @@ def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupC
         changes.entries[name] = changes.fields.get(name, values.get(name, value))
     if "weight_decay" in options:
         decay = changes.fields["weight_decay"]
-        changes.entries["weight_decay"] = 0.0 if decay is None else float(decay.rate)
+        changes.entries["weight_decay"] = 0.0 if decay is None else getattr(decay, "rate", decay)
     return changes
 
 
-def _has_meaning(name: str) -> bool:
-    """Return whether optimizers of torch or of emblib read an entry of this name."""
-    return name in _FIELDS or name in _NEUTRAL or name in _DECAY_ENTRIES
+def _is_known(name: str) -> bool:
+    """Return whether an entry of this name has an effect in some optimizer of torch or emblib."""
+    return name in _FIELDS or name in _UNSUPPORTED_ENTRIES or name in _DECAY_ENTRIES
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether an entry has the value that requests no effect, e.g. False or 0."""
-    return value is None or value == _NEUTRAL.get(name, 0.0)
+    """Return whether an entry requests no effect by its value, e.g. None, False or 0."""
+    return value is None or value == _UNSUPPORTED_ENTRIES.get(name, 0.0)
 
 
 def _convert_decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
-    """Convert the weight decay of a group to the kind of decay that the optimizer has.
+    """Return the field `weight_decay` for the entries of a group: L2, Decoupled or another kind.
 
-    An optimizer without weight decay gets the kind that its namesake in `torch.optim` has.
+    It has the kind of the present decay; without one, the kind of the optimizer's namesake in
+    `torch.optim`. The entry `decoupled_weight_decay` selects between L2 and Decoupled. None is no
+    decay. An entry that is no number is returned as it is, and `with_changes` checks it.
     """
     current_decay = optimizer.weight_decay
     decay = values.get("weight_decay", 0.0 if current_decay is None else current_decay.rate)
     if decay is not None and not isinstance(decay, float | int):
-        return decay  # an object, which the optimizer checks
+        return decay
     rate = decay or 0.0
     kind = type(current_decay) if current_decay is not None else next(iter(optimizer.decays), None)
     if values.get("decoupled_weight_decay") is not None and kind in (L2, Decoupled):
@@ -259,7 +269,8 @@ def _convert_decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
 
 
 def _as_python_numbers(value: Any) -> Any:
-    """Convert numbers of torch and numpy to Python's, and sequences of them to tuples."""
-    if hasattr(value, "item"):
-        return value.item()
+    """Convert numbers of torch and numpy to Python's, and several of them to tuples."""
+    if hasattr(value, "tolist"):
+        numbers = value.reshape(-1).tolist()
+        value = numbers[0] if len(numbers) == 1 else numbers
     return tuple(map(_as_python_numbers, value)) if isinstance(value, list | tuple) else value

@@ -1,13 +1,13 @@
 """The memory of a module's tables, tier by tier.
 
 The device tier is a parameter and buffers of the module, so it moves with the module. The host
-tier stays in host memory wherever the module moves. With the module on a GPU that memory is pinned,
-and its tensors are CUDA tensors over it (`mapped_memory`). The disk tier is files. `lay_out`
-computes tiers, offsets and linear row ids; csrc/core/layout.h is its counterpart.
+tier stays in host memory wherever the module moves. While the module is on a GPU, that memory is
+pinned, and its tensors are CUDA tensors over it (`mapped_memory`). The disk tier is files.
+`lay_out` computes tiers, offsets and linear row ids; csrc/core/layout.h has the same columns.
 
-`reserve` and `advise_growth` manage memory for the maximum number of rows of a table that grows. On
-the CPU it is address space, whose pages read as zeros and take no memory until they are first
-written; so a table grows without being copied. On other devices the memory is allocated in full.
+`reserve` and `advise_growth` serve tables that grow: they get memory for their maximum number of
+rows at once, and need no copy. On the CPU this is address space, whose pages read as zeros and take
+no memory until they are first written. On other devices the memory is allocated in full.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class TableOffset(NamedTuple):
 
     Attributes:
         weight_offset: elements before the table in the weights of its tier.
-        row_base: rows before the table among all tables, its first linear row.
+        row_base: first linear row of the table; linear rows number the rows of all tables.
         rows, dim: shape of the table.
         tier: `emblib.columns.Tier` of the table.
         state_base: rows before the table in its tier.
@@ -82,8 +82,8 @@ class TableLayout:
         offsets: location of each table, in the order of the module.
         elements, rows: elements of weights, and rows, of each of `STORED_TIERS`.
         total_rows: rows of all tables.
-        first_cached_row, first_disk_row: linear row ids from which on tables are cached, or on
-            disk.
+        first_cached_row: first linear row of cached tables; DISK tables are cached, too.
+        first_disk_row: first linear row of DISK tables.
         cache_stride: elements between the rows of the cache; 0 if nothing is cached.
     """
 
@@ -102,9 +102,9 @@ class TableLayout:
 
 
 def cache_stride(max_dim: int) -> int:
-    """Return the elements between rows of a cache of tables with at most `max_dim` columns.
+    """Return the elements per row of a cache of tables with at most `max_dim` columns.
 
-    Rows begin at multiples of 4 elements: 16 bytes in float32, 8 in 16 bits.
+    Rows begin at multiples of 4 elements: 16 bytes in float32, 8 bytes in dtypes of 16 bits.
     """
     return -(-max_dim // 4) * 4
 
@@ -159,11 +159,12 @@ _NOT_ON_CUDA = {
 
 
 class Memory:
-    """Weights and optimizer states of the tables of a module, which owns the device tier.
+    """Weights and optimizer states of the tables of a module, in all tiers.
 
-    This object owns the host tier and the store of the disk tier, which closes with it. Weights of
-    a tier are flat, in `precision.weights`; states are flat in `precision.states`, or float32
-    `[rows of the tier]` if they have one number per row. The module's lock orders the calls.
+    The module owns the tensors of the device tier and passes them to methods. This object owns the
+    host tier and the store of the disk tier, which closes with it. The weights of a tier are flat,
+    in `precision.weights`. A state is flat in `precision.states`, or float32 `[rows of the tier]`
+    if it has one number per row.
 
     Args:
         tables: rows, dim and placement of each table.
@@ -201,7 +202,7 @@ class Memory:
         self._host_tensors: list[Tensor] | None = None  # on the CPU; pinned once a GPU uses it
         self._mapped_tensors: list[Tensor] | None = None  # the same memory as tensors on a GPU
         self._disk: DiskStore | None = None
-        self._stored_hyper: list[float] | None = None
+        self._stored_hyperparams: list[float] | None = None
         if self.layout.rows[Tier.HOST]:
             pinned = device.type == "cuda"
             self._host_tensors = self._allocate(Tier.HOST, torch.device("cpu"), pinned=pinned)
@@ -220,7 +221,7 @@ class Memory:
                 cache.verify,
             )
             if not self._disk.created:
-                self._stored_hyper = list(self._disk.committed_numbers)
+                self._stored_hyperparams = list(self._disk.committed_numbers)
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if a table cannot be in its tier with the module on `device`."""
@@ -278,8 +279,8 @@ class Memory:
     def all_tiers(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return weights and states of all tiers but the cache, tier after tier.
 
-        `weights` and `states` are the tensors of the device tier, flat or `[rows]`. Unused tiers
-        are empty tensors; unused tiers at the end are omitted unless a cache follows them.
+        `weights` and `states` are the tensors of the device tier. Unused tiers have empty tensors;
+        unused tiers at the end are omitted, unless the module has a cache.
         """
         all_weights, all_states = [weights.view(-1)], list(states)
         for tier in self._tiers_after_device:
@@ -303,13 +304,13 @@ class Memory:
         return [weights, *(torch.empty(0, dtype=dtype) for dtype in dtypes)]
 
     def views(self, weights: Tensor, states: list[Tensor]) -> list[dict[str, Tensor]]:
-        """Return per table `weight` `[R, D]` and its states by name, `[R, D]` or `[R]`."""
+        """Return the `view` of each table."""
         return [self.view(t, weights, states) for t in range(len(self.tables))]
 
     def view(self, table: int, weights: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
-        """Return the `views` of one table.
+        """Return `weight` `[R, D]` of a table and its states by name, `[R, D]` or `[R]`, as views.
 
-        `weights` and `states` are the tensors of the device tier, flat or `[rows]`.
+        `weights` and `states` are the tensors of the device tier.
         """
         offset = self.layout.offsets[table]
         if offset.tier == Tier.DISK and self._disk is not None:
@@ -327,21 +328,21 @@ class Memory:
         return views
 
     def verify(self) -> None:
-        """Verify the disk tier, as `DiskStore.check_all` does; without one, do nothing."""
+        """Verify all pages of the disk tier, see `DiskStore.check_all`; without one, do nothing."""
         if self._disk is not None:
             self._disk.check_all()
 
     @property
     def disk(self) -> DiskStore | None:
-        """Return the store of the DISK tables, if there are any."""
+        """Return the store of the DISK tables; None if there are none."""
         return self._disk
 
-    def take_stored_hyper(self) -> list[float] | None:
-        """Return the `hyper` of a disk store that had a commit when it was opened, at one call.
+    def take_stored_hyperparams(self) -> list[float] | None:
+        """Return the hyperparameters that a disk store had when it was opened, at the first call.
 
-        Later calls return None, as calls without such a store do.
+        None at later calls, without a disk store, and if the store had no commit.
         """
-        stored, self._stored_hyper = self._stored_hyper, None
+        stored, self._stored_hyperparams = self._stored_hyperparams, None
         return stored
 
     @contextlib.contextmanager
@@ -414,10 +415,14 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap's MAP_NORESERVE, 
 def reserve(
     numel: int, dtype: torch.dtype, device: torch.device, used_share: float = 0.0
 ) -> Tensor:
-    """Return zeros `[numel]`; tensors of 2 MiB and more on the CPU take no memory until written.
+    """Return zeros `[numel]`; on the CPU, 2 MiB and more take memory only as they are written.
 
-    If at least half is used from the start (`used_share`), huge pages are requested for all of it:
-    the tables in it may each be smaller than a huge page.
+    Args:
+        numel: number of elements.
+        dtype: dtype of the tensor.
+        device: device of the tensor.
+        used_share: share of the elements that is used from the start. From 0.5 on, huge pages are
+            requested for the whole tensor on the CPU: each table in it may be smaller than one.
 
     Raises:
         MemoryError: the system has no address space for such a tensor.
@@ -443,11 +448,16 @@ def reserve(
 
 
 def advise_growth(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
-    """Request huge pages for the part of a reserved tensor that came into use.
+    """Request huge pages for the part of a table that came into use, on the CPU.
 
-    Elements `[first_element, first_element + used_now)` are in use now; the first `used_before` of
-    them were in use before. Huge pages are requested once a table fills at least one, so that small
-    tables stay small. Does nothing on other devices than the CPU.
+    Nothing is requested while the table is smaller than a huge page, so that small tables stay
+    small. Other devices are ignored.
+
+    Args:
+        tensor: result of `reserve`.
+        first_element: first element of the table.
+        used_before: number of elements of the table that were in use before.
+        used_now: number of elements that are in use now.
     """
     if tensor.device.type != "cpu" or used_now <= used_before:
         return
@@ -459,7 +469,7 @@ def advise_growth(tensor: Tensor, first_element: int, used_before: int, used_now
         or used_now * size < _HUGE_PAGE_BYTES
     ):
         return
-    # Including the page that the last row begins to fill.
+    # The page that the last row begins to fill is included.
     advised_end = min(
         -(-used_end // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, tensor.data_ptr() + tensor.nbytes
     )

@@ -1,7 +1,8 @@
 """Parts of some optimizers that run outside of kernels: before a step, or when rows are read.
 
-They are plain tensor code, which is fast enough for rare steps on whole tables, or for the rows of
-a batch.
+Periodic optimizers work on whole tables in some steps (`before_forward`): `EnsembleRowwiseAdagrad`,
+and `RowwiseAdagrad` with a `Counter`. `RowwiseAdagrad` with a `GlobalDecay` scales rows as they are
+read (`decay_rows`). Both are plain tensor code.
 """
 
 from collections.abc import Sequence
@@ -32,15 +33,15 @@ class KnownRows:
         self.groups = groups
 
     def before_update(self) -> autograd.RowLocations:
-        """Return the rows."""
+        """Return the grouped rows, which are where the lookup found them."""
         return autograd.RowLocations(self.groups)
 
     def after_update(self) -> None:
         """Do nothing."""
 
 
-def global_decay(optimizer: Optimizer) -> GlobalDecay | None:
-    """Return the decay that applies to rows as they are read, if the optimizer has one."""
+def find_global_decay(optimizer: Optimizer) -> GlobalDecay | None:
+    """Return the decay that an optimizer applies to rows as they are read; None without one."""
     return optimizer.global_decay if isinstance(optimizer, RowwiseAdagrad) else None
 
 
@@ -50,11 +51,11 @@ def is_periodic(optimizer: Optimizer) -> bool:
     return counts_rows or isinstance(optimizer, EnsembleRowwiseAdagrad)
 
 
-def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -> None:
-    """Raise ValueError for tables or a pooling that the optimizer's parts here do not support."""
+def check_tables(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -> None:
+    """Raise ValueError for tables or a pooling that the parts of an optimizer here cannot serve."""
     for spec in tables:
         is_in_memory = spec.placement in (Placement.DEVICE, Placement.HOST)
-        if global_decay(optimizer) is not None and not is_in_memory:
+        if find_global_decay(optimizer) is not None and not is_in_memory:
             raise ValueError(
                 "GlobalDecay looks at the state of every row that is read, so all tables must be "
                 f"on the device, got placement {spec.placement.value}"
@@ -64,41 +65,54 @@ def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -
                 "EnsembleRowwiseAdagrad rewrites whole tables, so none may be cached, got "
                 f"placement {spec.placement.value}; MANAGED may be"
             )
-    if global_decay(optimizer) is not None and pooling is Pooling.NONE:
+    if find_global_decay(optimizer) is not None and pooling is Pooling.NONE:
         raise ValueError("GlobalDecay scales rows as they are pooled; use pooling SUM or MEAN")
 
 
 def before_forward(
     optimizer: Optimizer, step: int, tiers: autograd.Tiers, views: Sequence[dict[str, Tensor]]
 ) -> None:
-    """Update moving averages or the largest row count before the first forward of a step, in place.
+    """Update moving averages or the largest row count in place, before the first forward of a step.
 
-    Call it only if `is_periodic`. `step` counts from 1. `views` has the weight and states of each
-    table, `tiers` their memory and the hyperparameters, which have the largest row count.
+    Args:
+        optimizer: optimizer for which `is_periodic` is true.
+        step: number of the step, from 1.
+        tiers: memory of the tables, tier by tier, and `hyperparams`, whose last entry is the
+            largest row count.
+        views: weight and optimizer states of each table, by name.
     """
     if isinstance(optimizer, EnsembleRowwiseAdagrad):
         weights = [tensors["weight"] for tensors in views]
         ensemble_(optimizer, step, weights, [tensors["sparse_ema"] for tensors in views])
     elif isinstance(optimizer, RowwiseAdagrad):
         names = [state.name for state in optimizer.states]
+        # `states` has all states of a tier, then those of the next: take one per tier.
         counters = tiers.states[names.index("row_counter") :: len(names)]
         count_largest_(optimizer, step, tiers.hyperparams, counters)
 
 
 def decay_rows(
-    decay: GlobalDecay, batch: autograd.Lookup, hyper: Tensor, prev_iter: Tensor
+    decay: GlobalDecay, batch: autograd.Lookup, hyperparams: Tensor, prev_iter: Tensor
 ) -> tuple[autograd.Lookup, Tensor]:
-    """Group the rows of a batch and return the decay factor of each lookup.
+    """Group the rows of a batch and compute the decay factor of each lookup.
 
-    `prev_iter` is float32 `[R]`, the last step that updated each linear row, `hyper` the
-    hyperparameters (`Hyper`). The returned batch has hooks that pass the groups to its update,
-    unless the tables have no rows. Factors are float32 `[L]`; skipped lookups have 1. The host does
-    not wait for a GPU.
+    The host does not wait for a GPU.
+
+    Args:
+        decay: decay of the optimizer.
+        batch: the batch, `[L]` lookups.
+        hyperparams: hyperparameters of the module, float64 `[n]`, see `Hyper`.
+        prev_iter: last step that updated each linear row, float32 `[R]`.
+
+    Returns:
+        The batch, with hooks that pass the groups to its update (unchanged if the tables have no
+        rows), and the factors, float32 `[L]`. Skipped lookups have the factor 1.
     """
     if prev_iter.numel() == 0:  # tables without rows
         return batch, prev_iter.new_ones(batch.indices.numel())
     groups = autograd.groups_of(batch)
     inverse = primitives.group_inverse(groups.segments, groups.lookups, groups.count)
-    scale = decay.scale(prev_iter[groups.rows], hyper[Hyper.STEP] + 1, hyper[Hyper.LEARNING_RATE])
-    factors = torch.where(inverse >= 0, scale[inverse.clamp(min=0)], 1.0)
+    step, rate = hyperparams[Hyper.STEP] + 1, hyperparams[Hyper.LEARNING_RATE]
+    row_factors = decay.scale(prev_iter[groups.rows], step, rate)
+    factors = torch.where(inverse >= 0, row_factors[inverse.clamp(min=0)], 1.0)
     return batch._replace(hooks=KnownRows(groups)), factors.to(torch.float32)

@@ -1,7 +1,8 @@
 """Quantised tables: T read-only tables of 2 to 32 bits per value, looked up in one kernel.
 
-All rows are in one uint8 buffer `packed`, table after table, in the format of their table: numbers
-after a scale and an offset (float16), or floats. Kernels dequantise rows as they pool them.
+All rows are in one uint8 buffer `packed`, table after table. A row has a scale and an offset in
+float16 before its numbers, or is floats alone; the format of its table decides. Kernels dequantise
+rows as they pool them. `FloatTables` describes what `QuantizedEmbeddingBags.from_float` converts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from emblib.specs import (
 from emblib.tables import base, batches, state_dicts
 from emblib.tables.base import check_features, warn_of_dtype
 from emblib.tables.parameters import refuse_averages
-from emblib.tables.short_calls import LookupBoundsCheck, is_plain_call
+from emblib.tables.short_calls import LookupBoundsCheck, can_serve_inputs
 from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags
 
@@ -105,7 +106,7 @@ class _TableLocation(NamedTuple):
         begin: first byte of the table.
         first_row: rows of the tables before it.
         rows, dim: shape of the table.
-        format: code of the format, see `emblib.columns.RowFormatCode`.
+        format_code: code of the format, see `emblib.columns.RowFormatCode`.
         row_bytes: bytes of a row.
     """
 
@@ -113,7 +114,7 @@ class _TableLocation(NamedTuple):
     first_row: int
     rows: int
     dim: int
-    format: int
+    format_code: int
     row_bytes: int
 
     def feature(self, column: int, *, is_mixed: bool) -> FeatureRow:
@@ -124,7 +125,7 @@ class _TableLocation(NamedTuple):
             rows=self.rows,
             dim=self.dim,
             column=column,
-            tier=self.format if is_mixed else 0,
+            tier=self.format_code if is_mixed else 0,
             state_base=self.first_row,
         )
 
@@ -175,7 +176,7 @@ class QuantizedEmbeddingBags(nn.Module):
     packed: Tensor  # uint8 `[bytes]`, rows of all tables
     features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
     bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
-    _layout: list[FeatureRow]  # the values of `features`
+    _feature_rows: list[FeatureRow]  # the values of `features`
     _lookup_check: LookupBoundsCheck | None = None
     feature_labels: list[str] | None = None  # names for messages, which a collection sets
 
@@ -196,8 +197,8 @@ class QuantizedEmbeddingBags(nn.Module):
         self.include_last_offset = include_last_offset
         self.tables = (tables,) if isinstance(tables, TableSpec) else tuple(tables)
         self.formats = formats_of(len(self.tables), bits, formats)
-        # The bits of integers, the code of another format, or < 0 if the formats differ.
-        self.bits = quant.format_argument(format.code for format in self.formats)
+        # `RowFormatCode` of all tables; < 0 if they differ, and then `features` has the codes.
+        self.format_code = quant.format_argument(format.code for format in self.formats)
         self.pooling = Pooling(pooling)
         self.feature_tables = tuple(
             range(len(self.tables)) if feature_tables is None else feature_tables
@@ -228,19 +229,26 @@ class QuantizedEmbeddingBags(nn.Module):
         self._locations: list[_TableLocation] = []
         begin = first_row = 0
         for spec, format in zip(self.tables, self.formats, strict=True):
-            row_bytes = quant.row_bytes(spec.dim, format.code)
-            table = (spec.rows, spec.dim, format.code, row_bytes)
-            self._locations.append(_TableLocation(begin, first_row, *table))
+            self._locations.append(
+                _TableLocation(
+                    begin=begin,
+                    first_row=first_row,
+                    rows=spec.rows,
+                    dim=spec.dim,
+                    format_code=format.code,
+                    row_bytes=quant.row_bytes(spec.dim, format.code),
+                )
+            )
             begin += quant.table_bytes(spec.rows, spec.dim, format.code)
             first_row += spec.rows
         self._num_bytes, self.total_rows = begin, first_row
         self._dims = [self.tables[t].dim for t in self.feature_tables]
         is_unpooled = self.pooling is Pooling.NONE
         self.output_dim = max(self._dims, default=0) if is_unpooled else sum(self._dims)
-        column, self._layout = 0, []
+        column, self._feature_rows = 0, []
         for t in self.feature_tables:
             location = self._locations[t]
-            self._layout.append(location.feature(column, is_mixed=self.bits < 0))
+            self._feature_rows.append(location.feature(column, is_mixed=self.format_code < 0))
             column += 0 if is_unpooled else location.dim
 
     def _allocate(self, device: torch.device) -> None:
@@ -254,7 +262,7 @@ class QuantizedEmbeddingBags(nn.Module):
 
     def _make_features(self, device: torch.device) -> Tensor:
         """Return `features`, int64 `[F, 8]`, on a device."""
-        return torch.tensor(self._layout, dtype=torch.int64, device=device).view(
+        return torch.tensor(self._feature_rows, dtype=torch.int64, device=device).view(
             -1, len(FeatureColumn)
         )
 
@@ -369,11 +377,13 @@ class QuantizedEmbeddingBags(nn.Module):
         packed = location.view(self.packed)[first_row:end]
         dtype = weights.dtype if weights.dtype in FLOAT_DTYPES else torch.float32
         for rows, block in zip(packed.split(_BLOCK_ROWS), weights.split(_BLOCK_ROWS), strict=True):
-            quant.quantize_rows_(rows, block.to(rows.device, dtype).contiguous(), location.format)
+            weights_block = block.to(rows.device, dtype).contiguous()
+            quant.quantize_rows_(rows, weights_block, location.format_code)
 
     def check_values(self, table: int, weights: Tensor) -> None:
-        """Raise ValueError if the format of a table lacks the range of `weights` `[rows, dim]`."""
-        if self._locations[table].format > RowFormatCode.FP16:  # codes ascend: scaled ones, FP16
+        """Raise ValueError if `weights`, `[rows, dim]`, exceed the range of a table's format."""
+        # Codes ascend: formats with a scale, then FP16, then those with the range of float32.
+        if self._locations[table].format_code > RowFormatCode.FP16:
             return
         try:
             for block in weights.split(_BLOCK_ROWS):
@@ -382,7 +392,7 @@ class QuantizedEmbeddingBags(nn.Module):
             raise ValueError(f"table {self.table_names[table]!r}: {error}") from None
 
     def _check_rows(self, table: int, first_row: int, end: int) -> None:
-        """Raise ValueError unless a table has the rows from `first_row` to `end`."""
+        """Raise ValueError unless a table has the rows from `first_row` up to, not with, `end`."""
         rows = self._locations[table].rows
         if not 0 <= first_row <= end <= rows:
             raise ValueError(
@@ -448,7 +458,7 @@ class QuantizedEmbeddingBags(nn.Module):
             None,
             None,
             codes.POOLING["none"],
-            location.format,
+            location.format_code,
             location.dim,
             torch.float32,
         )
@@ -487,7 +497,7 @@ class QuantizedEmbeddingBags(nn.Module):
             offsets = batches.append_last_offset(indices, offsets)
         if batch_sizes is None and not torch.compiler.is_compiling():
             device = self.features.device
-            if is_plain_call(device, indices, offsets, per_sample_weights):
+            if can_serve_inputs(device, indices, offsets, per_sample_weights):
                 out = self._look_up_at_once(indices, offsets, per_sample_weights)
                 if out is not None:
                     return out
@@ -501,7 +511,7 @@ class QuantizedEmbeddingBags(nn.Module):
             bag_layout,
             per_sample_weights,
             codes.POOLING[self.pooling.value],
-            self.bits,
+            self.format_code,
             output_dim,
             self.output_dtype,
         )
@@ -531,7 +541,7 @@ class QuantizedEmbeddingBags(nn.Module):
             offsets,
             sample_weights,
             codes.POOLING[self.pooling.value],
-            self.bits,
+            self.format_code,
             self.output_dim,
             self.output_dtype,
             check.mode,
@@ -605,7 +615,7 @@ class QuantizedEmbeddingBags(nn.Module):
             values, scales = (entries.pop(key) for key in former_keys)
             try:
                 entries[f"{prefix}{name}.packed"] = pack_former_rows(
-                    values, scales, location.dim, location.format
+                    values, scales, location.dim, location.format_code
                 )
             except ValueError as error:
                 problems.append(f"{prefix}{name}: {error}")
@@ -634,7 +644,7 @@ class QuantizedEmbeddingBags(nn.Module):
 
 
 def _check_range(weights: Tensor) -> None:
-    """Raise ValueError unless float16 has the range of the rows."""
+    """Raise ValueError unless all values are finite and in the range of float16."""
     if weights.numel() == 0 or weights.is_meta:
         return
     largest = float((weights if weights.is_floating_point() else weights.float()).abs().amax())
@@ -646,7 +656,7 @@ def _check_range(weights: Tensor) -> None:
         )
 
 
-def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Tensor:
+def pack_former_rows(values: Tensor, scales: Tensor, dim: int, format_code: int) -> Tensor:
     """Pack the rows of a state dict from before 0.1.0, which had the scales in another tensor.
 
     The values are quantised again, so their error is at most about one scale.
@@ -655,31 +665,40 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Ten
         values: the numbers, uint8 `[rows, bytes]`.
         scales: scale and offset of each row, float32 `[rows, 2]`.
         dim: number of values of a row.
-        bits: bits per value.
+        format_code: code of the format of `values` and of the result: INT4 or INT8.
+
+    Returns:
+        Rows of scale, offset and numbers, uint8 `[rows, bytes]`, on the device of `values`.
 
     Raises:
-        ValueError: the tensors are of another table, or their values exceed the range of float16.
+        ValueError: another format; no tensors, or tensors of another table; or values beyond the
+            range of float16.
     """
+    if not isinstance(values, Tensor) or not isinstance(scales, Tensor):
+        raise ValueError(f"values and scales must be tensors, got {values!r} and {scales!r}")
+    if format_code not in (RowFormatCode.INT4, RowFormatCode.INT8):
+        raise ValueError(
+            "the rows are from before 0.1.0, which had 4 or 8 bits per value: load them into a "
+            "module of this format, and quantise its dense rows again"
+        )
+    bits = quant.bits_of(format_code)
     rows, row_bytes = scales.size(0) if scales.dim() > 0 else 0, -(-dim * bits // 8)
-    has_shape = bits in (4, 8) and tuple(values.shape) == (rows, row_bytes)
-    if not has_shape or tuple(scales.shape) != (rows, 2):
+    if tuple(values.shape) != (rows, row_bytes) or tuple(scales.shape) != (rows, 2):
         raise ValueError(
             f"size mismatch: values {tuple(values.shape)} and scales {tuple(scales.shape)} are not "
             f"of rows of {dim} values with {bits} bits, but [rows, {row_bytes}] and [rows, 2] are"
         )
-    packed = torch.empty(rows, quant.row_bytes(dim, bits), dtype=torch.uint8, device=values.device)
+    packed = torch.empty(
+        rows, quant.row_bytes(dim, format_code), dtype=torch.uint8, device=values.device
+    )
     for first_row in range(0, rows, _BLOCK_ROWS):
-        numbers, block = (
-            values[first_row : first_row + _BLOCK_ROWS],
-            scales[first_row : first_row + _BLOCK_ROWS],
-        )
+        block = slice(first_row, first_row + _BLOCK_ROWS)
+        numbers = values[block]
         if bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
-        weights = numbers[:, :dim].float() * block[:, :1] + block[:, 1:]
+        weights = numbers[:, :dim].float() * scales[block, :1] + scales[block, 1:]
         _check_range(weights)
-        quant.quantize_rows_(
-            packed[first_row : first_row + _BLOCK_ROWS], weights.contiguous(), bits
-        )
+        quant.quantize_rows_(packed[block], weights.contiguous(), format_code)
     return packed
 
 
@@ -688,11 +707,11 @@ class FloatTables(NamedTuple):
 
     Attributes:
         specs: rows, dim and name of each table.
-        tensors: rows of each table `[R, D]`; or a module that computes them.
+        tensors: rows of each table `[R, D]`, of any dtype; or a module that computes them.
         pooling: pooling of all features.
         feature_tables: table of each feature; None: feature i reads table i.
-        output_dtype: dtype of the output of lookups.
-        device: device of the source, of a mapping that of its first matrix.
+        output_dtype: dtype of the outputs of lookups.
+        device: device of the source; of several matrices, the device of the first.
     """
 
     specs: list[TableSpec]
@@ -710,14 +729,16 @@ class FloatTables(NamedTuple):
         """
         if isinstance(source, FloatTables):
             return source
-        if isinstance(source, TableBatchedEmbeddingBags):
-            specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
-            settings = (source.feature_tables, source.output_dtype, source.hyperparams.device)
-            return cls(specs, source.table_weights(), source.pooling, *settings)
-        if isinstance(source, TableBatchedTTEmbeddingBags):
-            specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
-            settings = (source.feature_tables, source.output_dtype, source.hyperparams.device)
-            return cls(specs, source, source.pooling, *settings)
+        if isinstance(source, TableBatchedEmbeddingBags | TableBatchedTTEmbeddingBags):
+            is_train = isinstance(source, TableBatchedTTEmbeddingBags)
+            return cls(
+                [TableSpec(s.rows, s.dim, s.name) for s in source.tables],
+                source if is_train else source.table_weights(),
+                source.pooling,
+                source.feature_tables,
+                source.output_dtype,
+                source.hyperparams.device,
+            )
         pooling = Pooling.SUM
         if isinstance(source, nn.Embedding | nn.EmbeddingBag) and source.max_norm is not None:
             raise TypeError(
@@ -757,7 +778,7 @@ class FloatTables(NamedTuple):
         return [torch.float32] * len(self.specs)
 
     def blocks(self, table: int) -> Iterator[Tensor]:
-        """Yield the rows of a table `[n, dim]`, in order and in blocks of the dtype in `dtypes`."""
+        """Yield the rows of a table in blocks `[n, dim]`, in order, in the dtype of `dtypes`."""
         if isinstance(self.tensors, list):
             yield from self.tensors[table].split(_BLOCK_ROWS)
         else:

@@ -1,12 +1,15 @@
-"""Calls of tables as one op per pass, with arguments that are prepared once.
+"""Short calls: a lookup and its backward as one op each, with arguments that are prepared once.
 
-For small batches the time of a call is dominated by Python between ops, and on a GPU by launches.
-`ShortCalls` stores the arguments that all calls of a module share. Forward is then one op, which
-checks the batch and looks it up. Backward is one op, which groups the lookups, counts the step and
-updates the rows; clipping, maximisation and a gradient scaler change the gradient before it. Tables
-with a row cache (`CachedCalls`) need a third op, which checks and groups the batch and fetches its
-rows; backward reuses these groups. An invalid batch on the CPU needs more ops.
-`emblib.ops.autograd` serves all other calls with the same kernels, so results have the same bits.
+A small batch spends most of its time in Python between ops, and on a GPU in launches. So
+`ShortCalls` stores the arguments that all calls of a module share. The op of forward checks the
+batch and looks it up. The op of backward groups the lookups, counts the step and updates the rows.
+Modules with a row cache (`CachedCalls`) run a third op before these, which checks and groups the
+batch and fetches its rows; backward reuses the groups. On the CPU, a batch with invalid indices or
+offsets needs more ops.
+
+A call is served if its tables (`can_serve_tables`), its inputs (`can_serve_inputs`) and the state
+of the module allow it (`ShortCalls.can_serve`). `emblib.ops.autograd` serves the other calls with
+the same kernels, so results have the same bits.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ _IGNORE = codes.BOUNDS_CHECK["ignore"]
 
 
 class ShortCallTables(Protocol):
-    """A module of tables whose calls may be short."""
+    """A module of dense tables, as short calls use it."""
 
     features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
     grad_anchor: Tensor  # scalar that ties outputs to autograd
@@ -58,27 +61,27 @@ class ShortCallTables(Protocol):
 
     @property
     def prefetcher(self) -> Prefetcher | None:
-        """Return the cache of the tables with its batches in flight."""
+        """Return the cache of the tables with its batches in flight; None without a cache."""
 
     @property
     def is_frozen(self) -> bool:
         """Return whether no table is trained."""
 
     @property
-    def needs_long_calls(self) -> bool:
+    def refuses_short_calls(self) -> bool:
         """Return whether calls are reported, or tables are frozen one by one."""
 
     def call_tensors(self) -> tuple[Tensor | None, ...]:
         """Return the weights, None where a parametrization computes them, then all buffers."""
 
 
-def is_plain_call(
+def can_serve_inputs(
     device: torch.device, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> bool:
-    """Return whether one op may serve a call: its tensors are plain and on `device`.
+    """Return whether one op can serve these inputs: they are plain tensors, the ids on `device`.
 
-    False if a mode or transform of torch must see every op, or if sample weights need a gradient.
-    The device of the sample weights and the compiler are not checked.
+    False if a mode or transform of torch must see every op, or if the sample weights require a
+    gradient. The caller must check the device of the sample weights, and that nothing is compiled.
     """
     return (
         type(indices) is Tensor
@@ -96,14 +99,14 @@ def is_plain_call(
 
 
 class LookupBoundsCheck:
-    """The bounds check that lookup ops of a module make, and the report of the violations.
+    """The bounds check that the lookup ops of a module make, and the report of violations.
 
     Attributes:
-        check: arguments of an op that checks and counts.
-        counts_violations: whether the op counts violations: on a GPU in mode WARNING. Then pass the
-            result of `begin` to the op, and call `end` after it. Otherwise pass `check` to the op.
-        repairs_offsets: whether the op repairs offsets itself, on a GPU unless in mode NONE. On the
-            CPU it returns [] for an invalid batch.
+        check: arguments of the op that say what it checks and where it counts violations.
+        counts_violations: whether the op counts violations, which it does on a GPU in mode WARNING.
+            If so, pass the result of `begin` to the op, and call `end` after it; else pass `check`.
+        repairs_offsets: whether the op repairs offsets, which it does on a GPU except in mode NONE.
+            On the CPU the op returns [] for an invalid batch instead.
     """
 
     def __init__(self, module: batches.ChecksBounds) -> None:
@@ -123,27 +126,28 @@ class LookupBoundsCheck:
         return is_same and self._mode is module.bounds_check
 
     def begin(self) -> BatchCheck:
-        """Return the check of a batch; if checkpointing repeats its forward, it counts nothing."""
+        """Return the check of the next op; it counts nothing if checkpointing repeats a forward."""
         return self.uncounted() if is_repeated() else self.check
 
     def uncounted(self) -> BatchCheck:
-        """Return the check that counts nothing."""
+        """Return the check without counting."""
         return self.check._replace(mode=_IGNORE) if self.counts_violations else self.check
 
     def end(self, module: batches.ChecksBounds, check: BatchCheck) -> None:
-        """Have later checks report the violations that `check` counted: the host does not wait."""
+        """Have a later check report what `check` counted, so that the host does not wait now."""
         if check.mode != _IGNORE:
             self._report.add_check(module, BOUNDS_MESSAGE)
 
 
-# An output, the valid offsets of its batch, and the batch in flight of cached tables.
+# Output, offsets as they were read (repaired if need be), batch in flight (None without a cache).
 LookedUp = tuple[Tensor, Tensor, InFlight | None]
 
 
 def update_in_one_op(tiers: autograd.Tiers, optimizer_code: int | None, *arguments: Any) -> None:
-    """Call `tbe_backward_`; `arguments` follow the code of the optimizer.
+    """Call `tbe_backward_` with `arguments`, which are those after the code of the optimizer.
 
-    The versions of the weights increase, on the CPU only if `may_move_rows`.
+    `optimizer_code` must not be None. The versions of the weights increase unless the step can
+    change no row, see `autograd.may_move_rows`.
     """
     assert optimizer_code is not None
     if autograd.may_move_rows(tiers.hyperparams, optimizer_code):  # first, as interrupts may follow
@@ -152,18 +156,23 @@ def update_in_one_op(tiers: autograd.Tiers, optimizer_code: int | None, *argumen
 
 
 class ShortCalls:
-    """Arguments that all calls of a module share, until its tensors or options change.
+    """The short calls of a module, with the arguments that they share.
 
-    `is_short` tells whether the tables and the optimizer allow short calls, see
-    `_allows_short_calls`; else the ops must not be called. A copy or pickle of this object is None:
-    the copy of a module makes its own. A module makes new calls where `matches` is false; threads
-    may share the calls.
-
-    `tiers` is a function that returns the memory of the module.
+    The arguments hold until tensors or options of the module change: where `matches` is false, the
+    module makes a new object. Threads may share one. A copy or pickle of it is None, because the
+    copy of a module makes its own.
 
     In all methods `indices` is int32 or int64 `[L]`, `offsets` `[F * B + 1]`, `sample_weights`
     float32 `[L]` or None, and outputs and their gradients are `[B, output_dim]`, or `[L, dim]` for
     NONE.
+
+    Args:
+        module: module of the tables.
+        tiers: function that returns the memory of the module.
+
+    Attributes:
+        can_serve_tables: whether the tables and the optimizer allow short calls; if not, only
+            `matches` and `can_serve` may be called.
     """
 
     def __init__(self, module: ShortCallTables, tiers: Callable[[], autograd.Tiers]) -> None:
@@ -172,8 +181,8 @@ class ShortCalls:
         self._bounds_check, self._pooling = module.bounds_check, module.pooling
         self._tensors = module.call_tensors()
         weights = self._tensors[0]
-        self.is_short = weights is not None and _allows_short_calls(module)
-        if weights is None or not self.is_short:
+        self.can_serve_tables = weights is not None and _can_serve_tables(module)
+        if weights is None or not self.can_serve_tables:
             return
         self._weights, self._address = weights, weights.data_ptr()
         self._anchor = module.grad_anchor
@@ -202,7 +211,7 @@ class ShortCalls:
             and self._pooling is module.pooling
             and len(tensors) == len(self._tensors)
             and all(map(operator.is_, tensors, self._tensors))
-            and (not self.is_short or self._weights.data_ptr() == self._address)
+            and (not self.can_serve_tables or self._weights.data_ptr() == self._address)
         )
 
     def can_serve(
@@ -212,15 +221,15 @@ class ShortCalls:
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> bool:
-        """Return whether a call with these arguments can take this path.
+        """Return whether a call with these arguments may be short.
 
-        False if `is_short` or `is_plain_call` is false, calls are reported, tables are frozen one
-        by one, `DistributedDataParallel` runs a forward, or the lookup is only for its backward.
+        False if `can_serve_tables` or `can_serve_inputs` is false, the module refuses short calls,
+        `DistributedDataParallel` runs a forward, or the lookup is only for its backward.
         """
         return (
-            self.is_short
-            and not module.needs_long_calls
-            and is_plain_call(self._device, indices, offsets, sample_weights)
+            self.can_serve_tables
+            and not module.refuses_short_calls
+            and can_serve_inputs(self._device, indices, offsets, sample_weights)
             and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
             and not autograd.is_for_update()
         )
@@ -255,8 +264,8 @@ class ShortCalls:
     ) -> LookedUp:
         """Look up a batch, and report invalid indices and offsets.
 
-        An invalid batch on the CPU is repaired and looked up again, or raises as
-        `batches.check_bounds` does. `in_order` matters for cached tables only, see
+        On the CPU, an invalid batch is repaired and looked up again, or raises as
+        `batches.check_bounds` does. `in_order` has an effect with a cache, see
         `CachedCalls.look_up`.
         """
         check = self._check.begin() if self._check.counts_violations else self._check.check
@@ -277,7 +286,12 @@ class ShortCalls:
         check: BatchCheck,
         slots: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return `[output]`, on a GPU that repairs `[output, offsets]`; [] if a CPU must repair."""
+        """Run the op of a lookup, which reads rows at `slots` if there are any.
+
+        Returns:
+            `[output]`; `[output, repaired offsets]` on a GPU, except without a check; [] for an
+            invalid batch on the CPU.
+        """
         results: list[Tensor] = _lookup_checked(
             self.tiers.weights,
             self.batch.features,
@@ -301,7 +315,7 @@ class ShortCalls:
         sample_weights: Tensor | None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """Look up a batch with repaired offsets; the output is that of `look_up`."""
+        """Look up a batch whose offsets are valid; return the output."""
         batch = self.batch._replace(indices=indices, offsets=offsets, slots=slots)
         weights = self.tiers.weights
         return autograd.lookup_no_grad(weights, batch, sample_weights, module.output_dtype)
@@ -315,10 +329,10 @@ class ShortCalls:
         flight: InFlight | None,
         is_finite: Tensor | None = None,
     ) -> None:
-        """Apply one optimizer step with the gradient of an output; none if `is_finite` is false.
+        """Apply one optimizer step with the gradient of an output; skip it if `is_finite` is false.
 
         `is_finite` is a bool scalar on the device; None if no `GradScaler` has scaled the gradient.
-        `flight` is None without a cache.
+        `flight` is what `look_up` returned: None here.
         """
         self._update(grad, indices, offsets, sample_weights, None, is_finite)
 
@@ -331,10 +345,10 @@ class ShortCalls:
         row_tensors: Sequence[Tensor] | None,
         is_finite: Tensor | None,
     ) -> None:
-        """Run the op of a backward.
+        """Run the op of a backward, after clipping and maximisation.
 
-        `row_tensors` are the groups of the batch and the slots of its distinct rows; without them
-        the op groups the lookups itself.
+        `row_tensors` are the groups of the batch and the slots of its distinct rows; None if the op
+        is to group the lookups.
         """
         batch = self.batch
         update_in_one_op(
@@ -354,7 +368,7 @@ class ShortCalls:
 
 
 class CachedCalls(ShortCalls):
-    """The calls of a module with a row cache; not short for DISK tables or fetches in passes."""
+    """The short calls of a module with a row cache, without DISK tables and fetches in passes."""
 
     def __init__(
         self,
@@ -364,8 +378,8 @@ class CachedCalls(ShortCalls):
     ) -> None:
         super().__init__(module, tiers)
         self._prefetcher = prefetcher
-        self.is_short = self.is_short and prefetcher.fetches_at_once
-        if self.is_short:
+        self.can_serve_tables = self.can_serve_tables and prefetcher.fetches_at_once
+        if self.can_serve_tables:
             self._moved_tiers = prefetcher.moved_tiers(self.tiers)
             self._no_check = self._check.check._replace(mode=None)
 
@@ -376,7 +390,7 @@ class CachedCalls(ShortCalls):
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> bool:
-        """Return whether a call can take this path, see `ShortCalls`; not in checkpointing."""
+        """Return whether a call may be short, see `ShortCalls`; False in checkpointed regions."""
         return (
             super().can_serve(module, indices, offsets, sample_weights)
             and running_forward(training=module.training) is None
@@ -385,8 +399,8 @@ class CachedCalls(ShortCalls):
     def prefetch(self, module: ShortCallTables, batch_id: BatchId) -> None:
         """Fetch the rows of a batch before its forward, which counts and reports invalid ids.
 
-        On the CPU, invalid input in mode FATAL and, in mode WARNING, offsets that would skip ids or
-        a bag raise RuntimeError here already.
+        On the CPU this method already raises RuntimeError for invalid input in mode FATAL, and for
+        offsets that would skip ids or a bag in mode WARNING.
         """
         check = self._check.uncounted()
         batch = self.batch._replace(indices=batch_id.indices, offsets=batch_id.offsets)
@@ -407,8 +421,8 @@ class CachedCalls(ShortCalls):
     ) -> LookedUp:
         """Look up a batch, which is in flight from now on, and report invalid input.
 
-        With `in_order` it must be the next prefetched batch, if any is prefetched; another raises
-        RuntimeError.
+        With `in_order`, if batches are prefetched, this must be the next of them; RuntimeError for
+        another one.
         """
         batch_id = BatchId(indices, offsets)
         with self._prefetcher.lock:
@@ -425,8 +439,8 @@ class CachedCalls(ShortCalls):
     ) -> LookedUp:
         """Fetch the rows of a batch unless they are prefetched, then read them at their slots.
 
-        An invalid batch on the CPU is repaired and fetched again. If the lookup fails, a prefetched
-        batch stays the next of the queue, and another is dropped.
+        On the CPU, an invalid batch is repaired and fetched again. If the lookup fails, a
+        prefetched batch stays the next of the queue; a batch that was not prefetched is dropped.
         """
         indices, offsets = batch_id
         prefetcher = self._prefetcher
@@ -441,7 +455,7 @@ class CachedCalls(ShortCalls):
             batch = batch._replace(offsets=offsets)
             flight = prefetcher.start(batch, tiers, batch_id, self._no_check, is_next=False)
             assert flight is not None
-        if not is_prefetched:  # it was checked when it was fetched
+        if not is_prefetched:  # the fetch above has checked it
             offsets = offsets if flight.offsets is None else flight.offsets
             check = self._no_check
         try:
@@ -484,7 +498,7 @@ class CachedCalls(ShortCalls):
 
 
 class ShortLookup(torch.autograd.Function):
-    """Look up and update as `autograd.FusedLookup` does, in one op each."""
+    """Autograd function of a short call: results are those of `autograd.FusedLookup`."""
 
     @staticmethod
     def forward(
@@ -498,7 +512,7 @@ class ShortLookup(torch.autograd.Function):
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
         ctx.calls = calls
-        # In order, as all calls with gradients: autograd has disabled them in this function.
+        # Calls with gradients are in order. `is_grad_enabled` is False within this function.
         output, offsets, ctx.flight = calls.look_up(
             module, indices, offsets, sample_weights, in_order=True
         )
@@ -524,8 +538,8 @@ class ShortLookup(torch.autograd.Function):
 _apply_lookup: Callable[..., Tensor] = super(torch.autograd.Function, ShortLookup).apply
 
 
-def _allows_short_calls(module: ShortCallTables) -> bool:
-    """Return whether these tables and their optimizer are served by the ops of short calls."""
+def _can_serve_tables(module: ShortCallTables) -> bool:
+    """Return whether the ops of short calls can serve these tables and their optimizer."""
     has_cache = module.prefetcher is not None
     tiers = (Tier.DEVICE, Tier.HOST) if has_cache else (Tier.DEVICE,)
     return (
@@ -533,7 +547,7 @@ def _allows_short_calls(module: ShortCallTables) -> bool:
         and (module.features.is_cpu or module.features.is_cuda)
         and autograd.updates_in_backward(module.optimizer)
         and module.include_last_offset
-        and optimizer_hooks.global_decay(module.optimizer) is None
+        and optimizer_hooks.find_global_decay(module.optimizer) is None
         and not optimizer_hooks.is_periodic(module.optimizer)
         and all(offset.tier in tiers for offset in module.memory.layout.offsets)
     )

@@ -132,7 +132,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         self.include_last_offset = include_last_offset
         self.cache = CacheConfig() if cache is None else cache
         self._check_arguments()
-        optimizer_hooks.check(self.optimizer, self.tables, self.pooling)
+        optimizer_hooks.check_tables(self.optimizer, self.tables, self.pooling)
         self._is_periodic = optimizer_hooks.is_periodic(self.optimizer)
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
@@ -188,7 +188,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         call at construction neither redraws DISK tables that were opened with rows in them, nor
         resets the learning rate and step that are stored with them; later calls do.
         """
-        stored_hyperparams = self._memory.take_stored_hyper()
+        stored_hyperparams = self._memory.take_stored_hyperparams()
         # Opening changes nothing on disk, so a process that ends now damages nothing.
         write_context = (
             self.overwriting() if stored_hyperparams is None else contextlib.nullcontext()
@@ -294,7 +294,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         return self._prefetcher
 
     @property
-    def needs_long_calls(self) -> bool:
+    def refuses_short_calls(self) -> bool:
         """Return whether calls are reported, or tables are frozen one by one."""
         return self._reporting is not None or bool(self._untrained)
 
@@ -432,7 +432,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         The lookup goes through autograd if a backward follows; otherwise it releases the batch.
         `sample_weights` is float32 `[L]`; the output is that of `forward`.
         """
-        decay, factors = optimizer_hooks.global_decay(self.optimizer), None
+        decay, factors = optimizer_hooks.find_global_decay(self.optimizer), None
         if decay is not None:
             batch, factors = optimizer_hooks.decay_rows(
                 decay, batch, self.hyperparams, self.state_prev_iter

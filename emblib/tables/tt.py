@@ -161,7 +161,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         self.include_last_offset = include_last_offset
         if not self.tables:
             raise ValueError("tables must have at least one TTSpec, got none")
-        if optimizer_hooks.is_periodic(self.optimizer) or optimizer_hooks.global_decay(
+        if optimizer_hooks.is_periodic(self.optimizer) or optimizer_hooks.find_global_decay(
             self.optimizer
         ):
             raise ValueError(

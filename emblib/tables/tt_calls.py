@@ -1,9 +1,10 @@
-"""Calls of tensor-train tables as one op per pass, with arguments that are prepared once.
+"""Short calls of tensor-train tables: a lookup and its backward as one op each.
 
-Forward is one op, which checks the batch and looks it up; backward is one op, which counts the step
-and updates the cores. Forward returns the grouping, the plan and the values of left halves as
-tensors, and autograd saves them for backward. An invalid batch on the CPU needs more ops.
-`emblib.ops.tt` serves all other calls, with the same bits.
+`ShortTTCalls` stores the arguments that all calls of a module share. The op of forward checks the
+batch and looks it up. It returns the grouping, the plan and the values of left halves as tensors,
+which autograd saves. The op of backward counts the step and updates the cores. On the CPU, a batch
+with invalid indices or offsets needs more ops. `emblib.ops.tt` serves the calls that `can_serve`
+refuses, with the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _lookup_checked = native(tt.tt_lookup_checked_)
 _backward_ = native(tt.tt_backward_)
 _versions_of = operator.attrgetter("_version")
 _IGNORE = codes.BOUNDS_CHECK["ignore"]
-_SAVE_NOTHING = -1  # as `num_saved` of `tt_lookup_checked_`
+_SAVE_NOTHING = -1  # value of `num_saved` with which a lookup saves nothing for backward
 
 
 class TTBatch(NamedTuple):
@@ -55,11 +56,19 @@ class TTBatch(NamedTuple):
 
 
 class ShortTTCalls:
-    """Arguments that all calls of a module share, until its tensors or options change.
+    """The short calls of a module, with the arguments that they share.
 
-    `is_short` tells whether the module allows short calls: backward updates the cores. A copied or
-    unpickled object is None, because the copy of a module makes its own. A module makes new calls
-    where `matches` is false; threads may share the calls.
+    The arguments hold until tensors or options of the module change: where `matches` is false, the
+    module makes a new object. Threads may share one. A copy or pickle of it is None, because the
+    copy of a module makes its own.
+
+    Args:
+        module: module of the tables.
+        cores: cores of all tables, as lookups read them.
+
+    Attributes:
+        can_serve_tables: whether backward updates the cores, on a CPU or a GPU; if not, only
+            `matches` and `can_serve` may be called.
     """
 
     def __init__(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> None:
@@ -70,12 +79,12 @@ class ShortTTCalls:
         # With gradients, `_prepare_calls` has checked that no wrapper has replaced the cores.
         self._are_cores_checked = torch.is_grad_enabled()
         features = module.features
-        self.is_short = (
+        self.can_serve_tables = (
             type(features) is Tensor
             and (features.is_cpu or features.is_cuda)
             and autograd.updates_in_backward(module.optimizer)
         )
-        if not self.is_short:
+        if not self.can_serve_tables:
             return
         layout = module.core_layout
         self._device, self._is_cuda = features.device, features.is_cuda
@@ -117,17 +126,17 @@ class ShortTTCalls:
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> bool:
-        """Return whether a call with these arguments can take this path.
+        """Return whether a call with these arguments may be short.
 
-        False if `is_short` is false, a mode, transform or compiler of torch must see every op,
-        a tensor is of a subclass or on another device, sample weights need a gradient, a core is
-        frozen or shared, `DistributedDataParallel` runs a forward, or the batch is looked up in
-        chunks.
+        False if `can_serve_tables` is false, a mode, transform or compiler of torch must see every
+        op, a tensor is of a subclass, indices or offsets are on another device, sample weights
+        require a gradient, a core is frozen or shared, `DistributedDataParallel` runs a forward, or
+        the batch is so long that it is looked up in chunks.
 
-        `indices` is `[L]`, `offsets` `[F * B + 1]`, `sample_weights` float32 `[L]` or None.
+        `indices` is `[L]`, `offsets` `[F * B + 1]` or `[bags + 1]`, `sample_weights` `[L]` or None.
         """
         return (
-            self.is_short
+            self.can_serve_tables
             and batches.is_eager(indices)
             and type(offsets) is Tensor
             and indices.device == self._device
@@ -162,13 +171,19 @@ class ShortTTCalls:
     def look_up(
         self, module: TableBatchedTTEmbeddingBags, batch: TTBatch, num_saved: int
     ) -> list[Tensor]:
-        """Return the output, what `tt_lookup_checked_` saves for backward, and the offsets it read.
+        """Look up a batch, and report invalid indices and offsets.
 
-        The offsets are those of the batch in mode NONE, and for a valid batch on the CPU; otherwise
-        they are repaired. An invalid batch on the CPU warns and raises as `batches.check_bounds`
-        does.
+        On the CPU, an invalid batch is repaired and looked up again, or raises as
+        `batches.check_bounds` does.
 
-        `num_saved` is the number of left halves whose values are saved, or `_SAVE_NOTHING`.
+        Args:
+            module: module of the tables.
+            batch: the batch.
+            num_saved: number of left halves whose values are saved, or `_SAVE_NOTHING`.
+
+        Returns:
+            The output, the tensors to save for backward, and the offsets that were read, which
+            differ from those of the batch where they were repaired.
         """
         mode = self._bounds_mode
         warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
@@ -194,7 +209,7 @@ class ShortTTCalls:
         num_saved: int,
         mode: int | None,
     ) -> list[Tensor]:
-        """Look up a batch with one op; return its results, [] if a CPU must repair the batch."""
+        """Run the op of a lookup; return its results, or [] for an invalid batch on the CPU."""
         indices, offsets, sample_weights, bag_layout, output_dim = batch
         results: list[Tensor] = _lookup_checked(
             self._cores,
@@ -231,15 +246,15 @@ class ShortTTCalls:
         *,
         is_stale: bool,
     ) -> None:
-        """Apply one optimizer step with the gradient of an output; none if `is_finite` is false.
+        """Apply one optimizer step with the gradient of an output; skip it if `is_finite` is false.
 
         Args:
             grad: gradient in the shape of the output.
             batch: the batch, with repaired offsets.
             saved: tensors that `look_up` returned between the output and the offsets.
             is_finite: bool scalar on the device; None if no `GradScaler` has scaled the gradient.
-            is_stale: whether the cores have changed since the lookup; then the values of left
-                halves that it saved are computed again.
+            is_stale: whether the cores have changed since the lookup; then the saved values of left
+                halves are computed again.
         """
         torch.autograd.graph.increment_version(self._cores)  # first: an interrupt must not omit it
         _backward_(
@@ -263,7 +278,7 @@ class ShortTTCalls:
 
 
 class ShortTTLookup(torch.autograd.Function):
-    """Look up and update as `tt.FusedTTLookup` does, in one op each."""
+    """Autograd function of a short call: results are those of `tt.FusedTTLookup`."""
 
     @staticmethod
     def forward(

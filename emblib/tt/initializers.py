@@ -1,17 +1,18 @@
 """Initial values of tensor-train cores, scaled so that rows get a chosen standard deviation.
 
-A scheme takes the sizes of the cores and `std`. It returns one tensor
-`[p[k], R[k] * q[k] * R[k + 1]]` per core, on the device of the layout; callers convert its dtype.
-Terms: p row factors, q dim factors, R ranks with the 1 at both ends, d cores. Callers pass
-`row_std(rows)` as `std`, the deviation of DLRM's uniform +-1/sqrt(rows).
+An initializer takes the sizes of the cores and `std`, the standard deviation that rows are to have.
+It returns the cores, `[p[k], R[k] * q[k] * R[k + 1]]` each, on the device of the layout and in
+torch's default dtype or float32; callers convert them. Torch's generator of the device draws the
+numbers. Here p are the row factors, q the dim factors, R the ranks with the 1 at both ends, and d
+is the number of cores. Tables pass `row_std(rows)`.
 
-A row is a sum of products of core entries. Independent entries of deviation s make rows of
-deviation `s**d * sqrt(prod(R))`; `gaussian`, `uniform` and `sampled_gaussian` solve this for s
-(`CoreLayout.entry_std`). `first_core` scales core k > 0 by `1 / sqrt(R[k])`. The rows of
-`approx_uniform` are no sums; it scales by `(sqrt(3) * std)**(1 / d)`. So rows of `INITIALIZERS`
-have about the deviation `std`. `UNSCALED_INITIALIZERS` are FBTT-Embedding's formulas, to compare
-with its runs; most of their rows have another deviation. Torch's generator of the device draws the
-numbers.
+Rows of `INITIALIZERS` have about the deviation `std`. `UNSCALED_INITIALIZERS` are FBTT-Embedding's
+formulas, to compare with its runs; most of their rows have another deviation.
+
+A row is a sum of products of core entries. If all entries are independent with deviation s, rows
+have the deviation `s**d * sqrt(prod(R))`. `gaussian`, `uniform` and `sampled_gaussian` solve this
+for s (`CoreLayout.entry_std`). `first_core` scales core k > 0 by `1 / sqrt(R[k])`. A value of
+`approx_uniform` is one product, not a sum, so it scales cores by `(sqrt(3) * std)**(1 / d)`.
 """
 
 import math
@@ -23,7 +24,7 @@ from torch import Tensor
 
 
 class CoreLayout(NamedTuple):
-    """Sizes of the cores: core k is `[p[k], R[k] * q[k] * R[k + 1]]`.
+    """Sizes and device of the cores of a table: core k is `[p[k], R[k] * q[k] * R[k + 1]]`.
 
     Attributes:
         row_factors: p, one per core.
@@ -67,10 +68,10 @@ def uniform(layout: CoreLayout, std: float) -> list[Tensor]:
 
 
 def first_core(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Draw normal entries: core 0 has the deviation of rows; the others preserve row variance.
+    """Draw normal entries: core 0 has the deviation `std`, and the others preserve it.
 
-    The gradient of core 0 then is as large as a row's, and the other cores begin as random
-    projections. It is meant for trains whose core 0 has most values (`TensorTrain.projected`).
+    So the gradient of core 0 is about as large as that of a row, and the other cores begin as
+    random projections. Meant for trains whose core 0 has most values (`TensorTrain.projected`).
     """
     ranks = layout.full_ranks
     return [
@@ -80,10 +81,10 @@ def first_core(layout: CoreLayout, std: float) -> list[Tensor]:
 
 
 def sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Draw normal entries with |z| >= 2: TT-Rec's scheme, but scaled to the deviation of rows.
+    """Draw normal entries of which those below 2 deviations are left out, as TT-Rec does.
 
-    Without entries near zero the rows, sums of products of d entries, are closer to a normal
-    distribution.
+    A row is a sum of products of d entries; without entries near zero it is closer to a normal
+    distribution. Unlike TT-Rec's, the entries are scaled for rows of deviation `std`.
     """
     tail = 0.5 * math.erfc(math.sqrt(2.0))  # P(z >= 2)
     density = math.exp(-2.0) / math.sqrt(2.0 * math.pi)
@@ -100,7 +101,7 @@ def _draw_tails(shape: tuple[int, int], device: torch.device) -> Tensor:
     return (z * sign).float()
 
 
-_JITTER = 0.01  # scale of the noise on core entries, which each scheme divides by its own factor
+_NOISE = 0.01  # deviation of the noise on core entries, before factors of the initializer
 
 
 def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
@@ -108,13 +109,13 @@ def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
 
     The last core has values spaced evenly between -1 and 1, in random order. The other cores select
     among them: for each rank index on their left they have one nonzero entry, +1 or -1, at a random
-    rank index on their right, so a value of a row is one entry of the last core with a sign. (A sum
-    of several entries would be closer to a normal distribution.) Noise of 1 % separates rows with
-    equal selections. Then all cores are scaled alike.
+    rank index on their right. So a value of a row is one entry of the last core with a sign, where
+    a sum of several entries would be closer to a normal distribution. Noise of 1 % separates rows
+    with equal selections. Then all cores are scaled alike.
 
     `saw_tooth` selects by the last digits of row and column alone, so the rows of a table lie in
     few dimensions: in docs/tensor_trains.md a table of 64 columns has the effective rank 3.8 with
-    it, and 63.8 with this scheme.
+    `saw_tooth`, and 63.8 with `approx_uniform`.
     """
     ranks, num_cores, device = layout.full_ranks, len(layout.row_factors), layout.device
     scale = (std * math.sqrt(3.0)) ** (1.0 / num_cores)
@@ -130,7 +131,7 @@ def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
             sign = torch.randint(0, 2, (*shape[:3], 1), device=device) * 2.0 - 1.0
             selected = torch.randint(0, shape[3], (*shape[:3], 1), device=device)
             core = torch.zeros(shape, device=device).scatter_(3, selected, sign)
-        noise = torch.randn(shape, device=device) * (_JITTER / math.sqrt(ranks[k] * ranks[k + 1]))
+        noise = torch.randn(shape, device=device) * (_NOISE / math.sqrt(ranks[k] * ranks[k + 1]))
         values.append(((core + noise) * scale).reshape(p, -1))
     return values
 
@@ -145,48 +146,51 @@ INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {
 
 
 def row_std(rows: int) -> float:
-    """Return the deviation of numbers uniform in +-1/sqrt(rows), `1 / sqrt(3 * rows)`."""
+    """Return the deviation of dense tables' initial rows, uniform in +-1/sqrt(rows), as DLRM's."""
     return 1.0 / math.sqrt(3.0 * rows)
 
 
-def _num_rows(std: float) -> float:
-    """Return the number of rows of which `std` is the `row_std`."""
+def _rows_with_std(std: float) -> float:
+    """Return the number of rows whose `row_std` is `std`."""
     return 1.0 / (3.0 * std * std)
 
 
 def positive_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Draw entries uniform from 0 to a bound: none is negative, and rows are almost equal."""
+    """Draw entries uniform from 0 to a bound: no entry is negative, and rows are almost equal."""
     num_cores = len(layout.row_factors)
-    variance = 2.0 / (_num_rows(std) + math.prod(layout.dim_factors))
+    variance = 2.0 / (_rows_with_std(std) + math.prod(layout.dim_factors))
     bound = (variance / math.prod(layout.full_ranks)) ** (1.0 / (2 * num_cores))
     return [torch.rand(shape, device=layout.device) * bound for shape in layout.shapes()]
 
 
 def unscaled_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw entries uniform in [0, 1/sqrt(rows)), whatever the number of cores."""
-    bound = 1.0 / math.sqrt(_num_rows(std))
+    bound = 1.0 / math.sqrt(_rows_with_std(std))
     return [torch.rand(shape, device=layout.device) * bound for shape in layout.shapes()]
 
 
 def unscaled_normal(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw normal entries of deviation 1/sqrt(rows), whatever the number of cores."""
-    scale = 1.0 / math.sqrt(_num_rows(std))
+    scale = 1.0 / math.sqrt(_rows_with_std(std))
     return [torch.randn(shape, device=layout.device) * scale for shape in layout.shapes()]
 
 
 def unscaled_sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Draw normal entries with |z| >= 2, times the cube root of `std` for any number of cores."""
+    """Draw entries as `sampled_gaussian`, times the cube root of `std` for any number of cores."""
     return [_draw_tails(shape, layout.device) * std ** (1.0 / 3.0) for shape in layout.shapes()]
 
 
 def saw_tooth(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw 3 cores of saw-tooth numbers: rows of uniform values that lie in few dimensions.
 
-    With cores G0 [p0, q0, r1], G1 [p1, r1, q1, r2], G2 [p2, r2, q2] and the level a = 1/sqrt(R[1]):
-    G0[i, j, r] is about a; G1[i, r, j, s] is about a, except that for each (i, j) one random even
-    s has about zero at all r but one random r, where it is tooth / a; G2[i, s, j] is about zero,
-    except that for each (i, j) one random odd s has a tooth. "About" is with normal noise. All
-    entries are then scaled by rows^(-1/6).
+    The level is `a = 1 / sqrt(R[1])`, a tooth a number of `_draw_teeth`, "about" means with normal
+    noise. All entries are finally scaled by `rows**(-1/6)`.
+
+    - G0 `[p0, q0, R1]` is about a.
+    - G1 `[p1, R1, q1, R2]` is about a, except at one random even index s of R2 for each (p1, q1):
+      there it is tooth / a at one random index of R1, and about zero at the others.
+    - G2 `[p2, R2, q2]` is about zero, except at one random odd index of R2 for each (p2, q2), where
+      it is a tooth.
 
     Raises:
         ValueError: there are not 3 cores, or the second rank is below 2.
@@ -199,31 +203,30 @@ def saw_tooth(layout: CoreLayout, std: float) -> list[Tensor]:
     (p0, p1, p2), (q0, q1, q2) = layout.row_factors, layout.dim_factors
     first_rank, second_rank, device = layout.full_ranks[1], layout.full_ranks[2], layout.device
     level = 1.0 / math.sqrt(first_rank)
-    head = level + _JITTER * torch.randn(p0, q0 * first_rank, device=device)
+    head = level + _NOISE * torch.randn(p0, q0 * first_rank, device=device)
 
-    middle = level + _JITTER * torch.randn(p1, first_rank, q1, second_rank, device=device)
+    middle = level + _NOISE * torch.randn(p1, first_rank, q1, second_rank, device=device)
     even_index = 2 * torch.randint((second_rank + 1) // 2, (p1, 1, q1, 1), device=device)
     tooth_index = torch.randint(first_rank, (p1, 1, q1, 1), device=device)
-    near_zeros = torch.randn(p1, first_rank, q1, 1, device=device) * (_JITTER**2 / level)
-    near_zeros.scatter_(1, tooth_index, _saw_tooth((p1, 1, q1, 1), device) / level)
+    near_zeros = torch.randn(p1, first_rank, q1, 1, device=device) * (_NOISE**2 / level)
+    near_zeros.scatter_(1, tooth_index, _draw_teeth((p1, 1, q1, 1), device) / level)
     middle.scatter_(3, even_index.expand(p1, first_rank, q1, 1), near_zeros)
 
-    last = _JITTER * torch.randn(p2, second_rank, q2, device=device)
+    last = _NOISE * torch.randn(p2, second_rank, q2, device=device)
     odd_index = 1 + 2 * torch.randint(second_rank // 2, (p2, 1, q2), device=device)
-    last.scatter_(1, odd_index, _saw_tooth((p2, 1, q2), device))
-    scale = _num_rows(std) ** (-1.0 / 6.0)
+    last.scatter_(1, odd_index, _draw_teeth((p2, 1, q2), device))
+    scale = _rows_with_std(std) ** (-1.0 / 6.0)
     return [core.reshape(core.shape[0], -1) * scale for core in (head, middle, last)]
 
 
-# Of FBTT-Embedding's formula.
-_TEETH = 15  # levels on each side of zero, counting zero
-_TOOTH_WIDTH = 0.7 / (2 * _TEETH)
+_NUM_TEETH = 15  # on each side of zero, counting zero; this and the next as in FBTT-Embedding
+_TOOTH_WIDTH = 0.7 / (2 * _NUM_TEETH)
 
 
-def _saw_tooth(shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _draw_teeth(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Draw a tensor of `shape` of numbers in (-1, 1) near multiples of 1/15."""
-    tooth = torch.randint(1 - _TEETH, _TEETH, shape, device=device) / _TEETH
-    return tooth + (torch.rand(shape, device=device) - 0.5) * _TOOTH_WIDTH
+    level = torch.randint(1 - _NUM_TEETH, _NUM_TEETH, shape, device=device) / _NUM_TEETH
+    return level + (torch.rand(shape, device=device) - 0.5) * _TOOTH_WIDTH
 
 
 UNSCALED_INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {
@@ -241,7 +244,7 @@ _RENAMED = {
     "fbtt:approx-uniform": "saw_tooth",
     "fbtt:approx-normal": "unscaled_sampled_gaussian",
 }
-"""Former names of `UNSCALED_INITIALIZERS`, FBTT-Embedding's with a prefix."""
+"""Former names of `UNSCALED_INITIALIZERS`, which are FBTT-Embedding's with a prefix."""
 
 _SCALED_COUNTERPARTS = {
     "normal": "gaussian",
@@ -249,20 +252,21 @@ _SCALED_COUNTERPARTS = {
     "approx-normal": "sampled_gaussian",
     "naive-uniform": "uniform",
 }
-"""Names of FBTT-Embedding that no scheme has here, and the scheme of `INITIALIZERS` to use."""
+"""Names of FBTT-Embedding that no initializer has here -> the one of `INITIALIZERS` to use."""
 
 
 def find_initializer(name: str) -> Callable[[CoreLayout, float], list[Tensor]]:
-    """Return the scheme called `name`: it takes the sizes of cores and the deviation of rows.
+    """Return the initializer called `name`: a function of the core layout and `std`.
+
+    "uniform" is not the one that FBTT-Embedding calls so, which is "positive_uniform".
 
     Raises:
-        ValueError: no scheme has this name. The message names the schemes for former names and for
-            names of FBTT-Embedding. ("uniform" is a scheme here; FBTT-Embedding's is
-            "positive_uniform".)
+        ValueError: no initializer has this name. For former names, and other names of
+            FBTT-Embedding, the message says which one to use.
     """
-    schemes = {**INITIALIZERS, **UNSCALED_INITIALIZERS}
-    if name in schemes:
-        return schemes[name]
+    initializers = {**INITIALIZERS, **UNSCALED_INITIALIZERS}
+    if name in initializers:
+        return initializers[name]
     if name in _RENAMED:
         raise ValueError(f"init {name!r} is now called {_RENAMED[name]!r}")
     if name in _SCALED_COUNTERPARTS:
@@ -271,4 +275,4 @@ def find_initializer(name: str) -> Callable[[CoreLayout, float], list[Tensor]]:
             f"{_SCALED_COUNTERPARTS[name]!r} for rows of deviation 1/sqrt(3 * rows), or "
             f"{_RENAMED[f'fbtt:{name}']!r} for its own formula"
         )
-    raise ValueError(f"init must be one of {', '.join(schemes)}, got {name!r}")
+    raise ValueError(f"init must be one of {', '.join(initializers)}, got {name!r}")

@@ -381,6 +381,15 @@ def test_entries_that_tables_cannot_follow_raise(name: str) -> None:
     assert torch.equal(bags.hyperparams, hyper)
 
 
+def test_entries_as_tensors_and_of_wrong_classes() -> None:
+    fused = FusedOptimizer.of(_bags(optim.Adam(0.5)))
+    group = fused.param_groups[0]
+    group["betas"] = torch.tensor([0.25, 0.5])
+    assert group["betas"] == (0.25, 0.5)
+    with pytest.raises(ValueError, match="weight_decay of Adam must be"):
+        group["weight_decay"] = "heavy"
+
+
 def test_entries_that_ask_for_nothing() -> None:
     """What torch's groups have too, and what users and schedulers note."""
     fused = FusedOptimizer.of(_bags(optim.Adam(0.5)))

@@ -30,7 +30,7 @@ OPTIMIZERS = [
     name
     for name, optimizer in CASES.items()
     if not optimizer_hooks.is_periodic(optimizer)
-    and optimizer_hooks.global_decay(optimizer) is None
+    and optimizer_hooks.find_global_decay(optimizer) is None
 ]
 ALL = [(name, Pooling.SUM) for name in OPTIMIZERS]
 FEW = [(name, pooling) for name in ("sgd", "adam") for pooling in (Pooling.MEAN, Pooling.NONE)]

@@ -241,6 +241,10 @@ def test_state_dicts_from_before_0_1_0_are_converted(bits: int) -> None:
     with pytest.raises(RuntimeError, match=r"item: rows must be finite and within \+-65504"):
         made.load_state_dict({**state, "item.scales": state["item.scales"] * 1e6})
     assert torch.equal(made.packed, packed)  # table_1 neither
+    with pytest.raises(RuntimeError, match="item: values and scales must be tensors, got None"):
+        made.load_state_dict({**state, "item.values": None})
+    with pytest.raises(RuntimeError, match=r"item: the rows are from before 0\.1\.0"):
+        QuantizedEmbeddingBags(TABLES, formats="float16").load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"Missing key.*item\.packed"):
         made.load_state_dict({k: v for k, v in state.items() if k != "item.scales"})
     assert torch.equal(made(*BATCH)[:, :12], before[:, :12])

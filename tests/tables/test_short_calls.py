@@ -128,7 +128,7 @@ def test_bits_of_a_large_batch(device: torch.device, monkeypatch: pytest.MonkeyP
 
 
 def _is_plain(optimizer: optim.Optimizer) -> bool:
-    decay = optimizer_hooks.global_decay(optimizer)
+    decay = optimizer_hooks.find_global_decay(optimizer)
     return decay is None and not optimizer_hooks.is_periodic(optimizer)
 
 
@@ -287,7 +287,7 @@ def test_bits_of_quantised_tables(
     indices, offsets = (tensor.to(device) for tensor in BATCH)
     weights = torch.linspace(0.5, 2, 4, device=device)
     short = [module(indices, offsets), module(indices, offsets, weights)]
-    monkeypatch.setattr(quantized, "is_plain_call", lambda *_: False)
+    monkeypatch.setattr(quantized, "can_serve_inputs", lambda *_: False)
     long = [module(indices, offsets), module(indices, offsets, weights)]
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
 

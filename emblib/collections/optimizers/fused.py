@@ -32,7 +32,7 @@ from emblib.optim import NO_UPDATE, Optimizer
 from emblib.specs import brief
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.tables.base import FusedTables
-from emblib.tables.hyperparameters import numbers_of
+from emblib.tables.hyperparameters import group_entries_of
 from emblib.tables.parameters import is_updated_in_backward
 
 
@@ -239,7 +239,7 @@ class FusedOptimizer(KeyedOptimizer):
         optimizer, modules = self._optimizers[group_index], self._table_modules[group_index]
         rates = [module.learning_rate for module in modules]
         current = modules[0].optimizer if modules else optimizer
-        group.show_entries({"lr": rates[0] if rates else optimizer.lr, **numbers_of(current)})
+        group.show_entries({"lr": rates[0] if rates else optimizer.lr, **group_entries_of(current)})
         group.connect(current, modules, rates)
         group.show()
         return group

@@ -148,7 +148,7 @@ class _GroupTables:
 
     def acts_on_tables(self, name: str) -> bool:
         """Return whether an entry of this name acts on the tables."""
-        return name == "lr" or name in hyperparameters.numbers_of(self._optimizer)
+        return name == "lr" or name in hyperparameters.group_entries_of(self._optimizer)
 
     def write(self, entries: dict[str, Any]) -> dict[str, Any]:
         """Write entries to the modules; return the entries that the group stores."""
@@ -196,7 +196,7 @@ class _GroupTables:
         if group is None or not self._modules:
             return
         numbers = [
-            {"lr": self._rates[id(module)], **hyperparameters.numbers_of(module.optimizer)}
+            {"lr": self._rates[id(module)], **hyperparameters.group_entries_of(module.optimizer)}
             for module in self._modules
         ]
         distinct = {name: {by_name[name] for by_name in numbers} for name in numbers[0]}

@@ -256,7 +256,8 @@ class Table:
             hyper = values[HYPER]
             _check_values(hyper, self.hyperparams, f"{self.name}.{HYPER}")
             for numbers in hyper.parts.values() if isinstance(hyper, ShardedTable) else [hyper]:
-                hyperparameters.with_numbers(self.optimizer, numbers)  # raises if it cannot have it
+                # Raises ValueError for numbers that the optimizer cannot have.
+                hyperparameters.with_saved_hyperparams(self.optimizer, numbers)
 
     def set_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
         """Write the optimizer states of a parameter, without the hyperparameters.
