@@ -1,30 +1,31 @@
 """Prefetching for the row cache: the batches in flight, and the locations of their rows.
 
-`Prefetcher` is the cache of a module with its batches in flight; its `RowCache` holds the cached
-rows and the counters. A batch is planned and fetched by `prefetch`, `look_up` or `start`, is in
-flight until its update (`InFlight`, the hooks of its autograd graph), and is then released.
+`PrefetchingCache` is the cache of a module with its batches in flight; its `RowCache` has the
+cached rows and the counters. `prefetch`, `look_up` or `start` plans a batch and fetches its rows.
+The batch is then in flight until its update (`InFlight`, the hooks of its autograd graph), which
+releases it.
 
-The rows of a batch in flight are not evicted, so their slots are stored with it. A row that got no
-way is read in its table. If a later batch assigns a way to it, its slot must be looked up again,
-because the newest values are then in the cache.
+The rows of a batch in flight are not evicted, so their slots are stored with the batch. A row for
+which its set has no free way is read in its table. If a later batch assigns a way to the row, the
+slot must be looked up again, because the newest values are then in the cache.
 
 The module's lock is held in three phases. While a batch is planned and its rows move, the plan does
 not yet describe the cache. While a lookup finds slots and reads them, the next plan might assign
 the slots of a released batch to other rows. The third phase is an update.
 
 On a GPU a prefetch may run on another stream than the training step. It waits for the updates of
-released batches, whose rows it may evict, and the lookup of its batch waits for it. The updates of
-batches in flight and the prefetch do not wait for each other (unless moving a row rounds it), since
-the prefetch does not move rows of these batches: they stay in their slots, or in their tables if
-they got no way. If a row without a way gets one for the prefetched batch, its fetch is deferred
-until that batch is looked up (`DeferredRows`), after the updates of earlier batches. Slots are
-looked up again only then.
+released batches, whose rows it may evict. The lookup of the prefetched batch waits for the
+prefetch. The updates of batches in flight and the prefetch do not wait for each other, unless
+moving a row rounds it: the prefetch leaves rows of these batches in their slots, or in their tables
+if they have no way. If such a row gets a way for the prefetched batch, its fetch is deferred until
+that batch is looked up (`DeferredRows`), after the updates of earlier batches. Slots are looked up
+again only then.
 
 As long as all work is on one stream, the stream orders it: there are no events and no waits.
 
 An interrupt may come between any two lines. So one native call (`RowCache.prefetch`,
-`RowCache.fetch`) changes tags and moves rows, and state that later calls need (tickets, streams) is
-written before it.
+`RowCache.fetch`) changes tags and moves rows. State that later calls need (tickets, streams) is
+written before that call.
 """
 
 import weakref
@@ -107,7 +108,7 @@ class InFlight:
     The caller of every method holds `lock`, the lock of the module.
     """
 
-    def __init__(self, owner: "Prefetcher") -> None:
+    def __init__(self, owner: "PrefetchingCache") -> None:
         self.owner = owner
         self.lock = owner.lock
         self.ticket: _Ticket | None = None
@@ -122,7 +123,7 @@ class InFlight:
         assert self.ticket is not None
         self._locations, self._last_arrival = locations, self.ticket.number
 
-    def set_repetition(self, owner: "Prefetcher", running: RunningForward | None) -> None:
+    def set_repetition(self, owner: "PrefetchingCache", running: RunningForward | None) -> None:
         """Store this batch for the repetition of its forward, if checkpointing will repeat it."""
         self._will_be_repeated = running is not None and running.trains_without_grad
         if running is not None:
@@ -164,7 +165,7 @@ class InFlight:
         """
         locations = self.locate(lookups=lookups)
         self.owner.protect_conflicts(locations)
-        self.owner.begin_use()
+        self.owner.begin_access()
         self.release()
         return locations
 
@@ -177,7 +178,7 @@ class InFlight:
             self._will_be_repeated = False
             return
         self.release()
-        self.owner.end_use()
+        self.owner.end_access()
 
     def release(self) -> None:
         """Allow eviction of the rows; repeated calls do nothing."""
@@ -197,18 +198,18 @@ class _DeferredFetch(NamedTuple):
         number: number of the batch.
         tiers: the memory between which the rows move.
         tensors: results of the op that lists the rows; empty until it has run.
-        first: index in `tensors` of the first field of `DeferredRows`.
+        first_field: index in `tensors` of the first field of `DeferredRows`.
     """
 
     number: int
     tiers: autograd.Tiers
     tensors: list[Tensor]
-    first: int
+    first_field: int
 
     @property
     def fetches(self) -> DeferredRows | None:
         """Return the rows to fetch, if they are listed."""
-        tensors = self.tensors[self.first : self.first + len(DeferredRows._fields)]
+        tensors = self.tensors[self.first_field : self.first_field + len(DeferredRows._fields)]
         return DeferredRows(*tensors) if tensors else None
 
 
@@ -227,10 +228,10 @@ class _Prefetched(NamedTuple):
 
 
 class _LastWork:
-    """Event and stream of the last work of one kind, so that other streams can wait for it.
+    """Event and stream of the last work of one kind, so that other streams can wait for the work.
 
-    The stream is stored before the work and the event after it. If an interrupt comes between the
-    two, `wait` waits for everything on that stream.
+    `begin` stores the stream before the work, `end` the event after it. After an interrupt between
+    the two, `wait` waits for everything on that stream.
     """
 
     def __init__(self) -> None:
@@ -238,7 +239,7 @@ class _LastWork:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, device: torch.device) -> None:
-        """Store the current stream, on which work follows."""
+        """Store the current stream, on which the caller will enqueue work."""
         if self._stream is not None:
             self.wait()
         self._stream = torch.cuda.current_stream(device)
@@ -267,7 +268,7 @@ class _LastWork:
             _wait_for(self._stream.record_event())
 
 
-class Prefetcher:
+class PrefetchingCache:
     """The cache of a module and its batches in flight, in the order they were prefetched.
 
     `lock` is the module's lock. `prefetch`, `look_up`, `flush` and `reset` enter it; callers of the
@@ -294,14 +295,14 @@ class Prefetcher:
         self._deferred_fetches: deque[_DeferredFetch] = deque()  # in the order of the tickets
         self._fetches_until_probe = 0  # see `_read_pages`
         self._last_prefetch = _LastWork()
-        self._last_use = _LastWork()  # finds, updates and flushes
+        self._last_access = _LastWork()  # accesses: finds, updates and flushes
         self._last_deferred_fetch = _LastWork()  # deferred fetches
         self._streams: list[torch.cuda.Stream] = []  # up to two streams that have work
 
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
         work = {
-            name: _LastWork() for name in ("_last_prefetch", "_last_use", "_last_deferred_fetch")
+            name: _LastWork() for name in ("_last_prefetch", "_last_access", "_last_deferred_fetch")
         }
         empty = {name: deque[object]() for name in ("_queue", "_dropped", "_deferred_fetches")}
         return {**self.__dict__, **work, **empty, "_tickets": {}, "_streams": []}
@@ -327,7 +328,7 @@ class Prefetcher:
         if torch.cuda.is_current_stream_capturing():  # its stream ends with the capture
             return False
         for first_stream in self._streams:
-            for work in (self._last_prefetch, self._last_use, self._last_deferred_fetch):
+            for work in (self._last_prefetch, self._last_access, self._last_deferred_fetch):
                 work.end_on(first_stream)
             for ticket in (*self._tickets.values(), *self._dropped):
                 ticket.stream = first_stream
@@ -467,7 +468,7 @@ class Prefetcher:
             self._last_prefetch.wait()
         self._release_dropped()
         if not is_one_stream:
-            self._last_use.wait()
+            self._last_access.wait()
             self._last_deferred_fetch.wait()
             self._last_prefetch.begin(batch.indices.device)
         size = self._size_of_pass(batch)
@@ -588,7 +589,7 @@ class Prefetcher:
                 self._deferred_fetches.popleft()
                 continue
             if not is_one_stream:
-                self._last_use.wait()
+                self._last_access.wait()
                 self._last_deferred_fetch.begin(device)
                 for tensor in fetches:
                     tensor.record_stream(torch.cuda.current_stream(device))
@@ -601,22 +602,22 @@ class Prefetcher:
 
     def find(self, groups: tbe.Groups) -> Tensor:
         """Return the current slots of a batch's distinct rows, int32, after all prefetches."""
-        self.settle()
-        self.begin_use()
+        self.complete_fetches()
+        self.begin_access()
         row_slots = self.cache.find(groups)
-        self.end_use()
+        self.end_access()
         return row_slots
 
     def locate(self, groups: tbe.Groups) -> autograd.RowLocations:
         """Locate rows for an update, in the cache or in their tables.
 
-        Rows that the update writes directly to disk are journaled. The caller must call `end_use`
-        after the update; not checked.
+        Rows that the update writes directly to disk are journaled. After the update the caller must
+        call `end_access`; not checked.
         """
         if self.memory.disk is not None:
             self.memory.disk.touch(self._disk_rows(groups))
         locations = autograd.RowLocations(groups, self.find(groups))
-        self.begin_use()
+        self.begin_access()
         self.protect_conflicts(locations)
         return locations
 
@@ -655,18 +656,15 @@ class Prefetcher:
         if not self.note_stream():
             self._last_prefetch.wait()
 
-    def begin_use(self) -> None:
-        """Record that a find, an update or a flush begins on the current stream, see `end_use`."""
+    def begin_access(self) -> None:
+        """Record that an access (find, update or flush) begins on the current stream."""
         if not self.note_stream():
-            self._last_use.begin(self.cache.weights.device)
+            self._last_access.begin(self.cache.weights.device)
 
-    def end_use(self) -> None:
-        """Record that a find, an update or a flush was enqueued: the next prefetch waits for it.
-
-        The next prefetch also waits for earlier work of this kind, on any stream.
-        """
+    def end_access(self) -> None:
+        """Record that an access was enqueued: the next prefetch waits for it and earlier ones."""
         if not self.note_stream():
-            self._last_use.end(self.cache.weights.device)
+            self._last_access.end(self.cache.weights.device)
 
     def _new_ticket(self, flight: InFlight) -> _Ticket:
         """Return the ticket of a new batch, whose rows are not evicted from its plan on."""
@@ -700,10 +698,10 @@ class Prefetcher:
             ticket = self._dropped[0]
             self.fetch_deferred(ticket.number)
             if ticket.stream is not None and not torch.cuda.is_current_stream_capturing():
-                self.begin_use()
+                self.begin_access()
                 _wait_for(ticket.stream.record_event())  # the looked-up rows may still be read
             self.release(ticket)
-            self.end_use()  # without `begin_use` if only one stream has work: then it does nothing
+            self.end_access()  # no `begin_access` came if one stream has all work: it does nothing
             self._dropped.popleft()
 
     def protect_conflicts(self, locations: autograd.RowLocations) -> None:
@@ -723,18 +721,18 @@ class Prefetcher:
         errors are those of `DiskStore.protect` and `DiskStore.commit`.
         """
         with self.lock:
-            self.settle()
-            self.begin_use()
+            self.complete_fetches()
+            self.begin_access()
             disk, first_row = self.memory.disk, self.memory.layout.first_disk_row
             if disk is not None:
                 rows = self.cache.tags[self.cache.tags >= first_row]
                 disk.protect(rows - first_row)
             self.cache.flush(tiers)
-            self.end_use()
+            self.end_access()
             if disk is not None:
                 disk.commit(tiers.hyperparams.tolist())
 
-    def settle(self) -> None:
+    def complete_fetches(self) -> None:
         """Make the current stream wait for all prefetches, and fetch rows that they deferred."""
         self.wait_for_prefetch()
         self.fetch_deferred(self.cache.last_ticket)
@@ -744,11 +742,11 @@ class Prefetcher:
         with self.lock:
             self._queue.clear()
             self._deferred_fetches.clear()
-            self.settle()
-            self.begin_use()
+            self.complete_fetches()
+            self.begin_access()
             self.last_arrival = self.cache.new_ticket()  # no earlier batch has rows in the cache
             self.cache.reset()
-            self.end_use()
+            self.end_access()
 
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)

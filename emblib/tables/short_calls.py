@@ -31,7 +31,7 @@ from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
 from emblib.tables import batches, optimizer_hooks
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, BatchCheck, report_of
-from emblib.tables.cache import BatchId, InFlight, Prefetcher
+from emblib.tables.cache import BatchId, InFlight, PrefetchingCache
 from emblib.tables.memory import Memory
 from emblib.tables.recomputation import is_repeated, running_forward
 
@@ -60,7 +60,7 @@ class ShortCallTables(Protocol):
         """Return the memory of the tables."""
 
     @property
-    def prefetcher(self) -> Prefetcher | None:
+    def prefetching_cache(self) -> PrefetchingCache | None:
         """Return the cache of the tables with its batches in flight; None without a cache."""
 
     @property
@@ -374,13 +374,13 @@ class CachedCalls(ShortCalls):
         self,
         module: ShortCallTables,
         tiers: Callable[[], autograd.Tiers],
-        prefetcher: Prefetcher,
+        prefetching_cache: PrefetchingCache,
     ) -> None:
         super().__init__(module, tiers)
-        self._prefetcher = prefetcher
-        self.can_serve_tables = self.can_serve_tables and prefetcher.fetches_at_once
+        self._prefetching_cache = prefetching_cache
+        self.can_serve_tables = self.can_serve_tables and prefetching_cache.fetches_at_once
         if self.can_serve_tables:
-            self._moved_tiers = prefetcher.moved_tiers(self.tiers)
+            self._moved_tiers = prefetching_cache.moved_tiers(self.tiers)
             self._no_check = self._check.check._replace(mode=None)
 
     def can_serve(
@@ -404,11 +404,11 @@ class CachedCalls(ShortCalls):
         """
         check = self._check.uncounted()
         batch = self.batch._replace(indices=batch_id.indices, offsets=batch_id.offsets)
-        if self._prefetcher.prefetch(batch, self._moved_tiers, batch_id, check):
+        if self._prefetching_cache.prefetch(batch, self._moved_tiers, batch_id, check):
             return
         offsets = batches.check_bounds(module, *batch_id, batch.features, is_prefetch=True)
         batch = batch._replace(offsets=offsets)
-        self._prefetcher.prefetch(batch, self._moved_tiers, batch_id, self._no_check)
+        self._prefetching_cache.prefetch(batch, self._moved_tiers, batch_id, self._no_check)
 
     def look_up(
         self,
@@ -425,8 +425,8 @@ class CachedCalls(ShortCalls):
         another one.
         """
         batch_id = BatchId(indices, offsets)
-        with self._prefetcher.lock:
-            is_next = self._prefetcher.is_next(batch_id, in_order=in_order)
+        with self._prefetching_cache.lock:
+            is_next = self._prefetching_cache.is_next(batch_id, in_order=in_order)
             return self._look_up(module, batch_id, sample_weights, is_prefetched=is_next)
 
     def _look_up(
@@ -443,17 +443,17 @@ class CachedCalls(ShortCalls):
         prefetched batch stays the next of the queue; a batch that was not prefetched is dropped.
         """
         indices, offsets = batch_id
-        prefetcher = self._prefetcher
+        prefetching_cache = self._prefetching_cache
         check = counting_check = (
             self._check.begin() if self._check.counts_violations else self._check.check
         )
         batch = self.batch._replace(indices=indices, offsets=offsets)
         tiers = self._moved_tiers
-        flight = prefetcher.start(batch, tiers, batch_id, check, is_next=is_prefetched)
+        flight = prefetching_cache.start(batch, tiers, batch_id, check, is_next=is_prefetched)
         if flight is None:  # an invalid batch on the CPU
             offsets = batches.check_bounds(module, indices, offsets, batch.features)
             batch = batch._replace(offsets=offsets)
-            flight = prefetcher.start(batch, tiers, batch_id, self._no_check, is_next=False)
+            flight = prefetching_cache.start(batch, tiers, batch_id, self._no_check, is_next=False)
             assert flight is not None
         if not is_prefetched:  # the fetch above has checked it
             offsets = offsets if flight.offsets is None else flight.offsets
@@ -470,9 +470,9 @@ class CachedCalls(ShortCalls):
                     offsets = batches.check_bounds(module, indices, offsets, batch.features)
                 results = [self._read_repaired(module, indices, offsets, sample_weights, slots)]
         except BaseException:
-            prefetcher.drop(flight)
+            prefetching_cache.drop(flight)
             raise
-        prefetcher.dequeue(flight)
+        prefetching_cache.dequeue(flight)
         return results[0], offsets, flight
 
     def update(
@@ -540,7 +540,7 @@ _apply_lookup: Callable[..., Tensor] = super(torch.autograd.Function, ShortLooku
 
 def _can_serve_tables(module: ShortCallTables) -> bool:
     """Return whether the ops of short calls can serve these tables and their optimizer."""
-    has_cache = module.prefetcher is not None
+    has_cache = module.prefetching_cache is not None
     tiers = (Tier.DEVICE, Tier.HOST) if has_cache else (Tier.DEVICE,)
     return (
         type(module.features) is Tensor

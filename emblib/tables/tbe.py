@@ -1,7 +1,7 @@
 """Table-batched embeddings: T dense tables in one kernel, the optimizer fused into backward.
 
 Most forwards of `TableBatchedEmbeddingBags` are `ShortCalls`. The others check bounds
-(`_check_batch`), fetch missing rows if there is a cache (`Prefetcher.look_up`), and look up
+(`_check_batch`), fetch missing rows if there is a cache (`PrefetchingCache.look_up`), and look up
 (`_read`, or `_read_for_gradients` if backward leaves gradients).
 """
 
@@ -35,7 +35,7 @@ from emblib.tables import (
 )
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.bounds_report import BatchCheck
-from emblib.tables.cache import BatchId, Prefetcher
+from emblib.tables.cache import BatchId, PrefetchingCache
 from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
@@ -109,7 +109,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     row_cache: RowCache | None
     state_prev_iter: Tensor  # last step that updated each row, for GlobalDecay
     _memory: Memory
-    _prefetcher: Prefetcher | None
+    _prefetching_cache: PrefetchingCache | None
     _reporting: Reporting | None
     _num_begun_steps: int  # steps that training forwards have begun, for periodic optimizers
     _calls: ShortCalls | None = None
@@ -171,14 +171,16 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._register_common(device)
 
     def _make_cache(self, device: torch.device) -> None:
-        """Make the cache of rows and its prefetcher, if a table is cached."""
-        layout = self._memory.layout
-        self.row_cache = self._prefetcher = None
-        if layout.cached_rows:
+        """Make the cache of rows, if a table is cached."""
+        memory, states = self._memory, self.optimizer.states
+        self.row_cache = self._prefetching_cache = None
+        if memory.layout.cached_rows:
             self.row_cache = RowCache.of(
-                layout, self.table_names, self.optimizer.states, self.cache, self.precision, device
+                memory.layout, self.table_names, states, self.cache, self.precision, device
             )
-            self._prefetcher = Prefetcher(self._memory, self.row_cache, self.cache, self._lock)
+            self._prefetching_cache = PrefetchingCache(
+                memory, self.row_cache, self.cache, self._lock
+            )
 
     @without_gradients
     def reset_parameters(self) -> None:
@@ -273,7 +275,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Make the shared arguments of calls from the module's current tensors and options."""
         if autograd.updates_in_backward(self.optimizer):
             self._check_weights()
-        cache = self._prefetcher
+        cache = self._prefetching_cache
         calls = CachedCalls(self, self._tiers, cache) if cache else ShortCalls(self, self._tiers)
         self._calls = calls
         return calls
@@ -289,9 +291,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         return self._memory
 
     @property
-    def prefetcher(self) -> Prefetcher | None:
+    def prefetching_cache(self) -> PrefetchingCache | None:
         """Return the row cache with its batches in flight, if any table is cached."""
-        return self._prefetcher
+        return self._prefetching_cache
 
     @property
     def refuses_short_calls(self) -> bool:
@@ -374,8 +376,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         apply = joint_step.apply_contributions
         overflow = apply(tiers, self.optimizer, contributions, table, self._locate)
         self._begun_steps_at_update = self._num_begun_steps
-        if self._prefetcher is not None:
-            self._prefetcher.end_use()
+        if self._prefetching_cache is not None:
+            self._prefetching_cache.end_access()
         if overflow is not None:  # for a GradScaler, see FusedOptimizer
             grad_before = self.grad_anchor.grad
             self.grad_anchor.grad = overflow if grad_before is None else grad_before + overflow
@@ -394,9 +396,9 @@ class TableBatchedEmbeddingBags(FusedTables):
                 self._before_forward(tiers)
         updates = autograd.updates_in_backward(self.optimizer)
         read_rows = self._read if updates else self._read_for_gradients
-        if self._prefetcher is not None:
+        if self._prefetching_cache is not None:
             read_slots = partial(read_rows, tiers, sample_weights=sample_weights)
-            return self._prefetcher.look_up(
+            return self._prefetching_cache.look_up(
                 batch, tiers, batch_id, self._no_check(), read_slots, training=self.training
             )
         return read_rows(tiers, batch, sample_weights)
@@ -471,7 +473,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _breaks_graphs(self) -> bool:
         """Return whether a lookup needs Python state: see `_look_up_eagerly`."""
         is_sparse = self.optimizer.leaves_gradient is Gradient.SPARSE
-        return self._prefetcher is not None or self._is_periodic or is_sparse
+        return self._prefetching_cache is not None or self._is_periodic or is_sparse
 
     @run_uncompiled
     def _look_up_eagerly(
@@ -510,15 +512,15 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
         """Return where the rows of grouped lookups are: cache slots, if there is a cache."""
-        if self._prefetcher is None:
+        if self._prefetching_cache is None:
             return super()._locate(groups)
-        return self._prefetcher.locate(groups)
+        return self._prefetching_cache.locate(groups)
 
     def _apply_gradients(self) -> None:
         super()._apply_gradients()
         self._begun_steps_at_update = self._num_begun_steps
-        if self._prefetcher is not None:
-            self._prefetcher.end_use()
+        if self._prefetching_cache is not None:
+            self._prefetching_cache.end_access()
 
     def prefetch(
         self,
@@ -546,14 +548,14 @@ class TableBatchedEmbeddingBags(FusedTables):
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> None:
         """Prefetch for `look_up_as`; without a reading, for `forward`."""
-        if self._prefetcher is not None:
-            self._prefetch(self._prefetcher, reading, batch_id, batch_sizes)
+        if self._prefetching_cache is not None:
+            self._prefetch(self._prefetching_cache, reading, batch_id, batch_sizes)
 
     @run_uncompiled
     @without_gradients
     def _prefetch(
         self,
-        prefetcher: Prefetcher,
+        prefetching_cache: PrefetchingCache,
         reading: TableReading | None,
         batch_id: BatchId,
         batch_sizes: Sequence[Sequence[int]] | None,
@@ -568,7 +570,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             timer = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
         with timer:
             batch = self._check_batch(*batch_id, batch_sizes, reading, is_prefetch=True)
-            prefetcher.prefetch(batch, self._tiers(), batch_id, self._no_check())
+            prefetching_cache.prefetch(batch, self._tiers(), batch_id, self._no_check())
 
     def _no_check(self) -> BatchCheck:
         """Return the check that does nothing, for a batch that `_check_batch` has checked."""
@@ -581,16 +583,16 @@ class TableBatchedEmbeddingBags(FusedTables):
         docs/placement.md. Without a cached table this does nothing. Errors are those of
         `DiskStore.commit`.
         """
-        if self._prefetcher is not None:
-            self._prefetcher.flush(self._tiers())
+        if self._prefetching_cache is not None:
+            self._prefetching_cache.flush(self._tiers())
 
     def reset_cache_states(self) -> None:
         """Empty the cache without writing back, and forget prefetched batches.
 
         Updates since the last `flush` of rows in the cache are dropped.
         """
-        if self._prefetcher is not None:
-            self._prefetcher.reset()
+        if self._prefetching_cache is not None:
+            self._prefetching_cache.reset()
 
     def cache_stats(self) -> CacheStats:
         """Return requests, hits and misses since the last reset (reads the device).
@@ -603,15 +605,15 @@ class TableBatchedEmbeddingBags(FusedTables):
                 "no table of this module is cached; placements MANAGED_CACHING and DISK are"
             )
         with self._lock:
-            assert self._prefetcher is not None
-            self._prefetcher.wait_for_prefetch()
+            assert self._prefetching_cache is not None
+            self._prefetching_cache.wait_for_prefetch()
             return self.row_cache.stats()
 
     @atomic
     def reset_cache_stats(self) -> None:
         """Reset the counters of the cache to zero."""
-        if self.row_cache is not None and self._prefetcher is not None:
-            self._prefetcher.wait_for_prefetch()
+        if self.row_cache is not None and self._prefetching_cache is not None:
+            self._prefetching_cache.wait_for_prefetch()
             self.row_cache.reset_stats()
 
     @atomic
@@ -703,16 +705,16 @@ class TableBatchedEmbeddingBags(FusedTables):
         """
         with self._lock, self._memory.writing_everything(self.hyperparams):
             # After preparing the disk tier, so that a full disk cannot lose cached updates.
-            if self._prefetcher is not None:
-                self._prefetcher.reset()
+            if self._prefetching_cache is not None:
+                self._prefetching_cache.reset()
             yield
 
     @atomic
     def settle(self) -> None:
         """Write the cache back to the tables and empty it, before they are read or written."""
-        if self._prefetcher is not None:
+        if self._prefetching_cache is not None:
             self.flush()
-            self._prefetcher.reset()
+            self._prefetching_cache.reset()
 
     @atomic
     def _save_to_state_dict(
@@ -740,7 +742,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             return
         if len(sources) < len(targets):
             self._memory.verify()
-        if self._prefetcher is not None and len(sources) < len(targets):
+        if self._prefetching_cache is not None and len(sources) < len(targets):
             # Entries missing from the checkpoint keep their values, those in the cache included.
             sources = state_dicts.without_shared_memory(sources, targets)
             self.flush()

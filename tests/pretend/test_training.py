@@ -158,7 +158,7 @@ def test_rows_without_a_way_that_a_prefetch_brings_in(ahead: int) -> None:
     batches = [overlapping(step) for step in range(10)]
     side, left = torch.cuda.Stream(), []
     side.wait_stream(torch.cuda.current_stream())  # for the inputs
-    prefetcher = cached._prefetcher
+    prefetching_cache = cached._prefetching_cache
     prefetched = 0
     for step, batch in enumerate(batches):
         out = None
@@ -166,7 +166,7 @@ def test_rows_without_a_way_that_a_prefetch_brings_in(ahead: int) -> None:
             while prefetched <= min(step + look, len(batches) - 1):
                 with torch.cuda.stream(side):
                     cached.prefetch(*batches[prefetched])
-                left += [work.fetches.num_rows for work in prefetcher._deferred_fetches]
+                left += [work.fetches.num_rows for work in prefetching_cache._deferred_fetches]
                 prefetched += 1
             if out is None:
                 out = cached(*batch)
@@ -185,7 +185,7 @@ def test_an_update_does_not_wait_for_the_next_prefetch(monkeypatch: pytest.Monke
     batches = [overlapping(step) for step in range(4)]
     module(*overlapping(4))  # work on another stream, without which there are no events
     side.wait_stream(torch.cuda.current_stream())
-    prefetcher, waits, wait_for = module._prefetcher, [], cache._wait_for
+    prefetching_cache, waits, wait_for = module._prefetching_cache, [], cache._wait_for
 
     def note_and_wait(event: torch.cuda.Event) -> None:
         waits.append(event)
@@ -197,8 +197,8 @@ def test_an_update_does_not_wait_for_the_next_prefetch(monkeypatch: pytest.Monke
         waits.clear()
         with torch.cuda.stream(side):
             module.prefetch(*batches[step])
-        assert prefetcher._last_prefetch.event is not None
-        return prefetcher._last_prefetch.event
+        assert prefetching_cache._last_prefetch.event is not None
+        return prefetching_cache._last_prefetch.event
 
     updated, ready = None, prefetch(0)
     for step in range(3):
@@ -210,7 +210,7 @@ def test_an_update_does_not_wait_for_the_next_prefetch(monkeypatch: pytest.Monke
         waits.clear()
         out.sum().backward()
         assert ready not in waits
-        updated = prefetcher._last_use.event
+        updated = prefetching_cache._last_access.event
     torch.cuda.synchronize()
 
 

@@ -62,8 +62,8 @@ def make(
 
 def widen(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingBags:
     """Let threads meet between the decisions of a cache and what follows from them."""
-    assert module.prefetcher is not None
-    Meeting().after(module.prefetcher, "start")
+    assert module.prefetching_cache is not None
+    Meeting().after(module.prefetching_cache, "start")
     return module
 
 
@@ -318,8 +318,8 @@ def test_copies_have_locks_of_their_own(tmp_path: Path) -> None:
     with held_elsewhere(module._lock):
         copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
         for twin in copies:
-            assert twin._prefetcher is not None
-            assert twin._prefetcher.lock is twin._lock is not module._lock
+            assert twin._prefetching_cache is not None
+            assert twin._prefetching_cache.lock is twin._lock is not module._lock
             train(twin, drawn(2))
     train(module, drawn(2))
     for twin in copies:
