@@ -1,10 +1,10 @@
-"""Numbers of a model's tables for monitoring: Prometheus text, files of it, and series in CSV.
+"""Numbers of a model's tables for monitoring: as Prometheus text, and as lines of a CSV file.
 
-`prometheus_text` walks a model and writes the counters of its tables: dynamic tables with their
-tiers, caches of dense tables, and caches of tensor-train tables. It communicates with no other
-rank: each rank exports its shards under a label with the rank, and the monitoring system adds up
-their numbers. Reading counters waits for the device, so call it from time to time, not in every
-step.
+`prometheus_text` has the numbers of dynamic tables with their tiers, of caches of dense tables, and
+of caches of tensor-train tables; `append_csv` has those of dynamic tables only. No function here
+communicates with other ranks: each rank exports its shards, under a label with the rank, and the
+monitoring system adds up their numbers. Reading counters waits for the device, so call these
+functions from time to time, not in every step.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ AGE_METRIC = "emblib_eviction_age_steps"
 
 
 def local_statistics(model: nn.Module) -> dict[tuple[str, str], TableStatistics]:
-    """Return the numbers of the dynamic tables of a model, on this rank, by module path and name.
+    """Return the numbers of the dynamic tables of a model on this rank, by module path and name.
 
-    Paths begin within a `DistributedModelParallel`, if `model` is one, so they are the same as
-    without ranks. The numbers of a sharded table are the sums over the shards of this rank; a table
+    If `model` is a `DistributedModelParallel`, paths begin within it, so they are the same as
+    without ranks. The numbers of a sharded table are sums over the shards of this rank; a table
     without a shard on this rank is left out.
 
     Example:
@@ -71,12 +71,13 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
     Metrics are described in docs/operations.md. Serve it as `text/plain; version=0.0.4`.
 
     Args:
-        model: a module of tables, or a model with some; also one over ranks.
-        labels: labels of all samples, e.g. `{"rank": "0"}`; None for none.
+        model: a module of tables, or a model with some, also a `DistributedModelParallel`.
+        labels: names and values of labels of all samples, e.g. `{"rank": "0"}`; None for none.
 
     Raises:
         TypeError: the value of a label is neither a string nor an int.
-        ValueError: a label has a name that Prometheus does not accept, or one of emblib's labels.
+        ValueError: a label has a name that Prometheus refuses, or one that emblib uses: module,
+            table, reason, le.
 
     Example:
         >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
@@ -98,11 +99,7 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
 
 
 def _check_labels(labels: Labels | None) -> dict[str, str]:
-    """Return labels as text.
-
-    Raises:
-        TypeError, ValueError: see `prometheus_text`.
-    """
+    """Return labels with their values as text; raise as `prometheus_text` does."""
     label_texts = {}
     for name, value in ({} if labels is None else dict(labels)).items():
         if not isinstance(name, str) or not _LABEL_NAME.fullmatch(name) or name in _RESERVED_LABELS:
@@ -146,7 +143,7 @@ class _Metric:
         name: name of the metric.
         kind: "counter", "gauge" or "histogram".
         help: description, one line.
-        samples: values by suffix of the name and labels.
+        samples: value of each sample, by (suffix of the name, labels).
     """
 
     name: str
@@ -155,12 +152,12 @@ class _Metric:
     samples: dict[tuple[str, tuple[tuple[str, str], ...]], float] = field(default_factory=dict)
 
     def add(self, labels: Mapping[str, str], value: float, suffix: str = "") -> None:
-        """Add a value to a sample: slices of one table may be in several modules."""
+        """Add a value to a sample, because slices of one table may be in several modules."""
         key = suffix, tuple(labels.items())
         self.samples[key] = self.samples.get(key, 0) + value
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the metric."""
+        """Yield the lines of the text format, each with its line break."""
         yield f"# HELP {self.name} {_escape(self.help)}\n# TYPE {self.name} {self.kind}\n"
         for (suffix, labels), value in self.samples.items():
             pairs = ",".join(f'{name}="{_escape(v, quotes=True)}"' for name, v in labels)
@@ -230,7 +227,7 @@ def _add_sample(
     labels: Mapping[str, str],
     value: float | None,
 ) -> None:
-    """Add a sample, unless its value is not known; names that end in `_total` are counters."""
+    """Add a value to a sample, unless it is None; names that end in `_total` are counters."""
     if value is None:
         return
     kind = "counter" if name.endswith("_total") else "gauge"
@@ -296,17 +293,17 @@ def _add_caches(metrics: dict[str, _Metric], labels: dict[str, str], module: nn.
             _add_sample(metrics, f"{prefix}_{name}_total", text, table_labels, getattr(stats, name))
 
 
-# Series
+# The CSV file, a series of numbers over time
 
 _KEY_COLUMNS = ("time_s", "labels", "module", "table")  # the columns before the numbers of a table
-_AGE_COLUMN = "age_"  # prefix; the upper bound of the bin follows
+_AGE_PREFIX = "age_"  # of a column; the largest age of the bin follows
 
 
 def csv_columns() -> list[str]:
-    """Return the columns of a series: time, labels, numbers of a table, then bins of ages."""
+    """Return the columns of the CSV file: time, labels, module, table, numbers, bins of ages."""
     numbers = ["step", *_GAUGES, *_COUNTERS, "refused", "not_admitted"]
     lookups = ["refused_lookups", "not_admitted_lookups"]
-    ages = [f"{_AGE_COLUMN}{_format_number(bound)}" for bound in (*AGE_BOUNDS, math.inf)]
+    ages = [f"{_AGE_PREFIX}{_format_number(bound)}" for bound in (*AGE_BOUNDS, math.inf)]
     return [*_KEY_COLUMNS, *numbers, *lookups, *ages]
 
 
@@ -316,21 +313,22 @@ def append_csv(
     labels: Labels | None = None,
     time_s: float | None = None,
 ) -> None:
-    """Append one line per dynamic table to a series, which `python run.py statistics` draws.
+    """Append one line per dynamic table to a CSV file, which `python run.py statistics` draws.
 
-    Counts are totals since the last reset; numbers that are not counted are empty. Give each rank a
-    file of its own.
+    Counts are totals since the last reset of statistics; numbers that a table does not count are
+    empty. Give each rank a file of its own.
 
     Args:
-        model: a module of tables, or a model with some.
-        path: the file; a new one gets a line of column names.
-        labels: labels of the lines, in one column as `rank=0;host=a`; None for none.
+        model: a module of tables, or a model with some, also a `DistributedModelParallel`.
+        path: the file; a new or empty one gets a line of column names.
+        labels: names and values of labels of the lines, which share a column, as `rank=0;host=a`;
+            None for none.
         time_s: time in seconds since 1970; None is now.
 
     Raises:
         OSError: the file cannot be written; then it stays as it was.
         TypeError: the value of a label is neither a string nor an int.
-        ValueError: the file has other columns, a label has a name that `prometheus_text` refuses,
+        ValueError: the file has other columns; or a label has a name that `prometheus_text` refuses
             or a value with ";".
     """
     path, columns = Path(path), csv_columns()
@@ -363,8 +361,9 @@ def append_csv(
 
 
 def _csv_numbers(statistics: TableStatistics) -> Sequence[Any]:
+    """Return the values of the columns after `_KEY_COLUMNS`, "" where a table has no number."""
     names = csv_columns()[len(_KEY_COLUMNS) :]
     ages = statistics.eviction_ages
-    numbers = [getattr(statistics, n) for n in names if not n.startswith(_AGE_COLUMN)]
+    numbers = [getattr(statistics, n) for n in names if not n.startswith(_AGE_PREFIX)]
     bins: Sequence[Any] = [None] * (len(AGE_BOUNDS) + 1) if ages is None else ages.counts
     return ["" if value is None else value for value in (*numbers, *bins)]

@@ -1,16 +1,13 @@
 """The measurements that README.md and docs/benchmarks.md quote: their plan, their age, the machine.
 
-`python run.py reference measure` measures the plan on one commit: the programs `cpu_matrix`,
-`cpu_peers` and `optimizer_steps` of tests.bench against FBGEMM and nn.EmbeddingBag, the experiments
-`peers` (with TorchRec and TensorLy where they are installed) and `hash_load_factor` (with cykhash),
-and on a machine with a GPU what `GPU_PARTS` names, in about half an hour on a CPU. The CPU's matrix
-and the experiments ask for PROCESSES processes per cell. The load of
-other programs before and during a part is stored with it, in machine.json. `timing=smoke` tries the
-plan at a size that means nothing, and stores nothing.
+`python run.py reference measure` measures the parts of the plan one after the other: `CPU_PARTS`,
+in about half an hour, and on a machine with a GPU `GPU_PARTS`. A part is an experiment or a program
+of tests.bench. How busy other programs were before and during a part is stored with it, in
+machine.json. With `timing=smoke` the parts run at sizes that mean nothing, and nothing is stored.
 
-A measurement stores digests of the code that it measured (experiments/machine/sources.py). Where
-that code has changed since, the generated text says so; a test compares the text. So a change of a
-kernel requires no new measurement, but the page shows that the stored one is older.
+A stored measurement has digests of the code that it measured (experiments/machine/sources.py). If
+that code has changed since, the generated text says so, and a test compares the text. So a change
+of a kernel requires no new measurement, but readers see that the stored one is older.
 """
 
 from __future__ import annotations
@@ -42,8 +39,8 @@ if TYPE_CHECKING:
     import torch
 
 PROCESSES = 5  # processes per cell of the CPU's matrix and of experiments
-STATE = "machine.json"  # what else the machine did
-# Contenders by the beginning of their names -> the area of the code that they run besides TBE's.
+STATE = "machine.json"  # file with the load of other programs, see `run_watched`
+# Beginning of a contender's name -> area of the code that it runs besides dense tables.
 AREA_OF_PREFIX = {
     "tt": "tensor trains",
     "scored": "hash tables",
@@ -67,7 +64,7 @@ class Part:
         name: name of the experiment, or of the folder and the file of a program's results.
         settings: words of the command line.
         program: words after `python -m`; "" for an experiment.
-        smoke: settings of a program for a size that means nothing.
+        smoke: further words for a program in a smoke run, at a size that means nothing.
     """
 
     name: str
@@ -78,7 +75,8 @@ class Part:
     def command(self, *, smoke: bool, out: Path) -> list[str]:
         """Return the command that measures the part.
 
-        A program writes to the folder `out`; an experiment writes a run as its configuration says.
+        A program writes to the folder `out`. An experiment ignores `out`, and writes a run where
+        its configuration says.
         """
         if self.program:
             words = [*self.settings, *(self.smoke if smoke else ())]
@@ -121,12 +119,12 @@ GPU_PARTS = (
 
 
 def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bool) -> int:
-    """Measure parts of the plan and store what finished; return 1 if a part failed, else 0.
+    """Measure parts of the plan and store those that succeed; return 1 if a part failed, else 0.
 
     Args:
         keep_run: function that stores the newest run of an experiment and returns its folder.
         names: names of the parts to measure, each on every device of the plan; () for all.
-        smoke: True to try the parts at a size that means nothing, and to store nothing.
+        smoke: True for sizes that mean nothing; then nothing is stored.
 
     Raises:
         UsageError: the plan of this machine has no part of a name.
@@ -159,7 +157,7 @@ def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke
 
 
 def program_folder(device: torch.device) -> Path:
-    """Return the folder where results of programs on a device, with all its threads, are stored."""
+    """Return the folder in which results of programs on a device are stored."""
     from experiments.machine import environment  # as in `measure`
 
     return REFERENCE / device_folder(environment.device_name(device))
@@ -171,12 +169,13 @@ def device_folder(device: str) -> str:
 
 
 def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """Run a command; return its exit status, and what else the machine did before and meanwhile.
+    """Run a command; return its exit status, and the load of the machine, the content of STATE.
 
-    The latter is the content of STATE: `load_before` and `load_during` ([min, median, max]) are
-    load averages, `others_before` and `others_during` cores of other programs, `stolen` a share of
-    the time, `seconds` the duration. Children of the command do not count as other programs. Where
-    the system counts nothing, `others_before` is None, `others_during` and `stolen` are 0.
+    Keys: `load_before` and `load_during` ([min, median, max]), load averages; `others_before` and
+    `others_during`, the cores that other programs used; `stolen`, the share of the time that other
+    virtual machines took; `seconds`, the duration. Children of the command do not count as other
+    programs. Where the system counts nothing, `others_before` is None, and `others_during` and
+    `stolen` are 0.
     """
     time_before = CpuTime()
     time.sleep(LOOK_SECONDS)
@@ -206,10 +205,11 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _adopt_orphans() -> Iterator[None]:
-    """Become the parent of orphaned descendants, on Linux; at the end wait ORPHAN_SECONDS for them.
+    """Become the parent of orphaned descendants, on Linux; at the end wait for them.
 
-    An experiment measures in children of a fork server, which outlives the experiment: without this
-    their processor time would look like the time of other programs.
+    The wait is ORPHAN_SECONDS at most. An experiment measures in children of a fork server, which
+    outlives the experiment. Unless this process adopts them, their processor time looks like that
+    of other programs.
     """
     if sys.platform != "linux":
         yield
@@ -234,9 +234,9 @@ def _child_seconds() -> float:
 
 
 def describe_load(state: Mapping[str, Any]) -> str:
-    """Say whether the machine was idle before and while a part was measured.
+    """Return a text that says whether the machine was idle before and during a part.
 
-    `state` is that of `run_watched`; {} if it was not recorded.
+    `state` is the second result of `run_watched`; {} if it was not recorded.
     """
     if not state:
         return "what else the machine did was not recorded"
@@ -254,15 +254,15 @@ def describe_load(state: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class StoredEvidence:
-    """The origin of a stored measurement: code, date, machine.
+    """The origin of a stored measurement: its code, date and machine.
 
     Attributes:
         commit: commit of the code; "" if it was not recorded.
         date: date of the measurement, ISO 8601; "" if it was not recorded.
         device: "cpu" or "cuda".
-        areas: areas of the code (`sources.AREAS`): "dense tables", and for a run those of the
-            contenders that its configuration names, by AREA_OF_PREFIX.
-        measured: digests of the code by area, see `sources.digests`; {} if they were not recorded.
+        areas: areas of the measured code (`sources.AREAS`): "dense tables", and for a run those of
+            its contenders by AREA_OF_PREFIX.
+        measured: digest of the code of each area, see `sources.digests`; {} if not recorded.
         state: content of STATE, see `run_watched`; {} if it was not recorded.
     """
 
@@ -275,7 +275,7 @@ class StoredEvidence:
 
     @classmethod
     def read(cls, folder: Path) -> StoredEvidence:
-        """Read the folder of a run, or of a program of tests.bench with its <name>.json."""
+        """Read the folder of a run; or that of a program of tests.bench, with its <name>.json."""
         facts, contenders = _environment_and_contenders(folder)
         areas = {
             area
@@ -294,7 +294,7 @@ class StoredEvidence:
         )
 
     def changed(self) -> list[str]:
-        """Return the areas whose code has changed since, or that have no digest to compare."""
+        """Return the areas whose code has changed since, or whose digest is missing."""
         now = sources.digests(self.device)
         return [area for area in self.areas if self.measured.get(area) != now.get(area)]
 

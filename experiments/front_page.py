@@ -1,13 +1,12 @@
-"""Tables of speed, peers' times ÷ emblib's: for README.md, and in detail for docs/benchmarks.md.
+"""Tables of speed, peers' times ÷ emblib's: one for README.md, two for docs/benchmarks.md.
 
-The README has one table: per pass and peer the median, the worst and the best ratio over all
-measured shapes, on the CPU and on each GPU whose matrix (tests/bench/gpu/matrix.py) is stored.
-
-`tests/bench/cpu_peers.py` measures three large workloads against FBGEMM in one process, in
-alternating rounds. A cell of that table is the median over the rounds; ties and losses are marked.
-
-`tests/bench/cpu_matrix.py` measures a matrix of shapes against FBGEMM and `nn.EmbeddingBag`. A cell
-of that table summarises all shapes; shapes where emblib is slower are listed below the table.
+- The table of README.md (`speed_table`) has the median, worst and best ratio over all measured
+  shapes, per pass and peer, on the CPU and on each GPU whose matrix is stored.
+- The table of three large workloads (`peers_table`) is from tests/bench/cpu_peers.py, which
+  measures FBGEMM and emblib in one process, in alternating rounds. A cell is the median over the
+  rounds; ties and losses are marked.
+- The table of the CPU's matrix (`matrix_table`) is from tests/bench/cpu_matrix.py. A cell
+  summarises all shapes; the shapes where emblib is slower are listed below the table.
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ def format_ratio(ratio: Summary) -> str:
 
 
 def peers_table(measured: Mapping[Key, Summary]) -> str:
-    """Return the Markdown table of the three large workloads, and what they are.
+    """Return the Markdown table of the three large workloads, with a line about each below it.
 
-    `measured` has every point of TITLE_OF_WORK, SHAPES and THREADS.
+    `measured` must have every combination of TITLE_OF_WORK, SHAPES and THREADS.
     """
     columns = {
         f"{shape}, {text.count(threads, 'thread')}": (shape, threads)
@@ -113,8 +112,8 @@ MATRIX_COLUMNS = {
 def matrix_rows(folder: Path = REFERENCE / DEVICE) -> list[dict[str, Any]]:
     """Return the rows of the `cpu_matrix` reference, one per point and peer.
 
-    Entries: pass, dtype, peer, threads, shape (text), and ratios, the peer's time ÷ emblib's per
-    process.
+    Entries: pass, dtype, peer, threads, shape (a text), and ratios: the peer's time ÷ emblib's,
+    one per process.
     """
     return _reference_rows(folder, "cpu_matrix")
 
@@ -179,9 +178,9 @@ GpuRatios = dict[Work, list[float]]  # one per shape
 
 
 def gpu_ratios(folder: Path = REFERENCE, time: str = DEVICE_TIME) -> dict[str, GpuRatios]:
-    """Return the peers' times ÷ emblib's of eager calls, by GPU.
+    """Return the peers' times ÷ emblib's of eager calls, one per shape, by GPU and work.
 
-    `time` is DEVICE_TIME or CALL_TIME; shapes without it are left out.
+    `time` is DEVICE_TIME or CALL_TIME; shapes without that time are left out.
     """
     by_device: dict[str, GpuRatios] = {}
     for path in gpu_matrices(folder):
@@ -229,10 +228,10 @@ def _speed_cell(shapes: Sequence[float]) -> str:
 
 
 def front_page(readme: str, folder: Path = REFERENCE) -> str:
-    """Return the text of README.md with its table of speed, and its source, replaced.
+    """Return the text of README.md with its table of speed and the table's sources replaced.
 
     Raises:
-        ValueError: `readme` lacks the markers SPEED, or a stored matrix is not whole.
+        ValueError: `readme` lacks the markers SPEED, or the stored matrix of a GPU is not whole.
     """
     rows = matrix_rows(folder / DEVICE)
     block = "\n".join([speed_table(rows, gpu_ratios(folder)), "", *speed_sources(rows, folder)])
@@ -240,7 +239,7 @@ def front_page(readme: str, folder: Path = REFERENCE) -> str:
 
 
 def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -> list[str]:
-    """Return a line per machine of the table of speed: its measurements and their commits.
+    """Return a line per machine of the table of README.md: its measurements and their commits.
 
     Raises:
         ValueError: the stored matrix of a GPU is not whole.

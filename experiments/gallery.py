@@ -25,9 +25,9 @@ TITLE = f"<title>{NAME} · emblib</title>"
 def reports(folder: Path) -> pd.DataFrame:
     """Return a row per run below `folder` with a report, by experiment, the latest first.
 
-    Columns: directory (a Path), and texts: experiment, status, answer (the bold sentence of
-    report.md; "" without one), device, measured (ISO 8601), emblib (commit). A text that the run
-    did not record is "None".
+    Columns: directory (a Path), and texts: experiment, status, device and measured (ISO 8601), each
+    "None" if the run did not record it; answer, the bold sentence of report.md, or ""; emblib, the
+    commit, or "no commit".
 
     Raises:
         ValueError: a run.json or environment.json is damaged.
@@ -86,7 +86,7 @@ def write(runs: pd.DataFrame, out: Path) -> None:
 
     Args:
         runs: result of `reports`.
-        out: folder that does not exist, is empty, or is a gallery, which is deleted.
+        out: folder that does not exist, is empty, or has a gallery; its content is deleted.
 
     Raises:
         ValueError: `out` has other files, or the runs themselves; a run has an unsafe name.
@@ -114,7 +114,7 @@ def write(runs: pd.DataFrame, out: Path) -> None:
 
 
 def _is_gallery(folder: Path) -> bool:
-    """Return whether a folder is a gallery, not a report, which has an index.html too."""
+    """Return whether a folder has a gallery; the index.html of a report has another title."""
     index = folder / "index.html"
     return index.is_file() and TITLE in index.read_text(errors="replace")
 
@@ -133,8 +133,8 @@ def markdown(runs: pd.DataFrame) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `gallery`."""
     parser.description = __doc__
-    parser.add_argument("folder", type=Path, help="with runs in it, at any depth")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the pages, created")
+    parser.add_argument("folder", type=Path, help="folder with runs in it, at any depth")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the pages; is created")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -425,6 +425,8 @@ def test_files_that_are_no_traces_say_so(tmp_path: Path) -> None:
         ("lengths", [torch.tensor([7])]),
         ("features", [{"unknown": 1}]),
         ("samples", None),
+        ("lengths", [torch.tensor([-1, 4])]),
+        ("lengths", [torch.tensor([[1, 2]])]),
     ],
 )
 def test_damaged_traces_say_so(part: str, value: object, tmp_path: Path) -> None:

@@ -1,10 +1,18 @@
-"""Parameter classes of tables, which forward changes by the user to the table, or refuse them.
+"""Parameter classes of tables, which forward uses of a parameter to its table, or refuse them.
 
-Kernels read and update memory that the parameters only view, so torch alone would ignore some
-changes. `TableParameter` forwards `requires_grad` to its owner and, if backward updates its table,
-refuses gradients; `CachedParameter` writes a row cache back before it is read, and empties it
-before it is written; `IncompleteParameter` refuses writes that would miss tables outside the
-device.
+Kernels read and update memory that parameters only view. So some uses of a parameter would have no
+effect on its table, or miss rows, and torch would not say so.
+
+- `TableParameter` freezes or trains its tables with `requires_grad`. If backward updates the
+  tables, a gradient that arrives at the parameter raises.
+- `ViewParameter` is the parameter of one table of a collection; `.data = ...` raises, too.
+- `CachedParameter` is a view behind a row cache, which is written back before the parameter is
+  read, and emptied before it is written.
+- `IncompleteParameter` lacks the tables of its module that are outside the device; writes raise.
+- `DeferredParameter` has gradients, which a deferred optimizer applies outside of backward.
+
+The other functions here raise, with advice, where a wrapper of torch replaces, replicates or
+averages tables in a way that they do not support.
 """
 
 import sys
@@ -48,10 +56,10 @@ _MARK = "_in_backward_optimizers"
 
 
 def _optimizers_of(parameter: Any) -> list[Any]:
-    """Return the optimizers of a marked parameter, the value of `_in_backward_optimizers`.
+    """Return the value of `_in_backward_optimizers`; AttributeError if the parameter has none.
 
-    `DistributedDataParallel` would take them for torch's own. It gets none for tables with
-    gradients, and RuntimeError for tables that backward updates.
+    `DistributedDataParallel` would take optimizers of tables for torch's own. It gets an
+    AttributeError for tables with gradients, and RuntimeError for tables that backward updates.
     """
     marks: list[Any] | None = parameter.__dict__.get(_MARK)
     if marks is None:
@@ -74,17 +82,16 @@ def _delete_optimizers(parameter: Any) -> None:
 
 
 class DeferredParameter(nn.Parameter):
-    """A parameter of a module with a deferred optimizer, which applies its gradient later."""
+    """A parameter of a module outside collections whose optimizer is deferred."""
 
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
 
 
 class TableParameter(nn.Parameter):
-    """A parameter whose `requires_grad` freezes its table or trains it.
+    """A parameter whose `requires_grad` freezes or trains its tables.
 
-    If backward updates the table, a backward in which a gradient arrives at the parameter raises
-    (`refuse_gradients`). Parameters of collections with another optimizer have this class too, and
-    get gradients.
+    If backward updates the tables (`is_updated_in_backward`), a backward in which a gradient
+    arrives at the parameter raises (`refuse_gradients`). Otherwise the parameter gets gradients.
     """
 
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
@@ -98,12 +105,12 @@ class TableParameter(nn.Parameter):
         return self
 
     def register_hook(self, hook: Any) -> Any:
-        """Register a hook of the gradient; raise RuntimeError where there never is one."""
+        """Register a hook of the gradient; RuntimeError if backward updates the table."""
         self._check_gets_gradient()
         return super().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Register a hook of the gradient; raise RuntimeError where there never is one."""
+        """Register a hook of the gradient; RuntimeError if backward updates the table."""
         self._check_gets_gradient()
         return super().register_post_accumulate_grad_hook(hook)
 
@@ -116,10 +123,10 @@ class TableParameter(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Return whether the parameter requires a gradient, and so whether it is trained.
+        """Return whether the parameter is trained.
 
-        `DistributedDataParallel`, which would wait for the gradient, gets False for a parameter of
-        a module outside collections.
+        `DistributedDataParallel` gets False for a parameter that a module outside collections
+        updates in backward: it would wait for a gradient that never comes.
         """
         caller = sys._getframe(1).f_globals.get("__name__")
         if caller == DistributedDataParallel.__module__ and _is_of_bare_module(self):
@@ -134,9 +141,10 @@ class TableParameter(nn.Parameter):
 
         @property
         def is_leaf(self) -> bool:  # type: ignore[override]
-            """Return whether the parameter is a leaf; compiled graphs of these versions get False.
+            """Return whether the parameter is a leaf.
 
-            They cannot update a leaf that requires a gradient.
+            Compiled graphs of these versions of torch cannot update a leaf that requires a
+            gradient, so they get False.
             """
             caller = sys._getframe(1).f_globals.get("__name__")
             if caller == "torch._subclasses.meta_utils" and is_updated_in_backward(self):
@@ -148,7 +156,7 @@ _GRAPH_CALLS = "torch._functorch._aot_autograd.runtime_wrappers"  # calls compil
 
 
 def _end_graph() -> None:
-    """End the graph that is being compiled before the current torch function, which runs eagerly.
+    """End the graph that is being compiled; the current torch function then runs eagerly.
 
     With `fullgraph=True` the compiler raises.
     """
@@ -162,7 +170,7 @@ class _RefusesWrites:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func`, unless it writes; `detach()`, `.data` and views are such tensors again."""
+        """Run `func`; raise RuntimeError if it writes. Aliases in its result refuse writes, too."""
         kwargs = kwargs or {}
         target = args[0] if args else next(iter(kwargs.values()), None)
         if _refuses_writes(_written_arguments(func, args, kwargs)):
@@ -192,7 +200,7 @@ class IncompleteValues(_RefusesWrites, Tensor):
 
 
 class IncompleteParameter(_RefusesWrites, TableParameter):
-    """The weights of a module that stores other tables outside the device."""
+    """The weights of a module that stores others of its tables outside the device."""
 
 
 def refuse_incomplete() -> NoReturn:
@@ -205,11 +213,13 @@ def refuse_incomplete() -> NoReturn:
 
 
 def refuse_averages(*, of_buffers: bool = False) -> None:
-    """Raise RuntimeError for a copy that `AveragedModel` makes of rows that have no average.
+    """Raise RuntimeError if `AveragedModel` is copying the module whose method calls this.
+
+    The caller is a module whose rows have no average.
 
     Args:
-        of_buffers: whether rows are buffers, which are averaged with `use_buffers=True` only; else
-            they belong to keys.
+        of_buffers: whether its rows are buffers, which are averaged only with `use_buffers=True`;
+            if not, its rows move as keys come and go.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != AveragedModel.__module__:
@@ -233,7 +243,7 @@ def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     """Return the arguments that a torch function writes, by its name and its keyword arguments.
 
     A function of `torch.nn.functional` writes if `inplace=True` or, in lookups, if `max_norm` is
-    set. It then calls other functions that write, of which parameter classes are not notified.
+    set. Parameter classes do not see the functions that it calls.
     """
     written = [kwargs.get("out")]
     if kwargs.get("max_norm") is not None:
@@ -256,7 +266,7 @@ def _writes_first(func: Any) -> bool:
 
 
 def _read_only_array(func: Any, result: Any) -> Any:
-    """Return the result of a torch function; arrays of NumPy become read-only, except copies."""
+    """Return the result of a torch function; arrays of NumPy become read-only unless copies."""
     if func in (Tensor.numpy, Tensor.__array__):
         is_copy = result.size > 0 and result.flags.owndata  # an empty array owns its memory
         result.flags.writeable = is_copy
@@ -292,7 +302,7 @@ def _refuses_writes(value: Any) -> bool:
 
 
 class ViewParameter(TableParameter):
-    """A parameter that is a view of one table in the memory of a module, which lookups read."""
+    """A parameter that views one table in the memory of a module, which lookups read."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer_classes":  # what torch's _apply_optimizer_in_backward appends to
@@ -323,9 +333,9 @@ def _sync_with_cache(
 ) -> Any:
     """Run a torch function on a view of a table behind a cache.
 
-    The cache is written back first, and emptied if `func` writes the view. Arrays of NumPy, whose
-    writes are not seen, are read-only. A graph that is being compiled ends before `func`, because
-    it cannot contain this.
+    The cache is written back first, and emptied if `func` writes the view. Arrays of NumPy are
+    read-only, because their writes are not seen. A graph that is being compiled ends before `func`,
+    because a graph cannot contain these steps.
     """
     kwargs = kwargs or {}
     if _is_metadata(func):
@@ -347,7 +357,7 @@ def _sync_with_cache(
 
 
 def _cached_values(owner: Any, alias: Tensor) -> Tensor:
-    """Return an alias of a cached view that syncs with the cache, too."""
+    """Return an alias of a cached view, converted to `CachedValues` of the same owner."""
     values = alias.as_subclass(CachedValues)
     values.owner = owner
     return values
@@ -398,7 +408,7 @@ _METADATA = frozenset(
 
 
 def _is_metadata(func: Any) -> bool:
-    """Return whether a torch function reads no values, such as `shape`."""
+    """Return whether a torch function neither reads nor writes values, such as `shape`."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return _attribute_name(func) not in ("data", "T", "mT", "H", "mH", "real", "imag")
@@ -406,7 +416,7 @@ def _is_metadata(func: Any) -> bool:
 
 
 def _owners_behind(value: Any) -> list[Owner]:
-    """Return the owners of cached views: of the value, or of those in a list."""
+    """Return the owners of the cached views in a value, which may be a nested list or tuple."""
     if isinstance(value, list | tuple):
         return [owner for v in value for owner in _owners_behind(v)]
     reference = None
@@ -424,22 +434,22 @@ def _as_plain(values: Tensor) -> Tensor:
 
 
 def set_data(parameter: nn.Parameter, values: Tensor) -> None:
-    """Make a parameter a view of the memory of `values`, of any shape; values are not copied."""
+    """Make a parameter view the memory of `values`, of any shape; no value is copied."""
     with torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
 
 
 def ask_for_float32_gradient(parameter: nn.Parameter) -> None:
-    """Allow float32 gradients for a parameter of 16-bit weights, if this version of torch can."""
+    """Allow float32 gradients of a parameter of 16-bit weights, where torch has `grad_dtype`."""
     if HAS_GRAD_DTYPE:
         any_parameter: Any = parameter
         any_parameter.grad_dtype = torch.float32
 
 
 def set_owner(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> None:
-    """Convert a parameter in place to `kind`, and make it notify `owner` and refuse gradients.
+    """Convert a parameter in place to class `kind`, which notifies `owner` and refuses gradients.
 
-    Only a weak reference to `owner` is stored.
+    `owner` is only weakly stored.
     """
     if type(parameter) is not kind:
         parameter.__class__ = kind
@@ -448,7 +458,7 @@ def set_owner(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter])
 
 
 def is_updated_in_backward(parameter: Any) -> bool:
-    """Return whether backward updates the table of a parameter, and leaves no gradient."""
+    """Return whether backward updates the table of a parameter, and so leaves no gradient."""
     marks = parameter.__dict__.get(_MARK, ())
     return _is_of_bare_module(parameter) or any(
         isinstance(mark, Optimizer) and updates_in_backward(mark) for mark in marks
@@ -456,7 +466,7 @@ def is_updated_in_backward(parameter: Any) -> bool:
 
 
 def _is_of_bare_module(parameter: Any) -> bool:
-    """Return whether a module outside collections updates the parameter in backward."""
+    """Return whether a parameter is of a module outside collections that updates in backward."""
     is_owned = isinstance(parameter, TableParameter) and not isinstance(parameter, ViewParameter)
     return is_owned and _MARK not in parameter.__dict__
 
@@ -464,9 +474,9 @@ def _is_of_bare_module(parameter: Any) -> bool:
 def refuse_gradients(parameter: nn.Parameter) -> None:
     """Make backward raise if a gradient arrives at the parameter of a table that it updates.
 
-    Lookups of such a table leave no gradient. So the gradient comes from a penalty on the weights,
-    or from another module that uses them, and would be lost silently. A frozen parameter needs no
-    hook.
+    Lookups of such a table leave no gradient. So the gradient is that of a penalty on the weights,
+    or of another module that uses them, and would be lost silently. A frozen parameter gets no
+    hook: call this function again when it is trained.
     """
     hooks = parameter._backward_hooks or {}
     if not parameter.requires_grad or any(hasattr(hook, "refuses") for hook in hooks.values()):
@@ -509,12 +519,12 @@ def _notify_owner(parameter: TableParameter) -> None:
 
 
 class Registered(NamedTuple):
-    """A parameter as it was registered, see `check_registered`.
+    """A registered parameter, to be compared later by `check_registered`.
 
     Attributes:
-        module: module that has it; `torch.export` replaces its registry by a copy.
+        module: module that has it. Not its dict of parameters, which `torch.export` replaces.
         name: name in the module.
-        parameter: the parameter, kept alive.
+        parameter: the parameter; None if it is registered as None.
     """
 
     module: nn.Module
@@ -523,7 +533,7 @@ class Registered(NamedTuple):
 
 
 def registered(modules: Iterable[nn.Module]) -> list[Registered]:
-    """Return the parameters that are registered directly in these modules."""
+    """Return the parameters of these modules, without those of their children."""
     return [
         Registered(module, name, parameter)
         for module in modules
@@ -532,10 +542,10 @@ def registered(modules: Iterable[nn.Module]) -> list[Registered]:
 
 
 def check_registered(views: Iterable[Registered]) -> None:
-    """Raise RuntimeError where a parameter was replaced, as `torch.func.functional_call` does.
+    """Raise RuntimeError if a parameter was replaced, as by `torch.func.functional_call`.
 
-    Lookups read the memory of the old parameter, and would ignore the new one. Compiled graphs do
-    not check.
+    Lookups read the memory of the old parameter, and would ignore the new one. In compiled graphs
+    nothing is checked.
     """
     if torch.compiler.is_compiling():
         return
@@ -545,7 +555,7 @@ def check_registered(views: Iterable[Registered]) -> None:
 
 
 def refuse_replacement(name: str) -> NoReturn:
-    """Raise RuntimeError: lookups would not read, or updates not write, the new parameter."""
+    """Raise RuntimeError for a replaced parameter, which lookups and updates would not use."""
     raise RuntimeError(
         f"the parameter {name!r} of a table cannot be replaced, since lookups read the memory that "
         "it is a view of: copy values into it under torch.no_grad(), or load a state dict, also "
@@ -557,12 +567,13 @@ def refuse_replacement(name: str) -> NoReturn:
 
 
 def check_not_replicated(buffer: Tensor) -> None:
-    """Raise RuntimeError where `DistributedDataParallel` replicates tables that backward updates.
+    """Raise RuntimeError if `DistributedDataParallel` runs and replicates the module of a buffer.
 
-    Compiled graphs do not check.
+    For modules whose tables backward updates. In compiled graphs, and in a group of one rank,
+    nothing is checked.
 
     Args:
-        buffer: buffer of the module of the tables; DDP broadcasts it unless the module is ignored.
+        buffer: a buffer of the module, which DDP broadcasts unless it is told to ignore it.
     """
     if torch.compiler.is_compiling():
         return
@@ -585,7 +596,10 @@ def refuse_replicas() -> NoReturn:
 
 
 def check_dense_gradients(tables: Iterable[Tensor]) -> None:
-    """Raise RuntimeError where `DistributedDataParallel` would get sparse gradients of tables."""
+    """Raise RuntimeError if `DistributedDataParallel` runs and would add up gradients of `tables`.
+
+    For tables with sparse gradients, which it cannot add up.
+    """
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:
         return
@@ -603,11 +617,11 @@ class UnsteppedGradients:
     """Warns if backward leaves gradients in many passes and no optimizer uses them.
 
     Args:
-        watch: whether to warn: for modules that were constructed without an optimizer, which
-            earlier versions of emblib updated in backward.
+        watch: whether to warn. Meant for modules that were made without an optimizer: backward
+            updated these in earlier versions of emblib.
     """
 
-    MAX_PASSES = 8  # more than most programs accumulate
+    MAX_PASSES = 8  # more passes than most programs accumulate
 
     def __init__(self, *, watch: bool) -> None:
         self._watch = watch
@@ -615,9 +629,10 @@ class UnsteppedGradients:
         self._num_passes = 0
 
     def check(self, weights: Iterable[Tensor]) -> None:
-        """Count a forward before which no weight with a gradient was written; warn once.
+        """Warn, once, if more than `MAX_PASSES` forwards find gradients and unchanged weights.
 
-        Frozen weights, forwards without gradients and compiled graphs do not count.
+        Call it in every forward, with the weights. Frozen weights, forwards without gradients and
+        compiled graphs do not count.
         """
         if not self._watch or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
@@ -639,11 +654,11 @@ class UnsteppedGradients:
 class FixedBuffers:
     """The exact values of buffers that depend only on the arguments of a module.
 
-    Averages of models write all tensors of a model and round integers: in an
-    `AveragedModel(use_buffers=True)` lookups would read other rows.
+    `AveragedModel(use_buffers=True)` writes all buffers and rounds integers, so that lookups would
+    read other rows. `restore` undoes that.
 
     Args:
-        buffers: the buffers. Only the first is watched: code that writes others must write it, too.
+        buffers: the buffers, at least one. `are_intact` checks the first only.
     """
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
@@ -663,9 +678,9 @@ class FixedBuffers:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often torch has written a tensor in place; 0 for inference tensors.
+    """Return the version of a tensor, which grows with each write; 0 for inference tensors.
 
-    Torch does not count the writes of these, and raises where their version is read.
+    Torch does not count writes to inference tensors, and raises where their version is read.
     """
     return 0 if tensor.is_inference() else tensor._version
 
@@ -673,20 +688,20 @@ def version_of(tensor: Tensor) -> int:
 def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does.
 
-    It calls the function for one int64 on the default device, and waits for the device of the
-    result. False for a result on meta or of another dtype.
+    `fn` is called for one int64 on torch's default device, and the host waits for the result. False
+    for a result on meta, or of another dtype: a cast keeps values, rounded.
     """
     probe = torch.tensor([time.monotonic_ns()])  # a value that uninitialised memory does not have
     result = fn(probe)
-    if result.is_meta or result.dtype != probe.dtype:  # a cast keeps the values, rounded
+    if result.is_meta or result.dtype != probe.dtype:
         return False
     return int(result) != int(probe)
 
 
 def are_replaced(parameters: Iterable[Any]) -> bool:
-    """Return whether one of these parameters is no `TableParameter`: a wrapper has replaced it.
+    """Return whether one of these parameters is no `TableParameter`, since a wrapper replaced it.
 
-    False in compiled graphs.
+    False in compiled graphs, where nothing is checked.
     """
     if torch.compiler.is_compiling():
         return False
@@ -694,7 +709,7 @@ def are_replaced(parameters: Iterable[Any]) -> bool:
 
 
 def caller_level() -> int:
-    """Return the `stacklevel` for the caller's `warnings.warn` to name the code outside emblib.
+    """Return the `stacklevel` with which a warning of the caller names code outside emblib.
 
     Modules, autograd and the compiler of torch are skipped, too.
     """

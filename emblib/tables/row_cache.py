@@ -1,12 +1,12 @@
 """The row cache of a module: cached rows in fast memory, their optimizer states, and counters.
 
-The cache is 32-way set-associative: a row hashes to a set, and is stored in one of its 32 ways. A
-batch is in flight from `enter` to `release`, and its rows are not evicted in between: they are
-planned and fetched (`fetch`; `prefetch` enters and fetches in one op), looked up, and updated by
-slot.
+The cache is 32-way set-associative: a row hashes to a set, and is stored in one of its 32 ways;
+slot `set * 32 + way` holds it. A batch is in flight from `enter` to `release`: `fetch` plans and
+fetches its rows, lookups read and updates write them by slot, and none is evicted in between.
+`prefetch` enters and fetches in one op.
 
-`emblib.ops.cache` defines the ops on these tensors. The batches in flight are in
-`emblib.tables.cache`.
+`emblib.ops.cache` defines the ops on these tensors. `emblib.tables.cache` tracks the batches in
+flight.
 """
 
 import math
@@ -36,21 +36,20 @@ from emblib.tables.parameters import loses_values
 
 _prefetch_ = native(cache_ops.prefetch_)
 _PREFETCH_TENSORS = ("tags", "stamps", "counts", "counters", "clock", "conflicts")
-_MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
-TAG_AND_STAMP_BYTES = 16  # per slot
+_MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # since slots are int32
+TAG_AND_STAMP_BYTES = 16  # per slot: two int64
 
 
 @dataclass(frozen=True)
 class CacheStats:
     """Counters of a cache since construction or the last reset.
 
-    A batch counts when its rows are fetched: once, by `prefetch` or else by `forward`; a batch that
-    is fetched in several passes counts once per pass. Skipped lookups (index -1) and lookups of
-    tables without a cache do not count. The names in brackets are the names in FBGEMM's
-    `uvm_cache_stats`.
+    A batch counts when its rows are fetched, by `prefetch` or else by `forward`; a batch that is
+    fetched in several passes counts once per pass. Skipped lookups (index -1) and lookups of tables
+    without a cache do not count. Names in brackets are those of FBGEMM's `uvm_cache_stats`.
 
     Attributes:
-        calls: batches [num_calls]; of a table: batches in which it was looked up.
+        calls: number of batches [num_calls]; for a table, of those that looked it up.
         lookups: lookups of cached tables [num_requested_indices].
         unique: distinct rows of a batch, summed over batches [num_unique_indices].
         unique_misses: distinct rows that were not in the cache when their batch was planned
@@ -60,8 +59,8 @@ class CacheStats:
             [num_conflict_unique_misses]. They are read and updated in place.
         conflict_misses: lookups of such rows [num_conflict_misses].
         lookup_misses: lookups of all rows that were not in the cache when their batch was planned.
-        write_backs: evicted rows; of a table: its own evicted rows.
-        tables: the same counters per cached table, by name; empty in those.
+        write_backs: evicted rows, which were written back; for a table, its own.
+        tables: the counters of each cached table by name; {} in the counters of a table.
     """
 
     calls: int
@@ -85,7 +84,7 @@ class CacheStats:
         return _fraction(self.unique - self.unique_misses, self.unique)
 
     def events(self) -> Iterator[tuple[str, int]]:
-        """Yield the counters as `(counter, value)`, then as `(table.counter, value)`."""
+        """Yield (name, value) of each counter, then of the tables', named `table.counter`."""
         for name in cache_ops.COUNTERS:
             yield name, getattr(self, name)
         for table, stats in self.tables.items():
@@ -102,13 +101,13 @@ def _fraction(count: int, total: int) -> float:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Sizes of a cache: rows of `tables` in `sets` sets of 32, with their optimizer states.
+    """Sizes of a cache: `sets` sets of 32 rows of `tables`, with their optimizer states.
 
     Attributes:
         sets: number of sets.
         policy: rule by which rows are evicted.
-        tables: all tables of the module by ascending linear row, as rows of `features`; those with
-            a cache_stride are cached.
+        tables: row of `features` of each table of the module, by ascending linear row; tables with
+            a cache_stride are cached, the others are not.
         names: names of `tables`.
         weights: dtype of the cached weights.
         states: optimizer states, in the order of the optimizer.
@@ -149,12 +148,12 @@ class CacheLayout:
 
 
 class DeferredRows(NamedTuple):
-    """The rows of a prefetched batch that are fetched only when it is looked up, on a GPU.
+    """The rows of a prefetched batch that a GPU fetches only when the batch is looked up.
 
     Attributes:
-        rows: int64 `[L]`, linear rows; the first `num_rows` are valid.
+        rows: int64 `[L]`, linear rows; only the first `num_rows` are valid.
         slots: int32 `[L]`, slot of each row.
-        num_rows: int32 `[1]`, number of rows.
+        num_rows: int32 `[1]`, number of valid rows, on the device.
     """
 
     rows: Tensor
@@ -168,10 +167,11 @@ class RowCache(nn.Module):
     The cache has no parameters and is not saved: its rows belong to their tables, and `flush`
     writes them back.
 
-    A batch is in flight from `enter` to `release`. Rows that it or a later batch uses are not
-    evicted in between, so the cache eventually admits no rows if a batch is never released. Batches
-    are numbered on the device, so that a batch does not wait for the device and a captured graph
-    may replay these three calls. The caller must hold the lock of the module.
+    A batch is in flight from `enter` (or `prefetch`) to `release`. Rows that it or a later batch
+    uses are not evicted in between, so the cache eventually admits no rows if a batch is never
+    released. A batch has two numbers: its ticket, in Python, by which it is entered and released,
+    and its number in `clock`, on the device, which also advances when a captured graph is replayed.
+    So the host need not read the device. The caller must hold the lock of the module; not checked.
     """
 
     weights: Tensor  # `[slots * stride]`, rows by slot
@@ -179,7 +179,7 @@ class RowCache(nn.Module):
     stamps: Tensor  # int64 `[sets, 32]`, when or how often each slot was used
     counts: Tensor  # int32 `[cached rows]` for LFU, else `[0]`
     counters: Tensor  # int64 `[T + 1, 8]`, see `CacheCounter`
-    clock: Tensor  # int64 `[2]`, batch number, oldest batch in flight
+    clock: Tensor  # int64 `[2]`, number of the newest batch, number of the oldest in flight
     conflicts: Tensor  # int64 `[sets]`, last batch with a row without a slot
     no_rows: Tensor  # int64 `[0]`
     table_features: Tensor  # int64 `[T, 8]`, see `FeatureColumn`
@@ -226,7 +226,16 @@ class RowCache(nn.Module):
         precision: Precision,
         device: torch.device | str | None = None,
     ) -> "RowCache":
-        """Make a cache with the user's options; `names` are the tables' names, in order."""
+        """Make the cache of a module from the options of the user.
+
+        Args:
+            tables: layout of the tables.
+            names: names of the tables, in the order of the module.
+            states: optimizer states of the rows.
+            options: size, policy and dtype of the cache.
+            precision: dtypes of weights and states.
+            device: device of the cache; None is torch's default device.
+        """
         device = torch.empty(0, device=device).device
         order = sorted(
             range(len(tables.offsets)),
@@ -245,7 +254,7 @@ class RowCache(nn.Module):
         return cls(CacheLayout(**{**vars(layout), "sets": sets}), device)
 
     def _initialise(self) -> None:
-        """Initialise the tensors of a new cache, or of one moved off `meta`."""
+        """Initialise all tensors but weights and states, also of a cache that left `meta`."""
         self._last_ticket, self._in_flight = 0, set[int]()  # tickets of the batches in flight
         features = torch.tensor(self.layout.tables, dtype=torch.int64).view(-1, len(FeatureColumn))
         self.table_features.copy_(features)
@@ -260,16 +269,16 @@ class RowCache(nn.Module):
 
     @property
     def last_ticket(self) -> int:
-        """Return the number of the newest batch; 0 before the first."""
+        """Return the ticket of the newest batch; 0 before the first."""
         return self._last_ticket
 
     def new_ticket(self) -> int:
-        """Return the number of a new batch, for `enter` and `release`."""
+        """Return the ticket of a new batch, for `enter`, `prefetch` and `release`."""
         self._last_ticket += 1
         return self._last_ticket
 
     def return_ticket(self) -> None:
-        """Release the newest number for reuse: its batch was not fetched."""
+        """Take the newest ticket back, because its batch was not fetched."""
         self.release(self._last_ticket)
         self._last_ticket -= 1
 
@@ -289,12 +298,15 @@ class RowCache(nn.Module):
         self._in_flight.discard(ticket)
 
     def oldest_in_flight(self) -> Tensor:
-        """Return the number of the oldest batch in flight, a scalar; of the next one if none is."""
+        """Return the number in `clock` of the oldest batch in flight, a scalar on the device.
+
+        If none is in flight, that of the next batch.
+        """
         oldest = min(self._in_flight, default=self._last_ticket + 1)
         return self.clock[0] - (self._last_ticket - oldest)
 
     def no_deferred_rows(self, length: int) -> DeferredRows:
-        """Return an empty list of rows to fetch later, for a batch of `length` lookups."""
+        """Return lists for `fetch` to fill, of no rows yet, for a batch of `length` lookups."""
         clock = self.clock  # int64, on the device of the cache
         return DeferredRows(
             rows=clock.new_empty(length),
@@ -307,19 +319,19 @@ class RowCache(nn.Module):
     ) -> partial[list[Tensor]]:
         """Return the call that starts a batch and fetches its rows: `enter` and `fetch` in one op.
 
-        The batch counts as in flight already when this method returns.
+        The batch is in flight when this method returns, before the call.
 
         Args:
-            ticket: number of the batch, from `new_ticket`.
+            ticket: ticket of the batch, from `new_ticket`.
             tiers: the memory of the tables.
             batch: the lookups.
             check: the bounds check that the op makes.
-            postpones: whether, on a GPU, the op lists rows for `fetch_deferred` instead of fetching
-                them, if the update of an earlier batch in flight may still write them.
+            postpones: whether the op, on a GPU, lists rows that the update of an earlier batch in
+                flight may still write, for `fetch_deferred`, instead of fetching them.
 
         Returns:
             partial: a call of `cache_prefetch_`, see `emblib.ops.cache` for its results; it returns
-                nothing for an invalid batch on the CPU.
+                [] for an invalid batch on the CPU.
         """
         self._in_flight.add(ticket)
         buffers = self._buffers  # faster than attributes of a module, each of which is a call
@@ -349,25 +361,25 @@ class RowCache(nn.Module):
         """Fetch the rows of the batch that entered last, pass by pass.
 
         Each pass assigns slots to its rows, writes evicted rows back and fetches missing ones. All
-        passes are one native call, so that no interrupt can separate tags from rows.
+        passes run in one native call, so that no interrupt can separate tags from rows.
 
         Args:
             tiers: the memory of the tables.
-            passes: the rows of each pass.
-            deferred: one list per pass on a GPU, to which the op adds rows that the update of an
-                earlier batch in flight may still write in their tables; `fetch_deferred` fetches
-                these. () fetches all rows now.
+            passes: grouped lookups of each pass.
+            deferred: `no_deferred_rows` of each pass, on a GPU. The op adds the rows to it that the
+                update of an earlier batch in flight may still write in their tables, and
+                `fetch_deferred` fetches these. () fetches all rows now.
 
         Returns:
-            `row_slots` of each pass, int32 `[L]`.
+            Slot of each distinct row of each pass, int32 `[L]`; -1 for a row that got none.
         """
-        # Iterators of C functions: nothing runs until `deque` runs all of them in one native call,
-        # pass by pass, each plan before its move.
+        # Iterators of C functions: nothing runs until `deque` drains them in one native call, pass
+        # by pass, each plan before its move.
         moves, plan_results = [], []
         conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
         for groups, fetches in zip_longest(passes, deferred):
             plan = partial(native(cache_ops.plan_), *self._plan_arguments(groups))
-            # The plan is made when the move asks for it; its results stay for the caller.
+            # The move asks for the plan's results, which runs the plan; `tee` keeps them for us.
             results_to_move, results = tee(map(call, (plan,)))
             move = partial(
                 native(cache_ops.move_),
@@ -422,7 +434,7 @@ class RowCache(nn.Module):
         )
 
     def find(self, groups: Groups) -> Tensor:
-        """Return the current slot of each distinct row, int32 `[L]`; -1 for a row without one."""
+        """Return the current slot of each distinct row, int32 `[L]`; -1 for a row without slot."""
         return cache_ops.locate(self.tags, self.table_features, groups.rows, groups.count)
 
     def slots_of_lookups(self, groups: Groups, row_slots: Tensor) -> Tensor:
@@ -430,15 +442,15 @@ class RowCache(nn.Module):
         return cache_ops.lookup_slots(row_slots, groups.segments, groups.lookups, groups.count)
 
     def flush(self, tiers: Tiers) -> None:
-        """Write all rows and states back to their tables; they stay in the cache."""
+        """Write all cached rows and their states back to their tables; they stay in the cache."""
         cache_ops.flush_(
             tiers.weights, tiers.states, tiers.hyperparams, self.table_features, self.tags
         )
 
     def reset(self) -> None:
         """Empty the cache without writing it back; forget batches in flight and usage counts."""
-        word_tensors = (self.tags, self.stamps, self.conflicts)
-        resets = [partial(tensor.fill_, cache_ops.EMPTY) for tensor in word_tensors]
+        filled_tensors = (self.tags, self.stamps, self.conflicts)
+        resets = [partial(tensor.fill_, cache_ops.EMPTY) for tensor in filled_tensors]
         in_one_call(*resets, partial(self.counts.zero_))
         self._in_flight.clear()
 
@@ -487,8 +499,8 @@ class RowCache(nn.Module):
 def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.device) -> int:
     """Return `options.sets`, or the number of sets for `options.load_factor`; at least 1.
 
-    At most what fits into the free memory of a GPU without `options.reserved_bytes`, and what int32
-    slots can number.
+    It is lowered to what fits into the free memory of a GPU less `options.reserved_bytes`, and to
+    what int32 slots can number. `layout.sets` is not read.
     """
     sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
     if device.type == "cuda":

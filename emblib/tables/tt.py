@@ -1,9 +1,10 @@
 """Tables stored as tensor-train cores, with the optimizer fused into backward.
 
-A forward maps ids to keys (digits of the cores), groups the batch, computes each distinct row as
-left half times right half, and pools. Backward forms the gradient of each distinct row, of the
-halves, then of the cores, and with a fused optimizer updates every core row that contributed. The
-ops are in `emblib.ops.tt`.
+A row is the product of a left and a right half, which are products of core slices that the digits
+of its id select. A forward maps ids to keys, which number the rows of all tables, groups the batch,
+computes each distinct row from its halves, and pools. Backward forms the gradients of the distinct
+rows, then of the halves, then of the cores; with a fused optimizer it updates every core row that
+contributed. The ops are in `emblib.ops.tt`. `TTEmbeddingBag` is a module of one table.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ _BLOCK_ROWS = 1 << 16  # rows per block of `dense_blocks`
 
 
 class Cores(nn.ParameterList):
-    """The cores as a `ParameterList`; loading copies into these parameters, never replaces them."""
+    """The cores as a `ParameterList`. Loading copies values into them, also with `assign=True`."""
 
     def as_list(self) -> list[nn.Parameter]:
-        """Return the cores; iterating over a `ParameterList` is slow."""
+        """Return the cores as a list, which is faster than iterating over a `ParameterList`."""
         cores: Any = list(self._parameters.values())
         # Cores that a parametrization computes are not in `_parameters`.
         return cores if len(cores) == len(self) else list(self)
@@ -74,7 +75,7 @@ class Cores(nn.ParameterList):
 
 
 def _without_assign(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a load without `assign`: values are copied."""
+    """Return the metadata of a load without the option `assign`, so that values are copied."""
     return {key: value for key, value in metadata.items() if key != state_dicts.ASSIGN}
 
 
@@ -217,19 +218,19 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         ]
 
     def _key_feature(self, table: int, column: int) -> FeatureRow:
-        """Return a table's row of `features` for ops that take keys."""
+        """Return the row of `features` of a feature of `table`, for ops that take keys."""
         spec = self.tables[table]
         first_key = self.core_layout.tables[table][TTTableColumn.FIRST_KEY]
         rows = math.prod(spec.row_factors)
         return FeatureRow(row_base=first_key, rows=rows, dim=spec.dim, column=column)
 
     def _id_feature(self, table: int, column: int) -> FeatureRow:
-        """Return a table's row of `features` for the bounds check, which takes ids."""
+        """Return the row of `features` of a feature of `table`, for bounds checks of ids."""
         spec = self.tables[table]
         return FeatureRow(rows=spec.rows, dim=spec.dim, column=column)
 
     def _row_feature(self, table: int, column: int) -> FeatureRow:
-        """Return a table's row of `features` for the computed rows that a GPU pools."""
+        """Return the row of `features` of a feature of `table`, for computed rows on a GPU."""
         return tt.row_feature(self.core_layout, self.tables[table].dim, column)
 
     def _table_id_buffers(self) -> dict[str, Tensor]:
@@ -239,7 +240,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return {"table_ids": ids, "feature_table_ids": by_feature}
 
     def id_features(self) -> Tensor:
-        """Return the features of ids, `[F, 8]`, which a bounds check reads."""
+        """Return the rows of `features` that describe ids, int64 `[F, 8]`, for bounds checks."""
         num_features = len(self.feature_tables)
         return self.features[num_features : 2 * num_features]
 
@@ -358,13 +359,15 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         Args:
             indices: int32 or int64 `[L]`, row of each lookup in the table of its feature; -1 skips.
             offsets: int32 or int64 `[F * B + 1]`, feature-major: bag of feature f and sample b is
-                `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
+                `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`. `[F * B]` without
+                `include_last_offset`.
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
             batch_sizes: `[F][ranks]` if features differ in batch size, as in
                 `TableBatchedEmbeddingBags`; the output is one vector then.
 
         Raises:
-            TypeError: indices, offsets or weights that are no tensors.
+            TypeError: indices, offsets or weights that are no tensors, `batch_sizes` that are no
+                ints.
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
                 weights without pooling; only some cores of a table frozen.
             ValueError: `batch_sizes` that do not fit.
@@ -475,7 +478,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def core_optimizer_states(self, table: int | None = None) -> list[dict[str, Tensor]]:
         """Return per core of a table, or of all tables if None, its optimizer states by name.
 
-        A state is core-shaped, or has one entry per row of the core. They are the memory of the
+        A state is core-shaped, or has one entry per row of the core. Writing to one writes to the
         module.
         """
         names = [state.name for state in self.optimizer.states]
@@ -537,8 +540,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     ) -> list[TTWork]:
         """Return the work of a batch per table: distinct rows and halves, and multiply-adds.
 
-        The arguments and errors are those of `forward`; invalid input counts and warns as there. On
-        a GPU the host waits.
+        Nothing is looked up. Arguments and errors are those of `forward`; invalid input counts and
+        warns as there. The host waits for a GPU.
         """
         if not self.include_last_offset:
             offsets = append_last_offset(indices, offsets)
@@ -555,7 +558,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             table_keys = torch.cat([keys[:0], *(keys_by_feature[f] for f in feature_numbers)])
             table_keys = table_keys[table_keys >= 0].unique()
             first_right_core = 1 if len(spec.row_factors) == 2 else 2
-            num_rights = math.prod(spec.row_factors[first_right_core:])  # all ids of right halves
+            num_rights = math.prod(spec.row_factors[first_right_core:])  # right halves of a table
             work_by_table.append(
                 TTWork.of(
                     spec.dim_factors,
@@ -661,8 +664,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             nbytes: maximum bytes of the cores; the largest ranks that fit are chosen.
             counts: number of accesses of each row `[rows]`, which weights the errors of rows.
             options: further arguments of the constructor; by default `device` is `weight.device`.
-                Cores whose `precision.weights` has 16 bits are rounded to nearest, and the logged
-                error includes it.
+                Cores in 16 bits (`precision.weights`) are rounded to nearest; the logged errors
+                include the rounding.
 
         Raises:
             TypeError, ValueError: as `decompose` and the constructor raise them.
@@ -705,8 +708,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         Args:
             indices: int32 or int64, row of each lookup; -1 skips. `[L]`, or `[B, N]` for B bags of
                 N lookups.
-            offsets: int32 or int64 `[B + 1]`: bag b is `indices[offsets[b] : offsets[b + 1]]`; None
-                for 2-dimensional indices.
+            offsets: int32 or int64 `[B + 1]`: bag b is `indices[offsets[b] : offsets[b + 1]]`.
+                `[B]` without `include_last_offset`, and None for 2-dimensional indices.
             per_sample_weights: float32 in the shape of `indices`, scales each row; gets a gradient
                 if it requires one.
 

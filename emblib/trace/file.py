@@ -1,4 +1,9 @@
-"""LookupTrace: ids and bag lengths of every feature, and its file format."""
+"""Traces: recorded ids and bag lengths of features, and the file that stores them.
+
+The file is an archive of `torch.save` with a dict: format, version, features, ids, lengths and
+samples. Where all bags of a feature have one length, only this length and the number of samples are
+stored (`_StoredLengths`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from torch import Tensor
 from emblib.tables.durable_files import check_archive, save_archive, saving
 
 FORMAT, VERSION = "emblib.trace", 1
-INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)  # narrowest first
+INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)  # of ids; narrowest first
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,13 @@ class LookupTrace:
     """Lookups of F features: sample n of feature f looked up the next `lengths[f][n]` of `ids[f]`.
 
     Features may differ in their number of samples, if modules are not called equally often. The
-    constructor checks nothing; `load` does.
+    constructor checks nothing. `load` checks dtypes and numbers of ids, but not names and ids.
 
     Attributes:
-        features: the features, whose names differ.
-        ids: ids of each feature, `[F][L_f]`, of uint8, int16, int32 or int64; `TraceRecorder` uses
-            the narrowest that holds them.
-        lengths: number of ids of each sample, `[F][samples]`, of the same dtypes.
+        features: the features, F; their names must differ.
+        ids: ids of each feature, `[F][L_f]`, of uint8, int16, int32 or int64; `TraceRecorder`
+            uses the narrowest dtype that holds them.
+        lengths: number of ids of each sample, `[F][samples]`, of one of the same dtypes.
 
     Example:
         >>> trace = emblib.LookupTrace(  # one feature of two samples
@@ -68,20 +73,20 @@ class LookupTrace:
     def save(self, path: str | Path) -> str:
         """Write the file atomically; return its SHA-256 as 64 hexadecimal digits.
 
-        The parts of the trace are not checked: `load` refuses a file of inconsistent ones.
+        The trace is not checked: `load` refuses a file with inconsistent parts.
 
         Raises:
             OSError: the file could not be written, see `durable_files.saving`.
         """
         features = [asdict(feature) for feature in self.features]
-        packed_lengths = [_Lengths.of(lengths) for lengths in self.lengths]
+        stored_lengths = [_StoredLengths.from_lengths(lengths) for lengths in self.lengths]
         content = {
             "format": FORMAT,
             "version": VERSION,
             "features": features,
             "ids": list(self.ids),
-            "lengths": [packed.values for packed in packed_lengths],
-            "samples": [packed.samples for packed in packed_lengths],
+            "lengths": [stored.values for stored in stored_lengths],
+            "samples": [stored.num_samples for stored in stored_lengths],
         }
         with saving(path) as file:  # given a path, torch would put its name into the bytes
             save_archive(content, file)
@@ -89,13 +94,15 @@ class LookupTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> LookupTrace:
-        """Read a file that `save` wrote; ids stay on disk until they are used.
+        """Read a file that `save` wrote. Its checksums are compared, which reads all of it.
 
-        The whole file is read once, to compare its checksums.
+        Ids are mapped from the file: the system reads them again when they are used, and the file
+        must not be written meanwhile.
 
         Raises:
             OSError: there is no such file, it is a directory, or may not be read.
-            ValueError: a file of another kind or of an unknown version, or a damaged one.
+            ValueError: a file of another kind or version, a damaged one, or one with inconsistent
+                parts.
         """
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -125,47 +132,53 @@ class LookupTrace:
 
     @classmethod
     def _from_content(cls, content: dict[str, Any]) -> LookupTrace:
-        """Return the trace with the content of a file, as `save` writes it."""
+        """Return the trace with the content of a file, which `save` made."""
         lengths = [
-            _Lengths(values, samples).expand()
-            for values, samples in zip(content["lengths"], content["samples"], strict=True)
+            _StoredLengths(values, num_samples).expand()
+            for values, num_samples in zip(content["lengths"], content["samples"], strict=True)
         ]
         features = tuple(TracedFeature(**feature) for feature in content["features"])
         return cls(features, tuple(content["ids"]), tuple(lengths))
 
     def _problem(self) -> str:
-        """Describe inconsistent parts, or return ""; reads the lengths, not the ids.
-
-        Names of features are not compared.
-        """
+        """Describe the first inconsistent part; return "" if there is none. Reads no ids."""
         if not len(self.features) == len(self.ids) == len(self.lengths):
             return (
                 f"{len(self.features)} features, {len(self.ids)} ids, {len(self.lengths)} lengths"
             )
         for feature, ids, lengths in zip(self.features, self.ids, self.lengths, strict=True):
-            if not {ids.dtype, lengths.dtype} <= set(INTEGERS) or ids.dim() != 1:
+            if not {ids.dtype, lengths.dtype} <= set(INTEGERS):
                 return f"{feature.name} has ids of {ids.dtype} and lengths of {lengths.dtype}"
+            if ids.dim() != 1 or lengths.dim() != 1:
+                shapes = f"ids {tuple(ids.shape)} and lengths {tuple(lengths.shape)}"
+                return f"{feature.name} has {shapes}, not one dimension each"
+            if lengths.numel() and int(lengths.min()) < 0:
+                return f"{feature.name} has a negative length"
             if (expected := int(lengths.sum())) != ids.numel():
                 return f"{feature.name} has {ids.numel()} ids and lengths for {expected}"
         return ""
 
 
-class _Lengths(NamedTuple):
-    """Stored lengths: a single value if all are equal.
+class _StoredLengths(NamedTuple):
+    """The lengths of a feature as the file has them.
 
-    `values` is `[samples]`, or `[1]`, of one of `INTEGERS`.
+    Attributes:
+        values: lengths `[num_samples]`; `[1]` if all are equal.
+        num_samples: number of samples.
     """
 
     values: Tensor
-    samples: int
+    num_samples: int
 
     @classmethod
-    def of(cls, lengths: Tensor) -> _Lengths:
+    def from_lengths(cls, lengths: Tensor) -> _StoredLengths:
+        """Store lengths, `[samples]`."""
         are_equal = lengths.numel() > 0 and bool((lengths == lengths[0]).all())
         return cls(lengths[:1].clone() if are_equal else lengths, lengths.numel())
 
     def expand(self) -> Tensor:
-        return self.values.expand(self.samples) if self.values.numel() == 1 else self.values
+        """Return the lengths, `[samples]`."""
+        return self.values.expand(self.num_samples) if self.values.numel() == 1 else self.values
 
 
 def sha256(path: str | Path) -> str:

@@ -17,9 +17,9 @@ from experiments.report import text
 
 EXIT_STATUS_HELP = """\
 exit status of verify: 0 everything holds; 1 internal error; 2 wrong usage; 3 the bundle is damaged,
-or a number does not follow from its samples; with --rerun: 4 a
-claim did not hold; 5 some claims could not be measured again, the others hold; 6 none could, or
-there are none; 130 interrupted.
+or a number does not follow from its samples; 130 interrupted. With --rerun also: 4 a claim does not
+hold; 5 some claims could not be measured again, and the others hold; 6 no claim could be measured
+again, or there is none.
 """
 
 
@@ -42,19 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checker.add_argument(
         "--rerun",
         action="store_true",
-        help="measure again what is claimed; the options below are of this",
+        help="also measure the claims again; the options below need it",
     )
     checker.add_argument(
-        "--only", nargs="+", default=[], metavar="EXPERIMENT", help="measure these again"
+        "--only", nargs="+", default=[], metavar="EXPERIMENT", help="measure only these again"
     )
     checker.add_argument(
         "--tolerance",
         type=float,
         default=TIME_TOLERANCE,
-        help="largest relative change of a time ratio that still holds",
+        help="relative tolerance of ratios of times",
     )
     checker.add_argument(
-        "--timing", default="", metavar="PRESET", help="timing preset used for rerun"
+        "--timing", default="", metavar="PRESET", help="timing preset, instead of the runs' own"
     )
     measure_parser = commands.add_parser("measure")  # started by `verify --rerun`
     measure_parser.add_argument("config", type=Path)

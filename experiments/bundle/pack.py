@@ -1,4 +1,9 @@
-"""Pack runs into a bundle: rebuilt results, configuration, source, commands, checksums."""
+"""Pack runs into a bundle, a zip file: results, configuration, source, commands, checksums.
+
+The tables and reports of a run are rendered again from its samples before they are packed, so
+`verify` can rebuild the same ones. bundle.json describes the runs; REPRODUCE.md tells readers what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +36,9 @@ _templates = template_environment(Path(__file__).parent, keep_trailing_newline=T
 _templates.filters["seconds"] = text.seconds
 TEMPLATE = _templates.get_template("REPRODUCE.md.jinja")
 REQUIRED_FILES = ("config.yaml", "environment.json")
-# Files that are not copied: packing renders them again from the samples, or they are hidden.
+# Files of a run that are not copied: hidden ones, and those that packing renders from the samples.
 NOT_COPIED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", ".*")
-DUPLICATE_SUFFIXES = (".svg", ".parquet")  # of files that are packed in another format
+DUPLICATE_SUFFIXES = (".svg", ".parquet")  # of files whose content is packed in another format, too
 
 
 class RunEntry(TypedDict):
@@ -94,6 +99,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
     Raises:
         BundleError: a directory is no run, its report cannot be rebuilt, or the bundle would be
             too large.
+        OSError: the bundle cannot be written.
     """
     contents: dict[str, bytes] = {}
     runs: list[RunEntry] = []
@@ -109,8 +115,8 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
         runs.append(run_entry(name, run))
         if run.kind.reporting.rebuild:
             notes.append(
-                f"{name}: what follows from its samples is the {run.kind.name}'s own work, "
-                "and only its checksums are verified."
+                f"{name}: the kind {run.kind.name} renders its own reports: they are not rebuilt, and "
+                "only its checksums are verified."
             )
     for path in sorted(CONF.rglob("*.yaml")):
         contents[f"conf/{path.relative_to(CONF).as_posix()}"] = path.read_bytes()
@@ -165,7 +171,8 @@ def _folder_in_bundle(directory: Path, used_names: Sequence[str]) -> str:
 def _copy_rebuilt(directory: Path, target: Path) -> Run:
     """Copy a run and render its tables and reports again; return the copy.
 
-    The reports of kinds with a `rebuild` function (the gate's) are copied unchanged.
+    Reports of kinds with a `rebuild` function, such as the gate's, are copied unchanged.
+    BundleError if the run cannot be read or rendered.
     """
     try:
         run = Run.read(directory)
@@ -232,7 +239,7 @@ def _source_archive(sha: str) -> bytes | None:
 
 
 def _source_note(sha: str | None, *, is_known: bool) -> str:
-    """Return the note on a missing source, or on changes; `is_known` if git has the commit."""
+    """Return the note about a commit whose source is missing, or (`is_known`) not all that ran."""
     if not sha:
         return "The source of some runs is not enclosed: they did not record a commit."
     if is_known:

@@ -1,7 +1,9 @@
 """The error rates of the gate: whole gates of a revision against itself, and against a slowed copy.
 
-A trial is the gate's whole procedure, in new processes. No pair of processes serves two trials, so
-trials are as independent as the machine permits. An interrupted run can be resumed.
+A trial is one whole gate: all its pairs of processes, and its verdicts. No pair of processes serves
+two trials, so trials are as independent as the machine permits. `run` measures the trials in the
+order of `schedule`; `write` computes rates and the page from the stored records. An interrupted run
+can be resumed.
 """
 
 from __future__ import annotations
@@ -33,11 +35,14 @@ from experiments.timing.statistics import Verdict, wilson_interval
 
 
 class ErrorRate(TypedDict):
-    """The share of trials, or of their points, with an event, and Wilson's 95 % interval."""
+    """The share of cases, which are trials or points of trials, with an event.
 
-    hits: int  # number of trials with the event
-    of: int  # number of all trials
-    rate: float | None  # hits ÷ of; None without a trial
+    `lo` and `hi` are the ends of Wilson's 95 % interval of `rate`.
+    """
+
+    hits: int  # number of cases with the event
+    of: int  # number of all cases
+    rate: float | None  # hits ÷ of; None without a case
     lo: float
     hi: float
 
@@ -85,7 +90,10 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def schedule(config: Config) -> list[float]:
-    """Return the factor by which each trial slows head; slowed trials are spread evenly."""
+    """Return the factor by which each trial slows head, 1 for unchanged code.
+
+    Slowed trials are spread evenly. A smoke run has one trial of each kind at most.
+    """
     gate, is_smoke = config.gate, bool(config.timing.max_rows)
     num_unchanged, num_slowed = (
         min(n, 1) if is_smoke else n for n in (gate.trials, gate.slowed_trials)
@@ -96,7 +104,7 @@ def schedule(config: Config) -> list[float]:
 
 
 def completed_outcomes(path: Path) -> list[dict[str, Any]]:
-    """Return the outcomes of the completed trials of a run directory."""
+    """Return the outcome of each completed trial of a run directory, by number."""
     rules = Rules.load(path)
     if rules is None:
         return []
@@ -109,7 +117,8 @@ def completed_outcomes(path: Path) -> list[dict[str, Any]]:
 def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
     """Run the trials that are not complete; return the status of the run.
 
-    It is 'finished', 'interrupted', or 'incomplete' if a process failed, which makes a trial void.
+    The status is 'finished', 'interrupted', or 'incomplete' if a process failed in a trial: such a
+    trial does not count.
     """
     display, rules, num_failures = runner.display, runner.rules, 0
     names = list(rules.margins)
@@ -141,7 +150,8 @@ def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
 def replay(records: Sequence[Record]) -> dict[int, Trial]:
     """Return the trials of stored records by number.
 
-    A trial in which a process failed is void: its next attempt is returned, without evidence.
+    A trial in which a process failed does not count: its next attempt is returned, without
+    evidence.
     """
     trials: dict[int, Trial] = {}
     for record in records:
@@ -157,7 +167,7 @@ def replay(records: Sequence[Record]) -> dict[int, Trial]:
 
 
 def trial_outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
-    """Return the outcome of one gate, which is an entry of `trials` in power.json.
+    """Return the outcome of a complete trial, which is an entry of `trials` in power.json.
 
     Entries: `trial` (number), `slow` (factor), `alarm` (whether a point is SLOWER), the names of
     points by verdict (`slower`, `faster`, `same`, `unsure`), `screened` (points that the first set
@@ -197,13 +207,13 @@ def trial_line(trial: Outcome) -> str:
 
 
 def compute_rates(trials: Sequence[Outcome]) -> dict[str, Any]:
-    """Return false-alarm and detection rates of complete trials (`trial_outcome`), see `rate_of`.
+    """Return false-alarm and detection rates of complete trials, an `ErrorRate` each.
 
-    Trials of unchanged code have four rates: the share of gates with a point that is SLOWER
-    (`false_alarms`), SLOWER by the first set alone (`false_screened`) or FASTER (`false_faster`),
-    and the share of points that are `unsure`. Slowed trials have two: the share of points `caught`,
-    and of gates that caught one (`caught_by_gate`). `points` has `false_alarms` and `caught` by
-    point.
+    Rates of trials of unchanged code: `false_alarms`, the trials with a point that is SLOWER;
+    `false_screened`, with a point that is SLOWER by the first set alone; `false_faster`, with a
+    point that is FASTER; `unsure`, the points that are UNSURE. Rates of slowed trials: `caught`,
+    the points that are SLOWER; `caught_by_gate`, the trials with such a point. `points` has
+    `false_alarms` and `caught` of each point by name.
     """
     unchanged_trials = [t for t in trials if t["slow"] == 1]
     slowed_trials = [t for t in trials if t["slow"] > 1]
@@ -237,11 +247,11 @@ def compute_rates(trials: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def rate_of(hits: int, trials: int) -> ErrorRate:
-    """Return hits ÷ trials with its interval."""
-    lo, hi = wilson_interval(hits, trials)
-    share = hits / trials if trials else None
-    return {"hits": hits, "of": trials, "rate": share, "lo": lo, "hi": hi}
+def rate_of(hits: int, num_cases: int) -> ErrorRate:
+    """Return the rate of `hits` events in `num_cases` cases, with its interval."""
+    lo, hi = wilson_interval(hits, num_cases)
+    share = hits / num_cases if num_cases else None
+    return {"hits": hits, "of": num_cases, "rate": share, "lo": lo, "hi": hi}
 
 
 UNCHANGED_COLOUR, SLOWED_COLOUR = COLOURS["tbe"], COLOURS["tt"]
@@ -329,7 +339,7 @@ def _page(
 
 
 def _tile(rate: ErrorRate, label: str) -> Tile:
-    """Return a rate as a number to remember."""
+    """Return the tile of a rate: its share, and `label` with the numbers of cases."""
     share = "–" if rate["rate"] is None else f"{100 * rate['rate']:.3g} %"
     return Tile(share, f"{label} ({rate['hits']} of {rate['of']})")
 
