@@ -573,7 +573,7 @@ def check_not_replicated(buffer: Tensor) -> None:
     nothing is checked.
 
     Args:
-        buffer: a buffer of the module, which DDP broadcasts unless it is told to ignore it.
+        buffer: a buffer of the module, which DDP broadcasts unless the module is ignored.
     """
     if torch.compiler.is_compiling():
         return

@@ -115,7 +115,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
         runs.append(run_entry(name, run))
         if run.kind.reporting.rebuild:
             notes.append(
-                f"{name}: the kind {run.kind.name} renders its own reports: they are not rebuilt, and "
+                f"{name}: the kind {run.kind.name} renders its own reports, which are not rebuilt: "
                 "only its checksums are verified."
             )
     for path in sorted(CONF.rglob("*.yaml")):
