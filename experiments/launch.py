@@ -1,7 +1,9 @@
 """`python run.py -m +experiment=a,b ...`: run every job as a `python run.py` of its own.
 
 Hydra's launcher starts the jobs: one after another (basic), in a pool of processes (joblib), as
-local or SLURM jobs (submitit). A file per job in the multirun's folder says how the job ended.
+local or SLURM jobs (submitit). Each job locks the processors that it needs (`Slot`), runs, and
+records its end in a file of the multirun's folder. The file is in story order: the locks, the
+command line, the launch, a job, and the thread that prints the ends of jobs.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ CPU = Slot("cpu")
 
 
 def list_gpus() -> list[Slot]:
-    """Return the GPUs that this process may use, by nvidia-smi and the environment."""
+    """Return the GPUs that this process may use, by nvidia-smi and environment variables.
+
+    EMBLIB_GPUS comes before CUDA_VISIBLE_DEVICES; without both all GPUs of nvidia-smi count.
+    """
     uuids_here = parse_gpu_list(_nvidia_smi())
     allowed = os.environ.get(GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if allowed is None:
@@ -172,7 +177,11 @@ class LaunchPlan:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run all jobs and return the worst of their exit statuses; raise UsageError before any."""
+    """Run all jobs and return the worst of their exit statuses.
+
+    Raises:
+        UsageError: the command line is wrong or the folder cannot be written; no job was started.
+    """
     plan = parse_command_line(arguments)
     configs = [configure.load(words) for words in plan.jobs]
     report_folder = configs[0].report.folder
@@ -201,7 +210,7 @@ def worst(statuses: Sequence[int]) -> int:
 
 
 def parse_command_line(arguments: Sequence[str]) -> LaunchPlan:
-    """Parse the command line and check every job; raise UsageError."""
+    """Parse the command line and check every job; raise UsageError if one of them is wrong."""
     flags = {a for a in arguments if a.startswith("-")} - {"-m", "--multirun"}
     if flags:
         raise UsageError(f"-m goes with no other flag, got {' '.join(sorted(flags))}")
@@ -265,8 +274,8 @@ def _launch(plan: LaunchPlan, folder: Path) -> int:
     """Start the jobs by Hydra's launcher; return 0, or another status if Hydra itself fails."""
     configure.register()
     words = [*plan.words, *plan.hydra_words, *_settings(plan, folder)]
-    is_local = plan.launcher != "submitit_slurm"  # another machine may have other GPUs
-    allowed = {GPUS: ",".join(s.visible for s in list_gpus())} if is_local else {}
+    on_this_machine = plan.launcher != "submitit_slurm"  # another machine may have other GPUs
+    allowed = {GPUS: ",".join(s.visible for s in list_gpus())} if on_this_machine else {}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {**allowed, "PYTHONPATH": path}  # for the launcher's processes
     sys.argv = ["run.py", "-m", *words]
@@ -309,7 +318,7 @@ def run_job(composed: DictConfig) -> None:
     job_config = HydraConfig.get()
     folder, number = Path(job_config.runtime.output_dir) / JOBS, int(job_config.job.num)
     words = [str(word) for word in job_config.overrides.task]
-    is_local = job_config.runtime.choices["hydra/launcher"] == "basic"
+    shares_terminal = job_config.runtime.choices["hydra/launcher"] == "basic"
     store, file = RunStore(folder), f"{number}.json"
     store.write_json(file, {"words": words, "status": None})
     wait_start = job_start = time.monotonic()
@@ -318,7 +327,7 @@ def run_job(composed: DictConfig) -> None:
         with _lock_processors(composed) as environment:
             job_start = time.monotonic()
             status = _run_job_process(
-                words, environment, None if is_local else folder / f"{number}.log"
+                words, environment, None if shares_terminal else folder / f"{number}.log"
             )
     except TooFewProcessors as error:
         print(f"job {number}: {error}", file=sys.stderr)
@@ -399,7 +408,10 @@ def _prepare_job_process() -> None:
 
 
 def read_end(folder: Path, number: int) -> dict[str, Any]:
-    """Return the end of a job, with the last line of its log (`said`); status 1 if missing."""
+    """Return the end of a job: `status`, `seconds`, and `said`, the last line of its log.
+
+    Without a record of its end, the status is 1, and `said` states what is known.
+    """
     file = folder / JOBS / f"{number}.json"
     end: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     if end.get("status") is None:
@@ -438,7 +450,7 @@ class Watcher(threading.Thread):
                     self._print(number, end)
 
     def print_rest(self) -> None:
-        """Print lines about the jobs without a line."""
+        """Print a line for each job that has none yet, for jobs without an end too."""
         for number in list(self.unreported):
             self._print(number, read_end(self.folder, number))
 

@@ -49,7 +49,7 @@ class Listing:
 
 
 def experiments() -> Listing:
-    """Return the experiments with their questions and costs at their default presets."""
+    """Return the experiments: question, kind, number of cells and time limit by default."""
     section = Listing(
         "Experiments",
         ("name and question", "kind", "cells", "at most"),
@@ -69,10 +69,10 @@ def experiments() -> Listing:
 
 
 def cells_and_time(config: Config) -> tuple[str, str]:
-    """Return the number of cells and the time limit in words.
+    """Return the number of cells of an experiment, and the limit of its time, as texts.
 
-    Both are UNKNOWN for a kind that leads its run. The time leaves out cells that train, which have
-    no limit; it is UNKNOWN if all do.
+    Both are UNKNOWN for a kind with a runner of its own. Cells that train have no limit and are not
+    part of the time, which is UNKNOWN if all cells train.
     """
     if kinds.find(config.kind).runner:
         return UNKNOWN, UNKNOWN
@@ -194,7 +194,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def show(names: Sequence[str] = (), console: Console | None = None) -> None:
-    """Print the named sections, or all, each as soon as it is complete."""
+    """Print the sections of these names (keys of SECTIONS), or all, each once it is complete."""
     if console is None:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_CHARACTERS)
     for number, name in enumerate(names or SECTIONS):

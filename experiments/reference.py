@@ -1,12 +1,12 @@
 """Store runs as committed references, and update the pages that show them.
 
-`keep` stores a finished run. `write` and `check` update or check the tables of README.md,
-docs/benchmarks.md and reports/README.md. `add` measures the named experiments on this machine (by
-default those that have a reference), stores the finished runs, updates these pages and
-reports/published/README.md, and compares each run with the references of other machines; its
-arguments with `=` go to every run, e.g. timing=paper. `measure` measures what README.md and
-docs/benchmarks.md quote, on one commit (experiments/evidence.py), all of it or the named parts, and
-updates the pages. Exit status: 0 done, 1 a run failed or a page is out of date, 2 wrong usage.
+`keep` stores a finished run. `write` updates the tables of README.md, docs/benchmarks.md and
+reports/README.md; `check` checks that they are up to date. `add` measures experiments on this
+machine, by default those that have a reference. It stores the finished runs, compares each with the
+references of other machines, and updates the pages; arguments with `=` go to every run, e.g.
+timing=paper. `measure` measures what README.md and docs/benchmarks.md quote, on one commit, all of
+it or the named parts, and updates the pages.
+Exit status: 0 done, 1 a run failed or a page is out of date, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def update(*, write: bool) -> int:
-    """Update the generated tables if `write`, else return 1 if one is out of date."""
+    """Update the generated tables if `write`, else check them; return 1 if one is out of date."""
     status = 0
     for name, update_page in (
         ("README.md", front_page.front_page),
@@ -91,14 +91,16 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     An earlier copy is replaced.
 
     Raises:
-        ValueError: the run is a smoke run, or did not finish.
-        UsageError: the run is damaged.
+        UsageError: the run is damaged, a smoke run or itself the stored reference, or did not
+            finish.
     """
     measured = Run.read(run_directory)
-    if measured.smoke or measured.info.get("status") != "finished":
-        raise ValueError("only a finished run at full size can be a reference")
+    if measured.is_smoke or measured.info.get("status") != "finished":
+        raise UsageError(f"{run_directory}: only a finished run at full size can be a reference")
     device = evidence.device_folder(str(measured.environment["device"]))
-    target = folder / device / folder_name(measured.config.name)  # replaces an older reference
+    target = folder / device / folder_name(measured.config.name)
+    if target.resolve() == run_directory.resolve():
+        raise UsageError(f"{run_directory} is the stored reference itself")
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
@@ -180,12 +182,12 @@ def add(words: Sequence[str]) -> int:
     worst = 0
     for name in names:
         if _run_py(f"+experiment={name}", *settings):
-            print(f"{name}: did not finish well and is not kept", file=sys.stderr)
+            print(f"{name}: the run failed and is not stored", file=sys.stderr)
             worst = 1
             continue
         try:
             run_folder = keep(latest_run(name))
-        except ValueError as error:
+        except UsageError as error:
             print(f"{name}: {error}", file=sys.stderr)
             worst = 1
             continue

@@ -1,7 +1,8 @@
-"""Draw statistics of dynamic tables from a series that `emblib.telemetry.append_csv` wrote.
+"""Draw statistics of dynamic tables from files that `emblib.telemetry.append_csv` wrote.
 
-One figure: hit rate and load of each table over its training steps, the ages of evicted keys, and
-the share of inserted keys that had been evicted before, if keys were remembered.
+A *series* is such a file; a *snapshot* is a line of it, with the counts of one table so far. The
+figure shows hit rate and load of each table over its training steps, and the ages of evicted keys.
+If the tables remembered evicted keys, it also shows the share of inserted keys that were such keys.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from experiments.config.schema import UsageError
 from experiments.report.charts import Curve, Scale, curves, percent_scale
 from experiments.report.style import COLOURS, Figure, Panel, draw_files, theme
 
-MAX_TABLES = 8
+MAX_TABLES = 8  # tables that are drawn
 _AGE_PREFIX = "age_"
 _NEEDED_COLUMNS = {
     "time_s",
@@ -36,31 +37,32 @@ _MARKERS = "os^Dvp*h"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command line of `statistics`."""
     parser.add_argument("series", type=Path, nargs="+", help="CSV files, e.g. one per rank")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the PNG and SVG files")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the figure; return 0."""
-    series, left_out = read(arguments.series)
+    """Draw the figure, print the path of its PNG file, return 0; raise what `read` raises."""
+    snapshots, left_out = read(arguments.series)
     if left_out:
         print(f"the {MAX_TABLES} tables of most lookups are drawn, left out are {left_out}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with theme():
-        draw_files(figure(series), "", arguments.out)
+        draw_files(figure(snapshots), "", arguments.out)
     print(arguments.out / "table_statistics.png")
     return 0
 
 
 def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
-    """Return the snapshots of each table in order of time, and the names of tables left out.
+    """Read series; return the snapshots of each table by time, and the names of tables left out.
 
-    At most `MAX_TABLES` tables are returned, sorted by name: those with the largest number of
-    lookups in a snapshot.
+    At most MAX_TABLES tables are returned, sorted by name: those with the largest number of lookups
+    in a snapshot. A name is that of the table. If tables of one name differ in labels or module,
+    all names begin with these. A column of numbers is nan where the file has no number.
 
     Raises:
-        UsageError: a file is not a series, or none has a snapshot.
+        UsageError: a file cannot be read or is no series, or no file has a snapshot.
     """
     frames = []
     for path in paths:
@@ -96,23 +98,23 @@ def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
     return {name: grouped[name] for name in drawn_names}, left_out
 
 
-def figure(series: dict[str, pd.DataFrame]) -> Figure:
-    """Return the figure of the snapshots of some tables."""
+def figure(snapshots: dict[str, pd.DataFrame]) -> Figure:
+    """Return the figure of the snapshots of tables, given by name as `read` returns them."""
     step = Scale("training step")
     panels = [
-        Panel("Hit rate", curves(_rates(series, "hits", "lookups"), step, percent_scale("%"))),
-        Panel("Load", curves(_loads(series), step, percent_scale("keys per row, %"))),
+        Panel("Hit rate", curves(_rates(snapshots, "hits", "lookups"), step, percent_scale("%"))),
+        Panel("Load", curves(_loads(snapshots), step, percent_scale("keys per row, %"))),
     ]
-    if ages := _ages(series):
+    if ages := _ages(snapshots):
         bounds = sorted({bound for line in ages for bound in line.x})
         x = Scale(
             "steps since the last use, at most", log=2, ticks=bounds[:: 1 + len(bounds) // 10]
         )
         panels.append(Panel("Age at eviction", curves(ages, x, Scale("% of evicted keys", low=0))))
-    if returns := _rates(series, "reinserted", "inserted"):
+    if returns := _rates(snapshots, "reinserted", "inserted"):
         title = "Inserted keys that had been evicted"
         panels.append(Panel(title, curves(returns, step, percent_scale("%"))))
-    count = len(series)
+    count = len(snapshots)
     return Figure(
         name="table_statistics",
         title=f"Statistics of {count} dynamic table{'s' if count > 1 else ''}",
@@ -122,17 +124,17 @@ def figure(series: dict[str, pd.DataFrame]) -> Figure:
     )
 
 
-def _styles(series: dict[str, pd.DataFrame]) -> dict[str, tuple[str, str]]:
+def _styles(snapshots: dict[str, pd.DataFrame]) -> dict[str, tuple[str, str]]:
     """Return colour and marker of each table."""
     styles = zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), strict=False)
-    return {name: (COLOURS[c], m) for name, (c, m) in zip(series, styles, strict=False)}
+    return {name: (COLOURS[c], m) for name, (c, m) in zip(snapshots, styles, strict=False)}
 
 
 def _increments(rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
-    """Return what was counted from each snapshot to the next; NaN for the first.
+    """Return the increase of counts from the previous snapshot of a table; NaN for the first.
 
-    If counting restarted in between, as by `clear` or in a new process, it is what was counted
-    since the restart.
+    If a count fell, counting has restarted, as by `clear` or in a new process. The increase is then
+    the count itself.
     """
     counts = rows[["step", "lookups", "hits", "inserted", *columns]]
     has_restarted = (counts.diff() < 0).any(axis=1)
@@ -140,11 +142,14 @@ def _increments(rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
     return increments.where(~has_restarted, rows[columns])
 
 
-def _rates(series: dict[str, pd.DataFrame], part: str, total: str) -> list[Curve]:
-    """Return the share of one count in another, from snapshot to snapshot, in percent."""
+def _rates(snapshots: dict[str, pd.DataFrame], part: str, total: str) -> list[Curve]:
+    """Return a curve per table: the increase of the count `part` in percent of that of `total`.
+
+    Tables without the column `part` have no curve, and snapshots without an increase no point.
+    """
     lines = []
-    for name, (colour, marker) in _styles(series).items():
-        rows = series[name]
+    for name, (colour, marker) in _styles(snapshots).items():
+        rows = snapshots[name]
         if part not in rows or rows[part].isna().all():
             continue
         increments = _increments(rows, [part, total])
@@ -155,39 +160,44 @@ def _rates(series: dict[str, pd.DataFrame], part: str, total: str) -> list[Curve
     return lines
 
 
-def _loads(series: dict[str, pd.DataFrame]) -> list[Curve]:
+def _loads(snapshots: dict[str, pd.DataFrame]) -> list[Curve]:
     return [
-        _line(name, colour, marker, series[name]["step"], 100 * series[name]["load"])
-        for name, (colour, marker) in _styles(series).items()
+        _line(name, colour, marker, snapshots[name]["step"], 100 * snapshots[name]["load"])
+        for name, (colour, marker) in _styles(snapshots).items()
     ]
 
 
-def _ages(series: dict[str, pd.DataFrame]) -> list[Curve]:
-    """Return the distribution of ages over the whole series, from half to twice the ages in use."""
+def _ages(snapshots: dict[str, pd.DataFrame]) -> list[Curve]:
+    """Return a curve per table with evicted keys: their share in each bin of ages, in percent.
+
+    Bins below half of the smallest occupied bound or above twice the largest are left out.
+    """
     lines = []
-    for name, (colour, marker) in _styles(series).items():
-        rows = series[name]
+    for name, (colour, marker) in _styles(snapshots).items():
+        rows = snapshots[name]
         columns = [str(c) for c in rows if str(c).startswith(_AGE_PREFIX)]
         counted = _increments(rows, columns)
-        counted.iloc[0] = rows[columns].iloc[0]
+        counted.iloc[0] = rows[columns].iloc[0]  # counted before the first snapshot
         bins = {c.removeprefix(_AGE_PREFIX): counted[c].sum(min_count=1) for c in columns}
-        counts = {float(bound): n for bound, n in bins.items() if n == n and bound != "+Inf"}
+        known_bins = {bound: n for bound, n in bins.items() if not math.isnan(n)}
+        counts = {float(bound): n for bound, n in known_bins.items() if bound != "+Inf"}
         used_bounds = [bound for bound, n in counts.items() if n > 0]
-        total = sum(n for n in bins.values() if n == n)
+        total = sum(known_bins.values())
         if not used_bounds:
             continue
-        shown = [b for b in counts if min(used_bounds) / 2 <= b <= 2 * max(used_bounds)]
-        shares = [100 * counts[b] / total for b in shown]
-        lines.append(_line(name, colour, marker, shown, shares))
+        shown_bounds = [b for b in counts if min(used_bounds) / 2 <= b <= 2 * max(used_bounds)]
+        shares = [100 * counts[b] / total for b in shown_bounds]
+        lines.append(_line(name, colour, marker, shown_bounds, shares))
     return lines
 
 
 def _line(name: str, colour: str, marker: str, x: object, y: object) -> Curve:
+    """Return the curve of a table without points of NaN, interrupted where x begins again."""
     points = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if not math.isnan(b)]  # type: ignore[call-overload]
     size = 4.0 if len(points) < 60 else 0.0
     xs, ys = list[float](), list[float]()
     for a, b in points:
-        if xs and a < xs[-1]:  # the steps begin again, and so does the line
+        if xs and a < xs[-1]:
             xs.append(math.nan)
             ys.append(math.nan)
         xs.append(a)

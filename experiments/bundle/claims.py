@@ -89,7 +89,9 @@ class CheckedClaim:
 def claims_of(run: Run) -> list[Claim]:
     """Return the claims of a run; a smoke run has capped sizes and claims bytes only."""
     byte_claims = _byte_claims(run)
-    return byte_claims if run.smoke else [*_ratio_claims(run), *_hit_rate_claims(run), *byte_claims]
+    return (
+        byte_claims if run.is_smoke else [*_ratio_claims(run), *_hit_rate_claims(run), *byte_claims]
+    )
 
 
 def _ratio_claims(run: Run) -> list[Claim]:

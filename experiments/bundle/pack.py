@@ -216,7 +216,7 @@ def run_entry(name: str, run: Run) -> RunEntry:
         "kind": run.kind.name,
         "question": run.info.get("question", ""),
         "status": run.info.get("status"),
-        "smoke": run.smoke,
+        "smoke": run.is_smoke,
         "command": environment.get("command", ""),
         "seconds": run.info.get("seconds"),
         "device": environment.get("device"),

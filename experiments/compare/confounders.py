@@ -124,7 +124,7 @@ def _state_differences(machines: Sequence[Machine]) -> list[Difference]:
     for machine in machines:
         run, label = machine.run, machine.label
         flags = (run.environment.get("preflight") or {}).get("flags")
-        if run.smoke:
+        if run.is_smoke:
             text = f"{label} has capped sizes; its times mean nothing"
             differences.append(Difference(Weight.confounder, "smoke run", text))
         if run.info.get("status") not in (None, "finished"):

@@ -47,7 +47,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     start = setup.start_gate(config, words)
     side_folders, store = setup.head_on_both_sides(start, print), start.create()
     begin_s = time.monotonic()
-    num_pairs = SMOKE_PAIRS if start.smoke else config.gate.floor_pairs
+    num_pairs = SMOKE_PAIRS if start.is_smoke else config.gate.floor_pairs
     names = [p.name for p in start.points]
     rules = Rules(num_pairs, num_pairs, dict.fromkeys(names, config.gate.min_effect))
     trial, status = Trial(), "finished"
@@ -67,7 +67,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     time_utc = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     floor = setup.noise_floor_content(start.environment, config, trial.evidence.first, time_utc)
     floor_path = store.write_json("noise.json", floor)
-    if status == "finished" and not start.smoke:
+    if status == "finished" and not start.is_smoke:
         floors = RunStore(ROOT / config.gate.noise)
         floor_path = floors.write_json(setup.floor_file(start.environment, config), floor)
     setup.write_info(store, config, question, status, begin_s)

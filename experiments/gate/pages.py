@@ -149,7 +149,7 @@ def sentence(findings: Findings, facts: Mapping[str, Any]) -> str:
     revisions = f"{facts['head']} against {facts['base']}"
     if findings.broken:
         return f"{revisions}: nothing could be compared: {findings.broken}"
-    regressions = [finding for finding in findings.points if finding.regression]
+    regressions = [finding for finding in findings.points if finding.is_regression]
     if regressions:
         worst = regressions[0]
         headline = worst.point
@@ -299,7 +299,7 @@ def junit(findings: Findings, answer: str) -> str:
     for finding in findings.points:
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name=finding.point)
         line = format_finding(finding)
-        if finding.regression or finding.state in ("MISSING", "FAILED"):
+        if finding.is_regression or finding.state in ("MISSING", "FAILED"):
             num_failures += 1
             ElementTree.SubElement(
                 case, "failure", message=line, type=finding.state

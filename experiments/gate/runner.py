@@ -96,7 +96,7 @@ def _compare(
         )
         counts, reason = _count_instructions(start, folders, display)
         store.write_json("instructions.json", counts)
-        if reason and not start.smoke:
+        if reason and not start.is_smoke:
             facts["notices"].append(f"Instructions were not counted: {reason}.")
         runner.finish(trial)
         trial.add_counts(counts)
@@ -114,7 +114,7 @@ def _count_instructions(
 ) -> tuple[Counts, str]:
     """Count the instructions of all points; return the counts, and "" or why there are none."""
     if reason := instructions.reason_not_to_count(
-        start.config, start.device.type, smoke=start.smoke
+        start.config, start.device.type, smoke=start.is_smoke
     ):
         return {}, reason
     display.say("counting instructions under valgrind, both revisions at once")
@@ -125,7 +125,7 @@ def _count_instructions(
 def _notices(start: GateStart) -> list[str]:
     """Return the notices of the page: what limits the trust in the run's verdicts."""
     notices = []
-    if start.smoke:
+    if start.is_smoke:
         notices.append("Smoke run: tiny tables, one pair of processes: no verdict is possible.")
     if start.floor is None:
         margin = 100 * start.config.gate.min_effect

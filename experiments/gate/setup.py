@@ -101,7 +101,8 @@ def find_noise_floor(
 ) -> NoiseFloor | None:
     """Return the floor for this machine, its software and this way of measuring.
 
-    None if `folder` has none, or only one that cannot be read or is of another version.
+    None if `folder` has none, or only one that cannot be read, is of another SCHEMA, or has another
+    `machine_key`.
     """
     path = folder / floor_file(environment, config)
     try:
@@ -115,7 +116,7 @@ def find_noise_floor(
 
 
 def margin(floor: NoiseFloor, point: str, min_effect: float, pairs: int) -> float:
-    """Return a point's margin for the mean of `pairs`; `min_effect` for a point without a floor."""
+    """Return a point's margin for the mean of `pairs` pairs; `min_effect` without a floor."""
     if point not in floor:
         return min_effect
     return statistics.gate_margin(min_effect, floor[point]["mad"], pairs)
@@ -141,8 +142,8 @@ class GateStart:
         return Rules(pairs, max(pairs, gate.max_pairs), gated)
 
     @property
-    def smoke(self) -> bool:
-        """Return whether sizes are tiny, only to test that everything runs."""
+    def is_smoke(self) -> bool:
+        """Return whether sizes are capped, only to test that everything runs."""
         timing = self.config.timing
         return bool(timing.max_rows or timing.max_batch)
 
@@ -153,6 +154,8 @@ class GateStart:
 
 def start_gate(config: Config, words: Sequence[str]) -> GateStart:
     """Examine the machine and check the configuration of a run.
+
+    `words` are those of the command line, for environment.json.
 
     Raises:
         UsageError: the device, a point or gate.inject is impossible, or the machine is unfit.
@@ -171,7 +174,10 @@ def start_gate(config: Config, words: Sequence[str]) -> GateStart:
 def write_info(
     store: RunStore, config: Config, question: str, status: str, begin_s: float, **extra: Any
 ) -> None:
-    """Write run.json of a run that ends now; `begin_s` is time.monotonic() at its beginning."""
+    """Write run.json of a run that ends now, with the further entries `extra`.
+
+    `begin_s` is time.monotonic() at the beginning of the run.
+    """
     seconds = round(time.monotonic() - begin_s, 1)
     info = {"experiment": config.name, "question": question, "status": status, "seconds": seconds}
     store.write_json("run.json", info | extra)

@@ -19,14 +19,11 @@ from experiments.timing.statistics import MIN_PROCESSES, Verdict
 PEAK_SHARE, PEAK_BYTES = 0.01, 16 << 20  # tolerated growth of peak memory, which is not exact
 HIT_RATE_CHANGE = 0.005  # tolerated loss of the hit rate, a share of 1
 INSTRUCTIONS_SHARE = 0.01  # tolerated growth of instructions: Python's share is not exact
-BROKEN_STATUSES = (
-    "error",
-    "wrong",
-    "timeout",
-    "oom",
-)  # of a side; others mean "not supported here"
+# Statuses of a side that failed; any other means that it does not support the point here.
+BROKEN_STATUSES = ("error", "wrong", "timeout", "oom")
 
-FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6  # exit statuses, see pages.MEANINGS
+# Exit statuses; `pages.MEANINGS` says what they mean.
+FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,14 @@ class PointFinding:
 
     Attributes:
         point: name of the point.
-        words: contender, phase and sizes.
+        words: description of the point: contender, phase and sizes.
         state: name of a `Verdict`; or MISSING (only base can run it), FAILED (head has
             an error, and base cannot run it either), NEW (base cannot run it, and head can, or
             does not support it here), NOISY (its margin would exceed gate.max_margin).
         reason: why there is no verdict, or what to do about an unsure one.
         ruling: verdict with its grounds; None without a verdict.
-        base_s: median seconds of base; nan without a verdict.
-        head_s: median seconds of head; nan without a verdict.
+        base_s: median seconds of base; nan without samples.
+        head_s: median seconds of head; nan without samples.
         grown: sentences about counted numbers that became worse.
         shrunk: sentences about counted numbers that became better.
         counts: instructions by name and side.
@@ -60,7 +57,7 @@ class PointFinding:
     counts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
-    def regression(self) -> bool:
+    def is_regression(self) -> bool:
         """Return whether the point is slower, confirmed, or has a counted number that grew."""
         return self.state == Verdict.SLOWER.value or bool(self.grown)
 
@@ -96,7 +93,7 @@ class Findings:
             return 130
         if self.broken:
             return FAILED if self.broken_side is Side.head else NOTHING
-        if any(x.regression for x in self.points):
+        if any(x.is_regression for x in self.points):
             return REGRESSION
         if self.in_states("MISSING", "FAILED"):
             return FAILED
@@ -132,7 +129,7 @@ def collect_findings(
 
     def sort_key(finding: PointFinding) -> tuple[bool, int, float]:
         effect = abs(math.log(finding.ruling.effect.ratio)) if finding.ruling else 0.0
-        return not finding.regression, STATES_BY_SEVERITY.index(finding.state), -effect
+        return not finding.is_regression, STATES_BY_SEVERITY.index(finding.state), -effect
 
     return Findings(sorted(findings, key=sort_key))
 
@@ -194,7 +191,7 @@ def advice(ruling: Ruling) -> str:
 def changed_counts(
     base: Mapping[str, float], head: Mapping[str, float]
 ) -> tuple[list[str], list[str]]:
-    """Return (sentences, sentences) on the numbers of a point that became worse, and better.
+    """Return the sentences on numbers that became worse, and those on numbers that became better.
 
     The numbers are those of `Bench.weigh` and counted instructions, by name. Hit rates, peak memory
     and instructions have a tolerance; other bytes are compared exactly.

@@ -47,7 +47,7 @@ UNITS = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}  # by co
 
 
 def answer(run: Run) -> list[str]:
-    """State the hit rate of the headline size, its distance from the ideal, and the step time."""
+    """State hit rates and step times at the headline size, and what ideal caches serve there."""
     rows = headline_rows(run)
     if rows is None or not len(rows):
         return ["No answer yet: no trace was run before the run ended."]
@@ -118,10 +118,10 @@ def _timed_step(run: Run, arm: str) -> pd.Series | None:
 
 
 def _ideal_sentences(by_name: dict[str, pd.Series], optimum: pd.Series) -> list[str]:
-    """Compare the distinct rows served with the offline optimum, and state its slack.
+    """Compare the distinct rows served with the offline optimum, and bound the lookups served.
 
     The optimum is optimal for distinct rows only. `most_lookup_hit_rate` is an upper bound on the
-    lookups that any cache could serve; the slack is its distance from the optimum.
+    lookups that any cache could serve; `slack` is how far it is above the optimum.
     """
     served_shares = [
         f"{_policy(name)} {text.percent(row['row_hit_rate'])}"
@@ -168,7 +168,7 @@ def good_traces(run: Run) -> pd.DataFrame:
 
 
 def section_table(run: Run, section: str) -> Table | None:
-    """Return one row per point and size: hit rates of policies and ideals, by lookup and row.
+    """Return one row per cell and size of the cache: each policy's hit rates per lookup and row.
 
     None for a section without traces; its cells are timed.
     """
@@ -197,10 +197,13 @@ def describe_point(run: Run, row: pd.Series) -> str:
 
 
 def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
-    """Return the base point in Markdown: hit rate and step time by cache size; None if untimed."""
-    if run.table.empty:
-        return None
+    """Return the base point in Markdown: hit rate and step time by size of the cache.
+
+    None for a run without timed steps or without a trace that has a result.
+    """
     rows = good_traces(run)
+    if run.table.empty or rows.empty:
+        return None
     rows = rows[rows["cell"] == rows["cell"].iloc[0]]
     names = list(dict.fromkeys(rows["contender"]))
     heads = ["cache", *[_policy(n) for n in names], f"step ÷ {run.baseline.label}, LRU"]

@@ -19,19 +19,18 @@ NOTES = (
     "A step is forward, backward and the update (SGD) of one table. All kinds of steps are timed "
     "in turns, in random order; shown are medians. With one thread the time is that of the "
     "processor.",
-    "The model has five terms: a constant, lookups, lookups of rows that are made beyond 1 MiB, "
-    "distinct rows, and the multiply-adds of their products, which distinct rows and prefixes "
-    "decide. A cache adds a constant, a time per lookup and one per distinct id, and leaves the "
-    "step of the lookups that miss it. Constants are at least 0 and fitted by relative squares to "
-    "steps of uniform ids only, of all ids and of few: whatever is said of Zipf ids is a "
-    "prediction.",
+    "The model has five terms: a constant, lookups, lookups of computed rows beyond the first MiB, "
+    "distinct rows, and multiply-adds, whose number follows from distinct rows and prefixes. A "
+    "cache adds a constant, a time per lookup and a time per distinct id; only lookups that miss "
+    "it count in the other terms. Constants are at least 0, and fitted by relative squares to "
+    "steps of uniform ids, of all ids and of few. No constant is fitted to Zipf ids.",
     "'By rows and products' has the last two terms only. 'By hits' is the measured time without a "
-    "cache, times the lookups that miss it.",
+    "cache × the share of the lookups that miss it.",
 )
 
 
 def answer(run: Run) -> list[str]:
-    """State predicted ÷ measured time: by skew, with caches, and by the hit rate alone."""
+    """State predicted ÷ measured times: per skew, with caches, and by the hit rate alone."""
     rows = run.frame("predictions")
     if not len(rows):
         return ["No answer: no step was timed."]
@@ -87,7 +86,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
         cached_columns: dict[str, Column] = {
             "stored": lambda r: Value(f"{100 * r['cached']:g} %", r["cached"]),
             "lookups that hit": lambda r: _two_decimals(r["hit_rate"]),
-            "distinct that hit": lambda r: _two_decimals(r["row_hit_rate"]),
+            "distinct ids that hit": lambda r: _two_decimals(r["row_hit_rate"]),
             "by hits": lambda r: _two_decimals(r["by_hits_s"] / r["measured_s"]),
         }
         table = Table.of(cached_rows, columns | cached_columns)
@@ -111,8 +110,8 @@ def _constants_table(run: Run) -> TitledTable:
                 lines += [(rank, f"{prefix}: {name}", s) for name, s in constants.items()]
     columns: dict[str, Column] = {
         "rank": lambda r: count_value(r[0]),
-        "one": lambda r: str(r[1]).replace("_", " "),
-        "takes": lambda r: time_value(r[2]),
+        "constant": lambda r: str(r[1]).replace("_", " "),
+        "time": lambda r: time_value(r[2]),
     }
     return TitledTable("Constants of the model", "", Table.of(lines, columns))
 

@@ -98,7 +98,7 @@ def good_results(run: Run) -> pd.DataFrame:
 
 
 def _headline_share(run: Run, rows: pd.DataFrame) -> float:
-    """Return the measured share of bytes nearest to report.subject_cache; 1 without any."""
+    """Return the measured share of bytes nearest to report.subject_cache; 1 for plain only."""
     headline_share = float(run.config.report.subject_cache)
     shares = rows.loc[rows["contender"] != PLAIN, "share"].unique()
     return float(min(shares, key=lambda s: abs(math.log(s / headline_share)), default=1.0))
@@ -196,9 +196,14 @@ def _change_value(row: pd.Series, name: str) -> Value:
     return Value.of(row[name], lambda v: _signed(v) + interval)
 
 
-def readme_lines(run: Run, command: str, link: str) -> list[str]:
-    """Return lines of Markdown: the change of AUC of each method at the headline's share."""
+def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
+    """Return lines of Markdown: the change of AUC of each method at the headline's share.
+
+    None if no method has a result.
+    """
     rows = good_results(run)
+    if rows.empty:
+        return None
     share = _headline_share(run, rows)
     rows_at_share = rows[rows["share"] == share]
     names = list(dict.fromkeys(rows["data"]))

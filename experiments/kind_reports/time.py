@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.report.answer import answer, tiles
-from experiments.report.data import Run
+from experiments.report.data import Run, select
 from experiments.report.figures import figures
 from experiments.report.results import readme_table
 from experiments.results import metrics
@@ -14,10 +14,13 @@ NOTES = (metrics.FORMULA,)
 
 
 def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
-    """Return the lines with the headline's table; None for a run without timed cells."""
-    if run.table.empty:
+    """Return the lines with the headline's table; None if the headline was not timed.
+
+    Arguments as for `Kind.readme_lines`.
+    """
+    headline_rows = select(run.table, cell=run.headline_cell())
+    if headline_rows.empty:
         return None
-    headline_rows = run.table[run.table["cell"] == run.headline_cell()]
     section, batch = headline_rows.iloc[0][["section", "B"]]
     return [
         f"{command}: {run.title(section)}, B = {int(batch):,}.",

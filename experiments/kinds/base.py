@@ -51,7 +51,7 @@ class CellKinds:
 
 
 class Ranks(Enum):
-    """The processes that measure a cell together."""
+    """The number of processes that measure a cell together, one or a key of the configuration."""
 
     ONE = "one"
     OF_RUN = "device.ranks"
@@ -59,7 +59,7 @@ class Ranks(Enum):
 
 
 class Sort(Enum):
-    """The sort of contenders that an experiment may have."""
+    """The sort of contenders that an experiment may have, see `check_sort`."""
 
     BAGS = "contenders that look up bags"
     KEYED = "hash tables"
@@ -75,8 +75,8 @@ class ArmRules:
         only: the only arm of every cell, in place of contenders.
         computed: arms that every cell of the sweep has in addition to contenders.
         choices: computed arms and methods that `contenders` may name.
-        contenders: sort of contenders.
-        ranks: processes that measure a cell together.
+        contenders: sort of the contenders.
+        ranks: number of processes that measure a cell together.
     """
 
     only: str = ""
@@ -102,7 +102,8 @@ class Measurement:
         cell: "module:function" of the function (cell, session, seconds) -> records.
         effort: number of processes, and their time limit.
         modes: modes; () for timing.modes.
-        makes_tables: True if tables are built: their rows must be known, and their bytes fit.
+        makes_tables: True if tables are built. Then a trace must state their rows, and tables that
+            exceed device.memory_share of the free memory are shrunk.
         packages: packages, besides the contenders' packages, whose version changes a result.
     """
 
@@ -114,7 +115,7 @@ class Measurement:
 
 
 class Compared(IntEnum):
-    """The comparisons that a kind's numbers permit; each level includes those below it."""
+    """The comparisons that a kind's numbers permit; a level includes those of lower value."""
 
     NOTHING = 0
     MACHINES = 1  # numbers of several machines
@@ -128,7 +129,8 @@ class Reporting:
 
     Attributes:
         module: module with NOTES, `answer`, `figures` and other functions that `Kind` calls.
-        rebuild: "module:function" of a function (path) -> answer that writes the kind's own report.
+        rebuild: "module:function" of a function (directory of a run) -> answer, which writes a
+            report of the kind's own; "" for the usual report.
         compared: comparisons that the numbers permit.
         success: sentence about failures if there are none.
     """
@@ -268,7 +270,7 @@ class Kind:
         return self._call_report("write_files", {}, run)
 
     def rebuild(self, path: Path) -> str | None:
-        """Write the kind's own report and return its answer; None for a kind without one."""
+        """Write the kind's own report of the run in `path`; return its answer, None without one."""
         return str(load(self.reporting.rebuild)(path)) if self.reporting.rebuild else None
 
     def answer(self, run: Run) -> list[str]:

@@ -76,7 +76,7 @@ def failures_of(output: str, identity: Mapping[str, Any], replicate: int = 0) ->
 
 
 def _common(identity: Mapping[str, Any], replicate: int, name: str, group: str) -> Record:
-    """Return the entries that every record has; the cell is the test's name."""
+    """Return the entries that successes and failures share; the cell is the test's name."""
     short_name = re.sub(r"^test_", "", name)
     return {
         **identity,
@@ -131,7 +131,7 @@ def _row(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the entries of run.json."""
+    """Return the entries of run.json about records; `jobs` is the number of records."""
     return {
         "cells": len({r["cell"] for r in records}),
         "jobs": len(records),
@@ -140,12 +140,18 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def import_benchmarks(path: Path, folder: Path) -> Path:
-    """Create a run's directory in `folder` from a JSON of pytest-benchmark; raise UsageError."""
+    """Create a run's directory in `folder` from a JSON file of pytest-benchmark; return it.
+
+    Raises:
+        UsageError: the file cannot be read, is no such JSON, or lacks benchmarks or single times.
+    """
     try:
         content = json.loads(path.read_text())
         benchmarks = content["benchmarks"]
         if any("data" not in b["stats"] for b in benchmarks):
-            raise UsageError(f"{path} has no single times: use --benchmark-json or -save-data")
+            raise UsageError(
+                f"{path} has no single times: use --benchmark-json or --benchmark-save-data"
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not the JSON of pytest-benchmark ({error!r})") from error
     if not benchmarks:

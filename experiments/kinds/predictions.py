@@ -1,4 +1,7 @@
-"""The kind `predictions`: steps of tensor trains, and their times by a model of their work."""
+"""The kind `predictions`: steps of tensor trains, timed, and predicted from counts of their work.
+
+`measure.predictions` has the model that predicts them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from experiments.results.store import Record
 from experiments.timing import statistics
 
 SMOKE_ROWS, SMOKE_LOOKUPS = 20_000, 640  # maxima in a smoke run
+# Entries that identify a predicted step; `order` is the order of ids, `cached` a share of rows.
 POINT_KEYS = ("rank", "skew", "order", "lookups", "cached")
-"""Entries that identify a predicted step; `order` is the order of ids, `cached` a share of rows."""
 
 
 @dataclass
@@ -65,7 +68,7 @@ class Predictions(base.Kind):
     )
 
     def check(self, config: Config) -> None:
-        """Raise UsageError for an optimizer other than SGD, which the model assumes."""
+        """Raise UsageError for an optimizer other than SGD, of which the modelled steps are."""
         super().check(config)
         if config.optimizer is not Optimizer.sgd:
             raise UsageError("optimizer: kind=predictions times steps of sgd")
@@ -106,7 +109,7 @@ class Predictions(base.Kind):
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return predictions.csv: a row per predicted step (POINT), over all processes.
+    """Return predictions.csv: a row per predicted step (POINT_KEYS), over all processes.
 
     `measured_s`, `predicted_s`, `two_terms_s` (rows and products alone; nan with a cache) and
     `by_hits_s` (uncached time × lookups that miss) are seconds of a step; `ratio` is predicted ÷

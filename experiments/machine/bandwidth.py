@@ -1,15 +1,13 @@
 """Measure the ceilings of this machine: copying, gathering random rows, multiplying matrices.
 
-A run measures them on its own threads, and reports compare contenders with them. A ceiling is the
-best of several calls, because disturbances only lower it. Bandwidth counts bytes read plus written.
+Reports compare contenders with these ceilings. A ceiling is the best of several calls, because
+disturbances only lower it. Bandwidth counts bytes read plus written.
 
 Rows are gathered in four ways, of which the fastest counts: by torch and by emblib's lookup, each
 with one output row per row (`index_select`, bags of 1) and one per 32 rows (`embedding_bag`, bags
-of 32). Bytes are counted as the metrics count a lookup: rows, ids, offsets and output. A lookup of
-torch or emblib with such bags, whose rows come from memory, stays below the ceiling: it is one of
-the four ways, and its bytes are counted in the same way. A row size between two measured ones is
-compared with the larger. Lookups whose rows or outputs stay in a cache can exceed the ceiling. On a
-GPU, ceilings except `launch_us` are timed by events behind a spin, without launches.
+of 32). Bytes are those that the metrics count for a lookup: rows, ids, offsets and output. Lookups
+whose rows or outputs stay in a cache can exceed the ceiling. On a GPU, ceilings except `launch_us`
+are timed by events behind a spin, without launches.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ ROW_BYTES = (64, 128, 256, 512, 1024)
 ID_BYTES = 8  # bytes of an id or an offset, int64
 BAG_LENGTH = 32
 SPIN_CYCLES = 200_000  # about 100 us of a GPU: longer than the host takes to launch a call
-CACHES_PER_TABLE = 8  # table ÷ last-level cache: large enough that hits do not matter
+TABLE_CACHE_RATIO = 8  # bytes of a table ÷ last-level cache, so that few rows are cached
 # Minimum of the table of a GPU with enough free memory, for enough rows per call (not measured).
 MIN_GPU_BYTES = 2 << 30
 COPY_SHARE, GATHER_SHARE, SGEMM_SHARE = 0.2, 0.2, 0.1  # times ÷ `seconds`; a gather per row size
@@ -46,7 +44,7 @@ LINE_BYTES = 64  # bytes of a cache line
 WORDS_PER_LINE = LINE_BYTES // 8
 
 
-def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
+def measure_ceilings(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     """Measure all ceilings, on the threads of torch.
 
     Args:
@@ -91,9 +89,9 @@ def table_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
-        num_bytes = max(MIN_GPU_BYTES, CACHES_PER_TABLE * cache_bytes)
+        num_bytes = max(MIN_GPU_BYTES, TABLE_CACHE_RATIO * cache_bytes)
     else:
-        num_bytes = CACHES_PER_TABLE * last_level_cache_bytes()
+        num_bytes = TABLE_CACHE_RATIO * last_level_cache_bytes()
     return max(SMOKE_BYTES, min(num_bytes, int(MEMORY_SHARE * available_bytes(device)) >> 20 << 20))
 
 

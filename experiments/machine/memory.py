@@ -52,8 +52,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Make a call; return the maximum of the bytes in use during it, minus those in use before.
 
     On a GPU these are the bytes that torch has allocated; on a CPU the resident memory of the
-    process. Where the system does not let a process reset its peak, the result is None, and the
-    call is not made.
+    process. None if the system does not state the peak. The call is not made if the system does not
+    let a process reset its peak.
     """
     if device.type != "cuda":
         return _peak_bytes_on_host(call)

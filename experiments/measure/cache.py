@@ -15,7 +15,7 @@ from experiments.contenders.base import Contender
 from experiments.contenders.key_checks import CHECKED_KEYS, verify_keyed
 from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.contenders.registry import Unsupported, build
-from experiments.measure.outcome import Outcome, describe, pool_entries
+from experiments.measure.outcome import Outcome, make_record, pool_entries
 from experiments.measure.session import Session
 from experiments.measure.timing import task_of
 from experiments.results.store import Record
@@ -75,7 +75,7 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
             else:
                 samples = _visit_batches(build(arm.contender, task_of(cell, arm, session)), pool)
         records.append(
-            describe(cell, outcome, session)
+            make_record(cell, outcome, session)
             | pool_entries(pool)
             | {"samples": samples, **extra}
             | {"cache_rows": cache_rows, "batches": cell.cache.batches}

@@ -21,7 +21,7 @@ from experiments.contenders.registry import Wrong, build
 from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.keys import KEYS_PER_FILL
-from experiments.measure.outcome import Outcome, build_arms, describe
+from experiments.measure.outcome import Outcome, build_arms, make_record
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.workloads.keys import KeySpace, values_of
@@ -52,7 +52,7 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
             with outcome.catching():
                 record |= _measure_memory(cell, arm, session, space)
                 record["weights_bytes"] = bytes_of_arm[arm.key]
-        records.append(describe(cell, outcome, session) | record)
+        records.append(make_record(cell, outcome, session) | record)
     return records
 
 

@@ -16,7 +16,7 @@ from experiments.config.sweep import Arm, Cell
 from experiments.contenders.key_checks import verify_keyed
 from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.contenders.registry import build
-from experiments.measure.outcome import Outcome, build_arms, describe
+from experiments.measure.outcome import Outcome, build_arms, make_record
 from experiments.measure.session import Session
 from experiments.measure.timing import race_modes
 from experiments.results.store import Record
@@ -161,7 +161,7 @@ def fill(table: KeyTable, calls: Calls) -> int:
 
 def _record(cell: Cell, outcome: Outcome, session: Session, filled: FilledTable | None) -> Record:
     """Return the record of an arm: its outcome, and the size and content of its table."""
-    record = describe(cell, outcome, session) | {
+    record = make_record(cell, outcome, session) | {
         "load": outcome.arm.load,
         "hits": cell.keys.hits,
     }

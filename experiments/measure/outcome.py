@@ -1,7 +1,7 @@
 """The outcome of a contender as a record, whether it was measured or failed.
 
 `verify` compares a contender with the reference before it is timed. An `Outcome` then collects what
-happened to an arm in a mode, and `describe` turns it into a record (`results.store.Record`).
+happened to an arm in a mode, and `make_record` turns it into a record (`results.store.Record`).
 """
 
 from __future__ import annotations
@@ -164,11 +164,12 @@ def pool_entries(pool: Pool) -> dict[str, Any]:
     }
 
 
-def describe(cell: Cell, outcome: Outcome, session: Session) -> Record:
-    """Return the record of an arm's outcome; callers replace or add the entries of `pool_entries`.
+def make_record(cell: Cell, outcome: Outcome, session: Session) -> Record:
+    """Return the record of an arm's outcome, from the cell, the outcome and the session alone.
 
-    Until then `lookups` is B * L per feature, and the other entries of the pool are None or absent.
-    The contender is not needed, because its process may have died.
+    The contender is not needed, because its process may have died. Entries about the batches are
+    preliminary: `lookups` is B * L per feature, `unique_rows` and `pool_sha256` are None. Callers
+    with a pool replace them by `pool_entries`.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     arm, measured, workload = outcome.arm, outcome.measured, cell.workload
@@ -177,7 +178,7 @@ def describe(cell: Cell, outcome: Outcome, session: Session) -> Record:
     }
     # The path is private; sha256 identifies the file.
     params["file"] = Path(workload.file).name if workload.file else ""
-    measured_entries, contender_facts = measured.describe(), registry.facts_of(arm.contender)
+    measured_entries, contender_facts = measured.entries(), registry.facts_of(arm.contender)
     return {
         "run_id": session.run_id,
         **session.identity,

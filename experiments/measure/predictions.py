@@ -1,10 +1,10 @@
 """Measure a cell of kind predictions: time steps of a tensor train, and predict them.
 
-The model of a step without a row cache is a linear function of TERMS: a constant, the lookups, the
-lookups of rows beyond a core's cache, the distinct rows, and the multiply-adds.
-`TableBatchedTTEmbeddingBags.work` counts multiply-adds from distinct rows and prefixes. With a row
-cache, only lookups that miss it count in TERMS. The row cache adds CACHE_TERMS: a constant, a time
-per lookup and a time per distinct id. All constants are fitted to steps of uniform ids.
+The predicted time of a step is a sum of terms; each is a count times a constant. TERMS count the
+work on the train: steps, lookups, lookups of rows beyond a core's cache, distinct rows, and
+multiply-adds (`TableBatchedTTEmbeddingBags.work`). A module that caches rows counts only lookups
+that miss its cache in TERMS, and adds CACHE_TERMS: steps, lookups, and distinct ids. The constants
+are fitted to separate steps of uniform ids.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from torch import Tensor
 import emblib
 from experiments.config.sweep import Cell
 from experiments.contenders.registry import Unsupported, Wrong
-from experiments.measure.outcome import Outcome, describe
+from experiments.measure.outcome import Outcome, make_record
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing import statistics
 from experiments.workloads import distributions
 
+# Names of the constants: seconds per step, per lookup, ...
 TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")
 TWO_TERMS = slice(TERMS.index("row"), None)  # distinct rows and multiply-adds
 CACHE_TERMS = ("step", "lookup", "row")
@@ -67,7 +68,7 @@ class TimedSteps:
 
     @property
     def seconds(self) -> float:
-        """Return the median of the samples."""
+        """Return the median of the sampled step times."""
         return statistics.summarise([s for _, s in self.samples]).median
 
 
@@ -85,11 +86,11 @@ def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
         _time_in_turns(experiment.steps, cell.options["rounds"], session.seed)
         record = experiment.predict()
         outcome.measured.stop_reason = "predicted"
-    return [describe(cell, outcome, session) | record]
+    return [make_record(cell, outcome, session) | record]
 
 
 class _Experiment:
-    """The modules of a cell and their steps; steps of uniform ids predict the others."""
+    """The modules of a cell and their steps: fitted ones of uniform ids, and predicted ones."""
 
     def __init__(self, cell: Cell, session: Session) -> None:
         torch.manual_seed(session.seed)
@@ -212,7 +213,11 @@ class _Experiment:
         return TimedSteps(module, batches, np.mean(terms, 0), mean_cache_terms, point)
 
     def predict(self) -> Record:
-        """Return the constants, and a point per predicted kind of step."""
+        """Return the constants, and a point per predicted kind of step; the steps must be timed.
+
+        Returns:
+            `constants` in seconds by name in TERMS, `cache_constants` by cached share, `points`.
+        """
         uncached_steps = [s for s in self.steps if not len(s.cache_terms)]
         fitted_steps = [s for s in uncached_steps if not s.point]
         terms = np.array([s.terms for s in fitted_steps])

@@ -66,7 +66,7 @@ class _Raised:
 class Child:
     """A child process that calls a function; as a context manager it ends the child.
 
-    One thread may wait in `receive` while another calls `kill`; nothing else is thread-safe.
+    One thread may wait in `receive` while another calls `kill`. Other methods are for one thread.
 
     Args:
         target: "module:function"; the function is called with the pipe and the arguments.
@@ -162,7 +162,7 @@ class Child:
             self.process.join()
 
     def close(self) -> None:
-        """Close the pipe, and wait for the child to end; kill it after GOODBYE_SECONDS."""
+        """Close the pipe, and wait for the child to end; kill it after END_SECONDS."""
         self._pipe.close()
         self.process.join(END_SECONDS)
         self.kill()

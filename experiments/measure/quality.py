@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.config.sweep import PLAIN, Arm, Cell
 from experiments.contenders.registry import Missing
-from experiments.measure.outcome import Outcome, describe
+from experiments.measure.outcome import Outcome, make_record
 from experiments.measure.session import Session
 from experiments.quality.data import Clicks, DataSource, Unreadable, load
 from experiments.quality.methods import FLOAT_BYTES, StoredTables
@@ -42,7 +42,7 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
     except (Missing, Unreadable) as error:
         for outcome in outcomes.values():
             outcome.fail(error)
-        return [describe(cell, outcome, session) for outcome in outcomes.values()]
+        return [make_record(cell, outcome, session) for outcome in outcomes.values()]
     sized_workload = dataclasses.replace(cell.workload, sizes=list(data.rows))
     cell = dataclasses.replace(cell, workload=sized_workload)
     trained_models = _train_all(cell, session, data, plan, outcomes)
@@ -58,7 +58,7 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
         outcomes[arm].measured.samples = {"step": samples}
     data_entries = _data_entries(data, plan) | {"lookups": plan.batch * len(data.rows)}
     return [
-        describe(cell, outcomes[arm], session)
+        make_record(cell, outcomes[arm], session)
         | data_entries
         | (_model_entries(trained_models[arm]) if arm in trained_models else {})
         for arm in cell.arms

@@ -30,7 +30,7 @@ from experiments.contenders.base import fill_, pool_rows
 from experiments.contenders.registry import Wrong, build
 from experiments.contenders.served import Served
 from experiments.machine.telemetry import telemetry_for
-from experiments.measure.outcome import Outcome, build_arms, describe, pool_entries
+from experiments.measure.outcome import Outcome, build_arms, make_record, pool_entries
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing.latencies import CLOSED, bucket_of, phase_of
@@ -90,7 +90,7 @@ class LoadPoint:
         times_ns = arrival_times_ns(rate, seconds, rng)
         self.blocks.append(send_open_block(threads, self.request, self.clients, times_ns))
 
-    def describe(self) -> Record:
+    def entries(self) -> Record:
         """Return a point of the record: clients, load, requests, seconds of all blocks.
 
         `latencies` are [bucket, requests] pairs, see `timing.latencies`.
@@ -108,7 +108,7 @@ class LoadPoint:
 def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record per arm; `seconds` is the budget for the requests of all arms.
 
-    A record has `points` (of `LoadPoint.describe`) and `cold_start` (of that function), empty if
+    A record has `points` (of `LoadPoint.entries`) and `cold_start` (of that function), empty if
     the status is not "ok"; its samples are the seconds per request of closed blocks.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
@@ -133,8 +133,8 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
             with outcome.catching():
                 outcome.nbytes = {"weights": tables[arm.key].nbytes()}
                 record["cold_start"] = cold_start(tables[arm.key], prepared[arm.key][0])
-                record["points"] = [point.describe() for point in points[arm.key]]
-        records.append(describe(cell, outcome, session) | pool_entries(pool) | record)
+                record["points"] = [point.entries() for point in points[arm.key]]
+        records.append(make_record(cell, outcome, session) | pool_entries(pool) | record)
     return records
 
 

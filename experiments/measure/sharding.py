@@ -20,7 +20,7 @@ from experiments.contenders.base import Contender, Task
 from experiments.contenders.sharded import ranks_of
 from experiments.contenders.tables import optimizer_of
 from experiments.machine.cpu import usable_cores
-from experiments.measure.outcome import Outcome, describe
+from experiments.measure.outcome import Outcome, make_record
 from experiments.measure.session import Session
 from experiments.measure.timing import measure_cell, whole_steps
 from experiments.results.store import Record
@@ -50,7 +50,7 @@ def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
         record = {"calibration": json.loads(calibrate_ranks(session).to_json()), "nodes": nodes}
         outcome.measured.stop_reason = "calibrated"
     session.sync.share_failures({cell.arms[0].key: outcome})
-    return [describe(cell, outcome, session) | record]
+    return [make_record(cell, outcome, session) | record]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from experiments.contenders.base import Contender, Task
 from experiments.contenders.registry import build
 from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
-from experiments.measure.outcome import Outcome, build_arms, describe, pool_entries, verify
+from experiments.measure.outcome import Outcome, build_arms, make_record, pool_entries, verify
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing.clock import Clock, clock_for
@@ -75,7 +75,7 @@ def measure_cell(
                 _measure_sizes(outcomes_in_mode[key], contenders[key], phases[key], timing)
                 outcomes_in_mode[key].flops = _flops(contenders[key], pool)
         records += [
-            describe(cell, outcome, session) | pool_entries(pool)
+            make_record(cell, outcome, session) | pool_entries(pool)
             for outcome in outcomes_in_mode.values()
         ]
     return records

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.config.schema import Distribution
 from experiments.config.sweep import Cell
-from experiments.measure.outcome import Outcome, describe, pool_entries
+from experiments.measure.outcome import Outcome, make_record, pool_entries
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.workloads import production, trace_analysis
@@ -64,7 +64,7 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
             )
         )
     analysis = analyse_together(lookups_by_table, cell.cache.fractions, num_warm_batches)
-    record = describe(cell, Outcome(arm), session) | pool_entries(pool)
+    record = make_record(cell, Outcome(arm), session) | pool_entries(pool)
     record |= {
         "rows": sum(table["rows"] for table in tables),
         "batches": len(pool.batches),

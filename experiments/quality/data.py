@@ -211,7 +211,7 @@ def flights(source: DataSource) -> Clicks:
     fields = frame[["tailnum", "route", "carrier", "month", "hour"]].assign(flight=flight)
     return _make_clicks(
         source,
-        "departures from New York in 2013: 15 minutes late on arrival?",
+        "departures from New York in 2013: more than 15 minutes late on arrival?",
         fields,
         frame[["distance", "hour", "minute"]].to_numpy(),
         frame["arr_delay"] > _MAX_DELAY,

@@ -168,7 +168,7 @@ class Run:
         return [kind.case_report(self) for kind in kinds]
 
     @property
-    def smoke(self) -> bool:
+    def is_smoke(self) -> bool:
         """Return whether sizes were capped: the run only shows that the experiment works."""
         timing = self.config.timing
         return bool(timing.max_rows or timing.max_batch or timing.max_cells)

@@ -105,7 +105,7 @@ def how_to_read(run: Run) -> list[str]:
 def notices(run: Run) -> list[str]:
     """Return what a reader must know before trusting a number."""
     sentences = []
-    if run.smoke:
+    if run.is_smoke:
         sentences.append(
             "Tables, batches and rounds are capped to see whether everything works (timing=smoke)."
         )
@@ -120,7 +120,7 @@ def notices(run: Run) -> list[str]:
     sentences += _unfinished_sentences(run)
     if note := run.environment.get("note"):  # the user's own entry in environment.json
         sentences.append(f"Note: {note}")
-    sentences += host_bound(run)
+    sentences += host_bound_sentences(run)
     disturbed = [(explain(f), n) for f, n in flag_counts(run).items() if f not in MINOR]
     if disturbed:
         total = len(run.table) // len(PHASES)
@@ -136,7 +136,7 @@ def notices(run: Run) -> list[str]:
     return sentences
 
 
-def host_bound(run: Run) -> list[str]:
+def host_bound_sentences(run: Run) -> list[str]:
     """Describe the steps that are bound by the host (`metrics.is_host_bound`); [] on a CPU."""
     if not len(run.table) or "host_bound" not in run.table:
         return []

@@ -52,11 +52,11 @@ def page_of(run: Run) -> Page:
     ]
     return Page(
         name=str(run.config.name),
-        answer=[SMOKE_NOTICE, *answer] if run.smoke else answer,
+        answer=[SMOKE_NOTICE, *answer] if run.is_smoke else answer,
         sections=sections,
         subtitle=figures.subtitle(run),
         question=str(run.info.get("question", "")),
-        tiles=[] if run.smoke else run.kind.tiles(run),  # a tile is large: it must mean something
+        tiles=[] if run.is_smoke else run.kind.tiles(run),  # tiles catch the eye
         notices=[Notice(sentence) for sentence in notes.notices(run)],
         closing=FILES_IN_FOLDER,
     )

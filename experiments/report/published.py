@@ -231,7 +231,7 @@ def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> Jud
         reason = figure.not_here
     elif run is None:
         reason = f"no run of {source.experiment} at hand"
-    elif run.smoke:
+    elif run.is_smoke:
         reason = "this is a smoke run: its sizes are capped"
     else:
         row, reason = _our_row(run, figure, figure.ours)

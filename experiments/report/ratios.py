@@ -12,7 +12,7 @@ from experiments.config.sweep import SWEEP
 from experiments.report import text
 from experiments.report.answer import sweep_point
 from experiments.report.charts import Row, Square, forest, squares
-from experiments.report.data import AXIS_NAMES, Run
+from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.style import FASTER, SLOWER, WIDTH, Figure, Panel, colour_of
 from experiments.results.metrics import MARGIN, process_logs
 from experiments.results.store import Record
@@ -20,7 +20,7 @@ from experiments.results.store import Record
 MODEL_PHASES = ("step", "forward")  # in the order of the panels
 FULL_COLOUR_SPEEDUP = 4.0  # a speed-up of 4, or of a quarter, has the full colour
 MAX_OPACITY = 0.75  # of a square with the full colour
-MAX_ROWS = 44  # a panel omits the middle ones of more ratios
+MAX_ROWS = 44  # of a panel; of more ratios, those in the middle are left out
 
 
 def forest_figures(run: Run) -> list[Figure]:
@@ -39,7 +39,7 @@ def forest_figures(run: Run) -> list[Figure]:
     dots_note = "One process per cell: the interval covers the noise within that process only. "
     if run.table["processes"].max() > 1:
         dots_note = "Small dots: the ratio within each process. "
-    is_cut = any(len(ratio_rows) == MAX_ROWS for ratio_rows in rows_by_phase.values())
+    is_cut = any(len(_ratios_of_phase(run, phase)) > MAX_ROWS for phase in MODEL_PHASES)
     cut_note = f" Of more than {MAX_ROWS} ratios the smallest and the largest." if is_cut else ""
     has_verdicts = any(text.verdict(v) for v in run.table["verdict"])
     band_note = f"Grey: within {100 * MARGIN:g} %, too small to count. " if has_verdicts else ""
@@ -56,12 +56,11 @@ def forest_figures(run: Run) -> list[Figure]:
 
 
 def forest_rows(run: Run, phase: str) -> list[Row]:
-    """Return a row per ratio of a phase, smallest first; the MAX_ROWS at both ends if more.
+    """Return a row per ratio of a phase, smallest first; of more than MAX_ROWS only both ends.
 
     The run must be of one mode, as everywhere in this file.
     """
-    rows = run.table[(run.table["phase"] == phase) & (run.table["arm"] != run.baseline.key)]
-    rows = rows[(rows["status"] == "ok") & rows["ratio"].notna()].sort_values("ratio")
+    rows = _ratios_of_phase(run, phase)
     if len(rows) > MAX_ROWS:
         rows = pd.concat([rows[: MAX_ROWS // 2], rows[-(MAX_ROWS // 2) :]])
     margin = MARGIN if any(text.verdict(v) for v in rows["verdict"]) else math.nan
@@ -84,6 +83,12 @@ def forest_rows(run: Run, phase: str) -> list[Row]:
         )
         for _, row in rows.iterrows()
     ]
+
+
+def _ratios_of_phase(run: Run, phase: str) -> pd.DataFrame:
+    """Return the rows of a phase that have a ratio, smallest ratio first, without the baseline."""
+    rows = select(run.table, phase=phase, status="ok")
+    return rows[(rows["arm"] != run.baseline.key) & rows["ratio"].notna()].sort_values("ratio")
 
 
 def process_ratios(run: Run, phase: str) -> dict[tuple[str, str], list[float]]:

@@ -71,7 +71,7 @@ def host_seconds(group: Sequence[Record], phase: str) -> float:
 
 
 def is_host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
-    """Return whether the GPU would idle for a fifth of the time or more in a sequence of calls.
+    """Return whether the GPU would idle for more than a fifth of the time in a sequence of calls.
 
     `gpu_s` is the time on the GPU, or in mode wall the time from the call to its completion. The
     result is False if a time is nan.
@@ -298,7 +298,7 @@ def summarise_processes(
     One process has no interval, because processes differ by more than the noise within one. The
     interval is widened to contain the median of all samples, which a process with many samples can
     pull away from the mean over processes. For two processes, `pooled_spread` is the least spread,
-    see `statistics.combine`.
+    see `statistics.combine_processes`.
     """
     all_samples = statistics.summarise([s for process in samples for s in process])
     medians = [statistics.summarise(process).median for process in samples if process]
@@ -317,7 +317,7 @@ def ratio_of(
 ) -> Effect:
     """Return arm ÷ base of a phase: the mean over processes of the medians over their rounds.
 
-    For two processes, `pooled_spread` is the least spread, see `statistics.combine`.
+    For two processes, `pooled_spread` is the least spread, see `statistics.combine_processes`.
     """
     return statistics.combine_processes(process_logs(arm, base, phase), pooled_spread)
 

@@ -37,7 +37,7 @@ PACKED_POINTS = "points.jsonl.xz"  # compressed points.jsonl of committed refere
 Record = dict[str, Any]
 """A line of points.jsonl: the results or the failure of an arm in a job and mode.
 
-Every kind's records have the entries of `measure.outcome.describe`: identity (`point_key`,
+Every kind's records have the entries of `measure.outcome.make_record`: identity (`point_key`,
 `context_id`, `cell`, `arm`, `mode`, `replicate`), `params` (the workload), `status` ("ok" or a
 failure) with `reason`, bytes, and `samples`, {phase: [[round, seconds], ...]}, of which none is
 dropped. Kinds add entries of their own. `run.worker.measure_job` adds `job_records`, the number of

@@ -19,7 +19,7 @@ from experiments import kinds
 from experiments.config.schema import Config, UsageError
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import bandwidth, environment, memory, preflight
-from experiments.measure.outcome import Outcome, describe
+from experiments.measure.outcome import Outcome, make_record
 from experiments.measure.process import Child, Died, Limits, note
 from experiments.measure.session import MeasureRequest, Session
 from experiments.results.identity import bench_version, context_of
@@ -28,7 +28,7 @@ from experiments.run.jobs import Job
 from experiments.run.ranks import RankProcesses
 
 MEMORY_LIMIT = 0.95  # memory limit of a child ÷ free memory, to protect the machine
-BANDWIDTH_SECONDS = 1.5  # scale of the time to measure the ceilings, see `bandwidth.measure`
+CEILING_SECONDS = 1.5  # argument `seconds` of `bandwidth.measure_ceilings`
 TARGET = "experiments.run.worker:serve"
 
 
@@ -108,7 +108,7 @@ def _failure_records(cell: Cell, arm: Arm, death: Died, session: Session) -> lis
     outcomes = [Outcome(arm, mode) for mode in modes]
     for outcome in outcomes:
         outcome.fail(death)
-    return [describe(cell, outcome, session) for outcome in outcomes]
+    return [make_record(cell, outcome, session) for outcome in outcomes]
 
 
 def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[str, Any]:
@@ -137,5 +137,6 @@ def send_survey(pipe: Connection, config: Config, device: torch.device, words: l
         torch.set_num_threads(config.device.threads)
     facts = environment.describe(device, words)
     facts |= context_of(facts) | {"preflight": preflight.check(device)}
-    ceilings = bandwidth.measure(device, 0.0 if config.timing.max_rows else BANDWIDTH_SECONDS)
+    seconds = 0.0 if config.timing.max_rows else CEILING_SECONDS
+    ceilings = bandwidth.measure_ceilings(device, seconds)
     pipe.send(facts | {"copy_gb_s": ceilings["copy_gb_s"], "bandwidth": ceilings})

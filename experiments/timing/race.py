@@ -287,7 +287,7 @@ class Measured:
         )
 
     def is_stabilised(self) -> bool:
-        """Return whether the noise of every phase has settled, see `statistics.settled`."""
+        """Return whether the noise of every phase has settled, see `statistics.has_settled`."""
         return bool(self.noise) and all(statistics.has_settled(n) for n in self.noise.values())
 
     def add(self, phase: str, number: int, reading: Reading) -> None:
@@ -317,12 +317,12 @@ class Measured:
             self.flags.add("launch_exposed")
         self.hardware |= hardware
 
-    def describe(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
         """Return the entries of the record except `samples`."""
         facts: dict[str, Any] = {
             "stop_reason": self.stop_reason,
             "flags": sorted(self.flags),
-            "warm": self.warm.describe() if self.warm else {},
+            "warm": self.warm.entries() if self.warm else {},
             "hardware": self.hardware,
         }
         if any(n > 1 for n in self.executions.values()):

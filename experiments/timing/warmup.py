@@ -37,7 +37,7 @@ class Warm:
     is_filling: bool = False
     median_s: dict[str, float] = field(default_factory=dict)
 
-    def describe(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
         """Return the entries of the record."""
         facts: dict[str, Any] = {
             "passes": self.passes,

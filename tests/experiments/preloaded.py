@@ -17,7 +17,7 @@ from tests.experiments import smoke_host  # noqa: F401
 sources.digests("cpu")
 identity.code_id()
 identity.bench_version()
-worker.BANDWIDTH_SECONDS = 0.0
+worker.CEILING_SECONDS = 0.0
 
 _receive_descriptors = reduction.recvfds
 

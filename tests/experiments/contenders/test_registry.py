@@ -23,7 +23,7 @@ from experiments.contenders.dynamic import DynamicNew
 from experiments.contenders.keys import KeyTable
 from experiments.contenders.registry import REQUIREMENT, Missing, RegistryError, build
 from experiments.contenders.served import Served
-from experiments.measure.outcome import Outcome, describe
+from experiments.measure.outcome import Outcome, make_record
 from experiments.measure.session import Session
 from experiments.measure.timing import task_of
 from experiments.paths import ROOT
@@ -198,7 +198,7 @@ def test_an_error_of_ones_own_file_is_no_missing_package(folder: Path) -> None:
 def test_another_version_is_measured_and_said(folder: Path) -> None:
     write(folder, OTHER_PYTEST)
     cell = Cell("sweep", "", Config().workload, (Arm("mine"),))
-    record = describe(cell, Outcome(Arm("mine")), Session(Config(), torch.device("cpu"), "run"))
+    record = make_record(cell, Outcome(Arm("mine")), Session(Config(), torch.device("cpu"), "run"))
     assert record["packages"] == {"pytest": PYTEST}
     assert record["flags"] == [f"pytest is {PYTEST}, known to work is 0.1"]
 

@@ -45,14 +45,14 @@ class Locality(Kind):
     )
 
     def measure(self, cell, session, seconds):
-        from experiments.measure.outcome import Outcome, describe, pool_entries
+        from experiments.measure.outcome import Outcome, make_record, pool_entries
         from experiments.workloads.workload import make_pool, table_shapes
 
         shapes = table_shapes(cell.workload, scale=cell.rows_scale)
         pool = make_pool(cell.workload, shapes, session.config.options["batches"], session.seed)
         rows = [set(batch.indices.tolist()) for batch in pool.batches]
         share = sum(len(a & b) / len(b) for a, b in zip(rows, rows[1:])) / (len(rows) - 1)
-        record = describe(cell, Outcome(cell.arms[0]), session) | pool_entries(pool)
+        record = make_record(cell, Outcome(cell.arms[0]), session) | pool_entries(pool)
         return [record | {"repeated": share}]
 
     def progress(self, records):
@@ -107,8 +107,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The ceilings of the machine, which no test here looks at, as smoke runs measure them.
     worker = folder / "experiments/run/worker.py"
     text = worker.read_text()
-    assert text.count("\nBANDWIDTH_SECONDS = 1.5") == 1
-    worker.write_text(text.replace("\nBANDWIDTH_SECONDS = 1.5", "\nBANDWIDTH_SECONDS = 0.0"))
+    assert text.count("\nCEILING_SECONDS = 1.5") == 1
+    worker.write_text(text.replace("\nCEILING_SECONDS = 1.5", "\nCEILING_SECONDS = 0.0"))
     return folder
 
 

@@ -216,7 +216,7 @@ def test_open_blocks_have_a_share_of_the_rate_of_the_last_closed_block(
         for load in (closed, half):
             load.send(threads, 0.02, random.Random(0), closed)
     assert rates == [0.5 * closed.blocks[0].per_second]
-    told = half.describe()
+    told = half.entries()
     assert (told["clients"], told["load"]) == (1, 0.5)
     assert told["requests"] == sum(count for _, count in told["latencies"])
 

@@ -92,6 +92,10 @@ def test_the_forest_is_sorted_and_open_where_one_is_inside(plain: Run) -> None:
 def test_a_forest_that_is_cut_says_so(plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (figure,) = ratios.forest_figures(plain.in_mode("hot"))
     assert "the smallest and the largest" not in figure.caption
+    num_ratios = len(ratios.forest_rows(plain.in_mode("hot"), "step"))
+    monkeypatch.setattr(ratios, "MAX_ROWS", num_ratios)
+    (figure,) = ratios.forest_figures(plain.in_mode("hot"))
+    assert "the smallest and the largest" not in figure.caption
     monkeypatch.setattr(ratios, "MAX_ROWS", 2)
     (figure,) = ratios.forest_figures(plain.in_mode("hot"))
     assert "Of more than 2 ratios the smallest and the largest" in figure.caption

@@ -58,7 +58,7 @@ def test_a_race_is_watched() -> None:
     found = race.run()["a"]
     assert found.error is None
     assert len(found.samples["step"]) == 12
-    described = found.describe()
+    described = found.entries()
     assert set(described["hardware"]) <= {
         *("sm_mhz", "memory_mhz", "temperature_c", "power_w", "throttle"),
         "throttled_rounds",
@@ -73,7 +73,7 @@ def test_memory_of_a_call_is_seen() -> None:
 
 
 def test_the_machine_is_described() -> None:
-    found = bandwidth.measure(CUDA, seconds=0.0)
+    found = bandwidth.measure_ceilings(CUDA, seconds=0.0)
     every = [found["copy_gb_s"], *found["gather_gb_s"].values(), found["launch_us"]]
     assert all(math.isfinite(x) and x > 0 for x in every)
     assert environment.describe(CUDA, [])["gpu"]["name"] == torch.cuda.get_device_name(CUDA)

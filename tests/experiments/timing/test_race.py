@@ -157,8 +157,8 @@ def test_short_calls_share_a_sample_and_see_different_batches() -> None:
     costs = {"fast": lambda: forever(20e-6), "slow": lambda: forever(1e-3)}
     result = race(script, costs, max_rounds=6, precision=0.0).run()
     assert result["fast"].executions == {"forward": 3, "step": 3}
-    assert result["fast"].describe()["executions"] == {"forward": 3, "step": 3}
-    assert "executions" not in result["slow"].describe()
+    assert result["fast"].entries()["executions"] == {"forward": 3, "step": 3}
+    assert "executions" not in result["slow"].entries()
     assert [s for _, s in result["fast"].samples["step"]] == pytest.approx([20e-6] * 12)
     timed = [n for a, p, n in script.calls if (a, p) == ("fast", "step")][-6:]
     assert len(set(timed[:3])) == len(set(timed[3:])) == 3
@@ -172,9 +172,9 @@ def test_the_shortest_calls_do_not_share_without_end() -> None:
 def test_a_slow_contender_is_not_called_warm() -> None:
     costs = {"slow": lambda: forever(10.0), "fast": lambda: forever(1e-3)}
     result = race(Script(), costs).run()
-    assert result["slow"].describe()["warm"] == {"passes": 0, "seconds": 20.0, "steady": False}
-    assert result["slow"].describe()["flags"] == ["not_warm"]
-    assert result["fast"].describe()["flags"] == []
+    assert result["slow"].entries()["warm"] == {"passes": 0, "seconds": 20.0, "steady": False}
+    assert result["slow"].entries()["flags"] == ["not_warm"]
+    assert result["fast"].entries()["flags"] == []
 
 
 @dataclass
@@ -209,10 +209,10 @@ def test_a_throttled_round_is_taken_again_and_what_it_gave_is_kept() -> None:
     result = contest.run()["a"]
     assert [n for n, _ in result.samples["step"]] == [0, 0, 1, 1, 2, 2]
     assert [n for n, _ in result.throttled_samples["step"]] == [1, 1, 1, 1]
-    assert result.describe()["throttled_samples"] == result.throttled_samples
+    assert result.entries()["throttled_samples"] == result.throttled_samples
     assert slept == [BACK_OFF_SECONDS, 2.5 * BACK_OFF_SECONDS]
-    assert result.describe()["flags"] == []
-    assert result.describe()["hardware"] == {"sm_mhz": [1, 2, 3]}
+    assert result.entries()["flags"] == []
+    assert result.entries()["hardware"] == {"sm_mhz": [1, 2, 3]}
 
 
 def test_where_throttling_does_not_end_the_samples_count_and_say_so() -> None:
@@ -223,8 +223,8 @@ def test_where_throttling_does_not_end_the_samples_count_and_say_so() -> None:
         len(result.throttled_samples["step"]) == 2 * 3
     )  # of the first round: the others are not repeated
     assert len(slept) == 3
-    assert result.describe()["flags"] == ["throttled"]
-    assert result.describe()["hardware"]["throttled_rounds"] == [0, 1, 2, 3]
+    assert result.entries()["flags"] == ["throttled"]
+    assert result.entries()["hardware"]["throttled_rounds"] == [0, 1, 2, 3]
 
 
 def forever_throttled() -> Iterator[bool]:
@@ -289,7 +289,7 @@ class Waiting(Script):
 
 
 def test_what_only_a_gpu_has_reaches_the_record() -> None:
-    result = race(Waiting(), {"a": jumping}, warmup=0, max_rounds=3).run()["a"].describe()
+    result = race(Waiting(), {"a": jumping}, warmup=0, max_rounds=3).run()["a"].entries()
     assert result["flags"] == ["launch_exposed"]
     halves = [2 * s for _, s in result["wall_samples"]["forward"]]
     assert halves == pytest.approx([1e-3, 5e-3] * 3)
@@ -309,7 +309,7 @@ def test_a_contender_with_a_cache_may_warm_up_for_as_long_as_the_cell_has() -> N
         contest = race(Script(), {"a": lambda: forever(2e-3)}, cell_seconds=seconds, max_rounds=1)
         contest.timing.warmup_cap = 0.02
         contest.counters = lambda name: next(counted)
-        return contest.run()["a"].describe()
+        return contest.run()["a"].entries()
 
     enough = warm(seconds=1.0)
     assert (enough["warm"]["hit_rate"], enough["flags"]) == (0.9, [])

@@ -92,7 +92,7 @@ def test_a_cache_is_warm_when_its_hit_rate_stays() -> None:
     found = warm_up({"step": script.phase}, script, timing, counters=filling(rates))
     assert found.passes == 6
     assert found.is_steady
-    assert found.describe()["hit_rate"] == 0.633
+    assert found.entries()["hit_rate"] == 0.633
 
 
 def test_a_cache_that_is_still_filling_at_the_cap_says_so() -> None:
