@@ -366,7 +366,7 @@ def _read(
     omitted: Sequence[str],
 ) -> DynamicEmbTable:
     """Read the entries of a table that this rank owns."""
-    has_same_world_size = dynamicemb_files.world_size(directory, name) == ranks.size
+    has_same_world_size = dynamicemb_files.saved_world_size(directory, name) == ranks.size
     reads_own_file = has_same_world_size and module.reads_own_files
     table_module, index = module.table_module_of(name)
     table_entries = read_dynamicemb(

@@ -240,7 +240,7 @@ class DynamicEmbTables:
         """
         dist_type = str(dump.arguments.get("dist_type", self.dist_type(name)))
         return dump.owned(
-            lambda keys: dynamicemb_files.owner(keys, ranks.size, dist_type) == ranks.rank
+            lambda keys: dynamicemb_files.owner_ranks(keys, ranks.size, dist_type) == ranks.rank
         )
 
     @property

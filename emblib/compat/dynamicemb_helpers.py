@@ -193,7 +193,7 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
     )
     if not any(Path(root_path).glob(pattern)):
         return [], 0
-    world_size = dynamicemb_files.world_size(root_path, table_name)
+    world_size = dynamicemb_files.saved_world_size(root_path, table_name)
     paths = [
         _item_path(root_path, table_name, rank, world_size, item) for rank in range(world_size)
     ]

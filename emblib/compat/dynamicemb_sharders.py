@@ -352,7 +352,7 @@ class ShardedCollectionTables(DynamicEmbTables):
 
 def _is_routed_to(rank: int, world_size: int, dist_type: str, keys: Tensor) -> Tensor:
     """Return which keys `dist_type` routes to a rank, bool."""
-    return dynamicemb_files.owner(keys, world_size, dist_type) == rank
+    return dynamicemb_files.owner_ranks(keys, world_size, dist_type) == rank
 
 
 def _on_cpu(entries: Entries) -> Entries:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import MAX_TICK
-from emblib.dynamic.keys import as_score
+from emblib.dynamic.keys import checked_score
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch
@@ -24,8 +24,9 @@ class EvictionScores(nn.Module):
     """Scores that each table assigns to the keys of its next training batch.
 
     Tables with `Eviction.STEP` count their training batches from 1 on. Tables with
-    `Eviction.CUSTOM` assign the number that was last passed to `set`. The owner must hold its lock
-    around every call, and pass numbers of tables that exist. `get` and loading wait for the device.
+    `Eviction.CUSTOM` assign the number that was last passed to `set_custom`. The owner must hold
+    its lock around every call, and pass numbers of tables that exist. `by_table` and loading wait
+    for the device.
 
     Args:
         specs: the tables.
@@ -66,7 +67,7 @@ class EvictionScores(nn.Module):
         effects = Effects() if effects is None else effects
         effects.once(torch.ops.aten.add_.Tensor, self.values, self.steps)
 
-    def set(self, scores: int | Mapping[int, int]) -> None:
+    def set_custom(self, scores: int | Mapping[int, int]) -> None:
         """Set the scores of CUSTOM tables: one for all of them, or by number of the table.
 
         Raises:
@@ -83,7 +84,7 @@ class EvictionScores(nn.Module):
                     f"only tables with Eviction.CUSTOM take scores, table "
                     f"{self._names[table]!r} has {self._evictions[table]}"
                 )
-        int64_scores = {table: as_score(score) for table, score in scores.items()}
+        int64_scores = {table: checked_score(score) for table, score in scores.items()}
         for table, score in int64_scores.items():
             self.values[table].fill_(score)
             self.is_set[table].fill_(True)
@@ -102,17 +103,17 @@ class EvictionScores(nn.Module):
                     f"only tables with Eviction.STEP count steps, table {self._names[table]!r} has "
                     f"{self._evictions[table]}"
                 )
-        int64_steps = {table: as_score(step) for table, step in steps.items()}
+        int64_steps = {table: checked_score(step) for table, step in steps.items()}
         for table, step in int64_steps.items():
             self.values[table].fill_(step)
 
-    def clear(self) -> None:
+    def restart_steps(self) -> None:
         """Restart the steps at 1; scores that were set stay."""
         for t, eviction in enumerate(self._evictions):
             if eviction is Eviction.STEP:
                 self.values[t].fill_(1)
 
-    def get(self) -> list[int | None]:
+    def by_table(self) -> list[int | None]:
         """Return the next batch's score per table (reads the device); None if unset or unused."""
         return [
             None if t in self._unset_tables or eviction.order != "assigned" else value
@@ -205,8 +206,9 @@ class Expiry(nn.Module):
             for ttl in lifetimes
             if isinstance(ttl, timedelta)
         ]
-        # By table with a ttl that is a time: the next bucket to search, and the time in
-        # microseconds by which the buckets before it were due.
+        # By table with a ttl that is a time: the next bucket to search, and the time by which the
+        # buckets before it were due, in microseconds times 16 times the buckets of the table: in
+        # this unit no time is rounded.
         self._progress: dict[int, tuple[int, int]] = {}
         times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(self._timed_ttls), dtype=torch.int64)
         self.register_buffer("times", times.view(-1, _MAX_PAIRS, 2))
@@ -260,8 +262,8 @@ class Expiry(nn.Module):
         shortest = {t: lifetimes[0] for t, lifetimes in enumerate(self._lifetimes)}
         return {t: ttl for t, ttl in shortest.items() if ttl is not None}
 
-    def sweeps(self, step: int) -> list[Sweep]:
-        """Return the sweeps of a step, to be run once the keys of its batch are inserted."""
+    def sweeps(self, tick: int) -> list[Sweep]:
+        """Return the sweeps of a training step, to be run after the insertion of its batch."""
         sweeps = []
         for table, ttl in self._shortest_lifetimes().items():
             max_buckets = self._max_buckets[table]
@@ -269,48 +271,47 @@ class Expiry(nn.Module):
                 first_bucket, _, num_buckets = self._due_buckets(table, ttl)
             else:
                 num_buckets = math.ceil(max_buckets / max(1, ttl // _SWEEPS_PER_TTL))
-                first_bucket = step % math.ceil(max_buckets / num_buckets) * num_buckets
+                first_bucket = tick % math.ceil(max_buckets / num_buckets) * num_buckets
                 num_buckets = min(num_buckets, max_buckets - first_bucket)
             num_to_end = min(num_buckets, max_buckets - first_bucket)
             # After the last bucket the search continues with bucket 0.
             for begin, num_searched in ((first_bucket, num_to_end), (0, num_buckets - num_to_end)):
                 if num_searched:
-                    ticks = self.first_alive_ticks(table, step)
-                    sweeps.append(Sweep(table, begin, num_searched, ticks))
+                    first_ticks = self.first_alive_ticks(table, tick)
+                    sweeps.append(Sweep(table, begin, num_searched, first_ticks))
         return sweeps
 
-    def all_sweeps(self, step: int) -> list[Sweep]:
+    def all_sweeps(self, tick: int) -> list[Sweep]:
         """Return sweeps of all buckets of all tables with a ttl."""
         return [
-            Sweep(table, 0, self._max_buckets[table], self.first_alive_ticks(table, step))
+            Sweep(table, 0, self._max_buckets[table], self.first_alive_ticks(table, tick))
             for table in self._shortest_lifetimes()
         ]
 
-    def advance(self, step: int) -> None:
-        """Record that the sweeps of a step are done.
-
-        A repeated call may skip buckets that became due within a microsecond, because times are
-        rounded down to microseconds; the next sweep over the table searches these.
-        """
+    def advance(self, tick: int) -> None:
+        """Record that the sweeps of a training step are done; a repeated call changes nothing."""
         for table, ttl in self._shortest_lifetimes().items():
-            if not isinstance(ttl, timedelta):
-                continue
-            first_bucket, time_us, num_buckets = self._due_buckets(table, ttl)
-            max_buckets = self._max_buckets[table]
-            if num_buckets == max_buckets:
-                time_us = self.now
-            else:  # the time by which these buckets were due
-                time_us += num_buckets * (ttl // _MICROSECOND) // (_PAIRS_PER_TTL * max_buckets)
-            self._progress[table] = (first_bucket + num_buckets) % max_buckets, time_us
-        self.record(step)
+            if isinstance(ttl, timedelta):
+                first_bucket, due_time, num_buckets = self._due_buckets(table, ttl)
+                max_buckets = self._max_buckets[table]
+                if num_buckets == max_buckets:
+                    due_time = self.now * _PAIRS_PER_TTL * max_buckets
+                else:  # the time by which these buckets were due
+                    due_time += num_buckets * (ttl // _MICROSECOND)
+                self._progress[table] = (first_bucket + num_buckets) % max_buckets, due_time
+        self.record(tick)
 
     def _due_buckets(self, table: int, ttl: timedelta) -> tuple[int, int, int]:
-        """Return the next bucket to search, the time by which it was due, and how many are due."""
-        first_bucket, time_us = self._progress.get(table, (0, self.now))
-        time_us = min(time_us, self.now)
+        """Return the next bucket to search, the time by which it was due, and how many are due.
+
+        The time has the unit of `_progress`.
+        """
         max_buckets = self._max_buckets[table]
-        num_due = (self.now - time_us) * max_buckets * _PAIRS_PER_TTL // (ttl // _MICROSECOND)
-        return first_bucket, time_us, min(num_due, max_buckets)
+        now = self.now * _PAIRS_PER_TTL * max_buckets
+        first_bucket, due_time = self._progress.get(table, (0, now))
+        due_time = min(due_time, now)
+        num_due = (now - due_time) // (ttl // _MICROSECOND)
+        return first_bucket, due_time, min(num_due, max_buckets)
 
     def record(self, tick: int) -> None:
         """Record that keys with stamps up to `tick` were used no later than `now`."""

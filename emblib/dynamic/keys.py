@@ -78,8 +78,8 @@ def as_keys(keys: Tensor) -> Tensor:
     raise TypeError(f"keys must be int64, uint64 or int32, got {dtype}")
 
 
-def as_score(score: Any) -> int:
-    """Return a score as an int; raise TypeError or ValueError unless it is an int64."""
+def checked_score(score: Any) -> int:
+    """Return a score as an int; raise TypeError for another type, ValueError beyond int64."""
     if isinstance(score, bool) or not hasattr(score, "__index__"):
         raise TypeError(f"a score must be an int, got {score!r}")
     number = operator.index(score)
@@ -95,11 +95,12 @@ def as_scores(scores: Any) -> Tensor:
 
     Raises:
         TypeError: scores are no integers, so that int64 would lose their order.
-        ValueError: scores are one int, which is not in the range of int64.
-        RuntimeError: so is an int in a list.
+        ValueError: an int is not in the range of int64.
     """
     if not hasattr(scores, "__len__"):  # an int
-        return torch.tensor(as_score(scores))
+        return torch.tensor(checked_score(scores))
+    if isinstance(scores, list | tuple):
+        scores = [checked_score(s) if isinstance(s, int) else s for s in scores]
     values = torch.as_tensor(scores)
     if values.numel() and (values.dtype == torch.bool or not _is_integral(values.dtype)):
         raise TypeError(
@@ -209,10 +210,10 @@ def owner(keys: Tensor, world_size: int) -> Tensor:
     """
     if not 0 < world_size < 1 << 31:
         raise ValueError(f"world_size must be in [1, 2^31), got {world_size}")
-    return range_of(keys, world_size)
+    return range_indices(keys, world_size)
 
 
-def range_of(keys: Tensor, num_ranges: int | Tensor) -> Tensor:
+def range_indices(keys: Tensor, num_ranges: int | Tensor) -> Tensor:
     """Return the index of the range of routes of each key, among `num_ranges` equal ranges.
 
     The result is int64 `[n]` in `[0, num_ranges)`. `num_ranges` is one number, or int64 `[n]`, one

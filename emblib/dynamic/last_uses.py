@@ -177,7 +177,7 @@ class LastUses:
 
 
 class _UsesOfSlotsInUse:
-    """Replacement of `LastUses` in a state to copy or pickle, see `LastUses.in_use`."""
+    """Replacement of `LastUses` in a state to copy or pickle, see `LastUses.only_in_use`."""
 
     def __init__(self, uses: LastUses, capacities: Sequence[int]) -> None:
         self._uses, self._capacities = uses, list(capacities)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from emblib.columns import FeatureRow, InitialLayoutColumn
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.keys import range_of
+from emblib.dynamic.keys import range_indices
 from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.entries import WEIGHT
 from emblib.init import Constant
@@ -438,7 +438,7 @@ class RowInitializer(nn.Module):
         is_fallback = (slots < 0) & (counts > 0)
         if is_padded():  # ids before the first bag are no lookups
             is_fallback &= torch.arange(slots.numel(), device=slots.device) >= keys.starts[0]
-        rows = first_rows + range_of(keys.ids, counts)
+        rows = first_rows + range_indices(keys.ids, counts)
         return BatchReads(torch.where(is_fallback, rows, slots), is_fallback=is_fallback)
 
     def reads_of_inserted(self, keys: Keys, inserted: InsertedBatch) -> BatchReads:

@@ -1,8 +1,8 @@
 """SlotVersions: the version of a hash index, and which keys have left it since an earlier one.
 
-A backward pass finds the rows of its batch again by their slots. Since its forward,
-other batches may have evicted keys, and even inserted the same keys again, with new rows. So the
-index counts its changes, and can tell for each key of a batch whether the key has left since.
+A backward pass finds the rows of its batch again by their slots. Since its forward, other batches
+may have evicted keys, and even inserted the same keys again, with new rows. So the index counts its
+changes, and can tell for each key of a batch whether the key has left since.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class SlotVersions:
         Args:
             index: the index.
             keys: a batch.
-            slots: the present slots of its keys. For -1, and for overflow rows, the answer is
-                whether the table was emptied.
+            slots: the present slots of its keys. For -1, overflow rows and fallback rows the
+                answer is whether the table was emptied.
             version: version at which a living watcher was registered.
         """
         self.settle(index)

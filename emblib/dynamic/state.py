@@ -499,7 +499,7 @@ def set_eviction_score(
         raise ValueError("scores are set for tables with Eviction.CUSTOM, and none has it")
     if isinstance(score, Mapping):
         score = {state.table_number(table): value for table, value in score.items()}
-    state.scores.set(score)
+    state.scores.set_custom(score)
 
 
 @of_state
@@ -523,7 +523,7 @@ def eviction_score(state: DynamicState, table: int | str) -> int | None:
     Reads the device.
     """
     number = state.table_number(table)
-    return None if state.scores is None else state.scores.get()[number]
+    return None if state.scores is None else state.scores.by_table()[number]
 
 
 @of_state

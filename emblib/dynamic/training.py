@@ -506,7 +506,7 @@ def _clear(state: DynamicState, tick: int) -> None:
     if state.admission is not None:
         state.admission.clear()
     if state.scores is not None:
-        state.scores.clear()
+        state.scores.restart_steps()
     if state.expiry is not None:
         state.expiry.forget()
     state.advise_initial_rows()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.columns import IndexKind
-from emblib.dynamic.keys import range_of
+from emblib.dynamic.keys import range_indices
 from emblib.dynamic.training import feature_starts
 from emblib.ops import quant
 from emblib.ops.hash import Keys, tables_of
@@ -216,7 +216,7 @@ class InferenceEmbeddingBags(nn.Module):
         starts = feature_starts(offsets, features.numel(), batch_sizes)
         missing, counts = self.shared_rows[tables_of(Keys(indices, starts, features))].unbind(1)
         is_shared = (counts > 0) & (row_ids == missing)
-        return torch.where(is_shared, missing + range_of(indices, counts), row_ids)
+        return torch.where(is_shared, missing + range_indices(indices, counts), row_ids)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the rows, `weights`, and of the `index`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ def cached_strides(
     return [[count] for count in stride_per_key] if len(set(stride_per_key)) > 1 else None
 
 
-def refuse_stride(stride: int, num_keys: int, num_bags: int) -> None:
+def refuse_stride(stride: int, num_keys: int, num_bags: int) -> NoReturn:
     """Raise ValueError: the number of bags is not `stride` per key."""
     raise ValueError(
         f"lengths must have the same number of bags for every key, got {num_bags} for "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from emblib.columns import IndexKind
 from emblib.dynamic.handles import DynamicTable, tables_of
-from emblib.dynamic.keys import range_of
+from emblib.dynamic.keys import range_indices
 from emblib.dynamic.saving import fallback
 from emblib.dynamic.saving.checkpoint import check_entries, set_table_entries
 from emblib.dynamic.saving.entries import Changes, Entries, Rows
@@ -263,7 +263,7 @@ class IndexedRows:
         removed, keys = change.removed.to(device), change.keys.to(device)
         if not change.fallback:
             return lambda: self._apply(removed, keys, packed)
-        fallback_indices = range_of(change.fallback["keys"], self._index.fallback).to(device)
+        fallback_indices = range_indices(change.fallback["keys"], self._index.fallback).to(device)
         fallback_rows = _pack_rows(rows, self._table, change.fallback["weight"])
 
         def write() -> None:

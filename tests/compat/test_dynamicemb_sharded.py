@@ -271,7 +271,7 @@ def test_dumps_have_each_key_where_their_loader_expects_it(tmp_path: Path) -> No
     for rank in range(2):
         file = tmp_path / PATH / f"users_emb_keys.rank_{rank}.world_size_2"
         of_rank = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.int64)
-        owner = dynamicemb_files.owner(of_rank, 2, "hash_roundrobin")
+        owner = dynamicemb_files.owner_ranks(of_rank, 2, "hash_roundrobin")
         assert (owner == rank).all()
         keys += of_rank.tolist()
     assert sorted(keys) == sorted(saved)

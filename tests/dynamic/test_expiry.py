@@ -52,6 +52,18 @@ def test_keys_leave_after_more_than_their_ttl() -> None:
     assert sweep.first_alive_ticks == (15,)  # last used in step 14: not for 11 steps
 
 
+def test_a_repeated_advance_skips_no_buckets() -> None:
+    """Neither when several buckets are due per microsecond, nor when one is due in several."""
+    for ttl_us in (97, 16 * 7 * 50 + 3):
+        ttl = timedelta(microseconds=ttl_us)
+        once, twice = (Expiry([DynamicSpec(32 * 7, 4, ttl=ttl)]) for _ in range(2))
+        for tick, now in enumerate(range(0, 4 * ttl_us, 5), start=1):
+            once.now = twice.now = now
+            assert once.sweeps(tick) == twice.sweeps(tick)
+            for expiry in (once, twice, twice):
+                expiry.advance(tick)
+
+
 def test_without_a_ttl_nothing_is_swept() -> None:
     expiry = Expiry([DynamicSpec(32, 4)])
     assert not list(expiry.sweeps(100))
@@ -66,13 +78,13 @@ SPECS = [
 
 def test_steps_count_and_custom_scores_stay(device: torch.device) -> None:
     scores = EvictionScores(SPECS, device)
-    assert scores.get() == [1, None, None]
-    scores.set(7)
-    scores.set({2: -3})
+    assert scores.by_table() == [1, None, None]
+    scores.set_custom(7)
+    scores.set_custom({2: -3})
     given = scores.batch_scores()
     scores.advance()
     assert given.tolist() == [1, 7, -3]
-    assert scores.get() == [2, 7, -3]
+    assert scores.by_table() == [2, 7, -3]
     scores.set_steps({0: 40})
     scores.advance()
     assert scores.batch_scores().tolist() == [41, 7, -3]
@@ -80,30 +92,30 @@ def test_steps_count_and_custom_scores_stay(device: torch.device) -> None:
 
 def test_custom_scores_must_be_set_before_the_first_batch(device: torch.device) -> None:
     scores = EvictionScores(SPECS, device)
-    scores.set({1: 5})
+    scores.set_custom({1: 5})
     with pytest.raises(RuntimeError, match=r"need a score before their first batch.*'c'"):
         scores.batch_scores()
     again = EvictionScores(SPECS, device)
     again.load_state_dict(scores.state_dict())
     with pytest.raises(RuntimeError, match=r"\['c'\]"):
         again.batch_scores()
-    again.set({2: 6})
+    again.set_custom({2: 6})
     assert pickle.loads(pickle.dumps(again)).batch_scores().tolist() == [1, 5, 6]
 
 
 def test_scores_are_set_where_they_are_used(device: torch.device) -> None:
     scores = EvictionScores(SPECS, device)
     with pytest.raises(ValueError, match=r"only tables with Eviction.CUSTOM.*'a'"):
-        scores.set({0: 3})
+        scores.set_custom({0: 3})
     with pytest.raises(TypeError, match=r"a score must be an int, got 1.5"):
-        scores.set({1: 1.5})
+        scores.set_custom({1: 1.5})
     with pytest.raises(ValueError, match=r"\[-2\^63, 2\^63\)"):
-        scores.set({1: 2**63})
+        scores.set_custom({1: 2**63})
     with pytest.raises(ValueError, match=r"only tables with Eviction.STEP.*'b'"):
         scores.set_steps({1: 3})
     with pytest.raises(ValueError, match="none has it"):
-        EvictionScores(SPECS[:1], device).set(3)
-    assert scores.get() == [1, None, None]
+        EvictionScores(SPECS[:1], device).set_custom(3)
+    assert scores.by_table() == [1, None, None]
 
 
 def test_the_sweep_keeps_its_promise(device: torch.device) -> None:

@@ -294,7 +294,7 @@ def read(
             another size; or states belong to another optimizer.
     """
     directory = Path(directory).expanduser()
-    files = _TableFiles(directory, name, world_size(directory, name), rank)
+    files = _TableFiles(directory, name, saved_world_size(directory, name), rank)
     keys, values = files.read("emb_keys", torch.int64), files.read("emb_values", torch.float32)
     scores = files.read("emb_scores", torch.int64)
     state_values = files.read("emb_opt_values", torch.float32) if states else None
@@ -387,7 +387,7 @@ def _write_blocks(path: Path, blocks: Iterable[Tensor]) -> None:
                 file.write(buffer)
 
 
-def world_size(directory: str | Path, name: str) -> int:
+def saved_world_size(directory: str | Path, name: str) -> int:
     """Return the number of ranks that dumped a table.
 
     Raises:
@@ -421,7 +421,7 @@ def _interruption_hint(directory: Path, name: str) -> str:
     return f"{text} {old_directory}"
 
 
-def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
+def owner_ranks(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
     """Return the rank that DynamicEmb's routers of a `dist_type` send each key to, int64.
 
     Raises:

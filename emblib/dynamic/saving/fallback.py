@@ -77,7 +77,8 @@ def owned_by_name(named: Mapping[str, Tensor], shard: int, num_shards: int) -> d
 def are_keys(keys: Tensor, num_rows: int) -> bool:
     """Return whether all keys are keys of fallback rows in a table with `num_rows` such rows."""
     keys = keys.cpu()
-    return torch.equal(routing.keys_of_ranges(num_rows)[routing.range_of(keys, num_rows)], keys)
+    row_indices = routing.range_indices(keys, num_rows)
+    return torch.equal(routing.keys_of_ranges(num_rows)[row_indices], keys)
 
 
 def problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[str]:
@@ -124,7 +125,7 @@ def write(state: DynamicState, table: int, rows: FallbackRows) -> None:
     """
     if not rows or not state.specs[table].fallback_rows:
         return
-    row_indices = routing.range_of(rows[KEYS].cpu(), state.specs[table].fallback_rows)
+    row_indices = routing.range_indices(rows[KEYS].cpu(), state.specs[table].fallback_rows)
     for name, view in state.layout.fallback_views(state.row_buffers, table).items():
         indices = row_indices.to(view.device)
         if name in rows:

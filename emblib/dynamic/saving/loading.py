@@ -259,7 +259,7 @@ class Loaded(NamedTuple):
 
 
 def export(target: TableTarget, since: int | None = None) -> Entries:
-    """Return the entries of a table, or those used at step `since` or later, by ascending slot.
+    """Return the entries of a table, or those used at tick `since` or later, by ascending slot.
 
     Keys, stamps, scores and last uses are copies on the CPU. Other rows are copied when they are
     indexed, so index them before the table changes.

@@ -68,14 +68,14 @@ class FastRows:
 
     def scatter(self, table: int, slots: Tensor, values: Tensor) -> None:
         """Write rows, uint8 `[n, row_bytes]` on the CPU, into slots, int64 `[n]`."""
-        begin, slots = 0, slots.to(self._fast.index.tags.device)
+        first_byte, slots = 0, slots.to(self._fast.index.tags.device)
         for buffer in self.buffers_of(table):
             row_bytes = buffer.shape[1] * buffer.itemsize
             # A copy even of one row: a view of another dtype needs aligned bytes.
-            rows = values[:, begin : begin + row_bytes]
+            rows = values[:, first_byte : first_byte + row_bytes]
             rows = rows.clone(memory_format=torch.contiguous_format)
             hash.hash_write_rows_(buffer, slots, rows.view(buffer.dtype).to(buffer.device))
-            begin += row_bytes
+            first_byte += row_bytes
 
     def fallback(self, table: int) -> bytes:
         """Return the bytes of a table's fallback rows, which no row of the store has."""
