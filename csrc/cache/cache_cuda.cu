@@ -113,9 +113,9 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   const char* op = "cache_lookup_slots";
   const int64_t n = lookups.numel();
   check_cache_tensor(op, "row_slots", row_slots, ScalarType::Int, row_slots);
-  check_cache_vector(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
-  check_cache_vector(op, "lookups", lookups, ScalarType::Int, n, row_slots);
-  check_cache_vector(op, "count", count, ScalarType::Int, 1, row_slots);
+  check_cache_numel(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
+  check_cache_numel(op, "lookups", lookups, ScalarType::Int, n, row_slots);
+  check_cache_numel(op, "count", count, ScalarType::Int, 1, row_slots);
   Tensor slots = allocate(row_slots, {n}, ScalarType::Int);
   launch_lookup_slots(
       CudaLauncher(row_slots),
@@ -164,18 +164,18 @@ PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& postpone
       ": postponed must be empty, [clock, conflicts] or [clock, conflicts, rows, slots, "
       "count], got ",
       postponed.size(), " tensors");
-  check_cache_vector(op, "clock", postponed[kPostponedClock], ScalarType::Long, 2, rows);
+  check_cache_numel(op, "clock", postponed[kPostponedClock], ScalarType::Long, 2, rows);
   check_cache_tensor(op, "conflicts", postponed[kPostponedConflicts], ScalarType::Long, rows);
   fetches.clock = postponed[kPostponedClock].const_data_ptr<int64_t>();
   fetches.num_sets = postponed[kPostponedConflicts].numel();
   STD_TORCH_CHECK(fetches.num_sets > 0, op, ": conflicts needs an entry per set");
   fetches.conflicts = postponed[kPostponedConflicts].mutable_data_ptr<int64_t>();
   if (postponed.size() == kPostponedRows) return fetches;
-  check_cache_vector(op, "postponed rows", postponed[kPostponedRows], ScalarType::Long,
-                     rows.numel(), rows);
-  check_cache_vector(op, "postponed slots", postponed[kPostponedSlots], ScalarType::Int,
-                     rows.numel(), rows);
-  check_cache_vector(op, "postponed count", postponed[kPostponedCount], ScalarType::Int, 1, rows);
+  check_cache_numel(op, "postponed rows", postponed[kPostponedRows], ScalarType::Long, rows.numel(),
+                    rows);
+  check_cache_numel(op, "postponed slots", postponed[kPostponedSlots], ScalarType::Int,
+                    rows.numel(), rows);
+  check_cache_numel(op, "postponed count", postponed[kPostponedCount], ScalarType::Int, 1, rows);
   fetches.rows = postponed[kPostponedRows].mutable_data_ptr<int64_t>();
   fetches.slots = postponed[kPostponedSlots].mutable_data_ptr<int32_t>();
   fetches.count = postponed[kPostponedCount].mutable_data_ptr<int32_t>();
@@ -191,9 +191,9 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   const char* op = "cache_move_";
   const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
   check_rows(op, rows, count, tables);
-  check_cache_vector(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
+  check_cache_numel(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
   const bool evicts = evicted.numel() > 0;
-  check_cache_vector(op, "evicted", evicted, ScalarType::Long, evicts ? rows.numel() : 0, tables);
+  check_cache_numel(op, "evicted", evicted, ScalarType::Long, evicts ? rows.numel() : 0, tables);
   const CacheMoves moves{rows.const_data_ptr<int64_t>(), row_slots.const_data_ptr<int32_t>(),
                          evicts ? evicted.const_data_ptr<int64_t>() : nullptr};
   launch_move(CudaLauncher(tables), memory, moves, postponed_fetches(op, postponed, rows),

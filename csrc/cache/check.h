@@ -1,6 +1,7 @@
 // Argument checks that the cache ops share. `op` and `name` are the names of the op and of the
-// argument, for the message of the error. On a GPU contents are trusted. Only shapes and dtypes are
-// checked, and also devices unless the comment of a function excludes them.
+// argument, for the message of the error. The checks look at shapes, dtypes and devices, unless the
+// comment of a function excludes devices. Only check_tables reads contents, on the CPU; on a GPU
+// contents are trusted.
 #pragma once
 
 #include <optional>
@@ -31,9 +32,9 @@ inline int64_t check_tags(const char* op, const Tensor& tags) {
   return tags.size(0);
 }
 
-// Do what check_cache_tensor does, and check that the tensor has `numel` entries.
-inline void check_cache_vector(const char* op, const char* name, const Tensor& tensor,
-                               ScalarType type, int64_t numel, const Tensor& like) {
+// Do what check_cache_tensor does, and check that the tensor has `numel` entries, in any shape.
+inline void check_cache_numel(const char* op, const char* name, const Tensor& tensor,
+                              ScalarType type, int64_t numel, const Tensor& like) {
   check_cache_tensor(op, name, tensor, type, like);
   STD_TORCH_CHECK(tensor.numel() == numel, op, ": ", name, " must have ", numel, " entries, got ",
                   tensor.numel());
@@ -47,12 +48,12 @@ inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
   STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most ", kMaxLookups,
                   " rows per call, got ", rows.numel());
   check_cache_tensor(op, "rows", rows, ScalarType::Long, like);
-  check_cache_vector(op, "count", count, ScalarType::Int, 1, like);
+  check_cache_numel(op, "count", count, ScalarType::Int, 1, like);
 }
 
 // Check the segments of these rows, int32 [L + 1].
 inline void check_segments(const char* op, const Tensor& segments, const Tensor& rows) {
-  check_cache_vector(op, "segments", segments, ScalarType::Int, rows.numel() + 1, rows);
+  check_cache_numel(op, "segments", segments, ScalarType::Int, rows.numel() + 1, rows);
 }
 
 // The arguments of a plan on any device, converted for the kernels. Shapes, dtypes and devices are
@@ -77,12 +78,12 @@ struct PlanCall {
       : op(op), tags(tags), tables(tables) {
     cache.policy = parse_choice<CachePolicy>(op, "policy", policy, kCachePolicies);
     cache.num_sets = check_tags(op, tags);
-    check_cache_vector(op, "stamps", usage_words, ScalarType::Long, tags.numel(), tags);
+    check_cache_numel(op, "stamps", usage_words, ScalarType::Long, tags.numel(), tags);
     check_features(op, tables);
     check_same_device(op, "tables", tables, tags);
-    check_cache_vector(op, "counters", counters_in, ScalarType::Long,
-                       (tables.size(0) + 1) * kCacheCounters, tags);
-    check_cache_vector(op, "clock", clock_in, ScalarType::Long, 2, tags);
+    check_cache_numel(op, "counters", counters_in, ScalarType::Long,
+                      (tables.size(0) + 1) * kCacheCounters, tags);
+    check_cache_numel(op, "clock", clock_in, ScalarType::Long, 2, tags);
     check_cache_tensor(op, "counts", counts, ScalarType::Int, tags);
     cache.tags = tags.mutable_data_ptr<int64_t>();
     cache.usage_words = usage_words.mutable_data_ptr<int64_t>();

@@ -82,8 +82,8 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
                   postponed.size(), " tensors");
   const CacheMemory memory = host_memory(op, weights, states, hyper, tables);
   check_rows(op, rows, count, tables);
-  check_cache_vector(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
-  check_cache_vector(op, "evicted", evicted, ScalarType::Long, rows.numel(), tables);
+  check_cache_numel(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
+  check_cache_numel(op, "evicted", evicted, ScalarType::Long, rows.numel(), tables);
   const int64_t n = *count.const_data_ptr<int32_t>();
   STD_TORCH_CHECK(n >= 0 && n <= rows.numel(), op,
                   ": count must be in [0, entries of rows = ", rows.numel(), "], got ", n);

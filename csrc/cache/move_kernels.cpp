@@ -25,14 +25,6 @@ EMB_HD int64_t num_entries(const CacheMemory& memory, int tensor, const TierRow&
   return memory.has_entry_per_row(tensor) ? 1 : row.dim;
 }
 
-// Copy n values, rounded stochastically; the linear row id `row` and the `stream` of the tensor
-// select the random numbers.
-template <class To, class From>
-void convert_randomly(To* to, const From* from, int64_t n, const Rounding& rounding, int64_t row,
-                      uint32_t stream) {
-  round_row(from, n, rounding, row, stream, to);
-}
-
 // Call `visit(pointer)`, where `pointer` is `data` as a pointer to elements of dtype `type`.
 template <class Visitor>
 EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
@@ -59,7 +51,7 @@ void copy_row(const CacheMemory& memory, const TierRow& row, const RowLocation& 
     visit_dtype(target_type, target, [&](auto* out) {
       visit_dtype(source_type, source, [&](const auto* in) {
         if (rounding != nullptr) {
-          convert_randomly(out, in, n, *rounding, row.row, write_back_stream(k));
+          round_row(in, n, *rounding, row.row, write_back_stream(k), out);
         } else {
           convert_row(in, n, out);
         }

@@ -405,9 +405,9 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   const char* op = "cache_lookup_slots";
   check_cache_tensor(op, "row_slots", row_slots, ScalarType::Int, row_slots);
   const int64_t n = lookups.numel();
-  check_cache_vector(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
-  check_cache_vector(op, "lookups", lookups, ScalarType::Int, n, row_slots);
-  check_cache_vector(op, "count", count, ScalarType::Int, 1, row_slots);
+  check_cache_numel(op, "segments", segments, ScalarType::Int, n + 1, row_slots);
+  check_cache_numel(op, "lookups", lookups, ScalarType::Int, n, row_slots);
+  check_cache_numel(op, "count", count, ScalarType::Int, 1, row_slots);
   const auto *segment = segments.const_data_ptr<int32_t>(),
              *position = lookups.const_data_ptr<int32_t>(),
              *slot = row_slots.const_data_ptr<int32_t>();

@@ -1,6 +1,7 @@
 // Sorting and grouping on the GPU, for the entries of ops that sort keys, and scratch memory for
-// ops of several kernels. An op that computes its own keys allocates SortBuffers, writes `keys` and
-// `positions` by a kernel, and calls `sort_and_group`. Nothing here waits for the device.
+// ops of several kernels (DeviceWork). An op that computes its own keys allocates SortBuffers,
+// writes `keys` and `positions` in a kernel, and calls `sort_and_group`. Nothing here waits for the
+// device.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,14 +15,14 @@
 
 namespace emb::cuda {
 
-// Return the bytes of scratch that CUB needs on the current device to sort n pairs with keys up to
-// `max_key`, at least 1. `Key` is uint32_t or uint64_t.
+// Return the bytes of scratch that CUB needs on the current device to sort n pairs whose keys are
+// at most `max_key`. The result is at least 1. `Key` is uint32_t or uint64_t.
 template <class Key>
 int64_t sort_scratch_bytes(int64_t n, Key max_key);
 
-// Sort `pairs` by key, stable: pairs of equal keys keep their order. `scratch` is device memory of
-// sort_scratch_bytes(pairs.n, pairs.no_group_key) bytes. The sort runs on the launcher's stream,
-// and may still use the scratch after the call.
+// Sort `pairs` by key with CUB, stable: pairs of equal keys keep their order. `scratch` is device
+// memory of sort_scratch_bytes(pairs.n, pairs.no_group_key) bytes. The sort runs on the launcher's
+// stream, so it may still use the scratch after the call.
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void* scratch);
 
@@ -29,10 +30,11 @@ void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void*
 // `buffers.keys`, at most `buffers.no_group_key` each, and `buffers.positions`, 0 to n - 1 in this
 // order; neither is checked. Keys equal to `buffers.no_group_key` belong to no group. The sorted
 // positions are written to `buffers.sorted_positions`; the contents of `buffers.sorted_keys` are
-// unspecified. The sort and the groups take one launch if Key is uint32_t, `no_group_key` is below
-// 2^31 and the batch is small (group/small_group.cuh). Otherwise CUB sorts, with scratch allocated
-// on the device of `like`. `out.sorted_bags` must be null, because the one launch would not write
-// bags. Throws AllocationError.
+// unspecified. `out.sorted_bags` must be null, because a single launch would not write bags.
+//
+// A small batch takes a single launch (group/small_group.cuh) if Key is uint32_t and `no_group_key`
+// is below 2^31. Otherwise CUB sorts, with scratch allocated on the device of `like`. Throws
+// AllocationError.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                     const SortBuffers<Key>& buffers, const DeviceGroupOutput& out);

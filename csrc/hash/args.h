@@ -2,7 +2,7 @@
 // function tables of the CPU kernels. emblib/ops/hash.py describes the ops and their tensors.
 //
 // A table is an array of buckets of 32 slots. A key may be in either of two buckets. Both are
-// computed from one 64-bit hash of the key, called `mixed`. A slot has a tag of one byte and an
+// computed from one 64-bit hash of the key, called `full_hash`. A slot has a tag of one byte and an
 // entry of two or three words: key, stamp (the clock at the last use) and, for some orders, a
 // score. The tag is 0 if the slot is empty, otherwise 1 to 255 (tag_of). So no key value is
 // reserved to mark empty slots. The row of a key has the number of its slot.
@@ -120,15 +120,15 @@ EMB_HD int64_t bucket_address(uint64_t hash, int64_t buckets, uint64_t mask) {
   return static_cast<int64_t>(hash & (mask >> is_beyond));
 }
 
-// Return the hash for the address of the first bucket: the low 31 bits of `mixed`. Tables have
+// Return the hash for the address of the first bucket: the low 31 bits of `full_hash`. Tables have
 // fewer than 2^31 buckets.
-EMB_HD uint64_t first_hash(uint64_t mixed) { return mixed & 0x7fffffffu; }
-// Return the hash for the address of the second bucket: 31 bits of another hash of `mixed`.
-EMB_HD uint64_t second_hash(uint64_t mixed) { return (mixed * 0x9E3779B97F4A7C15u) >> 33; }
-// Return the tag of a key, 1 to 255. It is computed from the bits 40 to 55 of `mixed`, which
+EMB_HD uint64_t first_hash(uint64_t full_hash) { return full_hash & 0x7fffffffu; }
+// Return the hash for the address of the second bucket: 31 bits of another hash of `full_hash`.
+EMB_HD uint64_t second_hash(uint64_t full_hash) { return (full_hash * 0x9E3779B97F4A7C15u) >> 33; }
+// Return the tag of a key, 1 to 255. It is computed from the bits 40 to 55 of `full_hash`, which
 // first_hash does not use.
-EMB_HD uint8_t tag_of(uint64_t mixed) {
-  return static_cast<uint8_t>(1 + ((((mixed >> 40) & 0xffff) * 255) >> 16));
+EMB_HD uint8_t tag_of(uint64_t full_hash) {
+  return static_cast<uint8_t>(1 + ((((full_hash >> 40) & 0xffff) * 255) >> 16));
 }
 
 // The rank of an entry in its bucket, compared in the order of the members; see HashOrder.
@@ -193,16 +193,16 @@ struct HashTable {
   uint64_t mask;        // address_mask(num_buckets)
   uint64_t hash_key;    // HashTableColumn::kHashKey
 
-  // Return `mixed`, the hash of a key, which cannot be predicted without the table's hash_key.
+  // Return `full_hash`, the hash of a key, which cannot be predicted without the table's hash_key.
   EMB_HD uint64_t hash(int64_t key) const { return mix(static_cast<uint64_t>(key) ^ hash_key); }
   // Return the words of the entry in a slot.
   EMB_HD int64_t* entry(int64_t slot) const { return entries + slot * entry_words; }
-  // Return the two buckets of a key with the hash `mixed`; they may be equal.
-  EMB_HD int64_t first_bucket(uint64_t mixed) const {
-    return bucket_address(first_hash(mixed), num_buckets, mask);
+  // Return the two buckets of a key with the hash `full_hash`; they may be equal.
+  EMB_HD int64_t first_bucket(uint64_t full_hash) const {
+    return bucket_address(first_hash(full_hash), num_buckets, mask);
   }
-  EMB_HD int64_t second_bucket(uint64_t mixed) const {
-    return bucket_address(second_hash(mixed), num_buckets, mask);
+  EMB_HD int64_t second_bucket(uint64_t full_hash) const {
+    return bucket_address(second_hash(full_hash), num_buckets, mask);
   }
 };
 

@@ -379,7 +379,7 @@ struct InsertCall {
   int64_t num_positions;  // n with `slots` and `groups`, else 0
   Tensor inserted, status, evicted, key_slots, key_status;
 
-  InsertCall(const std::vector<Tensor>& tensors, const Tensor& ids_, const Tensor& first_,
+  InsertCall(const std::vector<Tensor>& tensors, const Tensor& ids_, const Tensor& first_positions_,
              const Tensor& totals_, const Tensor& offsets, const std::optional<Tensor>& admitted,
              const std::optional<Tensor>& batch_scores, int64_t order, int64_t insert_policy,
              const std::optional<Tensor>& slots_, const std::optional<Tensor>& groups_)
@@ -388,7 +388,7 @@ struct InsertCall {
         must_compete(parse_must_compete(op, insert_policy)),
         n(ids_.numel()),
         ids(required_array<int64_t>(op, "ids", ids_, n, ids_)),
-        first_positions(required_array<int64_t>(op, "first", first_, n, ids_)),
+        first_positions(required_array<int64_t>(op, "first", first_positions_, n, ids_)),
         totals(required_array<int64_t>(op, "totals", totals_, n, ids_)),
         misses(op, index, ids_, offsets, admitted),
         slots(optional_array(op, "slots", slots_, n, ids_)),
@@ -605,11 +605,11 @@ struct StartRowsCall : ReadRowsCall {
   const void* starting;            // [n, dim], by position, of the dtype of the matrix
 
   StartRowsCall(const Tensor& values, const Tensor& slots_, const Tensor& groups_,
-                const Tensor& first_, const Tensor& starting_, double default_value,
+                const Tensor& first_positions_, const Tensor& starting_, double default_value,
                 bool returns_rows)
       : ReadRowsCall(kOp, values, slots_, default_value, returns_rows),
         groups(required_array<int32_t>(kOp, "groups", groups_, n, values)),
-        first_positions(required_array<int64_t>(kOp, "first", first_, n, values)),
+        first_positions(required_array<int64_t>(kOp, "first", first_positions_, n, values)),
         starting(matrix.check_rows(kOp, "starting", starting_, n)) {}
 
   void check_contents() const {

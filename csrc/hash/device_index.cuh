@@ -117,10 +117,10 @@ EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_
 
 // Return the slot of `key` in a table, kNoSlot if the table does not have the key.
 EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
-  const uint64_t mixed = table.hash(key);
-  const int64_t slot = find_in_bucket(table, table.first_bucket(mixed), tag_of(mixed), key);
+  const uint64_t full_hash = table.hash(key);
+  const int64_t slot = find_in_bucket(table, table.first_bucket(full_hash), tag_of(full_hash), key);
   if (slot != kNoSlot) return slot;
-  return find_in_bucket(table, table.second_bucket(mixed), tag_of(mixed), key);
+  return find_in_bucket(table, table.second_bucket(full_hash), tag_of(full_hash), key);
 }
 
 // Return the sum of `value` over the threads of the block before this one, and write the sum over

@@ -74,10 +74,10 @@ EMB_HD void hash_keys(const HashTable& table, const int64_t* ids, int64_t begin,
   const int size = static_cast<int>(n - begin < kChunkKeys ? n - begin : kChunkKeys);
   const int ring_begin = Probes::ring_index(begin);  // a chunk does not wrap around in the ring
   for (int i = 0; i < size; ++i) {
-    const uint64_t mixed = table.hash(ids[begin + i]);
-    probes->first[ring_begin + i] = bucket_address(first_hash(mixed), buckets, mask);
-    probes->second[ring_begin + i] = bucket_address(second_hash(mixed), buckets, mask);
-    probes->tag[ring_begin + i] = tag_of(mixed);
+    const uint64_t full_hash = table.hash(ids[begin + i]);
+    probes->first[ring_begin + i] = bucket_address(first_hash(full_hash), buckets, mask);
+    probes->second[ring_begin + i] = bucket_address(second_hash(full_hash), buckets, mask);
+    probes->tag[ring_begin + i] = tag_of(full_hash);
   }
 }
 

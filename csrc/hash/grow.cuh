@@ -132,10 +132,10 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
   const int64_t parent = bucket_address(static_cast<uint64_t>(child), old_buckets, old_mask);
   const int64_t from = parent * kBucketSlots + lane_in_warp();
   const uint8_t tag = table.tags[from];
-  const uint64_t mixed = table.hash(table.entry(from)[HashEntry::kKey]);
-  const bool is_first = bucket_address(first_hash(mixed), old_buckets, old_mask) == parent;
-  const bool moves = tag != kEmptyTag &&
-                     (is_first ? table.first_bucket(mixed) : table.second_bucket(mixed)) == child;
+  const uint64_t full_hash = table.hash(table.entry(from)[HashEntry::kKey]);
+  const bool is_first = bucket_address(first_hash(full_hash), old_buckets, old_mask) == parent;
+  const bool moves = tag != kEmptyTag && (is_first ? table.first_bucket(full_hash)
+                                                   : table.second_bucket(full_hash)) == child;
   unsigned moving_lanes = __ballot_sync(simt::kFullMask, moves);
   if (moves) {
     const unsigned lower_moving_lanes = moving_lanes & ((1u << lane_in_warp()) - 1);

@@ -339,12 +339,12 @@ void fill_positions(const InsertCall& call) {
 // batch does not use, which is evicted; otherwise it is refused. InsertCall describes the arguments
 // and results.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
-    std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first, const Tensor& totals,
-    const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
-    int64_t order, int64_t insert_policy, std::optional<Tensor> slots,
-    std::optional<Tensor> groups) {
-  const InsertCall call(tensors, ids, first, totals, offsets, admitted, batch_scores, order,
-                        insert_policy, slots, groups);
+    std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first_positions,
+    const Tensor& totals, const Tensor& offsets, std::optional<Tensor> admitted,
+    std::optional<Tensor> batch_scores, int64_t order, int64_t insert_policy,
+    std::optional<Tensor> slots, std::optional<Tensor> groups) {
+  const InsertCall call(tensors, ids, first_positions, totals, offsets, admitted, batch_scores,
+                        order, insert_policy, slots, groups);
   call.check_contents();
   const HashIndex& index = call.index;
   const Misses& misses = call.misses;
@@ -392,11 +392,11 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   return slots;
 }
 
-// Remove the keys of table t whose stamp is less than `before` from its buckets [first_bucket,
+// Remove the keys of table t whose stamp is less than `min_stamp` from its buckets [first_bucket,
 // first_bucket + num_buckets), which must lie below its kMaxBuckets. Return whether each slot of
 // these buckets was emptied, bool [num_buckets * 32]; false in buckets that are not in use.
 Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
-                    int64_t num_buckets, int64_t before) {
+                    int64_t num_buckets, int64_t min_stamp) {
   const char* op = "hash_expire_";
   const HashIndex index(op, tensors);
   index.check_tables(op);
@@ -410,7 +410,8 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   const int64_t end = std::min(first_bucket + num_buckets, table.num_buckets) * kBucketSlots;
   int64_t num_expired = 0;
   for (int64_t slot = begin; slot < end; ++slot) {
-    if (table.tags[slot] == kEmptyTag || table.entry(slot)[HashEntry::kStamp] >= before) continue;
+    if (table.tags[slot] == kEmptyTag || table.entry(slot)[HashEntry::kStamp] >= min_stamp)
+      continue;
     table.tags[slot] = kEmptyTag;
     if (queues != nullptr) queues[slot / kBucketSlots].size = 0;
     is_removed[slot - begin] = true;
@@ -502,9 +503,10 @@ Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_
 // Write the starting rows of new keys, and read the row of every position if `returns_rows`.
 // StartRowsCall describes the arguments and the result.
 Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
-                        const Tensor& first, const Tensor& starting, double default_value,
+                        const Tensor& first_positions, const Tensor& starting, double default_value,
                         bool returns_rows) {
-  const StartRowsCall call(values, slots, groups, first, starting, default_value, returns_rows);
+  const StartRowsCall call(values, slots, groups, first_positions, starting, default_value,
+                           returns_rows);
   call.check_contents();
   const RowBytes target = call.matrix.as_bytes({});
   const auto* starting_rows = static_cast<const char*>(call.starting);

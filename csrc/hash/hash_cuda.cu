@@ -116,12 +116,12 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
 // Insert the admitted misses of a batch. Each gets an empty slot or the slot of an entry that the
 // batch does not use, which is evicted; otherwise it is refused. Return InsertCall::results().
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
-    std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first, const Tensor& totals,
-    const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
-    int64_t order, int64_t insert_policy, std::optional<Tensor> slots,
-    std::optional<Tensor> groups) {
-  const InsertCall call(tensors, ids, first, totals, offsets, admitted, batch_scores, order,
-                        insert_policy, slots, groups);
+    std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first_positions,
+    const Tensor& totals, const Tensor& offsets, std::optional<Tensor> admitted,
+    std::optional<Tensor> batch_scores, int64_t order, int64_t insert_policy,
+    std::optional<Tensor> slots, std::optional<Tensor> groups) {
+  const InsertCall call(tensors, ids, first_positions, totals, offsets, admitted, batch_scores,
+                        order, insert_policy, slots, groups);
   Insertion insertion{};
   insertion.index = device_index(call.op, call.index);
   insertion.order = call.scoring.order;
@@ -153,18 +153,18 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   return slots;
 }
 
-// Remove the keys of table t whose stamp is less than `before` from its buckets [first_bucket,
+// Remove the keys of table t whose stamp is less than `min_stamp` from its buckets [first_bucket,
 // first_bucket + num_buckets). Return whether each slot of these buckets was emptied, bool
 // [num_buckets * 32]; false in buckets that table t does not use.
 Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
-                    int64_t num_buckets, int64_t before) {
+                    int64_t num_buckets, int64_t min_stamp) {
   const char* op = "hash_expire_";
   const HashIndex index(op, tensors);
   index.check_table(op, t);
   // Only the device knows the number of buckets of the table.
   check_window(op, index.num_slots / kBucketSlots, first_bucket, num_buckets);
   Tensor removed = allocate(tensors[0], {num_buckets * kBucketSlots}, ScalarType::Bool);
-  const ExpireWindow window{static_cast<int>(t), first_bucket, num_buckets, before};
+  const ExpireWindow window{static_cast<int>(t), first_bucket, num_buckets, min_stamp};
   launch_expire(CudaLauncher(tensors[0]), device_index(op, index), window,
                 static_cast<bool*>(removed.mutable_data_ptr()));
   return removed;
@@ -174,10 +174,10 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
 // kMaxInitialBuffers. A row buffer that has no row for the slot is skipped; a miss with slot -1 has
 // no row. InitialInputs describes the tensors. `seed` selects the random numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
-                        const Tensor& ids, const Tensor& first, const Tensor& offsets,
+                        const Tensor& ids, const Tensor& first_positions, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
   const char* op = "hash_initial_rows_";
-  const InitialInputs in{row_buffers, layout, rules, ids, first, offsets, slots};
+  const InitialInputs in{row_buffers, layout, rules, ids, first_positions, offsets, slots};
   in.check(op);
   STD_TORCH_CHECK(row_buffers.size() <= kMaxInitialBuffers, op, ": at most ", kMaxInitialBuffers,
                   " row buffers on a GPU, got ", row_buffers.size());
@@ -190,11 +190,11 @@ void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, c
   rows.layout = static_cast<const InitialLayout*>(layout.const_data_ptr());
   rows.rules = static_cast<const InitialRule*>(rules.const_data_ptr());
   rows.ids = ids.const_data_ptr<int64_t>();
-  rows.first_positions = first.const_data_ptr<int64_t>();
+  rows.first_positions = first_positions.const_data_ptr<int64_t>();
   rows.offsets = offsets.const_data_ptr<int64_t>();
   rows.slots = slots.const_data_ptr<int64_t>();
   rows.seed = static_cast<uint64_t>(seed);
-  launch_initial_rows(CudaLauncher(ids), rows, first.numel());
+  launch_initial_rows(CudaLauncher(ids), rows, first_positions.numel());
 }
 
 // Find keys and read their rows. Return `rows` and `found` of FindRowsCall.
@@ -221,9 +221,10 @@ Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_
 // Write the starting rows of new keys, see StartRowsCall. Return the row of every position if
 // `returns_rows`, else [0, dim].
 Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
-                        const Tensor& first, const Tensor& starting, double default_value,
+                        const Tensor& first_positions, const Tensor& starting, double default_value,
                         bool returns_rows) {
-  const StartRowsCall call(values, slots, groups, first, starting, default_value, returns_rows);
+  const StartRowsCall call(values, slots, groups, first_positions, starting, default_value,
+                           returns_rows);
   void* out = returns_rows ? call.rows.mutable_data_ptr() : nullptr;
   launch_read_rows(CudaLauncher(values), call.matrix.as_bytes({out, call.starting}), call.slots,
                    call.n, {call.starting, call.groups, call.first_positions}, call.default_word,

@@ -36,14 +36,14 @@ void check_misses(const char* op, const InitialInputs& in) {
 // row for the slot is skipped; a miss with slot -1 has no row. InitialInputs describes the tensors.
 // `seed` selects the random numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
-                        const Tensor& ids, const Tensor& first, const Tensor& offsets,
+                        const Tensor& ids, const Tensor& first_positions, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
   const char* op = "hash_initial_rows_";
-  const InitialInputs in{row_buffers, layout, rules, ids, first, offsets, slots};
+  const InitialInputs in{row_buffers, layout, rules, ids, first_positions, offsets, slots};
   in.check(op);
   const InitialRows rows(op, in);
   check_misses(op, in);
-  rows.write(ids.const_data_ptr<int64_t>(), first.const_data_ptr<int64_t>(),
+  rows.write(ids.const_data_ptr<int64_t>(), first_positions.const_data_ptr<int64_t>(),
              offsets.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(), seed);
 }
 

@@ -198,9 +198,9 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
     entry = new_entry(insertion, miss, t);
     const HashTable table = insertion.index.table(t);
     const int64_t base = insertion.index.field(t, HashTableColumn::kFirstBucket);
-    const uint64_t mixed = table.hash(entry.key);
-    first = static_cast<int32_t>(base + table.first_bucket(mixed));
-    second = static_cast<int32_t>(base + table.second_bucket(mixed));
+    const uint64_t full_hash = table.hash(entry.key);
+    first = static_cast<int32_t>(base + table.first_bucket(full_hash));
+    second = static_cast<int32_t>(base + table.second_bucket(full_hash));
     uint32_t empty = empty_slots(insertion, first), empty_in_second = 0;
     if (__popc(empty) <= kPreferredFreeSlots) empty_in_second = empty_slots(insertion, second);
     const bool takes_second = __popc(empty_in_second) > __popc(empty);
@@ -434,8 +434,8 @@ EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool c
     const HashTable table = insertion.index.table(t);
     int32_t* chains =
         insertion.last_in_chain + insertion.index.field(t, HashTableColumn::kFirstBucket);
-    const uint64_t mixed = table.hash(insertion.ids[insertion.first_positions[miss]]);
-    chains[table.first_bucket(mixed)] = chains[table.second_bucket(mixed)] = kEmptyChain;
+    const uint64_t full_hash = table.hash(insertion.ids[insertion.first_positions[miss]]);
+    chains[table.first_bucket(full_hash)] = chains[table.second_bucket(full_hash)] = kEmptyChain;
   });
 }
 

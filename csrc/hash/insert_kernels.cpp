@@ -387,9 +387,9 @@ void choose(const HashInsertion& insertion, bool is_shared, const int64_t* pendi
   static_assert(kKeysToFinish < kRingKeys);
   for (int64_t i = 0; i < n + kKeysToFinish; ++i) {
     if (i < n) {
-      const uint64_t mixed = insertion.table.hash(insertion.key(pending[i]));
-      first[i % kRingKeys].begin(insertion, insertion.table.first_bucket(mixed));
-      second[i % kRingKeys].begin(insertion, insertion.table.second_bucket(mixed));
+      const uint64_t full_hash = insertion.table.hash(insertion.key(pending[i]));
+      first[i % kRingKeys].begin(insertion, insertion.table.first_bucket(full_hash));
+      second[i % kRingKeys].begin(insertion, insertion.table.second_bucket(full_hash));
     }
     if (const int64_t j = i - kKeysToPeek; j >= 0 && j < n) {
       first[j % kRingKeys].peek(insertion, is_shared);
@@ -526,9 +526,10 @@ EMB_HD void split_bucket(const HashTable& table, const HashTable& old_table, int
   uint32_t occupied = ~match_tags(table.tags + bucket * kBucketSlots, kEmptyTag);
   for (; occupied != 0; occupied &= occupied - 1) {
     const int64_t slot = bucket * kBucketSlots + lowest_bit(occupied);
-    const uint64_t mixed = table.hash(table.entry(slot)[HashEntry::kKey]);
-    const bool is_first = old_table.first_bucket(mixed) == bucket;
-    const int64_t target = is_first ? table.first_bucket(mixed) : table.second_bucket(mixed);
+    const uint64_t full_hash = table.hash(table.entry(slot)[HashEntry::kKey]);
+    const bool is_first = old_table.first_bucket(full_hash) == bucket;
+    const int64_t target =
+        is_first ? table.first_bucket(full_hash) : table.second_bucket(full_hash);
     if (target == bucket) continue;
     const uint32_t empty = match_tags(table.tags + target * kBucketSlots, kEmptyTag);
     // The caller must pass empty new buckets. If they are not, still never write beyond the bucket.

@@ -60,10 +60,10 @@ EMB_HD int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_t ta
 
 // Return the slot of `key` in a table, kNoSlot if the table does not have the key.
 EMB_HD int64_t find_slot(const HashTable& table, int64_t key) {
-  const uint64_t mixed = table.hash(key);
-  const uint8_t tag = tag_of(mixed);
-  const int64_t slot = find_in_bucket(table, table.first_bucket(mixed), tag, key);
-  return slot != kNoSlot ? slot : find_in_bucket(table, table.second_bucket(mixed), tag, key);
+  const uint64_t full_hash = table.hash(key);
+  const uint8_t tag = tag_of(full_hash);
+  const int64_t slot = find_in_bucket(table, table.first_bucket(full_hash), tag, key);
+  return slot != kNoSlot ? slot : find_in_bucket(table, table.second_bucket(full_hash), tag, key);
 }
 
 }  // namespace emb::EMB_ISA

@@ -44,12 +44,12 @@ namespace emb::cuda {
   sizes.flush();
 }
 
-// `hash_expire_` removes the keys whose stamp is less than `before` from the buckets [first_bucket,
-// first_bucket + num_buckets) of a table.
+// `hash_expire_` removes the keys whose stamp is less than `min_stamp` from the buckets
+// [first_bucket, first_bucket + num_buckets) of a table.
 struct ExpireWindow {
   int table;
   int64_t first_bucket, num_buckets;
-  int64_t before;
+  int64_t min_stamp;
 };
 
 // Empty the slots of expired keys, one thread per slot. Write to `removed`, [num_buckets *
@@ -65,7 +65,7 @@ struct ExpireWindow {
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
     const int64_t slot = begin + i;
     const bool expires = slot < table.num_buckets * kBucketSlots && table.tags[slot] != kEmptyTag &&
-                         table.entry(slot)[HashEntry::kStamp] < window.before;
+                         table.entry(slot)[HashEntry::kStamp] < window.min_stamp;
     if (expires) table.tags[slot] = kEmptyTag;
     removed[i] = expires;
     expired.add(window.table, expires);

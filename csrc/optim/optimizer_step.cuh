@@ -1,8 +1,9 @@
-// One optimizer step on a slice of a row on the GPU, with the functors of optimizers.h. A kernel is
-// a template of its `Selection`: AtRunTime serves all optimizers, Compiled<Opt> serves one of them,
-// and GradientOnly has no optimizer, so that the summed gradient is the result. A block builds a
-// BlockStep, its copy of the arguments in shared memory, and then calls the functions below per
-// row.
+// One optimizer step on some columns of a row on the GPU, with the functors of optimizers.h. A
+// kernel is a template of its *Selection*: AtRunTime serves all optimizers, Compiled<Opt> serves
+// one of them, and GradientOnly has no optimizer, so that the summed gradient is the result. A
+// block builds a BlockStep, its copy of the arguments in shared memory. Then update_rows.cuh calls
+// load_columns, add_penalty, sum_columns, begin_row and step_columns, in this order. tbe/update.cuh
+// calls begin_row only; row_batch.cuh has the other steps for it.
 #pragma once
 
 #include <new>
@@ -70,10 +71,12 @@ struct alignas(16) BlockStepStorage {
   EMB_DEVICE const BlockStep& get() const { return *reinterpret_cast<const BlockStep*>(bytes); }
 };
 
-// The Selection for an optimizer that is known only when the kernel runs: one kernel serves all
-// optimizers. The members of a Selection are the constants of the functor, kScalesWeights (whether
-// RowFactors::weight is used), `visit` and `build`; GradientOnly has only those that kernels
-// without an optimizer use.
+// The Selection for an optimizer that is known only when the kernel runs. A Selection has these
+// members, of which GradientOnly has only those that kernels without an optimizer use:
+//   kHasOptimizer, kHasSums  whether there is an optimizer; whether it may have sums over a row
+//   kScalesWeights           whether RowFactors::weight is used; if not, it must be 1
+//   num_stepped_states, ..   functions that return the constants of the functor (functor.h)
+//   build, visit             build the functor in memory of the block; call a visitor with it
 struct AtRunTime {
   static constexpr bool kHasOptimizer = true, kHasSums = true, kScalesWeights = true;
   EMB_DEVICE static int num_stepped_states(const OptimizerStepArgs& args) {
@@ -123,7 +126,7 @@ struct AtRunTime {
 template <class Opt>
 struct Compiled {
   static constexpr bool kHasOptimizer = true, kHasSums = Opt::kNumRowSums > 0;
-  static constexpr bool kScalesWeights = false;  // whether RowFactors::weight is used: not here
+  static constexpr bool kScalesWeights = false;
   EMB_DEVICE static constexpr int num_stepped_states(const OptimizerStepArgs&) {
     return Opt::kSteppedStates;
   }
@@ -158,15 +161,15 @@ struct GradientOnly {
   EMB_DEVICE static void build(const OptimizerStepArgs&, unsigned char*) {}
 };
 
-// Whether an optimizer has a separately compiled kernel: those of most models have one. It must
-// leave RowFactors::weight at 1, which Compiled does not read.
+// Whether an optimizer has a separately compiled kernel, as those that most models use. Such an
+// optimizer must leave RowFactors::weight at 1, which Compiled does not read.
 template <class Opt>
 inline constexpr bool kIsCommon = std::is_same_v<Opt, Sgd> || std::is_same_v<Opt, Adagrad> ||
                                   std::is_same_v<Opt, RowwiseAdagrad> || std::is_same_v<Opt, Adam>;
 
-// An optimizer for rows of at most kNarrowRow columns on average, with a separate kernel that has
-// fewer slices per lane. For such rows most of the time goes to locating what to update, by several
-// loads in series. So more warps help more than more rows per warp.
+// An optimizer for rows of at most kNarrowRow columns on average. It has a separate kernel with
+// fewer slices per lane: the update of a narrow row mostly waits for several loads, one after the
+// other, that locate the row. So more warps help more than more rows per warp.
 template <class Opt>
 struct Narrow : Opt {
   using Opt::Opt;
@@ -224,8 +227,8 @@ struct LaneColumns {
   float weights[kColumns] = {}, state0[kColumns] = {}, state1[kColumns] = {};
 };
 
-// Load columns [0, valid) from `element` of the tier on; none if valid <= 0. Only states that the
-// optimizer updates are loaded.
+// Load the first `num_valid` of this lane's columns, at most kColumns and none if num_valid <= 0,
+// from `element` of the tier on. Only states that the optimizer updates are loaded.
 template <class Selection>
 EMB_DEVICE void load_columns(const OptimizerStepArgs& args, const TierMemory& tier, int64_t element,
                              int num_valid, LaneColumns* x) {
@@ -267,15 +270,15 @@ EMB_DEVICE void add_penalty(const BlockStep& step, const LaneColumns& x,
   for (int k = 0; k < kColumns; ++k) gradient[k] += step.decay.l2 * x.weights[k];
 }
 
-// The location of a lane's columns.
+// The location of a lane's columns, at most kColumns of one row.
 struct ColumnLocation {
   int64_t element;        // first element of the columns in the tier
   int64_t row;            // linear row id, for random numbers
   int column, num_valid;  // first column; columns from there to the end of the row
 };
 
-// Write columns of a tensor, `data` of dtype `type`, rounded as `rounding` says; `tensor` selects
-// the random numbers (RoundedTensor). Changes `values`.
+// Write a lane's columns to a tensor, `data` of dtype `type`, rounded as `rounding` says. `tensor`
+// (RoundedTensor) and the location select the random numbers. `values` may change.
 EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& location,
                               uint32_t tensor, void* data, Dtype type, float (&values)[kColumns]) {
   if (rounding.is_stochastic && type != Dtype::kFloat) {
@@ -292,8 +295,8 @@ EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& lo
   write_columns(data, type, location.element, location.num_valid, values);
 }
 
-// Update columns and their states, and write them. `gradient` includes the L2 penalty, `factors` is
-// the result of begin_row.
+// Update a lane's columns and their states, in `x` and in memory. `gradient` includes the L2
+// penalty, and `factors` is the result of begin_row.
 template <class Selection>
 EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const BlockStep& step,
                              const TierMemory& tier, const ColumnLocation& location,

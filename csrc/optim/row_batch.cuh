@@ -1,10 +1,10 @@
 // Slices of several rows in registers, for the fused update (tbe/update.cuh).
 //
 // A group of lanes processes a row in *slices* of kColumns columns per lane. A lane that updated
-// one slice at a time would wait for the loads of each slice. Instead it processes a batch of
+// one slice at a time would wait for the loads of each slice. Instead it processes a *batch* of
 // kSlices slices, of one row or of several, and has all their loads in flight at once. The dtype of
-// a tensor is known at run time only: values are loaded in the format of the memory and converted
-// afterwards, so that there is one uniform branch per tensor and batch.
+// a tensor is known at run time only. So values are loaded as they are stored and converted
+// afterwards, which takes one branch per tensor and batch, the same in all lanes.
 #pragma once
 
 #include "core/rounding.h"
@@ -50,109 +50,112 @@ struct RowLayout {
   }
 };
 
-// The location of a lane's columns of a slice. The functions below take a function of the number of
-// the slice, `location_of(s)`, so that locations are computed when they are used.
+// The location of a lane's columns of a slice. The functions below take `location_of(s)`, which
+// returns the location for slice s of the batch, so that locations are computed when they are used.
 struct SliceLocation {
-  int64_t element;  // element of the lane's first column in weights and element-wise states
-  int valid;        // columns from there to the end of the row; nothing is accessed if <= 0
+  int64_t element;  // element of the lane's first column in the tensor
+  int num_valid;    // columns from there to the end of the row; nothing is accessed if <= 0
 };
 
 // A lane's columns of the slices of a batch, as they are stored or as floats.
 template <int kSlices>
 using Slices = float[kSlices][kColumns];
 
-// Load the four columns of a slice as they are stored: four columns of 16 bits fill the first two
-// words. Loads nothing if valid <= 0. kReadOnly: no thread of the kernel writes the memory.
-// `address` must be a multiple of the size of four columns.
+// Load four neighbouring columns as they are stored: four columns of 16 bits fill the first two
+// words of `columns`. If num_valid <= 0, `columns` does not change. kReadOnly must be false if a
+// thread of the kernel writes the memory. `address` must be a multiple of the size of four columns.
 template <class T, bool kReadOnly>
-EMB_DEVICE void load_vector(const T* address, int valid, float (&x)[kColumns]) {
+EMB_DEVICE void load_vector(const T* address, int num_valid, float (&columns)[kColumns]) {
   using Pack = std::conditional_t<sizeof(T) == 4, simt::Pack16, simt::Pack8>;
-  if (valid <= 0) return;
+  if (num_valid <= 0) return;
   const auto* packs = reinterpret_cast<const Pack*>(address);
   const Pack pack = kReadOnly ? simt::load(packs) : *packs;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(Pack)) / 4; ++i) x[i] = float_from_bits(pack.word[i]);
+  for (int i = 0; i < static_cast<int>(sizeof(Pack)) / 4; ++i)
+    columns[i] = float_from_bits(pack.word[i]);
 }
 
-// Load the four columns one by one, `step` columns apart; columns beyond the row load as 0.
+// Load four columns that are `distance` columns apart as they are stored, one by one. Columns
+// beyond the end of the row load as 0.
 template <class T>
-EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float (&x)[kColumns]) {
+EMB_DEVICE void load_columns_apart(int distance, const T* address, int num_valid,
+                                   float (&columns)[kColumns]) {
   uint32_t bits[kColumns] = {};
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) {
-    if (k * step >= valid) continue;
+    if (k * distance >= num_valid) continue;
     if constexpr (sizeof(T) == 4) {
-      bits[k] = float_bits(address[k * step]);
+      bits[k] = float_bits(address[k * distance]);
     } else {
-      bits[k] = address[k * step].bits;
+      bits[k] = address[k * distance].bits;
     }
   }
 #pragma unroll
   for (int i = 0; i < kColumns * static_cast<int>(sizeof(T)) / 4; ++i) {
-    x[i] = float_from_bits(sizeof(T) == 4 ? bits[i]
-                                          : bits[(2 * i) % 4] | (bits[(2 * i + 1) % 4] << 16));
+    columns[i] = float_from_bits(
+        sizeof(T) == 4 ? bits[i] : bits[(2 * i) % 4] | (bits[(2 * i + 1) % 4] << 16));
   }
 }
 
 // Do what load_slices does, for elements of type T; half16 is used for both 16-bit dtypes.
 template <class T, bool kReadOnly, int kSlices, class LocationOf>
-EMB_DEVICE void load_slices_of(bool uses_vectors, int step, const T* data,
-                               const LocationOf& location_of, Slices<kSlices>& x) {
+EMB_DEVICE void load_slices_of(bool uses_vectors, int distance, const T* data,
+                               const LocationOf& location_of, Slices<kSlices>& slices) {
   if (uses_vectors) {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       const SliceLocation location = location_of(s);
-      load_vector<T, kReadOnly>(data + location.element, location.valid, x[s]);
+      load_vector<T, kReadOnly>(data + location.element, location.num_valid, slices[s]);
     }
   } else {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       const SliceLocation location = location_of(s);
       // The branch keeps the compiler from computing the addresses of all slices at once.
-      if (!__any_sync(simt::kFullMask, location.valid > 0)) continue;
-      load_columns_apart(step, data + location.element, location.valid, x[s]);
+      if (!__any_sync(simt::kFullMask, location.num_valid > 0)) continue;
+      load_columns_apart(distance, data + location.element, location.num_valid, slices[s]);
     }
   }
 }
 
-// Load the slices of a batch from `data`, of dtype `type`, as they are stored: in vectors, or else
-// columns that are `step` apart. Called by all lanes of a warp.
+// Load the slices of a batch from `data`, of dtype `type`, as they are stored. A lane's columns of
+// a slice are neighbours if `uses_vectors`, else `distance` apart. All 32 lanes must call this.
 template <bool kReadOnly, int kSlices, class LocationOf>
-EMB_DEVICE void load_slices(bool uses_vectors, int step, const void* data, Dtype type,
-                            const LocationOf& location_of, Slices<kSlices>& x) {
+EMB_DEVICE void load_slices(bool uses_vectors, int distance, const void* data, Dtype type,
+                            const LocationOf& location_of, Slices<kSlices>& slices) {
   if (type == Dtype::kFloat) {
-    load_slices_of<float, kReadOnly, kSlices>(uses_vectors, step, static_cast<const float*>(data),
-                                              location_of, x);
+    load_slices_of<float, kReadOnly, kSlices>(uses_vectors, distance,
+                                              static_cast<const float*>(data), location_of, slices);
   } else {
-    load_slices_of<half16, kReadOnly, kSlices>(uses_vectors, step, static_cast<const half16*>(data),
-                                               location_of, x);
+    load_slices_of<half16, kReadOnly, kSlices>(
+        uses_vectors, distance, static_cast<const half16*>(data), location_of, slices);
   }
 }
 
 // Convert slices that were loaded as 16-bit elements of type T to floats.
 template <class T, int kSlices>
-EMB_DEVICE void widen_from(Slices<kSlices>& x) {
+EMB_DEVICE void widen_from(Slices<kSlices>& slices) {
 #pragma unroll
   for (int s = 0; s < kSlices; ++s) {
-    const uint32_t word[2] = {float_bits(x[s][0]), float_bits(x[s][1])};
+    const uint32_t word[2] = {float_bits(slices[s][0]), float_bits(slices[s][1])};
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      x[s][k] = to_float(T{static_cast<uint16_t>(word[k / 2] >> ((k % 2) * 16))});
+      slices[s][k] = to_float(T{static_cast<uint16_t>(word[k / 2] >> ((k % 2) * 16))});
     }
   }
 }
 
-// Convert slices that were loaded from dtype `type` to floats.
+// Convert slices that were loaded from dtype `type` to floats; floats do not change.
 template <int kSlices>
-EMB_DEVICE void widen(Dtype type, Slices<kSlices>& x) {
-  if (type == Dtype::kHalf) widen_from<half16, kSlices>(x);
-  if (type == Dtype::kBfloat16) widen_from<bfloat16, kSlices>(x);
+EMB_DEVICE void widen(Dtype type, Slices<kSlices>& slices) {
+  if (type == Dtype::kHalf) widen_from<half16, kSlices>(slices);
+  if (type == Dtype::kBfloat16) widen_from<bfloat16, kSlices>(slices);
 }
 
 // Store the slices of a batch as elements of type T, rounded to nearest.
 template <class T, int kSlices, class LocationOf>
 EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const LocationOf& location_of,
-                                const Slices<kSlices>& x) {
+                                const Slices<kSlices>& slices) {
   struct alignas(sizeof(T) * kColumns) Block {
     T element[kColumns];
   };
@@ -162,8 +165,8 @@ EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const Location
       const SliceLocation location = location_of(s);
       Block block;
 #pragma unroll
-      for (int k = 0; k < kColumns; ++k) block.element[k] = from_float<T>(x[s][k]);
-      if (location.valid > 0) *reinterpret_cast<Block*>(data + location.element) = block;
+      for (int k = 0; k < kColumns; ++k) block.element[k] = from_float<T>(slices[s][k]);
+      if (location.num_valid > 0) *reinterpret_cast<Block*>(data + location.element) = block;
     }
     return;
   }
@@ -172,8 +175,8 @@ EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const Location
     const SliceLocation location = location_of(s);
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      if (k * layout.column_distance() < location.valid)
-        data[location.element + k * layout.column_distance()] = from_float<T>(x[s][k]);
+      if (k * layout.column_distance() < location.num_valid)
+        data[location.element + k * layout.column_distance()] = from_float<T>(slices[s][k]);
     }
   }
 }
@@ -181,53 +184,55 @@ EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const Location
 // Store the slices of a batch in a tensor of dtype `type`, rounded to nearest.
 template <int kSlices, class LocationOf>
 EMB_DEVICE void store_slices(const RowLayout& layout, void* data, Dtype type,
-                             const LocationOf& location_of, const Slices<kSlices>& x) {
+                             const LocationOf& location_of, const Slices<kSlices>& slices) {
   if (type == Dtype::kFloat) {
-    store_slices_of<float, kSlices>(layout, static_cast<float*>(data), location_of, x);
+    store_slices_of<float, kSlices>(layout, static_cast<float*>(data), location_of, slices);
   } else if (type == Dtype::kHalf) {
-    store_slices_of<half16, kSlices>(layout, static_cast<half16*>(data), location_of, x);
+    store_slices_of<half16, kSlices>(layout, static_cast<half16*>(data), location_of, slices);
   } else {
-    store_slices_of<bfloat16, kSlices>(layout, static_cast<bfloat16*>(data), location_of, x);
+    store_slices_of<bfloat16, kSlices>(layout, static_cast<bfloat16*>(data), location_of, slices);
   }
 }
 
-// Store column `column` of linear row `row` at `data`, rounded stochastically; the row and `tensor`
-// (RoundedTensor) select the random numbers.
+// Store `value`, column `column` of linear row `row`, at `data`, rounded stochastically. The row,
+// the column and `tensor` (RoundedTensor) select the random numbers.
 template <class T>
 EMB_DEVICE void store_randomly(const Rounding& rounding, uint32_t tensor, int64_t row, int column,
-                               T* data, float x) {
+                               T* data, float value) {
   const auto unsigned_column = static_cast<uint32_t>(column);
   const Random4 random = rounding.words(row, unsigned_column / kColumns, tensor);
   const uint32_t low = (unsigned_column & 1) ? random.word[1] : random.word[0];
   const uint32_t high = (unsigned_column & 1) ? random.word[3] : random.word[2];
-  *data = round_randomly<T>(x, (unsigned_column & 2) ? high : low);
+  *data = round_randomly<T>(value, (unsigned_column & 2) ? high : low);
 }
 
-// Store a lane's columns of a slice of linear row `row` in 16 bits, rounded stochastically; `data`
-// is the address of the first, from which `valid` columns are left to the end of the row.
+// Store a lane's columns of a slice of linear row `row` in 16 bits, rounded stochastically. `data`
+// is the address of the first column; the row ends `num_valid` columns after it. The row and
+// `tensor` (RoundedTensor) select the random numbers.
 template <class T>
 EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& rounding,
-                                     uint32_t tensor, int64_t row, T* data, int valid,
-                                     const float (&x)[kColumns]) {
-  if (valid <= 0) return;
-  const int column = layout.dim - valid;
+                                     uint32_t tensor, int64_t row, T* data, int num_valid,
+                                     const float (&columns)[kColumns]) {
+  if (num_valid <= 0) return;
+  const int column = layout.dim - num_valid;
   if (layout.uses_vectors) {
     const Random4 random = rounding.words(row, static_cast<uint32_t>(column) / kColumns, tensor);
     simt::Pack8 pack;
-    round_four<T>(x, random, pack.word);
+    round_four<T>(columns, random, pack.word);
     *reinterpret_cast<simt::Pack8*>(data) = pack;
   } else {
 #pragma unroll 1
-    for (int k = 0; k * layout.column_distance() < valid; ++k) {
+    for (int k = 0; k * layout.column_distance() < num_valid; ++k) {
       if (k >= kColumns) break;
       store_randomly(rounding, tensor, row, column + k * layout.column_distance(),
-                     data + k * layout.column_distance(), x[k]);
+                     data + k * layout.column_distance(), columns[k]);
     }
   }
 }
 
 // This lane's weights and element-wise states of a batch. Call load, convert, sum_rows (if the
-// optimizer has sums), apply and store, in this order.
+// optimizer has sums), apply and store, in this order. All 32 lanes must call load and apply. The
+// first argument of a function only passes the type of a Selection.
 template <int kSlices>
 struct RowBatch {
   Slices<kSlices> weights = {}, state0 = {}, state1 = {};
@@ -256,8 +261,8 @@ struct RowBatch {
     if (Selection::num_stepped_states(args) > 1) widen<kSlices>(tier.state_types[1], state1);
   }
 
-  // Add this lane's terms of the sums over each row to `sums`, slice by slice in order, so that the
-  // last slice of a row has the lane's sums over the row's slices.
+  // Add this lane's terms of the sums over each row to `sums`, which is by slice. Then the entry of
+  // the last slice of a row has the lane's sums over all slices of the row in this batch.
   template <class Selection>
   EMB_DEVICE void sum_rows(Selection, const OptimizerStepArgs& args, const BlockStep& step,
                            const RowLayout& layout, const Slices<kSlices>& gradient,
@@ -290,7 +295,8 @@ struct RowBatch {
     }
   }
 
-  // Update the rows; factors_of(s), called by all lanes, returns the factors of the row of slice s.
+  // Update the values in registers. All lanes call factors_of(s), which returns the factors of the
+  // row of slice s. `gradient` includes the L2 penalty.
   template <class Selection, class FactorsOf>
   EMB_DEVICE void apply(Selection, const OptimizerStepArgs& args, const BlockStep& step,
                         const Slices<kSlices>& gradient, const FactorsOf& factors_of) {
@@ -310,7 +316,8 @@ struct RowBatch {
     });
   }
 
-  // Call `store(tensor, data, type, slices)` for each tensor that the optimizer writes.
+  // Call `store(tensor, data, type, slices)` for the weights and each state that the optimizer
+  // updates; `tensor` is a RoundedTensor, `data` and `type` are those of the tier.
   template <class Selection, class Store>
   EMB_DEVICE void store(Selection, const OptimizerStepArgs& args, const TierMemory& tier,
                         const Store& store) const {

@@ -1,6 +1,5 @@
-// Declares the launch of the kernel that updates matrices (update_rows.cuh), for the entries that
-// need it. The kernel is compiled in update_rows_cuda.cu only, since a copy is a hundred kilobytes
-// of code.
+// Declares launch_update_matrices (update_rows.cuh) for entries that call it. Its kernel is
+// compiled in update_rows_cuda.cu only, because a copy is a hundred kilobytes of code.
 #pragma once
 
 #include "core/launch.h"

@@ -1,8 +1,8 @@
-// An optimizer over all rows of matrices with dense gradients on the GPU. A block updates a row, or
-// a warp if the row has at most 128 columns; both compute the same bits. A row whose gradient is
-// zero throughout was not part of the batch and keeps its weights and states. One launch serves one
-// matrix, described by the arguments of the kernel, or any number of them, described in device
-// memory.
+// An optimizer over all rows of matrices with dense gradients on the GPU. A warp updates a row of
+// at most 128 columns, and a block updates a wider row; both compute the same bits. A row whose
+// gradient is zero throughout was not part of the batch and keeps its weights and states. A launch
+// updates one matrix, which is an argument of the kernel, or any number of matrices, which are
+// listed in device memory.
 #pragma once
 
 #include "core/search.cuh"
@@ -14,8 +14,9 @@ inline constexpr int kMatrixThreads = 128;  // threads per block
 // Blocks per multiprocessor: with six a thread may have 80 registers. Without the bound, ptxas uses
 // 64 registers and spills two (reports/LOG.md has no entry on this).
 inline constexpr int kMatrixBlocksPerSm = 6;
-// A grid over many matrices has at most this many blocks per multiprocessor, twice what runs at
-// once: each block builds the functor of the optimizer, which needs two powers in double for Adam.
+// The maximum number of blocks per multiprocessor of a grid over many matrices: twice as many as
+// run at once. More would take longer, because each block builds the functor of the optimizer, for
+// Adam with two powers in double.
 inline constexpr int kMaxMatrixBlocksPerSm = 2 * kMatrixBlocksPerSm;
 
 // The gradient of a matrix, in device memory.
@@ -31,16 +32,16 @@ struct MatrixGrad {
   EMB_HD int64_t num_blocks() const { return (rows + rows_per_block() - 1) / rows_per_block(); }
 };
 
-// One of the matrices of a launch: its gradient, its weights and states.
+// One of the matrices of a launch.
 struct MatrixStep {
-  MatrixGrad in;
-  TierMemory tier;
+  MatrixGrad gradient;
+  TierMemory tier;      // its weights and states
   int64_t first_block;  // number of its first block among the blocks of all matrices
 };
 
 // Replace each of `values`, in every thread, by its sum over the block, added in the order of
-// warps. Return whether `flag` is true in any thread. All threads of the block call this; it has
-// two barriers, of which the second lets the next call reuse the shared memory.
+// warps. Return whether `flag` is true in any thread. All threads of the block must call this. It
+// has two barriers; after the second one the next call may use the shared memory again.
 EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   constexpr int kWarps = kMatrixThreads / kWarpLanes;
   __shared__ float sum_of_warp[kWarps][kMaxRowSums];
@@ -67,8 +68,8 @@ EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   return any_flag;
 }
 
-// Do what block_sums does, but within a warp and without a barrier. The result has the bits that
-// block_sums returns if all other warps pass zeros.
+// Do what block_sums does, but within a warp and without a barrier. All 32 lanes must call this.
+// The result has the bits that block_sums returns if all other warps pass zeros.
 EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 #pragma unroll
   for (int k = 0; k < kMaxRowSums; ++k) {
@@ -77,25 +78,25 @@ EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
   return __any_sync(simt::kFullMask, flag) != 0;
 }
 
-// Add the terms of this thread's columns to the sums of the row that begins at element `start`;
-// return whether one of their gradients is not zero. `num_threads` threads process the row; this
-// one has the number `thread`.
+// Add the terms of this thread's columns to the sums of the row that begins at element `row_begin`.
+// Return whether the gradient of one of these columns is not zero. `num_threads` threads process
+// the row; `thread` is the number of this one.
 template <class Selection>
 EMB_DEVICE bool sum_row(const MatrixGrad& matrix, const OptimizerStepArgs& args,
-                        const BlockStep& step, const TierMemory& tier, int64_t start,
+                        const BlockStep& step, const TierMemory& tier, int64_t row_begin,
                         unsigned thread, unsigned num_threads, float (&sums)[kMaxRowSums]) {
   bool is_nonzero = false;
   for (int64_t column = thread * kColumns; column < matrix.width;
        column += num_threads * kColumns) {
     const int num_valid = static_cast<int>(matrix.width - column);
     float gradient[kColumns];
-    read_columns(matrix.grad + start + column, num_valid, gradient);
+    read_columns(matrix.grad + row_begin + column, num_valid, gradient);
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) is_nonzero = is_nonzero || gradient[k] != 0.0f;
     if (args.num_row_sums == 0) continue;
     LaneColumns x;
     if (!args.sums_need_gradient_only || step.decay.l2 != 0.0f) {
-      load_columns<Selection>(args, tier, start + column, num_valid, &x);
+      load_columns<Selection>(args, tier, row_begin + column, num_valid, &x);
       add_penalty(step, x, gradient);
     }
     sum_columns<Selection>(args, step, x, gradient, sums);
@@ -114,13 +115,13 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& matrix, const OptimizerStep
   const int64_t row =
       has_row_per_warp ? block * matrix.rows_per_block() + threadIdx.x / simt::kWarpLanes : block;
   if (row >= matrix.rows) return;  // only if warps update rows: then no barrier follows
-  const int64_t start = row * matrix.width;
+  const int64_t row_begin = row * matrix.width;
   float states[kMaxRowStates] = {}, sums[kMaxRowSums] = {};
   for (int s = 0; s < kMaxRowStates; ++s) {
     if (s < args.num_row_states) states[s] = tier.row_states[s][row];
   }
   const bool is_nonzero =
-      sum_row<Selection>(matrix, args, step, tier, start, thread, num_threads, sums);
+      sum_row<Selection>(matrix, args, step, tier, row_begin, thread, num_threads, sums);
   if (!(has_row_per_warp ? warp_sums(sums, is_nonzero) : block_sums(sums, is_nonzero))) return;
   const RowFactors factors =
       begin_row<Selection>(args, step, states, sums, static_cast<int>(matrix.width));
@@ -132,11 +133,11 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& matrix, const OptimizerStep
     const int num_valid = static_cast<int>(matrix.width - column);
     float gradient[kColumns];
     LaneColumns x;
-    read_columns(matrix.grad + start + column, num_valid, gradient);
-    load_columns<Selection>(args, tier, start + column, num_valid, &x);
+    read_columns(matrix.grad + row_begin + column, num_valid, gradient);
+    load_columns<Selection>(args, tier, row_begin + column, num_valid, &x);
     add_penalty(step, x, gradient);
-    const ColumnLocation location{start + column, matrix.first_row + row, static_cast<int>(column),
-                                  num_valid};
+    const ColumnLocation location{row_begin + column, matrix.first_row + row,
+                                  static_cast<int>(column), num_valid};
     step_columns<Selection>(args, step, tier, location, gradient, factors, &x);
   }
 }
@@ -157,8 +158,8 @@ struct MatrixSteps {
   }
 };
 
-// Update the rows of all matrices, grid-stride over their blocks. One kernel serves one matrix and
-// many, and one file compiles it (update_matrix.h), since a copy is a hundred kilobytes of code.
+// Update the rows of all matrices, in a grid-stride loop over their blocks. There is one kernel for
+// one matrix and for many, because a copy is a hundred kilobytes of code (update_matrix.h).
 template <class Selection>
 __global__ void __launch_bounds__(kMatrixThreads, kMatrixBlocksPerSm)
     update_matrices_kernel(const EMB_GRID_CONSTANT MatrixSteps matrices, OptimizerStepArgs args) {
@@ -167,19 +168,20 @@ __global__ void __launch_bounds__(kMatrixThreads, kMatrixBlocksPerSm)
   const BlockStep& step = storage.get();
   for (int64_t block = blockIdx.x; block < matrices.num_blocks; block += gridDim.x) {
     const MatrixStep& matrix = matrices.matrix_of_block(block);
-    update_matrix_rows<Selection>(matrix.in, args, step, matrix.tier, block - matrix.first_block);
+    update_matrix_rows<Selection>(matrix.gradient, args, step, matrix.tier,
+                                  block - matrix.first_block);
   }
 }
 
-// Update the matrix `in`, whose weights and states are tier 0 of `step`. `launcher` is a
-// CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
+// Update the matrix with the gradient `gradient`; its weights and states are tier 0 of `step`.
+// `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
-void launch_update_rows(const Launcher& launcher, const MatrixGrad& in,
+void launch_update_rows(const Launcher& launcher, const MatrixGrad& gradient,
                         const OptimizerStepArgs& step) {
-  if (in.rows * in.width == 0) return;
-  const MatrixSteps single{{in, step.tiers[0], 0}, nullptr, 1, in.num_blocks()};
+  if (gradient.rows * gradient.width == 0) return;
+  const MatrixSteps single{{gradient, step.tiers[0], 0}, nullptr, 1, gradient.num_blocks()};
   launcher(update_matrices_kernel<AtRunTime>,
-           blocks_for(in.num_blocks(), 1, launcher.blocks(2 * kResidentBlocksPerSm)),
+           blocks_for(gradient.num_blocks(), 1, launcher.blocks(2 * kResidentBlocksPerSm)),
            kMatrixThreads, single, step);
 }
 

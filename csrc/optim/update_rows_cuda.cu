@@ -28,10 +28,10 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
   check_same_device(op, "hyper", hyper, weights);
   const OptimizerStepArgs step =
       optimizer_step_args(op, {weights}, optimizer, states, hyper, weights.size(0));
-  const Tensor gradient = torch::stable::contiguous(grads);
-  const MatrixGrad in{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1),
-                      first_row};
-  launch_update_rows(launcher, in, step);
+  const Tensor gradient = as_contiguous(grads);
+  const MatrixGrad matrix{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1),
+                          first_row};
+  launch_update_rows(launcher, matrix, step);
 }
 
 }  // namespace

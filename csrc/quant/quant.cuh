@@ -120,19 +120,20 @@ constexpr int rows_in_flight(int format, int max_rows) {
 // is less).
 struct QuantArgs {
   const uint8_t* packed;  // the rows of all tables
-  void* output;           // [B, columns], [columns] in a variable batch, or [L, columns] for NONE
+  void* output;           // [L, columns] without pooling, [columns] in a variable batch with
+                          // pooling, else [B, columns]
   Dtype output_type;
   const Feature* features;  // [num_features]; weight_offset counts bytes of `packed`
   int num_features;
   IndexArray indices;  // [L]
   Bags bags;
   BagMap map;
-  int64_t columns;  // columns of `output`
+  int64_t columns;  // columns of `output`, or in a variable batch with pooling its elements
   Pooling pooling;
   const float* sample_weights;  // [L] or null; null without pooling
-  bool is_mixed;  // the formats of features differ: column `tier` of a feature has its format
+  bool is_mixed;  // whether formats of features differ; then Feature::tier is the feature's format
 
-  // Return the number of rows of the output: of bags, or without pooling of lookups.
+  // Return the number of output rows: one per bag, or per lookup without pooling.
   EMB_HD int64_t items() const {
     return pooling == Pooling::kNone ? bags.num_lookups : bags.num_bags;
   }
@@ -182,7 +183,7 @@ EMB_DEVICE const uint8_t* row_address(const QuantArgs& args, const BagTask& task
   return args.packed + task.feature->weight_offset + row * row_bytes(task.dim, kFormat);
 }
 
-// Return the address that lane `lane` passes.
+// Return the address that lane `lane` passes. All 32 lanes must call this.
 EMB_DEVICE const uint8_t* shuffle(const uint8_t* address, int lane) {
   const auto number = reinterpret_cast<int64_t>(address);
   return reinterpret_cast<const uint8_t*>(__shfl_sync(simt::kFullMask, number, lane));
@@ -280,10 +281,10 @@ EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadCo
 // Pooled lookup: a group takes a bag and has kPoolRowsInFlight of its rows in flight.
 
 // Add the columns of all rows of a bag to `sum`. `longest` is the maximum length of a bag in the
-// warp, all lanes of which call this. `Row` is the type of row ids, which lanes share: 64 bits cost
-// another shuffle per row. For a skipped lookup, row 0 is read and its numbers are multiplied by 0,
-// which saves a branch per row. In formats without a header no row is read instead, because their
-// values may be infinite.
+// warp. All 32 lanes must call this. `Row` is the type of the row numbers that lanes share: 64 bits
+// cost another shuffle per row. For a skipped lookup row 0 is read, and its numbers are multiplied
+// by 0, which saves a branch per row. In formats without a header values may be infinite, so no row
+// is read for a skipped lookup.
 template <int kFormat, class Row>
 EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const LaneGroup& lane,
                            const QuadColumns& columns, int longest, float (&sum)[kQuantColumns]) {
@@ -384,19 +385,19 @@ struct QuantRow {
         header(args, address, int64_t{task.begin} + i) {}
 };
 
-// Write columns of bags of at most one row, zeros for a bag without a row. Lane `owner` of the warp
-// has the metadata and the row of the group's first bag; the lane of the next bag is `groups` lanes
-// later.
+// Write columns of the group's bags, which have at most one row each; zeros for a bag without a
+// row. Lane `first_lane` of the warp has the metadata and the row of the group's first bag. The
+// lane of each next bag is `groups` lanes later.
 template <int kFormat>
 EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
                                   const QuantRow<kFormat>& row, int64_t lane_element,
-                                  const QuadColumns& columns, int owner, int groups) {
+                                  const QuadColumns& columns, int first_lane, int groups) {
   constexpr int N = kQuantColumns, S = rows_in_flight(kFormat, kSingleRowsInFlight);
   PackedSlice<kFormat> slice[S];
   int dim[S];
 #pragma unroll
   for (int s = 0; s < S; ++s) {
-    const int source = owner + s * groups;
+    const int source = first_lane + s * groups;
     const uint8_t* address = shuffle(row.address, source);
     dim[s] = __shfl_sync(simt::kFullMask, task.dim, source);
     slice[s].load(address, columns, address != nullptr ? dim[s] : 0);
@@ -404,7 +405,7 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
   const float lane_scale = row.header.scale(), lane_offset = row.header.offset();
 #pragma unroll
   for (int s = 0; s < S; ++s) {
-    const int source = owner + s * groups;
+    const int source = first_lane + s * groups;
     const float scale = __shfl_sync(simt::kFullMask, lane_scale, source);
     const float offset = __shfl_sync(simt::kFullMask, lane_offset, source);
     const int64_t element = __shfl_sync(simt::kFullMask, lane_element, source);
@@ -414,32 +415,32 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
   }
 }
 
-// Sum and write columns of kQuantBagsInFlight bags of a group (fewer for wide numbers). `owner` is
-// as in write_single_rows; `is_owner`: this lane has the metadata of one of these bags. Changes
-// `row`, which at the end is the bag's first row again, for the next columns.
+// Sum and write columns of kQuantBagsInFlight bags of a group (fewer for wide numbers).
+// `first_lane` is that of write_single_rows. `has_bag` says whether this lane has the metadata of
+// one of these bags. `row`, the first row of this lane's bag, changes during the call only.
 template <int kFormat>
 EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, QuantRow<kFormat>& row,
-                                int64_t lane_element, const QuadColumns& columns, int owner,
-                                int groups, bool is_owner) {
+                                int64_t lane_element, const QuadColumns& columns, int first_lane,
+                                int groups, bool has_bag) {
   constexpr int N = kQuantColumns, S = rows_in_flight(kFormat, kQuantBagsInFlight);
-  const int longest = __reduce_max_sync(simt::kFullMask, is_owner ? task.length : 0);
+  const int longest = __reduce_max_sync(simt::kFullMask, has_bag ? task.length : 0);
   float sum[S][N] = {};
   for (int step = 0; step < longest; ++step) {
     PackedSlice<kFormat> slice[S];
 #pragma unroll
     for (int s = 0; s < S; ++s) {
-      const uint8_t* address = shuffle(row.address, owner + s * groups);
-      const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
+      const uint8_t* address = shuffle(row.address, first_lane + s * groups);
+      const int dim = __shfl_sync(simt::kFullMask, task.dim, first_lane + s * groups);
       slice[s].load(address, columns, address != nullptr ? dim : 0);
     }
     const float lane_scale = row.header.scale(), lane_offset = row.header.offset();
 #pragma unroll
     for (int s = 0; s < S; ++s) {
-      const float scale = __shfl_sync(simt::kFullMask, lane_scale, owner + s * groups);
-      const float offset = __shfl_sync(simt::kFullMask, lane_offset, owner + s * groups);
+      const float scale = __shfl_sync(simt::kFullMask, lane_scale, first_lane + s * groups);
+      const float offset = __shfl_sync(simt::kFullMask, lane_offset, first_lane + s * groups);
       add_slice(slice[s], scale, offset, sum[s]);
     }
-    if (longest > 1 && is_owner) {
+    if (longest > 1 && has_bag) {
       const int next = step + 1 < longest ? step + 1 : 0;  // at the end the first row again
       row = QuantRow<kFormat>(args, task, next);
     }
@@ -447,9 +448,9 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, Quan
   const float lane_factor = mean_factor(args.pooling, task.length);
 #pragma unroll
   for (int s = 0; s < S; ++s) {
-    const int64_t element = __shfl_sync(simt::kFullMask, lane_element, owner + s * groups);
-    const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
-    const float factor = __shfl_sync(simt::kFullMask, lane_factor, owner + s * groups);
+    const int64_t element = __shfl_sync(simt::kFullMask, lane_element, first_lane + s * groups);
+    const int dim = __shfl_sync(simt::kFullMask, task.dim, first_lane + s * groups);
+    const float factor = __shfl_sync(simt::kFullMask, lane_factor, first_lane + s * groups);
 #pragma unroll
     for (int e = 0; e < N; ++e) sum[s][e] *= factor;
     write_quads<false>(args, element, columns, dim, sum[s]);
@@ -489,9 +490,9 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocksPerSm)
         continue;
       }
       for (int k = 0; k < kWarpLanes; k += S * groups) {
-        const bool is_owner = this_lane >= k && this_lane < k + S * groups;
+        const bool has_bag = this_lane >= k && this_lane < k + S * groups;
         pool_short_bags<kFormat>(args, task, row, element, columns, k + lane.group, groups,
-                                 is_owner);
+                                 has_bag);
       }
     }
   }
@@ -505,8 +506,8 @@ inline bool has_short_quant_bags(const QuantArgs& args) {
          args.bags.num_lookups <= kMeanLookups * args.bags.num_bags;
 }
 
-// A grid has at most this many times the blocks that run at once: bags differ in length, so new
-// blocks replace those that end early.
+// A grid has at most this many times kResidentBlocksPerSm blocks per multiprocessor. They do not
+// all run at once: bags differ in length, so new blocks replace those that end early.
 inline constexpr int kQuantWaves = 8;
 
 // Look up the features whose rows are of this format.

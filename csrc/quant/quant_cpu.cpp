@@ -47,15 +47,15 @@ int64_t format_of(const RowFormats& formats, const Feature& feature) {
   return formats.is_mixed ? feature.tier : __builtin_ctzll(formats.mask);
 }
 
+// Check the contents of `features`, so that reads and writes are safe whatever the caller passes.
 // Throws unless every feature has rows of a format among `formats` inside `packed`, and lies inside
-// the columns of the output: this makes reads and writes safe whatever the caller passes. With
-// pooling, return whether the columns of the features, in their order, are all `columns` columns,
-// each once.
-bool check_tables(const char* op, const Tensor& features, const Tensor& packed,
-                  const RowFormats& formats, Pooling pooling, int64_t columns) {
+// the columns of the output. With pooling, return whether the features, one after the other, cover
+// all `columns` columns.
+bool check_packed_features(const char* op, const Tensor& features, const Tensor& packed,
+                           const RowFormats& formats, Pooling pooling, int64_t columns) {
   const Feature* all_features = feature_array(features);
   int64_t end = 0;  // of the columns of the features before
-  bool follows = true;
+  bool is_gapless = true;
   for (int64_t f = 0; f < features.size(0); ++f) {
     const Feature& feature = all_features[f];
     const int64_t format = format_of(formats, feature);
@@ -76,10 +76,10 @@ bool check_tables(const char* op, const Tensor& features, const Tensor& packed,
     STD_TORCH_CHECK(pooling != Pooling::kNone || feature.dim == columns, op,
                     ": pooling none needs one dim for all features, got ", feature.dim, " and ",
                     columns);
-    follows = follows && column == end;
+    is_gapless = is_gapless && column == end;
     end += feature.dim;
   }
-  return follows && end == columns;
+  return is_gapless && end == columns;
 }
 
 // Return the output of a lookup whose bag layout has been checked; zeros where no bag writes.
@@ -87,12 +87,12 @@ Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature
   const Bags& bags = call.bags;
   const bool is_pooled = call.pooling != Pooling::kNone, is_variable = call.is_variable();
   // In a variable batch every bag is checked against the elements of the output separately.
-  const bool covers = check_tables(op, call.features, call.packed, call.formats,
-                                   is_variable ? Pooling::kSum : call.pooling,
-                                   is_variable ? kUnlimited : call.columns);
+  const bool covers_columns = check_packed_features(op, call.features, call.packed, call.formats,
+                                                    is_variable ? Pooling::kSum : call.pooling,
+                                                    is_variable ? kUnlimited : call.columns);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
   // Whether bags are certain to write all of the output.
-  const bool is_complete = bags.num_bags > 0 && (is_pooled ? covers : bags.begin(0) == 0);
+  const bool is_complete = bags.num_bags > 0 && (is_pooled ? covers_columns : bags.begin(0) == 0);
   if (!is_complete) torch::stable::zero_(out);
   if (bags.num_bags == 0) return out;
   const Feature* all_features = feature_array(call.features);

@@ -162,7 +162,7 @@ class TtArrays {
   // here.
   void add_step(MatrixStep step) {
     step.first_block = update_blocks_;
-    update_blocks_ += step.in.num_blocks();
+    update_blocks_ += step.gradient.num_blocks();
     steps_.push_back(step);
   }
 

@@ -149,7 +149,7 @@ extern "C" const char* simt_hash_erase(const int64_t* call) {
   });
 }
 
-// index, table, first bucket, number of buckets, before, removed
+// index, table, first bucket, number of buckets, minimum stamp, removed
 extern "C" const char* simt_hash_expire(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     int64_t buckets;
@@ -158,7 +158,7 @@ extern "C" const char* simt_hash_expire(const int64_t* call) {
     window.table = static_cast<int>(words.number());
     window.first_bucket = words.number();
     window.num_buckets = words.number();
-    window.before = words.number();
+    window.min_stamp = words.number();
     launch_expire(work.launcher(), index, window, words.pointer<bool>());
   });
 }
