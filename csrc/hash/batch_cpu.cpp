@@ -675,10 +675,6 @@ struct TableMoves {
           promoted_slots(new_scratch<int64_t>(misses)) {}
   };
   std::optional<StoreChange> change_;  // has a value if the store is changed here
-
-  static Tensor first_rows(Tensor tensor, int64_t count) {
-    return count == tensor.size(0) ? tensor : torch::stable::narrow(tensor, 0, 0, count);
-  }
 };
 
 // Insert a batch into tables with stores in host memory. If `changes_stores`, keys of a store that

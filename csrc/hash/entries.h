@@ -1,7 +1,7 @@
-// What the hash ops on the CPU share: hash_cpu.cpp and initial_cpu.cpp define it, and it is also
-// used to insert whole batches (batch_cpu.cpp) and to move rows to and from a store
-// (tiers_cpu.cpp). insert_misses and InitialRows::write check nothing: the caller must have checked
-// the arguments.
+// Steps and types that several hash ops on the CPU share. hash_cpu.cpp defines insert_misses and
+// initial_cpu.cpp defines InitialRows, for their own ops. Whole batches (batch_cpu.cpp) and moves
+// of rows to and from a store (host_store.h, tiers_cpu.cpp) use them too. insert_misses and
+// InitialRows::write check nothing: the caller must have checked the arguments.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace emb {
 
-// hash_find_kernels() returns the kernels of find_kernels.cpp for this processor.
+// Define hash_find_kernels(), which returns the kernels of find_kernels.cpp for this processor.
 EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
 
 inline constexpr int64_t kKeyGrain = 2048;  // grain of parallel_balanced for lookups of keys
@@ -87,7 +87,8 @@ class InitialRows {
 // Rows as bytes. A *packed* row is the concatenation of a slot's rows in all row buffers; see
 // emblib/ops/tiers.py.
 
-// No more bytes of a row are prefetched by instructions; the hardware prefetches the rest.
+// The maximum number of bytes per row that prefetch_row prefetches; the hardware prefetches the
+// rest.
 inline constexpr int64_t kMaxPrefetchBytes = 16 * kCacheLineBytes;
 inline constexpr int64_t kRowsAhead = 8;        // rows between a prefetch and the copy
 inline constexpr int64_t kCopyGrain = 1 << 16;  // grain of parallel_balanced for copies
@@ -105,6 +106,11 @@ inline Tensor allocate_words(const Tensor& like, const std::vector<int64_t>& siz
   return allocate(like, sizes, ScalarType::Long);
 }
 
+// Return the first `count` rows of a tensor, a view unless these are all.
+inline Tensor first_rows(Tensor tensor, int64_t count) {
+  return count == tensor.size(0) ? tensor : torch::stable::narrow(tensor, 0, 0, count);
+}
+
 // Return the data of `rows`, the argument `name` of the op. Throws unless it is a contiguous uint8
 // [n, row_bytes].
 inline char* byte_rows(const char* op, const char* name, const Tensor& rows, int64_t n,
@@ -117,8 +123,7 @@ inline char* byte_rows(const char* op, const char* name, const Tensor& rows, int
 }
 
 // The row buffers of a table, in the order in which a packed row concatenates their rows. Each is a
-// matrix of rows by slot. The tensors own the memory. Functions do not check slots, which must be
-// in [0, num_slots).
+// matrix of rows by slot. The tensors own the memory. Slots must be in [0, num_slots); not checked.
 struct PackedRows {
   std::vector<RowBytes> buffers;
   int64_t row_bytes = 0;  // bytes of a packed row
@@ -169,14 +174,14 @@ struct PackedRows {
   }
 };
 
-// The records of a store, uint8 [num_records, record_bytes]. A record consists of a head, which has
-// as many 64-bit words as fit before the row, and a packed row, which may be empty. Records are in
-// memory or in a mapped file. The tensor owns them.
+// The records of a store, uint8 [num_records, record_bytes], in memory or in a mapped file. A
+// record is a head, as many 64-bit words as fit before the row, and then a packed row, which may be
+// empty. The tensor owns the records.
 struct Records {
   char* data;
   int64_t num_records;   // one per slot of the store
   int64_t record_bytes;  // bytes per record
-  int64_t num_words;     // words before the row
+  int64_t num_words;     // words of a head
 
   // Throws unless `records` is a contiguous uint8 matrix with room for a row of `row_bytes` bytes.
   Records(const char* op, const Tensor& records, int64_t row_bytes) {
@@ -197,7 +202,7 @@ struct Records {
   // Return the size of the head of a record, in bytes. The row begins after it.
   int64_t head_bytes() const { return num_words * kWordBytes; }
 
-  // Throws unless a slot is in [-1, num_records).
+  // Check that a slot is in [-1, num_records); -1 is no record.
   void check_slot(const char* op, int64_t slot) const {
     STD_TORCH_CHECK(slot >= -1 && slot < num_records, op, ": slots must be records in [0, ",
                     num_records, "), or -1 for none, got ", slot);

@@ -235,15 +235,13 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_
   });
 }
 
-// Return the entries, int64 [k, 3], and rows, uint8 [k, row_bytes], that `put` drops of the store
-// and of the rows that it puts, which are given; their records must not be written yet.
-std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const StorePut& put,
-                                        const int64_t* entries, const char* rows,
-                                        const Tensor& like) {
+// Copy the rows that `put` drops: rows that it evicted from `store`, then those of `entries` and
+// `rows` that got no slot. Write their entries to `dropped`, int64 [n, 3], and the rows to
+// `dropped_rows`, uint8 [n, row_bytes], for n put rows, which drop at most n. Return the number of
+// dropped rows. put.write must not have been called yet.
+int64_t copy_dropped(const HostStore& store, const StorePut& put, const int64_t* entries,
+                     const char* rows, Tensor dropped, Tensor dropped_rows) {
   int64_t count = 0;
-  put.for_dropped([&](int64_t, const int64_t*) { ++count; }, [&](int64_t) { ++count; });
-  Tensor dropped = allocate_words(like, {count, 3});
-  Tensor dropped_rows = allocate_output(like, {count, store.row_bytes}, ScalarType::Byte);
   auto* entry = dropped.mutable_data_ptr<int64_t>();
   auto* row = static_cast<char*>(dropped_rows.mutable_data_ptr());
   const auto append = [&](const int64_t* key, const void* head, const char* values) {
@@ -252,6 +250,7 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const StorePut& 
     std::memcpy(row, values, store.row_bytes);
     entry += 3;
     row += store.row_bytes;
+    ++count;
   };
   put.for_dropped(
       [&](int64_t slot, const int64_t* evicted) {
@@ -261,7 +260,7 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const StorePut& 
         const int64_t* refused = entries + 3 * i;
         append(refused + HashEntry::kKey, refused + HashEntry::kStamp, rows + i * store.row_bytes);
       });
-  return {dropped, dropped_rows};
+  return count;
 }
 
 // Remove the keys `lifted`, int64 [m], from a store; keys that it does not have are ignored. Then
@@ -269,8 +268,9 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const StorePut& 
 // uint8 [n, row_bytes]. The keys of `entries` must be distinct; not checked. A row replaces the
 // stored row of its key. A new key whose buckets are full evicts the row of the lowest rank in them
 // that the same call did not put; if there is none, the new row is dropped. If n > 0, the clock of
-// the store advances beyond the stamps of `entries`. Return the evicted and dropped entries and
-// rows, see copy_dropped.
+// the store advances beyond the stamps of `entries`. Return the entries, int64 [k, 3], and rows,
+// uint8 [k, row_bytes], that were evicted or dropped. Their memory has room for n rows: it is
+// allocated before the store changes, because an error afterwards would lose rows.
 std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                                      const Tensor& lifted, const Tensor& entries_in,
                                      const Tensor& rows_in, int64_t order_code) {
@@ -283,15 +283,18 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
   required_array<int64_t>(op, "lifted", lifted, lifted.numel(), entries_in);
   STD_TORCH_CHECK(lifted.dim() == 1 && entries_in.dim() == 2, op,
                   ": lifted must be [m] and entries [n, 3]");
-
+  check_num_keys(op, n);
+  check_num_keys(op, lifted.numel());
   const auto lifted_slots = new_scratch<int64_t>(lifted.numel());
   store.find(lifted.const_data_ptr<int64_t>(), lifted.numel(), lifted_slots.get());
   StorePut put(store, n);
+  const Tensor dropped = allocate_words(lifted, {n, 3});
+  const Tensor dropped_rows = allocate_output(lifted, {n, row_bytes}, ScalarType::Byte);
   store.erase(lifted_slots.get(), lifted.numel());
   put.insert(entries, n);
-  auto dropped = copy_dropped(store, put, entries, rows, lifted);
+  const int64_t count = copy_dropped(store, put, entries, rows, dropped, dropped_rows);
   put.write(rows);
-  return dropped;
+  return {first_rows(dropped, count), first_rows(dropped_rows, count)};
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 """Rows that move between a dynamic table and its store: the ops against their definition."""
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +190,43 @@ def test_records_of_words_alone() -> None:
     assert positions.tolist() == [0, 1, 3, 4, 5]
     assert torch.equal(words, heads[:, positions])
     assert rows.shape == (5, 0)
+
+
+def test_a_put_without_memory_changes_nothing() -> None:
+    row_bytes, count = 2**16, 5000
+    index = HashIndex([DynamicSpec(64, 1)], hash_keys=[11])
+    records = torch.zeros(64, 16 + row_bytes, dtype=torch.uint8)
+    lifted = torch.zeros(0, dtype=torch.int64)
+    first, entries = (
+        torch.stack([torch.arange(n) + 64, torch.ones(n), torch.ones(n)], dim=1).long()
+        for n in (64, count)
+    )
+    rows = torch.zeros(count, row_bytes, dtype=torch.uint8)
+    order = HASH_ORDER["lru"]
+    tiers.tier_put_(index.tensors(), records, lifted, first, rows[:64], order)
+    state = [*index.tensors(), records]
+    before = [tensor.clone() for tensor in state]
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 2**26, limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match="tier_put_: can't allocate memory"):
+            tiers.tier_put_(index.tensors(), records, lifted, entries, rows, order)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(state, before, strict=True))
+
+
+def test_a_put_of_too_many_rows_raises(tmp_path: Path) -> None:
+    count = 2**31
+    words = torch.from_file(str(tmp_path / "words"), shared=True, size=3 * count, dtype=torch.int64)
+    store = StoreInMemory(64, Eviction.LRU)
+    records, lifted = torch.zeros(64, 16, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
+    rows = torch.empty(count, 0, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="tier_put_: at most .* keys per call"):
+        tiers.tier_put_(
+            store.index.tensors(), records, lifted, words.view(-1, 3), rows, HASH_ORDER["lru"]
+        )
 
 
 @pytest.mark.parametrize(
