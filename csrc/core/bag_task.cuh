@@ -1,8 +1,9 @@
-// The unit of work of a lane, or of a group of lanes, in a lookup on the GPU: a bag, or a lookup if
-// there is no pooling. Tables of any format use it. `Args`, the arguments of a lookup kernel, has
-// the members
+// The unit of work of a lane, or of a group of lanes, in a lookup on the GPU: an *item*, which is a
+// bag, or a lookup if there is no pooling. Lookups in tables of any format use it. `Args`, the
+// arguments of a lookup kernel, has these members:
 //   features, num_features  the features, [num_features], at least one, in device memory
-//   bags, map               the lookups and the output row of every bag (Bags, BagMap)
+//   bags                    Bags, the lookups of every bag
+//   map                     BagMap, the feature and the output row of every bag
 //   columns                 elements of the whole output in a variable batch with pooling; else
 //                           columns of an output row
 //   pooling                 Pooling
@@ -13,25 +14,25 @@
 
 namespace emb::cuda {
 
-// A bag or a lookup. Only what inner loops need is in registers. Kernels read other members of the
-// feature from the cache where they use them. The task of an item beyond the last one has no
-// lookups and no columns.
+// The lookups and the columns of an item. Only what inner loops need is in registers; kernels read
+// other members of the feature in memory where they use them. The task of an item beyond the last
+// one has no lookups and no columns.
 struct BagTask {
   const Feature* feature;
   int begin = 0;   // first lookup
   int length = 0;  // lookups
   int dim = 0;     // output columns
 
-  // The task of a bag, with pooling. A `bag` beyond the last bag has no lookups and no columns.
+  // Set the task of bag number `bag`; only with pooling.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, uint32_t bag) : feature(args.features) {
     if (bag < args.bags.num_bags) set_bag(args, bag);
   }
 
-  // The task of item `item` of `num_items`: a bag, or without pooling a lookup. A lookup before the
-  // first bag, or of a batch without bags, belongs to no feature: its task has length 0 and all
-  // output columns, which become 0. Without pooling offsets must not decrease: else a lookup may
-  // get the feature of another bag.
+  // Set the task of item `item` of `num_items`. A lookup before the first bag, or of a batch
+  // without bags, belongs to no feature. Its task has no lookup, but all columns of the output row,
+  // so that the kernel writes zeros. Without pooling offsets must not decrease, because otherwise a
+  // lookup may get the feature of another bag.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, int64_t item, int64_t num_items) : feature(args.features) {
     if (item >= num_items) return;
@@ -69,9 +70,9 @@ struct BagTask {
   }
 };
 
-// Return the mean number of columns of an item's output, rounded up; `columns` for a variable batch
-// without bags. The host uses it to size grids, since the dim of each feature is known on the
-// device only.
+// Return the mean number of output columns of an item, rounded up; args.columns for a variable
+// batch without bags. The host sizes grids by it, since only the device knows the dim of each
+// feature.
 template <class Args>
 int64_t mean_output_columns(const Args& args) {
   // With pooling `columns` is a sum over the features of a fixed batch, or the bags of a variable

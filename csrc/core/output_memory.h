@@ -7,9 +7,11 @@
 //
 // The blocks belong to the process, because a tensor may be destroyed in another thread than the
 // one that allocated it. A tensor over a block cannot be resized, and torch's memory profiler does
-// not see it. Outputs use torch's memory instead if they are small (kMinOutputBlockBytes), with
-// torch 2.10, which cannot wrap such blocks, if EMBLIB_KEEP_OUTPUTS=0 was in the environment at the
-// first large output, or if the system has no memory for a block or for torch's tensor over it.
+// not see it. An output uses torch's memory instead
+//   - if it is small (kMinOutputBlockBytes),
+//   - with torch 2.10, which cannot wrap such blocks,
+//   - if EMBLIB_KEEP_OUTPUTS=0 was in the environment at the first large output,
+//   - if the system has no memory for a block or for torch's tensor over it.
 #pragma once
 
 #include <dlfcn.h>

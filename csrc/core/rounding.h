@@ -1,8 +1,9 @@
-// Stochastic rounding from float to 16 bits. A value up to the largest finite number of the type is
-// rounded up or down at random, such that its mean is exact (to 2^-37 where half is subnormal):
-// updates far below one unit in the last place still count on average. The random words come from
-// the seed and a counter made of row, columns, step and tensor, so they are the same on any number
-// of threads and on any device.
+// Stochastic rounding from float to 16 bits. A value is rounded up or down at random, such that the
+// mean of the result is the value. So updates far below one unit in the last place still count on
+// average. (round_randomly describes the exceptions: values beyond the largest finite number, and
+// errors below 2^-37 where half is subnormal.) The random words come from the seed and a counter
+// made of row, columns, step and tensor, so they are the same on any number of threads and on any
+// device.
 #pragma once
 
 #include <cmath>
@@ -103,9 +104,9 @@ EMB_HD half16 round_randomly<half16>(float x, uint32_t word) {
 }
 
 // Round four numbers as round_randomly does, and pack two to a word, the first in the lower half. T
-// is half16 or bfloat16. The usual case has few instructions, because the number of instructions
-// bounds a fused update of 16-bit rows. Numbers that are too large for it are rare: then a branch
-// rounds all four again.
+// is half16 or bfloat16. The number of instructions bounds a fused update of 16-bit rows, so the
+// usual case has few. It does not cover large numbers, which are rare: if one of the four is large,
+// a branch rounds all four again.
 template <class T>
 EMB_HD void round_four(const float (&x)[4], const Random4& random, uint32_t (&packed)[2]) {
   constexpr bool kIsHalf = std::is_same_v<T, half16>;

@@ -12,8 +12,8 @@
 // rows into it.
 //
 // hash_insert_batch_ changes the index and the rows exactly as hash_touch_, hash_insert_ and
-// hash_initial_rows_ would. The ops do not *serve* every batch: see hash_insert_batch_. If a batch
-// is not served, they change nothing and return an empty list.
+// hash_initial_rows_ would. The ops *decline* some batches, see hash_insert_batch_: then they
+// change nothing and return an empty list.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -56,8 +56,8 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* int32_
 //   row_buffers, layout, rules  as in hash_initial_rows_
 //   features        int64 [F, 8], see Feature; those of one table have the same row_base
 //   ids             int64 [n], the key of each lookup
-//   offsets         int32 or int64 [F * B + 1], the bags of the lookups; contents are not checked,
-//                   see has_valid_offsets
+//   offsets         int32 or int64 [F * B + 1], the bags of the lookups; invalid contents do not
+//                   raise, see has_valid_offsets
 //   tables          int64 [F], the table of each feature
 //   batch_scores    int64 [T] or null, see HashScoring
 struct HashBatchCall {
@@ -73,7 +73,8 @@ struct HashBatchCall {
   Tensor empty;            // int64 [0]
   HashBatch batch;         // its segments are the features
   InitialRows rows;        // the rows of all tables
-  bool has_valid_offsets;  // if false, `starts` is not written and `batch` is not checked
+  bool has_valid_offsets;  // whether the batch has bags, and offsets ascend from 0 to n. If not,
+                           // `starts` is not written and `batch` is not checked
 
   HashBatchCall(const char* op, const std::vector<Tensor>& tensors,
                 std::vector<Tensor>& row_buffers, const Tensor& features_, const Tensor& ids,
@@ -83,8 +84,8 @@ struct HashBatchCall {
       : index(op, tensors),
         scoring(op, index, order, batch_scores, ids),
         must_compete(parse_must_compete(op, insert_policy)),
-        bags(op, checked(op, features_, ids, offsets_), offsets_, std::nullopt, Pooling::kNone,
-             kUnlimited),
+        bags(op, checked_features(op, features_, ids, offsets_), offsets_, std::nullopt,
+             Pooling::kNone, kUnlimited),
         features(feature_array(features_)),
         n(ids.numel()),
         num_bags(bags.num_bags()),
@@ -93,7 +94,8 @@ struct HashBatchCall {
         miss_offsets(allocate_zeros(ids, {index.num_tables + 1}, ScalarType::Long)),
         empty(allocate(ids, {0})),
         batch(op, ids, starts, tables),
-        rows(op, checked(op, {row_buffers, layout, rules, ids, empty, miss_offsets, empty})) {
+        rows(op,
+             checked_inputs(op, {row_buffers, layout, rules, ids, empty, miss_offsets, empty})) {
     check_same_device(op, "ids", ids, tensors[0]);
     index.check_tables(op);
     const Tensor contiguous = as_contiguous(offsets_);
@@ -111,13 +113,14 @@ struct HashBatchCall {
   }
 
  private:
-  static const Tensor& checked(const char* op, const Tensor& features, const Tensor& ids,
-                               const Tensor& offsets) {
+  // Check the arguments; return the first of them, so that a member initializer can call this.
+  static const Tensor& checked_features(const char* op, const Tensor& features, const Tensor& ids,
+                                        const Tensor& offsets) {
     check_features(op, features);
     check_lookups(op, ids, offsets);
     return features;
   }
-  static const InitialInputs& checked(const char* op, const InitialInputs& in) {
+  static const InitialInputs& checked_inputs(const char* op, const InitialInputs& in) {
     in.check(op);
     return in;
   }
@@ -172,14 +175,14 @@ struct TableSegments {
 // Its index in the arrays is first_keys[t] plus this number, for a key of table t.
 struct DistinctKeys {
   Scratch<int64_t> keys, uses;      // by index: the key, and its number of positions
-  Scratch<int32_t> numbers;         // [n], by position: the number of its key
+  Scratch<int32_t> key_numbers;     // [n], by position: the number of its key
   std::vector<int64_t> first_keys;  // [T + 1]: table t has the indices first_keys[t] to
                                     // first_keys[t + 1] - 1
 
   DistinctKeys(const HashBatch& batch, const TableSegments& tables, const HashIndex& index)
       : keys(new_scratch<int64_t>(batch.n)),
         uses(new_scratch<int64_t>(batch.n)),
-        numbers(new_scratch<int32_t>(batch.n)),
+        key_numbers(new_scratch<int32_t>(batch.n)),
         first_keys(index.num_tables + 1, 0) {
     tables.for_each_table(
         [&](int64_t t) { first_keys[t + 1] = number_keys(batch, tables, index.table(t), t); });
@@ -191,7 +194,7 @@ struct DistinctKeys {
     }
   }
 
-  int64_t count() const { return first_keys.back(); }
+  int64_t num_keys() const { return first_keys.back(); }
 
  private:
   // Number the keys of table t. Return the number of keys. A cell of the scratch table has the
@@ -223,7 +226,7 @@ struct DistinctKeys {
           cell = (cell + 1) & mask;
           number = number_or(cells[cell], num_known);
         }
-        cells[cell] = numbers[i] = number;
+        cells[cell] = key_numbers[i] = number;
         const int64_t is_new = number == num_known;
         known_uses[number] = (known_uses[number] & (is_new - 1)) + 1;
         num_known += static_cast<int32_t>(is_new);
@@ -259,7 +262,7 @@ bool fits_without_growth(const HashIndex& index, const DistinctKeys& distinct) {
 }
 
 // Begin the batch: advance the clock, find the distinct keys, and update the entries of hits. Write
-// the slot of each distinct key to `slots` [count()], kNoSlot for a missing key.
+// the slot of each distinct key to `slots` [num_keys()], kNoSlot for a missing key.
 void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t* slots) {
   const HashIndex& index = call.index;
   const int64_t stamp = ++*index.clock;
@@ -390,7 +393,7 @@ struct BatchGroups {
       const int64_t f = tables.segments[s];
       for (int64_t bag = call.bags.first_bags[f]; bag < call.bags.first_bags[f + 1]; ++bag) {
         for (int32_t i = offset[bag]; i < offset[bag + 1]; ++i) {
-          const int64_t key = first_key + distinct.numbers[i];
+          const int64_t key = first_key + distinct.key_numbers[i];
           slot[i] = key_slots[key];
           const int32_t j = key_slots[key] < 0 ? (*next_ungrouped)++ : next_lookup[key]++;
           lookup[j] = i;
@@ -404,7 +407,7 @@ struct BatchGroups {
 // Write the status of the key of each position to `status`, uint8 [n].
 void write_status(const HashBatchCall& call, const TableSegments& tables,
                   const DistinctKeys& distinct, const MissingKeys& missing, Tensor status) {
-  std::vector<uint8_t> key_statuses(distinct.count(), static_cast<uint8_t>(InsertStatus::kHit));
+  std::vector<uint8_t> key_statuses(distinct.num_keys(), static_cast<uint8_t>(InsertStatus::kHit));
   for (size_t miss = 0; miss < missing.key_indices.size(); ++miss) {
     key_statuses[missing.key_indices[miss]] = missing.status[miss];
   }
@@ -414,7 +417,7 @@ void write_status(const HashBatchCall& call, const TableSegments& tables,
     for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
       const int64_t f = tables.segments[s];
       for (int64_t i = call.batch.starts[f]; i < call.batch.starts[f + 1]; ++i) {
-        out[i] = table_statuses[distinct.numbers[i]];
+        out[i] = table_statuses[distinct.key_numbers[i]];
       }
     }
   });
@@ -423,10 +426,11 @@ void write_status(const HashBatchCall& call, const TableSegments& tables,
 // Insert a batch: change the index in `tensors` and the rows in `row_buffers`. `seed` selects the
 // random numbers of initial rows, as in hash_initial_rows_. Return [offsets, starts, slots, rows,
 // segments, lookups, bags, count]; the first two are members of HashBatchCall, the others of
-// BatchGroups. If keys were missing, the status of the key of each position follows, uint8 [n]. The
-// batch is not served if it has no bags, if its offsets do not ascend from 0 to n, if a table may
-// have to grow, or if its tables are not balanced (is_balanced). Then return an empty list and
-// change nothing.
+// BatchGroups. If keys were missing, the status of the key of each position follows, uint8 [n].
+//
+// The op declines a batch without bags, a batch whose offsets do not ascend from 0 to n or whose
+// tables are not balanced (is_balanced), and a batch for which a table may have to grow. It then
+// changes nothing and returns an empty list.
 std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
                                        const Tensor& features, const Tensor& ids,
                                        const Tensor& offsets, const Tensor& tables,
@@ -440,8 +444,8 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   if (!segments.is_balanced()) return {};
   const DistinctKeys distinct(call.batch, segments, call.index);
   if (!fits_without_growth(call.index, distinct)) return {};
-  const BatchGroups groups(ids, call.n, distinct.count());
-  const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.count());
+  const BatchGroups groups(ids, call.n, distinct.num_keys());
+  const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.num_keys());
   touch_keys(call, distinct, key_slots.get());
   int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
   MissingKeys missing(call, segments, distinct, key_slots.get(), miss_offsets);
@@ -557,11 +561,11 @@ enum TierCount {
 // of the other large results must be allocated before the batch is inserted, because an error after
 // the insertion would lose evicted rows. Only small vectors are allocated later.
 struct TableMoves {
-  // Results, see SwappedMisses of emblib/ops/tiers.py. They have room for all misses; but the first
-  // three for none if the store is changed here, else the last one.
+  // Results, see SwappedMisses of emblib/ops/tiers.py. If the store is changed here, the first
+  // three are empty, otherwise `dropped` is. The others have room for all misses of the table.
   Tensor demoted, demoted_rows, promoted, refused, dropped;
-  // Memory for the evicted entries, [misses, 3], and rows, [misses, row_bytes], which `demoted` and
-  // `demoted_rows` have if the store is not changed here.
+  // The evicted entries, [misses, 3], and their rows, [misses, row_bytes]. They are in `change_` if
+  // the store is changed here, otherwise in `demoted` and `demoted_rows`.
   int64_t* entries;
   char* rows;
   std::vector<int64_t> demoted_numbers;  // by miss of the table: its evicted row, -1 for none
@@ -586,8 +590,8 @@ struct TableMoves {
 
   // Swap the rows of a table whose first miss is `first_miss`: copy the rows of evicted keys out of
   // their slots, and rows of the store to the slots of their keys. Refused misses get overflow
-  // rows. Update slots and status in `missing`: kStored for a key of the store, else kNew for a
-  // refused miss.
+  // rows. In `missing`, write the overflow rows to `slots`, and the new statuses: kStored for a key
+  // of the store, kNew for any other refused miss.
   void swap(const BatchStores::Store& store, const DistinctKeys& distinct,
             const StoredMisses& stored, int64_t first_miss, const int64_t* evicted,
             MissingKeys* missing) {
@@ -678,11 +682,11 @@ struct TableMoves {
 };
 
 // Insert a batch into tables with stores in host memory. If `changes_stores`, keys of a store that
-// got a slot are removed from it, and evicted rows are put into it; else the stores are only read,
-// and the results tell the caller what to move. The batch is not served if hash_insert_batch_ would
-// not serve it, or if a table has fewer overflow rows than the batch has distinct keys of it: then
-// return an empty list and change nothing. Otherwise return the first eight results of
-// hash_insert_batch_ and, if keys were missing, these:
+// got a slot are removed from it, and evicted rows are put into it. Otherwise the stores are only
+// read, and the results tell the caller what to move. The op declines a batch that
+// hash_insert_batch_ would decline. It also declines a batch with more distinct keys of a table
+// than the table has overflow rows. If the op does not decline, it returns the first eight results
+// of hash_insert_batch_ and, if keys were missing, these:
 //   - the status of the key of each position, uint8 [n], as TableMoves::swap leaves it
 //   - the counts of each table, int64 [T, kNumTierCounts]
 //   - the tensors of TableMoves, kNumMoveResults per table
@@ -703,8 +707,8 @@ std::vector<Tensor> tier_insert_batch_(
   const DistinctKeys distinct(call.batch, segments, call.index);
   if (!fits_without_growth(call.index, distinct) || !stores.have_overflow_rows_for(distinct))
     return {};
-  const BatchGroups groups(ids, call.n, distinct.count());
-  const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.count());
+  const BatchGroups groups(ids, call.n, distinct.num_keys());
+  const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.num_keys());
   touch_keys(call, distinct, key_slots.get());
   int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
   MissingKeys missing(call, segments, distinct, key_slots.get(), miss_offsets);

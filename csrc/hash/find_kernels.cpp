@@ -17,18 +17,19 @@ namespace {
 
 // These sizes were chosen by hand; no measurement of others is recorded.
 constexpr int kChunkKeys = 64;  // keys per chunk, which are hashed together
-// The number of keys from prefetch_tags of a key to its later steps.
-constexpr int kKeysToProbeFirst = 16;                           // to probe_first
-constexpr int kKeysToProbeChosen = kKeysToProbeFirst + 24;      // to probe_chosen
-constexpr int kKeysToCompare = kKeysToProbeFirst + kChunkKeys;  // to compare
-// Keys whose state is kept. The state of a key is needed from the hash of its chunk until the key
-// is resolved, at most two chunks after `compare`.
+// The number of keys by which a step follows prefetch_tags: while the latter processes the key at
+// position i, the step processes the key at position i minus this number.
+constexpr int kKeysToProbeFirst = 16;                           // of probe_first
+constexpr int kKeysToProbeChosen = kKeysToProbeFirst + 24;      // of probe_chosen
+constexpr int kKeysToCompare = kKeysToProbeFirst + kChunkKeys;  // of compare
+// The number of keys whose state is kept: from the hash of the chunk of a key until the key is
+// resolved, at most two chunks after `compare`.
 constexpr int kRingKeys = 4 * kChunkKeys;
 
 // The state of the keys in flight. The key at position i has the index ring_index(i). A *candidate*
 // is a slot of a bucket whose tag is the tag of the key.
 struct Probes {
-  int64_t first[kRingKeys], second[kRingKeys];  // the two buckets of the key
+  int64_t first_bucket[kRingKeys], second_bucket[kRingKeys];  // the two buckets of the key
   int64_t slot[kRingKeys];         // the lowest candidate of the chosen bucket, or any slot of it
   uint32_t candidates[kRingKeys];  // the candidates of the chosen bucket, a bit each
   uint8_t tag[kRingKeys];          // the tag of the key
@@ -75,22 +76,22 @@ EMB_HD void hash_keys(const HashTable& table, const int64_t* ids, int64_t begin,
   const int ring_begin = Probes::ring_index(begin);  // a chunk does not wrap around in the ring
   for (int i = 0; i < size; ++i) {
     const uint64_t full_hash = table.hash(ids[begin + i]);
-    probes->first[ring_begin + i] = bucket_address(first_hash(full_hash), buckets, mask);
-    probes->second[ring_begin + i] = bucket_address(second_hash(full_hash), buckets, mask);
+    probes->first_bucket[ring_begin + i] = bucket_address(first_hash(full_hash), buckets, mask);
+    probes->second_bucket[ring_begin + i] = bucket_address(second_hash(full_hash), buckets, mask);
     probes->tag[ring_begin + i] = tag_of(full_hash);
   }
 }
 
-// Choose the first bucket of a key if it has a candidate, otherwise the second, and prefetch what
-// the next step reads.
+// Choose the first bucket of a key if it has a candidate, otherwise the second bucket. Prefetch the
+// candidate entry, or the tags of the second bucket.
 EMB_HD void probe_first(const HashTable& table, int64_t position, Probes* probes) {
   const int i = Probes::ring_index(position);
   const uint32_t candidates =
-      match_tags(table.tags + probes->first[i] * kBucketSlots, probes->tag[i]);
-  const int64_t slot = lowest_slot(probes->first[i], candidates);
-  const int64_t second = probes->second[i] * kBucketSlots;
+      match_tags(table.tags + probes->first_bucket[i] * kBucketSlots, probes->tag[i]);
+  const int64_t slot = lowest_slot(probes->first_bucket[i], candidates);
+  const int64_t second = probes->second_bucket[i] * kBucketSlots;
   probes->slot[i] = second ^ ((slot ^ second) & -int64_t{candidates != 0});
-  prefetch_either(candidates != 0, table, slot, probes->second[i]);
+  prefetch_either(candidates != 0, table, slot, probes->second_bucket[i]);
 }
 
 // Return the slot whose entry is read: `slot` if there are candidates, otherwise slot 0. Its entry
@@ -122,7 +123,7 @@ EMB_HD int64_t compare(const HashTable& table, int64_t position, int64_t key, co
                         static_cast<uint64_t>(candidates == 0)) != 0;
   const bool may_be_elsewhere =
       ((candidates & (candidates - 1)) |
-       static_cast<uint32_t>(slot / kBucketSlots == probes.first[i])) != 0;
+       static_cast<uint32_t>(slot / kBucketSlots == probes.first_bucket[i])) != 0;
   unresolved->positions[unresolved->count & (kChunkKeys - 1)] = position;
   unresolved->count += static_cast<int>(is_miss) & static_cast<int>(may_be_elsewhere);
   return slot | -static_cast<int64_t>(is_miss);
@@ -161,7 +162,8 @@ EMB_HD void prefetch_unresolved(const HashTable& table, const Unresolved& unreso
     const int i = Probes::ring_index(unresolved.positions[k]);
     const uint32_t other_candidates = probes.candidates[i] & (probes.candidates[i] - 1);
     prefetch_either(other_candidates != 0, table,
-                    lowest_slot(probes.slot[i] / kBucketSlots, other_candidates), probes.second[i]);
+                    lowest_slot(probes.slot[i] / kBucketSlots, other_candidates),
+                    probes.second_bucket[i]);
   }
 }
 
@@ -173,8 +175,8 @@ EMB_HD int64_t resolve(const HashTable& table, int64_t position, int64_t key,
   const int64_t bucket = probes.slot[i] / kBucketSlots;
   const uint32_t other_candidates = probes.candidates[i] & (probes.candidates[i] - 1);
   const int64_t slot = find_in_candidates(table, bucket, other_candidates, key);
-  if (slot != kNoSlot || bucket != probes.first[i]) return slot;
-  return find_in_bucket(table, probes.second[i], probes.tag[i], key);
+  if (slot != kNoSlot || bucket != probes.first_bucket[i]) return slot;
+  return find_in_bucket(table, probes.second_bucket[i], probes.tag[i], key);
 }
 
 // Do what `find` does. kTouches must be true if `touch` is not null. Keys that are unresolved after
@@ -196,10 +198,11 @@ int64_t find_all(const HashTable& table_, const int64_t* ids, int64_t n, const H
     Unresolved& current = unresolved[begin / kChunkKeys % 2];
     current.count = 0;
     if (begin < n) hash_keys(table, ids, begin, n, &probes);
-    // Whether all steps of this chunk have positions of keys, so that positions need no check.
+    // Whether all steps in this iteration process existing keys, so that positions need no check.
     const bool is_inside = begin >= kKeysToCompare && begin + kChunkKeys <= n;
     for (int64_t i = begin; i < begin + kChunkKeys; ++i) {
-      if (is_inside || is_position(i)) prefetch_tags(table, probes.first[Probes::ring_index(i)]);
+      if (is_inside || is_position(i))
+        prefetch_tags(table, probes.first_bucket[Probes::ring_index(i)]);
       if (is_inside || is_position(i - kKeysToProbeFirst))
         probe_first(table, i - kKeysToProbeFirst, &probes);
       if (is_inside || is_position(i - kKeysToProbeChosen))

@@ -27,7 +27,7 @@ struct HostStore {
   HostStore(const char* op, const std::vector<Tensor>& index_, const Tensor& records_,
             int64_t row_bytes_, int64_t order)
       : index(op, index_),
-        scoring(op, index, checked(op, order), std::nullopt, index_[0]),
+        scoring(op, index, checked_order(op, order), std::nullopt, index_[0]),
         records(op, records_, row_bytes_),
         row_bytes(row_bytes_) {
     index.check_tables(op);
@@ -73,7 +73,7 @@ struct HostStore {
   }
 
  private:
-  static int64_t checked(const char* op, int64_t order) {
+  static int64_t checked_order(const char* op, int64_t order) {
     const auto parsed = parse_choice<HashOrder>(op, "order", order, kHashOrders);
     STD_TORCH_CHECK(parsed != HashOrder::kNone && parsed != HashOrder::kAssigned, op,
                     ": a store evicts by stamps or by counts of uses");

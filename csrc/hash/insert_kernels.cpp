@@ -19,14 +19,15 @@ namespace {
 
 // Numbers of other keys that are hashed between the hash of a key and the later steps of its choice
 // (ChoosingBucket). They hide the latency of memory. No measurement of other numbers is recorded.
-constexpr int kKeysToPeek = 10, kKeysToSettle = kKeysToPeek + 10;
-constexpr int kKeysToFinish = kKeysToSettle + 8;
+constexpr int kKeysToPrefetchFirst = 10, kKeysToReadFirst = kKeysToPrefetchFirst + 10;
+constexpr int kKeysToFinish = kKeysToReadFirst + 8;
 constexpr int kRingKeys = 32;  // keys whose buckets are kept, more than kKeysToFinish
 // Numbers of choices between a prefetch for a choice and its execution: kChoicesAhead for the
 // chosen entry, kChoicesToNeighbours for the entries that `add_element` compares.
 constexpr int kChoicesAhead = 12, kChoicesToNeighbours = 6;
-constexpr int kMaxComparisons = 8;  // most elements at the front to compare a new element with
-constexpr int kWayBits = 5;         // bits of `way`, the number of a slot in its bucket
+// Maximum number of elements, from the front of a queue, with which a new element is compared.
+constexpr int kMaxComparisons = 8;
+constexpr int kWayBits = 5;  // bits of `way`, the number of a slot in its bucket
 constexpr int kWayMask = kBucketSlots - 1;
 
 // Return the rank of the entry with the words `entry`.
@@ -216,8 +217,8 @@ EMB_HD bool update_first(const QueuedBucket& bucket) {
   return true;
 }
 
-// Return whether the queue of a full bucket has recorded that no entry may be evicted. Within a
-// batch no entry becomes older, so this stays true until the next batch.
+// Return whether the queue of a full bucket has recorded that no entry may be evicted. A batch
+// gives no entry an older stamp, so this stays true until the next batch.
 EMB_HD bool is_exhausted(const HashInsertion& insertion, const EvictionQueue& queue) {
   return queue.exhausted_at == insertion.stamp;
 }
@@ -275,11 +276,11 @@ EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
 
 // One of the two buckets of a key, and what the following steps have found out about it. Other keys
 // are processed between two steps of a key.
-//   begin   prefetches the queue.
-//   peek    prefetches the entry of the first element or, if the queue is empty, the tags.
-//   settle  reads that entry, which is usually the candidate. Otherwise it prefetches the entry of
-//           the next element, or all entries of a full bucket.
-//   finish  determines the candidate of a full bucket, or the number of empty slots.
+//   begin           prefetches the queue.
+//   prefetch_first  prefetches the entry of the first element or, if the queue is empty, the tags.
+//   read_first      reads that entry, which is usually the candidate. Otherwise it prefetches the
+//                   entry of the next element, or all entries of a full bucket.
+//   finish          determines the candidate of a full bucket, or the number of empty slots.
 // A bucket whose queue is not empty is full, so its tags are not read.
 struct ChoosingBucket {
   int64_t bucket;               // number of the bucket
@@ -305,7 +306,7 @@ struct ChoosingBucket {
 
   // The prefetches are not in the lambdas, because the compiler would remove a lambda that only
   // prefetches.
-  EMB_HD void peek(const HashInsertion& insertion, bool is_shared) const {
+  EMB_HD void prefetch_first(const HashInsertion& insertion, bool is_shared) const {
     EvictionQueue* queue = insertion.queues + bucket;
     int way = -1;
     with_queue(queue, is_shared, [&] {
@@ -315,7 +316,7 @@ struct ChoosingBucket {
     __builtin_prefetch(insertion.table.entry(bucket * kBucketSlots + way));
   }
 
-  EMB_HD void settle(const HashInsertion& insertion, bool is_shared) {
+  EMB_HD void read_first(const HashInsertion& insertion, bool is_shared) {
     EvictionQueue* queue = insertion.queues + bucket;
     const QueuedBucket queued(insertion, bucket, queue);
     int way = -1;
@@ -381,6 +382,7 @@ EMB_HD Choice choose_one(const HashInsertion& insertion, bool is_shared, int64_t
   return {candidate.slot, Choice::kEvict, 0};
 }
 
+// HashInsertKernels::choose.
 void choose(const HashInsertion& insertion, bool is_shared, const int64_t* pending, int64_t n,
             Choice* choices) {
   ChoosingBucket first[kRingKeys], second[kRingKeys];
@@ -391,13 +393,13 @@ void choose(const HashInsertion& insertion, bool is_shared, const int64_t* pendi
       first[i % kRingKeys].begin(insertion, insertion.table.first_bucket(full_hash));
       second[i % kRingKeys].begin(insertion, insertion.table.second_bucket(full_hash));
     }
-    if (const int64_t j = i - kKeysToPeek; j >= 0 && j < n) {
-      first[j % kRingKeys].peek(insertion, is_shared);
-      second[j % kRingKeys].peek(insertion, is_shared);
+    if (const int64_t j = i - kKeysToPrefetchFirst; j >= 0 && j < n) {
+      first[j % kRingKeys].prefetch_first(insertion, is_shared);
+      second[j % kRingKeys].prefetch_first(insertion, is_shared);
     }
-    if (const int64_t j = i - kKeysToSettle; j >= 0 && j < n) {
-      first[j % kRingKeys].settle(insertion, is_shared);
-      second[j % kRingKeys].settle(insertion, is_shared);
+    if (const int64_t j = i - kKeysToReadFirst; j >= 0 && j < n) {
+      first[j % kRingKeys].read_first(insertion, is_shared);
+      second[j % kRingKeys].read_first(insertion, is_shared);
     }
     if (const int64_t j = i - kKeysToFinish; j >= 0) {
       choices[j] = choose_one(insertion, is_shared, pending[j], &first[j % kRingKeys],
@@ -479,6 +481,7 @@ EMB_HD void prefetch_neighbours(const HashInsertion& insertion, int64_t bucket) 
   }
 }
 
+// HashInsertKernels::commit.
 void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
             const Choice* choices, int64_t begin, int64_t end) {
   const auto is_in_range = [&](const Choice& choice) {
@@ -500,7 +503,9 @@ void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
 }
 
 // Return whether bucket `child` is the first one that is split off bucket `parent` when a table of
-// `old_buckets` buckets grows; `old_mask` is address_mask(old_buckets).
+// `old_buckets` buckets grows; `old_mask` is address_mask(old_buckets). The number of the first
+// child is that of the parent plus one address bit: the highest bit of the mask if the parent has
+// not been split at this level of buckets, otherwise the next higher bit.
 EMB_HD bool is_first_child(int64_t child, int64_t parent, int64_t old_buckets, uint64_t old_mask) {
   const int64_t half = static_cast<int64_t>(old_mask >> 1) + 1;
   const bool is_undivided = parent < half && parent + half >= old_buckets && old_buckets > 1;
@@ -538,8 +543,8 @@ EMB_HD void split_bucket(const HashTable& table, const HashTable& old_table, int
   }
 }
 
-// Buckets that are split off a bucket are its children. They may be in the ranges of several calls.
-// The call with the first child moves all entries of the parent, so that no two threads work on one
+// HashInsertKernels::split. The children of a parent may be in the ranges of several calls. The
+// call with the first child moves all entries of the parent, so that no two threads work on one
 // parent.
 void split(const HashTable& table, int64_t old_buckets, const RowBuffer* buffers, int num_buffers,
            int64_t begin, int64_t end) {

@@ -1,17 +1,17 @@
 // Finds and numbers the misses of a batch, its distinct missing keys, on the GPU for `hash_touch_`.
 //
-// A scratch table with open addressing has a cell for every distinct missing key. In the end the
-// cell has the first position of the key: whichever thread claims it, the lowest position remains,
-// so the result does not depend on the order of threads.
+// A scratch table with open addressing has a cell for every distinct missing key. The threads of
+// all positions of a key claim its cell, and the lowest position remains in it, so the result does
+// not depend on the order of threads.
 //
 // Misses are numbered by table and first position, without a sort. A plan of the batch lists its
 // segments, and thereby the positions, in the order of their tables. The number of a miss is the
 // number of first positions before its own in this order. One kernel (hash_number_kernel) counts
-// them. The batch is divided into parts in the order of the plan, and blocks take parts in order. A
+// them. It divides the batch into parts in the order of the plan, and blocks take parts in order. A
 // block publishes how many first positions its part has, and waits for the counts of the earlier
-// parts. Then it writes the number of each of its misses into the cell, from which later positions
-// of the key read it. A block waits only for parts that were taken before its own, hence by blocks
-// that run or have finished.
+// parts. Then it writes the number of each of its misses into the cell of the key, from which later
+// positions of the key read it. A block waits only for parts that were taken before its own, hence
+// by blocks that run or have finished.
 #pragma once
 
 #include "hash/args.h"
@@ -89,7 +89,7 @@ struct BatchPlan {
   // published.
   int32_t* part_firsts;
   int32_t* num_taken_parts;  // [1], the number of parts that blocks have taken
-  int32_t* is_valid;  // [1], whether the segments cover the batch from starts[0] on, in order
+  int32_t* is_valid;  // [1], whether the segments cover the batch from starts[0] >= 0 on, in order
 };
 
 // Return the number of cells for a batch of n < 2^31 keys: a power of two from 64 to 2^31, at least
@@ -213,13 +213,13 @@ EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* of
   if (threadIdx.x == 0) offsets[num_tables] = before;
 }
 
-// Publish the number of first positions of a part, which is the sum of `firsts` over the block.
+// Publish the number of first positions of part `part`; `num_firsts` is this thread's share of it.
 // Wait for the earlier parts, and return the number of their first positions. All threads of the
 // block must call this. `sums` is shared memory, [kBlockWarps].
-EMB_DEVICE int64_t publish_and_sum_firsts(const BatchPlan& plan, unsigned part, int64_t firsts,
+EMB_DEVICE int64_t publish_and_sum_firsts(const BatchPlan& plan, unsigned part, int64_t num_firsts,
                                           int64_t* sums) {
   int64_t total;
-  exclusive_sum(firsts, sums, &total);
+  exclusive_sum(num_firsts, sums, &total);
   if (threadIdx.x == 0) atomicExch(plan.part_firsts + part, static_cast<int32_t>(total + 1));
   int64_t before = 0;
   for (unsigned other = threadIdx.x; other < part; other += kTileThreads) {
@@ -274,11 +274,11 @@ inline constexpr int kNumberBlocksPerSm = 6;
   const auto cell_at = [&](int64_t position) {
     return is_valid && position >= 0 ? keys.cell_of_position[position] : kNoCell;
   };
-  int64_t firsts = 0;
+  int64_t num_firsts = 0;
   for_each_in_part(batch, plan, part, range, [&](int64_t, int64_t position) {
-    firsts += keys.is_first(cell_at(position), position);
+    num_firsts += keys.is_first(cell_at(position), position);
   });
-  int64_t before = publish_and_sum_firsts(plan, part, firsts, sums);
+  int64_t before = publish_and_sum_firsts(plan, part, num_firsts, sums);
   for_each_in_part(batch, plan, part, range, [&](int64_t i, int64_t position) {
     const uint32_t cell = cell_at(position);
     const bool is_first = keys.is_first(cell, position);

@@ -1,18 +1,18 @@
 // Pages of files that are mapped into memory: checksums, marks by page, and reads ahead of use.
 // emblib/ops/pages.py describes the arguments and results.
 //
-// A store has vectors of marks, a byte per page: whether the page is verified, changed, journaled.
+// A store has vectors of marks with a byte per page, for example whether the page has been changed.
 // `pages_without_mark` and `mark_pages_` take row numbers; a row may be on several pages.
 //
 // `fetch_pages` reads the pages of rows that are about to be used. Page faults of a copy would read
-// them one after the other, each with the full latency of the disk. Instead, the first step advises
-// the system of all pages, which starts the reads and returns, so the disk has a queue. The second
-// step maps the pages. It waits for each page and reports a page that cannot be read, where a page
-// fault would raise the signal SIGBUS. One thread keeps the queue full, so the number of torch's
-// threads does not matter. If a probe of some rows finds their pages in memory, the usual case,
-// nothing is read. Measured (reports/LOG.md, "A batch and its store in two native calls"): it
-// read about 4.5 times as many rows per second as the page faults of one thread. io_uring read 15 %
-// more than that.
+// them one after the other, each with the full latency of the disk. Instead, a first step advises
+// the system of all pages. This starts the reads without waiting, so the disk has a queue. A second
+// step maps the pages. It waits for each page, and reports a page that cannot be read, for which a
+// page fault would raise the signal SIGBUS. One thread keeps the queue full, so the number of
+// torch's threads does not matter. Usually a probe of some rows finds their pages in memory; then
+// nothing is read. In a measurement (reports/LOG.md, "A batch and its store in two native calls")
+// this read about 4.5 times as many rows per second as the page faults of one thread, and io_uring
+// read 15 % more than this.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -47,7 +47,7 @@ unsigned char* byte_array(const char* op, const char* name, const Tensor& tensor
 }
 
 // Return the data of the argument `name`. Throws unless it is a contiguous int64 vector.
-const int64_t* number_array(const char* op, const char* name, const Tensor& tensor) {
+const int64_t* int64_array(const char* op, const char* name, const Tensor& tensor) {
   check_dtype(op, name, tensor, ScalarType::Long, "int64");
   STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
                   " must be a contiguous vector");
@@ -76,7 +76,7 @@ Crc pick_crc() {
 Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_bytes) {
   const char* op = "page_crc32";
   const unsigned char* data = byte_array(op, "data", data_in);
-  const int64_t* pages = number_array(op, "pages", pages_in);
+  const int64_t* pages = int64_array(op, "pages", pages_in);
   STD_TORCH_CHECK(page_bytes > 0, op, ": page_bytes must be positive, got ", page_bytes);
   const int64_t size = data_in.numel(), n = pages_in.numel();
   const int64_t num_pages = size / page_bytes + (size % page_bytes != 0);
@@ -109,7 +109,7 @@ struct RowPages {
 
   RowPages(const char* op, const Tensor& rows_in, int64_t row_bytes_in, int64_t first_byte_in,
            int64_t page_bytes_in)
-      : rows(number_array(op, "rows", rows_in)),
+      : rows(int64_array(op, "rows", rows_in)),
         n(rows_in.numel()),
         row_bytes(row_bytes_in),
         first_byte(first_byte_in),
@@ -189,8 +189,8 @@ void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t wi
 Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
                   const std::optional<Tensor>& is_hidden) {
   const char* op = "file_slots";
-  const int64_t* slots = number_array(op, "slots", slots_in);
-  const int64_t* file_slot = number_array(op, "file_slots", file_slots_in);
+  const int64_t* slots = int64_array(op, "slots", slots_in);
+  const int64_t* file_slot = int64_array(op, "file_slots", file_slots_in);
   const unsigned char* hidden_marks = is_hidden ? byte_array(op, "is_hidden", *is_hidden) : nullptr;
   const int64_t n = slots_in.numel(), num_slots = file_slots_in.numel();
   const int64_t num_marks = is_hidden ? is_hidden->numel() : 0;
@@ -221,7 +221,7 @@ Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
 
 // The kernel reads at most the device's read-ahead per advice, 128 KiB by default.
 constexpr int64_t kBytesPerAdvice = 1 << 17;
-constexpr int64_t kMaxProbes = 16;  // maximum number of rows, spread evenly, that are probed
+constexpr int64_t kMaxProbes = 16;  // maximum number of rows that are probed, at equal distances
 
 // Whole pages of memory.
 struct PageRange {

@@ -146,8 +146,9 @@ EMB_HD float log_decay_factor(double decay) {
   return decay < 1.0 ? as_float(log1p(-decay)) : -1e30f;
 }
 
-// Row-wise Adagrad with a weight decay at every update that, from step kFirstStep on, also makes up
-// for missed steps when a row occurs again. The factor for the missed steps is at least min_factor.
+// Row-wise Adagrad with a weight decay at every update. From step kFirstStep on, the decay also
+// makes up for the steps since the row occurred last. The factor for these missed steps is at least
+// min_factor.
 struct RowwiseAdagradGlobalDecay : RowwiseNorms {
   enum DecayColumn : int { kRate = kMaxNorm + 1, kMinFactor, kFirstStep };  // entries of `hyper`
   static constexpr const char* kName = "rowwise_adagrad_global_decay";
@@ -182,7 +183,7 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
 };
 
 // Base of the optimizers that count how often a row occurred. With a positive half-life, in steps,
-// occurrences decay; with a negative one they do not; with 0 every row counts as 1.
+// counts decay; with a negative half-life they do not; with 0 the count of every row is 1.
 struct OccurrenceCounter : RowwiseNorms {
   enum CounterColumn : int { kHalflife = kMaxNorm + 1 };
   float current_step;  // the step, as encode_step stores it
@@ -236,26 +237,33 @@ struct RowwiseAdagradCowClip : OccurrenceCounter {
   }
 };
 
-// Row-wise Adagrad whose weight decay and learning rate depend, after kFirstStep, on how often a
-// row occurred. A coupled decay (L2 penalty) enters the sum of squares at every step and, weighted
-// by frequency, the weights after kFirstStep. With kAdagradW and a half-life of -1 the step grows
-// with the root of the count; with -2, with the count itself, up to kBound.
+// Row-wise Adagrad whose weight decay and learning rate are *adjusted*, after kFirstStep, by how
+// often the row occurred (its count).
+//   kCoupled    An L2 penalty enters the sum of squares at every step. After kFirstStep the weights
+//               are multiplied by 1 - half-life / count * kRate * a, where a is the factor of the
+//               gradient of rows that are not in the tail.
+//   kDecoupled  The same, but nothing enters the sum of squares, and a is the learning rate.
+//   kAdagradW   After kFirstStep the weights decay by kRate at every step, also at missed steps;
+//               the factor of missed steps multiplies the gradient too. If the half-life is -1, the
+//               factor of the gradient is multiplied by the root of the count. If it is -2, the
+//               learning rate is multiplied by the count, up to kBound.
+// Rows whose count is above the threshold are in the *tail*; TailRate selects their learning rate.
 struct RowwiseAdagradCounter : OccurrenceCounter {
   enum AdjustColumn : int {
     kDecayKind = kHalflife + 1,  // a CounterDecay
     kRate,                       // of the weight decay
-    kFirstStep,            // rates are adjusted after this step; from the beginning if it is <= 0
-    kBound,                // exponent or factor of the tail's learning rate; bound of kAdagradW's
-    kTailRate,             // a TailRate
-    kThreshold,            // a row of a higher count is in the tail
+    kFirstStep,  // rates are adjusted after this step; from the beginning if it is <= 0
+    kBound,      // exponent of kRaised and kLowered, factor of kByCount, bound of kAdagradW
+    kTailRate,   // a TailRate
+    kThreshold,  // a row of a higher count is in the tail
     kThresholdIsRelative,  // above 0: the threshold is a fraction of kLargestCount
     kLargestCount          // the largest count of a row of the table, plus 1
   };
   static constexpr const char* kName = "rowwise_adagrad_counter";
   static constexpr int kNumHyper = 11, kRowStates = 3;
   enum CounterDecay { kNoDecay = 0, kCoupled = 1, kDecoupled = 2, kAdagradW = 3 };
-  // The learning rate of the tail: the rate of other rows; this rate raised, or lowered, by a power
-  // of the count; or lr over the root of bound times the count.
+  // The learning rate of the tail: that of other rows; that of other rows, raised or lowered by a
+  // power of the count; or, for kByCount, lr over the root of kBound times the count.
   enum TailRate { kPlainRate = -1, kRaised = 0, kLowered = 1, kByCount = 2 };
   int decay, tail_rate;
   float rate;

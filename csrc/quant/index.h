@@ -1,12 +1,12 @@
-// The index before read-only rows: it maps ids to the rows that are stored for them.
+// The index of read-only rows: it maps ids to the rows that are stored for them.
 //
 // A pruned table has fewer rows than ids. Its index is an array with the row of each id, or a hash
-// table with the rows of the ids that are stored. A table of keys always has a hash table.
+// table with the rows of the ids that are stored. A table of keys has a hash table.
 //
-// A hash table is built once. Its entries are sorted by the hash of their key, and the entry of a
-// key with hash h is at position h or after it. So a search begins at position h and ends at its
-// key, at the first entry without a row, or at the end of the table. The key and the row of an
-// entry are adjacent: a search reads one cache line, rarely two.
+// A hash table is built once and then only read. Its entries are sorted by the hash of their key,
+// and the entry of a key with hash h is at position h or after it. So a search begins at position
+// h. It ends at its key, at the first entry without a row, or at the end of the table. The key and
+// the row of an entry are adjacent, so that most searches read one cache line.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,10 @@ enum class IndexKind : int { kNone = 0, kArray = 1, kHash = 2 };
 struct IndexTable {
   int64_t kind;       // an IndexKind; kNone uses no other member
   int64_t begin;      // element of `index` at which its array or hash table begins
-  int64_t entries;    // number of int32 rows of an array, of IndexEntry of a hash table
+  int64_t entries;    // number of entries: int32 rows of an array, or IndexEntry of a hash table
   int64_t hash_bits;  // bits of the hash of a key; a hash table has at least 2^hash_bits entries
-  int64_t num_ids;    // ids are [0, num_ids), others are not mapped; -1: any id is a key
-  int64_t missing;    // the row of an id that has none; -1 reads zeros
+  int64_t num_ids;    // the ids [0, num_ids) are mapped, others not; -1: every id is mapped
+  int64_t missing;    // the result for a mapped id without a row; -1, which lookups read as zeros
 };
 
 inline constexpr int kIndexColumns = 6;
@@ -44,8 +44,9 @@ EMB_HD int64_t index_hash(int64_t key, int64_t bits) {
   return bits == 0 ? 0 : static_cast<int64_t>(x >> (64 - bits));
 }
 
-// Return where the search of an id begins, null for an id that is not mapped: the address of its
-// entry in the array, or of the IndexEntry of its hash. The caller may prefetch it.
+// Return the address at which the search for an id begins: the address of its entry in the array,
+// or of the IndexEntry at the position of its hash. Return null for an id that is not mapped. The
+// caller may prefetch the address.
 EMB_HD const void* index_address(const int64_t* index, const IndexTable& table, int64_t id) {
   const bool is_in_range = table.num_ids < 0 || (id >= 0 && id < table.num_ids);
   if (!is_in_range || table.kind == static_cast<int>(IndexKind::kNone)) return nullptr;

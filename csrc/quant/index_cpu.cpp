@@ -12,7 +12,7 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kBlock = 64;        // ids whose entries are prefetched together (not measured)
+constexpr int64_t kBlockIds = 64;     // ids whose entries are prefetched together; not measured
 constexpr int64_t kMaxHashBits = 47;  // so that 2^hash_bits entries do not overflow a size
 
 // Throws unless every search stays inside `index`, whatever the contents of `index` are. An element
@@ -39,9 +39,9 @@ void check_index(const char* op, const Tensor& index, const Tensor& tables) {
 
 // Write args.rows for lookups [begin, end) of the feature of `table`.
 void find_rows(const IndexArgs& args, const IndexTable& table, int64_t begin, int64_t end) {
-  const void* addresses[kBlock];
-  for (; begin < end; begin += kBlock) {
-    const int64_t count = std::min(kBlock, end - begin);
+  const void* addresses[kBlockIds];
+  for (; begin < end; begin += kBlockIds) {
+    const int64_t count = std::min(kBlockIds, end - begin);
     for (int64_t i = 0; i < count; ++i) {
       addresses[i] = index_address(args.index, table, args.ids[begin + i]);
       __builtin_prefetch(addresses[i], 0, 3);
