@@ -44,9 +44,9 @@ find_package(CUDAToolkit REQUIRED)
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS "*/*_cuda.cu")
 # The files that take longest to compile come first, so that none of them is compiled alone at the end.
-foreach(long group/group tbe/lookup hash/hash tt/forward_backward tbe/update)
-  list(REMOVE_ITEM cuda_sources "${CMAKE_CURRENT_SOURCE_DIR}/${long}_cuda.cu")
-  list(PREPEND cuda_sources "${CMAKE_CURRENT_SOURCE_DIR}/${long}_cuda.cu")
+foreach(slow_source group/group tbe/lookup hash/hash tt/forward_backward tbe/update)
+  list(REMOVE_ITEM cuda_sources "${CMAKE_CURRENT_SOURCE_DIR}/${slow_source}_cuda.cu")
+  list(PREPEND cuda_sources "${CMAKE_CURRENT_SOURCE_DIR}/${slow_source}_cuda.cu")
 endforeach()
 add_library(emblib_cuda SHARED ${cuda_sources})
 emblib_unite(emblib_cuda _cuda.cu tt quant cache+group route+optim+random)

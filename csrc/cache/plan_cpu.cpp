@@ -54,9 +54,9 @@ struct BatchRows {
   }
 };
 
-// Return a batch of `count` rows after checking its contents. Throws unless `count` is in [0, n],
-// the rows are distinct, ascending and in [0, end_of_rows), and the segments, if not null, are not
-// negative and do not decrease. The caller must have checked `tables`.
+// Return the first `count` of the n rows of a batch after checking them. Throws unless `count` is
+// in [0, n], the rows are distinct, ascending and in [0, end_of_rows), and the segments, if not
+// null, are not negative and do not decrease. The caller must have checked `tables`.
 BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
                       const int32_t* segments, int64_t n, int64_t count) {
   const Feature* table = feature_array(tables);

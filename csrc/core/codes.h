@@ -26,8 +26,8 @@ inline constexpr const char* kBoundsModes[] = {"fatal", "warning", "ignore"};
 enum class CachePolicy : int { kLru, kLfu };
 inline constexpr const char* kCachePolicies[] = {"lru", "lfu"};
 
-// The ranking of the entries of a bucket of a hash table; the lowest one is evicted first. The
-// comment at a member names what is compared; the first difference decides.
+// The ranking of the entries of a bucket of a hash table. The entry of the lowest rank is evicted
+// first. The comment at a member lists what is compared; the first difference decides.
 enum class HashOrder : int {
   kNone,     // nothing is compared: no entry is ever evicted
   kLru,      // stamp, key

@@ -1,9 +1,9 @@
 // The wrapper of every op, and allocation of tensors. `EMB_IMPL(m, emb, tbe_lookup)` registers the
 // function emb::tbe_lookup, inside the wrapper, as the op of that name. Before the call the wrapper
-// rejects tensors with elements outside their storage. If the function throws because an allocation
-// or a call into torch failed, the wrapper throws an error that names the op instead. That error
-// has torch's message if torch offers it (from 2.13 on). The wrapper recognises failed calls into
-// torch by "API call failed" in the message. All other errors pass unchanged.
+// rejects tensors with elements outside their storage. It changes two kinds of errors that the
+// function throws, so that they name the op: failed allocations, and failed calls into torch. It
+// recognises the latter by "API call failed" in the message, and adds torch's message if torch
+// offers it (from 2.13 on). All other errors pass unchanged.
 #pragma once
 
 #include <dlfcn.h>

@@ -132,8 +132,9 @@ class CudaLauncher {
     launch_with_shared(kernel, grid, block, 0, arguments...);
   }
 
-  // Start `kernel` on a grid, with `shared_bytes` of dynamic shared memory per block. Throws if
-  // `shared_bytes` <= kDefaultSharedBytes, but dynamic and static shared memory together have more.
+  // Start `kernel` on a grid, with `shared_bytes` of dynamic shared memory per block. More than
+  // kDefaultSharedBytes are requested first. Static shared memory does not count for this decision:
+  // the launch throws if only both together exceed kDefaultSharedBytes.
   template <class... Parameters, class... Arguments>
   void launch_with_shared(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                           const Arguments&... arguments) const {

@@ -231,15 +231,17 @@ struct LaneGroup {
   EMB_DEVICE int groups_in_warp() const { return kWarpLanes / lanes; }
 };
 
-// Return the minimum number of lanes, a power of two from 4 to 32, of a group that covers a row of
-// `dim` columns at once, with `columns_of_lane` columns per lane; 32 if no group covers it.
+// Return the number of lanes of a group that reads a row of `dim` columns at once, with
+// `columns_of_lane` columns per lane: the least power of two from 4 to 32 that suffices, 32 for a
+// wider row.
 inline int lanes_for(int64_t dim, int columns_of_lane) {
   int lanes = 4;
   while (lanes < 32 && static_cast<int64_t>(lanes) * columns_of_lane < dim) lanes *= 2;
   return lanes;
 }
 
-// The maximum number of blocks of a grid among which the columns of a row are divided.
+// The maximum number of blocks in the second dimension of a grid. This dimension divides the
+// columns of wide rows into stripes.
 inline constexpr int64_t kMaxStripes = 64;
 
 // The maximum number of blocks that a multiprocessor of an A100 or H100 holds at once; their

@@ -31,7 +31,8 @@
 // report where a GPU would hang, and where it sees a wrong collective, mask or barrier. In it,
 // dynamic shared memory that no thread has written has all bits set, NaN as a float. The emulation
 // does not detect a missing barrier, nor a read of static memory that no thread has written.
-//   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
+//   * besides C++, kernels use the names of this file and only these names of CUDA:
+//     threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
 //     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
 //     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,
 //     atomicAdd atomicMax atomicMin atomicExch atomicCAS, __threadfence, __popc __ffs __clz

@@ -72,20 +72,22 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
   const int32_t *segment = segments.const_data_ptr<int32_t>(),
                 *position = permutation.const_data_ptr<int32_t>();
   int32_t* out = inverse.mutable_data_ptr<int32_t>();
-  const int64_t groups = *count.const_data_ptr<int32_t>();
-  STD_TORCH_CHECK(
-      groups >= 0 && groups <= n && (n == 0 || (segment[0] == 0 && segment[groups] <= n)), op,
-      ": count and segments must come from one call of group, got count ", groups);
+  const int64_t num_groups = *count.const_data_ptr<int32_t>();
+  STD_TORCH_CHECK(num_groups >= 0 && num_groups <= n &&
+                      (n == 0 || (segment[0] == 0 && segment[num_groups] <= n)),
+                  op, ": count and segments must come from one call of group, got count ",
+                  num_groups);
   // The sign of `sign_bits` is set if a segment begins below 0 or has a negative length, or if a
   // position is not in [0, n). A difference alone could overflow to a positive number.
   int32_t sign_bits = 0;
-  for (int64_t g = 0; g < groups; ++g) sign_bits |= segment[g + 1] | (segment[g + 1] - segment[g]);
+  for (int64_t g = 0; g < num_groups; ++g)
+    sign_bits |= segment[g + 1] | (segment[g + 1] - segment[g]);
   for (int64_t j = 0; j < n; ++j)
     sign_bits |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
   STD_TORCH_CHECK(sign_bits >= 0, op,
                   ": segments and permutation must come from one call of group");
   parallel_balanced(
-      groups, kInverseGrain, [&](int64_t g) { return int64_t{segment[g]}; },
+      num_groups, kInverseGrain, [&](int64_t g) { return int64_t{segment[g]}; },
       [&](int64_t begin, int64_t end) {
         for (int64_t g = begin; g < end; ++g) {
           for (int32_t j = segment[g]; j < segment[g + 1]; ++j) {
@@ -93,7 +95,7 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
           }
         }
       });
-  for (int64_t j = n == 0 ? 0 : segment[groups]; j < n; ++j) out[position[j]] = -1;
+  for (int64_t j = n == 0 ? 0 : segment[num_groups]; j < n; ++j) out[position[j]] = -1;
   return inverse;
 }
 

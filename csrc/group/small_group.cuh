@@ -158,17 +158,20 @@ inline SmallGroupArgs small_group_args(int64_t n, uint32_t no_group_key, int32_t
 
 // The keys come from a `Source`: GivenKeys, or the lookups of a batch (SmallLookups in
 // tbe/keys.cuh). A source has these members:
-//   kHasBags         whether keys have bags, and violations are counted
-//   prepare(memory)  returns the source that makes the keys. It may check and repair its input, add
-//                    to tallies and contain cluster barriers. All threads of the cluster call it
-//   Tile(source, begin, end, search_range)  the state of a thread for positions [begin, end), not
-//                    empty. The constructor may contain barriers. All threads of the block call it
-//     key(source, i, no_group_key, &bag)  returns the key of position i, or no_group_key. Writes
-//                    its bag. Counts a violation in the Tile
-//     num_bad()      returns the number of invalid indices that the Tile has counted
-//     num_lost()     returns the number of indices other than -1 before the first bag, likewise
-//   report(memory)   one thread writes the sums of the tallies of violations. All threads call it
-//                    after the cluster_sync that completes the tallies
+//   kHasBags         Whether keys have bags. If so, violations are counted.
+//   prepare(memory)  Return the source that makes the keys. This may check and repair its input,
+//                    add to tallies, and contain cluster barriers. All threads of the cluster
+//                    call it.
+//   Tile(source, begin, end, search_range)
+//                    The state of a thread for positions [begin, end), not empty. The constructor
+//                    may contain barriers. All threads of the block call it.
+//   tile.key(source, i, no_group_key, &bag)
+//                    Return the key of position i, or no_group_key; write its bag. Count a
+//                    violation in the tile.
+//   tile.num_bad()   Return the number of invalid indices that the tile has counted.
+//   tile.num_lost()  Return how many indices other than -1 before the first bag it has counted.
+//   report(memory)   Write the sums of the tallies of violations, by one thread. All threads call
+//                    it after the cluster_sync that completes the tallies.
 
 // The keys of the op `group`, [n] in device memory; keys outside [0, no_group_key) belong to no
 // group.

@@ -4,9 +4,9 @@
 // reads the tensors, so only the CPU entry calls it, before it writes anything. On a GPU contents
 // are trusted. Constructors and checks throw an error that states the rule.
 //
-// The structs hold pointers into the tensors of the caller and are used within one call. Their
-// arrays are named after the arguments of the ops, which emblib/ops/hash.py describes, except
-// first_positions (`first`) and evicted_words (`evicted`). n is the number of positions of the
+// The structs hold pointers into the tensors of the caller and are used within one call. A pointer
+// has the name of the argument of the op, except first_positions (`first`) and evicted_words
+// (`evicted`); emblib/ops/hash.py describes the arguments. n is the number of positions of the
 // batch, T the number of tables, S the number of slots of all tables.
 #pragma once
 

@@ -51,18 +51,18 @@ class MissSet {
         first_positions_(first_positions),
         mask_(std::bit_ceil(static_cast<uint64_t>(2 * max_keys + 1)) - 1),
         hash_key_(batch_hash_key()),
-        numbers_(new int32_t[mask_ + 1]) {
-    std::memset(numbers_.get(), 0xff, (mask_ + 1) * sizeof(int32_t));
+        cells_(new int32_t[mask_ + 1]) {
+    std::memset(cells_.get(), 0xff, (mask_ + 1) * sizeof(int32_t));
   }
 
-  void prefetch(int64_t key) const { __builtin_prefetch(&numbers_[cell_of(key)], 1); }
+  void prefetch(int64_t key) const { __builtin_prefetch(&cells_[cell_of(key)], 1); }
 
   // Return the number of `key`. A new key gets the number `new_number`, whose first position the
   // caller must have written.
   int32_t find_or_add(int64_t key, int32_t new_number) {
     for (uint64_t i = cell_of(key);; i = (i + 1) & mask_) {
-      if (numbers_[i] < 0) return numbers_[i] = new_number;
-      if (ids_[first_positions_[numbers_[i]]] == key) return numbers_[i];
+      if (cells_[i] < 0) return cells_[i] = new_number;
+      if (ids_[first_positions_[cells_[i]]] == key) return cells_[i];
     }
   }
 
@@ -74,7 +74,7 @@ class MissSet {
   const int64_t* ids_;
   const int64_t* first_positions_;
   uint64_t mask_, hash_key_;
-  std::unique_ptr<int32_t[]> numbers_;
+  std::unique_ptr<int32_t[]> cells_;
 };
 
 // The data of three results of hash_touch_, see TouchCall.

@@ -73,8 +73,8 @@ inline constexpr int64_t kCrcFoldBytes = 64;  // bytes per step, in four registe
 
 // The next two functions need a processor with PCLMULQDQ and SSE4.1.
 
-// Return `value` shifted by the distance of `factors`, plus `addend`, reduced to 128 bits that have
-// the same remainder modulo the polynomial.
+// Multiply `value` by the power of x for which `factors` were computed, and add `addend`. Return
+// 128 bits that have the same remainder modulo the polynomial as the result.
 __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, __m128i factors,
                                                                  __m128i addend) {
   const __m128i low = _mm_clmulepi64_si128(value, factors, 0x00);
