@@ -223,7 +223,7 @@ def test_a_put_of_too_many_rows_raises(tmp_path: Path) -> None:
     store = StoreInMemory(64, Eviction.LRU)
     records, lifted = torch.zeros(64, 16, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
     rows = torch.empty(count, 0, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="tier_put_: at most .* keys per call"):
+    with pytest.raises(RuntimeError, match=r"tier_put_: at most .* keys per call"):
         tiers.tier_put_(
             store.index.tensors(), records, lifted, words.view(-1, 3), rows, HASH_ORDER["lru"]
         )
