@@ -167,7 +167,7 @@ class _ExactCounters(nn.Module):
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
         first_slots = first_buckets[hash.segments_of(selected.batch)] * hash.SLOTS_PER_BUCKET
         scores = self.index.entries[first_slots + slots.clamp(min=0), HashEntryColumn.SCORE]
-        counts = effects.once(torch.ops.aten.where.self, slots < 0, selected.counts, scores)
+        counts = effects.call_once(torch.ops.aten.where.self, slots < 0, selected.counts, scores)
         return torch.cat([counts, counts.new_zeros(1)])[selected.positions]
 
     def forget(self, missing_keys: Missing, mask: Tensor) -> None:
@@ -317,7 +317,7 @@ class _Sketches(nn.Module):
         num_seen = torch.where(rows < depth, self.counters[cells].long(), threshold).amin(0)
         # The minimum is taken before the sum, which would wrap for counts near the largest int64.
         num_new = torch.minimum(missing_keys.counts, threshold - num_seen)
-        counts: Tensor = effects.once(torch.ops.aten.add.Tensor, num_seen, num_new)
+        counts: Tensor = effects.call_once(torch.ops.aten.add.Tensor, num_seen, num_new)
         raised_counts = counts.to(self.counters.dtype).expand(self.depth, -1)
         self.counters.scatter_reduce_(0, cells.flatten(), raised_counts.flatten(), "amax")
         self.counters[spare_counter:].zero_()
@@ -325,15 +325,15 @@ class _Sketches(nn.Module):
 
     def fade(self, effects: Effects) -> None:
         """Halve the next part of the counters, and count the batch."""
-        num_batches = effects.once(torch.ops.aten.clone.default, self.batches)
+        num_batches = effects.call_once(torch.ops.aten.clone.default, self.batches)
         for begin, size, halve_every in self._fading:
             part = num_batches % halve_every
             first_cell, end_cell = part * size // halve_every, (part + 1) * size // halve_every
             cells = first_cell + torch.arange(-(-size // halve_every), device=part.device)
             cells = torch.where(cells < end_cell, begin + cells, self.counters.numel() - 1)
-            halved = effects.once(torch.ops.aten.clone.default, self.counters[cells] // 2)
+            halved = effects.call_once(torch.ops.aten.clone.default, self.counters[cells] // 2)
             self.counters[cells] = halved
-        effects.once(torch.ops.aten.add_.Scalar, self.batches, 1)
+        effects.call_once(torch.ops.aten.add_.Scalar, self.batches, 1)
 
     @property
     def hash_keys(self) -> Tensor:

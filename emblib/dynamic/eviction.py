@@ -65,7 +65,7 @@ class EvictionScores(nn.Module):
     def advance(self, effects: Effects | None = None) -> None:
         """Count one training batch; with `effects` of an interrupted batch, not again."""
         effects = Effects() if effects is None else effects
-        effects.once(torch.ops.aten.add_.Tensor, self.values, self.steps)
+        effects.call_once(torch.ops.aten.add_.Tensor, self.values, self.steps)
 
     def set_custom(self, scores: int | Mapping[int, int]) -> None:
         """Set the scores of CUSTOM tables: one for all of them, or by number of the table.

@@ -21,7 +21,7 @@ from emblib.ops.effects import Effects
 from emblib.ops.hash import (
     COUNTERS,
     QUEUE_WORDS,
-    SCORED,
+    SCORED_ORDERS,
     TABLE_FIELDS,
     InsertedBatch,
     InsertResult,
@@ -142,7 +142,7 @@ class HashIndex(nn.Module):
         for spec in self.specs:
             self._first_slots.append(self._first_slots[-1] + spec.rows)
         self.versions = SlotVersions(self._first_slots)
-        num_columns = 3 if self.order in SCORED else 2
+        num_columns = 3 if self.order in SCORED_ORDERS else 2
         used_share = sum(spec.buckets for spec in self.specs) * SLOTS_PER_BUCKET / max(num_slots, 1)
         entries = memory.reserve(num_slots * num_columns, torch.int64, device, used_share).view(
             num_slots, num_columns
@@ -299,7 +299,9 @@ class HashIndex(nn.Module):
         effects = Effects() if effects is None else effects
         self.begin_insertion(effects)
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
-        slots, *missing = effects.once(hash.hash_touch_, index, *keys, counts, batch_scores, order)
+        slots, *missing = effects.call_once(
+            hash.hash_touch_, index, *keys, counts, batch_scores, order
+        )
         misses = Misses(*missing)
         if not slots.is_cuda and misses.offsets.tolist()[-1] == 0:
             return InsertedBatch(slots)
@@ -309,7 +311,7 @@ class HashIndex(nn.Module):
             admitted = admit(keys, misses)
         if self.grows:
             self._grow(keys, slots, misses, admitted, rows, effects)
-        *result_tensors, slots, status = effects.once(
+        *result_tensors, slots, status = effects.call_once(
             hash.hash_insert_,
             index,
             keys.ids,
@@ -328,7 +330,7 @@ class HashIndex(nn.Module):
 
     def begin_insertion(self, effects: Effects) -> None:
         """Begin an insertion, unless `effects` are of an interrupted one that is completed."""
-        if not effects.is_next_made:
+        if not effects.has_next_result:
             self.versions.settle(self)
             self.versions.advance()
 
@@ -347,7 +349,7 @@ class HashIndex(nn.Module):
         effects: Effects,
     ) -> None:
         """Grow tables as far as their admitted misses need, and correct `slots` in place."""
-        if not slots.is_cuda and not effects.is_next_made:
+        if not slots.is_cuda and not effects.has_next_result:
             offsets = misses.offsets.tolist()
             for t in range(len(self.specs)):
                 num_new = offsets[t + 1] - offsets[t]
@@ -376,7 +378,7 @@ class HashIndex(nn.Module):
             buffers = [*buffers, versions.by_slot]
             layout = torch.cat([layout, versions.layout], 1)
         index = self.tensors()
-        effects.once(hash.hash_grow_, index, buffers, layout, *keys, slots, offsets, admitted)
+        effects.call_once(hash.hash_grow_, index, buffers, layout, *keys, slots, offsets, admitted)
 
     def _prepare_growth(self, table: int, num_keys: int, rows: RowBuffers | None) -> None:
         """Prepare memory for the rows that a table needs to grow to a number of keys.
@@ -427,7 +429,7 @@ class HashIndex(nn.Module):
         """
         self.versions.advance()
         effects = Effects() if effects is None else effects
-        freed: Tensor = effects.once(hash.hash_erase_, self.tensors(), *keys)
+        freed: Tensor = effects.call_once(hash.hash_erase_, self.tensors(), *keys)
         return freed
 
     def expire(
@@ -450,7 +452,7 @@ class HashIndex(nn.Module):
         num_following = self.limits[table] - first_bucket
         num_buckets = num_following if num_buckets is None else min(num_buckets, num_following)
         effects = Effects() if effects is None else effects
-        is_freed = effects.once(
+        is_freed = effects.call_once(
             hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before
         )
         # A freed slot keeps its entry until a key is inserted there; only its tag is 0.

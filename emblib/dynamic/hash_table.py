@@ -143,7 +143,7 @@ class HashTable(SentAsCopy, nn.Module):
 
     @property
     def _has_scores(self) -> bool:
-        return self.index.order in hash.SCORED
+        return self.index.order in hash.SCORED_ORDERS
 
     def _advise_growth(self, table: int, rows_before: int, rows: int) -> None:
         memory.advise_growth(
@@ -286,7 +286,7 @@ class HashTable(SentAsCopy, nn.Module):
             self._write_rows(inserted.slots, values)
             return insertion
 
-        return self._lock.complete(insert, lambda: not effects.has_made(hash.hash_insert_))
+        return self._lock.complete(insert, lambda: not effects.has_called(hash.hash_insert_))
 
     @without_gradients
     @atomic
@@ -328,7 +328,7 @@ class HashTable(SentAsCopy, nn.Module):
                 self._write_initial_rows(batch, misses, result.slots)
             return self._read_rows(slots if reads else slots[:0]), insertion
 
-        return self._lock.complete(insert, lambda: not effects.has_made(hash.hash_insert_))
+        return self._lock.complete(insert, lambda: not effects.has_called(hash.hash_insert_))
 
     @atomic
     def find_slots(self, keys: Keys) -> Tensor:
@@ -349,7 +349,7 @@ class HashTable(SentAsCopy, nn.Module):
         effects = Effects()
         self._lock.complete(
             lambda: self._insert(keys, None, effects),
-            lambda: not effects.has_made(hash.hash_insert_),
+            lambda: not effects.has_called(hash.hash_insert_),
         )
 
     def _status(self, inserted: InsertedBatch) -> Tensor:
@@ -534,7 +534,7 @@ class HashTable(SentAsCopy, nn.Module):
                 self._write_column(HashEntryColumn.SCORE, slots, scores)
             return Insertion(slots, self._status(inserted))
 
-        return self._lock.complete(insert, lambda: not effects.has_made(hash.hash_insert_))
+        return self._lock.complete(insert, lambda: not effects.has_called(hash.hash_insert_))
 
     @atomic
     def size(self) -> int:

@@ -145,12 +145,12 @@ class LastUses:
             is_old &= uses[:, level] < tick
         # A copy: after an interruption the keys may be gone already.
         old_keys = entries[is_old, HashEntryColumn.KEY]
-        keys: Tensor = effects.once(torch.ops.aten.clone.default, old_keys)
+        keys: Tensor = effects.call_once(torch.ops.aten.clone.default, old_keys)
         index.erase(Keys.of(keys, table), effects)
         counts = keys.new_zeros(index.counters.shape)
         counts[table, HashCounter.EXPIRED] = keys.numel()
         counts[table, HashCounter.ERASED] = -keys.numel()
-        effects.once(torch.ops.aten.add_.Tensor, index.counters, counts)
+        effects.call_once(torch.ops.aten.add_.Tensor, index.counters, counts)
         return keys
 
     def snapshot(self, capacities: Sequence[int]) -> list[Tensor]:

@@ -23,7 +23,7 @@ from emblib.dynamic.training import InsertionArguments, can_insert_in_one_op
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import native
-from emblib.ops.scaled_gradients import scale_of_backward, unscaled
+from emblib.ops.scaled_gradients import scale_of_backward, unscale
 from emblib.tables import recomputation
 from emblib.tables.base import FusedTables
 from emblib.tables.short_calls import can_serve_inputs, update_in_one_op
@@ -209,7 +209,7 @@ class KeyedLookup(torch.autograd.Function):
         offsets, sample_weights = ctx.saved_tensors
         scale, is_finite, anchor_grad = scale_of_backward(), None, None
         if scale is not None:
-            grad, is_finite = unscaled_grad = unscaled(grad, scale)
+            grad, is_finite = unscaled_grad = unscale(grad, scale)
             anchor_grad = unscaled_grad.overflow()
         slots, groups = ctx.update.slots_to_update()
         calls: KeyedCalls = ctx.calls

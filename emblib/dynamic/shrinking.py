@@ -186,7 +186,7 @@ class _TableShrink:
         entries = self._slot_values[0][:num_inserted]
         offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64)
         offsets[self._table + 1 :] = num_inserted
-        result = self._effects.once(
+        result = self._effects.call_once(
             hash.hash_insert_,
             index.tensors(),
             entries[:, HashEntryColumn.KEY].contiguous(),

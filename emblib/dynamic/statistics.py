@@ -409,4 +409,4 @@ def _positions_where(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _add_once(effects: Effects, counts: Tensor, positions: Tensor, values: Tensor) -> None:
     """Add values to counts once, though an interrupted caller may run again."""
-    effects.once(torch.ops.aten.index_add_.default, counts, 0, positions, values)
+    effects.call_once(torch.ops.aten.index_add_.default, counts, 0, positions, values)

@@ -7,7 +7,7 @@ call fails too, whoever enters the lock next calls it first. While `is_optional(
 insertion that failed twice is abandoned instead.
 
 So the function must be repeatable. Native calls that change something are made by an `Effects`:
-`effects.once(op, ...)` calls the op the first time, and returns the stored result every other time;
+`effects.call_once(op, ...)` calls the op the first time, and later returns the stored result;
 `restart()`, at the start of each run, goes back to the first result. All other writes have values
 that follow from these results. `BatchInsertion` defines the order of the changes.
 
@@ -207,11 +207,11 @@ def insert_in_one_op(
 
     def insert() -> OneOpInsertion | None:
         nonlocal placement
-        # When run again, `once` ignores its arguments, so the store need not make them again.
+        # When run again, `call_once` ignores its arguments, so the store need not make them again.
         store_arguments = () if backing is None or len(effects) else backing.begin_batch()
         effects.restart()
         index.begin_insertion(effects)
-        results = effects.once(
+        results = effects.call_once(
             op,
             index.tensors(),
             arguments.row_buffers,
@@ -289,7 +289,7 @@ class BatchInsertion:
         It may be abandoned before the index has new keys, and after their rows are written. In
         between, slots of new keys have the rows of other keys.
         """
-        return self._is_written or not self._effects.has_made(hash.hash_insert_)
+        return self._is_written or not self._effects.has_called(hash.hash_insert_)
 
     def run(self) -> InsertedBatch:
         """Insert the batch, or the rest of it after an interruption."""

@@ -20,7 +20,7 @@ from emblib.columns import FeatureColumn, Hyper, Tier
 from emblib.ops import codes, tbe
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import count_step, native
-from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
+from emblib.ops.scaled_gradients import scale_of_backward, step_increment_if_unscaled, unscale
 from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import Pooling
 
@@ -317,7 +317,7 @@ def update_in_backward(
     """
     is_finite = overflow = None
     if scale is not None:
-        grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+        grad, is_finite = unscaled_gradient = unscale(grad, scale)
         overflow = unscaled_gradient.overflow()
     locations = None if batch.hooks is None else batch.hooks.before_update()
     if locations is None:
@@ -333,7 +333,7 @@ def update_in_backward(
     if required.update:
         if batch.trained_features is not None:
             locations = _of_trained_tables(batch, locations)
-        step_increment = counted_step(tiers.hyperparams, grad)
+        step_increment = step_increment_if_unscaled(tiers.hyperparams, grad)
         if is_finite is not None:  # without rows nothing is updated
             count = locations.groups.count * is_finite
             locations = locations._replace(groups=locations.groups._replace(count=count))

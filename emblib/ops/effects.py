@@ -1,9 +1,9 @@
 """Effects: native calls that change a table once, though the Python around them may run again.
 
 An exception, such as Ctrl-C or a lack of memory, can interrupt Python between any two lines. So a
-change of several native calls is a function that can run again from its start: `Effects.once` makes
-a call in the first run, and only returns its result in later runs. `Effects.restart` and another
-run of the function complete an interrupted change; no completed call is made again.
+change of several native calls is a function that can run again from its start. `Effects.call_once`
+makes a call in the first run, and only returns its result in later runs. `Effects.restart` and
+another run of the function complete an interrupted change; no completed call is made again.
 """
 
 import itertools
@@ -26,20 +26,20 @@ class Effects:
         """Return the number of calls that all runs together have made."""
         return len(self._results)
 
-    def has_made(self, op: Any) -> bool:
+    def has_called(self, op: Any) -> bool:
         """Return whether a call of `op`, the same object, has completed in this change."""
         return any(made_op is op for made_op, _ in self._results)
 
     def restart(self) -> None:
-        """Prepare another run of the change: `once` returns the results of earlier calls."""
+        """Prepare another run of the change: `call_once` returns the results of earlier calls."""
         self._next_call = 0
 
     @property
-    def is_next_made(self) -> bool:
+    def has_next_result(self) -> bool:
         """Return whether an earlier run has made the next call."""
         return self._next_call < len(self._results)
 
-    def once(self, op: Any, *arguments: Any) -> Any:
+    def call_once(self, op: Any, *arguments: Any) -> Any:
         """Call an operator (an `OpOverload`) the first time; return its result every time.
 
         If the operator raises, nothing is stored, and the next run calls it again.

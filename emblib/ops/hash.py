@@ -124,7 +124,7 @@ TABLE_FIELDS = tuple(column.name.lower() for column in HashTableColumn)
 COUNTERS = tuple(column.name.lower() for column in HashCounter)
 MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 ORDERS = tuple(codes.HASH_ORDER)
-SCORED = ("lfu", "lru_lfu", "assigned")  # orders whose entries have a score
+SCORED_ORDERS = ("lfu", "lru_lfu", "assigned")  # orders whose entries have a score
 
 
 def bytes_per_slot(order: str, device: str) -> int:
@@ -132,7 +132,7 @@ def bytes_per_slot(order: str, device: str) -> int:
 
     `order` is one of `ORDERS`, `device` "cpu" or "cuda".
     """
-    tag_bytes, entry_words = 1, 3 if order in SCORED else 2
+    tag_bytes, entry_words = 1, 3 if order in SCORED_ORDERS else 2
     queue_bytes = _WORD_BYTES * QUEUE_WORDS // SLOTS_PER_BUCKET if device == "cpu" else 0
     return tag_bytes + _WORD_BYTES * entry_words + queue_bytes
 

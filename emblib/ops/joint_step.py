@@ -26,7 +26,7 @@ from torch import Tensor
 from emblib.columns import FeatureColumn
 from emblib.grad_mode import in_grad_mode
 from emblib.ops import autograd, codes, tbe
-from emblib.ops.scaled_gradients import unscaled
+from emblib.ops.scaled_gradients import unscale
 from emblib.optim import Optimizer
 from emblib.specs import Pooling
 
@@ -220,7 +220,7 @@ def _row_gradients(
     """
     batch, grad, is_finite = contribution.batch, contribution.grad, None
     if contribution.scale is not None:
-        grad, is_finite = unscaled(grad, contribution.scale)
+        grad, is_finite = unscale(grad, contribution.scale)
     if batch.pooling is Pooling.NONE and contribution.row_weights is None:  # already one per lookup
         return batch.indices.long(), autograd.clip_gradient(grad, rule).float(), is_finite
     locations = None if batch.hooks is None else batch.hooks.before_update()

@@ -174,7 +174,7 @@ def known_scale() -> Tensor | None:
 def scale_of_backward() -> Tensor | None:
     """Return the scale of the running backward, a scalar tensor; None if it is not scaled.
 
-    In a graph that is being compiled this returns None, see `counted_step`.
+    In a graph that is being compiled this returns None, see `step_increment_if_unscaled`.
 
     Raises:
         RuntimeError: a scaler is in use, and it is unknown whether it scaled this loss.
@@ -218,7 +218,7 @@ class UnscaledGradient(NamedTuple):
         return torch.where(self.is_finite, 0.0, torch.inf)
 
 
-def unscaled(grad: Tensor, scale: Tensor) -> UnscaledGradient:
+def unscale(grad: Tensor, scale: Tensor) -> UnscaledGradient:
     """Divide a gradient by its scale, in float32; the host does not wait for the device.
 
     `grad` has any shape, `scale` is a float32 scalar on any device. `is_finite` of the result is
@@ -232,7 +232,7 @@ def unscaled(grad: Tensor, scale: Tensor) -> UnscaledGradient:
     return UnscaledGradient(gradient, is_finite)
 
 
-def counted_step(hyper: Tensor, grad: Tensor) -> Tensor | int:
+def step_increment_if_unscaled(hyper: Tensor, grad: Tensor) -> Tensor | int:
     """Return 1, the increment of the step; in a compiled graph call an op that returns 1.
 
     The op raises RuntimeError if gradients are scaled when the graph runs. The graph cannot drop

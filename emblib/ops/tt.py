@@ -55,7 +55,7 @@ from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import count_step, native
-from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
+from emblib.ops.scaled_gradients import scale_of_backward, step_increment_if_unscaled, unscale
 from emblib.ops.tt_fakes import left_value_size
 from emblib.ops.tt_layout import Chunk, chunks_of, is_chunked
 from emblib.ops.tt_layout import TTLayout as TTLayout
@@ -467,7 +467,7 @@ class FusedTTLookup(torch.autograd.Function):
         if trains or ctx.rule.max_gradient is not None:
             scale = scale_of_backward()
         if scale is not None:
-            grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+            grad, is_finite = unscaled_gradient = unscale(grad, scale)
             overflow = unscaled_gradient.overflow()
         grad = autograd.clip_gradient(grad, ctx.rule)
         if needs_sample_grad:
@@ -503,7 +503,7 @@ def _fused_backward_chunked(
     if trains or ctx.rule.max_gradient is not None:
         scale = scale_of_backward()
     if scale is not None:
-        grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+        grad, is_finite = unscaled_gradient = unscale(grad, scale)
         overflow = unscaled_gradient.overflow()
     core_grads, sample_grad = chunk_gradients(
         autograd.clip_gradient(grad, ctx.rule),
@@ -655,7 +655,7 @@ def _make_step(
 
     A step that is not finite is not counted; its `updates` change nothing.
     """
-    step_increment = counted_step(hyper, grad)
+    step_increment = step_increment_if_unscaled(hyper, grad)
     if torch.compiler.is_compiling():
         hyper[Hyper.STEP].add_(step_increment)
         for update in updates:

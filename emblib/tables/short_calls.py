@@ -26,7 +26,7 @@ from emblib.columns import Tier
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import native
-from emblib.ops.scaled_gradients import scale_of_backward, unscaled
+from emblib.ops.scaled_gradients import scale_of_backward, unscale
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
 from emblib.tables import batches, optimizer_hooks
@@ -529,7 +529,7 @@ class ShortLookup(torch.autograd.Function):
         if scale is None:
             calls.update(grad, indices, offsets, sample_weights, ctx.flight)
             return None, None, None, None, None, None
-        step = unscaled(grad, scale)
+        step = unscale(grad, scale)
         calls.update(step.gradient, indices, offsets, sample_weights, ctx.flight, step.is_finite)
         return step.overflow(), None, None, None, None, None
 

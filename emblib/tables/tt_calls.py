@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from emblib.ops import autograd, codes, tt
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import native
-from emblib.ops.scaled_gradients import scale_of_backward, unscaled
+from emblib.ops.scaled_gradients import scale_of_backward, unscale
 from emblib.specs import BoundsCheck
 from emblib.tables import batches
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
@@ -305,7 +305,7 @@ class ShortTTLookup(torch.autograd.Function):
         batch = TTBatch(indices, offsets, sample_weights, bag_layout, ctx.output_dim)
         scale, overflow, is_finite = scale_of_backward(), None, None
         if scale is not None:
-            grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+            grad, is_finite = unscaled_gradient = unscale(grad, scale)
             overflow = unscaled_gradient.overflow()
         is_stale = ctx.versions != calls.versions()
         calls.update(grad, batch, saved, is_finite, is_stale=is_stale)

@@ -72,7 +72,7 @@ class StoreInMemory:
         words = entries.T.contiguous()
         keys, stamps, scores = words.unbind()
         index.set_tick(max(index.tick, int(stamps.max())))
-        is_scored = index.order in hash.SCORED
+        is_scored = index.order in hash.SCORED_ORDERS
 
         def rank_by_score(keys: hash.Keys, misses: hash.Misses) -> None:
             count = int(misses.offsets[-1])

@@ -428,8 +428,8 @@ class BackingTier:
         positions, rows = found.positions, found.rows.values.contiguous()
         if not slots.is_cuda:
             arguments = (buffers, slots, status, evicted, positions, rows, first_overflow)
-            return SwappedRows(*effects.once(tiers.tier_swap_, *arguments))
-        keys, values, stamps, scores, num_evicted = effects.once(
+            return SwappedRows(*effects.call_once(tiers.tier_swap_, *arguments))
+        keys, values, stamps, scores, num_evicted = effects.call_once(
             hash.hash_evicted_rows, buffers, slots, status, evicted
         )
         valid_rows = slice(int(num_evicted))
