@@ -24,9 +24,9 @@ from emblib.tables import QuantizedEmbeddingBags
 
 def composed_key(storage: ComposedStorage, dim: int, pooling: Pooling) -> Hashable:
     """Return a key that is equal for tables that one `ComposedEmbeddingBags` can have."""
-    unpooled = pooling is Pooling.NONE or storage.joining is Combine.MULTIPLY
+    unpooled = pooling is Pooling.NONE or storage.combine_mode is Combine.MULTIPLY
     widths = (dim, storage.num_stored_columns(dim)) if unpooled else ()
-    return type(storage), storage.joining, storage.row_components, widths
+    return type(storage), storage.combine_mode, storage.row_components, widths
 
 
 def component_names(tables: Sequence[TableSpec], storages: Sequence[ComposedStorage]) -> list[str]:
@@ -60,7 +60,7 @@ def lookup_options(
 ) -> dict[str, Any]:
     """Return `pooling` and `feature_tables` of the module of the rows of the components."""
     return {
-        "pooling": component_pooling(storages[0].joining, pooling),
+        "pooling": component_pooling(storages[0].combine_mode, pooling),
         "feature_tables": component_features(_lookups(tables, storages), feature_tables),
     }
 

@@ -60,12 +60,16 @@ class TableShard(NamedTuple):
 
 
 class RankLayout(NamedTuple):
-    """The shards on one rank, and its units; or all replicas, or the units of `NodeSums`.
+    """The shards on one rank and their units.
+
+    Two other lists of units have this form: the replicas (`CollectionLayout.replicated`), and the
+    units of a rank or node in `NodeSums`.
 
     Attributes:
-        shards: the shards, in the order of tables; replicas only in `CollectionLayout.replicated`.
-            Empty in `NodeSums`.
-        units: the units in the order of their rows, which for shards is that of `Arrange`.
+        shards: the shards in the order of tables. They are replicas in
+            `CollectionLayout.replicated`; `NodeSums` has none.
+        units: the units in the order in which their rows are sent; `Arrange` orders those of
+            shards.
         columns: sum of the columns of `units`.
         replicated_units: units of replicated tables whose ids are sent to every rank, see
             `CollectionLayout`; the same on all ranks. Empty if ids are not sent to replicas.
@@ -107,10 +111,10 @@ class NodeSums(NamedTuple):
     divided over all ranks of one node and no other rank, as by `table_row_wise` and `grid`.
 
     Attributes:
-        direct: the units of each rank that are not summed, in the order of its layout.
-        nodes: the sums of each node, as units with rank and shard index -1.
-        units: `units[r][s]` are the positions in the layout of rank r of the units of sum s of its
-            node, in the order of rows.
+        direct: units of each rank that are not summed, in the order of the rank's layout.
+        nodes: sums of each node, as units with rank and shard index -1.
+        units: positions of the summed units of each rank in its layout: per rank one tuple for each
+            sum of its node, in the order of rows.
     """
 
     direct: tuple[RankLayout, ...]
@@ -119,9 +123,9 @@ class NodeSums(NamedTuple):
 
 
 def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
-    """Find units whose rows can be summed within nodes of `local_size` ranks; None if none.
+    """Return the units whose rows can be summed within nodes; None if there are none.
 
-    `local_size` must divide the number of ranks.
+    `local_size` is the number of ranks per node, a divisor of the number of ranks.
     """
     units_of_columns: dict[tuple[int, Span], list[tuple[int, int]]] = {}
     for rank, rank_layout in enumerate(layout.ranks):
@@ -159,8 +163,12 @@ def _layout_of_units(units: Sequence[LookupUnit]) -> RankLayout:
 def shape_of(config: Config, storage: Storage | None = None) -> TableShape:
     """Return rows and columns of a table, and where it can be cut.
 
+    Args:
+        config: configuration of the table.
+        storage: storage in place of the configured one; None for the configured one.
+
     Raises:
-        ValueError: its storage cannot be sharded.
+        ValueError: the storage cannot be sharded.
     """
     config = with_storage(config, storage)
     config.storage.check_sharded(config)

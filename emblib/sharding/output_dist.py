@@ -1,31 +1,10 @@
-"""The output_dist: return pooled or unpooled rows to the ranks that own the bags; gradients back.
+"""The output_dist: return rows to the ranks that own the bags or ids, and send gradients back.
 
 This is the last stage of a sharded lookup. `start_output_dists` starts the `OutputStep`s of one or
-several collections together. Few rows return in one message per rank, many in one per rank and
-lookup; each step assembles its output from the received rows. In backward, gradients are sent in
-the opposite direction, after one header in host memory for all outputs that the loss uses.
-
-In autograd every lookup has two nodes. `_OutputNode`, made when the output is used, passes on the
-gradient of the output; `_RowsNode`, made when the rows are sent, waits for the gradients of the
-rows from all ranks. Autograd runs nodes that were made later first, so that every `_OutputNode`
-that takes part in a backward pass has run before the first `_RowsNode`: by then this rank knows
-which outputs its loss uses, and it sends nothing for other outputs. If all outputs are used,
-gradients are sent as soon as the last gradient is known.
-
-A loss that a `GradScaler` has scaled may overflow on only one rank. The ranks agree about an
-overflow while the gradients are in flight, so that all of them skip the step (`_Scaling`).
-
-A table whose rows are divided over the ranks of one node (`table_row_wise`, `grid`) has a partial
-sum per bag on each of them. These are added up within the node (`NodeSumDist`) before they are sent
-to other nodes. Rank k of a node adds up the partial sums for the bags of every rank with number k
-on its node: an all-to-all within the node, and a sum in float32 and in the order of ranks. Ranks
-with equal local numbers then exchange the sums between nodes. One row per bag and node crosses the
-network; without sums it would be one row per bag and rank. In backward, gradients are sent in the
-opposite direction: between ranks with equal local numbers, then to all ranks of the node. The
-codecs of a `CommPrecision` apply between nodes. Within a node rows are float32, and gradients are
-passed on as they arrived, in 16 bits or float32 (`start_values`). `NodeSums` of
-`emblib.sharding.layout` has the units that are summed. A batch of which a rank has dropped bags of
-these units is not summed in nodes (`IncomingBatch.skips_sums`).
+several collections together. Few rows travel in one message per rank, many rows in one message per
+rank and lookup. Each step assembles its output from the received rows. In backward, gradients are
+sent in the opposite direction (`_RowsInFlight`). Rows that several ranks of one node sum for a bag
+are added up within the node, before they are sent to other nodes (`NodeSumDist`).
 """
 
 from __future__ import annotations
@@ -153,9 +132,19 @@ class OutputStep(ABC):
 class _RowsInFlight:
     """The rows of the lookups of one `start_output_dists` in flight, and their gradients.
 
-    The constructor starts to send the rows. `connect` must be called once per lookup; autograd then
-    calls `send_gradient` for each output that the loss uses, and after all of these
-    `receive_gradient` for each of their lookups.
+    The constructor starts to send the rows. `connect` must be called once per lookup. In backward,
+    autograd calls `send_gradient` for each output that the loss uses, and then `receive_gradient`
+    for each of their lookups.
+
+    This order follows from the two autograd nodes of a lookup. `_RowsNode` is made when the rows
+    are sent, and `_OutputNode` when the output is used. Autograd runs nodes that were made later
+    first, so every `_OutputNode` of a backward pass runs before the first `_RowsNode`. By then this
+    rank knows which outputs its loss uses, and it sends nothing for the others. If all outputs are
+    used, gradients are sent as soon as the last one is known. One header in host memory, for all
+    outputs that the loss uses, precedes them.
+
+    A loss that a `GradScaler` has scaled may overflow on only one rank. The ranks agree about an
+    overflow while the gradients are in flight, so that all of them skip the step (`_Scaling`).
     """
 
     def __init__(self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool) -> None:
@@ -228,9 +217,9 @@ class _RowsInFlight:
     def send_gradient(self, index: int, grad: Tensor) -> Tensor | None:
         """Store the gradient of an output; return the gradient of the replicated tables' rows.
 
-        That is None if there are no such rows, or if a `gradient_sink` gets their gradients. Once
-        all outputs have a gradient, the gradients are sent. If the loss does not use all outputs,
-        `receive_gradient` sends them. `grad` has the shape of the output `index`.
+        The result is None if there are no such rows, or if a `gradient_sink` gets their gradients.
+        The call for the last output sends the gradients of all outputs. If the loss does not use
+        all outputs, `receive_gradient` sends them. `grad` has the shape of the output `index`.
         """
         step = self._steps[index]
         self._add_to_scaling(grad)
@@ -424,7 +413,7 @@ class _Packing(NamedTuple):
         numel: elements of all rows that are sent.
         num_direct: elements for single ranks.
         local_sizes: elements of the rows of this rank that each rank of this node sums.
-        sent: elements of the sums of this rank that go to each node.
+        sent_sizes: elements of the sums of this rank that go to each node.
         row_size: number of elements of which the sizes of all messages of sums are multiples, so
             that sums can be computed as rows of this length; 0 if the node sums no rows.
     """
@@ -435,15 +424,27 @@ class _Packing(NamedTuple):
     numel: int
     num_direct: int
     local_sizes: list[int]
-    sent: list[int]
+    sent_sizes: list[int]
     row_size: int
 
 
 class NodeSumDist:
     """Computes how the rows of lookups are summed within the node of this rank.
 
-    `start_sums` and `start_gradients_of_sums` send them. All `ranks` must construct it together,
-    and `can_sum_in_nodes(ranks)` must be true; not checked.
+    If the rows of a table are divided over the ranks of one node (`table_row_wise`, `grid`), each
+    of these ranks has a partial sum per bag. Rank k of the node receives the partial sums for the
+    bags of all ranks with local number k, in an all-to-all within the node. It adds them up in
+    float32, in the order of ranks. Ranks with equal local numbers then exchange the sums between
+    nodes: one row per bag and node crosses the network, not one per bag and rank. In backward,
+    gradients are sent between ranks with equal local numbers, then to all ranks of the node.
+
+    The codecs of a `CommPrecision` apply between nodes. Within a node rows are float32, and
+    gradients are passed on as they arrived, in 16 bits or float32 (`start_values`). A batch of
+    which a rank has dropped bags of summed units is not summed in nodes
+    (`IncomingBatch.skips_sums`).
+
+    `start_sums` and `start_gradients_of_sums` send the rows and gradients. All `ranks` must
+    construct this together, and `can_sum_in_nodes(ranks)` must be true; not checked.
 
     Args:
         layout: the units of this rank.
@@ -474,7 +475,7 @@ class NodeSumDist:
     def step(
         self,
         bags: Sequence[Sequence[int]],
-        received: list[int],
+        received_sizes: list[int],
         comm_precision: CommPrecision,
         *,
         by_unit: bool,
@@ -484,7 +485,7 @@ class NodeSumDist:
         Args:
             bags: `bags[u][r]` is the number of bags of unit u of this rank from rank r; units of
                 replicated tables may follow, and are ignored.
-            received: elements of the sums that this rank gets from each node.
+            received_sizes: elements of the sums that this rank gets from each node.
             comm_precision: the codecs between nodes.
             by_unit: whether rows lie unit after unit, see `IncomingBatch`.
         """
@@ -494,7 +495,7 @@ class NodeSumDist:
         return NodeSumStep(
             self._last_packing[1],
             self.groups,
-            received,
+            received_sizes,
             comm_precision,
             has_direct=self.has_direct,
         )
@@ -552,7 +553,7 @@ class NodeSumDist:
             numel=end,
             num_direct=num_direct,
             local_sizes=[sum(sizes_of_nodes) for sizes_of_nodes in sum_sizes],
-            sent=sum_sizes[self._ranks.local_rank],
+            sent_sizes=sum_sizes[self._ranks.local_rank],
             row_size=math.gcd(*sum_widths) if by_unit else sum(sum_widths),
         )
 
@@ -585,9 +586,9 @@ def _row_positions(
 class NodeSumStep:
     """The sums within the node of one lookup's rows, and their gradients.
 
-    Forward calls `pack`, then `local_rows` if it `has_sums`, then `sums`; backward
-    `store_gradients`, `gradients`, `unpack`. They must be called in this order and once each, since
-    tensors are freed in between.
+    Forward calls `pack`, then `rows_to_sum` if it `has_sums`, then `add_up`. Backward calls
+    `store_gradients`, `gradients_to_send`, `unpack`. Each must be called once and in this order,
+    because tensors are freed in between.
 
     Attributes:
         groups: the ranks of this node, and those with this local rank.
@@ -600,21 +601,22 @@ class NodeSumStep:
         self,
         packing: _Packing,
         groups: NodeRanks,
-        received: list[int],
+        received_sizes: list[int],
         comm_precision: CommPrecision,
         *,
         has_direct: bool,
     ) -> None:
         self.groups, self.has_sums, self.has_direct = groups, packing.row_size > 0, has_direct
         self.local_sizes = packing.local_sizes
-        self._packing, self._received, self._comm_precision = packing, received, comm_precision
+        self._packing, self._received_sizes = packing, received_sizes
+        self._comm_precision = comm_precision
         self._rows: Tensor | None = None
         self._gradients: Tensor | None = None
 
     def pack(self, local: Tensor) -> Tensor:
-        """Take the rows of this rank, flat; store the rows to sum, and return all other rows.
+        """Store the rows to sum, and return all other rows of this rank, flat.
 
-        If it `has_sums`, both are float32.
+        `local` are the rows of this rank, flat. If it `has_sums`, the results are float32.
         """
         packing = self._packing
         if not self.has_sums:
@@ -626,15 +628,15 @@ class NodeSumStep:
         self._rows = rows[packing.num_direct :]
         return rows[: packing.num_direct]
 
-    def local_rows(self) -> Values:
-        """Return the rows for the ranks of this node to sum."""
+    def rows_to_sum(self) -> Values:
+        """Return the rows to send to the ranks of this node that sum them."""
         rows, self._rows = self._rows, None
         assert rows is not None
         size = self.local_sizes[self.groups.local.rank]
         received = [size] * self.groups.local.size
         return Values(rows, self.local_sizes, received, FP32(), needs_one_tensor=True)
 
-    def sums(self, received: Tensor) -> Values:
+    def add_up(self, received: Tensor) -> Values:
         """Add up the rows of the ranks of this node, in their order; return the sums to send.
 
         `received` is flat, the rows of one rank after the other, and empty without `has_sums`. The
@@ -651,18 +653,20 @@ class NodeSumStep:
                 received, targets.to(device), pieces.to(device), None, size, torch.float32
             )
         codec = self._comm_precision.forward
-        return Values(sums, self._packing.sent, self._received, codec, needs_one_tensor=True)
+        return Values(
+            sums, self._packing.sent_sizes, self._received_sizes, codec, needs_one_tensor=True
+        )
 
     def store_gradients(self, gradients: Tensor) -> None:
-        """Take the gradients of the sums that this rank received, flat."""
+        """Store the gradients of the sums that this rank received, flat."""
         self._gradients = gradients
 
-    def gradients(self) -> Values:
-        """Return the gradients of sums to send between nodes."""
+    def gradients_to_send(self) -> Values:
+        """Return the gradients of sums, to send between nodes."""
         gradients, self._gradients = self._gradients, None
         assert gradients is not None
         codec = self._comm_precision.backward
-        return Values(gradients, self._received, self._packing.sent, codec)
+        return Values(gradients, self._received_sizes, self._packing.sent_sizes, codec)
 
     def unpack(self, gradients: Tensor) -> Tensor:
         """Return the gradient of the rows that `pack` took, flat; float32 if it `has_sums`.
@@ -680,16 +684,17 @@ class NodeSumStep:
 def start_sums(
     steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Received]], *, is_merged: bool
 ) -> list[Awaitable[Received]]:
-    """Sum rows within the node and start to send the sums; they follow the results of `direct`.
+    """Sum rows within the node, and start to send the sums.
 
-    Waits for the ranks of this node if any of `steps` has sums.
+    In the result the sums follow the rows of `direct`. Waits for the ranks of this node if any of
+    `steps` has sums.
     """
     pending, summed = list(direct), [step for step in steps if step is not None]
     if not summed:
         return pending
     groups, with_sums = summed[0].groups, [step for step in summed if step.has_sums]
     local = start_values(
-        [step.local_rows() for step in with_sums],
+        [step.rows_to_sum() for step in with_sums],
         groups.local,
         content=Content.ROWS,
         is_merged=is_merged,
@@ -697,7 +702,7 @@ def start_sums(
     received = {id(step): rows.wait().values for step, rows in zip(with_sums, local, strict=True)}
     no_rows = torch.empty(0, dtype=torch.float32, device=groups.local.device)
     sums = start_values(
-        [step.sums(received.pop(id(step), no_rows)) for step in summed],
+        [step.add_up(received.pop(id(step), no_rows)) for step in summed],
         groups.across,
         content=Content.ROWS,
         is_merged=is_merged,
@@ -708,17 +713,17 @@ def start_sums(
 def start_gradients_of_sums(
     steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Received]], *, is_merged: bool
 ) -> list[Awaitable[Received]]:
-    """Start to send the gradients of sums to the ranks of the nodes that made them.
+    """Start to send the gradients of sums to the ranks of the nodes that added them up.
 
-    They follow the results of `direct`. Waits for the ranks with the same local number as this
-    rank, unless all `steps` are None.
+    In the result these gradients follow those of `direct`. Waits for the ranks with the same local
+    number as this rank, unless all `steps` are None.
     """
     pending, summed = list(direct), [step for step in steps if step is not None]
     if not summed:
         return pending
     groups = summed[0].groups
     gradient_awaitables = start_values(
-        [step.gradients() for step in summed],
+        [step.gradients_to_send() for step in summed],
         groups.across,
         content=Content.GRADIENTS,
         is_merged=is_merged,

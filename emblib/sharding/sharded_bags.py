@@ -354,7 +354,7 @@ class PooledOutputDist(nn.Module):
         self._replicated_widths = [unit.columns for unit in layout.replicated.units]
         self._has_means = any(feature.is_mean for feature in layout.features)
         order = [unit.feature for unit in layout.ranks[0].units]
-        self._in_order = not self._has_means and order == list(range(len(layout.features)))
+        self._is_in_order = not self._has_means and order == list(range(len(layout.features)))
         constant, by_bag = self._equal_batch_descriptors()
         widths = {"targets": len(TargetColumn), "pieces": len(PieceColumn)}
         for name, lists in (("constant", constant), ("by_bag", by_bag)):
@@ -409,7 +409,7 @@ class PooledOutputDist(nn.Module):
             _PooledRoute(
                 descriptors=descriptors,
                 lengths=received.inputs.lengths if self._has_means else None,
-                sent=self._count_elements(widths, bags),
+                sent_sizes=self._count_elements(widths, bags),
                 shape=self._output_shape(received),
                 node_sums=node_sums,
             ),
@@ -426,7 +426,7 @@ class PooledOutputDist(nn.Module):
         `local` itself if these are in order, no pooling is MEAN, and features do not differ in
         batch size.
         """
-        if self._in_order and not received.by_unit:
+        if self._is_in_order and not received.by_unit:
             return local
         descriptors = self._describe_copies(received)
         lengths = received.inputs.lengths if self._has_means else None
@@ -602,14 +602,14 @@ class _PooledRoute(NamedTuple):
     Attributes:
         descriptors: locations of the received rows in the output.
         lengths: ids per bag `[bags]`, for means; None for sums.
-        sent: elements to each rank.
+        sent_sizes: elements to each rank.
         shape: shape of the output.
         node_sums: rows that the node sums first; None without.
     """
 
     descriptors: _CopyDescriptors
     lengths: Tensor | None
-    sent: list[int]
+    sent_sizes: list[int]
     shape: tuple[int, ...]
     node_sums: NodeSumStep | None
 
@@ -631,8 +631,10 @@ class _PooledStep(OutputStep):
         scale: float,
     ) -> None:
         super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
-        self._descriptors, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
-        self._received = self._descriptors.received_sizes[: len(self._sent)]
+        self._descriptors, self._lengths, self._sent_sizes, self._shape, self.node_sums = (
+            pooled_route
+        )
+        self._received_sizes = self._descriptors.received_sizes[: len(self._sent_sizes)]
         self._ranks, self._comm_precision, self._scale = ranks, comm_precision, scale
         # Gradients of all rows of this rank, between `backward` and `local_gradient`. `backward`
         # writes the gradients of this rank's bags; all others are received into this tensor. None
@@ -647,7 +649,9 @@ class _PooledStep(OutputStep):
         if self.node_sums is not None:
             flat = self.node_sums.pack(flat)
         codec = self._comm_precision.forward
-        return Values(flat, self._sent, self._received, codec, needs_one_tensor=is_summed)
+        return Values(
+            flat, self._sent_sizes, self._received_sizes, codec, needs_one_tensor=is_summed
+        )
 
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         """Sum received and replicated rows to the output of this rank's examples."""
@@ -672,14 +676,14 @@ class _PooledStep(OutputStep):
         return self._gradients(no_values).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:
-        return Values(flat, self._received, self._sent, self._comm_precision.backward)
+        return Values(flat, self._received_sizes, self._sent_sizes, self._comm_precision.backward)
 
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         """Return the gradients of rows to send, pooled, and those of replicated tables' rows."""
         descriptors, ranks = self._descriptors, self._ranks
         total, codec = sum(descriptors.received_sizes), self._comm_precision.backward
         keeps_local = keeps_local and codec.is_identity and self.node_sums is None
-        part = local_part(self._sent, ranks) if keeps_local else None
+        part = local_part(self._sent_sizes, ranks) if keeps_local else None
         arguments = (
             grad.contiguous().view(-1),
             descriptors.targets,
@@ -693,7 +697,7 @@ class _PooledStep(OutputStep):
             )
         else:
             # Rows of this rank's own bags get their gradients here, other rows from other ranks.
-            self._local_grads = grad.new_empty(sum(self._sent), dtype=torch.float32)
+            self._local_grads = grad.new_empty(sum(self._sent_sizes), dtype=torch.float32)
             flat = route.combine_backward_(
                 *arguments,
                 descriptors.row_numbers,
@@ -706,7 +710,7 @@ class _PooledStep(OutputStep):
         if self.sink_shape is None and descriptors.num_replicated and self._scale != 1.0:
             replica_grads /= self._scale  # DistributedDataParallel averages these instead
         if self.node_sums is not None:
-            num_direct = sum(self._received)
+            num_direct = sum(self._received_sizes)
             self.node_sums.store_gradients(sent[num_direct:])
             return self._gradients(sent[:num_direct]), replica_grads
         if part is None or self._local_grads is None:
@@ -714,7 +718,7 @@ class _PooledStep(OutputStep):
         values = Values(
             sent,
             without_local(descriptors.received_sizes, ranks),
-            without_local(self._sent, ranks),
+            without_local(self._sent_sizes, ranks),
             codec,
             part.others(self._local_grads),
         )

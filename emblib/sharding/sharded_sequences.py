@@ -77,17 +77,17 @@ class _SequenceRoute:
     """Route of the vectors of one batch. Tensors are int64; slices have `width` columns.
 
     Attributes:
-        send_order: `[slices sent]`, the slices in the order of sending, which is rank by rank.
-            A slice is given by its number in the order of lookup, which is unit by unit.
-        output_slices: `[slices received]`, number of each received slice among the
+        send_order: `[slices sent]`, index of each slice to send, rank by rank, among the slices
+            that were looked up, unit by unit.
+        output_slices: `[slices received]`, index of each received slice among the
             `L * dim / width` slices of the output.
         replica_positions: `[n]`, positions in the batch of the ids of replicated tables; None
             without such tables.
-        replica_order: the replicated tables' vectors of all ranks in the order of
-            `ReplicatedTables.gradient_sink`, which is unit by unit. A vector is given by its
-            number in the order of receiving, which is rank by rank.
-        num_sent: number of slices to each rank.
-        num_received: number of slices from each rank.
+        replica_order: index of each vector of replicated tables in the order of
+            `ReplicatedTables.gradient_sink`, unit by unit, among the gathered vectors of all
+            ranks, rank by rank.
+        num_sent_slices: number of slices to each rank.
+        num_received_slices: number of slices from each rank.
         num_replica_rows: number of vectors of replicated tables in the batch of each rank; 0 if
             their ids were not sent.
         num_ids: number of ids of the batch, `L`.
@@ -97,8 +97,8 @@ class _SequenceRoute:
     output_slices: Tensor
     replica_positions: Tensor | None
     replica_order: Tensor
-    num_sent: list[int]
-    num_received: list[int]
+    num_sent_slices: list[int]
+    num_received_slices: list[int]
     num_replica_rows: list[int]
     num_ids: int
 
@@ -218,8 +218,8 @@ class SequenceTables(ShardedTables):
             output_slices=output_slices,
             replica_positions=self._replica_positions(received),
             replica_order=_transposed(replica_counts, received.num_replicated_ids),
-            num_sent=num_sent,
-            num_received=num_received,
+            num_sent_slices=num_sent,
+            num_received_slices=num_received,
             num_replica_rows=replica_counts.sum(1).tolist(),
             num_ids=inputs.ids.numel(),
         )
@@ -293,10 +293,10 @@ class _SequenceStep(OutputStep):
         replica_sizes = [n * tables.dim for n in vector_route.num_replica_rows]
         super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
         self._route, self._tables = vector_route, tables
-        # Elements to and from each rank.
+        # Elements to and from each rank; the route has the numbers of slices.
         width = tables.vector_format.width
-        self._num_sent = [n * width for n in vector_route.num_sent]
-        self._num_received = [n * width for n in vector_route.num_received]
+        self._sent_sizes = [n * width for n in vector_route.num_sent_slices]
+        self._received_sizes = [n * width for n in vector_route.num_received_slices]
         # Gradients of this rank's own vectors, from `backward` to `local_gradient`, not sent.
         self._local_grads: Tensor | None = None
 
@@ -306,7 +306,7 @@ class _SequenceStep(OutputStep):
         rows = self.local.detach().reshape(-1, self._tables.vector_format.width)
         sent = rows.index_select(0, self._route.send_order).view(-1)
         codec = self._tables.vector_format.comm_precision.forward
-        return Values(sent, self._num_sent, self._num_received, codec)
+        return Values(sent, self._sent_sizes, self._received_sizes, codec)
 
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         """Return the vectors of this rank's ids, `[L, dim]`, from received and local rows."""
@@ -332,7 +332,7 @@ class _SequenceStep(OutputStep):
 
     def _gradients(self, flat: Tensor) -> Values:
         codec = self._tables.vector_format.comm_precision.backward
-        return Values(flat, self._num_received, self._num_sent, codec)
+        return Values(flat, self._received_sizes, self._sent_sizes, codec)
 
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         """Return the gradients of vectors to send, and those of replicated tables' vectors."""
@@ -352,14 +352,14 @@ class _SequenceStep(OutputStep):
         codec = self._tables.vector_format.comm_precision.backward
         part = None
         if keeps_local and codec.is_identity:
-            part = local_part(self._route.num_received, ranks)
+            part = local_part(self._route.num_received_slices, ranks)
         if part is None:
             return self._gradients(slice_grads.view(-1)), replica_grads
         self._local_grads = part.of(slice_grads)
         values = Values(
             part.others(slice_grads).view(-1),
-            without_local(self._num_received, ranks),
-            without_local(self._num_sent, ranks),
+            without_local(self._received_sizes, ranks),
+            without_local(self._sent_sizes, ranks),
             codec,
         )
         return values, replica_grads
@@ -374,7 +374,7 @@ class _SequenceStep(OutputStep):
         local_grads = grads.new_empty((send_order.numel(), grads.size(1)))
         unsent_grads, self._local_grads = self._local_grads, None
         if unsent_grads is not None:
-            part = local_part(self._route.num_sent, self._tables.ranks)
+            part = local_part(self._route.num_sent_slices, self._tables.ranks)
             assert part is not None
             local_grads.index_copy_(0, part.of(send_order), unsent_grads)
             send_order = part.others(send_order)

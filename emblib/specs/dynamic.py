@@ -100,9 +100,11 @@ class OnInsertFailure(Choice):
 
 @dataclass(frozen=True)
 class ExactCounter:
-    """Count the uses of up to `capacity` keys, rounded up to a multiple of 32.
+    """Count the uses of up to `capacity` keys.
 
-    In a full counter a new key evicts the key with the lowest count, and that count is lost.
+    `capacity` must be an int (else TypeError) of at least 1 (else ValueError), and is rounded up to
+    a multiple of 32. In a full counter a new key evicts the key with the lowest count, and that
+    count is lost.
 
     Example:
         >>> admission = emblib.FrequencyAdmission(threshold=3, counter=emblib.ExactCounter(100))
@@ -121,8 +123,8 @@ class CountMinSketch:
     """Count the uses of keys in a count-min sketch; counts may be too high.
 
     The sketch has `depth` rows with `width` counters each. Each counter is halved once per
-    `halve_every` batches, so that old counts fade; None never halves them. All numbers must be at
-    least 1, `width` below 2^31 (else ValueError).
+    `halve_every` batches, so that old counts fade; None never halves them. All numbers must be ints
+    (else TypeError) of at least 1, and `width` must be below 2^31 (else ValueError).
 
     Example:
         >>> counter = emblib.CountMinSketch(width=1 << 16, depth=4, halve_every=1_000)
@@ -285,7 +287,8 @@ class DynamicSpec:
             `default_value`.
 
     Raises:
-        TypeError: an argument of another type, unless listed next.
+        TypeError: `capacity`, `dim`, `initial_capacity`, `fallback_rows` or a step of `ttl` is no
+            int; or `initializer` or `admission` has another type.
         ValueError: a number out of range, a float that is no number, a name with dots or that is no
             string, or an unknown word; or `fallback_rows` with another `default_value` than 0 or
             with `FrequencyAdmission.reads`, which would have no effect.

@@ -1,11 +1,11 @@
 """Storage whose rows are composed of rows of smaller dense tables.
 
-A composed table stores one or two *components*: dense tables, usually smaller than it. An id maps
-to `count` rows of the components, which are combined to its row (`Combine`). A subclass defines the
+A composed table stores one or two *components*, which are dense tables. An id maps to `count` rows
+of the components, and these are combined to the row of the id (`Combine`). A subclass defines the
 mapping (`map_ids`): `Hashed` and `QuotientRemainder` let ids share rows, `Narrow` stores fewer
 columns and appends zeros. The components of all tables with one `group_key` are in one
-`DenseModule`: a lookup maps the ids `[L]` to rows `[count * L]`, looks them up in one call, and
-combines the `count` blocks of the output.
+`DenseModule`. A lookup maps the ids `[L]` to rows `[count * L]`, looks these up in one call, and
+combines the `count` blocks of the result (`ComposedLookup`).
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ _SEED_FACTOR = 0x632BE59BD9B4E019  # an arbitrary odd number, to separate seeds 
 
 
 class ComposedStorage(Storage):
-    """Base of composed kinds of storage, which are never sharded by rows."""
+    """Base of composed kinds of storage. Their tables are not sharded by rows."""
 
     has_dense_rows: ClassVar[bool] = False  # rows are composed, so they would take more memory
 
     # The mapping, which subclasses define
 
     @property
-    def joining(self) -> Combine:
-        """Return the operation that combines the rows which an id reads."""
+    def combine_mode(self) -> Combine:
+        """Return how the rows that an id reads are combined."""
         return Combine.ADD
 
     @property
@@ -75,23 +75,23 @@ class ComposedStorage(Storage):
         """Return the components of a table with `num_embeddings` ids."""
         raise NotImplementedError
 
-    number_names: ClassVar[tuple[str, ...]] = ()
-    """Names of `mapping_numbers` in error messages; () for numbers without names."""
+    constant_names: ClassVar[tuple[str, ...]] = ()
+    """Names of `mapping_constants` in error messages, in order; () leaves the constants out."""
 
-    def mapping_numbers(self) -> tuple[int, ...]:
+    def mapping_constants(self) -> tuple[int, ...]:
         """Return the integers that parametrise `map_ids`.
 
-        All tables of one kind of storage must have the same number of integers; not checked.
+        All tables of one kind of storage must have equally many, at least one; not checked.
         """
         raise NotImplementedError
 
     @staticmethod
-    def map_ids(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
-        """Return the rows that valid ids read, `count` tensors int64 `[L]`.
+    def map_ids(ids: Tensor, constants: Tensor, count: int) -> list[Tensor]:
+        """Return the rows that ids read, `count` tensors int64 `[L]`.
 
         Args:
-            ids: int64 `[L]`.
-            numbers: int64 `[n, L]` or `[n, 1]`, `mapping_numbers()` of the table of each id.
+            ids: int64 `[L]`, each in `[0, num_embeddings)` of its table.
+            constants: int64 `[n, L]` or `[n, 1]`, `mapping_constants()` of the table of each id.
             count: number of rows that an id reads.
         """
         raise NotImplementedError
@@ -105,15 +105,15 @@ class ComposedStorage(Storage):
                 f"init_fn of {table.name!r} fills {table.num_embeddings} rows, which "
                 f"{type(self).__name__} does not have: use weight_init_min and weight_init_max"
             )
-        if self.joining is Combine.CONCATENATE and table.embedding_dim % 2:
+        if self.combine_mode is Combine.CONCATENATE and table.embedding_dim % 2:
             raise ValueError(
                 f"embedding_dim of {table.name!r} must be even, so that its rows are concatenated "
                 f"from two halves, got {table.embedding_dim}"
             )
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Allow cuts between any columns, not between rows; none if rows are concatenated."""
-        is_cut = self.joining is not Combine.CONCATENATE
+        """Allow cuts between columns, unless rows are concatenated; allow none between rows."""
+        is_cut = self.combine_mode is not Combine.CONCATENATE
         return CutUnits(table.num_embeddings, 1 if is_cut else table.embedding_dim)
 
     def check_slice(self, table_slice: TableSlice) -> None:
@@ -127,7 +127,7 @@ class ComposedStorage(Storage):
 
     def num_stored_columns(self, dim: int) -> int:
         """Return the number of columns of the components of a table with `dim` columns."""
-        return dim // 2 if self.joining is Combine.CONCATENATE else dim
+        return dim // 2 if self.combine_mode is Combine.CONCATENATE else dim
 
     def lookup_table(self, num_embeddings: int, dim: int) -> ComposedTable:
         """Return the description of a table, or of some of its columns, for `ComposedLookup`."""
@@ -136,9 +136,9 @@ class ComposedStorage(Storage):
             dim,
             self.num_stored_columns(dim),
             self.components(num_embeddings),
-            self.joining,
+            self.combine_mode,
             self.row_components,
-            self.mapping_numbers(),
+            self.mapping_constants(),
             self.map_ids,
         )
 
@@ -149,7 +149,7 @@ class ComposedStorage(Storage):
     ) -> Hashable:
         """Return a key that is equal for tables that can share a module."""
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
-        unpooled = pooling is Pooling.NONE or self.joining is Combine.MULTIPLY
+        unpooled = pooling is Pooling.NONE or self.combine_mode is Combine.MULTIPLY
         dims = (
             (table_slice.dim, self.num_stored_columns(table_slice.dim))
             if is_sparse or unpooled
@@ -157,7 +157,7 @@ class ComposedStorage(Storage):
         )
         return (
             type(self),
-            self.joining,
+            self.combine_mode,
             self.row_components,
             stored_as(table_slice),
             optimizer,
@@ -178,7 +178,7 @@ class ComposedStorage(Storage):
         Raises:
             ValueError: `GlobalDecay`, which scales rows as they are pooled, of multiplied rows.
         """
-        if self.joining is Combine.MULTIPLY and optimizer_hooks.find_global_decay(optimizer):
+        if self.combine_mode is Combine.MULTIPLY and optimizer_hooks.find_global_decay(optimizer):
             raise ValueError(
                 f"{brief(optimizer)} scales rows as they are pooled, but those of "
                 f"{slices[0].config.name!r} are multiplied first: use combine='add', or an "
@@ -212,8 +212,8 @@ class ComposedStorage(Storage):
         views = source.views()
         for name, view in target.views().items():
             source_view = views[name]
-            cut = source_view.dim() > 1 and not table_slice.has_all_columns
-            view.copy_(source_view[:, slice(*table_slice.columns)] if cut else source_view)
+            is_cut = source_view.dim() > 1 and not table_slice.has_all_columns
+            view.copy_(source_view[:, slice(*table_slice.columns)] if is_cut else source_view)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the layouts of the components; every shard has all their rows."""
@@ -234,9 +234,10 @@ class ComposedStorage(Storage):
 
     def layout_entry(self, num_embeddings: int) -> Tensor:
         """Return a fingerprint of the mapping, int64 `[3 + n]`: equal if ids read the same rows."""
-        kind = _fingerprint(self.plan_name, self.joining)
-        numbers = [kind, num_embeddings, len(self.row_components), *self.mapping_numbers()]
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        kind_code = _kind_code(self.plan_name, self.combine_mode)
+        count = len(self.row_components)
+        fingerprint = [kind_code, num_embeddings, count, *self.mapping_constants()]
+        return torch.tensor(fingerprint, dtype=torch.int64, device="cpu")
 
     def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
         """Return the fingerprint of the mapping from ids to rows, which state dicts have."""
@@ -296,7 +297,7 @@ class ComposedStorage(Storage):
         )
 
 
-LAYOUT = "id_layout"  # in state dicts
+LAYOUT = "id_layout"  # key of the `layout_entry` in state dicts
 
 
 def _describe_difference(actual: Tensor | None, expected: Tensor) -> str:
@@ -312,27 +313,27 @@ def _describe_difference(actual: Tensor | None, expected: Tensor) -> str:
     return ""
 
 
-def _fingerprint(plan_name: str, joining: Combine) -> int:
-    """Return the number that stands for a kind of storage in a layout."""
-    return zlib.crc32(f"{plan_name} {joining.value}".encode())
+def _kind_code(plan_name: str, combine_mode: Combine) -> int:
+    """Return the first number of a `layout_entry`, which identifies the kind of storage."""
+    return zlib.crc32(f"{plan_name} {combine_mode.value}".encode())
 
 
 def _describe_layout(layout: Tensor) -> str:
-    """Describe a layout by its storage, e.g. "Hashed(num_embeddings=9, reads=1, ...)"."""
-    fingerprint, *numbers = layout.flatten().tolist() or [0]
+    """Describe a `layout_entry` by its storage: "Hashed(num_embeddings=9, reads=1, ...)"."""
+    kind_code, *numbers = layout.flatten().tolist() or [0]
     for name, kind in kinds().items():
         if not issubclass(kind, ComposedStorage):
             continue
-        for joining in Combine:
-            if _fingerprint(name, joining) == fingerprint:
-                names = ("num_embeddings", "reads", *kind.number_names)
-                fields = {**dict(zip(names, numbers, strict=False)), "combine": joining.value}
+        for combine_mode in Combine:
+            if _kind_code(name, combine_mode) == kind_code:
+                names = ("num_embeddings", "reads", *kind.constant_names)
+                fields = {**dict(zip(names, numbers, strict=False)), "combine": combine_mode.value}
                 return f"{name}({', '.join(f'{key}={value}' for key, value in fields.items())})"
     return f"unknown ({LAYOUT} {layout.tolist()})"
 
 
 def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
-    """Return a region function: any rows of the table need all rows of a component."""
+    """Return a `TensorLayout.region`: any rows of the table need all rows of a component."""
 
     def region(_: Span, columns: Span) -> tuple[Span, Span]:
         return (0, rows), columns
@@ -366,7 +367,7 @@ class ComposedModule(ComposedLookup):
             [component for table_slice in slices for component in _component_slices(table_slice)],
             component_features(tables, feature_tables),
             optimizer,
-            component_pooling(tables[0].joining, pooling),
+            component_pooling(tables[0].combine_mode, pooling),
             self._component_seeds(seeds),
             None,
             device,
@@ -396,12 +397,12 @@ class ComposedModule(ComposedLookup):
     # Tables
 
     def tables_of(self, index: int) -> dict[str, int]:
-        """Return {parameter: index of its table in `dense`} of a table."""
+        """Return {parameter: index of its component in `dense`} of table `index`."""
         first_table = self._first_component[index]
         return {c.name: first_table + k for k, c in enumerate(self._components[index])}
 
     def layout_entry(self, index: int) -> Tensor:
-        """Return the entry of a table in state dicts, see `ComposedStorage.layout_entry`."""
+        """Return the fingerprint of table `index`, see `ComposedStorage.layout_entry`."""
         table_slice = self._slices[index]
         return self._storage_of(table_slice).layout_entry(table_slice.config.num_embeddings)
 
@@ -441,7 +442,7 @@ class ComposedModule(ComposedLookup):
         return self.dense.hyperparams
 
     def load_hyperparams(self, values: Tensor) -> None:
-        """Take over saved `hyperparams`."""
+        """Overwrite `hyperparams` with saved values."""
         self.dense.load_hyperparams(values)
 
     def set_step(self, step: int) -> None:
@@ -504,7 +505,7 @@ class ComposedHandle(DenseHandle):
 
 
 def _component_slices(table_slice: TableSlice) -> list[TableSlice]:
-    """Return the components of a slice as slices of dense tables."""
+    """Return the components of a slice of a composed table, as slices of dense tables."""
     config: Any = table_slice.config
     storage: Any = config.storage
     low, high = config.bounds

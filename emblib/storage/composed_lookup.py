@@ -1,7 +1,9 @@
 """Lookup of composed tables: map ids to rows of components, look these up, and combine them.
 
-`ComposedLookup` is the base of the module that trains the components and of the one that serves
-them read-only. It maps ids and combines rows; a subclass has the rows of the components.
+`ComposedLookup` has two subclasses, one that trains the components and one that serves them
+read-only. The base class maps ids and combines rows; the subclass has the module of the components.
+Lookups are made in *blocks*: block k has row k of every id. See `emblib.storage.composed` for the
+kinds of tables.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from emblib.tables.bounds_report import is_padded
 
 
 class Combine(Choice):
-    """Operation that combines the rows which an id reads into its row.
+    """How the rows that an id reads are combined into the row of the id.
 
     Example:
         >>> emblib.storage.QuotientRemainder(4_000, "add").combine
@@ -35,8 +37,8 @@ class Combine(Choice):
     CONCATENATE = "concatenate"
     """The first has the first half of the columns, the second the other."""
     MULTIPLY = "multiply"
-    """1 plus the first, times the second. Without the 1, both start near zero, and so do their
-    gradients. `max_gradient` then bounds the gradients of the two rows, not of the output."""
+    """The second times (1 + the first). Without the 1, both would start near zero, and so would
+    their gradients. `max_gradient` bounds the gradients of the two rows, not of the output."""
 
 
 class Component(NamedTuple):
@@ -61,9 +63,9 @@ class ComposedTable(NamedTuple):
         dim: columns of a row.
         num_stored_columns: columns of the components.
         components: the components.
-        joining: operation that combines the rows which an id reads.
+        combine_mode: how the rows that an id reads are combined.
         row_components: index of the component of each row that an id reads.
-        mapping_numbers: integers that parametrise `map_ids`.
+        mapping_constants: integers that parametrise `map_ids`.
         map_ids: function that returns the rows that valid ids read.
     """
 
@@ -71,9 +73,9 @@ class ComposedTable(NamedTuple):
     dim: int
     num_stored_columns: int
     components: tuple[Component, ...]
-    joining: Combine
+    combine_mode: Combine
     row_components: tuple[int, ...]
-    mapping_numbers: tuple[int, ...]
+    mapping_constants: tuple[int, ...]
     map_ids: Callable[[Tensor, Tensor, int], list[Tensor]]
 
 
@@ -96,9 +98,9 @@ def component_features(tables: Sequence[ComposedTable], feature_tables: Sequence
     ]
 
 
-def component_pooling(joining: Combine, pooling: Pooling) -> Pooling:
+def component_pooling(combine_mode: Combine, pooling: Pooling) -> Pooling:
     """Return the pooling of the lookup of components; rows to multiply are not pooled."""
-    return Pooling.NONE if joining is Combine.MULTIPLY else pooling
+    return Pooling.NONE if combine_mode is Combine.MULTIPLY else pooling
 
 
 class ComposedLookup(nn.Module):
@@ -108,7 +110,7 @@ class ComposedLookup(nn.Module):
     Any other invalid id raises an error or reads the rows of id 0.
 
     Args:
-        tables: the tables; they agree in `joining`, `row_components` and `map_ids`.
+        tables: the tables; they agree in `combine_mode`, `row_components` and `map_ids`.
         feature_tables: table of each feature.
         pooling: SUM or MEAN; NONE for one vector per id.
     """
@@ -120,13 +122,13 @@ class ComposedLookup(nn.Module):
     ) -> None:
         super().__init__()
         self._tables, self._feature_tables = tuple(tables), tuple(feature_tables)
-        self._joining, self._map_ids = tables[0].joining, tables[0].map_ids
+        self._combine_mode, self._map_ids = tables[0].combine_mode, tables[0].map_ids
         self._rows_per_id = len(tables[0].row_components)
         self.pooling, self.output_dtype = pooling, torch.float32
         self._dims = [tables[t].dim for t in feature_tables]
         # Columns of the components of each feature.
         self._widths = [tables[t].num_stored_columns for t in feature_tables]
-        self._mapping_numbers = self.features = self.bounds_violations = torch.empty(0)
+        self._mapping_constants = self.features = self.bounds_violations = torch.empty(0)
 
     @property
     def components(self) -> Any:
@@ -138,16 +140,18 @@ class ComposedLookup(nn.Module):
 
     def make_mapping_tensors(self, device: torch.device) -> None:
         """Make the tensors that parametrise the mapping of ids, one column per feature."""
-        numbers = [self._tables[t].mapping_numbers for t in self._feature_tables]
+        constants = [self._tables[t].mapping_constants for t in self._feature_tables]
         num_ids = [self._tables[t].num_ids for t in self._feature_tables]
         features = torch.zeros(len(num_ids), len(FeatureColumn), dtype=torch.int64)
         features[:, FeatureColumn.ROWS] = torch.tensor(num_ids, dtype=torch.int64)
         features[:, FeatureColumn.DIM] = torch.tensor(self._dims, dtype=torch.int64)
         shape = (len(self._feature_tables), -1) if self._feature_tables else (0, 1)
-        self._mapping_numbers = torch.tensor(numbers, dtype=torch.int64).view(shape).t().to(device)
+        self._mapping_constants = (
+            torch.tensor(constants, dtype=torch.int64).view(shape).t().to(device)
+        )
         self.features = features.to(device)
         self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
-        self._has_one_mapping = len(set(zip(numbers, num_ids, strict=True))) == 1
+        self._has_one_mapping = len(set(zip(constants, num_ids, strict=True))) == 1
 
     # Lookup
 
@@ -170,13 +174,13 @@ class ComposedLookup(nn.Module):
         all_rows = rows[0] if count == 1 else torch.cat(rows)
         all_offsets = offsets if count == 1 else _repeat_bags(offsets, count, 0, ids.numel())
         sizes = None if batch_sizes is None else [*batch_sizes] * count
-        if self._joining is Combine.MULTIPLY:
+        if self._combine_mode is Combine.MULTIPLY:
             out = self._multiply_and_pool(all_rows, all_offsets, offsets, weights, batch_sizes)
             return out.to(self.output_dtype)
         scales = None if weights is None else torch.cat([weights] * count)
         if self.pooling is Pooling.MEAN and count > 1 and _may_have_padding(ids):
             # Padding between two blocks would count in the length of the bag before it.
-            sources, all_offsets = _padding_first(offsets, count, ids.numel())
+            sources, all_offsets = _move_padding_first(offsets, count, ids.numel())
             all_rows = take_or_fill(all_rows, sources, -1)
             scales = None if scales is None else take_or_fill(scales, sources, 0)
         looked_up = self.components(all_rows, all_offsets, scales, batch_sizes=sizes)
@@ -192,16 +196,19 @@ class ComposedLookup(nn.Module):
         if not self._feature_tables:
             return [ids] * self._rows_per_id
         if self._has_one_mapping:
-            numbers, num_ids = self._mapping_numbers[:, :1], self.features[:1, FeatureColumn.ROWS]
+            constants, num_ids = (
+                self._mapping_constants[:, :1],
+                self.features[:1, FeatureColumn.ROWS],
+            )
         else:
             feature = self._features_of(ids, offsets, batch_sizes)
-            numbers, num_ids = (
-                self._mapping_numbers[:, feature],
+            constants, num_ids = (
+                self._mapping_constants[:, feature],
                 self.features[feature, FeatureColumn.ROWS],
             )
         int64_ids = ids.long()
-        valid = (int64_ids >= 0) & (int64_ids < num_ids)
-        row_ids = self._map_ids(torch.where(valid, int64_ids, 0), numbers, self._rows_per_id)
+        is_valid = (int64_ids >= 0) & (int64_ids < num_ids)
+        row_ids = self._map_ids(torch.where(is_valid, int64_ids, 0), constants, self._rows_per_id)
         return [torch.where(int64_ids == -1, int64_ids, rows).to(ids.dtype) for rows in row_ids]
 
     def _features_of(
@@ -219,37 +226,39 @@ class ComposedLookup(nn.Module):
         return torch.bucketize(position, borders.long(), right=True)
 
     def _combine(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Combine the looked-up blocks, one per row of an id, into one block of rows or bags.
+        """Combine the looked-up blocks into one block of rows or bags.
 
-        `looked_up` is `[B, rows per id * columns]`, `[rows per id * L, dim]` without pooling, or
-        flat with `batch_sizes`; the result has the same form for one row per id.
+        `looked_up` is `[B, count * columns]`, `[count * L, dim]` without pooling, or flat with
+        `batch_sizes`, where `count` is the number of rows per id. The result has the same form for
+        a count of 1.
         """
         count = self._rows_per_id
-        is_concatenated = self._joining is Combine.CONCATENATE
+        concatenates = self._combine_mode is Combine.CONCATENATE
         if count == 1:
             return looked_up if self._widths == self._dims else self._widen(looked_up, batch_sizes)
         if self.pooling is Pooling.NONE:
             blocks = looked_up.view(count, -1, looked_up.shape[1])
-            return blocks.transpose(0, 1).flatten(1) if is_concatenated else blocks.sum(0)
+            return blocks.transpose(0, 1).flatten(1) if concatenates else blocks.sum(0)
         if batch_sizes is None:
             width = looked_up.shape[1] // count
             blocks = looked_up.view(-1, count, width)
-            return self._concatenate_columns(blocks.unbind(1)) if is_concatenated else blocks.sum(1)
+            return self._concatenate_columns(blocks.unbind(1)) if concatenates else blocks.sum(1)
         by_rank = list(zip(*batch_sizes, strict=True))
-        lengths = [
+        sizes_by_rank = [
             [n * width for n, width in zip(bag_counts, self._widths, strict=True)]
             for bag_counts in by_rank
         ]
-        rank_blocks = looked_up.split([count * sum(rank_lengths) for rank_lengths in lengths])
-        joined = []
-        for rank_block, rank_lengths in zip(rank_blocks, lengths, strict=True):
-            blocks = rank_block.view(count, -1)
-            if not is_concatenated:
-                joined.append(blocks.sum(0))
+        rank_outputs = looked_up.split([count * sum(sizes) for sizes in sizes_by_rank])
+        combined = []
+        for rank_output, sizes in zip(rank_outputs, sizes_by_rank, strict=True):
+            blocks = rank_output.view(count, -1)
+            if not concatenates:
+                combined.append(blocks.sum(0))
                 continue
-            for block, width in zip(blocks.split(rank_lengths, 1), self._widths, strict=True):
-                joined.append(block.view(count, -1, width).transpose(0, 1).reshape(-1))
-        return torch.cat(joined)
+            for feature_blocks, width in zip(blocks.split(sizes, 1), self._widths, strict=True):
+                by_bag = feature_blocks.view(count, -1, width).transpose(0, 1)
+                combined.append(by_bag.reshape(-1))
+        return torch.cat(combined)
 
     def _concatenate_columns(self, blocks: Sequence[Tensor]) -> Tensor:
         """Concatenate the columns of all blocks, feature by feature."""
@@ -286,14 +295,14 @@ class ComposedLookup(nn.Module):
     ) -> Tensor:
         """Look up two rows a and b per id, and pool the products (1 + a) * b.
 
-        For pooling NONE the products are the result; weights then raise ValueError.
+        Pooling NONE returns the products, and raises ValueError for weights.
         """
         sizes = None if batch_sizes is None else [*batch_sizes] * self._rows_per_id
         updates_only = not torch.compiler.is_compiling() and autograd.is_for_update()
         with autograd.with_values() if updates_only else contextlib.nullcontext():
             looked_up = self.components(rows, all_offsets, None, batch_sizes=sizes).float()
-        quotient_rows, remainder_rows = looked_up.view(self._rows_per_id, -1, looked_up.shape[1])
-        products = (1.0 + quotient_rows) * remainder_rows
+        first_rows, second_rows = looked_up.view(self._rows_per_id, -1, looked_up.shape[1])
+        products = (1.0 + first_rows) * second_rows
         if self.pooling is Pooling.NONE:
             if weights is not None:
                 raise ValueError(
@@ -333,10 +342,10 @@ def _may_have_padding(ids: Tensor) -> bool:
     return not torch.compiler.is_compiling() and (is_padded() or is_captured(ids))
 
 
-def _padding_first(offsets: Tensor, count: int, num_ids: int) -> tuple[Tensor, Tensor]:
+def _move_padding_first(offsets: Tensor, count: int, num_ids: int) -> tuple[Tensor, Tensor]:
     """Move the padding of `count` blocks of `num_ids` lookups in front of the first block.
 
-    The first `offsets[0]` lookups of a block are padding. No number is read from the device.
+    The first `offsets[0]` lookups of a block are padding. The host does not wait for the device.
 
     Returns:
         int64 `[count * num_ids]`, the source of each lookup, -1 for padding; and the offsets of the

@@ -1,8 +1,8 @@
 """Hash storage: rows for arbitrary 64-bit keys, in bounded memory.
 
 `Hash` makes a `DynamicEmbeddingBags` per group of tables. Sharding divides the keys by hash, so a
-slice of `n` rows is capacity for `n` keys, and checkpoints save rows by key, not by position. A
-hash table cannot be on meta; a `MetaPlaceholder` stands for it there.
+slice of `n` rows is capacity for `n` keys. Checkpoints save rows by key, not by position. A hash
+table cannot be on meta: a collection on meta has a `MetaPlaceholder` instead.
 """
 
 from __future__ import annotations
@@ -69,25 +69,30 @@ from emblib.tables import parameters, state_dicts
 _WORD_BYTES = 8  # of a key, a stamp or a score
 # Bytes per row of `HostRows` besides the row: tag, key and stamp of its index, and the stamp and
 # score of its record.
-_HOST_ROW_OVERHEAD = 1 + 4 * _WORD_BYTES
+_HOST_ROW_OVERHEAD_BYTES = 1 + 4 * _WORD_BYTES
 
 
 @dataclass(frozen=True)
 class Hash(Storage):
     """A hash table of rows by key; `num_embeddings` is its capacity.
 
-    It is rounded up to a multiple of 32, as tables and their shards consist of buckets of 32 rows.
-    Fields that are not listed here are options of `DynamicSpec`.
+    The capacity of the table, or of each shard, is rounded up to a multiple of 32, the rows of a
+    bucket. Fields that are not listed here are options of `DynamicSpec`.
 
     Args:
         backing: store of rows that the device evicts, e.g. `BackingStore(DiskRows(directory))`;
-            `num_embeddings` is then the device's capacity over all ranks. It is a template: every
-            shard makes its own store, with a share of the capacity of host memory, or files named
-            after table and shard. With None, evicted rows are lost.
+            `num_embeddings` is then the device's capacity over all ranks. The object is a template:
+            every shard makes its own store, with a share of the capacity of host memory, or files
+            named after table and shard. With None, evicted rows are lost.
         seed: seed of the hash and of the initial values, as in `DynamicEmbeddingBags`. If untrusted
             users choose the keys, set a seed that they do not know. Tables with different seeds do
             not share a module. None uses seed 0 for initial values, and hashes keys by a seed that
             the collection draws from torch's generator, the same on all ranks.
+
+    Raises:
+        TypeError: `seed` is no int; `backing` is no `BackingStore`, or has a store that cannot be
+            made per shard; or see `DynamicSpec`.
+        ValueError: `seed` is not in [0, 2^63), or see `DynamicSpec`.
 
     Example:
         >>> storage = emblib.storage.Hash(eviction=emblib.Eviction.LFU)
@@ -324,10 +329,10 @@ class Hash(Storage):
         """
         assert isinstance(source, HashHandle)
         assert isinstance(target, HashHandle)
-        number, count = key_block or (0, 1)
+        block_number, num_blocks = key_block or (0, 1)
         entries = table_entries(source.module, source.index)
-        owned = (keys.owner(entries.keys, count) == number).nonzero().view(-1)
-        set_table_entries(target.module, target.index, entries.take(owned))
+        in_block = (keys.owner(entries.keys, num_blocks) == block_number).nonzero().view(-1)
+        set_table_entries(target.module, target.index, entries.take(in_block))
         rows = fallback.rows_of(source.module.state, source.index)
         fallback.write(target.module.state, target.index, rows)
         target.module.index.set_tick(source.module.index.tick)
@@ -348,8 +353,10 @@ class Hash(Storage):
     ) -> MemoryBytes:
         """Return the bytes of a table with its full capacity, whatever `initial_capacity` is."""
         spec, itemsize = table_slice.spec, table_slice.config.data_type.itemsize
-        levels = len(spec.lifetimes) - 1
-        index = spec.rows * (bytes_per_slot(spec.eviction.order, device) + levels * _WORD_BYTES)
+        num_extra_stamps = len(spec.lifetimes) - 1  # with a ttl per feature
+        index = spec.rows * (
+            bytes_per_slot(spec.eviction.order, device) + num_extra_stamps * _WORD_BYTES
+        )
         num_rows = spec.rows + spec.fallback_rows
         states = state_bytes(optimizer, num_rows, spec.dim, itemsize)
         values = num_rows * spec.dim * itemsize + states
@@ -365,7 +372,7 @@ class Hash(Storage):
         capacity = self.backing.store.capacity
         assert isinstance(capacity, int)
         share = table_slice.num_rows / table_slice.config.num_embeddings
-        host_bytes = capacity * share * (bytes_per_row + _HOST_ROW_OVERHEAD)
+        host_bytes = capacity * share * (bytes_per_row + _HOST_ROW_OVERHEAD_BYTES)
         return (
             MemoryBytes(device_bytes + host_bytes)
             if device == "cpu"

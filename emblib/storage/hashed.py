@@ -1,8 +1,8 @@
-"""Hashed storage: ids share rows that hash functions select.
+"""Hashed storage: ids share stored rows that hash functions select.
 
-The row of an id is the sum of `functions` rows of one table: function 0 is a hash or the remainder
-of the id, the others are hashes with different seeds. So with several functions few ids share all
-their rows.
+The row of an id is the sum of `functions` stored rows, each selected by one function of the id.
+Function 0 is a hash or the remainder of the id. The others are hashes with different seeds. Two ids
+often share one of their rows, but seldom all of them.
 
 Sources: the hashing trick (Weinberger et al., ICML 2009); several functions whose rows are added,
 as in hash embeddings (Svenstrup et al., NeurIPS 2017), without their weights.
@@ -22,7 +22,7 @@ from emblib.storage.base import TableDescription
 from emblib.storage.composed import ComposedStorage
 from emblib.storage.composed_lookup import Component
 
-_MAX_FUNCTIONS = 64  # hash functions per seed
+_MAX_FUNCTIONS = 64  # function k of seed s hashes with the seed 64 * s + k
 _MAX_SEEDS = 2**56
 
 
@@ -35,22 +35,27 @@ class RowHash(Choice):
     """
 
     MIXED = "mixed"
-    """A hash of the id: which ids share a row is random."""
+    """A hash of the id: ids that share a row are random."""
     REMAINDER = "remainder"
-    """`id % rows`: where ids are in order of frequency, the first rows of the `rows` most frequent
-    ones differ."""
+    """`id % rows`: the ids 0 to `rows - 1` have different first rows. Use it if ids are numbered by
+    descending frequency: then the `rows` most frequent ids differ in their first row."""
 
 
 @dataclass(frozen=True)
 class Hashed(ComposedStorage):
-    """`rows` stored rows; the row of an id is the sum of those that its hash functions select.
+    """A table of `rows` stored rows; the row of an id is the sum of `functions` of them.
 
     Args:
-        rows: number of stored rows, at most `num_embeddings`.
-        functions: number of rows that are added per id, 1 to 64; `hash` selects the first row, hash
-            functions with different seeds select the others.
+        rows: number of stored rows, 1 to `num_embeddings`.
+        functions: number of stored rows that are added per id, 1 to 64. `hash` selects the first;
+            hashes with different seeds select the others.
         hash: function that selects the first row.
-        seed: seed of the hash functions, 0 to 2^56.
+        seed: seed of the hashes, 0 to 2^56.
+
+    Raises:
+        TypeError: `rows`, `functions` or `seed` is no int.
+        ValueError: a number out of its range, or an unknown `hash`. `rows` above `num_embeddings`
+            is found when a table is configured.
 
     Example:
         >>> storage = emblib.storage.Hashed(rows=500, functions=2)
@@ -66,7 +71,7 @@ class Hashed(ComposedStorage):
     seed: int = 0
 
     plan_name: ClassVar[str] = "Hashed"
-    number_names: ClassVar[tuple[str, ...]] = ("rows", "seed", "by_remainder")
+    constant_names: ClassVar[tuple[str, ...]] = ("rows", "seed", "by_remainder")
 
     def __post_init__(self) -> None:
         for name in ("rows", "functions"):
@@ -97,16 +102,16 @@ class Hashed(ComposedStorage):
         """Return the table `weight`; its initial values shrink by sqrt(functions)."""
         return (Component("weight", self.rows, 1.0 / math.sqrt(self.functions)),)
 
-    def mapping_numbers(self) -> tuple[int, ...]:
-        """Return rows, seed, and whether the first function is the remainder."""
+    def mapping_constants(self) -> tuple[int, ...]:
+        """Return `rows`, `seed`, and 1 if the first function is the remainder, else 0."""
         return self.rows, self.seed, int(self.hash is RowHash.REMAINDER)
 
     @staticmethod
-    def map_ids(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
-        """Return the row that each function selects."""
-        rows, seed, by_remainder = numbers
+    def map_ids(ids: Tensor, constants: Tensor, count: int) -> list[Tensor]:
+        """Return the row that each function selects, see `ComposedStorage.map_ids`."""
+        rows, seed, by_remainder = constants
         rows_by_function = [
-            mixed(ids, seed * _MAX_FUNCTIONS + number) % rows for number in range(count)
+            hash_ids(ids, seed * _MAX_FUNCTIONS + function) % rows for function in range(count)
         ]
         rows_by_function[0] = torch.where(by_remainder == 1, ids % rows, rows_by_function[0])
         return rows_by_function
@@ -117,17 +122,17 @@ _INCREMENT = -7046029254386353131
 _FIRST_FACTOR, _SECOND_FACTOR = -4658895280553007687, -7723592293110705685
 
 
-def mixed(ids: Tensor, number: Tensor) -> Tensor:
-    """Hash int64 ids into [0, 2^62) with splitmix64's finaliser; `number` seeds the hash.
+def hash_ids(ids: Tensor, seed: Tensor) -> Tensor:
+    """Hash int64 ids into [0, 2^62) with the finaliser of splitmix64.
 
-    `ids` may have any shape, which the result has too.
+    `ids` and `seed`, int64, are broadcast to the shape of the result.
     """
-    z = ids + (2 * number + 1) * _INCREMENT  # int64 arithmetic wraps modulo 2^64
-    z = (z ^ _shift_right(z, 30)) * _FIRST_FACTOR
-    z = (z ^ _shift_right(z, 27)) * _SECOND_FACTOR
-    return _shift_right(z ^ _shift_right(z, 31), 2)
+    word = ids + (2 * seed + 1) * _INCREMENT  # int64 arithmetic wraps modulo 2^64
+    word = (word ^ _shift_right(word, 30)) * _FIRST_FACTOR
+    word = (word ^ _shift_right(word, 27)) * _SECOND_FACTOR
+    return _shift_right(word ^ _shift_right(word, 31), 2)
 
 
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Shift int64 right as if it were unsigned."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+def _shift_right(word: Tensor, bits: int) -> Tensor:
+    """Shift int64 words right as if they were unsigned."""
+    return (word >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,6 +1,6 @@
-"""Narrow storage: stored rows are shorter than those that the model reads; the rest is zeros.
+"""Narrow storage: stored rows are shorter than the rows of the table; zeros fill the rest.
 
-The model needs no change, since the length of the rows that it reads stays the same.
+The model needs no change, because lookups still return rows of the table's dim.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ class Narrow(ComposedStorage):
     """Rows of `columns` values, followed by zeros up to the dim of the table.
 
     Args:
-        columns: number of stored columns; fewer than the dim.
+        columns: number of stored columns, at least 1 and fewer than the dim.
+
+    Raises:
+        TypeError: `columns` is no int.
+        ValueError: `columns` is below 1. Too many columns are found when a table is configured.
 
     Example:
         >>> table = emblib.EmbeddingBagConfig(10_000, 64, "user", storage=emblib.storage.Narrow(16))
@@ -58,11 +62,11 @@ class Narrow(ComposedStorage):
         """Return the table `weight`, with a row per id."""
         return (Component("weight", num_embeddings),)
 
-    def mapping_numbers(self) -> tuple[int, ...]:
-        """Return one unused number: `ComposedModule` needs a column of numbers per feature."""
+    def mapping_constants(self) -> tuple[int, ...]:
+        """Return one unused constant: `ComposedLookup` needs at least one per feature."""
         return (0,)
 
     @staticmethod
-    def map_ids(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
-        """Return the ids."""
+    def map_ids(ids: Tensor, constants: Tensor, count: int) -> list[Tensor]:
+        """Return the ids: each id reads the row of its own number."""
         return [ids]

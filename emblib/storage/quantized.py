@@ -31,8 +31,7 @@ from emblib.storage.initial_values import draw, skips_initial_values
 from emblib.tables import QuantizedEmbeddingBags, state_dicts
 from emblib.tables.quantized import FORMER_ENTRIES, pack_former_rows
 
-# Rows that exist as floats at a time while initial values are drawn; with an `init_fn` all do.
-_BLOCK_ROWS = 1 << 16
+_BLOCK_ROWS = 1 << 16  # rows that are drawn as floats at a time; with an `init_fn` all rows are
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,10 @@ class Quantized(Storage):
 
     Args:
         bits: bits per value: 8, 4 or 2.
+
+    Raises:
+        TypeError: `bits` is no int.
+        ValueError: `bits` is another number.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(1_000, 16, "item")])
@@ -69,7 +72,7 @@ class Quantized(Storage):
             )
 
     def check_slice(self, table_slice: TableSlice) -> None:
-        """Raise ValueError for a slice of columns."""
+        """Raise ValueError for a slice that lacks columns: a row has one scale."""
         if not table_slice.has_all_columns:
             raise ValueError(
                 f"quantised table {table_slice.config.name!r} is not divided by columns, got "
@@ -128,7 +131,7 @@ class Quantized(Storage):
         target.views()["packed"].copy_(source.views()["packed"][begin:end])
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
-        """Return the packed rows."""
+        """Return the layout of the one tensor `packed`; a slice has some of its rows."""
         width = quant.row_bytes(table.embedding_dim, self.bits)
         size = (table.num_embeddings, width)
         return {"packed": TensorLayout(size, torch.uint8, lambda rows, _: (rows, (0, width)))}
@@ -142,12 +145,15 @@ class Quantized(Storage):
     def update_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
-        """Return 0: nothing is trained."""
+        """Return 0: quantised rows are not trained."""
         return 0.0
 
 
 class QuantizedModule(QuantizedEmbeddingBags):
-    """Module of quantised tables; initial values are those of dense tables, quantised."""
+    """Module of quantised tables.
+
+    Initial values are those of dense tables with the same seeds, quantised.
+    """
 
     optimizer: Optimizer = NO_UPDATE  # nothing is trained
 
@@ -171,7 +177,7 @@ class QuantizedModule(QuantizedEmbeddingBags):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial values of all tables; nothing on meta or in `skip_initial_values`."""
+        """Draw the initial values of all tables, unless on meta or in `skip_initial_values`."""
         super().reset_parameters()
         if self.packed.is_meta or skips_initial_values():
             return
@@ -189,16 +195,16 @@ class QuantizedModule(QuantizedEmbeddingBags):
 
 
 class QuantizedHandle(TableHandle):
-    """Handle of a quantised table: the buffer `packed`, its rows; it has no parameters.
+    """Handle of a quantised table: its rows are the buffer `packed`; it has no parameters.
 
-    A state dict may instead have the `weight` `[rows, dim]` of a dense table, which is quantised,
-    or the `values` and `scales` of a quantised table from before 0.1.0.
+    A state dict that is loaded may instead have the `weight` `[rows, dim]` of a dense table, which
+    is then quantised, or the `values` and `scales` of a quantised table from before 0.1.0.
     """
 
     module: QuantizedModule
 
     def bind(self) -> None:
-        """Make the buffers views of the memory that the module has now."""
+        """Make `packed` a view of the memory that the module has now."""
         for name, view in self.views().items():
             self.register_buffer(name, view, persistent=False)
 
@@ -206,7 +212,7 @@ class QuantizedHandle(TableHandle):
         return {**super().__getstate__(), "_buffers": {}}
 
     def adopt(self, other: QuantizedHandle) -> None:
-        """Copy the rows of another handle of the same bits."""
+        """Copy the rows of another handle with the same `bits`, rows and dim."""
         views = other.views()
         for name, view in self.views().items():
             view.copy_(views[name])
@@ -237,7 +243,7 @@ class QuantizedHandle(TableHandle):
             self.module.write_rows(self.index, entries["weight"])
             return
         if set(entries) == set(FORMER_ENTRIES):
-            entries = {"packed": self._pack_former(entries)}
+            entries = {"packed": self._pack_former_entries(entries)}
         missing_keys.extend(prefix + name for name in sorted(views.keys() - entries.keys()))
         unexpected.extend(prefix + name for name in sorted(entries.keys() - views.keys()))
         for name in views.keys() & entries.keys():
@@ -259,14 +265,14 @@ class QuantizedHandle(TableHandle):
                 yield f"{prefix}weight: {problem}"
         elif set(entries) == set(FORMER_ENTRIES):
             try:
-                self._pack_former(entries)
+                self._pack_former_entries(entries)
             except (ValueError, AttributeError) as error:
                 yield f"{prefix.removesuffix('.')}: {error}"
         else:
             entries = {prefix + name: view for name, view in self.views().items()}
             yield from state_dicts.entry_problems(state_dict, entries)
 
-    def _pack_former(self, entries: Mapping[str, Any]) -> Tensor:
+    def _pack_former_entries(self, entries: Mapping[str, Any]) -> Tensor:
         """Convert `values` and `scales` from before 0.1.0 to packed rows, uint8."""
         values, scales = (entries[name] for name in FORMER_ENTRIES)
         dim = self.module.tables[self.index].dim

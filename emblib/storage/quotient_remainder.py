@@ -1,7 +1,8 @@
-"""Quotient-remainder storage: an id reads a row by its quotient and one by its remainder.
+"""Quotient-remainder storage: the row of an id is composed of two rows of smaller tables.
 
-Id i reads row `i // divisor` of the quotients and row `i % divisor` of the remainders; no two ids
-read the same two rows. Source: compositional embeddings (Shi et al., KDD 2020).
+Id i reads row `i // divisor` of the table `quotients` and row `i % divisor` of the table
+`remainders`. Many ids share one of these rows; no two ids share both. Source: compositional
+embeddings (Shi et al., KDD 2020).
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from emblib.storage.composed_lookup import Combine, Component
 
 @dataclass(frozen=True)
 class QuotientRemainder(ComposedStorage):
-    """`ceil(num_embeddings / divisor)` rows by the quotient of an id, `divisor` by its remainder.
+    """A table `quotients` of `ceil(num_embeddings / divisor)` rows, and `remainders` of `divisor`.
 
     Args:
-        divisor: divisor of the ids; the square root of `num_embeddings` needs the least memory.
+        divisor: divisor of the ids, 1 to `num_embeddings`. The square root of `num_embeddings`
+            needs the least memory.
         combine: operation on the two rows, "multiply", "add" or "concatenate", see `Combine`.
+
+    Raises:
+        TypeError: `divisor` is no int.
+        ValueError: `divisor` is below 1, or `combine` is unknown. A `divisor` above
+            `num_embeddings` is found when a table is configured.
 
     Example:
         >>> storage = emblib.storage.QuotientRemainder(100, "multiply")
@@ -38,7 +45,7 @@ class QuotientRemainder(ComposedStorage):
     combine: Combine = Combine.MULTIPLY
 
     plan_name: ClassVar[str] = "QuotientRemainder"
-    number_names: ClassVar[tuple[str, ...]] = ("divisor",)
+    constant_names: ClassVar[tuple[str, ...]] = ("divisor",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "divisor", check_count("divisor", self.divisor))
@@ -48,18 +55,20 @@ class QuotientRemainder(ComposedStorage):
     def for_share(
         cls, num_embeddings: int, share: float, combine: Combine = Combine.MULTIPLY
     ) -> Self:
-        """Return the storage whose components have about `share * num_embeddings` rows.
+        """Return the storage whose two tables have about `share * num_embeddings` rows together.
 
-        Of the two divisors that give this size the larger is used: fewer ids share a remainder.
+        Of the two divisors with this number of rows, the larger is used: fewer ids share a
+        remainder.
 
         Args:
-            num_embeddings: the ids of the table.
-            share: fraction of the rows of a table with one row per id, in (0, 1].
-            combine: combination of the two rows, see `QuotientRemainder`.
+            num_embeddings: number of ids of the table.
+            share: rows of the two tables together, as a fraction of `num_embeddings`, in (0, 1].
+            combine: operation on the two rows, see `QuotientRemainder`.
 
         Raises:
-            ValueError: `share` is not in (0, 1], or the two components need more rows, at least
-                `2 * sqrt(num_embeddings)`.
+            TypeError: `num_embeddings` is no int, or `share` is no number.
+            ValueError: `num_embeddings` is below 1, `share` is not in (0, 1], or `share *
+                num_embeddings` is below the least number of rows, `2 * sqrt(num_embeddings)`.
 
         Example:
             >>> emblib.storage.QuotientRemainder.for_share(10_000, 0.25).divisor
@@ -68,15 +77,15 @@ class QuotientRemainder(ComposedStorage):
         num_embeddings = check_count("num_embeddings", num_embeddings)
         if not 0.0 < share <= 1.0:
             raise ValueError(f"share must be in (0, 1], got {share}")
-        # The larger solution m of n / m + m = share * n.
-        half = share * num_embeddings / 2
-        if half**2 < num_embeddings:
+        # The larger solution of num_embeddings / divisor + divisor = share * num_embeddings.
+        half_rows = share * num_embeddings / 2
+        if half_rows**2 < num_embeddings:
             raise ValueError(
                 f"{num_embeddings:,} ids need {2 * math.isqrt(num_embeddings):,} rows in two "
                 f"components, which is more than {share:g} of them: raise share, or use another "
                 "storage"
             )
-        divisor = max(1, int(half + math.sqrt(half**2 - num_embeddings)))
+        divisor = max(1, int(half_rows + math.sqrt(half_rows**2 - num_embeddings)))
         return cls(divisor, combine)
 
     def check_table(self, table: TableDescription) -> None:
@@ -89,13 +98,13 @@ class QuotientRemainder(ComposedStorage):
             )
 
     @property
-    def joining(self) -> Combine:
+    def combine_mode(self) -> Combine:
         """Return `combine`."""
         return self.combine
 
     @property
     def row_components(self) -> tuple[int, ...]:
-        """Return component 0 (quotients), then component 1 (remainders)."""
+        """Return the component of each row: 0 is `quotients`, 1 is `remainders`."""
         return (0, 1)
 
     def components(self, num_embeddings: int) -> tuple[Component, ...]:
@@ -107,12 +116,12 @@ class QuotientRemainder(ComposedStorage):
             Component("remainders", self.divisor, scale),
         )
 
-    def mapping_numbers(self) -> tuple[int, ...]:
+    def mapping_constants(self) -> tuple[int, ...]:
         """Return the divisor."""
         return (self.divisor,)
 
     @staticmethod
-    def map_ids(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
-        """Return quotients and remainders."""
-        (divisor,) = numbers
+    def map_ids(ids: Tensor, constants: Tensor, count: int) -> list[Tensor]:
+        """Return the quotient and the remainder of each id."""
+        (divisor,) = constants
         return [ids // divisor, ids % divisor]

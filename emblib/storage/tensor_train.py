@@ -1,11 +1,9 @@
-"""Tensor-train storage: a row is a product of small cores.
+"""Tensor-train storage: a row is a product of slices of small cores, one slice of each.
 
-A row is a product of one slice of each core. Core 0 has the first factors of rows and columns, so
-its slices are consecutive ranges of rows and columns. A shard is such a range: it has a slice of
-core 0 and a copy of every other core. The gradients of the copies are summed over the shards.
-
-Let P and Q be the products of the row and dim factors of the other cores. A shard with rows
-`[a * P, b * P)` and columns `[c * Q, d * Q)` has the slice `[a:b, c * R_1 : d * R_1]` of core 0.
+A shard is a range of rows and columns, and again a tensor train. Let P and Q be the products of the
+row and dim factors of all cores but core 0. The shard with rows `[a * P, b * P)` and columns
+`[c * Q, d * Q)` has the slice `[a:b, c * R_1 : d * R_1]` of core 0, and a copy of every other core.
+The gradients of the copies are summed over the shards (`emblib.sharding.tensor_train`).
 """
 
 from __future__ import annotations
@@ -47,22 +45,28 @@ _FLOAT_BYTES = torch.float32.itemsize
 
 @dataclass(frozen=True)
 class TensorTrain(Storage):
-    """Rows are products of 2 to 4 small cores, see `TTSpec`, which have the `data_type`.
+    """Rows are products of 2 to 4 small cores, see `TTSpec`; cores have the table's `data_type`.
 
     Args:
         ranks: inner ranks, one fewer than cores.
-        row_factors: factors of the number of rows; () lets `emblib.tt.shapes` choose them. A factor
-            of -1, at most one, is computed from the number of rows and the other factors.
-        dim_factors: factors of the row length; () lets `emblib.tt.shapes` choose them.
+        row_factors: factors of the number of rows, one per core; () lets `emblib.tt.shapes` choose
+            them. One of them may be -1: it is computed from the number of rows and the others.
+        dim_factors: factors of the row length, as `row_factors`.
         init: distribution of the initial values, as in `TTEmbeddingBag`.
         ids: order of the ids in the train, see `TTSpec`. A table with permuted ids is not sharded
             by rows.
         seed: seed of the permutation.
         cache: cache that stores the most used rows as dense rows, see `TTCache`; its `rows` and
-            `spill_rows` are one number each. None has no cache. A table with a cache is not
+            `spill_rows` must be one number each. None has no cache. A table with a cache cannot be
             sharded. Tables whose caches agree in `eviction` and `every` share a module and the
             memory of their counts.
         matmul: precision of the products of cores on a GPU, see `MatmulPrecision`.
+
+    Raises:
+        TypeError: a rank, a factor or `seed` is no int, or `cache` is no `TTCache`.
+        ValueError: a number is out of its range; there are not 2 to 4 cores, or not one factor per
+            core; `init`, `ids` or `matmul` is unknown; or the cache has several numbers of rows.
+            Factors that do not fit a table are found when its spec is made.
 
     Example:
         >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100, every=1_000))
@@ -92,7 +96,7 @@ class TensorTrain(Storage):
             if getattr(self, name).count(-1) > (name != "ranks"):
                 raise ValueError(
                     "one of row_factors and one of dim_factors may be -1, which follows from the "
-                    f"others, but {name} is {getattr(self, name)}: write the factors"
+                    f"others, but {name} is {getattr(self, name)}: write the numbers"
                 )
         check_cores(self.ranks, self.row_factors, self.dim_factors, computed=-1)
         object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
@@ -106,12 +110,16 @@ class TensorTrain(Storage):
     def projected(cls, columns: int, init: str = "first_core") -> TensorTrain:
         """Return the storage of short rows `[columns]` that one learned matrix projects to `[dim]`.
 
-        The table is a train of two cores (mixed dimensions): `cores.0` has the short rows,
-        `cores.1` the matrix `[columns, dim]`.
+        The table is a train of two cores: `cores.0` has the short rows, `cores.1` the matrix
+        `[columns, dim]` ("mixed dimensions").
 
         Args:
-            columns: number of stored columns per row, at most the dim and the number of rows.
+            columns: number of stored columns per row, 1 to the smaller of dim and number of rows.
             init: initializer of both cores; see `first_core` in `emblib.tt.initializers`.
+
+        Raises:
+            TypeError: `columns` is no int.
+            ValueError: `columns` is below 1, or `init` is unknown.
 
         Example:
             >>> emblib.storage.TensorTrain.projected(columns=16).ranks
@@ -157,7 +165,7 @@ class TensorTrain(Storage):
         self.core_range(table_slice)
 
     def check_sharded(self, table: TableDescription) -> None:
-        """Raise ValueError for a table with a cache, whose rows belong to one process."""
+        """Raise ValueError for a table with a cache: its stored rows are of one process."""
         if self.cache is not None:
             raise ValueError(
                 f"{table.name!r} is a tensor train with a cache of rows, which is of one process: "
@@ -174,13 +182,13 @@ class TensorTrain(Storage):
         table_spec = table_slice.config.spec()
         if table_slice.is_whole:
             return replace(table_spec, name=name)
-        (p0, p1), (q0, q1) = self.core_range(table_slice)
+        row_range, column_range = self.core_range(table_slice)
         return TTSpec(
             table_slice.num_rows,
             table_slice.dim,
             table_spec.ranks,
-            (p1 - p0, *table_spec.row_factors[1:]),
-            (q1 - q0, *table_spec.dim_factors[1:]),
+            (row_range[1] - row_range[0], *table_spec.row_factors[1:]),
+            (column_range[1] - column_range[0], *table_spec.dim_factors[1:]),
             name,
             table_spec.ids,
             table_spec.seed,
@@ -201,9 +209,9 @@ class TensorTrain(Storage):
         return CutUnits(rows, math.prod(spec.dim_factors[1:]))
 
     def core_range(self, table_slice: TableSlice) -> tuple[Span, Span]:
-        """Return a slice's range of the first row factor and its range of the first dim factor.
+        """Return the ranges of the first row factor and of the first dim factor that a slice has.
 
-        The product of the factors may exceed the table; a slice at its end includes the excess.
+        The product of the factors may exceed the table: a slice at its end includes the excess.
 
         Raises:
             ValueError: the slice does not end between slices of core 0.
@@ -235,11 +243,11 @@ class TensorTrain(Storage):
 
         `cores` may also be optimizer states, laid out like the cores or one number per core row.
         """
-        (p0, p1), (q0, q1) = self.core_range(table_slice)
-        first_core = cores[0][p0:p1]
+        row_range, column_range = self.core_range(table_slice)
+        first_core = cores[0][slice(*row_range)]
         if first_core.dim() == 2:
             rank = table_slice.config.spec().ranks[0]
-            first_core = first_core[:, q0 * rank : q1 * rank]
+            first_core = first_core[:, column_range[0] * rank : column_range[1] * rank]
         return [first_core, *cores[1:]]
 
     # Modules
@@ -338,12 +346,12 @@ class TensorTrain(Storage):
         sizes = list(zip(spec.row_factors, widths, strict=True))
 
         def region(rows: Span, columns: Span) -> tuple[Span, Span]:
-            first_digit = rows[0] // units.rows
+            first_core_row = rows[0] // units.rows
             # The product of the factors may exceed the rows; the last slice includes the excess.
-            at_end = rows[1] == table.num_embeddings
-            end_digit = sizes[0][0] if at_end else -(-rows[1] // units.rows)
+            is_at_end = rows[1] == table.num_embeddings
+            end_core_row = sizes[0][0] if is_at_end else -(-rows[1] // units.rows)
             first_unit, end_unit = columns[0] // units.columns, -(-columns[1] // units.columns)
-            return (first_digit, end_digit), (first_unit * rank, end_unit * rank)
+            return (first_core_row, end_core_row), (first_unit * rank, end_unit * rank)
 
         return {
             f"cores.{k}": TensorLayout(size, table.data_type, None if k else region)
@@ -375,16 +383,16 @@ class TensorTrain(Storage):
         self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
     ) -> MemoryBytes:
         """Return the bytes of the cores, of the cache, and of the optimizer states of both."""
-        spec, total = table_slice.spec, 0
+        spec, core_bytes = table_slice.spec, 0
         ranks, itemsize = spec.full_ranks, table_slice.config.data_type.itemsize
         for k, (p, q) in enumerate(zip(spec.row_factors, spec.dim_factors, strict=True)):
             width = ranks[k] * q * ranks[k + 1]
-            total += p * width * itemsize
-            total += state_bytes(optimizer, p, width, itemsize)
+            core_bytes += p * width * itemsize
+            core_bytes += state_bytes(optimizer, p, width, itemsize)
         if self.cache is None:
-            return MemoryBytes(total)
+            return MemoryBytes(core_bytes)
         sizes = cached_train.nbytes(table_slice, optimizer, device)
-        return sizes._replace(device=sizes.device + total)
+        return sizes._replace(device=sizes.device + core_bytes)
 
     def lookup_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates

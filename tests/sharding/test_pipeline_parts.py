@@ -174,10 +174,10 @@ def _read(
     found = []
     while True:
         slot = loader.fetch()
-        if not loader.settle(slot):
+        if not loader.decide_to_run(slot):
             return found
         assert slot.batch is not None
-        found.append((slot.batch.take().tolist(), slot.counted()))
+        found.append((slot.batch.take().tolist(), slot.count_examples()))
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [1, 3], [0, 2], [2, 0, 1], [0, 0]])

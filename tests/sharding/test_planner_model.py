@@ -168,6 +168,12 @@ def test_large_tables_cost_more_than_small_ones() -> None:
     assert large[INPUT] == small[INPUT]
 
 
+def test_a_topology_refuses_constants_that_are_no_calibration() -> None:
+    constants: Any = 3
+    with pytest.raises(TypeError, match="calibration must be None or a Calibration"):
+        Topology(2, calibration=constants)
+
+
 def test_ranks_that_share_a_core_wait_for_each_other() -> None:
     works = [dataclasses.replace(_work(1000, 64), path=f"m{m}") for m in range(4)]
     spread = [_only(work, ShardingType.TABLE_WISE) for work in works]

@@ -463,9 +463,9 @@ def test_padding_counts_in_no_mean(kind: str, is_weighted: bool) -> None:
 def test_a_capture_moves_the_padding_of_means(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The capture of a CUDA graph cannot see whether a batch is padded."""
     moved: list[int] = []
-    move = lookup._padding_first
+    move = lookup._move_padding_first
     monkeypatch.setattr(lookup, "is_captured", lambda _: True)
-    monkeypatch.setattr(lookup, "_padding_first", lambda *a: moved.append(a[1]) or move(*a))
+    monkeypatch.setattr(lookup, "_move_padding_first", lambda *a: moved.append(a[1]) or move(*a))
     table = EmbeddingBagConfig(IDS, DIM, "left", storage=KINDS[kind][0], pooling=Pooling.MEAN)
     bags = EmbeddingBagCollection([table])
     batch = KeyedJaggedTensor(["left"], torch.arange(6), lengths=torch.tensor([4, 0, 2]))

@@ -142,7 +142,7 @@ class TrainPipelineBase:
             self._meter.pause()
             raise StopIteration
         output = self._train(step)
-        progress = self._meter.end(step.counted())
+        progress = self._meter.end(step.count_examples())
         if self._on_progress is not None:
             self._on_progress(progress)
         return output
@@ -168,13 +168,13 @@ class TrainPipelineBase:
             while len(self._steps_ahead) <= self.batches_ahead:
                 self._steps_ahead.append(self._loader.fetch())
             step = self._steps_ahead.popleft()
-            if self._loader.settle(step):
+            if self._loader.decide_to_run(step):
                 return step
             step.raise_failure()
             if self._loader.is_last(step, self._steps_ahead[-1]):
-                # No rank has a batch in the later steps; receive their messages and drop them.
+                # No rank runs the later steps: receive their messages and drop them.
                 while self._steps_ahead:
-                    self._loader.settle(self._steps_ahead.popleft())
+                    self._loader.decide_to_run(self._steps_ahead.popleft())
                 self._loader.end()
                 return None
 
@@ -341,7 +341,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     def _steps_to_send(self) -> list[Step]:
         """Return the next steps whose sizes and ids are sent now, if the ranks compute them."""
         next_steps = list(self._steps_ahead)[: self._num_sent_ahead]
-        return [step for step in next_steps if self._loader.settle(step)]
+        return [step for step in next_steps if self._loader.decide_to_run(step)]
 
     def _send_sizes_of_next(self) -> None:
         for step in self._steps_to_send():
@@ -453,9 +453,9 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         return Lane(self.device)
 
     def _before_forward(self, step: Step) -> None:
-        """Send as the base does, then prefetch rows of this and the next batch.
+        """Send sizes as the base class does, then prefetch the rows of this and the next batch.
 
-        Prefetches nothing before the inputs are known.
+        Until the inputs are known, it prefetches nothing.
         """
         super()._before_forward(step)
         if self._inputs.is_known:

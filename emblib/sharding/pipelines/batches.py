@@ -1,8 +1,8 @@
 """Batches of pipelines: nested tensors that are copied to a device, or emptied.
 
-A batch may be a tensor, a `KeyedJaggedTensor`, a tuple, list or dict of batches, a dataclass, or
-any other object that has them as attributes. Items of sets and attributes whose names begin with
-`__` are not found. Batches must not contain themselves.
+A batch may be a tensor, a jagged tensor, a tuple, list or dict of batches, or a dataclass or other
+object with batches as attributes. Two kinds of items are not found: those of sets, and attributes
+whose names begin with `__`. Batches must not contain themselves.
 """
 
 import copy
@@ -30,10 +30,10 @@ def _is_leaf(value: Any) -> bool:
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return the items of a batch as pairs (step, item).
+    """Return the items of a batch as pairs (key, item).
 
-    A step is an index, a key or the name of an attribute. Leaves (tensors and jagged tensors),
-    text, types and modules have no items.
+    The key is an index, a key of a mapping, or the name of an attribute. Leaves (tensors and jagged
+    tensors), strings, bytes, types and modules have no items.
     """
     if _is_leaf(value) or isinstance(value, str | bytes | type | torch.nn.Module):
         return []
@@ -53,11 +53,11 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def item_of(value: Any, step: Any) -> Any:
-    """Return the item of a batch that `items_of` lists as `step`."""
+def item_of(value: Any, key: Any) -> Any:
+    """Return the item of a batch that `items_of` lists under `key`."""
     if isinstance(value, Mapping | tuple | list):
-        return value[step]
-    return getattr(value, step)
+        return value[key]
+    return getattr(value, key)
 
 
 def leaves(value: Any, visited: set[int] | None = None) -> Iterator[Any]:
@@ -76,19 +76,19 @@ def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return the batch with `function(leaf)` for every leaf; unchanged items are not copied."""
     if _is_leaf(value):
         return function(value)
-    new_items = {step: _map_leaves(item, function) for step, item in items_of(value)}
-    if all(new_item is item_of(value, step) for step, new_item in new_items.items()):
+    new_items = {key: _map_leaves(item, function) for key, item in items_of(value)}
+    if all(new_item is item_of(value, key) for key, new_item in new_items.items()):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*new_items.values())
     if isinstance(value, tuple | list):
         return type(value)(new_items.values())
     new_value = copy.copy(value)
-    for step, new_item in new_items.items():
+    for key, new_item in new_items.items():
         if isinstance(value, Mapping):
-            new_value[step] = new_item
+            new_value[key] = new_item
         else:
-            object.__setattr__(new_value, step, new_item)  # also where the dataclass is frozen
+            object.__setattr__(new_value, key, new_item)  # also where the dataclass is frozen
     return new_value
 
 
@@ -155,7 +155,7 @@ def _empty_like(leaf: Any) -> Any:
 def num_examples(batch: Any) -> int:
     """Return the number of examples of the first keyed jagged tensor, else of the first leaf.
 
-    Scalar tensors are skipped. The number is 0 for a batch without other leaves.
+    Scalar tensors do not count as leaves here. A batch without leaves has 0 examples.
     """
     length = None
     for leaf in leaves(batch):
@@ -176,10 +176,10 @@ def path_to(batch: Any, target: Any) -> ItemPath | None:
     """Return the path of the first item that is `target`, see `same_input`; None without one."""
     if same_input(batch, target):
         return ()
-    for step, inner in items_of(batch):
-        inner_path = path_to(inner, target)
-        if inner_path is not None:
-            return (step, *inner_path)
+    for key, item in items_of(batch):
+        item_path = path_to(item, target)
+        if item_path is not None:
+            return (key, *item_path)
     return None
 
 
@@ -189,15 +189,15 @@ def follow(batch: Any, path: ItemPath) -> Any:
     Raises:
         LookupError, AttributeError, TypeError: the batch has no such item.
     """
-    for step in path:
-        batch = item_of(batch, step)
+    for key in path:
+        batch = item_of(batch, key)
     return batch
 
 
 def same_input(first: Any, second: Any) -> bool:
     """Return whether both are one object, or keyed jagged tensors over the same tensors.
 
-    Wrappers of models may copy a jagged tensor, but not its tensors.
+    A wrapper of the model may copy a jagged tensor, and keep its tensors.
     """
     if first is second:
         return True
@@ -241,7 +241,7 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, work: Callable[[S], T], staged: Staged[S]) -> Staged[T]:
-        """Call `work` now, on the lane's stream, which waits for the value; stage its result."""
+        """Call `work` on the lane's stream, which waits for the value; return the staged result."""
         if self._stream is None:
             return Staged(work(staged.value))
         with torch.cuda.stream(self._stream):

@@ -1,9 +1,9 @@
 """Loading of batches: read ahead, and agree over ranks about the last step.
 
 Every rank takes part in every collective of a step, so either all ranks compute a step or none
-does. At every read a rank tells all ranks whether it has a batch, except with `AssumeEqual`. The
-pipeline reads ahead, so the messages of the other ranks have usually arrived when a batch is
-needed.
+does. With each `Loader.fetch` a rank tells all ranks whether it has a batch, except with
+`AssumeEqual`. The pipeline fetches steps ahead, so the messages of the other ranks have usually
+arrived when a step is decided (`Loader.decide_to_run`).
 """
 
 import time
@@ -126,7 +126,7 @@ UnevenInputs = DrainAll | StopAtShortest | AssumeEqual
 
 
 class ExampleCount(NamedTuple):
-    """Examples of a batch: of this rank, and of all ranks (None for `AssumeEqual`)."""
+    """Number of examples of a step on this rank, and on all ranks (None for `AssumeEqual`)."""
 
     local: int
     total: int | None
@@ -134,7 +134,7 @@ class ExampleCount(NamedTuple):
 
 @dataclass
 class Step:
-    """A step that the pipeline reads ahead: the batch of this rank, if any, and all ranks' numbers.
+    """A step that the pipeline reads ahead: the batch of this rank, and the numbers of all ranks.
 
     Attributes:
         epoch: number of the epoch of this rank, see `Loader.begin`.
@@ -142,7 +142,7 @@ class Step:
         examples: examples of the batch.
         numbers_of_ranks: `_BatchNumber`s of every rank, by rank; None for `AssumeEqual`.
         runs: whether the ranks compute this step; None until that is decided.
-        sent: inputs that were sent ahead, a `SentBatch`; None before.
+        sent: the inputs of the batch in flight, a `SentBatch`; None before they are sent.
         error: error with which this rank failed to read the batch; None if it did not.
     """
 
@@ -170,8 +170,8 @@ class Step:
                 f"rank {failed[0]} could not read its batch, see its error: no rank ran the step"
             )
 
-    def counted(self) -> ExampleCount:
-        """Return the examples of the batch."""
+    def count_examples(self) -> ExampleCount:
+        """Return the number of examples of the step; wait for the numbers of the other ranks."""
         if self.numbers_of_ranks is None:
             return ExampleCount(self.examples, None)
         return ExampleCount(
@@ -195,8 +195,8 @@ class Loader:
 
     All ranks must construct it together and call its methods equally often. `fetch` sends numbers
     to all ranks: among GPUs it does not wait for other ranks, among CPUs it returns once all have
-    called it (see `Agreement`). `settle`, `is_last` and the methods of `Step` wait for the numbers
-    of the other ranks.
+    called it (see `Agreement`). `decide_to_run`, `is_last` and the methods of `Step` wait for the
+    numbers of the other ranks.
 
     Args:
         ranks: ranks that train together.
@@ -310,7 +310,7 @@ class Loader:
         return batch
 
     def _was_reset(self) -> bool:
-        """Return whether the iterator has changed since it was drained; `iter(loader)` may do that.
+        """Return whether the iterator has changed since it was drained, as by `iter(loader)`.
 
         Calling `next` is no test: some iterators do not raise StopIteration twice, but restart, or
         wait for a queue that stays empty.
@@ -329,10 +329,10 @@ class Loader:
             event = torch.cuda.current_stream(self._device).record_event()
         return self._lane.run(lambda staged: to_device(staged, self._device), Staged(batch, event))
 
-    def settle(self, step: Step) -> bool:
-        """Decide whether the ranks compute this step, and return it; the step stores the decision.
+    def decide_to_run(self, step: Step) -> bool:
+        """Decide whether the ranks compute this step; store the decision in the step, return it.
 
-        If they do, a step without a batch gets an empty one.
+        If they do, a step without a batch gets an empty one. Later calls return the same.
         """
         if step.runs is None:
             step.runs = self._decide(step)
@@ -431,12 +431,12 @@ WINDOW = 20  # steps over which rates are measured
 
 
 class _MeterMark(NamedTuple):
-    """The totals of a meter at one time: steps, and examples of this rank and of all ranks."""
+    """The counts of a meter at one time: steps, and examples of this rank and of all ranks."""
 
     time_s: float
-    step: int
-    local: int
-    total: int | None
+    num_steps: int
+    num_local: int
+    num_total: int | None
 
 
 class Meter:
@@ -453,7 +453,7 @@ class Meter:
     @property
     def step(self) -> int:
         """Return the number of finished steps."""
-        return self._marks[-1].step if self._marks else 0
+        return self._marks[-1].num_steps if self._marks else 0
 
     def begin(self) -> None:
         """Begin a step; time between two steps counts for the later one, except after `pause`."""
@@ -475,13 +475,13 @@ class Meter:
         last_mark = self._marks[-1]
         total = (
             None
-            if counted.total is None or last_mark.total is None
-            else last_mark.total + counted.total
+            if counted.total is None or last_mark.num_total is None
+            else last_mark.num_total + counted.total
         )
         mark = _MeterMark(
             time.perf_counter(),
-            last_mark.step + 1,
-            last_mark.local + counted.local,
+            last_mark.num_steps + 1,
+            last_mark.num_local + counted.local,
             total,
         )
         self._marks.append(mark)
@@ -489,15 +489,15 @@ class Meter:
         window_s = max(mark.time_s - first_mark.time_s, 1e-9)  # the clock may not have moved
         total_per_s = (
             None
-            if mark.total is None or first_mark.total is None
-            else (mark.total - first_mark.total) / window_s
+            if mark.num_total is None or first_mark.num_total is None
+            else (mark.num_total - first_mark.num_total) / window_s
         )
         return Progress(
-            mark.step,
-            mark.local,
-            mark.total,
+            mark.num_steps,
+            mark.num_local,
+            mark.num_total,
             mark.time_s - self._start_s,
-            (mark.step - first_mark.step) / window_s,
-            (mark.local - first_mark.local) / window_s,
+            (mark.num_steps - first_mark.num_steps) / window_s,
+            (mark.num_local - first_mark.num_local) / window_s,
             total_per_s,
         )

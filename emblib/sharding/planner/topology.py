@@ -61,7 +61,7 @@ class Topology:
 
     Args:
         world_size: number of ranks.
-        local_world_size: ranks per node, a divisor of `world_size`; by default all of them.
+        local_world_size: ranks per node, a divisor of `world_size`; 0 for all of them.
         memory: bytes of memory that the kernels of a rank use: the memory of its GPU, or on the CPU
             its share of host memory. One number, by default 32 GiB, or one per rank.
         host_memory: bytes of host memory per rank with a GPU, by default 0. Leave it 0 on the
@@ -73,7 +73,7 @@ class Topology:
         calibration: the constants; by default `calibration.CPU` or `CUDA`, by the device.
 
     Raises:
-        TypeError: a number of ranks or bytes is no int.
+        TypeError: a number of ranks or bytes is no int, or `calibration` is no `Calibration`.
         ValueError: a number of ranks or bytes is below 1 (`host_memory` and `disk`: below 0),
             `local_world_size` does not divide `world_size`, `memory` has more or fewer entries than
             there are ranks, or the device is unknown.
@@ -117,6 +117,11 @@ class Topology:
         if self.calibration is None:
             constants = defaults.CUDA if self.device == "cuda" else defaults.CPU
             object.__setattr__(self, "calibration", constants)
+        elif not isinstance(self.calibration, Calibration):
+            raise TypeError(
+                "calibration must be None or a Calibration, e.g. Calibration.load(path), got "
+                f"{self.calibration!r}"
+            )
 
     @property
     def world(self) -> World:
