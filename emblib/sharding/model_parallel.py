@@ -145,8 +145,9 @@ class DistributedModelParallel(nn.Module):
     def wrap_dense(self, wrap: str | Wrapping) -> None:
         """Wrap the dense part of a model that was made with `wrap="none"`; a collective.
 
-        It does nothing on one rank, for "none", or if no parameter of the dense part is trained.
-        The dense part must have equal values on all ranks if the caller allocated it; not checked.
+        After its checks it does nothing on one rank, for "none", or if no parameter of the dense
+        part is trained. If the caller allocated the dense part, its values must be equal on all
+        ranks; not checked.
 
         Raises:
             RuntimeError: the dense part is still on the meta device, or is wrapped already.

@@ -32,9 +32,9 @@ class ReplicatedModelParallel(DistributedModelParallel):
     Ids and rows are exchanged only within a group, whose ranks together have one replica of all
     tables in memory. By default gradients of the dense part are averaged over all ranks in every
     step. Replicas of the tables drift apart until `sync()` averages them: call it every few steps,
-    and before a checkpoint or an evaluation. With plain SGD, `gradients=MEAN` and a `sync` per step
-    the result is the same as that of `DistributedModelParallel`. With SUM, updates are those of
-    that class divided by the number of replicas.
+    and before a checkpoint or an evaluation. With plain SGD, `gradients=MEAN` and one `sync` per
+    step, the result is the same as that of `DistributedModelParallel`. With SUM in place of MEAN,
+    an update is that of `DistributedModelParallel` divided by the number of replicas.
 
     Args:
         module: the model, as for `DistributedModelParallel`. All tables need a fused optimizer.

@@ -134,7 +134,7 @@ def shard(
             comm_precision=comm_precision,
             gradients=gradients,
             optimizer=optimizer,
-            shared=shared.of(collection.source),
+            shared=shared.shards_by_name(collection.source),
         )
         sharded.train(collection.source.training)
         if collection.source is module:

@@ -1,9 +1,9 @@
 """The tables of one sharded collection: the base of pooled and sequence collections.
 
 `ShardedTables` makes the shards of this rank and fills them from the unsharded collection. It has
-two stages of a sharded lookup: `input_request` returns the batch to send, `rows` looks up
-the received ids. `ReplicatedTables` are the tables that every rank has: each rank looks up its own
-batch, and equal updates keep the replicas equal.
+two stages of a sharded lookup: `input_request` returns the batch to send, `rows` looks up the
+received ids. `ReplicatedTables` has the tables of which every rank has a replica: each rank looks
+up its own batch, and equal updates keep the replicas equal.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -147,9 +147,9 @@ class ReplicatedTables(nn.Module):
 
 
 class GradientSink(torch.autograd.Function):
-    """Zeros without memory; backward makes a lookup and applies the gradient to it.
+    """Zeros without memory; backward makes a lookup and applies the gradient to its rows.
 
-    Shared tables are not updated by it: their gradients are added to those of the running backward,
+    It does not update shared tables. It adds their gradients to those of the running backward,
     whose joint steps depend on `anchors`.
     """
 
@@ -218,7 +218,7 @@ def common_seeds(
     all_slices = list(slices)
 
     def seeds() -> dict[str, int]:
-        keyed = [p.config.name for p in all_slices if p.storage.is_keyed]
+        keyed = [s.config.name for s in all_slices if s.storage.is_keyed]
         return new_seeds(all_slices) | {name: source.seeds[name] for name in keyed}
 
     return invoke_on_rank_and_broadcast_result(ranks, 0, seeds)
@@ -436,8 +436,8 @@ class ShardedTables(nn.Module):
         device = ranks.device
         pooling = Pooling.SUM if pooled else Pooling.NONE
 
-        def arrange(slices: Sequence[TableSlice], reads: Sequence[int]) -> list[int]:
-            groupings = group_slices(slices, reads, optimizer, pooling, shared)
+        def arrange(slices: Sequence[TableSlice], slice_of_unit: Sequence[int]) -> list[int]:
+            groupings = group_slices(slices, slice_of_unit, optimizer, pooling, shared)
             return [unit for grouping in groupings for unit in grouping.units]
 
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
@@ -491,7 +491,7 @@ class ShardedTables(nn.Module):
         blocks = blocks_of(self.configs, layout)
         self._input_dist = InputDist(layout, blocks, ranks, self.scale, pooled=pooled)
         self._keys = [feature.key for feature in layout.features]
-        self._orders: dict[tuple[str, ...], list[int]] = {}
+        self._order_by_keys: dict[tuple[str, ...], list[int]] = {}
 
     layout: CollectionLayout
 
@@ -607,6 +607,7 @@ class ShardedTables(nn.Module):
 
     @property
     def _is_local(self) -> bool:
+        """Return whether this rank looks up every batch itself, so that nothing is sent."""
         has_all_features = len(self._local_layout.units) == len(self.layout.features)
         return self.ranks.size == 1 and self._input_dist.is_whole and has_all_features
 
@@ -681,12 +682,12 @@ class ShardedTables(nn.Module):
 
     def _order(self, keys: tuple[str, ...]) -> list[int]:
         """Return the index of each feature in `keys`; raise KeyError if one is missing."""
-        if keys not in self._orders:
+        if keys not in self._order_by_keys:
             missing_keys = sorted(set(self._keys) - set(keys))
             if missing_keys:
                 raise KeyError(f"the batch has no features {missing_keys}; it has {list(keys)}")
-            self._orders[keys] = [keys.index(key) for key in self._keys]
-        return self._orders[keys]
+            self._order_by_keys[keys] = [keys.index(key) for key in self._keys]
+        return self._order_by_keys[keys]
 
     def _local_batch(self, inputs: LocalBatch) -> IncomingBatch:
         """Return the batch of a lookup without communication."""

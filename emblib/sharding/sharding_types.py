@@ -4,12 +4,12 @@ A sharded table is a list of shards that tile `[rows, dim]`. Every sharding type
 makes such a list. Other code depends only on the shards, so any tiling is allowed (`custom`).
 
 Blocks have ceil(n / parts) rows or columns, as with `torch.chunk`. This size is rounded up to a
-multiple of the unit at which the table can be cut (`TableShape`). For example, the rows of a tensor
-train are cut only between slices of its first core. Blocks of columns are also rounded as
-`column_wise` says. The last blocks may be shorter or missing.
+multiple of the unit at which the table can be cut (`TableShape`): the rows of a tensor train are
+cut only between slices of its first core. Blocks of columns are also rounded as `column_wise` says.
+The last blocks may be shorter or missing.
 
-Ranks, nodes and sizes are checked when a rule is applied to a table: the callers of rules raise
-ValueError for wrong ones.
+The functions below return rules and check nothing. Ranks, nodes and sizes are checked when a rule
+is applied to a table, which raises ValueError for wrong ones.
 """
 
 import math
@@ -103,8 +103,8 @@ class ParameterSharding:
     """Sharding of one table: its shards, or none if every rank has a replica (DATA_PARALLEL).
 
     Args:
-        type: name of the rule. DATA_PARALLEL replicates the table; of the other types, lookups use
-            only the shards.
+        type: name of the rule. DATA_PARALLEL replicates the table. For the other types lookups
+            depend on the shards alone, not on the name.
         shards: rectangles that tile the table; a rank may have several.
         storage: storage that replaces the configured one, e.g. `Dense(Placement.MANAGED_CACHING)`;
             None keeps it.

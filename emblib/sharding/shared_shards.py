@@ -1,8 +1,8 @@
 """Shared tables over ranks: the shards that several sharded collections read.
 
-`SharedTableShards` has the shards of one shared table on this rank. The first collection that reads
-a shard makes it. `SharedTablesOfModel` has the `SharedTableShards` of all collections that one call
-of `shard` replaces.
+`SharedTableShards` has the shards of one shared table on this rank. Each shard is made by the first
+collection that reads it. `SharedTablesOfModel` has the `SharedTableShards` of all collections that
+one call of `shard` replaces.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class SharedTablesOfModel:
 
     def __init__(self) -> None:
         # By id() of the table. Entries keep their tables alive: ids of freed objects are reused.
-        self._shards_of: dict[int, tuple[SharedTable, SharedTableShards]] = {}
+        self._shards_by_table_id: dict[int, tuple[SharedTable, SharedTableShards]] = {}
 
-    def of(self, source: Any) -> dict[str, SharedTableShards]:
-        """Return the shared tables of an unsharded collection, by name."""
+    def shards_by_name(self, source: Any) -> dict[str, SharedTableShards]:
+        """Return the shards of the shared tables of an unsharded collection, by table name."""
         return {
-            name: self._shards_of.setdefault(id(table), (table, SharedTableShards()))[1]
+            name: self._shards_by_table_id.setdefault(id(table), (table, SharedTableShards()))[1]
             for name, table in source.shared_tables().items()
         }
 
@@ -60,9 +60,10 @@ def check_shared(
     selected: Sequence[tuple[str, Any, Mapping[str, ParameterSharding]]],
     other_collections: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError for a plan of shared tables that cannot be kept.
+    """Raise ValueError unless the plan can shard its shared tables.
 
-    All readers of a shared table must be in the plan, with one sharding and `Dense` storage.
+    All collections that read a shared table must be in the plan, with equal shardings and `Dense`
+    storage.
 
     Args:
         selected: path, unsharded collection and plan of each collection that is replaced.

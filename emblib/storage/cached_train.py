@@ -234,12 +234,13 @@ class CachedTTModule(CachedTTEmbeddingBags):
     def statistics(self, table: int) -> dict[str, Tensor]:
         """Return the statistics of a table by name.
 
-        `counters`, an int64 view, are the counts of `cache_stats`. `changes`, a view of float64
-        `[2]`, are squared norms of what evicted rows had learned and of what their cores lost of
-        it. `since`, a new int64 scalar, is the number of training lookups since the last populate.
+        `counters`, an int64 view, has the counts of `cache_stats`. `changes`, a float64 view `[2]`,
+        has the sums over evicted rows of their squared difference from the rows that the cores
+        compute: before the eviction, and after it. `since`, a new int64 scalar, is the number of
+        training lookups since the last `populate`.
         """
-        since = torch.tensor(self._lookups_since[table])
-        values = (self.counters[table], self.changes[table], since)
+        num_lookups = torch.tensor(self._lookups_since[table])
+        values = (self.counters[table], self.changes[table], num_lookups)
         return dict(zip(_STATISTICS, values, strict=True))
 
     def set_statistics(self, table: int, statistics: Mapping[str, Tensor]) -> None:

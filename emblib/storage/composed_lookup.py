@@ -25,7 +25,7 @@ from emblib.tables.bounds_report import is_padded
 
 
 class Combine(Choice):
-    """How the rows that an id reads are combined into the row of the id.
+    """Operation that combines the rows that an id reads into the row of the id.
 
     Example:
         >>> emblib.storage.QuotientRemainder(4_000, "add").combine
@@ -63,7 +63,7 @@ class ComposedTable(NamedTuple):
         dim: columns of a row.
         num_stored_columns: columns of the components.
         components: the components.
-        combine_mode: how the rows that an id reads are combined.
+        combine_mode: operation that combines the rows that an id reads.
         row_components: index of the component of each row that an id reads.
         mapping_constants: integers that parametrise `map_ids`.
         map_ids: function that returns the rows that valid ids read.

@@ -1,10 +1,10 @@
 """Dense storage: one stored row `[dim]` per id, in device memory, host memory or a file.
 
-Tables of one dtype, rounding, cache and optimizer share a `DenseModule`, a
-`TableBatchedEmbeddingBags` whose flat `weights` has those on the device. They also have one dim if
-they are not pooled, or leave sparse gradients. A `DenseHandle` shows one table as
-the parameter `weight` `[rows, dim]`, a view of that memory. With a fused optimizer that is not
-deferred, backward updates the memory in place; otherwise the parameters get gradients.
+Tables with equal dtype, rounding, cache and optimizer share a `DenseModule`, a
+`TableBatchedEmbeddingBags`; tables that are not pooled, or leave sparse gradients, must also agree
+in dim. A `DenseHandle` shows one table as the parameter `weight` `[rows, dim]`, a view of the
+module's memory. With a fused optimizer that is not deferred, backward updates the memory in place;
+otherwise the parameters get gradients.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Dense(Storage):
     placement: Placement = Placement.DEVICE
     cache: CacheConfig | None = None
 
-    plan_name: ClassVar[str] = "Plain"
+    plan_name: ClassVar[str] = "Plain"  # a former name of the class, which saved plans have
     is_alternative: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

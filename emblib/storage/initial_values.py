@@ -25,7 +25,8 @@ _SEED_FACTOR = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, to separate the seeds 
 
 def new_seeds(slices: Iterable[TableSlice]) -> dict[str, int]:
     """Return a seed per table by name, drawn from torch's generator in the order of the tables."""
-    return {name: primitives.new_seed() for name in dict.fromkeys(p.config.name for p in slices)}
+    names = dict.fromkeys(table_slice.config.name for table_slice in slices)
+    return {name: primitives.new_seed() for name in names}
 
 
 _is_skipping = ContextVar("_is_skipping", default=False)
@@ -54,10 +55,11 @@ def skips_initial_values() -> bool:
 def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
     """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
 
-    An element has the same value however the table is sharded. `ByRows` writes each block that the
-    slice overlaps, on the device of `weight`. Another `init_fn` writes the whole table. For a slice
-    it writes a table in CPU memory, so random values on a GPU do depend on the sharding. Torch's
-    generators are seeded before each call. Does nothing on meta or inside `skip_initial_values`.
+    Values do not depend on how the table is sharded, with one exception: an `init_fn` that is no
+    `ByRows` writes the whole table, for a slice in CPU memory, and draws other random values there
+    than on a GPU. `ByRows` writes each block that the slice overlaps, on the device of `weight`.
+    Torch's generators are seeded before each call. Does nothing on meta or inside
+    `skip_initial_values`.
     """
     config = table_slice.config
     if weight.is_meta or skips_initial_values():

@@ -353,10 +353,10 @@ class FusedTables(nn.Module):
 
     def _apply_gradients(self) -> None:
         """Apply the gradients that are on the parameters of deferred tables."""
-        tables = [(f, p.grad) for f, p in self._parameters_by_feature() if p.grad is not None]
-        if not tables:
+        pairs = [(f, p.grad) for f, p in self._parameters_by_feature() if p.grad is not None]
+        if not pairs:
             return
-        features, gradients = zip(*tables, strict=True)
+        features, gradients = zip(*pairs, strict=True)
         device = self.hyperparams.device
         rows, values = zip(*(_rows_and_values(grad.to(device)) for grad in gradients), strict=True)
         batch = autograd.lookup_of_rows(features, rows, self.total_rows)

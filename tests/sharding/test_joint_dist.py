@@ -263,7 +263,7 @@ def _keeps_changing(ranks: RankGroup) -> tuple[list[str], dict[str, str]]:
 def test_a_model_whose_inputs_keep_moving_exchanges_apart() -> None:
     for together, apart in worlds.run(2, _keeps_changing):
         assert together == []
-        assert set(apart.values()) == {"the inputs were not at the same places of all forwards"}
+        assert set(apart.values()) == {"the inputs were not at the same paths in all forwards"}
 
 
 def _alone(ranks: RankGroup) -> tuple[list[str], bool]:

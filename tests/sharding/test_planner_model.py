@@ -327,7 +327,7 @@ def test_packing_numbers_the_bags_as_input_dist_does(monkeypatch: pytest.MonkeyP
     assert number_bags(has_ids).tolist() == [[-1, 0, 1], [0, -1, -1]]
     calls: list[torch.Tensor] = []
     monkeypatch.setattr(measure, "number_bags", calls.append)
-    monkeypatch.setattr(measure, "timed", lambda function, device, rounds: function() or 1.0)
+    monkeypatch.setattr(measure, "time_call", lambda function, device, rounds: function() or 1.0)
     measure.measure_packing(torch.device("cpu"), 1)
     assert len(calls) == 1
 

@@ -2,11 +2,13 @@
 
 `DistributedModelParallel` starts it before its forward, for the inputs that are objects of the
 forward's arguments. The first forward of each mode (training or eval, with or without gradients) is
-searched for these inputs. If all ranks find the same inputs, later forwards send them together. If
-a rank does not find its inputs in a later forward, it tells the other ranks in its message of
-sizes. All ranks then send the ids of that forward collection by collection, and search again, up to
-`_MAX_SEARCHES` times. The first collection that the model calls looks up the batches of all, so
-that their rows return in one output_dist. Collections in checkpointed regions look up separately.
+searched for these inputs. If all ranks find the same inputs, later forwards send their ids
+together. The first collection that the model calls looks up the batches of all, so that their rows
+return in one output_dist. Collections in checkpointed regions look up separately.
+
+If a rank does not find its inputs in a later forward, it tells the other ranks in its message of
+sizes. In that forward each collection then sends its own ids, and all ranks search it again. A mode
+is searched up to `_MAX_SEARCHES` times.
 """
 
 from __future__ import annotations
@@ -56,15 +58,16 @@ class _CallPath(NamedTuple):
     Attributes:
         module: the collection.
         path: path of its input in the arguments.
-        kind: class of the input.
-        is_alone: whether it looks up separately. It does if gradients are enabled only in the call
-            or only in the forward, or in a checkpointed region, which repeats only its own lookup.
+        input_class: class of the input.
+        is_separate: whether it looks up separately. It does if gradients are enabled in the call
+            and not in the forward, or the reverse; and in a checkpointed region, which repeats only
+            its own lookup.
     """
 
     module: Any
     path: ItemPath
-    kind: type
-    is_alone: bool
+    input_class: type
+    is_separate: bool
 
 
 class _SeenCall(NamedTuple):
@@ -73,33 +76,33 @@ class _SeenCall(NamedTuple):
     Attributes:
         call: the collection and its input.
         has_changed: whether the model has changed the input in place, or made it itself.
-        is_alone: whether it looks up separately, as in `_CallPath`.
+        is_separate: whether it looks up separately, as in `_CallPath`.
     """
 
     call: InputCall
     has_changed: bool
-    is_alone: bool
+    is_separate: bool
 
 
 @dataclass
-class _Mode:
+class _ForwardMode:
     """Lookups found in earlier forwards in train or eval mode, with or without gradients.
 
     Attributes:
         calls: calls whose inputs are sent together; empty if collections exchange separately. None
             before a search, and if the next forward is to be searched again.
         searches: number of forwards that were searched.
-        has_changed: whether a later forward made other calls.
+        made_other_calls: whether a later forward made other calls, so that the next is searched.
     """
 
     calls: list[_CallPath] | None = None
     searches: int = 0
-    has_changed: bool = False
+    made_other_calls: bool = False
 
 
 @dataclass
-class _Running:
-    """One running forward.
+class _SentForward:
+    """The running forward: searched, or with ids sent before it.
 
     Attributes:
         arguments: arguments of the forward.
@@ -108,7 +111,7 @@ class _Running:
         is_searched: whether this forward is searched for the inputs of collections.
         versions: version counters of tensors. In a searched forward, those of all leaves of the
             arguments, by `_identity`; otherwise those of the sent inputs, by number of the call.
-        seen: calls of a searched forward.
+        seen_calls: calls of a searched forward so far.
         calls: calls whose ids were sent.
         ids: ids in flight, by number of the call.
         waiting: numbers of the calls that were sent and not made yet, by module.
@@ -116,11 +119,11 @@ class _Running:
     """
 
     arguments: Arguments
-    mode: _Mode
+    mode: _ForwardMode
     with_grad: bool
     is_searched: bool = False
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    seen: list[_SeenCall] = field(default_factory=list)
+    seen_calls: list[_SeenCall] = field(default_factory=list)
     calls: list[InputCall] = field(default_factory=list)
     ids: list[Awaitable[Any]] = field(default_factory=list)
     waiting: dict[Any, deque[int]] = field(default_factory=dict)
@@ -148,8 +151,8 @@ class JointDist:
             for name, module in sharded_modules(model).items()
             if name and module.ranks.group is ranks.group
         }
-        self._modes: dict[tuple[bool, bool], _Mode] = {}
-        self._running: _Running | None = None
+        self._modes: dict[tuple[bool, bool], _ForwardMode] = {}
+        self._running: _SentForward | None = None
         self._reasons: dict[str, str] = {}
 
     @property
@@ -171,14 +174,14 @@ class JointDist:
         nothing if `enabled` is False, on one rank, while a pipeline sends the ids, or if no inputs
         of this mode can be sent.
         """
-        self.end_early()
+        self.abandon()
         if not self.enabled or self._ranks.size == 1 or not self._names:
             return
         if any("forward" in module.__dict__ for module in self._names):
             return  # a pipeline has sent them
         with_grad = torch.is_grad_enabled()
-        mode = self._modes.setdefault((self._model.training, with_grad), _Mode())
-        running = _Running(arguments, mode, with_grad)
+        mode = self._modes.setdefault((self._model.training, with_grad), _ForwardMode())
+        running = _SentForward(arguments, mode, with_grad)
         if mode.calls is None:
             self._search(running)
         elif mode.calls:
@@ -189,29 +192,31 @@ class JointDist:
         for module in self._names:
             module.sent_ahead = self
 
-    def _search(self, running: _Running) -> None:
+    def _search(self, running: _SentForward) -> None:
         """Start to search a forward: remember its arguments and their versions."""
         running.mode.searches += 1
         running.is_searched = True
         running.versions = {_identity(leaf): _versions(leaf) for leaf in leaves(running.arguments)}
 
-    def _send(self, running: _Running, mode_calls: Sequence[_CallPath]) -> None:
+    def _send(self, running: _SentForward, mode_calls: Sequence[_CallPath]) -> None:
         """Send the ids, or search this forward if any rank does not find its inputs.
 
         After `_MAX_SEARCHES` searches the collections of the mode exchange separately instead.
         """
         inputs = [_input_at(running.arguments, call_path) for call_path in mode_calls]
-        is_known = not running.mode.has_changed and all(features is not None for features in inputs)
+        is_known = not running.mode.made_other_calls and all(
+            features is not None for features in inputs
+        )
         calls = [
             InputCall(call_path.module, features if is_known else None)
             for call_path, features in zip(mode_calls, inputs, strict=True)
         ]
         ids = start_joint_input_dist(calls).wait()
         if ids is None:
-            running.mode.calls, running.mode.has_changed = None, False
+            running.mode.calls, running.mode.made_other_calls = None, False
             if running.mode.searches >= _MAX_SEARCHES:
                 running.mode.calls = []
-                reason = "the inputs were not at the same places of all forwards"
+                reason = "the inputs were not at the same paths in all forwards"
                 self._set_reasons(dict.fromkeys(self._names.values(), reason))
                 return
             self._search(running)
@@ -235,12 +240,14 @@ class JointDist:
             return None
         if running.is_searched:
             has_changed = running.versions.get(_identity(features)) != _versions(features)
-            is_alone = torch.is_grad_enabled() != running.with_grad or is_checkpointed(module)
-            running.seen.append(_SeenCall(InputCall(module, features), has_changed, is_alone))
+            is_separate = torch.is_grad_enabled() != running.with_grad or is_checkpointed(module)
+            running.seen_calls.append(
+                _SeenCall(InputCall(module, features), has_changed, is_separate)
+            )
             return None
         queue = running.waiting.get(module)
         if queue is None and self._names[module] not in self._reasons:
-            running.mode.has_changed = True  # the searched forward did not call it
+            running.mode.made_other_calls = True  # the searched forward did not call it
         if not queue or not same_input(running.calls[queue[0]].features, features):
             return None
         index = queue.popleft()
@@ -252,11 +259,11 @@ class JointDist:
             )
         return self._output(running, index)
 
-    def _output(self, running: _Running, index: int) -> Any:
+    def _output(self, running: _SentForward, index: int) -> Any:
         """Return the output of a call. The first joint call looks up the batches of all of them."""
         mode_calls = running.mode.calls
         assert mode_calls is not None
-        if mode_calls[index].is_alone:
+        if mode_calls[index].is_separate:
             return look_up_separately(mode_calls[index].module, running.ids[index].wait())
         if is_checkpointed(mode_calls[index].module):
             raise RuntimeError(
@@ -265,7 +272,7 @@ class JointDist:
                 "collections: set joint_dist.enabled = False of the model on all ranks"
             )
         if not running.outputs:
-            joint_calls = [i for i, call in enumerate(mode_calls) if not call.is_alone]
+            joint_calls = [i for i, call in enumerate(mode_calls) if not call.is_separate]
             outputs = in_grad_mode(_look_up, enabled=running.with_grad)(running, joint_calls)
             running.outputs = dict(zip(joint_calls, outputs, strict=True))
         return running.outputs.pop(index)()
@@ -277,24 +284,26 @@ class JointDist:
         If the model did not make a call whose input was sent, all ranks search the next forward.
         """
         running = self._running
-        self.end_early()
+        self.abandon()
         if running is None:
             return
         if running.is_searched:
             self._agree_on_calls(running)
         elif any(running.waiting.values()):
-            running.mode.has_changed = True  # all ranks search the next forward
+            running.mode.made_other_calls = True  # all ranks search the next forward
 
-    def end_early(self) -> None:
-        """Forget the running forward, which may have failed, without comparing findings."""
+    def abandon(self) -> None:
+        """Forget the running forward, e.g. after it has failed; ranks compare nothing."""
         self._running = None
         for module in self._names:
             module.sent_ahead = None
 
-    def _agree_on_calls(self, running: _Running) -> None:
+    def _agree_on_calls(self, running: _SentForward) -> None:
         """Agree with the other ranks on the calls of this mode, after a searched forward."""
         calls, reasons = self._find_calls(running)
-        described = [(self._names[call.module], repr(call.path), call.is_alone) for call in calls]
+        described = [
+            (self._names[call.module], repr(call.path), call.is_separate) for call in calls
+        ]
         findings = self._ranks.gather_objects((described, reasons))
         if any(finding != findings[0] for finding in findings):
             calls = []
@@ -311,10 +320,10 @@ class JointDist:
             names = [self._names[call.module] for call in calls]
             _LOG.info("collections that exchange together: %s", ", ".join(names))
 
-    def _find_calls(self, running: _Running) -> tuple[list[_CallPath], dict[str, str]]:
+    def _find_calls(self, running: _SentForward) -> tuple[list[_CallPath], dict[str, str]]:
         """Return the calls whose input can be sent ahead, and the reasons of others by path."""
         calls, reasons = [], {}
-        for call, has_changed, is_alone in running.seen:
+        for call, has_changed, is_separate in running.seen_calls:
             path = path_to(running.arguments, call.features)
             if path is None:
                 reasons[self._names[call.module]] = (
@@ -323,7 +332,7 @@ class JointDist:
             elif has_changed:
                 reasons[self._names[call.module]] = "the model changes its input in place"
             else:
-                calls.append(_CallPath(call.module, path, type(call.features), is_alone))
+                calls.append(_CallPath(call.module, path, type(call.features), is_separate))
         # Calls of a module are matched by their order, so all of its inputs must be known.
         return [
             path_call for path_call in calls if self._names[path_call.module] not in reasons
@@ -337,7 +346,7 @@ class JointDist:
         self._reasons.update(reasons)
 
 
-def _look_up(running: _Running, indices: Sequence[int]) -> list[Callable[[], Any]]:
+def _look_up(running: _SentForward, indices: Sequence[int]) -> list[Callable[[], Any]]:
     """Look up the batches of several collections and start to return their rows."""
     calls = []
     for index in indices:
@@ -352,7 +361,7 @@ def _input_at(arguments: Arguments, call: _CallPath) -> Any:
         features = follow(arguments, call.path)
     except (LookupError, AttributeError, TypeError):
         return None
-    return features if type(features) is call.kind else None
+    return features if type(features) is call.input_class else None
 
 
 def _identity(features: Any) -> int:

@@ -162,8 +162,9 @@ def interpolate(curve: Curve, nbytes: float) -> float:
     if nbytes <= first_point[0] or len(curve) == 1:
         return first_point[1]
     high = bisect.bisect_left(curve, (nbytes, -math.inf), hi=len(curve) - 1)
-    (x0, y0), (x1, y1) = (curve[high - 1], curve[high]) if nbytes < last_point[0] else curve[-2:]
-    return max(y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0), 0.0)
+    left, right = (curve[high - 1], curve[high]) if nbytes < last_point[0] else curve[-2:]
+    ns_per_byte = (right[1] - left[1]) / (right[0] - left[0])
+    return max(left[1] + ns_per_byte * (nbytes - left[0]), 0.0)
 
 
 def _checked_curve(name: str, points: Any) -> Curve:
@@ -172,8 +173,12 @@ def _checked_curve(name: str, points: Any) -> Curve:
         curve = tuple((float(x), float(y)) for x, y in points)
     except (TypeError, ValueError):
         curve = ()
-    ascending = all(a[0] < b[0] for a, b in itertools.pairwise(curve))
-    if not curve or not ascending or not all(0 <= v < math.inf for point in curve for v in point):
+    is_ascending = all(a[0] < b[0] for a, b in itertools.pairwise(curve))
+    if (
+        not curve
+        or not is_ascending
+        or not all(0 <= v < math.inf for point in curve for v in point)
+    ):
         raise ValueError(
             f"{name} must be pairs of (bytes, ns), bytes ascending and none below 0, got {points!r}"
         )

@@ -2,8 +2,8 @@
 
 `docs/planner.md` derives the formulas. A step has four phases, and in each all ranks wait for the
 slowest one. Ids are sent (INPUT), rows are looked up (LOOKUP), rows are sent back and later their
-gradients (OUTPUT), rows are updated (UPDATE). The time in which every rank orders ids and rows,
-whatever shards it has, belongs to no phase: `arrange_s`.
+gradients (OUTPUT), rows are updated (UPDATE). `arrange_s` belongs to no phase: it is the time in
+which every rank orders ids and rows, whatever shards it has.
 
 Counts of ids, bags and rows are means per step, so they are floats. Counts of a shard cover the
 batches of all ranks. Counts of what a rank sends, or looks up in a replica, cover its own batch.
@@ -237,38 +237,40 @@ class CostModel:
         """Return the cost of one reader's lookups in a shard, for the batches of all ranks."""
         world, local = self.topology.world_size, self.topology.local_world_size
         costs, bytes_per_float = self.costs, self._bytes_per_float
-        ids = reader.batch_size * world * reader.ids_per_example * id_share
+        num_ids = reader.batch_size * world * reader.ids_per_example * id_share
         bag_share = 1.0 if is_summed else share_of_bags_with_ids(reader, id_share)
-        bags = reader.batch_size * world * reader.num_features * bag_share
-        rows_out = bags if reader.config.pooled else ids
-        floats = rows_out * table_slice.dim
-        batch_nbytes = _batch_nbytes(reader, ids, bags)
-        output_s = floats * (bytes_per_float.forward + bytes_per_float.backward) * self._s_per_byte
+        num_bags = reader.batch_size * world * reader.num_features * bag_share
+        num_output_rows = num_bags if reader.config.pooled else num_ids
+        num_floats = num_output_rows * table_slice.dim
+        batch_nbytes = _batch_nbytes(reader, num_ids, num_bags)
+        output_s = (
+            num_floats * (bytes_per_float.forward + bytes_per_float.backward) * self._s_per_byte
+        )
         if is_summed:
             # Within the node rows are float32, and copied twice: to be sent, and to be summed.
             copied_s = _PASSES * 2 * _COPY_BYTES * costs.arrange_ns * _S_PER_NS
-            output_s = floats * (
+            output_s = num_floats * (
                 _PASSES * _FLOAT_BYTES * self._s_per_unsummed_byte
                 + (bytes_per_float.forward + bytes_per_float.backward) * self._s_per_summed_byte
                 + copied_s
             )
         # `uneven_ns` covers both passes.
-        uneven_s = bags * costs.uneven_ns * _S_PER_NS / _PASSES if bag_share < 1.0 else 0.0
+        uneven_s = num_bags * costs.uneven_ns * _S_PER_NS / _PASSES if bag_share < 1.0 else 0.0
         seconds = (
             batch_nbytes * self._s_per_byte,
-            self._lookup_s(reader, table_slice, ids, rows_out) + uneven_s,
+            self._lookup_s(reader, table_slice, num_ids, num_output_rows) + uneven_s,
             output_s,
-            self._update_s(reader, table_slice, ids, rows_out)
+            self._update_s(reader, table_slice, num_ids, num_output_rows)
             + uneven_s * table_slice.storage.is_trained,
         )
         # Ids, weights and lengths of each batch in flight, and the outgoing rows or the incoming
         # gradients of one batch. Unpooled rows are put in order before they are sent, and their
         # gradients after they have arrived. Rows for the rank itself count as if they were sent,
         # although large messages do not contain them.
-        rows_nbytes = self._num_row_copies(reader) * _FLOAT_BYTES * floats
+        rows_nbytes = self._num_row_copies(reader) * _FLOAT_BYTES * num_floats
         received_nbytes = self._num_received_batches * batch_nbytes
         combining_nbytes = received_nbytes + rows_nbytes
-        grouping = _GROUPING_BYTES * ids * table_slice.storage.is_trained
+        grouping = _GROUPING_BYTES * num_ids * table_slice.storage.is_trained
         updating_nbytes = combining_nbytes + (
             grouping if reader.config.pooled else max(grouping, rows_nbytes)
         )
@@ -289,32 +291,32 @@ class CostModel:
     def _common_cost_of(self, reader: TableWorkload, shards: Sequence[ShardShape]) -> CommonCost:
         """Return what one reader's lookups in a sharded table cost every rank, for its batch."""
         costs, is_pooled = self.costs, reader.config.pooled
-        bags = reader.batch_size * reader.num_features
-        ids = reader.batch_size * reader.ids_per_example
-        sent_nbytes = sent_ids = rows_out = 0.0
-        floats_in = 0.0  # of the rows that this rank receives and combines
+        num_bags = reader.batch_size * reader.num_features
+        num_ids = reader.batch_size * reader.ids_per_example
+        sent_nbytes = num_sent_ids = num_output_rows = 0.0
+        num_floats_in = 0.0  # of the rows that this rank receives and combines
         index_nbytes = 0.0  # of positions of bags, where empty ones are not sent
         for columns, id_share, is_summed in shards:
-            sent_ids += ids * id_share
-            rows = bags * (1.0 if is_summed else share_of_bags_with_ids(reader, id_share))
-            index_nbytes += _ROW_INDEX_BYTES * bags * (rows < bags)
-            rows_out += rows
-            sent_nbytes += _batch_nbytes(reader, ids * id_share, rows)
-            received_rows = rows / self.topology.local_world_size if is_summed else rows
-            floats_in += (received_rows if is_pooled else ids * id_share) * columns
-        floats_out = (bags if is_pooled else ids) * reader.config.embedding_dim
+            num_sent_ids += num_ids * id_share
+            num_rows = num_bags * (1.0 if is_summed else share_of_bags_with_ids(reader, id_share))
+            index_nbytes += _ROW_INDEX_BYTES * num_bags * (num_rows < num_bags)
+            num_output_rows += num_rows
+            sent_nbytes += _batch_nbytes(reader, num_ids * id_share, num_rows)
+            received_rows = num_rows / self.topology.local_world_size if is_summed else num_rows
+            num_floats_in += (received_rows if is_pooled else num_ids * id_share) * columns
+        num_floats_out = (num_bags if is_pooled else num_ids) * reader.config.embedding_dim
         arrange_ns = (
             sent_nbytes / _ID_BYTES * costs.route_ns
             + index_nbytes / _ROW_INDEX_BYTES * costs.pack_ns
-            + _PASSES * (floats_in + floats_out) * _FLOAT_BYTES * costs.arrange_ns
+            + _PASSES * (num_floats_in + num_floats_out) * _FLOAT_BYTES * costs.arrange_ns
         )
         # The caller's batches with their weights, the output and its gradient.
         caller_nbytes = (
-            self._batches_in_flight * _batch_nbytes(reader, ids, bags)
-            + 2 * _FLOAT_BYTES * floats_out
+            self._batches_in_flight * _batch_nbytes(reader, num_ids, num_bags)
+            + 2 * _FLOAT_BYTES * num_floats_out
         )
         # The gradients of unpooled rows are first concatenated, then put in order.
-        received_nbytes = self._num_row_copies(reader) * _FLOAT_BYTES * floats_in
+        received_nbytes = self._num_row_copies(reader) * _FLOAT_BYTES * num_floats_in
         ordering_nbytes = 0.0 if is_pooled else received_nbytes
         combining_nbytes = (  # sent ids and received rows in addition
             caller_nbytes
@@ -323,8 +325,10 @@ class CostModel:
             + ordering_nbytes
             + index_nbytes
         )
-        position_nbytes = 0.0 if is_pooled else self._num_received_batches * sent_ids * _ID_BYTES
-        uneven_ns = 0.0 if index_nbytes or not is_pooled else rows_out * costs.uneven_ns
+        position_nbytes = (
+            0.0 if is_pooled else self._num_received_batches * num_sent_ids * _ID_BYTES
+        )
+        uneven_ns = 0.0 if index_nbytes or not is_pooled else num_output_rows * costs.uneven_ns
         return CommonCost(
             NO_LOAD.seconds,
             _round_to_grid(arrange_ns * _S_PER_NS),
@@ -367,35 +371,41 @@ class CostModel:
         """Return what one reader's lookups in a replicated table, and their updates, cost."""
         costs, world = self.costs, self.topology.world_size
         is_pooled = reader.config.pooled
-        bags = reader.batch_size * reader.num_features
-        ids = reader.batch_size * reader.ids_per_example
-        rows_out = bags if is_pooled else ids
-        floats = rows_out * reader.config.embedding_dim
-        lookup_s = self._lookup_s(reader, table_slice, ids, rows_out)
+        num_bags = reader.batch_size * reader.num_features
+        num_ids = reader.batch_size * reader.ids_per_example
+        num_output_rows = num_bags if is_pooled else num_ids
+        num_floats = num_output_rows * reader.config.embedding_dim
+        lookup_s = self._lookup_s(reader, table_slice, num_ids, num_output_rows)
         caller_nbytes = (
-            self._batches_in_flight * _batch_nbytes(reader, ids, bags) + 2 * _FLOAT_BYTES * floats
+            self._batches_in_flight * _batch_nbytes(reader, num_ids, num_bags)
+            + 2 * _FLOAT_BYTES * num_floats
         )
-        combining_nbytes = caller_nbytes + (_FLOAT_BYTES * floats if is_pooled else 0.0)
-        updating_nbytes = caller_nbytes + _GROUPING_BYTES * ids
+        combining_nbytes = caller_nbytes + (_FLOAT_BYTES * num_floats if is_pooled else 0.0)
+        updating_nbytes = caller_nbytes + _GROUPING_BYTES * num_ids
         arrange_s = 0.0
         if world > 1:
             # Three copies: rows are appended to the received rows, then copied to the output;
             # gradients are copied back.
-            arrange_s = 3 * _COPY_BYTES * floats * costs.arrange_ns * _S_PER_NS
+            arrange_s = 3 * _COPY_BYTES * num_floats * costs.arrange_ns * _S_PER_NS
         if not table_slice.storage.is_trained:
             seconds = 0.0, lookup_s, 0.0, 0.0
         elif not is_fused(reader.optimizer):
-            seconds = 0.0, lookup_s, 0.0, self._update_s(reader, table_slice, ids, rows_out)
+            seconds = (
+                0.0,
+                lookup_s,
+                0.0,
+                self._update_s(reader, table_slice, num_ids, num_output_rows),
+            )
         else:
             # This rank receives the ids and gradients of all ranks.
-            all_batches_nbytes = _batch_nbytes(reader, ids, bags) * world
-            all_ids, all_rows_out = ids * world, rows_out * world
-            update_s = self._update_s(reader, table_slice, all_ids, all_rows_out)
+            all_batches_nbytes = _batch_nbytes(reader, num_ids, num_bags) * world
+            num_all_ids, num_all_output_rows = num_ids * world, num_output_rows * world
+            update_s = self._update_s(reader, table_slice, num_all_ids, num_all_output_rows)
             rows_nbytes = 0.0
             if table_slice.storage.updates_need_rows:
-                update_s += self._lookup_s(reader, table_slice, all_ids, all_rows_out)
-                rows_nbytes = _FLOAT_BYTES * floats * world
-            gradient_nbytes = floats * world * self._bytes_per_float.backward
+                update_s += self._lookup_s(reader, table_slice, num_all_ids, num_all_output_rows)
+                rows_nbytes = _FLOAT_BYTES * num_floats * world
+            gradient_nbytes = num_floats * world * self._bytes_per_float.backward
             seconds = (
                 all_batches_nbytes * self._s_per_byte,
                 lookup_s,
@@ -409,12 +419,12 @@ class CostModel:
             gathered_nbytes = 0.0
             if world > 1:
                 gathered_nbytes = (
-                    self._batches_in_flight * all_batches_nbytes + _FLOAT_BYTES * floats * world
+                    self._batches_in_flight * all_batches_nbytes + _FLOAT_BYTES * num_floats * world
                 )
             combining_nbytes += gathered_nbytes * self._num_row_copies(reader)
-            combining_nbytes += 0.0 if is_pooled else 2 * _FLOAT_BYTES * floats
+            combining_nbytes += 0.0 if is_pooled else 2 * _FLOAT_BYTES * num_floats
             updating_nbytes = (
-                caller_nbytes + gathered_nbytes + rows_nbytes + _GROUPING_BYTES * all_ids
+                caller_nbytes + gathered_nbytes + rows_nbytes + _GROUPING_BYTES * num_all_ids
             )
         return _LookupCost(seconds, combining_nbytes, updating_nbytes, arrange_s)
 
@@ -471,24 +481,24 @@ class CostModel:
         )
 
     def _lookup_s(
-        self, reader: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
+        self, reader: TableWorkload, table_slice: TableSlice, num_ids: float, num_output_rows: float
     ) -> float:
-        """Return the seconds of the lookups of a shard: `ids` rows into `rows_out` output rows."""
+        """Return the seconds to look up `num_ids` rows of a shard for `num_output_rows`."""
         costs = self.costs
-        rows_ns = table_slice.storage.lookup_ns(table_slice, reader.optimizer, ids, self)
-        bags_ns = rows_out * interpolate(costs.bag, table_slice.dim * _FLOAT_BYTES)
+        rows_ns = table_slice.storage.lookup_ns(table_slice, reader.optimizer, num_ids, self)
+        bags_ns = num_output_rows * interpolate(costs.bag, table_slice.dim * _FLOAT_BYTES)
         # `unit_s` covers both passes.
         return (rows_ns + bags_ns) * _S_PER_NS + reader.num_features * costs.unit_s / _PASSES
 
     def _update_s(
-        self, reader: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
+        self, reader: TableWorkload, table_slice: TableSlice, num_ids: float, num_output_rows: float
     ) -> float:
         """Return the seconds that backward takes for these lookups; 0 for frozen tables."""
         if not table_slice.storage.is_trained:
             return 0.0
         costs = self.costs
-        rows_ns = table_slice.storage.update_ns(table_slice, reader.optimizer, ids, self)
-        bags_ns = rows_out * interpolate(costs.bag_gradient, table_slice.dim * _FLOAT_BYTES)
+        rows_ns = table_slice.storage.update_ns(table_slice, reader.optimizer, num_ids, self)
+        bags_ns = num_output_rows * interpolate(costs.bag_gradient, table_slice.dim * _FLOAT_BYTES)
         return (rows_ns + bags_ns) * _S_PER_NS + reader.num_features * costs.unit_s / _PASSES
 
     # Steps
@@ -534,10 +544,10 @@ def _memory_need(table: MemoryBytes, combining_nbytes: float, updating_nbytes: f
     )
 
 
-def _batch_nbytes(reader: TableWorkload, ids: float, bags: float) -> float:
+def _batch_nbytes(reader: TableWorkload, num_ids: float, num_bags: float) -> float:
     """Return the bytes of a message of ids, with their weights if any, and lengths."""
     weight_bytes = _FLOAT_BYTES if reader.is_weighted else 0
-    return ids * (_ID_BYTES + weight_bytes) + bags * _ID_BYTES
+    return num_ids * (_ID_BYTES + weight_bytes) + num_bags * _ID_BYTES
 
 
 def share_of_bags_with_ids(workload: TableWorkload, id_share: float) -> float:
@@ -548,6 +558,6 @@ def share_of_bags_with_ids(workload: TableWorkload, id_share: float) -> float:
     """
     if id_share >= 1.0 or not workload.config.pooled:
         return 1.0
-    ids = workload.ids_per_example / workload.num_features  # per bag
-    bag_share = 1.0 - (1.0 - id_share) ** ids if ids >= 1.0 else ids * id_share
+    num_ids = workload.ids_per_example / workload.num_features  # per bag
+    bag_share = 1.0 - (1.0 - id_share) ** num_ids if num_ids >= 1.0 else num_ids * id_share
     return 1.0 if bag_share > MAX_SHARE_OF_BAGS else bag_share

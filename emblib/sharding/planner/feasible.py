@@ -299,10 +299,10 @@ class PlanError(ValueError):
     """No plan fits.
 
     Attributes:
-        tables: names of the tables that do not fit even alone, or of all tables if each fits alone;
-            the largest first. Empty if the reservation is larger than the memory of a rank.
-        missing_nbytes: lower bound of the missing bytes on all ranks together, 0 if unknown. Where
-            the reservation is too large: the missing bytes of the first such rank.
+        tables: names of the tables that do not fit even alone, the largest first. If each fits
+            alone, all tables. Empty if the reservation is as large as the memory of a rank.
+        missing_nbytes: lower bound of the missing bytes on all ranks together, 0 if unknown. If the
+            reservation is too large, the missing bytes of the first such rank.
         remedies: changes that may make the tables fit, one sentence each.
     """
 
@@ -332,7 +332,7 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
+def no_plan_error(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
     """Return the error for a problem without a plan; `workloads` are its tables."""
     world = problem.model.topology.world_size
     # Bytes per table on all ranks together, by its smallest option.
@@ -454,9 +454,10 @@ def _remedies(
     types = largest.constraints.sharding_types
     if types is not None and rows not in types and topology.world_size > 1:
         remedies.append(f"allow {rows.value} for {largest.name}, which cuts it into equal parts")
-    # The ranks with most memory of each kind.
-    most = (max(pool) for pool in zip(*problem.free_memory, strict=True))
-    shortages = [(lacking, free) for lacking, free in zip(missing, most, strict=True) if lacking]
+    max_free = (max(pool) for pool in zip(*problem.free_memory, strict=True))  # by kind of memory
+    shortages = [
+        (lacking, free) for lacking, free in zip(missing, max_free, strict=True) if lacking
+    ]
     if shortages and all(free > 0 for _, free in shortages):
         num_more = max(-(-int(lacking) // int(free)) for lacking, free in shortages)
         remedies.append(

@@ -75,21 +75,22 @@ class Sizes:
     rounds: int = _ROUNDS
 
 
-def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Return the seconds per call of a computation: the minimum over rounds of `_ROUND_S` each.
+def time_call(function: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Return the seconds per call of a function: the minimum over rounds of `_ROUND_S` each.
 
-    Calls the function twice before, to warm up and to size a round. Waits for the device before and
-    after each round. With one CPU thread the seconds are processor time of this thread.
+    First calls the function twice, to warm up and to choose the number of calls per round. Waits
+    for the device before and after each round. With one CPU thread the seconds are processor time
+    of this thread.
     """
     is_serial = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_serial else time.perf_counter
 
     def once(times: int) -> float:
-        wait(device)
+        synchronize(device)
         start = clock()
         for _ in range(times):
             function()
-        wait(device)
+        synchronize(device)
         return (clock() - start) / times
 
     once(1)
@@ -97,7 +98,7 @@ def timed(function: Callable[[], object], device: torch.device, rounds: int) -> 
     return min(once(times) for _ in range(rounds))
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a GPU has finished its work; do nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -266,8 +267,8 @@ def _measure_step(
     forward: Callable[[], Tensor], grad: Tensor, device: torch.device, rounds: int
 ) -> tuple[float, float]:
     """Measure the seconds of forward without gradients, and the seconds that backward adds."""
-    step = timed(lambda: forward().backward(grad), device, rounds)
-    forward_s = in_grad_mode(timed, enabled=False)(forward, device, rounds)
+    step = time_call(lambda: forward().backward(grad), device, rounds)
+    forward_s = in_grad_mode(time_call, enabled=False)(forward, device, rounds)
     return forward_s, max(step - forward_s, 0.0)
 
 
@@ -291,7 +292,7 @@ def _measure_step_and_unit(device: torch.device, rounds: int) -> tuple[float, fl
 
     def step_of(num_tables: int) -> float:
         step = tiny_step(RankGroup.single(device), num_tables, table_wise(0))
-        return timed(lambda: step.forward().backward(step.gradient), device, rounds)
+        return time_call(lambda: step.forward().backward(step.gradient), device, rounds)
 
     one_s, many_s = step_of(1), step_of(_EXTRA_TABLES + 1)
     return one_s, max(many_s - one_s, 0.0) / _EXTRA_TABLES
@@ -356,8 +357,8 @@ def _measure_routing(device: torch.device, rounds: int) -> tuple[float, float]:
 
     # `arrange_ns` is per byte that is read or written, `route_ns` per received id.
     return (
-        timed(send, device, rounds) / bags * _NS_PER_S,
-        timed(arrange, device, rounds) / (_COPY_ACCESSES * sources[0].nbytes) * _NS_PER_S,
+        time_call(send, device, rounds) / bags * _NS_PER_S,
+        time_call(arrange, device, rounds) / (_COPY_ACCESSES * sources[0].nbytes) * _NS_PER_S,
     )
 
 
@@ -371,7 +372,7 @@ def measure_packing(device: torch.device, rounds: int) -> float:
         number_bags(has_ids)
         lengths[has_ids.view(-1)]
 
-    return timed(pack, device, rounds) / lengths.numel() * _NS_PER_S
+    return time_call(pack, device, rounds) / lengths.numel() * _NS_PER_S
 
 
 def _measure_uneven(device: torch.device, rounds: int) -> float:
@@ -393,7 +394,7 @@ def _measure_uneven(device: torch.device, rounds: int) -> float:
             out = module(ids, offsets, batch_sizes=sizes)
             out.backward(grad.view(out.shape))
 
-        return timed(run, device, rounds)
+        return time_call(run, device, rounds)
 
     return max(step(uneven) - step(None), 0.0) / (num_tables * _BAGS) * _NS_PER_S
 
@@ -406,7 +407,7 @@ def _measure_hashing(device: torch.device, rounds: int, plain_ns: float) -> floa
     offsets = torch.arange(keys + 1, device=device)
     module(ids, offsets)  # in training: every key gets a row
     module.eval()
-    seconds = in_grad_mode(timed, enabled=False)(lambda: module(ids, offsets), device, rounds)
+    seconds = in_grad_mode(time_call, enabled=False)(lambda: module(ids, offsets), device, rounds)
     return max(seconds / keys * _NS_PER_S - plain_ns, 0.0)
 
 
@@ -416,7 +417,7 @@ def _measure_multiply_add(device: torch.device, rounds: int) -> float:
     module = TTEmbeddingBag(spec, SGD(0.1), bounds_check=BoundsCheck.NONE, device=device)
     ids = torch.randperm(spec.rows, device=device)[:_BAGS]
     offsets = torch.arange(_BAGS + 1, device=device)
-    seconds = in_grad_mode(timed, enabled=False)(lambda: module(ids, offsets), device, rounds)
+    seconds = in_grad_mode(time_call, enabled=False)(lambda: module(ids, offsets), device, rounds)
     return seconds * _NS_PER_S / _BAGS / multiply_adds(spec)
 
 
@@ -526,11 +527,11 @@ def _fastest_call_s(
 
     def once() -> float:
         ranks.barrier()
-        wait(ranks.device)
+        synchronize(ranks.device)
         start = time.perf_counter()
         for _ in range(times):
             function()
-        wait(ranks.device)
+        synchronize(ranks.device)
         return (time.perf_counter() - start) / times
 
     once()

@@ -9,7 +9,7 @@ from emblib.optim import Optimizer
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.enumerate import Option, options_of
 from emblib.sharding.planner.estimate import FLOAT32_IN_TRANSIT, BytesPerFloat, CostModel
-from emblib.sharding.planner.feasible import any_plan, check_free_memory, cut_to_fit, no_plan
+from emblib.sharding.planner.feasible import any_plan, check_free_memory, cut_to_fit, no_plan_error
 from emblib.sharding.planner.report import Prediction, predict
 from emblib.sharding.planner.search import Plan, Problem, improve_best, starting_plans
 from emblib.sharding.planner.topology import Topology
@@ -74,8 +74,8 @@ class Planner:
 
         Args:
             module: model with unsharded collections.
-            optimizer: optimizer of tables whose configuration has none, as `shard` will get it;
-                None for that of their collection.
+            optimizer: optimizer of tables whose configuration has none; pass `shard` the same. None
+                for that of their collection.
 
         Raises:
             PlanError: no plan fits.
@@ -112,7 +112,7 @@ class Planner:
         problem = self._make_problem(model, workloads, options, free_memory)
         plan = self._search(problem, workloads)
         if not plan:
-            raise no_plan(problem, workloads)
+            raise no_plan_error(problem, workloads)
         return predict(workloads, self._sharding_plan(workloads, plan), model, free_memory)
 
     def predict(

@@ -22,7 +22,7 @@ class RankPrediction(NamedTuple):
         seconds: seconds by phase, including the work that all ranks do.
         nbytes: memory that the tables and batches need.
         free_memory: memory for them, after the reservation.
-        num_shards: number of tables of which the rank stores shards or a replica.
+        num_shards: number of tables of which the rank stores a shard or a replica.
     """
 
     seconds: tuple[float, ...]
@@ -201,9 +201,9 @@ def report(prediction: Prediction) -> str:
         f"({_format_count(nodes, 'node')} of {world.local_size}); predicted step "
         f"{_format_ms(prediction.step_s)} ms, dense part apart",
         "",
-        *_grid(_table_rows(prediction.tables)),
+        *_format_columns(_table_rows(prediction.tables)),
         "",
-        *_grid(_rank_rows(prediction)),
+        *_format_columns(_rank_rows(prediction)),
         "",
         *_describe_phases(prediction),
         f"Constants: {prediction.source}.",
@@ -219,7 +219,7 @@ def _format_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
 
 
-def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
+def _format_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows in columns: the first two aligned left, numbers aligned right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     formatted = []

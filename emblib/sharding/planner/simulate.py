@@ -1,7 +1,7 @@
 """Predict steps of larger and smaller clusters, and compare predictions with measurements.
 
-The constants come from `Topology.calibration`. Beyond the calibrated world, the cost of a message
-is assumed to grow with the number of ranks, and bandwidth to stay constant.
+The constants come from `Topology.calibration`. For other worlds than the calibrated one, two things
+are assumed: an exchange costs more with more ranks, and the bandwidth of a rank stays the same.
 """
 
 import copy
@@ -209,8 +209,8 @@ def rank_correlation(points: Sequence[Point]) -> float:
         statistics.StatisticsError: there are fewer than two points, or all predictions or all
             measurements are equal.
     """
-    predicted = _mean_ranks([point.predicted_s for point in points])
-    measured = _mean_ranks([point.measured_s for point in points])
+    predicted = _mean_positions([point.predicted_s for point in points])
+    measured = _mean_positions([point.measured_s for point in points])
     return statistics.correlation(predicted, measured)
 
 
@@ -233,7 +233,7 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
         for key in workload.config.feature_names:
             if key in keys:
                 continue  # drawn for another of its tables
-            length = _lengths(ids_per_feature, workload.batch_size, generator)
+            length = _draw_lengths(ids_per_feature, workload.batch_size, generator)
             keys.append(key)
             lengths.append(length)
             size = (int(length.sum()),)
@@ -256,7 +256,7 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
     )
 
 
-def _lengths(mean: float, batch_size: int, generator: torch.Generator) -> Tensor:
+def _draw_lengths(mean: float, batch_size: int, generator: torch.Generator) -> Tensor:
     """Return int64 bag lengths whose expected value is `mean`: its floor, or one more."""
     floor = int(mean)
     has_one_more = torch.rand(batch_size, generator=generator) < mean - floor
@@ -309,7 +309,7 @@ def _step_s(steps: Sequence[_CollectionStep], ranks: RankGroup) -> float:
     return max(ranks.gather_objects(seconds))
 
 
-def _mean_ranks(values: Sequence[float]) -> list[float]:
+def _mean_positions(values: Sequence[float]) -> list[float]:
     """Return the position of each value in sorted order; equal values get their mean position."""
     order = sorted(values)
     return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
