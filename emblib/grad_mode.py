@@ -1,4 +1,4 @@
-"""Gradients on or off for one call, and as before however it ends."""
+"""The gradient mode for one call, restored however the call ends."""
 
 from __future__ import annotations  # the compiler cannot guard annotations of inner functions
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
-# Least probability of the interval of a TruncatedNormal, as far tails are drawn inexactly; not
-# measured.
+# Minimum probability of the interval of a TruncatedNormal, because values far in a tail are drawn
+# inexactly; not measured.
 _MIN_PROBABILITY = 1e-3
 
 

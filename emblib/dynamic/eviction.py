@@ -176,10 +176,11 @@ class Expiry(nn.Module):
     ranks. A table whose features have different times has one list per time (`lifetimes`).
 
     Every bucket of a table is searched at least once per eighth of its shortest ttl in steps, or
-    16th of its shortest ttl in time. So a key that is not evicted stays for at least its ttl after
-    its last use. It stays at most an eighth of the ttl or one step longer; where the ttl is a time,
-    an eighth and the pause between two steps longer. Until then lookups find the key, and a use
-    resets its age. A clock that was set back makes keys look younger, never older.
+    16th of its shortest ttl in time, or in every step if steps are longer. So a key that is not
+    evicted stays for at least its ttl after its last use. It stays at most an eighth of the ttl or
+    one step longer; where the ttl is a time, an eighth and the pause between two steps longer.
+    Until then lookups find the key, and a use resets its age. A clock that was set back makes keys
+    look younger, never older.
 
     Before a step the owner sets `now` from `read_clock`; it holds its lock around every call.
 

@@ -319,6 +319,7 @@ class DynamicTable:
         """Record keys that leave from now on, at most `max_keys` per shard.
 
         Tables of one module are tracked together. If they are tracked already, nothing changes.
+        Raises TypeError or ValueError unless `max_keys` is an int of at least 1.
         """
         for _, state, _ in self.local_shards():
             dynamic_state.track_evictions(state, max_keys)

@@ -177,7 +177,7 @@ class HashIndex(nn.Module):
 
     def clear(self) -> None:
         """Remove all keys, set counters and tick to 0, and tables to their initial capacity."""
-        self.versions.forget()
+        self.versions.note_all_emptied()
         for t, spec in enumerate(self.specs):
             first_slot = self._first_slots[t]
             num_slots = max(self.buckets(t), spec.buckets) * SLOTS_PER_BUCKET
@@ -331,7 +331,7 @@ class HashIndex(nn.Module):
     def begin_insertion(self, effects: Effects) -> None:
         """Begin an insertion, unless `effects` are of an interrupted one that is completed."""
         if not effects.has_next_result:
-            self.versions.settle(self)
+            self.versions.store_last_insertion(self)
             self.versions.advance()
 
     def end_insertion(self, keys: Keys, inserted: InsertedBatch) -> InsertedBatch:
@@ -505,7 +505,7 @@ class HashIndex(nn.Module):
 
     def views_by_slot(self, table: int) -> list[Tensor]:
         """Return views of the entries in use and, if there are any, of the versions by slot."""
-        self.versions.settle(self)
+        self.versions.store_last_insertion(self)
         first_slot = self._first_slots[table]
         views = [self.table_entries(table)]
         versions = self.versions.by_slot

@@ -74,10 +74,10 @@ class HashTable(SentAsCopy, nn.Module):
 
     Batches may repeat keys: the last value of a repeated key is stored. The meaning of `scores`
     depends on `spec.eviction`. For LFU and LRU_LFU they are numbers of uses, which are added up
-    (None: 1 each). For CUSTOM they are stored, the last one of a repeated key. For LRU, NONE and
-    STEP they must be None; STEP scores with the number of the batch. Only CUSTOM takes scores below
-    0, which a device assert checks on a GPU. Threads may share a table: methods are atomic, except
-    `export` (docs/threads.md).
+    (None: 1 each). For CUSTOM they are stored, the last one of a repeated key. Insertions with LRU,
+    NONE and STEP take None; STEP scores with the number of the batch. Only CUSTOM takes scores
+    below 0, which a device assert checks on a GPU. Threads may share a table: methods are atomic,
+    except `export` (docs/threads.md).
 
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
     its device and dtype, scores `[n]` to its device and int64, and neither gets a gradient. Methods

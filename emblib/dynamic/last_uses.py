@@ -70,9 +70,8 @@ class LastUses:
         self._first_elements = [0]
         for spec, width in zip(specs, self.num_further_levels, strict=True):
             self._first_elements.append(self._first_elements[-1] + spec.rows * width)
-        self.buffer = memory.reserve(
-            self._first_elements[-1] + 1, torch.int64, device
-        )  # with a spare entry
+        num_elements = self._first_elements[-1] + 1  # with a spare one
+        self.buffer = memory.reserve(num_elements, torch.int64, device)
         element_bytes = self.buffer.itemsize
         layout = [
             [[first * element_bytes, width * element_bytes]]
@@ -123,7 +122,7 @@ class LastUses:
         index: HashIndex,
         table: int,
         slots: slice,
-        before: Sequence[int],
+        first_alive_ticks: Sequence[int],
         effects: Effects,
     ) -> Tensor:
         """Remove the keys whose last use of every level is too old; return them, int64 `[n]`.
@@ -132,16 +131,16 @@ class LastUses:
             index: the keys.
             table: number of the table.
             slots: slots of the table to search; those beyond its capacity are ignored.
-            before: first tick of use with which a key is alive, by level.
+            first_alive_ticks: first tick of use with which a key is alive, by level.
             effects: native calls that were made before an interruption.
 
         The host waits for the device.
         """
         entries = index.table_entries(table)[slots]
         stamps = entries[:, HashEntryColumn.STAMP]
-        is_old = (index.table_tags(table)[slots] != 0) & (stamps < before[0])
+        is_old = (index.table_tags(table)[slots] != 0) & (stamps < first_alive_ticks[0])
         uses = self.view(table)[slots][: is_old.numel()]
-        for level, tick in enumerate(before[1:]):
+        for level, tick in enumerate(first_alive_ticks[1:]):
             is_old &= uses[:, level] < tick
         # A copy: after an interruption the keys may be gone already.
         old_keys = entries[is_old, HashEntryColumn.KEY]
@@ -163,7 +162,7 @@ class LastUses:
             self.view(t)[: uses.size(0)] = uses.to(self.buffer.device)
 
     def nbytes(self, capacities: Sequence[int]) -> int:
-        """Return the bytes of the slots in use; `capacities` are their numbers by table."""
+        """Return the bytes of the slots in use; `capacities` has their number by table."""
         counts = zip(capacities, self.num_further_levels, strict=True)
         return self.buffer.itemsize * sum(rows * width for rows, width in counts)
 

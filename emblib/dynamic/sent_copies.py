@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class SentAsCopy:
-    """Mixin of modules that `torch.multiprocessing` sends as copies; all subclasses are too."""
+    """Mixin of modules that `torch.multiprocessing` sends as copies, and of their subclasses."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -23,10 +23,10 @@ class SentAsCopy:
 
 
 def _as_bytes(module: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-    """Return how to unpickle a module whose tensors are in the pickle, not in shared memory.
+    """Return the function that unpickles a module, and its argument, bytes with all tensors.
 
-    Shared memory would also have to outlive the call, until the new process has started, and
-    copies that are made while pickling do not.
+    Tensors in shared memory would have to live until the new process has started. Copies that a
+    module makes while it is pickled do not live so long.
     """
     return pickle.loads, (pickle.dumps(module, pickle.HIGHEST_PROTOCOL),)
 

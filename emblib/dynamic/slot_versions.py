@@ -100,7 +100,7 @@ class SlotVersions:
         """Count a change."""
         self.current += 1
 
-    def forget(self) -> None:
+    def note_all_emptied(self) -> None:
         """Count a change that empties all tables, and drop the versions by slot."""
         self.current += 1
         self._emptied_at = [self.current] * len(self._emptied_at)
@@ -125,7 +125,7 @@ class SlotVersions:
                 answer is whether the table was emptied.
             version: version at which a living watcher was registered.
         """
-        self.settle(index)
+        self.store_last_insertion(index)
         was_emptied = [emptied_at > version for emptied_at in self._emptied_at]
         has_left = torch.full_like(slots, all(was_emptied), dtype=torch.bool)
         if any(was_emptied) and not all(was_emptied):
@@ -135,18 +135,18 @@ class SlotVersions:
         return has_left
 
     def note_batch(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Keep the insertion of a batch with misses, if anything watches."""
+        """Remember the insertion of a batch with misses, if a watcher is alive."""
         if self._watchers:
             self._last_insertion = LastInsertion(self.current, keys, inserted)
 
     def note_inserted(self, index: VersionedIndex, table: int, slots: Tensor) -> None:
         """Note that keys of a table were put into these slots, int64; -1 for none."""
-        self.settle(index)
+        self.store_last_insertion(index)
         if self._watchers:
             elements = slots[slots >= 0].to(index.tags.device) + self._first_slots[table]
             self._allocate_versions(index)[elements] = self.current
 
-    def settle(self, index: VersionedIndex) -> None:
+    def store_last_insertion(self, index: VersionedIndex) -> None:
         """Store the last insertion's version by slot if a watcher needs it, then forget it."""
         insertion = self._last_insertion
         if insertion is None:

@@ -469,6 +469,11 @@ def track_evictions(state: DynamicState, max_keys: int = 1 << 24) -> EvictionLog
 
     Beyond `max_keys` per table the oldest are dropped. If evictions are tracked already, the
     existing log is returned, and `max_keys` has no effect.
+
+    Raises:
+        TypeError: `max_keys` is no int.
+        ValueError: `max_keys` is below 1.
+        Exception: the backing store raised it.
     """
     if state.eviction_log is None:
         if state.backing is not None:  # no thread may move rows while there is a log
@@ -599,8 +604,10 @@ def skip_pause(state: DynamicState, duration: timedelta | None = None) -> None:
         duration: the length of the pause; None is the time since the last training forward.
 
     Raises:
-        ValueError: no table has a ttl that is a time, or the pause is negative.
+        ValueError: no table has a ttl that is a time, the pause is negative, or the clock returned
+            a number that is no time.
         TypeError: the pause is not a `datetime.timedelta`.
+        Exception: the clock raised it.
     """
     if duration is not None and not isinstance(duration, timedelta):
         raise TypeError(f"a pause is a datetime.timedelta, or None, got {duration!r}")

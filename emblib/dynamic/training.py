@@ -429,8 +429,10 @@ def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str
         The number of removed keys by table name, in both tiers.
 
     Raises:
-        ValueError: the table has no ttl; or none has.
+        ValueError: the table has no ttl, or none has, or the clock returned a number that is no
+            time.
         KeyError, IndexError: there is no such table.
+        Exception: the clock or the backing store raised it.
     """
     table_number = None if table is None else state.table_number(table)
     expiry, tick, effects, sweeps = state.expiry, state.index.tick, Effects(), list[Sweep]()

@@ -47,7 +47,7 @@ def test_their_files_of_two_ranks_are_read(tmp_path: Path) -> None:
 def test_what_is_written_has_their_names_and_numbers(tmp_path: Path) -> None:
     entries = make(20)
     dynamicemb_files.write(
-        tmp_path, "items", Layout("lru"), DynamicEmbTable(entries, {"lr": 0.1}), clock=60
+        tmp_path, "items", Layout("lru"), DynamicEmbTable(entries, {"lr": 0.1}), tick=60
     )
     assert {path.name for path in tmp_path.iterdir()} == {
         "items_emb_keys.rank_0.world_size_1",
@@ -77,7 +77,7 @@ def test_there_and_back(order: str, count: int, tmp_path: Path) -> None:
     given = make(count, scored=order in ("lfu", "lru_lfu", "assigned"))
     counts = (given.keys[:7] + 1, torch.arange(min(count, 7)))
     dynamicemb_files.write(
-        tmp_path, "items", Layout(order), DynamicEmbTable(given, {}, counts), clock=50
+        tmp_path, "items", Layout(order), DynamicEmbTable(given, {}, counts), tick=50
     )
     found = dynamicemb_files.read(tmp_path, "items", 6, ADAM, Layout(order))
     assert torch.equal(found.entries.keys, given.keys)
@@ -98,11 +98,11 @@ def test_there_and_back(order: str, count: int, tmp_path: Path) -> None:
 
 
 def test_writing_again_replaces_all_of_a_table_and_nothing_else(tmp_path: Path) -> None:
-    dynamicemb_files.write(tmp_path, "items_2", Layout("lru"), DynamicEmbTable(make(3)), clock=50)
-    dynamicemb_files.write(tmp_path, "items", Layout("lru"), DynamicEmbTable(make(30)), clock=50)
+    dynamicemb_files.write(tmp_path, "items_2", Layout("lru"), DynamicEmbTable(make(3)), tick=50)
+    dynamicemb_files.write(tmp_path, "items", Layout("lru"), DynamicEmbTable(make(30)), tick=50)
     plain = make(5)
     plain = Entries(plain.keys, plain.stamps, None, {"weight": plain.rows["weight"]})
-    dynamicemb_files.write(tmp_path, "items", Layout("lru"), DynamicEmbTable(plain), clock=50)
+    dynamicemb_files.write(tmp_path, "items", Layout("lru"), DynamicEmbTable(plain), tick=50)
     assert list(dynamicemb_files.read(tmp_path, "items", 6, ADAM, Layout("lru")).entries.rows) == [
         "weight"
     ]

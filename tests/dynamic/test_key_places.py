@@ -26,9 +26,9 @@ def test_places_are_those_of_a_dict(least: int, monkeypatch: pytest.MonkeyPatch)
         assert places.find(gone).tolist() == [-1] * gone.numel()
         assert places.size == len(expected) == len(set(expected.values()))
     again = SlotAllocator()
-    again.restore(held, places.find(held), places.high)
+    again.restore(held, places.find(held), places.end_assigned)
     assert again.find(held).tolist() == list(expected.values())
-    assert again.add(gone).max() < places.high, "freed places are given first"
+    assert again.add(gone).max() < places.end_assigned, "freed places are given first"
 
 
 def test_slots_that_were_freed_last_are_reused_first() -> None:

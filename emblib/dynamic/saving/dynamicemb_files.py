@@ -94,7 +94,7 @@ class Layout:
 
 
 def write(
-    directory: str | Path, name: str, layout: Layout, table: DynamicEmbTable, clock: int
+    directory: str | Path, name: str, layout: Layout, table: DynamicEmbTable, tick: int
 ) -> None:
     """Write a table as rank 0 of 1, which any number of ranks can load.
 
@@ -107,14 +107,14 @@ def write(
         layout: layout of the table.
         table: table to write; its `arguments` are added to the layout's. DynamicEmb loads optimizer
             states only if they have `lr` and the optimizer's other arguments.
-        clock: the tick from which ages count.
+        tick: the current tick, from which ages count.
 
     Raises:
         OSError: the files cannot be written or moved; the old ones stay, see `commit`.
     """
     discard(directory, name)
     try:
-        stage(directory, name, layout, table, clock)
+        stage(directory, name, layout, table, tick)
         commit([(directory, name)], 1)
     except BaseException:
         discard(directory, name)
@@ -126,7 +126,7 @@ def stage(
     name: str,
     layout: Layout,
     table: DynamicEmbTable,
-    clock: int,
+    tick: int,
     *,
     part: Part = Part(),  # noqa: B008
 ) -> None:
@@ -146,7 +146,7 @@ def stage(
     states = [rows for key, rows in entries.rows.items() if key not in (WEIGHT, LAST_USES)]
     if states:
         _write_rows(path("emb_opt_values"), states, len(entries))
-    _write_numbers(path("emb_scores"), _score_columns(entries, layout, clock))
+    _write_numbers(path("emb_scores"), _score_columns(entries, layout, tick))
     if table.counts is not None:
         _write_numbers(path("counter_keys"), table.counts[0])
         _write_numbers(path("counter_frequencies"), table.counts[1])
@@ -350,10 +350,10 @@ def _is_key_file(file: str) -> bool:
     return "_emb_keys." in file
 
 
-def _score_columns(entries: Entries, layout: Layout, clock: int) -> Tensor:
+def _score_columns(entries: Entries, layout: Layout, tick: int) -> Tensor:
     """Return the scores as DynamicEmb stores them: int64 `[n]`, for lru_lfu `[n, 2]`."""
     if layout.order == "lru":
-        return clock - entries.stamps
+        return tick - entries.stamps
     if layout.order == "lru_lfu" and entries.scores is not None:
         columns = [entries.stamps, entries.scores]
         return torch.stack(columns[::-1] if layout.uses_first else columns, 1)

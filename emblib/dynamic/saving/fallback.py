@@ -1,4 +1,4 @@
-"""Fallback rows in checkpoints, in a form that shards divide and join like entries.
+"""Fallback rows in checkpoints, in a form that is divided among shards and joined like entries.
 
 Fallback row f of F serves the keys in the f-th of F equal ranges of routes. A shard of W has the
 keys in one of W ranges. So if F is a multiple of W, one shard uses each fallback row. A saved row

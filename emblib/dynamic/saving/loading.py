@@ -339,8 +339,8 @@ def _has_levels_of(uses: Rows | None, target: TableTarget) -> TypeGuard[Rows]:
 def replace(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
     """Replace the entries of a table; if not all fit, keep those that would be evicted last.
 
-    All rows of a table are filled, unless too few keys hash to one of its buckets. Raises
-    ValueError for entries that do not fit, before anything is written.
+    Of more entries than the capacity only the best are tried; of these a few may find no slot.
+    Raises ValueError for entries that do not fit, before anything is written.
     """
     check(target, entries)
     return replace_unchecked(target, entries, report)

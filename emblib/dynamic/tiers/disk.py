@@ -305,9 +305,9 @@ class RowFile:
             return slots, new_keys
         self._last_read = None
         slots[is_new] = self.allocator.add(new_keys)
-        if self.allocator.high > self.num_slots:
+        if self.allocator.end_assigned > self.num_slots:
             try:
-                self._resize(max(self.allocator.high, self.num_slots + self.num_slots // 4))
+                self._resize(max(self.allocator.end_assigned, self.num_slots + self.num_slots // 4))
             except OSError:
                 self.allocator.remove(new_keys)
                 raise
@@ -346,8 +346,8 @@ class RowFile:
     @property
     def end_slot(self) -> int:
         """Return the end of the slots that may have a row."""
-        # `high` exceeds `num_slots` after a full disk.
-        return min(self.allocator.high, self.num_slots)
+        # After a full disk `end_assigned` exceeds `num_slots`.
+        return min(self.allocator.end_assigned, self.num_slots)
 
     def stored_slots(self) -> Tensor:
         """Return the slots of all rows that are not in the fast tier, int64, ascending."""

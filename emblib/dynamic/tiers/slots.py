@@ -29,14 +29,14 @@ class SlotAllocator:
     full is in a dict instead.
 
     Attributes:
-        high: end of the slots that were ever assigned: 1 plus the largest of them, 0 without.
+        end_assigned: 1 plus the largest slot that was ever assigned, 0 if none was.
     """
 
     def __init__(self) -> None:
         self._make_index(_MIN_CAPACITY)
         self._free_slots = torch.empty(_MIN_FREE_SLOTS, dtype=torch.int64)  # a stack of free slots
         self._num_free = 0
-        self.high = 0
+        self.end_assigned = 0
 
     def _make_index(self, capacity: int) -> None:
         """Create an empty map of a capacity."""
@@ -96,8 +96,8 @@ class SlotAllocator:
         num_reused = min(num_keys, self._num_free)
         self._num_free -= num_reused
         reused_slots = self._free_slots[self._num_free : self._num_free + num_reused].flip(0)
-        new_slots = torch.arange(self.high, self.high + num_keys - num_reused)
-        self.high += new_slots.numel()
+        new_slots = torch.arange(self.end_assigned, self.end_assigned + num_keys - num_reused)
+        self.end_assigned += new_slots.numel()
         file_slots = torch.cat([reused_slots, new_slots])
         self._insert_file_slots(keys, file_slots)
         return file_slots
@@ -133,16 +133,17 @@ class SlotAllocator:
         self._free_slots[self._num_free : num_free] = slots
         self._num_free = num_free
 
-    def restore(self, keys: Tensor, file_slots: Tensor, high: int) -> None:
-        """Replace the map by these keys and slots, int64 `[n]`; other slots below `high` are free.
+    def restore(self, keys: Tensor, file_slots: Tensor, end_assigned: int) -> None:
+        """Replace the map by keys and their slots, int64 `[n]` each.
 
-        Keys must be distinct, and slots too; neither is checked.
+        Other slots below `end_assigned` are free. Keys must be distinct, and slots too; neither is
+        checked.
         """
         self._make_index(_MIN_CAPACITY)
         self._reserve(keys.numel())
         self._insert_file_slots(keys, file_slots)
-        is_free = torch.ones(high, dtype=torch.bool)
+        is_free = torch.ones(end_assigned, dtype=torch.bool)
         is_free[file_slots] = False
         self._num_free = 0
         self._push_free(is_free.nonzero().squeeze(1).flip(0))
-        self.high = high
+        self.end_assigned = end_assigned
