@@ -1,4 +1,7 @@
-"""The report of an anchor, which runs a published configuration: its figures, ours, verdicts."""
+"""The report of an anchor, a run of a published configuration: its figures, ours, and verdicts.
+
+A *published figure* is a number; the figures of the report are drawings.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ MAX_NAMED = 3  # figures that a sentence names; the table has the others
 
 
 def answer(run: Run) -> list[str]:
-    """Count the verdicts; append the answer of a run of the kind `time`."""
+    """Count the verdicts and name the figures behind them; append the answer of the kind `time`."""
     judgements = anchors.judge_run(run)
     if not judgements:
         return [f"No figure in reports/published names {run.config.name} as its experiment."]
@@ -41,13 +44,13 @@ def answer(run: Run) -> list[str]:
     sentences = [f"Of {len(judgements)} published figures: {counts_text}."]
     for verdict in (Reproduction.REPRODUCED, Reproduction.DIFFERS):
         figure_names = [
-            f"{f.figure.name} ({_format_pair(f)})" for f in judgements if f.verdict is verdict
+            f"{j.figure.name} ({_format_pair(j)})" for j in judgements if j.verdict is verdict
         ]
         if figure_names:
             sentences.append(f"{verdict.value.capitalize()}: {'; '.join(figure_names)}.")
-    not_run = [f for f in judgements if f.verdict is Reproduction.NOT_RUN and math.isfinite(f.ours)]
+    not_run = [j for j in judgements if j.verdict is Reproduction.NOT_RUN and math.isfinite(j.ours)]
     if not_run:
-        figure_names = [f"{f.figure.name} ({_format_pair(f)})" for f in not_run[:MAX_NAMED]]
+        figure_names = [f"{j.figure.name} ({_format_pair(j)})" for j in not_run[:MAX_NAMED]]
         num_more = len(not_run) - MAX_NAMED
         more_note = f"; {num_more} more in the table" if num_more > 0 else ""
         sentences.append(
@@ -57,21 +60,21 @@ def answer(run: Run) -> list[str]:
     return sentences + ([] if timed_answer[0].startswith("No answer") else timed_answer)
 
 
-def _format_pair(finding: JudgedFigure) -> str:
+def _format_pair(judgement: JudgedFigure) -> str:
     """Return our number and the published one, e.g. '1.23 for 1.2 ms'."""
-    figure = finding.figure
-    return f"{text.digits(finding.ours, 4)} for {format_number(figure.value)} {figure.unit}"
+    figure = judgement.figure
+    return f"{text.digits(judgement.ours, 4)} for {format_number(figure.value)} {figure.unit}"
 
 
 def tables(run: Run) -> list[TitledTable]:
     """Return a table per publication that the run is compared with, then the tables of `keys`."""
     judgements = anchors.judge_run(run)
-    sources = {f.source.key: f.source for f in judgements}
+    sources = {j.source.key: j.source for j in judgements}
     published = [
         TitledTable(
             f"Published: {source.title}",
             f"Source: {source.source}. {source.note}".strip(),
-            table([f for f in judgements if f.source.key == key]),
+            table([j for j in judgements if j.source.key == key]),
         )
         for key, source in sources.items()
     ]
@@ -79,7 +82,7 @@ def tables(run: Run) -> list[TitledTable]:
 
 
 def table(judgements: Sequence[JudgedFigure]) -> Table:
-    """Return one row per figure, conclusive verdicts first."""
+    """Return one row per published figure, conclusive verdicts first."""
     order = list(Reproduction)
     rows = sorted(judgements, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
     columns: dict[str, Column] = {
@@ -95,18 +98,20 @@ def table(judgements: Sequence[JudgedFigure]) -> Table:
     return Table.of(rows, columns)
 
 
-def _our_value(finding: JudgedFigure) -> Value:
+def _our_value(judgement: JudgedFigure) -> Value:
     """Return our number with its interval."""
-    number = text.digits(finding.ours, 4)
-    if math.isfinite(finding.lo) and math.isfinite(finding.hi):
-        number += f" [{text.digits(finding.lo)}, {text.digits(finding.hi)}]"
-    return Value(number, finding.ours)
+    number = text.digits(judgement.ours, 4)
+    if math.isfinite(judgement.lo) and math.isfinite(judgement.hi):
+        number += f" [{text.digits(judgement.lo)}, {text.digits(judgement.hi)}]"
+    return Value(number, judgement.ours)
 
 
-def _our_origin(finding: JudgedFigure) -> str:
+def _our_origin(judgement: JudgedFigure) -> str:
     """Return the arm and the device of our number; a dash without a number."""
-    point = finding.figure.ours
-    return f"{_arm_label(point.arm)}, {finding.device}" if point and finding.device else text.DASH
+    point = judgement.figure.ours
+    return (
+        f"{_arm_label(point.arm)}, {judgement.device}" if point and judgement.device else text.DASH
+    )
 
 
 def _arm_label(arm: str) -> str:
@@ -120,7 +125,7 @@ def _arm_label(arm: str) -> str:
 
 def figures(run: Run) -> list[Figure]:
     """Return published figures and ours, then the figures of a run of the kind `time`."""
-    pairs = [f for f in anchors.judge_run(run) if f.verdict is not Reproduction.NOT_RUN]
+    pairs = [j for j in anchors.judge_run(run) if j.verdict is not Reproduction.NOT_RUN]
     result = []
     if pairs:
         height = 1.2 + max(MIN_HEIGHT, LINE_HEIGHT * len(pairs))
@@ -146,13 +151,13 @@ def _pair_chart(judgements: Sequence[JudgedFigure]) -> Drawing:
     """Draw one line per pair, with both numbers, on the scale of their ratio."""
 
     def draw(axes: Axes) -> None:
-        for line, finding in enumerate(judgements):
-            colour = VERDICT_COLOURS[finding.verdict]
-            ratio = finding.ours / finding.figure.value
+        for line, judgement in enumerate(judgements):
+            colour = VERDICT_COLOURS[judgement.verdict]
+            ratio = judgement.ours / judgement.figure.value
             axes.plot([1.0, ratio], [line, line], color=colour, lw=1.2)
             axes.plot(1.0, line, "D", mfc="none", color=INK, ms=7)
             axes.plot(ratio, line, "o", color=colour, ms=8)
-            label = f"{_format_pair(finding)}: {finding.verdict.value}"
+            label = f"{_format_pair(judgement)}: {judgement.verdict.value}"
             axes.annotate(
                 label,
                 (1.0, line),

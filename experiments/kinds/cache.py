@@ -1,7 +1,7 @@
 """The kind `cache`: hit rates of traces through real and ideal caches of several sizes.
 
-A *record* has the hits of every batch of a trace, in one cache (the arm) of one size. Hit rates are
-those of the last batches; the first ones fill the cache.
+A *record* has the hits of the batches of a trace, in order, in one cache (the arm) of one size. Hit
+rates are those of the counted batches, the last `record["batches"]` ones; earlier ones fill it.
 """
 
 from __future__ import annotations

@@ -125,9 +125,9 @@ def growth_frame(records: Sequence[Record]) -> pd.DataFrame:
     `section`, `cell`, `contender`, `arm`, `label`, and the axes of the workload identify the table.
     `status` and `reason` are the outcome, `processes` the number of good records. Of the first
     process: `lookups` (new keys per call), `calls`, and `keys_there` (keys of all calls).
-    Seconds: `median_s` and `p99_s` of all calls, `longest_s` (median over processes of the longest
-    call of each), `total_s`. Bytes: `peak_bytes` while it grows, `kept_bytes` at the end, and
-    `peak_over_kept`; nan where the system does not measure memory.
+    Seconds: `median_s` and `p99_s` of all calls; `longest_s` and `total_s`, medians over processes
+    of the longest call and of the sum of all. Bytes: `peak_bytes` while it grows, `kept_bytes` at
+    the end, and their ratio `peak_over_kept`; nan where the system does not measure memory.
     """
     groups = metrics.group_records(records, Growth.name, lambda r: (r["cell"], r["arm"]))
     return pd.DataFrame([_growth_row(group) for group in groups.values()])
@@ -140,7 +140,6 @@ def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
     by_process = [metrics.seconds(r, GROWTH_PHASE) for r in ok_records]
     call_seconds = [s for seconds in by_process for s in seconds]
     call_time, call_tails = statistics.summarise(call_seconds), statistics.tail_of(call_seconds)
-    # The median over processes of the longest call of each.
     longest_call = statistics.summarise([max(seconds) for seconds in by_process if seconds])
     total_time = statistics.summarise([sum(seconds) for seconds in by_process if seconds])
     peak_bytes, final_bytes = (_median(ok_records, name) for name in ("peak_bytes", "kept_bytes"))

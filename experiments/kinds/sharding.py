@@ -21,7 +21,8 @@ from experiments.kinds import base
 from experiments.results import metrics
 from experiments.results.store import Record
 
-STEP, COMPUTE = "step", "local"  # phases: a whole step; lookup and update of a rank's own rows
+# Phases: a whole step, and its part on a rank's own rows, lookup and update.
+STEP, COMPUTE = "step", "local"
 # Phases that are parts of a step (`Contender.parts`) -> heading of the report's column.
 PARTS = {"input": "distribute ids", "local": "look up and update", "output": "combine outputs"}
 SAME_BATCH = ("T", "E", "D", "L", "s", "q")  # axes that are the same in every world

@@ -27,11 +27,11 @@ VARIABLES = (
 )
 
 
-def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
+def environment_content(device: torch.device, words: list[str]) -> dict[str, Any]:
     """Return the content of environment.json: machine and software, without host name and user.
 
-    `words` are the words of the command line. They, and the values of VARIABLES, are copied
-    unchanged: paths in them are not removed.
+    `words` are the words of the command line. They and the values of VARIABLES are copied as they
+    are, with the paths in them. A fact that the system does not state is None.
     """
     cpu = Cpu()
     flags = cpu.instructions()

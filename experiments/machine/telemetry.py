@@ -137,7 +137,7 @@ class CpuTelemetry(Telemetry):
 
 
 class NvmlTelemetry(Telemetry):
-    """Sample a GPU in a thread, ten times per second, while a race runs.
+    """Sample a GPU in a thread, ten times per second, while a race runs; start it only once.
 
     A lock protects the samples and reasons, which the thread and the race share. `pause` is a
     function that waits for some seconds and returns True to end the thread.

@@ -135,9 +135,7 @@ def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, 
 
 
 def fill(table: KeyTable, calls: Calls) -> int:
-    """Insert keys until FULL_SHARE of `table.task.resident` are present.
-
-    Return the number of inserted keys.
+    """Insert keys until FULL_SHARE of `table.task.resident` are present; return how many.
 
     Filling a table completely takes more keys than slots, because late keys evict earlier ones
     before the last slot is taken. Some of the evicted keys are keys that calls use, which are

@@ -1,10 +1,10 @@
 """Methods that compress the large tables of a model to a share of their bytes.
 
-A method is a module on the CPU that maps ids of K fields to rows, `[B, K] -> [B, K, dim]`, and that
-backward updates. Most methods are a `StoredTables` of tables that a `configure_*` function defines.
-Others are a class, or a function `build_*` that returns a `StoredTables`. A new method is one of
-these, and a line in METHODS. All raise Unsupported for a task that they cannot do, for example with
-too few bytes.
+A method is a module, built on the CPU, that maps ids of K fields to rows, `[B, K] -> [B, K, dim]`;
+backward updates its tables. Most methods are a `StoredTables` of tables that a `configure_*`
+function defines. Others are a class, or a function `build_*`. To add a method, write one of these
+and a line in METHODS. Building a method raises Unsupported for a task that it cannot do, for
+example with too few bytes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class MethodTask:
         dim: number of columns of a row.
         share: permitted bytes ÷ bytes of the plain float32 table, for each table.
         learning_rate: learning rate of Adagrad.
-        counts: number of training samples with each id, int64 [rows] per table; () if unknown.
-            `HotRows` and `build_from_plain` need them, `build_planned` uses them.
+        counts: number of training samples with each id, int64 [rows] per table; () if unknown,
+            for which `HotRows` and `build_from_plain` raise Unsupported.
         trained: function that returns the rows of the trained plain tables, float32 [rows, dim] per
             table; None if they were not trained. `build_from_plain` needs it.
     """
@@ -87,7 +87,7 @@ class Method(nn.Module):
         task: tables to compress.
         trained_bytes: bytes of parameters and indices, without optimizer states.
         served_bytes: the same with tables of `storage.Dense` quantised to 8 bits.
-        ranks: first rank of each table that is a tensor train, in order; projected tables are.
+        ranks: first rank of each table that is a tensor train, in order; a projected table is one.
     """
 
     def __init__(self, task: MethodTask) -> None:

@@ -54,7 +54,7 @@ class Run:
     Attributes:
         path: directory of the run.
         config: config.yaml, with present names of keys that were renamed.
-        environment: environment.json, see `machine.environment.describe`; {} if it is missing.
+        environment: environment.json (`machine.environment.environment_content`); {} without it.
         info: run.json: question, status and counts of the whole run.
         records: lines of points.jsonl in the order of the experiment's cells, see `Record`.
         frames: tables of numbers that the kinds compute from the records (`Kind.frames`), by the

@@ -180,7 +180,7 @@ def _unfinished_sentences(run: Run) -> list[str]:
         ending = "Interrupted" if status == "interrupted" else f"Ended early ({status})"
         sentences.append(
             f"{ending} after {num_cells} of {run.info.get('cells')} cells; "
-            "the same command goes on."
+            "the same command continues."
         )
     counts_below_plan = [n for n in processes.values() if n < run.planned_processes]
     if counts_below_plan:
@@ -196,8 +196,8 @@ def _unfinished_sentences(run: Run) -> list[str]:
     if num_left_out:
         sentences.append(
             f"{num_left_out} of {text.count(run.info['cells'], 'cell')} were not measured: the "
-            "time of the run (timing.total_seconds) was used up. The same command goes on with "
-            "them."
+            "time of the run (timing.total_seconds) was used up. The same command continues "
+            "with them."
         )
     return sentences
 

@@ -31,7 +31,7 @@ class Nature(Enum):
 
 
 class Quantity(Enum):
-    """The quantity of a published figure; `_our_number` computes it from a row of our results."""
+    """The quantity of a published figure; FORMULAS compute it from a row of our results."""
 
     compression = "compression"  # bytes of plain tables ÷ bytes
     us_per_lookup = "us_per_lookup"
@@ -45,7 +45,7 @@ class Quantity(Enum):
 
 @dataclass
 class RunPoint:
-    """The place of our number: section, arm and phase of a row of results."""
+    """The row of our results to compare with: its section, arm and phase."""
 
     section: str
     arm: str
@@ -120,9 +120,14 @@ def publications_of(name: str, folder: Path = FOLDER) -> list[Publication]:
 
 
 def read_publication(path: Path) -> Publication:
-    """Read one file; raise ValueError for wrong entries, or OmegaConf's error if it is no YAML.
+    """Read one file of reports/published.
 
-    `device`, `device_words` and `work` of the file apply to every row that does not override them.
+    `device`, `device_words` and `work` of the file apply to every row; a row may override them, of
+    `work` entry by entry.
+
+    Raises:
+        ValueError: an entry is wrong or missing.
+        yaml.YAMLError, OSError: the file is no YAML, or cannot be read.
     """
     raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
     shared: dict[str, Any] = {
@@ -187,9 +192,12 @@ class JudgedFigure:
     device: str = ""  # device of our run; "" without a number
 
 
-def count_verdicts(judged: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
-    """Return the number of figures by verdict."""
-    return {verdict: sum(f.verdict is verdict for f in judged) for verdict in Reproduction}
+def count_verdicts(judgements: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
+    """Return the number of judgements by verdict; verdicts without one have 0."""
+    return {
+        verdict: sum(judgement.verdict is verdict for judgement in judgements)
+        for verdict in Reproduction
+    }
 
 
 def judge_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
@@ -215,7 +223,9 @@ def judge_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> li
 def judge_run(run: Run) -> list[JudgedFigure]:
     """Compare a run with every publication whose configuration its experiment runs."""
     return [
-        f for source in publications_of(str(run.config.name)) for f in judge_figures(run, source)
+        judgement
+        for source in publications_of(str(run.config.name))
+        for judgement in judge_figures(run, source)
     ]
 
 
@@ -283,7 +293,7 @@ FORMULAS: Mapping[Quantity, Formula] = {
 
 
 def _our_number(figure: PublishedFigure, row: pd.Series) -> tuple[float, float, float]:
-    """Return our number and the ends of its interval; nan for what we do not have."""
+    """Return our number in the figure's unit, and the ends of its interval; nan if unknown."""
     if figure.quantity is Quantity.times_baseline:
         our_value, *ends = (float(row[name]) for name in ("ratio", "ratio_lo", "ratio_hi"))
     elif figure.quantity in FORMULAS:

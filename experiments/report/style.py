@@ -108,9 +108,9 @@ mpl.use("Agg")
 Drawing = Callable[[Axes], None]
 WIDTH, HEIGHT = 4.6, 3.5  # inches of a panel
 SUBTITLE_LINE = 0.17  # height in inches of a line below a sheet's title
-SUBTITLE_LETTERS = 14  # letters per inch of such a line
+SUBTITLE_LETTERS = 14  # letters per inch of a line below the title
 TITLE_LINE = 0.26  # height in inches of a line of a sheet's title
-TITLE_LETTERS = 8.5  # letters per inch of such a line
+TITLE_LETTERS = 8.5  # letters per inch of a line of the title
 SUBTITLE_GAP = 0.12  # inches between the title and the lines below it
 
 

@@ -44,7 +44,7 @@ class Job:
     cell_number: int = 0
 
     def key(self, config: Config) -> tuple[str, int]:
-        """Return the key of the measurement, which is the same in any run."""
+        """Return (point_key, replicate), by which a later run finds the records of the job."""
         packages = kinds.find(self.cell.kind).measurement.packages
         return point_key(self.cell, config, packages), self.replicate
 

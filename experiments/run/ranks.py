@@ -56,7 +56,7 @@ class ProcessSync(RankSync):
         self.remote_failures: dict[str, Exception] = {}
 
     def phases(self, key: str, phases: Mapping[str, Phase]) -> Mapping[str, Phase]:
-        """Wrap the phases: each records its failure, and raises another rank's earlier failure."""
+        """Wrap the phases: each records its failure, and raises that of another rank."""
 
         def run_phase(phase: Phase, batch: int) -> object:
             if key in self.remote_failures:
@@ -91,7 +91,9 @@ class ProcessSync(RankSync):
         """
         by_rank = self.peers.exchange({key: (o.status, o.reason) for key, o in outcomes.items()})
         for key, outcome in outcomes.items():
-            failures = [(rank, *o[key]) for rank, o in enumerate(by_rank) if o[key][0] != "ok"]
+            failures = [
+                (rank, *ends[key]) for rank, ends in enumerate(by_rank) if ends[key][0] != "ok"
+            ]
             if failures and outcome.status == "ok":
                 rank, outcome.status, reason = failures[0]
                 outcome.reason = f"rank {rank}: {reason}"
@@ -157,7 +159,7 @@ class RankClock(Clock):
                 raise shared_error
             if failure is None:
                 sync.remote_failures[task.key.partition("/")[0]] = shared_error
-                task.call()  # raises `shared_error` within the arm's call: the race catches it
+                task.call()  # `run_phase` of `phases` raises `shared_error`; the race catches it
         return Reading(seconds, wall, cost, bool(exposed))
 
     def adapt(self, phase: Phase, pool: int) -> Phase:

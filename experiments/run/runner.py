@@ -51,10 +51,10 @@ FAILURES = ("error", "timeout", "wrong")  # statuses by which a run fails
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Measure and report; return the exit status (see cli.HELP).
+    """Measure the cells of an experiment and write its report; return the exit status (cli.HELP).
 
-    A dry run prints the plan instead. The `runner` of a kind, if it has one, is called instead. In
-    the main thread, SIGTERM acts as Ctrl-C from now on.
+    A dry run prints the plan instead. A kind with a `runner` has that called instead. In the main
+    thread, SIGTERM acts as Ctrl-C from now on.
 
     Args:
         config: checked configuration.
@@ -147,7 +147,7 @@ class JobRunner:
         num_jobs: number of jobs with records.
         num_reused: number of these jobs whose records are of earlier runs.
         num_left_out: number of jobs for which no time was left.
-        num_remaining: number of further processes of each cell that was begun, by key.
+        num_remaining: number of processes that admitted cells still need, by key.
         cells_left_out: keys of the cells for which no time was left.
     """
 

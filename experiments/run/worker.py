@@ -135,7 +135,7 @@ def send_survey(pipe: Connection, config: Config, device: torch.device, words: l
     """Send the content of environment.json, ceilings included; the child of `survey` runs it."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
-    facts = environment.describe(device, words)
+    facts = environment.environment_content(device, words)
     facts |= context_of(facts) | {"preflight": preflight.check(device)}
     seconds = 0.0 if config.timing.max_rows else CEILING_SECONDS
     ceilings = bandwidth.measure_ceilings(device, seconds)

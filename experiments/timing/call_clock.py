@@ -41,7 +41,7 @@ class CallClock(Clock):
     """A clock of the host around the inner calls, between two synchronisations on a GPU.
 
     The mode is hot or wall, or cold on a CPU; others raise UnsupportedMode. `now` is a clock in
-    nanoseconds. A sample is the time of the phases that `adapt` returned; other calls count as 0.
+    nanoseconds. A sample is the time that phases returned by `adapt` measure within its call.
 
     Attributes:
         call_ns: nanoseconds of the calls of the present sample ÷ `TimedCall.repeats`.

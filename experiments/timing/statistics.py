@@ -171,12 +171,12 @@ def pool_spreads(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None
     return ProcessSpread(math.sqrt(sum_of_squares / degrees_of_freedom), degrees_of_freedom)
 
 
-def combine_processes(logs: Sequence[float], others: ProcessSpread | None = None) -> Effect:
+def combine_processes(logs: Sequence[float], pooled: ProcessSpread | None = None) -> Effect:
     """Return the effect over processes from their log ratios; nan for none.
 
-    `others` is the pooled spread of all comparisons of the run, which only two processes use:
-    with one degree of freedom, an interval from their own spread is mostly far too wide, sometimes
-    far too narrow. They use the larger of both spreads, and the degrees of freedom of the pool.
+    `pooled` is the spread of all comparisons of the run. Only two processes use it: with one degree
+    of freedom, an interval from their own spread is mostly far too wide, sometimes far too narrow.
+    They use the larger of both spreads, and the degrees of freedom of the pool.
     """
     num_processes = len(logs)
     if not num_processes:
@@ -187,10 +187,10 @@ def combine_processes(logs: Sequence[float], others: ProcessSpread | None = None
     spread, degrees_of_freedom = statistics.stdev(logs), num_processes - 1
     if (
         num_processes == MIN_PROCESSES
-        and others is not None
-        and others.degrees_of_freedom > degrees_of_freedom
+        and pooled is not None
+        and pooled.degrees_of_freedom > degrees_of_freedom
     ):
-        spread, degrees_of_freedom = max(spread, others.spread), others.degrees_of_freedom
+        spread, degrees_of_freedom = max(spread, pooled.spread), pooled.degrees_of_freedom
     half_width = t_quantile(degrees_of_freedom) * spread / math.sqrt(num_processes)
     return Effect(
         math.exp(mean),
@@ -204,7 +204,7 @@ def combine_processes(logs: Sequence[float], others: ProcessSpread | None = None
 def verdict(effect: Effect, margin: float) -> Verdict:
     """Return SLOWER or FASTER if the interval excludes 1 and the ratio exceeds the margin.
 
-    SAME if the interval is within the margin, else UNSURE.
+    SAME if the interval is within the margin, else UNSURE, also without an interval.
     """
     if effect.lo > 1 and effect.ratio > 1 + margin:
         return Verdict.SLOWER

@@ -1,4 +1,4 @@
-"""Warm-up: every batch, every phase, until times and hit rates no longer change."""
+"""Warm-up: passes of all phases over all batches, until times and hit rates no longer change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Warm:
     Attributes:
         passes: complete passes over the pool.
         seconds: cost of the warm-up.
-        is_steady: True if the last two passes were alike and both minima of the warm-up were met.
+        is_steady: True if the last two passes took equal times, to STEADY_SHARE, with equal hit
+            rates, and both minima of the warm-up were met.
         hit_rate: share of the last pass's lookups that a cache served; None without a cache.
         is_filling: True if the hit rate was still changing, or is known of one pass only.
         median_s: median seconds of each phase in the last pass.

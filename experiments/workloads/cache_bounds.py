@@ -30,10 +30,10 @@ class RowTrace:
 
     Attributes:
         rows: row of each access, int64 [accesses]; batch b has rows[starts[b]:starts[b + 1]].
-        lookups: number of lookups of each access.
-        starts: first access of each batch, and the end, [batches + 1].
+        lookups: number of lookups of each access, int64 [accesses].
+        starts: first access of each batch, and the end, int64 [batches + 1].
         warm: number of first batches that are not counted.
-        positions: position in its batch at which each row is looked up first.
+        positions: index in its batch of the first lookup of each access, int64 [accesses].
     """
 
     rows: Ids
@@ -68,7 +68,10 @@ class RowTrace:
 
 
 def shifted_positions(rows: Ids, periods: int, fill: int) -> Ids:
-    """Return per access the position of the `periods`-th earlier one to its row, or `fill`."""
+    """Return per access the position of the access to its row `periods` earlier, or `fill`.
+
+    Negative `periods` look ahead.
+    """
     positions = pd.Series(np.arange(len(rows)))
     return positions.groupby(rows).shift(periods, fill_value=fill).to_numpy()
 

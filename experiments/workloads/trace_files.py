@@ -49,35 +49,35 @@ class TableBags:
     folded: int = 0
 
 
-def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
+def resolve(workload: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
     """Complete a workload by the tables of its trace file.
 
     Sets sha256, columns, sizes (0: unknown), T, E (the largest size) and L (the mean number of ids
     per bag of the first samples, rounded, at least 1).
 
     Args:
-        work: workload with distribution=trace.
-        sized: True if tables will be built, so that their rows must be known.
+        workload: workload with distribution=trace.
+        sized: True if tables will be built: the number of their rows must then be known.
 
     Raises:
         TraceError: the file is missing, damaged or empty; it has another sha256 than the workload;
             its tables do not fit columns, T or sizes; or their rows are unknown.
     """
-    path = _path(work)
+    path = _path(workload)
     sha256 = _checksum(path, path.stat().st_size, path.stat().st_mtime_ns)
-    if work.sha256 and work.sha256 != sha256:
+    if workload.sha256 and workload.sha256 != sha256:
         raise TraceError(
             f"{path.name} is another file: its sha256 is {sha256}, workload.sha256 asks for "
-            f"{work.sha256}"
+            f"{workload.sha256}"
         )
-    columns = _chosen_columns(work)
+    columns = _chosen_columns(workload)
     if not columns:
         raise TraceError(f"{path.name} has no tables")
-    sizes = work.sizes or [work.E or column.rows or 0 for column in columns]
+    sizes = workload.sizes or [workload.E or column.rows or 0 for column in columns]
     if len(sizes) != len(columns):
         raise TraceError(
             f"workload.sizes must have one entry per table: {path.name} has {len(columns)}"
-            f"{' that were chosen' if work.columns or work.T else ''}, got {len(sizes)}"
+            f"{' that were chosen' if workload.columns or workload.T else ''}, got {len(sizes)}"
         )
     if sized and not all(sizes):
         unsized_table = next(c.name for c, rows in zip(columns, sizes, strict=True) if not rows)
@@ -87,11 +87,11 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
             "ids modulo N)"
         )
     names = [column.name for column in columns]
-    first_block = next(_blocks(work, names, LENGTH_SAMPLES), None)
+    first_block = next(_blocks(workload, names, LENGTH_SAMPLES), None)
     if first_block is None or not len(first_block[0].lengths):
         raise TraceError(f"{path.name} has no samples")
     return dataclasses.replace(
-        work,
+        workload,
         sha256=sha256,
         columns=names,
         sizes=sizes,
@@ -101,11 +101,13 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
     )
 
 
-def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[list[TableBags]]:
+def batches(
+    workload: WorkloadConfig, sizes: Sequence[int], count: int
+) -> Iterator[list[TableBags]]:
     """Yield up to `count` batches of B consecutive samples, each a list with one entry per table.
 
     Args:
-        work: workload of a trace.
+        workload: workload of a trace.
         sizes: rows of each table. 0 leaves the ids of a table unchecked; ids beyond int64 then
             wrap around.
         count: maximum number of batches; a short file has fewer.
@@ -113,11 +115,11 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
     Raises:
         TraceError: an id is outside its table, with ids=exact, or the file is damaged.
     """
-    names = work.columns or [column.name for column in _chosen_columns(work)]
-    blocks = _regroup(_blocks(work, names, work.B), work.B)
+    names = workload.columns or [column.name for column in _chosen_columns(workload)]
+    blocks = _regroup(_blocks(workload, names, workload.B), workload.B)
     for block in itertools.islice(blocks, count):
         yield [
-            _checked_rows(bags, size, name, work)
+            _checked_rows(bags, size, name, workload)
             for bags, size, name in zip(block, sizes, names, strict=True)
         ]
 
@@ -141,15 +143,15 @@ def _regroup(blocks: Iterator[list[TableLookups]], size: int) -> Iterator[list[T
             ]
 
 
-def _checked_rows(bags: TableLookups, size: int, name: str, work: WorkloadConfig) -> TableBags:
+def _checked_rows(bags: TableLookups, size: int, name: str, workload: WorkloadConfig) -> TableBags:
     """Return bags with ids in [0, size): fold other ids or raise; size 0 accepts every id."""
     ids: Integers = bags.ids
     if not size:
         return TableBags(ids.astype(np.int64), bags.lengths)
     outside_ids = ids[(ids < 0) | (ids >= size)]
-    if len(outside_ids) and work.ids is Ids.exact:
+    if len(outside_ids) and workload.ids is Ids.exact:
         raise TraceError(
-            f"{Path(work.file).name}: table {name} has {size:,} rows and the trace looks up id "
+            f"{Path(workload.file).name}: table {name} has {size:,} rows and the trace looks up id "
             f"{outside_ids[0]}; give workload.E=N with N beyond the largest id, or "
             "workload.ids=fold for ids modulo the rows"
         )
@@ -158,10 +160,10 @@ def _checked_rows(bags: TableLookups, size: int, name: str, work: WorkloadConfig
     return TableBags(ids.astype(np.int64), bags.lengths, len(outside_ids))
 
 
-def _path(work: WorkloadConfig) -> Path:
-    path = Path(work.file).expanduser()
+def _path(workload: WorkloadConfig) -> Path:
+    path = Path(workload.file).expanduser()
     if not path.is_file():
-        raise TraceError(f"workload.file: there is no file '{work.file}'")
+        raise TraceError(f"workload.file: there is no file '{workload.file}'")
     return path.resolve()
 
 
@@ -171,43 +173,45 @@ def _checksum(path: Path, size: int, modified_ns: int) -> str:
     return emblib.trace.sha256(path)
 
 
-def _chosen_columns(work: WorkloadConfig) -> list[TraceTable]:
+def _chosen_columns(workload: WorkloadConfig) -> list[TraceTable]:
     """Return the columns of the workload: the named ones, the first T, or all."""
-    with converting_read_errors(_path(work)):
-        columns = _open(work).tables()
+    with converting_read_errors(_path(workload)):
+        columns = _open(workload).tables()
     names = [column.name for column in columns]
     if repeated_names := [name for name in names if names.count(name) > 1]:
         raise TraceError(
-            f"{Path(work.file).name} has two tables named '{repeated_names[0]}': rename one"
+            f"{Path(workload.file).name} has two tables named '{repeated_names[0]}': rename one"
         )
-    if work.columns:
+    if workload.columns:
         by_name = {column.name: column for column in columns}
-        for name in work.columns:
+        for name in workload.columns:
             if name not in by_name:
                 similar_names = difflib.get_close_matches(name, by_name, 1, 0.4)
                 hint = f" Did you mean '{similar_names[0]}'?" if similar_names else ""
                 raise TraceError(
-                    f"workload.columns: {Path(work.file).name} has no table '{name}'.{hint} There "
-                    f"is: {', '.join(list(by_name)[:30])}{', ...' * (len(by_name) > 30)}"
+                    f"workload.columns: {Path(workload.file).name} has no table '{name}'.{hint} "
+                    f"There is: {', '.join(list(by_name)[:30])}{', ...' * (len(by_name) > 30)}"
                 )
-        columns = [by_name[name] for name in work.columns]
-    if len(columns) < work.T:
+        columns = [by_name[name] for name in workload.columns]
+    if len(columns) < workload.T:
         raise TraceError(
-            f"workload.T must be at most {len(columns)}, the tables of {Path(work.file).name}, got "
-            f"{work.T}; 0 means all"
+            f"workload.T must be at most {len(columns)}, the tables of {Path(workload.file).name}, "
+            f"got {workload.T}; 0 means all"
         )
-    return columns[: work.T] if work.T else columns
+    return columns[: workload.T] if workload.T else columns
 
 
-def _open(work: WorkloadConfig) -> Reader:
-    path = _path(work)
-    file_format = _resolve_format(path, work.format)
+def _open(workload: WorkloadConfig) -> Reader:
+    path = _path(workload)
+    file_format = _resolve_format(path, workload.format)
     return _reader(path, file_format, path.stat().st_size, path.stat().st_mtime_ns)
 
 
-def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
-    with converting_read_errors(_path(work)):
-        yield from _open(work).blocks(names, size)
+def _blocks(
+    workload: WorkloadConfig, names: Sequence[str], size: int
+) -> Iterator[list[TableLookups]]:
+    with converting_read_errors(_path(workload)):
+        yield from _open(workload).blocks(names, size)
 
 
 @cache

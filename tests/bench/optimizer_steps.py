@@ -225,7 +225,7 @@ def write(rows: list[Row], folder: Path) -> None:
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
         "load": os.getloadavg(),
-        "environment": environment.describe(torch.device("cpu"), sys.argv[1:]),
+        "environment": environment.environment_content(torch.device("cpu"), sys.argv[1:]),
         "rows": rows,
     }
     (folder / "optimizer_steps.json").write_text(json.dumps(info) + "\n")

@@ -44,12 +44,12 @@ def test_tables_shrink_only_as_far_as_memory_asks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_available_memory_is_between_nothing_and_all_of_it() -> None:
-    total = environment.describe(CPU, [])["memory_bytes"]
+    total = environment.environment_content(CPU, [])["memory_bytes"]
     assert 0 < memory.available_bytes(CPU) <= (total or 1 << 62)
 
 
 def test_the_environment_is_complete_and_names_nobody() -> None:
-    found = environment.describe(CPU, ["+experiment=x"])
+    found = environment.environment_content(CPU, ["+experiment=x"])
     written = json.dumps(found)
     assert found["command"] == "python run.py +experiment=x"
     for key in ("device", "cpu", "torch", "python", "threads", "git", "load_average", "huge_pages"):
@@ -89,8 +89,8 @@ def test_what_nvml_knows_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) 
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: h100.name)
-    found = environment.describe(CUDA, [])["gpu"]
+    found = environment.environment_content(CUDA, [])["gpu"]
     assert (found["driver"], found["sm_clock_mhz"]) == ("580.65", 1980)
     assert found["power_limit_w"] == 700.0
     monkeypatch.setattr(Nvml, "open", lambda device=None: None)
-    assert environment.describe(CUDA, [])["gpu"]["nvml"] == "unavailable"
+    assert environment.environment_content(CUDA, [])["gpu"]["nvml"] == "unavailable"

@@ -76,5 +76,7 @@ def test_the_machine_is_described() -> None:
     found = bandwidth.measure_ceilings(CUDA, seconds=0.0)
     every = [found["copy_gb_s"], *found["gather_gb_s"].values(), found["launch_us"]]
     assert all(math.isfinite(x) and x > 0 for x in every)
-    assert environment.describe(CUDA, [])["gpu"]["name"] == torch.cuda.get_device_name(CUDA)
+    assert environment.environment_content(CUDA, [])["gpu"]["name"] == torch.cuda.get_device_name(
+        CUDA
+    )
     assert "gpu" in preflight.check(CUDA)
