@@ -244,7 +244,7 @@ def processor(
 
     cpu = cpu or Cpu()
     flags, details = cpu_flags(cpu, len(usable_cores()), sleep)
-    cache, mhz, smt = cpu.last_level_cache(), mean_mhz(), cpu.number(f"{CORES}/smt/active")
+    cache, mhz, smt = cpu.last_level_cache(), mean_mhz(), cpu.read_number(f"{CORES}/smt/active")
     others, quota, throttled = (
         details.get("cores_of_others"),
         cpu.quota_cores(),
@@ -253,7 +253,7 @@ def processor(
     throttles = None if throttled is None else f"{throttled} since the system started"
     on_off = {True: "on", False: "off", None: None}
     values = {  # None is not shown by the system
-        "model": cpu.info("model name") or None,
+        "model": cpu.cpuinfo("model name") or None,
         "usable cores": str(details["cores"]),
         "hyper-threads": on_off[None if smt is None else smt == 1],
         "last-level cache": _mib(cache) if cache else None,
@@ -287,7 +287,7 @@ def memory() -> Iterator[CheckResult]:
 
     yield CheckResult("free for tables", f"{available_bytes(torch.device('cpu')) / 1e9:.1f} GB")
     setting = "sys/kernel/mm/transparent_hugepage/enabled"
-    pages = re.search(r"\[(\w+)\]", Cpu().text(setting) or "")
+    pages = re.search(r"\[(\w+)\]", Cpu().read_text(setting) or "")
     if pages and pages[1] == "never":
         advice = f"echo madvise > /{setting} as administrator: large tables miss the TLB less"
         yield CheckResult("huge pages", "never", State.note, advice)

@@ -167,9 +167,9 @@ def _row(
 def step_frame(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the successful steps in `rows` of `frame`, with times of parts and efficiency.
 
-    New columns: compute_s and communication_s (nan for a contender without parts), base_s (step of
-    one rank, see `_one_rank_batch`), and efficiency (base_s ÷ median_s; with strong scaling also ÷
-    world_size). Empty `rows` are returned as they are.
+    New columns: compute_s, and communication_s, the rest of the step (nan for a contender without
+    parts); base_s, the step of one rank, see `_one_rank_batch`; and efficiency, base_s ÷ median_s,
+    with strong scaling also ÷ world_size. Empty `rows` are returned as they are.
     """
     if not len(rows):
         return rows

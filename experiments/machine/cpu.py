@@ -74,34 +74,34 @@ class CpuTime:
 class Cpu:
     """Facts about the CPU from the kernel's files below `root`.
 
-    A fact that the files lack is None, except that `info` is "", `instructions` is empty and
-    `is_virtual` is False.
+    A fact that the files lack is None, except that `cpuinfo` is "", `instructions` is empty and
+    `is_virtual` is False. Paths are relative to `root`.
     """
 
     root: Path = Path("/")
 
-    def text(self, path: str) -> str | None:
-        """Return the text of a file, or None."""
+    def read_text(self, path: str) -> str | None:
+        """Return the text of a file without white space at its ends, or None."""
         try:
             return (self.root / path).read_text().strip()
         except OSError:
             return None
 
-    def number(self, path: str) -> int | None:
-        """Return the number in a file, or None."""
+    def read_number(self, path: str) -> int | None:
+        """Return the whole number in a file, or None."""
         try:
-            return int(self.text(path) or "")
+            return int(self.read_text(path) or "")
         except ValueError:
             return None
 
-    def info(self, key: str) -> str:
+    def cpuinfo(self, key: str) -> str:
         """Return an entry of /proc/cpuinfo about the first core, or ""."""
-        match = re.search(rf"^{key}\s*:(.*)", self.text("proc/cpuinfo") or "", re.MULTILINE)
+        match = re.search(rf"^{key}\s*:(.*)", self.read_text("proc/cpuinfo") or "", re.MULTILINE)
         return match[1].strip() if match else ""
 
     def instructions(self) -> frozenset[str]:
         """Return the CPU's flags."""
-        return frozenset(self.info("flags").split())
+        return frozenset(self.cpuinfo("flags").split())
 
     def is_virtual(self) -> bool:
         """Return whether this is a virtual machine."""
@@ -113,11 +113,11 @@ class Cpu:
         for core in usable_cores():
             outermost_cache = (0, "", 0)
             for index in (self.root / f"{CORES}/cpu{core}/cache").glob("index*"):
-                level = self.number(f"{index}/level")
-                size_text = re.fullmatch(r"(\d+)([KM]?)", self.text(f"{index}/size") or "")
+                level = self.read_number(f"{index}/level")
+                size_text = re.fullmatch(r"(\d+)([KM]?)", self.read_text(f"{index}/size") or "")
                 if size_text and level and level > outermost_cache[0]:
                     unit_bytes = {"": 1, "K": 1 << 10, "M": 1 << 20}[size_text[2]]
-                    core_list = self.text(f"{index}/shared_cpu_list") or str(core)
+                    core_list = self.read_text(f"{index}/shared_cpu_list") or str(core)
                     num_bytes = int(size_text[1]) * unit_bytes
                     outermost_cache = (level, f"{level}:{core_list}", num_bytes)
             sizes[outermost_cache[1]] = outermost_cache[2]
@@ -125,19 +125,19 @@ class Cpu:
 
     def governor(self) -> str | None:
         """Return the frequency governor of the first usable core."""
-        return self.text(f"{CORES}/cpu{usable_cores()[0]}/cpufreq/scaling_governor")
+        return self.read_text(f"{CORES}/cpu{usable_cores()[0]}/cpufreq/scaling_governor")
 
     def has_boost(self) -> bool | None:
-        """Return whether the frequency may exceed the nominal one."""
-        if (no_turbo := self.number(f"{CORES}/intel_pstate/no_turbo")) is not None:
+        """Return whether the frequency may exceed the nominal one; None if unknown."""
+        if (no_turbo := self.read_number(f"{CORES}/intel_pstate/no_turbo")) is not None:
             return no_turbo == 0
-        boost = self.number(f"{CORES}/cpufreq/boost")
+        boost = self.read_number(f"{CORES}/cpufreq/boost")
         return None if boost is None else boost == 1
 
     def num_throttled(self) -> int | None:
         """Return the number of times that the usable cores were throttled for heat."""
         counts = [
-            self.number(f"{CORES}/cpu{core}/thermal_throttle/core_throttle_count")
+            self.read_number(f"{CORES}/cpu{core}/thermal_throttle/core_throttle_count")
             for core in usable_cores()
         ]
         core_counts = [count for count in counts if count is not None]
@@ -145,9 +145,9 @@ class Cpu:
 
     def quota_cores(self) -> float | None:
         """Return the limit of a container in cores; None without a limit."""
-        limits = (self.text("sys/fs/cgroup/cpu.max") or "").split()
+        limits = (self.read_text("sys/fs/cgroup/cpu.max") or "").split()
         if len(limits) == 2 and limits[0] != "max":
             return int(limits[0]) / int(limits[1])
-        limit = self.number("sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-        period = self.number("sys/fs/cgroup/cpu/cpu.cfs_period_us")
+        limit = self.read_number("sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+        period = self.read_number("sys/fs/cgroup/cpu/cpu.cfs_period_us")
         return limit / period if limit and period and limit > 0 else None

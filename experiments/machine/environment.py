@@ -44,12 +44,12 @@ def environment_content(device: torch.device, words: list[str]) -> dict[str, Any
             "cores": os.cpu_count(),
             "usable_cores": len(usable_cores()),
             "instructions": [name for name in INSTRUCTIONS if name in flags],
-            "last_level_cache": cpu.text(f"{CORES}/cpu0/cache/index3/size"),
+            "last_level_cache": cpu.read_text(f"{CORES}/cpu0/cache/index3/size"),
             "governor": cpu.governor(),
         },
         "gpu": _gpu_facts(device) if device.type == "cuda" else None,
         "memory_bytes": psutil.virtual_memory().total,
-        "huge_pages": cpu.text("sys/kernel/mm/transparent_hugepage/enabled"),
+        "huge_pages": cpu.read_text("sys/kernel/mm/transparent_hugepage/enabled"),
         "load_average": [round(load, 2) for load in psutil.getloadavg()],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -91,7 +91,7 @@ def version_of(package: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    return Cpu().info("model name") or platform.processor() or platform.machine()
+    return Cpu().cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def _gpu_facts(device: torch.device) -> dict[str, Any]:

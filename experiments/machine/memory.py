@@ -42,7 +42,7 @@ def available_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     free_bytes, cpu = int(psutil.virtual_memory().available), Cpu()
     for limit_file, used_file in CGROUP_FILES:
-        limit_bytes, used_bytes = cpu.number(limit_file), cpu.number(used_file)
+        limit_bytes, used_bytes = cpu.read_number(limit_file), cpu.read_number(used_file)
         if limit_bytes is not None and used_bytes is not None:
             free_bytes = min(free_bytes, max(0, limit_bytes - used_bytes))
     return free_bytes
@@ -95,5 +95,7 @@ def _peak_bytes_on_host(call: Callable[[], object]) -> int | None:
 
 def resident_bytes(key: str) -> int | None:
     """Return VmRSS or VmHWM in bytes, or None; psutil's count of resident memory lags."""
-    match = re.search(rf"^{key}:\s+(\d+) kB", Cpu().text("proc/self/status") or "", re.MULTILINE)
+    match = re.search(
+        rf"^{key}:\s+(\d+) kB", Cpu().read_text("proc/self/status") or "", re.MULTILINE
+    )
     return int(match[1]) << 10 if match else None

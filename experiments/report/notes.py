@@ -103,7 +103,7 @@ def how_to_read(run: Run) -> list[str]:
 
 
 def notices(run: Run) -> list[str]:
-    """Return what a reader must know before trusting a number."""
+    """Return warnings: what a reader must know before trusting a number."""
     sentences = []
     if run.is_smoke:
         sentences.append(

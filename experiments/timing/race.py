@@ -55,8 +55,8 @@ class Race:
     timing: TimingConfig
     clock: Clock
     seed: int = 0
-    after_warmup: Callable[[str], object] = lambda name: None
-    counters: Callable[[str], Mapping[str, int]] = lambda name: {}
+    after_warmup: Callable[[str], object] = lambda arm: None
+    counters: Callable[[str], Mapping[str, int]] = lambda arm: {}
     telemetry: Telemetry = field(default_factory=Telemetry)
     note: Callable[[str], object] = lambda text: None
     sleep: Callable[[float], object] = time.sleep
@@ -69,17 +69,17 @@ class Race:
     def run(self) -> dict[str, Measured]:
         """Warm up, run up to timing.max_rounds rounds, return the samples of each contender.
 
-        Rounds end earlier once each contender has a reason to stop.
-        Contenders that fail are among the results. Garbage collection is off meanwhile.
+        Rounds end earlier once each contender has a reason to stop. Contenders that failed are
+        among the results. Garbage collection is off during the race. Call it once.
         """
-        for name, phases in self.arms.items():
-            self.results[name] = Measured({phase: [] for phase in phases})
-            self._adapted_phases[name] = dict(phases)
+        for arm, phases in self.arms.items():
+            self.results[arm] = Measured({phase: [] for phase in phases})
+            self._adapted_phases[arm] = dict(phases)
         rng = random.Random(self.seed)
         with _no_garbage_collection():
-            for name in rng.sample(sorted(self.arms), len(self.arms)):
-                self._guard(name, partial(self._warm_up, name))
-                self._guard(name, partial(self.after_warmup, name))
+            for arm in rng.sample(sorted(self.arms), len(self.arms)):
+                self._guard(arm, partial(self._warm_up, arm))
+                self._guard(arm, partial(self.after_warmup, arm))
             self.spent_s = dict.fromkeys(self.arms, 0.0)
             with self.telemetry:
                 for number in range(self.timing.max_rounds):
@@ -95,9 +95,9 @@ class Race:
             result.conclude(flags, hardware)
         return self.results
 
-    def _guard(self, name: str, action: Callable[[], object]) -> None:
+    def _guard(self, arm: str, action: Callable[[], object]) -> None:
         """Call `action` unless the contender has failed; an exception makes only this one fail."""
-        result = self.results[name]
+        result = self.results[arm]
         if result.error:
             return
         try:
@@ -105,22 +105,22 @@ class Race:
         except Exception as error:
             result.error, result.stop_reason = error, "failed"
 
-    def _warm_up(self, name: str) -> None:
+    def _warm_up(self, arm: str) -> None:
         """Adapt the phases of a contender to the clock, warm it up, and set its calls per sample.
 
         The warm-up ends after timing.warmup_cap or the contender's share of the budget. A contender
         with a cache may use the whole budget, except in a smoke run.
         """
-        timing, phases, result = self.timing, self._adapted_phases[name], self.results[name]
-        self.note(f"{name}|warming up")
+        timing, phases, result = self.timing, self._adapted_phases[arm], self.results[arm]
+        self.note(f"{arm}|warming up")
         for phase, run in phases.items():
             phases[phase] = self.clock.adapt(run, timing.pool)
-        counters = partial(self.counters, name)
+        counters = partial(self.counters, arm)
         max_s = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
         # Times change while a cache fills.
         if counters() and not timing.max_rows:
             max_s = max(max_s, timing.cell_seconds)
-        warm = warm_up(phases, self.clock, timing, key=name, max_seconds=max_s, counters=counters)
+        warm = warm_up(phases, self.clock, timing, key=arm, max_seconds=max_s, counters=counters)
         result.warm = warm
         if timing.warmup and (not warm.passes or warm.is_filling):
             result.flags.add("not_warm")
@@ -135,18 +135,18 @@ class Race:
 
         The second samples are taken in reverse order, so that a drift affects all phases alike.
         """
-        running_arms = [name for name, r in self.results.items() if not r.stop_reason]
-        turns = [(name, phase) for name in running_arms for phase in self.arms[name]]
+        running_arms = [arm for arm, r in self.results.items() if not r.stop_reason]
+        turns = [(arm, phase) for arm in running_arms for phase in self.arms[arm]]
         rng.shuffle(turns)
         order = [
-            Turn(name, phase, number, 2 * number + half)
-            for half, side in enumerate((turns, turns[::-1]))
-            for name, phase in side
+            Turn(arm, phase, number, 2 * number + half)
+            for half, turns_of_half in enumerate((turns, turns[::-1]))
+            for arm, phase in turns_of_half
         ]
         for turn, reading in self._take_undisturbed(number, order):
             self.results[turn.arm].add(turn.phase, number, reading)
-        for name in running_arms:
-            self.results[name].end_round()
+        for arm in running_arms:
+            self.results[arm].end_round()
         self._set_stop_reasons(number + 1)
 
     def _take_undisturbed(self, number: int, order: list[Turn]) -> list[tuple[Turn, Reading]]:
@@ -191,8 +191,8 @@ class Race:
         try:
             readings = self.clock.read(tasks())
         except Exception as error:  # a GPU fails after the call: any contender may be the cause
-            for name in {turn.arm for turn in order}:
-                self.results[name].error, self.results[name].stop_reason = error, "failed"
+            for arm in {turn.arm for turn in order}:
+                self.results[arm].error, self.results[arm].stop_reason = error, "failed"
             return []
         samples = list(zip(requested, readings, strict=True))
         for turn, reading in samples:
@@ -215,25 +215,25 @@ class Race:
         the budget and has SLOW_MIN_ROUNDS.
         """
         timing, has_min_rounds = self.timing, rounds >= self.timing.min_rounds
-        running_arms = {name: r for name, r in self.results.items() if not r.stop_reason}
+        running_arms = {arm: r for arm, r in self.results.items() if not r.stop_reason}
         budget = timing.cell_seconds
         slow_limit = 2 * budget if rounds >= SLOW_MIN_ROUNDS else math.inf
         max_seconds_of_one = budget / 2 if has_min_rounds else slow_limit
         is_budget_used_up = (
-            has_min_rounds and sum(self.spent_s[name] for name in running_arms) > budget
+            has_min_rounds and sum(self.spent_s[arm] for arm in running_arms) > budget
         )
-        for name in list(running_arms):
-            if is_budget_used_up or self.spent_s[name] > max_seconds_of_one:
-                running_arms.pop(name).stop_reason = "budget"
+        for arm in list(running_arms):
+            if is_budget_used_up or self.spent_s[arm] > max_seconds_of_one:
+                running_arms.pop(arm).stop_reason = "budget"
         if not has_min_rounds:
             return
         reason_of_arm = {}
-        for name, result in running_arms.items():
+        for arm, result in running_arms.items():
             is_precise = result.is_precise(timing.precision, timing.min_seconds)
-            reason_of_arm[name] = "precise" if is_precise else "stabilised" * result.is_stabilised()
+            reason_of_arm[arm] = "precise" if is_precise else "stabilised" * result.is_stabilised()
         if all(reason_of_arm.values()):
-            for name, reason in reason_of_arm.items():
-                running_arms[name].stop_reason = reason
+            for arm, reason in reason_of_arm.items():
+                running_arms[arm].stop_reason = reason
 
 
 @dataclass(frozen=True)
@@ -306,9 +306,9 @@ class Measured:
     def end_round(self) -> None:
         """Append the noise of each phase to `noise`."""
         for phase, samples in self.samples.items():
-            s = statistics.summarise([seconds for _, seconds in samples])
-            if s.n:
-                self.noise.setdefault(phase, []).append(s.spread)
+            summary = statistics.summarise([seconds for _, seconds in samples])
+            if summary.n:
+                self.noise.setdefault(phase, []).append(summary.spread)
 
     def conclude(self, flags: Sequence[str], hardware: dict[str, Any]) -> None:
         """Add the observations of the machine, and all flags, at the end of the race."""

@@ -15,7 +15,7 @@ def test_the_cpu_as_the_kernel_shows_it(cpu: Cpu) -> None:
     assert cpu.last_level_cache() == 24 << 20  # shared: counted once
     assert cpu.governor() == "performance"
     assert cpu.num_throttled() == 6
-    assert cpu.info("model name") == "EPYC 9"
+    assert cpu.cpuinfo("model name") == "EPYC 9"
     assert cpu.instructions() == {"fpu", "avx2"}
     assert not cpu.is_virtual()
     assert cpu.has_boost() is None
@@ -37,7 +37,7 @@ def test_two_last_level_caches_count_both(cpu: Cpu) -> None:
 def test_where_a_system_shows_nothing_nothing_is_known(tmp_path: Path) -> None:
     bare = Cpu(tmp_path)
     assert (bare.last_level_cache(), bare.governor(), bare.has_boost()) == (None,) * 3
-    assert (bare.num_throttled(), bare.quota_cores(), bare.info("flags")) == (None, None, "")
+    assert (bare.num_throttled(), bare.quota_cores(), bare.cpuinfo("flags")) == (None, None, "")
     assert last_level_cache_bytes() >= 1 << 18
 
 
