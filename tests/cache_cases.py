@@ -168,7 +168,7 @@ class Twin:
         if lfu:
             for row, times in counts.items():  # of rows that are not in the cache
                 assert self.counts[row - UNCACHED] == times
-        lines = [dict.fromkeys(COUNTERS, 0), *self.model.tables, self.model.totals]
+        lines = [dict.fromkeys(COUNTERS, 0), *self.model.table_counters, self.model.totals]
         assert self.counters.tolist() == [list(line.values()) for line in lines]
 
 

@@ -22,9 +22,9 @@ from emblib.reference.hash import (
     Miss,
     ReferenceHashTable,
     addresses,
+    batch_of,
     fill_slots,
     mix,
-    positions,
 )
 
 Op = Callable[..., Any]
@@ -132,7 +132,7 @@ class Batch:
     @property
     def positions(self) -> list[tuple[int, int]]:
         """(table, key) of every position."""
-        return positions(*self.keys)
+        return batch_of(*self.keys)
 
     @property
     def uses(self) -> list[int]:

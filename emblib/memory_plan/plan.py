@@ -4,8 +4,8 @@ A table with `Dense()` storage has candidates: unchanged, 16-bit or shorter rows
 hashed rows, quotient and remainder, a hash table that evicts, or rows in slower memory behind a
 cache. Other tables stay as they are. A candidate has a size in bytes and a *loss*: the estimated
 fraction of the table's information that is lost, 0 for the unchanged table and for a cached one.
-`plan_memory` picks one candidate per table; it minimises the sum of losses, each times the
-*importance* of its table, as far as its search goes (`selection`).
+`plan_memory` picks one candidate per table. It minimises the sum of losses, each times the
+*importance* of its table, but its search (`selection`) may miss the minimum.
 
 Losses have two sources. If ids share rows or have none, the loss follows from the skew of the
 lookups (`IdSkew`). For the other methods it was measured with `python run.py
@@ -472,7 +472,8 @@ def _curve_x(config: TableConfig) -> float:
     """Return the x of a table on the curve of its method.
 
     It is the geometric mean of the ranks of a tensor train, columns ÷ dim of a narrow table, and
-    stored rows ÷ rows of quotients and remainders. For 16-bit rows it is `_BF16_SHARE`.
+    stored rows ÷ rows of quotients and remainders. `config` must have one of these storages; the x
+    of 16-bit rows is `_BF16_SHARE`.
     """
     storage, rows = config.storage, config.num_embeddings
     if isinstance(storage, TensorTrain):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -83,13 +84,18 @@ def importances_of(
     tables: Sequence[ConfiguredTable],
     importance: Mapping[str, float] | None,
 ) -> list[float]:
-    """Return the importance of each table, found by its `path.name`, else by its name, else 1.
+    """Return the importance of each table: by its `path.name`, else by its name, else 1.0.
 
     Raises:
-        TypeError: an importance that is no number.
+        TypeError: `importance` is no dict, or has a value that is no number.
         ValueError: a name that no table has, or an importance that is negative or not finite.
     """
+    if importance is not None and not isinstance(importance, Mapping):
+        raise TypeError(f"importance must be a dict of numbers by table, got {importance!r}")
     by_name, known_names = dict(importance or {}), set()
+    for name, number in by_name.items():
+        if not isinstance(number, Real):
+            raise TypeError(f"the importance of {name!r} must be a number, got {number!r}")
     importances = []
     for table in tables:
         name = table.config.name

@@ -178,18 +178,19 @@ def counterpart(trained: Trained) -> tuple[Optimizer | None, str]:
 
 
 def optimizer_for(
-    trained: Trained | None, weight: nn.Parameter, tables: Optimizer | None
+    trained: Trained | None, weight: nn.Parameter, table_optimizer: Optimizer | None
 ) -> tuple[Optimizer | None, str]:
     """Return the optimizer that backward applies to a table, or None, and a note on differences.
 
-    It is `tables` if that is not None, else the `counterpart` of the optimizer that trained the
-    weight. None if there is no counterpart, or without `tables` for a weight that is not trained.
+    It is `table_optimizer` if that is not None, else the `counterpart` of the optimizer that
+    trained the weight. It is None if there is no counterpart, or if `table_optimizer` is None and
+    the weight is not trained.
 
     Raises:
         NotMigrated: torch applies an optimizer in backward that has no counterpart.
     """
-    if tables is not None or trained is None or not weight.requires_grad:
-        return tables, ""
+    if table_optimizer is not None or trained is None or not weight.requires_grad:
+        return table_optimizer, ""
     fused_optimizer, note = counterpart(trained)
     if fused_optimizer is None and trained.in_backward:
         raise NotMigrated(

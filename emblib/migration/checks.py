@@ -193,10 +193,10 @@ def _max_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     return max(differences, default=0.0)
 
 
-def measure(
+def time_modules(
     replaced: Replaced, migrate: Migrate, trace: LookupTrace, batch_size: int, rounds: int
 ) -> Speed | None:
-    """Return the times of two modules; None if the trace has no full batch of the module.
+    """Time the old and the new module; return None if the trace has no full batch of the module.
 
     `rounds` is the number of timed lookups of each, and of timed training steps. The modules are
     called in turn, and begin in turn.
@@ -244,7 +244,7 @@ def _full_batches(trace: LookupTrace, replaced: Replaced, batch_size: int) -> li
     return [list(batch) for batch in zip(*bags_by_feature, strict=False)]
 
 
-def machine(device: torch.device) -> str:
-    """Return processor, threads and device, for a measurement."""
+def describe_machine(device: torch.device) -> str:
+    """Describe processor, threads and device of a measurement."""
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return f"{torch.cuda.get_device_name(device)}, {cpu}" if device.type == "cuda" else cpu

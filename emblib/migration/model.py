@@ -171,7 +171,7 @@ class Migration:
         batch_size = check_count("batch_size", batch_size)
         rounds = check_count("rounds", rounds)
         measured_speeds = (
-            checks.measure(replaced, self._migrate_sample, trace, batch_size, rounds)
+            checks.time_modules(replaced, self._migrate_sample, trace, batch_size, rounds)
             for replaced in self.replaced
         )
         speeds = [speed for speed in measured_speeds if speed is not None]
@@ -190,7 +190,7 @@ class Migration:
         """
         speeds = self.measure(trace, batch_size, rounds)
         device = self.replaced[0].rows(self.replaced[0].old)[0].device
-        return MigrationCost(*self._memory(), tuple(speeds), checks.machine(device))
+        return MigrationCost(*self._memory(), tuple(speeds), checks.describe_machine(device))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Load a state dict that the model had before it was migrated.
@@ -432,7 +432,7 @@ def _check_unshared(module: nn.Module, owners: dict[int, int]) -> None:
 
 
 def _set_module(model: nn.Module, paths: Sequence[str], module: nn.Module) -> None:
-    """Put a module at each of some paths of a model."""
+    """Set a module at all of its paths in a model."""
     for path in paths:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, module)

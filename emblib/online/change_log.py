@@ -2,8 +2,8 @@
 
 `record` copies the changed rows; a thread encodes them and appends the bytes to the sink. If that
 fails, the entry stays in memory; the next call raises, and lets the thread try again. Snapshots and
-compactions have all rows. When such an entry is written, the entries before the previous such entry
-of this log are dropped.
+compactions are *whole* entries: they have all rows. When a whole entry has been written, the log
+drops all entries before its previous whole entry.
 """
 
 import threading
@@ -64,7 +64,8 @@ class ChangeLog:
         compact_every: number of steps after which all rows are written again, and entries before
             the last ones with all rows are dropped. None: only `snapshot` writes all rows, the log
             does not begin with a snapshot, and the sink must be empty.
-        max_pending: number of entries that may wait to be written; one more where all rows are due.
+        max_pending: number of entries that may wait to be written. The compaction that follows a
+            delta of the same step may be one more.
         when_full: reaction of `record` while `max_pending` entries wait.
 
     Raises:
@@ -322,7 +323,7 @@ class _Writer:
                 self._condition.notify_all()
 
     def _write(self, record: Record) -> None:
-        """Append a record; if it has all rows, drop the records before the previous such one."""
+        """Append a record; after a whole one, drop the records before the previous whole one."""
         position = self._sink.append(encode(record), starts_segment=record.is_whole)
         if record.is_whole:
             if self._last_whole_position is not None:

@@ -1,9 +1,9 @@
 """The rows of a model that changed since the last entry of its log, and their copies.
 
 Hooks on the lookups note the ids of training forwards, so no rows are compared. Only tables with a
-backing store are scanned, for keys used since a tick, as for a dump of changes. An eviction log
-records the keys that left. `collect` returns a change
-again until `commit` is called, so no change is lost if an error comes between the two.
+backing store are scanned, for keys that were used since the last entry. An eviction log records the
+keys that left. `collect` returns a change again until `commit` is called, so an error between the
+two calls loses no change.
 """
 
 from collections.abc import Sequence

@@ -424,7 +424,7 @@ class ReaderLock:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._num_readers = 0
         self._is_writing = False
         self._thread_state = threading.local()
@@ -434,8 +434,8 @@ class ReaderLock:
         """Enter when no writer is inside or waits, or this thread reads already."""
         depth = getattr(self._thread_state, "depth", 0)
         if depth == 0:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._is_writing)
+            with self._condition:
+                self._condition.wait_for(lambda: not self._is_writing)
                 self._num_readers += 1
         self._thread_state.depth = depth + 1
         try:
@@ -447,9 +447,9 @@ class ReaderLock:
 
     def _end_reading(self) -> None:
         """End a reader, and wake a waiting writer."""
-        with self._changed:
+        with self._condition:
             self._num_readers -= 1
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -460,13 +460,13 @@ class ReaderLock:
         """
         if getattr(self._thread_state, "depth", 0):
             raise RuntimeError("apply() would wait for this thread: leave reading() first")
-        with self._changed:
+        with self._condition:
             self._is_writing = True
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._num_readers == 0)
+            with self._condition:
+                self._condition.wait_for(lambda: self._num_readers == 0)
             yield
         finally:
-            with self._changed:
+            with self._condition:
                 self._is_writing = False
-                self._changed.notify_all()
+                self._condition.notify_all()

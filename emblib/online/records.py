@@ -63,8 +63,8 @@ class RecordKind(IntEnum):
     """Content of a record: changes, or all rows."""
 
     DELTA = 0
-    SNAPSHOT = 1  # of tables that may have been replaced: every follower loads it
-    COMPACTION = 2  # of the tables after the delta of the same step: a follower there skips it
+    SNAPSHOT = 1  # all rows, of tables that may have been replaced: every follower loads it
+    COMPACTION = 2  # all rows after the delta of the same step; followers with the delta skip it
 
 
 class _Prefix(NamedTuple):

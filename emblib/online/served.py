@@ -244,7 +244,7 @@ class IndexedRows:
     """A read-only table of keys, see the beginning of this file."""
 
     def __init__(self, name: str, served: InferenceEmbeddingBags, table: int) -> None:
-        self._name, self._served, self._table = name, served, table
+        self._name, self._served, self._number = name, served, table
         # int64: rows without a key at the first change, None before it; rows of keys removed since.
         self._unused_rows: Tensor | None = None
         self._freed_rows = torch.empty(0, dtype=torch.int64)
@@ -256,15 +256,15 @@ class IndexedRows:
         rows = self._served.rows
         if not change.is_keyed:
             raise LogError(f"table {self._name!r} of the log has row numbers, not keys")
-        _check_dim(self._name, change, rows.tables[self._table].dim)
+        _check_dim(self._name, change, rows.tables[self._number].dim)
         _check_fallback(self._name, change, self._index.fallback)
-        packed = _pack_rows(rows, self._table, change.weight)
+        packed = _pack_rows(rows, self._number, change.weight)
         device = rows.packed.device
         removed, keys = change.removed.to(device), change.keys.to(device)
         if not change.fallback:
             return lambda: self._apply(removed, keys, packed)
         fallback_indices = range_indices(change.fallback["keys"], self._index.fallback).to(device)
-        fallback_rows = _pack_rows(rows, self._table, change.fallback["weight"])
+        fallback_rows = _pack_rows(rows, self._number, change.fallback["weight"])
 
         def write() -> None:
             self._apply(removed, keys, packed)
@@ -286,13 +286,13 @@ class IndexedRows:
 
     @property
     def _index(self) -> RowIndex:
-        index = self._served.indexes[self._table]
+        index = self._served.indexes[self._number]
         assert index is not None
         return index
 
     def _view(self) -> Tensor:
         """Return the rows of the table, uint8 `[rows, row_bytes]`, as a view."""
-        return self._served.rows.table_views()[self._table]["packed"]
+        return self._served.rows.table_views()[self._number]["packed"]
 
     def _entries(self) -> Tensor:
         """Return the entries of the index, int64 `[n, 2]`, as a view."""
@@ -328,7 +328,10 @@ class IndexedRows:
         self._insert(keys[~is_found], rows[~is_found])
 
     def _take_rows(self, num_rows: int) -> Tensor:
-        """Return rows without a key, int64 `[count]`: first the rows of removed keys."""
+        """Take rows that have no key, int64 `[num_rows]`: first those of removed keys.
+
+        Builds a larger table if there are too few.
+        """
         freed_rows, self._freed_rows = self._freed_rows[:num_rows], self._freed_rows[num_rows:]
         assert self._unused_rows is not None
         num_rows -= freed_rows.numel()
@@ -339,7 +342,7 @@ class IndexedRows:
 
     def _find_free_rows(self) -> None:
         """Find the rows without a key, and a row for removed keys."""
-        spec, index = self._served.rows.tables[self._table], self._index
+        spec, index = self._served.rows.tables[self._number], self._index
         device = self._served.rows.packed.device
         _, _, rows = self._live_entries()
         self._num_used = rows.numel()
@@ -360,20 +363,20 @@ class IndexedRows:
                 self._grow(1)
             self._removed_row, self._unused_rows = int(self._unused_rows[0]), self._unused_rows[1:]
             zeros = torch.zeros(1, spec.dim)
-            self._view()[self._removed_row] = _pack_rows(self._served.rows, self._table, zeros)[0]
+            self._view()[self._removed_row] = _pack_rows(self._served.rows, self._number, zeros)[0]
 
     def _grow(self, num_rows: int) -> None:
         """Build a larger table; the rows of all tables of the module are copied."""
         old_rows, free_rows = self._served.rows, self._unused_rows
         assert free_rows is not None
         row_counts = [spec.rows for spec in old_rows.tables]
-        rows_before = row_counts[self._table]
-        row_counts[self._table] = max(int(rows_before * _GROWTH_FACTOR), rows_before + num_rows)
+        rows_before = row_counts[self._number]
+        row_counts[self._number] = max(int(rows_before * _GROWTH_FACTOR), rows_before + num_rows)
         rows = old_rows.with_rows(row_counts)
         for view, old_view in zip(rows.table_views(), old_rows.table_views(), strict=True):
             view["packed"][: old_view["packed"].size(0)] = old_view["packed"]
         self._served.rows = rows
-        added_rows = torch.arange(rows_before, row_counts[self._table], device=free_rows.device)
+        added_rows = torch.arange(rows_before, row_counts[self._number], device=free_rows.device)
         self._unused_rows = torch.cat([free_rows, added_rows])
 
     def _insert(self, keys: Tensor, rows: Tensor) -> None:
@@ -395,7 +398,7 @@ class IndexedRows:
         spare = torch.full((_SPARE_ENTRIES, 2), -1, dtype=torch.int64, device=entries.device)
         entries = torch.cat([entries, spare])
         served, indexes = self._served, list(self._served.indexes)
-        indexes[self._table] = replace(
+        indexes[self._number] = replace(
             self._index, entries=entries.flatten(), num_entries=entries.size(0), hash_bits=bits
         )
         rebuilt = InferenceEmbeddingBags(served.rows, indexes)

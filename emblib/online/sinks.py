@@ -298,7 +298,7 @@ class RedisSink:
                 yield Stored(after, fields[b"record"], f"{self.stream} at {after}")
 
     def trim(self, before: str) -> None:
-        """See `Sink`; any position of a record will do."""
+        """See `Sink`; records need not have been written with `starts_segment`."""
         self._client.xtrim(self.stream, minid=before, approximate=False)
 
     def close(self) -> None:

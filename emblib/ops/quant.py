@@ -26,7 +26,7 @@ The numbers of `FP8_E4M3` and `FP8_E5M2` are floats, at most 448 and 57,344. The
 the scale is the smallest float16 for which the largest magnitude of the row is not beyond the
 largest number. The error of a value is at most 2^-4 (E4M3) or 2^-3 (E5M2) of the value, or, if that
 is more, 2^-10 or 2^-17 of the scale. Rows must be finite; in formats with a scale, values beyond
-`LARGEST` become about `LARGEST`.
+`MAX_MAGNITUDE` become about `MAX_MAGNITUDE`.
 
 `quant_lookup` adds up `weight * scale * q + weight * offset` in float32 and in the order of the
 lookups. It has no gradient. The definition is `emblib.reference.quant`. `quant_lookup_checked_`
@@ -50,7 +50,7 @@ from emblib.ops.tbe import output_shape
 HEADER_BYTES = 4
 """Bytes of the scale and the offset, with which a row begins."""
 
-LARGEST = torch.finfo(torch.float16).max
+MAX_MAGNITUDE = torch.finfo(torch.float16).max
 """The largest magnitude of a value: offsets are float16."""
 
 _ROW_ALIGNMENT = 4  # bytes: a GPU loads words
@@ -88,7 +88,11 @@ def table_bytes(rows: int, dim: int, format: int) -> int:
 
 
 def format_argument(codes: Iterable[int]) -> int:
-    """Return the argument `format` of lookups in tables of these formats."""
+    """Return the argument `format` of lookups in tables whose formats have these codes.
+
+    It is the code itself if all are equal, the code of INT8 if there are none, else minus the sum
+    of 2^code of the distinct codes.
+    """
     distinct = set(codes) or {RowFormatCode.INT8}
     return min(distinct) if len(distinct) == 1 else -sum(1 << code for code in distinct)
 

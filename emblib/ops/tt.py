@@ -166,7 +166,7 @@ def compute_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Co
     return ComputedRows(groups, plan, left_values, rows, inverse)
 
 
-def look_up(
+def lookup_for_backward(
     cores: Sequence[Tensor],
     batch: TTLookup,
     sample_weights: Tensor | None,
@@ -179,7 +179,7 @@ def look_up(
     The values have the computed rows only if `keeps_rows`, and the first `num_saved` left halves;
     backward computes the other halves again.
     """
-    if keeps_rows or not _has_whole_passes(batch):
+    if keeps_rows or not _has_one_op_per_pass(batch):
         computed = compute_rows(cores, batch, num_saved)
         out = pool(computed, batch, sample_weights)
         return out, computed if keeps_rows else computed._replace(rows=None, inverse=None)
@@ -208,7 +208,7 @@ def look_up(
     return out, ComputedRows(groups, plan, saved[-1])
 
 
-def _has_whole_passes(batch: TTLookup) -> bool:
+def _has_one_op_per_pass(batch: TTLookup) -> bool:
     """Return whether one op serves a whole pass: on the CPU, outside compiled graphs."""
     return batch.indices.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -240,7 +240,7 @@ def lookup(
     """
     if is_chunked(batch, sample_weights):
         return lookup_chunks(cores, batch, sample_weights)
-    return look_up(cores, batch, sample_weights)[0]
+    return lookup_for_backward(cores, batch, sample_weights)[0]
 
 
 def lookup_chunks(
@@ -278,7 +278,7 @@ def _pool_chunk(
     `out`, float32, has the shape of the output of the whole `batch`.
     """
     weights = None if sample_weights is None else sample_weights[chunk.lookups]
-    pooled, _ = look_up(cores[chunk.cores], chunk.batch, weights)
+    pooled, _ = lookup_for_backward(cores[chunk.cores], chunk.batch, weights)
     out_elements = chunk.elements(out, batch)
     if chunk.share < 1.0 and batch.pooling is not Pooling.NONE:
         out[out_elements] += pooled * (chunk.share if batch.pooling is Pooling.MEAN else 1.0)
@@ -302,11 +302,11 @@ def chunk_gradients(
     core_grads = [torch.zeros_like(core, dtype=torch.float32) for core in cores]
     sample_grad = torch.zeros(batch.indices.numel()) if needs_sample_grad else None
     for chunk in chunks_of(batch, sample_weights):
-        _add_chunk(chunk, grad, cores, batch, sample_weights, (core_grads, sample_grad))
+        _add_chunk_gradients(chunk, grad, cores, batch, sample_weights, (core_grads, sample_grad))
     return core_grads, sample_grad
 
 
-def _add_chunk(
+def _add_chunk_gradients(
     chunk: Chunk,
     grad: Tensor,
     cores: Sequence[Tensor],
@@ -374,7 +374,9 @@ class DenseTTLookup(torch.autograd.Function):
             return lookup_chunks(cores, batch, sample_weights)
         keeps_rows = sample_weights is not None and sample_weights.requires_grad
         num_saved = num_saved_left_halves(batch, cores)
-        out, computed = look_up(cores, batch, sample_weights, num_saved, keeps_rows=keeps_rows)
+        out, computed = lookup_for_backward(
+            cores, batch, sample_weights, num_saved, keeps_rows=keeps_rows
+        )
         _save(ctx, computed, sample_weights, cores)
         return out
 
@@ -450,7 +452,9 @@ class FusedTTLookup(torch.autograd.Function):
             return lookup_chunks(cores, batch, sample_weights)
         keeps_rows = sample_weights is not None and sample_weights.requires_grad
         num_saved = 0 if is_compiling else num_saved_left_halves(batch, cores)
-        out, computed = look_up(cores, batch, sample_weights, num_saved, keeps_rows=keeps_rows)
+        out, computed = lookup_for_backward(
+            cores, batch, sample_weights, num_saved, keeps_rows=keeps_rows
+        )
         _save(ctx, computed, sample_weights, ())
         return out
 
@@ -566,7 +570,7 @@ def _update(
     """
     all_states = [state for core_states in states for state in core_states]
     optimizer, grad = codes.OPTIMIZER[rule.name], rule.descent(grad)
-    if _has_whole_passes(batch):
+    if _has_one_op_per_pass(batch):
         torch.autograd.graph.increment_version(cores)  # first: an interrupt must not omit it
         tt_backward_(
             cores,

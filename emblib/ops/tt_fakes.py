@@ -15,7 +15,7 @@ _ops = torch.ops.emblib
 def left_value_size(
     cores: Sequence[Tensor], dim_factors: Sequence[int], num_cores: Sequence[int]
 ) -> int:
-    """Return the number of floats of the largest left half: its columns times its last rank."""
+    """Return the number of elements of the largest left half, `max(Q_l * rank)` over the tables."""
     sizes, begin = [], 0
     for count in num_cores:
         size = cores[begin].size(1)

@@ -19,8 +19,8 @@ from emblib.specs import MatmulPrecision, Pooling, TTSpec
 
 # Maximum scratch memory of a chunk, without cores and their gradients.
 CHUNK_BYTES = 128 << 20
-# Scratch memory per lookup, see `_chunk_lookups`: about a dozen integers of the grouping and the
-# plan; a float32 row and the quarter of a bag, per column; with sample weights a gradient as well.
+# Scratch memory per lookup, see `_max_chunk_lookups`: about a dozen integers of the grouping and
+# the plan; per column a float32 row and the quarter of a bag, and with sample weights a gradient.
 _INTEGER_BYTES = 100
 _LOOKUPS_PER_BAG = 4  # a chunk of at most n lookups has at most n / 4 bags
 _COLUMN_BYTES, _WEIGHTED_COLUMN_BYTES = 5, 9
@@ -205,8 +205,8 @@ class Chunk(NamedTuple):
         return bags, slice(column, column + self.batch.output_dim)
 
 
-def _chunk_lookups(layout: TTLayout, column_bytes: int) -> int:
-    """Return the number of lookups whose scratch memory fits CHUNK_BYTES."""
+def _max_chunk_lookups(layout: TTLayout, column_bytes: int) -> int:
+    """Return the maximum number of lookups whose scratch memory fits CHUNK_BYTES, at least 1."""
     return max(1, CHUNK_BYTES // (column_bytes * layout.dim + _INTEGER_BYTES))
 
 
@@ -218,7 +218,7 @@ def max_lookups_at_once(layout: TTLayout, device: torch.device) -> int:
     """Return the largest number of lookups that is never processed in chunks."""
     if device.type != "cpu":
         return sys.maxsize
-    return _chunk_lookups(layout, _WEIGHTED_COLUMN_BYTES)
+    return _max_chunk_lookups(layout, _WEIGHTED_COLUMN_BYTES)
 
 
 def is_chunked(batch: TTLookup, sample_weights: Tensor | None) -> bool:
@@ -229,7 +229,7 @@ def is_chunked(batch: TTLookup, sample_weights: Tensor | None) -> bool:
     # First, because the size of a batch in a compiled graph may not be a number yet.
     if torch.compiler.is_compiling() or batch.indices.device.type != "cpu":
         return False
-    return batch.indices.numel() > _chunk_lookups(batch.layout, _column_bytes(sample_weights))
+    return batch.indices.numel() > _max_chunk_lookups(batch.layout, _column_bytes(sample_weights))
 
 
 def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]:
@@ -242,7 +242,7 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
         batch.indices, batch.offsets, batch.key_features(), batch.bag_layout, ignore
     )
     batch = batch._replace(offsets=repaired)
-    max_lookups = _chunk_lookups(batch.layout, _column_bytes(sample_weights))
+    max_lookups = _max_chunk_lookups(batch.layout, _column_bytes(sample_weights))
     max_bags = max(1, max_lookups // _LOOKUPS_PER_BAG)
     num_features, num_bags = batch.num_features(), batch.offsets.numel() - 1
     bag_ends = torch.arange(1, num_features + 1) * (num_bags // max(1, num_features))
@@ -265,11 +265,11 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
                     if end - begin > max_lookups
                     else 1.0
                 )
-                yield _chunk(batch, f, slice(bag, stop), lookups, share)
+                yield _make_chunk(batch, f, slice(bag, stop), lookups, share)
             bag = stop
 
 
-def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -> Chunk:
+def _make_chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -> Chunk:
     """Return the chunk of some bags of feature `f`; `share` < 1 if it has part of one bag."""
     layout = batch.layout
     first_key = int(batch.feature_tables[f, TTTableColumn.FIRST_KEY])

@@ -39,9 +39,9 @@ COUNTERS = (
 )
 
 
-def set_of(row: int, sets: int) -> int:
-    """Return the set of a linear row: the high half of its hash, scaled to `[0, sets)`."""
-    return (finalise(row) >> 32) * sets >> 32
+def set_of(row: int, num_sets: int) -> int:
+    """Return the set of a linear row: the high half of its hash, scaled to `[0, num_sets)`."""
+    return (finalise(row) >> 32) * num_sets >> 32
 
 
 @dataclass
@@ -69,17 +69,17 @@ class CacheModel:
     """A cache that several tables share.
 
     Args:
-        sets: number of sets, each of `WAYS` ways.
+        num_sets: number of sets, each of `WAYS` ways.
         policy: "lru" or "lfu".
         ranges: linear rows of each table, as (first row, number of rows).
     """
 
-    def __init__(self, sets: int, policy: str, ranges: Sequence[tuple[int, int]]) -> None:
-        self.sets = [[Way() for _ in range(WAYS)] for _ in range(sets)]
+    def __init__(self, num_sets: int, policy: str, ranges: Sequence[tuple[int, int]]) -> None:
+        self.sets = [[Way() for _ in range(WAYS)] for _ in range(num_sets)]
         self.policy = policy
         self.ranges = list(ranges)
         self.counts: Counter[int] = Counter()  # lookups of a row so far; LFU only
-        self.tables = [dict.fromkeys(COUNTERS, 0) for _ in ranges]  # counters per table
+        self.table_counters = [dict.fromkeys(COUNTERS, 0) for _ in ranges]  # counters per table
         self.totals = dict.fromkeys(COUNTERS, 0)  # counters of all tables together
 
     def plan(self, lookups: Iterable[int], clock: int, oldest: int) -> CachePlan:
@@ -150,11 +150,11 @@ class CacheModel:
     ) -> None:
         """Add a planned batch, with the number of lookups of each row, to the counters."""
         for t in {self._table_of(row) for row in lookups_of_row}:
-            self.tables[t]["calls"] += 1
+            self.table_counters[t]["calls"] += 1
         self.totals["calls"] += 1
         for row, num_lookups in lookups_of_row.items():
             has_no_way = plan.slots[row] is None
-            for counters in (self.tables[self._table_of(row)], self.totals):
+            for counters in (self.table_counters[self._table_of(row)], self.totals):
                 counters["lookups"] += num_lookups
                 counters["unique"] += 1
                 counters["unique_misses"] += row in missing_rows
@@ -163,7 +163,7 @@ class CacheModel:
                 counters["conflict_misses"] += num_lookups * has_no_way
         for evicted in plan.fetched.values():
             if evicted is not None:
-                self.tables[self._table_of(evicted)]["write_backs"] += 1
+                self.table_counters[self._table_of(evicted)]["write_backs"] += 1
                 self.totals["write_backs"] += 1
 
     def locate(self, row: int) -> int | None:

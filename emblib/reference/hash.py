@@ -4,8 +4,8 @@
 a batch, a list of (table, key) by position, then `grow` and `insert` with its misses; `find`,
 `erase`, `expire` and `shrink` are separate calls. `index` returns the same state as the tensors of
 `emblib.ops.hash`, whose docstring defines terms; `HashModel.of` reads them. Keys, stamps and scores
-are signed: an unsigned id is the int64 of the same bits. `values` defines the initial rows of new
-keys. The kernels of `csrc/hash` share no code and no data structure with this file.
+are signed: an unsigned id is the int64 of the same bits. `initial_row` defines the row of a new
+key. The kernels of `csrc/hash` share no code and no data structure with this file.
 
 The rules:
 
@@ -530,7 +530,7 @@ def is_alive(last_uses: Mapping[int, int], ttls: Sequence[int | None], clock: in
     )
 
 
-def positions(ids: Tensor, starts: Tensor, segment_tables: Tensor) -> list[tuple[int, int]]:
+def batch_of(ids: Tensor, starts: Tensor, segment_tables: Tensor) -> list[tuple[int, int]]:
     """Return the batch of `emblib.ops.hash.Keys`: segment f is `ids[starts[f]:starts[f + 1]]`."""
     lengths = starts.diff()
     tables = segment_tables.repeat_interleave(lengths)
@@ -610,7 +610,7 @@ _MASK = 0xFFFFFFFF
 _KEY_MODULUS = 100_000  # of `emblib.init.KeyModulo`
 
 
-def values(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) -> Tensor:
+def initial_row(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) -> Tensor:
     """Return the initial row of a key, float64 `[dim]`.
 
     Args:
@@ -667,5 +667,5 @@ def initial_rows_(
                 offset, stride, rows, dim, stream = buffer_layout.tolist()
                 if 0 <= slot < rows:
                     begin = offset + slot * stride
-                    row = values(rule.tolist(), seed, stream, key, dim)
+                    row = initial_row(rule.tolist(), seed, stream, key, dim)
                     buffer[begin : begin + dim] = row.float().to(buffer.dtype)

@@ -24,7 +24,7 @@ from emblib.optim.adagrad import LAST_STEP
 from emblib.reference.random import philox_counters
 
 
-def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
+def rounding_words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
     """Return a random 32-bit word per element of the linear rows `rows` `[U]`, int64 `[U, dim]`.
 
     `tensor` is the number of the rounded tensor, see the module docstring.
@@ -362,7 +362,7 @@ def _ftrl(rows: RowBatch) -> tuple[Tensor, States]:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceOptimizer:
     """The rule of an optimizer, and whether each of its states has one number per row."""
 
     rule: Rule
@@ -370,20 +370,20 @@ class Reference:
 
 
 OPTIMIZERS = {
-    "sgd": Reference(_sgd),
-    "adagrad": Reference(_adagrad, (False,)),
-    "rowwise_adagrad": Reference(_rowwise_adagrad, (True,)),
-    "ensemble_rowwise_adagrad": Reference(_ensemble_rowwise_adagrad, (False, True)),
-    "rowwise_adagrad_max_norm": Reference(_max_norm, (True,)),
-    "rowwise_adagrad_global_decay": Reference(_global_decay, (True, True)),
-    "rowwise_adagrad_cowclip": Reference(_cowclip, (True, True, True)),
-    "rowwise_adagrad_counter": Reference(_counter, (True, True, True)),
-    "adam": Reference(_adam, (False, False)),
-    "partial_rowwise_adam": Reference(_partial_rowwise_adam, (False, True)),
-    "lamb": Reference(_lamb, (False, False)),
-    "partial_rowwise_lamb": Reference(_partial_rowwise_lamb, (False, True)),
-    "lars": Reference(_lars, (False,)),
-    "ftrl": Reference(_ftrl, (False, False)),
+    "sgd": ReferenceOptimizer(_sgd),
+    "adagrad": ReferenceOptimizer(_adagrad, (False,)),
+    "rowwise_adagrad": ReferenceOptimizer(_rowwise_adagrad, (True,)),
+    "ensemble_rowwise_adagrad": ReferenceOptimizer(_ensemble_rowwise_adagrad, (False, True)),
+    "rowwise_adagrad_max_norm": ReferenceOptimizer(_max_norm, (True,)),
+    "rowwise_adagrad_global_decay": ReferenceOptimizer(_global_decay, (True, True)),
+    "rowwise_adagrad_cowclip": ReferenceOptimizer(_cowclip, (True, True, True)),
+    "rowwise_adagrad_counter": ReferenceOptimizer(_counter, (True, True, True)),
+    "adam": ReferenceOptimizer(_adam, (False, False)),
+    "partial_rowwise_adam": ReferenceOptimizer(_partial_rowwise_adam, (False, True)),
+    "lamb": ReferenceOptimizer(_lamb, (False, False)),
+    "partial_rowwise_lamb": ReferenceOptimizer(_partial_rowwise_lamb, (False, True)),
+    "lars": ReferenceOptimizer(_lars, (False,)),
+    "ftrl": ReferenceOptimizer(_ftrl, (False, False)),
 }
 
 
@@ -401,19 +401,19 @@ def step_rows(
     return OPTIMIZERS[optimizer].rule(rows)
 
 
-def store(
+def store_rounded(
     target: Tensor, positions: Tensor, values: Tensor, hyper: Tensor, ids: Tensor, tensor: int
 ) -> None:
     """Write `values` to `target[positions]`, rounded as `hyper` selects.
 
     Values `[U, D]` for a `target` in 16 bits are rounded stochastically if the seed in `hyper` is
-    not negative: the linear rows `ids` `[U]` and the number `tensor` select the random `words`.
+    not negative: the linear rows `ids` `[U]` and the number `tensor` select the `rounding_words`.
     Other values are rounded to nearest.
     """
     seed = int(hyper[Hyper.SEED])
     is_narrow = target.dtype in (torch.float16, torch.bfloat16)
     if seed >= 0 and is_narrow and values.dim() == 2:
-        random = words(seed, ids, values.size(1), int(hyper[Hyper.STEP]), tensor)
+        random = rounding_words(seed, ids, values.size(1), int(hyper[Hyper.STEP]), tensor)
         target[positions] = round_stochastically(values, target.dtype, random)
     else:
         target[positions] = values.to(target.dtype)
@@ -437,6 +437,6 @@ def update_rows_(
     row_states = [state[rows] for state in states]
     new_rows, new_states = step_rows(optimizer, weights[rows], grads[rows], row_states, hyper)
     ids = first_row + rows
-    store(weights, rows, new_rows, hyper, ids, 0)
+    store_rounded(weights, rows, new_rows, hyper, ids, 0)
     for number, (state, values) in enumerate(zip(states, new_states, strict=True)):
-        store(state, rows, values, hyper, ids, 1 + number)
+        store_rounded(state, rows, values, hyper, ids, 1 + number)

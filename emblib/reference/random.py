@@ -70,7 +70,9 @@ def philox_counters(seed: int, counters: Tensor) -> Tensor:
     for _ in range(_ROUNDS):
         (h0, l0), (h1, l1) = _multiply(_MULTIPLIERS[0], c[0]), _multiply(_MULTIPLIERS[1], c[2])
         c = [h1 ^ c[1] ^ keys[0], l1, h0 ^ c[3] ^ keys[1], l0]
-        keys = [(key + added) & _MASK for key, added in zip(keys, _KEY_INCREMENTS, strict=True)]
+        keys = [
+            (key + increment) & _MASK for key, increment in zip(keys, _KEY_INCREMENTS, strict=True)
+        ]
     return torch.stack(c, dim=1)
 
 

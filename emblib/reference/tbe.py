@@ -263,17 +263,17 @@ def update_(
         )
         is_cached = selected & (slots >= 0) & (slots < capacity)
         for tier, in_tier in ((table_tier, selected & ~is_cached), (Tier.CACHE, is_cached)):
-            linear = groups.rows[in_tier]
-            if linear.numel() == 0:
+            linear_rows = groups.rows[in_tier]
+            if linear_rows.numel() == 0:
                 continue
-            columns = torch.arange(dim, device=linear.device)
+            columns = torch.arange(dim, device=linear_rows.device)
             # Elements [n, dim] of the rows in their table, whose gradient is read, and in `tier`.
-            table_elements = (offset + (linear - base) * dim).unsqueeze(1) + columns
+            table_elements = (offset + (linear_rows - base) * dim).unsqueeze(1) + columns
             if tier == Tier.CACHE:
                 elements = (slots[in_tier] * stride).unsqueeze(1) + columns
                 row_numbers = slots[in_tier]
             else:
-                elements, row_numbers = table_elements, state_base + linear - base
+                elements, row_numbers = table_elements, state_base + linear_rows - base
             tier_states = states[tier * len(per_row) : (tier + 1) * len(per_row)]
             state_positions = [row_numbers if by_row else elements for by_row in per_row]
             row_states = [state[i] for state, i in zip(tier_states, state_positions, strict=True)]
@@ -284,6 +284,8 @@ def update_(
                 row_states,
                 hyper,
             )
-            optim.store(weights[tier], elements, new_rows, hyper, linear, 0)
+            optim.store_rounded(weights[tier], elements, new_rows, hyper, linear_rows, 0)
             for k, state in enumerate(tier_states):
-                optim.store(state, state_positions[k], new_states[k], hyper, linear, 1 + k)
+                optim.store_rounded(
+                    state, state_positions[k], new_states[k], hyper, linear_rows, 1 + k
+                )

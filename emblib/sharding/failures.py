@@ -229,7 +229,7 @@ class _StatusBoard:
         self._ranks = ranks
         store: Any = ranks.group.get_group_store()
         self._store = dist.PrefixStore(name, store.clone())
-        self._beats = 0
+        self._num_beats = 0
 
     def register(self) -> None:
         """Write the machine and the process of this rank."""
@@ -238,8 +238,8 @@ class _StatusBoard:
 
     def beat(self) -> None:
         """Write a heartbeat."""
-        self._beats += 1
-        self._store.set(f"beat/{self._ranks.rank}", f"{self._beats}/{time.monotonic_ns()}")
+        self._num_beats += 1
+        self._store.set(f"beat/{self._ranks.rank}", f"{self._num_beats}/{time.monotonic_ns()}")
 
     def write_exit_state(self, state: str) -> None:
         """Write how the block ended on this rank, if the store can still be reached."""
@@ -261,10 +261,11 @@ class _StatusBoard:
         return f"rank {rank} of {self._ranks.size}{process}"
 
     def find_failure(self, timeout_s: float) -> RankFailure | None:
-        """Return the ranks at fault for a failed collective; None if all ranks called it.
+        """Return the error that names the ranks at fault; None if all ranks called the collective.
 
-        Writes that this rank called it, waits up to `timeout_s` seconds for the other ranks, and
-        raises nothing: if the store cannot be reached, the process that serves it is at fault.
+        Writes that this rank called the collective, which failed, and waits up to `timeout_s`
+        seconds for the other ranks. Raises nothing: if the store cannot be reached, the process
+        that serves it is at fault.
         """
         try:
             self._store.set(f"call/{self._ranks.rank}", "here")
@@ -466,11 +467,11 @@ def _device_alone() -> torch.device:
 def _init_process_group(backend: str | None, timeout: timedelta) -> None:
     """Initialize torch.distributed from the environment that torchrun sets."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+    uses_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(
         os.environ.get("LOCAL_WORLD_SIZE", "1")
     )
     if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if uses_gpus else "gloo"
     if "nccl" in backend:
         torch.cuda.set_device(local_rank)
     try:

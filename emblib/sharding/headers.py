@@ -130,16 +130,16 @@ class Headers:
             RuntimeError: the ranks disagree about the collective, on every rank.
         """
         self._work.wait()
-        world, length = self._ranks.size, len(self._header)
+        num_ranks, length = self._ranks.size, len(self._header)
         entries = self._received.tolist()
         headers = [entries[i : i + length] for i in range(0, len(entries), length)]
         headers.insert(self._ranks.rank, self._header)
-        begin = len(_KindEntry) + 2 * world
-        sent_sizes = [header[len(_KindEntry) : len(_KindEntry) + world] for header in headers]
-        expected = [header[len(_KindEntry) + world : begin] for header in headers]
+        begin = len(_KindEntry) + 2 * num_ranks
+        sent_sizes = [header[len(_KindEntry) : len(_KindEntry) + num_ranks] for header in headers]
+        expected = [header[len(_KindEntry) + num_ranks : begin] for header in headers]
         kinds = [header[: len(_KindEntry)] for header in headers]
         if (
-            kinds.count(kinds[0]) < world
+            kinds.count(kinds[0]) < num_ranks
             or list(map(list, zip(*sent_sizes, strict=True))) != expected
         ):
             matrices = (torch.tensor(rows) for rows in (kinds, sent_sizes, expected))

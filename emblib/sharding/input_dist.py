@@ -275,7 +275,7 @@ class InputDist(nn.Module):
             "blocks": torch.tensor(blocks.blocks, dtype=torch.int64).view(
                 -1, len(RouteBlockColumn)
             ),
-            "units": torch.tensor(blocks.units, dtype=torch.int64),
+            "copies": torch.tensor(blocks.units, dtype=torch.int64),
             "unit_major_order": torch.tensor(self._segment_order(1), dtype=torch.int64),
             "unit_major_order_without_lengths": torch.tensor(
                 self._segment_order(0), dtype=torch.int64
@@ -287,7 +287,7 @@ class InputDist(nn.Module):
     unit_features: Tensor  # int64 `[U]`, feature of each unit of all ranks
     features: Tensor  # int64 `[F, 4]`, see `RouteFeatureColumn`
     blocks: Tensor  # int64 `[K, 3]`, see `RouteBlockColumn`
-    units: Tensor  # int64 `[C]`, units that get the ids of a block
+    copies: Tensor  # int64 `[C]`, units that get the ids of each block, see `Routing`
     # Int64 `[W * units]`: numbers of the segments that this rank receives, one per rank and unit,
     # in the order of units. A segment of lengths precedes the segments of ids of each rank.
     unit_major_order: Tensor
@@ -313,9 +313,9 @@ class InputDist(nn.Module):
 
         The segments of a rank follow `num_before` other segments of that rank.
         """
-        world, num_units = self._ranks.size, len(self._features_of_ranks[self._ranks.rank])
+        num_ranks, num_units = self._ranks.size, len(self._features_of_ranks[self._ranks.rank])
         step = num_units + num_before
-        return [r * step + num_before + unit for unit in range(num_units) for r in range(world)]
+        return [r * step + num_before + unit for unit in range(num_units) for r in range(num_ranks)]
 
     @property
     def header_size(self) -> int:
@@ -427,19 +427,19 @@ class InputDist(nn.Module):
         unit_bags = [inputs.bag_counts[f] for f in self._unit_features]
         row_numbers, skips_sums = None, False
         first_bags = inputs.first_bags(range(len(inputs.bag_counts)))
-        routing = first_bags, self.features, self.blocks, self.units
-        units = inputs.first_bags(self._unit_features)
+        routing = first_bags, self.features, self.blocks, self.copies
+        first_unit_bags = inputs.first_bags(self._unit_features)
         lengths = route.route_lengths(
-            inputs.ids, inputs.offsets, *routing, units, num_bags=sum(unit_bags)
+            inputs.ids, inputs.offsets, *routing, first_unit_bags, num_bags=sum(unit_bags)
         )
         starts = running_sums(lengths)
-        unit_starts = starts[units]
+        unit_starts = starts[first_unit_bags]
         first_ids = unit_starts.tolist()
         ids, positions, weights = in_grad_mode(route.route_ids, enabled=True)(
             inputs.ids,
             inputs.offsets,
             *routing,
-            units,
+            first_unit_bags,
             starts=starts,
             total=first_ids[-1],
             weights=inputs.weights,
@@ -623,12 +623,12 @@ def _split_lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tenso
     The sizes are `[ranks, 1 + units]` in the dtype of the payload: the bags of a rank, which have
     one length each, then its ids per unit.
     """
-    world, num_units = len(in_flight.num_bags), len(in_flight.bag_counts)
+    num_ranks, num_units = len(in_flight.num_bags), len(in_flight.bag_counts)
     blocks = [
         part[:count]
         for part, count in zip(payload.split(in_flight.sizes), in_flight.num_bags, strict=True)
     ]
-    segment_sizes = payload.new_empty((world, num_units + 1))
+    segment_sizes = payload.new_empty((num_ranks, num_units + 1))
     segment_sizes[:, 0] = torch.tensor(in_flight.num_bags)
     if not num_units:
         return payload.new_empty(0), segment_sizes
@@ -640,9 +640,9 @@ def _split_lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tenso
     all_lengths = torch.cat(blocks)
     bag_counts = torch.tensor(in_flight.bag_counts, device=payload.device)
     first_bags = running_sums(bag_counts.t().reshape(-1))
-    segment_sizes[:, 1:] = running_sums(all_lengths)[first_bags].diff().view(world, num_units)
-    numbers = torch.arange(world * num_units, device=payload.device)
-    order = numbers.view(world, num_units).t().reshape(-1)
+    segment_sizes[:, 1:] = running_sums(all_lengths)[first_bags].diff().view(num_ranks, num_units)
+    numbers = torch.arange(num_ranks * num_units, device=payload.device)
+    order = numbers.view(num_ranks, num_units).t().reshape(-1)
     lengths = route.gather_segments(all_lengths, first_bags, order, all_lengths.numel())
     return lengths, segment_sizes
 

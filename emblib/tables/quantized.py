@@ -648,8 +648,8 @@ def _check_range(weights: Tensor) -> None:
     if weights.numel() == 0 or weights.is_meta:
         return
     largest = float((weights if weights.is_floating_point() else weights.float()).abs().amax())
-    if not largest <= quant.LARGEST:  # true for NaN, too
-        limit = int(quant.LARGEST)
+    if not largest <= quant.MAX_MAGNITUDE:  # true for NaN, too
+        limit = int(quant.MAX_MAGNITUDE)
         raise ValueError(
             f"rows must be finite and within +-{limit}, the range of float16, to be quantised, got "
             f"{largest}; weights.nan_to_num().clamp(-{limit}, {limit}) makes them so"

@@ -41,7 +41,7 @@ def _first_rows(
     rule: tuple[float, ...], seed: int, stream: int, keys: tuple[int, ...], dim: int
 ) -> Tensor:
     """By the definition, which is slow."""
-    return torch.stack([hash.values(rule, seed, stream, key, dim) for key in keys]).float()
+    return torch.stack([hash.initial_row(rule, seed, stream, key, dim) for key in keys]).float()
 
 
 class _Twins:

@@ -43,7 +43,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes chunks small."""
 
     def start() -> None:
-        monkeypatch.setattr(tt_layout, "_chunk_lookups", lambda *_: LOOKUPS_PER_CHUNK)
+        monkeypatch.setattr(tt_layout, "_max_chunk_lookups", lambda *_: LOOKUPS_PER_CHUNK)
 
     return start
 

@@ -102,7 +102,7 @@ def rounded(values: Tensor, dtype: torch.dtype, hyper: Tensor, rows: Tensor, ten
         return values.to(dtype)
     seed, step = int(hyper[Hyper.SEED]), int(hyper[Hyper.STEP])
     with torch.device("cpu"):
-        random = reference.words(seed, rows.cpu(), values.size(1), step, tensor)
+        random = reference.rounding_words(seed, rows.cpu(), values.size(1), step, tensor)
     return reference.round_stochastically(values, dtype, random.to(values.device))
 
 

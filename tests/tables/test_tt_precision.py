@@ -190,7 +190,7 @@ def test_large_batches_are_those_of_small_ones(monkeypatch: pytest.MonkeyPatch) 
     results = []
     for chunk in (None, 5):
         if chunk:
-            monkeypatch.setattr(tt_layout, "_chunk_lookups", lambda *_: 5)
+            monkeypatch.setattr(tt_layout, "_max_chunk_lookups", lambda *_: 5)
         torch.manual_seed(2)
         module = tables(optim.SGD(0.25), precision=precision)
         results.append([*steps(module, 2), *module.cores])

@@ -26,7 +26,7 @@ _FORMAT = "emblib.checkpoint"
 _MAGIC = b"emblib \n"
 _TAIL = struct.Struct("<QI8s")  # bytes of the JSON text, CRC-32 of all before it, magic
 _END_OF_PICKLE = b"."
-WAY_OUT = "load another checkpoint, e.g. an older one"
+REMEDY = "load another checkpoint, e.g. an older one"
 
 
 @dataclass
@@ -61,11 +61,11 @@ def split_footer(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | 
     if data.endswith(_END_OF_PICKLE):
         return data, None
     if not data.endswith(_MAGIC) or len(data) < _TAIL.size:
-        raise CheckpointError(f"{path} is damaged: its end is missing; {WAY_OUT}")
+        raise CheckpointError(f"{path} is damaged: its end is missing; {REMEDY}")
     length, crc, _ = _TAIL.unpack(data[-_TAIL.size :])
     # The checksum covers the pickle, the text, and its length: the first 8 bytes of the tail.
     if zlib.crc32(memoryview(data)[: 8 - _TAIL.size]) != crc:
-        raise CheckpointError(f"{path} is damaged: its checksum is wrong; {WAY_OUT}")
+        raise CheckpointError(f"{path} is damaged: its checksum is wrong; {REMEDY}")
     start = len(data) - _TAIL.size - length
     try:
         if start < 0:
@@ -76,7 +76,7 @@ def split_footer(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | 
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is damaged: what follows its metadata cannot be read "
-            f"({type(error).__name__}: {error}); {WAY_OUT}"
+            f"({type(error).__name__}: {error}); {REMEDY}"
         ) from error
 
 
@@ -155,7 +155,7 @@ class CheckedStream(io.RawIOBase):
         size = file.seek(0, io.SEEK_END)
         if size != sums.nbytes:
             raise CheckpointError(
-                f"{path} is damaged: it has {size} bytes, {sums.nbytes} were saved; {WAY_OUT}"
+                f"{path} is damaged: it has {size} bytes, {sums.nbytes} were saved; {REMEDY}"
             )
 
     def readable(self) -> bool:
@@ -204,7 +204,7 @@ class CheckedStream(io.RawIOBase):
             if zlib.crc32(block) != self._sums.crc32[number]:
                 raise CheckpointError(
                     f"{self._path} is damaged: bytes {start} to {start + len(block)} have another "
-                    f"checksum than when they were saved; {WAY_OUT}"
+                    f"checksum than when they were saved; {REMEDY}"
                 )
             if len(self._blocks) == _RECENT_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]

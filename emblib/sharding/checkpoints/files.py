@@ -4,8 +4,8 @@ The format is the one of torch.distributed.checkpoint: files, and metadata that 
 save gives its files new names, so that an older checkpoint in the directory stays valid until the
 new metadata replace the old ones by a rename; afterwards, data files (`*.distcp`) that the metadata
 do not name are deleted. The file of the metadata also has checksums of the data files
-(`checksums.py`). It is unpickled
-without running what it names (`unpickling.py`), as are values that are not tensors (`values.py`).
+(`checksums.py`). It is unpickled without running what it names (`unpickling.py`), as are values
+that are not tensors (`values.py`).
 """
 
 import contextlib
@@ -180,7 +180,7 @@ class Reader(dcp.FileSystemReader):
             if end > size:
                 raise CheckpointError(
                     f"{Path(self.path) / METADATA} is damaged: it places something at the bytes "
-                    f"up to {end} of {name}, which has {max(size, 0)}; {checksums.WAY_OUT}"
+                    f"up to {end} of {name}, which has {max(size, 0)}; {checksums.REMEDY}"
                 )
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:

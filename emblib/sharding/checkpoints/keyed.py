@@ -74,8 +74,10 @@ def join_shards(
     return result
 
 
-def entries_of_shard(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
-    """Return the entries of shard `number` of `count` shards from the state dict of a table.
+def entries_of_shard(
+    state: Mapping[str, Tensor], number: int, num_shards: int
+) -> dict[str, Tensor]:
+    """Return the entries of shard `number` of `num_shards` from the state dict of a table.
 
     From a full tensor with one row per key the shard gets copies of the rows of its keys, from
     `KeyedRows` the local tensor of shard `number`. All other values are returned unchanged.
@@ -88,15 +90,15 @@ def entries_of_shard(state: Mapping[str, Tensor], number: int, count: int) -> di
     for stem in _stems(state):
         keys = state[f"{stem}{KEYS}"]
         if not isinstance(keys, KeyedRows):
-            owned[stem] = routing.owner(keys, count) == number
+            owned[stem] = routing.owner(keys, num_shards) == number
     result = {}
     for key, value in state.items():
         stem = _stem_of(key)
         if isinstance(value, KeyedRows):
-            if len(value.shards) != count or number not in value.parts:
+            if len(value.shards) != num_shards or number not in value.parts:
                 raise ValueError(
-                    f"{key} is {value!r}, but the table here has {count} shards, of which this "
-                    f"rank has number {number}: load it with emblib.sharding.checkpoints.load"
+                    f"{key} is {value!r}, but the table here has {num_shards} shards, of which "
+                    f"this rank has number {number}: load it with emblib.sharding.checkpoints.load"
                 )
             result[key] = value.parts[number]
         elif stem in owned and key.removeprefix(stem) != _NOT_BY_KEY:
@@ -210,7 +212,11 @@ def _gather_descriptions(
             num_foreign,
             int(foreign_keys[0]) if num_foreign else 0,
         )
-    gathered = {n: shard for of_rank in ranks.gather_objects(local) for n, shard in of_rank.items()}
+    gathered = {
+        n: shard
+        for shards_of_rank in ranks.gather_objects(local)
+        for n, shard in shards_of_rank.items()
+    }
     shards = [gathered[number] for number in range(len(owners))]
     # Raise only after the collective, in which the other ranks would wait for this rank.
     for number, shard in enumerate(shards):
@@ -269,21 +275,21 @@ class KeyReader:
         """
         if not isinstance(leaf.value, KeyedRows):
             return {}
-        name, count = _keys_entry(leaf.name), len(leaf.value.shards)
-        spans = self._spans.setdefault((name, count), {})
+        name, num_shards = _keys_entry(leaf.name), len(leaf.value.shards)
+        spans = self._spans.setdefault((name, num_shards), {})
         for number in leaf.value.parts:
             if number not in spans:
                 spans[number] = (
-                    self._first_row(name, number, count),
-                    self._first_row(name, number + 1, count),
+                    self._first_row(name, number, num_shards),
+                    self._first_row(name, number + 1, num_shards),
                 )
         return {number: spans[number] for number in leaf.value.parts}
 
-    def _first_row(self, name: str, number: int, count: int) -> int:
-        """Return the first row of shard `number` of `count`."""
+    def _first_row(self, name: str, number: int, num_shards: int) -> int:
+        """Return the first row of shard `number`; the number of rows if it is `num_shards`."""
         rows = range(self._saved[name].size[0])
         return bisect.bisect_left(
-            rows, number, key=lambda row: int(routing.owner(self._key(name, row), count))
+            rows, number, key=lambda row: int(routing.owner(self._key(name, row), num_shards))
         )
 
     def _key(self, name: str, row: int) -> Tensor:

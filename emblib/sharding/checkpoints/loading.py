@@ -132,7 +132,8 @@ def load(
     Modules and optimizers that are values of `state` get their saved state dicts. Nested dicts and
     lists are replaced by new ones with the tensors of `state`, which are filled in place. Other
     values are new, and so are rows of dynamic tables, whose number may differ. Every rank reads
-    only its own shards of a table, whatever plan saved it.
+    only its own shards of a table, whatever plan saved it. Rank 0 warns of a checkpoint without
+    checksums.
 
     Args:
         state: state dict with the same names as the one passed to `save`.
@@ -140,8 +141,6 @@ def load(
         ranks: the ranks that load; by default all processes, or this process alone.
         strict: whether a value that the checkpoint lacks is an error; otherwise it stays unchanged.
             Values that only the checkpoint has are ignored.
-
-    Rank 0 warns of a checkpoint without checksums.
 
     Raises:
         CheckpointError: the checkpoint is missing or incomplete, it lacks a value, a tensor has
@@ -188,12 +187,12 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
     """
     from emblib.sharding.checkpoints.files import METADATA
 
-    def look() -> Path | None:
+    def find_latest() -> Path | None:
         paths = [path.parent for path in Path(directory).glob(f"*/{METADATA}")]
         numbered = [(int(m[0]), p) for p in paths if (m := re.search(r"\d+\Z", p.name))]
         return max(numbered)[1] if numbered else None
 
-    return invoke_on_rank_and_broadcast_result(RankGroup.from_value(ranks), 0, look)
+    return invoke_on_rank_and_broadcast_result(RankGroup.from_value(ranks), 0, find_latest)
 
 
 _MAX_LISTED = 5  # names or problems in an error message
