@@ -1,6 +1,7 @@
-"""Arguments and optimizers of torch that emblib names differently or lacks: errors with advice.
+"""Errors with advice for names of torch that emblib lacks: arguments and optimizers.
 
-`refuse_names_of_torch` is the `__new__` of bases of tables, configurations and optimizers.
+`refuse_names_of_torch` is the `__new__` of base classes of tables, configurations and optimizers.
+`emblib.optim` reads `OPTIMIZERS` for names that it does not have.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ OPTIMIZERS = {
 
 
 def refuse_names_of_torch(cls: type[Any], *arguments: Any, **options: Any) -> Any:
-    """Construct an object, uninitialised; refuse keywords of torch that its class does not have.
+    """Return a new object of a class without calling `__init__`, as `object.__new__` does.
 
     Raises:
-        TypeError: a keyword in `_ADVICE` that `__init__` does not take; the message has the advice.
+        TypeError: a keyword is in `_ADVICE`, and `__init__` of the class does not take it; the
+            message has the advice.
     """
     for name in _ADVICE.keys() & options.keys():
         accepted = inspect.signature(cls.__init__).parameters

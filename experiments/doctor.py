@@ -89,18 +89,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the results; return 1 if one is broken, else 0."""
-    findings = [f for section, check in CHECKS.items() for f in run_check(section, check)]
+    results = [r for section, check in CHECKS.items() for r in run_check(section, check)]
     if arguments.json:
-        broken = [f.what for f in findings if f.state is State.broken]
-        report = {"broken": broken, "findings": [asdict(f) for f in findings]}
+        broken = [r.what for r in results if r.state is State.broken]
+        report = {"broken": broken, "findings": [asdict(r) for r in results]}
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
-        show(findings)
-    return int(any(f.state is State.broken for f in findings))
+        show(results)
+    return int(any(r.state is State.broken for r in results))
 
 
 class State(StrEnum):
-    """The severity of a result: nothing to do, could be better, or needed and not working."""
+    """The severity of a result: ok needs nothing, note could be better, broken does not work."""
 
     ok = "ok"
     note = "note"
@@ -109,11 +109,11 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A line of the report; `doctor --json` prints its fields.
+    """The result of one check, a line of the report; `doctor --json` prints its fields.
 
     Attributes:
-        what: name of the checked thing.
-        found: value in words.
+        what: name of the thing that was checked.
+        found: its value, in words.
         state: severity.
         advice: remedy; "" for none.
         section: heading to show it under; "" for the heading of the check.
@@ -132,7 +132,7 @@ Check = Callable[[], Iterable[CheckResult]]
 def run_check(section: str, check: Check) -> list[CheckResult]:
     """Return the results of a check; an error of the check becomes its only result."""
     try:
-        return [replace(f, section=f.section or section) for f in check()]
+        return [replace(r, section=r.section or section) for r in check()]
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return [CheckResult("this check", text, State.broken, "report it as a bug", section)]
@@ -187,11 +187,11 @@ def emblib_libraries() -> Iterator[CheckResult]:
 
 
 def cpu_kernels(cpu_flags: frozenset[str], isa_limit: str | None) -> CheckResult:
-    """Return which CPU kernels are in use.
+    """Return the result that names the CPU kernels in use.
 
     Args:
-        cpu_flags: instructions of the CPU.
-        isa_limit: value of EMBLIB_ISA, which limits them; None if it is not set.
+        cpu_flags: instruction sets of the CPU, as Linux names them.
+        isa_limit: value of EMBLIB_ISA, which limits the kernels; None if it is not set.
     """
     best = next((name for name, f in INSTRUCTIONS.items() if f <= cpu_flags), "baseline")
     isa_order = ["baseline", *reversed(INSTRUCTIONS)]
@@ -314,7 +314,13 @@ def gpus() -> Iterator[CheckResult]:
 
 
 def explain_no_gpu(version: str, cuda: str | None, *, driver: bool) -> CheckResult:
-    """Return why torch finds no GPU: `cuda` is its CUDA version, `driver` whether one is loaded."""
+    """Return the result that says why torch finds no GPU.
+
+    Args:
+        version: version of torch.
+        cuda: version of CUDA that torch was built for; None for a build for the CPU.
+        driver: whether an NVIDIA driver is loaded.
+    """
     build = f"built for CUDA {cuda}, finds no device" if cuda else "a build for the CPU"
     if not driver:
         return CheckResult("torch", f"{version}: {build}")
@@ -374,7 +380,11 @@ def permissions(folder: Path = ROOT) -> Iterator[CheckResult]:
 
 
 def tools(*, driver: bool | None = None) -> Iterator[CheckResult]:
-    """Check external programs, which are all optional; some are for GPUs only."""
+    """Check external programs, which are all optional.
+
+    `driver` says whether an NVIDIA driver is loaded, without which programs for GPUs are not
+    missed; None looks for one.
+    """
     driver = DRIVER.exists() if driver is None else driver
     for name, use in TOOLS.items():
         if shutil.which(name):
@@ -404,7 +414,7 @@ def _mib(size: int) -> str:
     return f"{size / (1 << 20):g} MiB"
 
 
-def show(findings: Sequence[CheckResult]) -> None:
+def show(results: Sequence[CheckResult]) -> None:
     """Print a table per section, then the advice, then the verdict."""
     from rich.console import Console
     from rich.padding import Padding
@@ -424,25 +434,27 @@ def show(findings: Sequence[CheckResult]) -> None:
         console.print(Text(title, style="bold"))
         console.print(Padding(table, (0, 0, 1, 2)))
 
-    def mark_of(finding: CheckResult) -> str:
-        absent = finding.state is State.ok and finding.found.startswith("not ")
-        return "[dim]–[/]" if absent else marks[finding.state]
+    def mark_of(result: CheckResult) -> str:
+        is_absent = result.state is State.ok and result.found.startswith("not ")
+        return "[dim]–[/]" if is_absent else marks[result.state]
 
-    for section in dict.fromkeys(f.section for f in findings):
+    for section in dict.fromkeys(r.section for r in results):
         show_table(
-            section, [(mark_of(f), f.what, f.found) for f in findings if f.section == section]
+            section, [(mark_of(r), r.what, r.found) for r in results if r.section == section]
         )
     titles = {State.broken: "Broken, and needed", State.note: "What would make measurements better"}
     for state, title in titles.items():
-        advised = [f for f in findings if f.state is state and f.advice]
+        advised = [r for r in results if r.state is state and r.advice]
         if advised:
-            show_table(title, [(marks[state], f.what, f.advice) for f in advised])
-    broken = sum(f.state is State.broken for f in findings)
-    notes = sum(f.state is State.note for f in findings)
-    if broken:
-        verdict = f"[red]{broken} of {len(findings)} findings must be repaired before measuring.[/]"
+            show_table(title, [(marks[state], r.what, r.advice) for r in advised])
+    num_broken = sum(r.state is State.broken for r in results)
+    num_notes = sum(r.state is State.note for r in results)
+    if num_broken:
+        verdict = (
+            f"[red]{num_broken} of {len(results)} findings must be repaired before measuring.[/]"
+        )
     else:
         verdict = (
-            f"[green]Ready to measure.[/] {notes} of {len(findings)} findings could be better."
+            f"[green]Ready to measure.[/] {num_notes} of {len(results)} findings could be better."
         )
     console.print(verdict)

@@ -1,6 +1,7 @@
 """The call that breaks a compiled graph, for `emblib.tables.graph_break.run_uncompiled`.
 
-It has a file of its own, since its decorator loads torch's compiler when the file is imported.
+Importing this file loads torch's compiler, because of the decorator. So `run_uncompiled` imports it
+only when a program has loaded the compiler itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,6 @@ _R = TypeVar("_R")
 
 
 @torch.compiler.disable
-def call(function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+def call_uncompiled(function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """Call a function, and all functions that it calls, uncompiled."""
     return function(*args, **kwargs)

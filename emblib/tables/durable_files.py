@@ -1,8 +1,11 @@
-"""File operations of stores: writes, syncs, renames, locks, and manifests with checksums.
+"""File operations of stores, and files that are replaced as a whole.
 
-Stores and dumps in emblib's own formats write through these functions, so a test can record the
-calls and replay what a power failure may leave on the disk. Writes through a memory mapping need no
-call; `sync_map` and `sync_file` order them with the others.
+In this order: errors, calls of the system, JSON with a checksum, parts of stores (mapped files,
+locks, checks of directories), files that are replaced or saved, stores in forked processes.
+
+Stores and dumps in emblib's own formats make their changes through the calls of the system here, so
+a test can record the calls and replay what a power failure may leave on the disk. Writes through a
+memory mapping need no call; `sync_map` and `sync_file` order them with the others.
 """
 
 import contextlib
@@ -33,13 +36,13 @@ _CHECKSUM = "checksum"  # key of the checksum of a sealed manifest
 class SyncError(OSError):
     """A sync failed: some writes may be lost, even if a second sync succeeds.
 
-    Linux marks pages as clean when their write-back fails and reports the failure once. So the
-    store that gets this error must not sync again; opening it again recovers it.
+    Linux marks pages as clean when their write-back fails, and reports the failure once. So a store
+    that gets this error must not sync again; opening it again restores its last commit.
     """
 
 
 class SyncGuard:
-    """Refuses further changes of a directory's files after a sync of it failed."""
+    """Refuses further changes of the files of a directory once a sync has failed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -47,11 +50,11 @@ class SyncGuard:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a sync failed."""
+        """Return whether a sync has failed within `watch`."""
         return bool(self._failure)
 
     def check(self) -> None:
-        """Raise RuntimeError if a sync failed."""
+        """Raise RuntimeError if `has_failed`."""
         if self._failure:
             raise RuntimeError(
                 f"{self._directory} cannot be written to any more: a sync failed "
@@ -71,14 +74,15 @@ class SyncGuard:
 
 
 class ChecksumError(RuntimeError):
-    """A file does not have the bytes that were written to it."""
+    """The bytes of a file are not those that were written to it."""
 
 
 def open_without_links(path: Path, flags: int) -> int:
     """Open a file whose name emblib chose, in a directory of the user; create it if missing.
 
-    Links are refused: another user who may write to the directory could place one under that name,
-    and emblib would overwrite its target. The directory itself may be a link.
+    `flags` are those of `os.open`. Symbolic links are refused: another user who may write to the
+    directory could place one under that name, and emblib would overwrite its target. The directory
+    itself may be a link.
 
     Raises:
         OSError: the file is a symbolic link, or cannot be opened.
@@ -99,7 +103,8 @@ def open_without_links(path: Path, flags: int) -> int:
 def open_fresh(path: Path, flags: int) -> int:
     """Open a file whose old content does not matter, such as a lock or a new version of a file.
 
-    A link under this name is removed; its target does not change.
+    The file is created if it is missing, but not truncated. A symbolic link under its name is
+    removed; the target of the link does not change.
     """
     try:
         return open_without_links(path, flags)
@@ -111,7 +116,7 @@ def open_fresh(path: Path, flags: int) -> int:
 
 
 def open_file(path: Path) -> int:
-    """Open a file for reading and writing, see `open_without_links`."""
+    """Open a file for reading and writing; create it if missing, see `open_without_links`."""
     return open_without_links(path, os.O_RDWR)
 
 
@@ -123,8 +128,9 @@ def write_at(handle: int, data: memoryview, offset: int) -> int:
 def fetch_rows(path: Path, data: Tensor, rows: Tensor, row_bytes: int, first_byte: int = 0) -> bool:
     """Read the pages of rows of a mapped file that are about to be used, many at a time.
 
-    Without this call page faults read the pages one after the other, and a failing read ends the
-    process. Returns False, having read nothing, if a probe of some pages found them in memory.
+    Without this call, page faults read the pages one after the other, and a failing read ends the
+    process. A probe of some of the pages decides: if they are in memory, nothing is read, and the
+    result is False. If pages were read, it is True.
 
     Args:
         path: path of the file, for errors.
@@ -154,7 +160,7 @@ def resize(handle: int, size: int) -> None:
 
 
 def allocate(handle: int, begin: int, size: int) -> None:
-    """Reserve disk space for `size` bytes; new ones are zeros."""
+    """Reserve disk space for `size` bytes from `begin` on; a file that becomes longer has zeros."""
     os.posix_fallocate(handle, begin, size)
 
 
@@ -191,7 +197,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _fsync(handle: int, path: Path) -> None:
-    """Flush a file to the disk; raise SyncError if that fails."""
+    """Sync a file or directory to the disk; raise SyncError if that fails."""
     try:
         os.fsync(handle)
     except OSError as error:
@@ -204,12 +210,12 @@ def _sync_error(error: OSError, path: Path) -> SyncError:
 
 
 def seal(content: dict[str, Any]) -> dict[str, Any]:
-    """Return `content`, which JSON can hold, with its checksum."""
+    """Return `content`, which JSON must be able to hold, with its checksum as a further entry."""
     return {**content, _CHECKSUM: json_checksum(content)}
 
 
 def unseal(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content that `seal` got.
+    """Return the argument of `seal` from its result, which may have been written as JSON.
 
     Raises:
         ValueError: the checksum is missing or wrong.
@@ -232,9 +238,16 @@ _NEW_SUFFIX = ".new"  # suffix of the new version of a file, until it replaces t
 
 
 class MappedFile:
-    """One mapped file of `count` numbers; `dtype` is the name of a torch dtype.
+    """A file of numbers of one dtype, to be mapped into memory.
 
-    `mapped` is None until `map` is called, and for a file without numbers.
+    Args:
+        path: path of the file.
+        dtype: name of a torch dtype, such as "float32".
+        count: number of numbers.
+
+    Attributes:
+        nbytes: length of the file in bytes.
+        mapped: the mapping; None before `map`, and for a file without numbers.
     """
 
     def __init__(self, path: Path, dtype: str, count: int) -> None:
@@ -254,7 +267,7 @@ class MappedFile:
             os.close(handle)
 
     def fits(self) -> bool:
-        """Return whether the file exists and has its length."""
+        """Return whether the file exists and has `nbytes` bytes."""
         return self.path.exists() and self.path.stat().st_size == self.nbytes
 
     def map(self) -> Tensor:
@@ -286,7 +299,7 @@ class MappedFile:
             sync_map(self.mapped, self.path)
 
     def alias(self) -> Tensor:
-        """Return another tensor over the mapped file, with its own version counter."""
+        """Return another tensor over the mapping of `map`, with its own version counter."""
         if self.mapped is None:
             return torch.empty(0, dtype=self.dtype)
         return torch.frombuffer(self.mapped, dtype=self.dtype)
@@ -304,7 +317,7 @@ def make_directory(directory: Path, content: str) -> None:
     """Create a directory and its parents if missing; `content` names its content in errors.
 
     Raises:
-        OSError: that is impossible, or the path is a file.
+        OSError: the directory cannot be created, or the path is a file.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -317,7 +330,7 @@ def make_directory(directory: Path, content: str) -> None:
 
 
 def check_directory(directory: Path, content: str, known_file: str) -> None:
-    """Raise ValueError if a directory has files other than a lock and unfinished `known_file`s."""
+    """Raise ValueError if a directory has files besides a lock and an unfinished `known_file`."""
     unknown_files = sorted(set(os.listdir(directory)) - {LOCK, known_file + _NEW_SUFFIX})
     if unknown_files:
         raise ValueError(
@@ -367,7 +380,10 @@ def lock(
 
 
 def check_free_space(directory: Path, nbytes: int) -> None:
-    """Raise OSError unless `nbytes` fit: on a full disk a write to a mapping kills the process."""
+    """Raise OSError unless the disk of DISK tables has `nbytes` free bytes.
+
+    On a full disk a write to a mapping kills the process.
+    """
     free_bytes = shutil.disk_usage(directory).free
     if free_bytes < nbytes:
         raise OSError(
@@ -380,15 +396,15 @@ def check_free_space(directory: Path, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path` on leaving, completely synced to the disk.
+    """Yield a file that replaces `path` when the context ends; its content is then on the disk.
 
-    If the context raises, `path` stays as it is. The new name survives a power failure once the
+    If the context raises, `path` stays as it is. The replacement survives a power failure once the
     caller has called `flush_directory`.
 
     Args:
         path: path of the file that is replaced.
-        new_path: path of the new file until then; None is a name that is the same every time, for
-            directories with a single writer.
+        new_path: path of the new file until then. None is `path` with a suffix, the same every
+            time, for directories with a single writer.
 
     Raises:
         OSError: it could not be written; `path` has its old content.
@@ -407,14 +423,15 @@ def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def saving(path: str | Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path`, or what it links to; of several processes the last wins.
+    """Yield a file that replaces `path`, or the target of a link there, when the context ends.
 
-    The content is written to a file with a unique name in the same directory. On leaving, it is
-    synced to the disk and renamed; if the context raises, it is removed.
+    The content is written to a file with a unique name in the same directory, so several processes
+    may save one path; the last one wins. At the end the file is synced and renamed, and its
+    directory synced. If the context raises, the file is removed.
 
     Raises:
-        OSError: it could not be written; `path` has its old content, or the new one if only the
-            sync of its directory failed.
+        OSError: the file could not be written, and `path` has its old content; or only the sync of
+            its directory failed, and `path` has the new one.
     """
     target = Path(os.path.realpath(path))  # follow links
     if not target.parent.exists():
@@ -427,7 +444,7 @@ def saving(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def save_json(path: str | Path, text: str) -> None:
-    """Save the text of a JSON object; append its checksum as the last entry, `crc32`.
+    """Save the text of a JSON object, which must have no entry `crc32`; append its checksum so.
 
     Raises:
         OSError: as `saving` does.
@@ -440,10 +457,10 @@ def save_json(path: str | Path, text: str) -> None:
 
 
 def load_json(path: str | Path) -> str:
-    """Return the object that `save_json` got as JSON, or the text of a file without a checksum.
+    """Return the object that `save_json` got, as JSON; of a file without checksum, its text.
 
     Raises:
-        ValueError: its checksum is wrong.
+        ValueError: the checksum is wrong.
         OSError: the file cannot be read.
     """
     text = Path(path).read_text(errors="replace")
@@ -463,9 +480,9 @@ def load_json(path: str | Path) -> str:
 
 
 def save_archive(content: Any, file: BinaryIO) -> None:
-    """Write a file for `torch.load`, a zip archive, with a checksum of each part of it.
+    """Write a file for `torch.load`, a zip archive, with a checksum of each of its parts.
 
-    Meanwhile an option of the process makes all calls of `torch.save` write checksums.
+    Meanwhile `torch.save` in other threads writes checksums, too: the option is of the process.
     """
     crc32_before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
@@ -506,7 +523,7 @@ def check_archive(path: str | Path) -> None:
 def replace_json(path: Path, content: dict[str, Any]) -> None:
     """Replace a file by `content` as JSON; if that raises OSError, the old file stays.
 
-    No checksum is added, see `seal`. The caller must call `flush_directory`.
+    No checksum is added: pass the result of `seal`. The caller must call `flush_directory`.
     """
     with replacing(path) as file:
         file.write(json.dumps(content, indent=1).encode())
@@ -514,7 +531,7 @@ def replace_json(path: Path, content: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context for parsing the output of `replace_json`: RuntimeError if it has no valid content."""
+    """Context for reading a file of `replace_json`: errors of its content become RuntimeError."""
     try:
         yield
     except (ValueError, KeyError, TypeError) as error:
@@ -535,7 +552,7 @@ _closed_by_forks: "weakref.WeakSet[Closable]" = weakref.WeakSet()
 
 
 def close_in_forks(store: Closable) -> None:
-    """Close a store in forked processes, which would keep its lock after the parent's exit."""
+    """Have a store closed in forked processes, which else keep its lock after the parent's end."""
     _closed_by_forks.add(store)
 
 

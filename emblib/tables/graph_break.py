@@ -16,9 +16,10 @@ _R = TypeVar("_R")
 def run_uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap a function so that it runs uncompiled, without importing the compiler.
 
-    It is like `torch.compiler.disable`: in a function compiled with fullgraph=True the call raises.
-    But `disable` imports the compiler, which takes longer than all other imports of emblib
-    together. A program that has not imported it compiles nothing, so nothing needs to be disabled.
+    This decorator has the effect of `torch.compiler.disable`: in a function compiled with
+    fullgraph=True the call raises. But `disable` imports the compiler, which takes longer than all
+    other imports of emblib together. A program that has not imported the compiler compiles nothing,
+    so nothing needs to be disabled.
     """
 
     @functools.wraps(function)
@@ -26,7 +27,7 @@ def run_uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
             from emblib.tables import disabled_call
 
-            return disabled_call.call(function, *args, **kwargs)
+            return disabled_call.call_uncompiled(function, *args, **kwargs)
         return function(*args, **kwargs)
 
     return call

@@ -1,8 +1,8 @@
 """Locks of modules whose lookups change them: caches, hash tables, stores of rows.
 
-A module holds its lock from the moment that rows get their slots until the lookup has read them,
-and around each update in backward, which autograd may run in a thread of its own, but not between a
-forward and its backward.
+In a lookup, a module holds its lock from the assignment of slots to rows until the rows are read.
+It also holds the lock during each update in backward, which autograd may run in another thread. It
+does not hold it between a forward and its backward.
 """
 
 import _thread
@@ -17,13 +17,13 @@ _R = TypeVar("_R")
 
 
 class ModuleLock(_thread.RLock):  # type: ignore[misc]  # final in typeshed alone
-    """A re-entrant lock as a context manager; copies and unpickled ones are new locks.
+    """A re-entrant lock as a context manager; a copy or pickle of it is a new lock.
 
-    It is entered and left in C, so no interrupt can come between acquiring the lock and entering
-    the `with` block, as it could in a Python `__enter__`.
+    `with` acquires it in C. In a Python `__enter__`, an interrupt could come between acquiring the
+    lock and entering the block, and leave the lock held.
 
     A forked process has its own lock. If another thread of the parent held the lock at the fork,
-    the protected state may be half changed, so a `with` of it in the child raises RuntimeError.
+    the protected state may be half changed, so `with` raises RuntimeError in the child.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ _Self = TypeVar("_Self", bound=_Locked)
 
 
 def atomic(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Have a method hold the `_lock` of its module while it runs."""
+    """Decorate a method so that it holds the `_lock` of its object while it runs."""
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -1,4 +1,8 @@
-"""Readings: lookups of a module's only table by other features or another pooling."""
+"""Readings: lookups of a module's only table by the features and pooling of another module.
+
+Several collections can share a table. The module of the table looks up for each of them with its
+`TableReading` (`TableBatchedEmbeddingBags.look_up_as`).
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,16 @@ from emblib.tables.memory import TableOffset
 
 
 class TableReading(NamedTuple):
-    """Reading of the only table of a module by some features, with their pooling.
+    """One way to look up the only table of a module: features, and their pooling.
 
     Attributes:
-        features: int64 `[F, 8]`, see `emblib.columns.FeatureColumn`.
+        features: int64 `[F, 8]`, see `features_of`.
         dim: columns of the table.
-        pooling: pooling of the features.
-        joint: sum of the gradients of all readings; None if backward does not update the table.
-        reader: module whose `bounds_check` applies, and which counts and names invalid ids.
+        pooling: pooling of all features.
+        joint: sum of the gradients of all readings of the table, for one update of it; None if
+            backward does not update the table.
+        reader: module that looks up: its `bounds_check` applies, and it counts and names invalid
+            ids.
     """
 
     features: Tensor
@@ -36,9 +42,10 @@ class TableReading(NamedTuple):
     def features_of(
         table: TableOffset, num_features: int, pooling: Pooling, device: torch.device
     ) -> Tensor:
-        """Return `features` int64 `[num_features, 8]` of features that all read `table`.
+        """Return `features`, int64 `[num_features, 8]`, of features that all read `table`.
 
-        Their outputs are side by side; for pooling NONE an output has only the columns of one.
+        The columns are those of `FeatureColumn`. Outputs of features are side by side; with pooling
+        NONE all begin at column 0.
         """
         width = 0 if pooling is Pooling.NONE else table.dim
         rows = [table.feature(feature * width) for feature in range(num_features)]

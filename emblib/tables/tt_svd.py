@@ -1,12 +1,14 @@
 """Compute tensor-train cores from a dense table: TT-SVD, and a fit weighted by access counts.
 
-The table is cut between each two cores in turn: the matrix whose rows are the digits left of the
-cut, and whose columns are the digits right of it, is replaced by its best approximation of the rank
-there (Oseledets, 2011). The squared errors of the cuts add up, so without a fit the error is at
-most `sqrt(cores - 1)` times the error of the best tensor train of these ranks, but for rounding.
+The algorithm is that of Oseledets (2011). The table is cut between each two cores in turn. At a cut
+it is a matrix: its rows are numbered by the digits left of the cut, its columns by the digits right
+of it. This matrix is replaced by its best approximation of the rank of the cut. The squared errors
+of the cuts add up, so without a fit the error is at most `sqrt(cores - 1)` times the error of the
+best tensor train of these ranks, but for rounding.
 
 Singular vectors are eigenvectors of the Gram matrix of the shorter side. Only the first cut has the
-size of the table, which it reads in chunks; the remainder has `rank / (p[0] * q[0])` of its size.
+size of the table, which it reads in chunks; the remainder has `rank / (p[0] * q[0])` of that size.
+In this file p are the row factors, q the dim factors and R the ranks with the 1 at both ends.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from emblib.tt import shapes
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 20  # of float64 rows that are converted at once
 _FLOAT64_BYTES = 8
-_FIT_SWEEPS = 3  # fits of the last and the first core by turns; not measured
+_NUM_FIT_SWEEPS = 3  # fits of the last core, then of the first; not measured
 _RIDGE = 1e-6  # of the mean squared regressor, as counted rows may not determine a slice; not tuned
 
 
@@ -59,7 +61,7 @@ def decompose(
 ) -> Decomposition:
     """Return the cores of a tensor train that approximates a dense table.
 
-    Its size is given by one of `ranks`, `error` and `nbytes`, or by the ranks of `spec`.
+    One of `ranks`, `error` and `nbytes` determines its size; without them, the ranks of `spec` do.
 
     Args:
         weight: `[rows, dim]`, of any floating dtype.
@@ -107,7 +109,7 @@ def decompose(
     cores = tt_svd.cores()
     cut_spec = replace(initial_spec, ranks=tt_svd.ranks)
     if counts is not None and float(counts.sum()) > 0:
-        for _ in range(_FIT_SWEEPS):
+        for _ in range(_NUM_FIT_SWEEPS):
             cores = _fit_outer_cores(weight, cut_spec, cores, counts)
     cores = [core.to(dtype).float() for core in cores]
     if not all(bool(core.isfinite().all()) for core in cores):
@@ -137,7 +139,7 @@ def _check_arguments(
     nbytes: int | None,
     counts: Tensor | None,
 ) -> None:
-    """Raise for arguments that no decomposition can satisfy."""
+    """Raise TypeError or ValueError for wrong arguments of `decompose`, except `dtype`."""
     if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
         raise ValueError(
             f"weight must be a floating-point matrix [rows, dim], got {tuple(weight.shape)} of "
@@ -345,12 +347,12 @@ def _core_products(
 def _fit_outer_cores(
     weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
 ) -> list[Tensor]:
-    """Fit the last core to the weighted rows, then the first.
+    """Fit the last core to the counted rows, then the first, and return the cores.
 
-    Given the other cores, a slice of an outer core is the solution of a least-squares problem over
-    its own rows, with `rank` unknowns per column.
+    With the other cores fixed, a slice of an outer core is the solution of a least-squares problem
+    over the rows that use it, with `rank` unknowns per column.
 
-    `weight` is `[rows, dim]`, `counts` `[rows]`, of any dtype: the weight of each row.
+    `weight` is `[rows, dim]`; `counts` `[rows]`, of any dtype, weights the squared error of a row.
     """
     for outer in (len(cores) - 1, 0):
         rank = spec.full_ranks[1] if outer == 0 else spec.full_ranks[-2]

@@ -1,4 +1,8 @@
-"""Skew of the lookups of a table, and the hit, miss and sharing rates of a smaller table."""
+"""Skew of the lookups of a table, and the rates of a cache or a smaller table that follow from it.
+
+`IdSkew` has groups of ids of about equal frequency, so that a table of any number of rows takes
+some hundred numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,12 @@ import torch
 from torch import Tensor
 
 ZIPF = 1.05  # exponent of the assumed skew of ids without a trace
-_GROUPS = 128  # ids or counts that are groups alone, and log steps after them; not measured
-_GRID = 120  # points of the numerical integration, evenly spaced in log t; not measured
+_NUM_SINGLES = 128  # first ids, or counts, that are a group each; not measured
+_NUM_STEPS = 128  # steps in the logarithm of an id that are a group each; not measured
+_STEPS_PER_E = 16  # steps in the logarithm of a count, so that a group spans some 6 %; not measured
+_NUM_GRID_POINTS = 120  # of the numerical integration, evenly spaced in log t; not measured
 _LOG_BEFORE, _LOG_AFTER = 9, 4  # log t from 9 below -log(max share) to 4 above -log(min share)
-_BISECTIONS = 60  # halvings of an interval: more than a float64 resolves
+_NUM_BISECTIONS = 60  # halvings of an interval: more than a float64 resolves
 _MIN_FACTOR = 1e-60  # products of smaller factors are denormal numbers, which are slow
 
 
@@ -22,9 +28,9 @@ class IdSkew:
     """Distribution of the lookups of a table over its ids.
 
     Args:
-        shares: fraction of all lookups per id of a group, float64 `[G]`, descending; the ids of a
-            group have about equal frequency.
-        sizes: numbers of ids in each group; float64 `[G]`.
+        shares: share of all lookups of one id of each group, float64 `[G]`, descending. So
+            `shares @ sizes` is 1, or 0 without lookups.
+        sizes: number of ids in each group, float64 `[G]`.
     """
 
     shares: Tensor
@@ -32,16 +38,12 @@ class IdSkew:
 
     @classmethod
     def of_counts(cls, counts: Tensor) -> IdSkew:
-        """Return the skew of ids that were looked up `counts` >= 0 times, `[rows]`; rows >= 1.
-
-        Without lookups all shares are 0.
-        """
+        """Return the skew of ids that were looked up `counts` >= 0 times, `[rows]`; rows >= 1."""
         values, sizes = counts.detach().cpu().double().unique(return_counts=True)
-        # Small counts are groups by themselves; larger ones that differ by a few per cent form one.
-        group_of = (
-            (_GROUPS / 8 * values.clamp(min=1e-9).log()).round().unique(return_inverse=True)[1]
-        )
-        group_of = torch.where(values <= _GROUPS, values, _GROUPS + 1.0 + group_of)
+        # Each small count is a group; larger counts that differ by a few per cent form one.
+        steps = (_STEPS_PER_E * values.clamp(min=1e-9).log()).round()
+        group_of = steps.unique(return_inverse=True)[1]
+        group_of = torch.where(values <= _NUM_SINGLES, values, _NUM_SINGLES + 1.0 + group_of)
         group_of = group_of.unique(return_inverse=True)[1]
         group_sizes = torch.zeros(int(group_of[-1]) + 1, dtype=torch.float64)
         lookups = group_sizes.index_add(0, group_of, values * sizes)
@@ -55,18 +57,19 @@ class IdSkew:
 
         Ids above some 128 have the share of the middle id of their group.
         """
-        head_ids = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
-        low, high = math.log(len(head_ids) + 1), math.log(rows + 1)
-        steps = torch.linspace(low, high, _GROUPS, dtype=torch.float64)
-        first_ids = torch.cat([head_ids, steps.exp().round()]).unique()
-        sizes = first_ids.diff()
-        shares = (first_ids[:-1] + (sizes - 1) / 2) ** -exponent
-        return cls(shares / (shares @ sizes), sizes)
+        single_ids = torch.arange(1, min(rows, _NUM_SINGLES) + 1, dtype=torch.float64)
+        low, high = math.log(len(single_ids) + 1), math.log(rows + 1)
+        steps = torch.linspace(low, high, _NUM_STEPS, dtype=torch.float64).exp().round()
+        bounds = torch.cat([single_ids, steps]).unique()  # first id of each group, then rows + 1
+        sizes = bounds.diff()
+        weights = (bounds[:-1] + (sizes - 1) / 2) ** -exponent
+        return cls(weights / (weights @ sizes), sizes)
 
     def miss_rate(self, rows: int) -> float:
-        """Return the share of lookups that read ids other than the `rows` most used ones.
+        """Return the share of lookups of other ids than the `rows` most used; 1 without lookups.
 
-        Without lookups it is 1.
+        So it is the miss rate of a cache that always has the most used rows; `hit_rate` is that of
+        an LRU cache, and the two do not add up to 1.
         """
         num_before = self.sizes.cumsum(0) - self.sizes
         num_cached = (rows - num_before).clamp(min=0.0).minimum(self.sizes)
@@ -75,8 +78,9 @@ class IdSkew:
     def hit_rate(self, rows: int) -> float:
         """Estimate the hit rate of a warm LRU cache of `rows` rows; 1 without lookups.
 
-        By Che's approximation: an id of share s is in the cache if it was looked up in the last t
-        lookups, with probability 1 - exp(-s t); t is chosen so that `rows` ids are expected there.
+        This is Che's approximation. An id of share s is in the cache if it was looked up in the
+        last t lookups, which has the probability 1 - exp(-s t). The number t is chosen so that
+        `rows` ids are expected to be in the cache.
         """
         is_used = self.shares > 0
         shares, sizes = self.shares[is_used], self.sizes[is_used]
@@ -85,20 +89,20 @@ class IdSkew:
         low, high = 0.0, 1.0
         while float(sizes @ -torch.expm1(-shares * high)) < rows:
             low, high = high, 2.0 * high
-        for _ in range(_BISECTIONS):
+        for _ in range(_NUM_BISECTIONS):
             guess = (low + high) / 2
             is_below = float(sizes @ -torch.expm1(-shares * guess)) < rows
             low, high = (guess, high) if is_below else (low, guess)
         return float((sizes * shares) @ -torch.expm1(-shares * high))
 
     def shared_update_rate(self, rows: int) -> float:
-        """Return the share of a row's updates that come from other ids, if ids hash to `rows` rows.
+        """Estimate the share of a row's updates that are by other ids, if ids hash to `rows` rows.
 
-        `rows` is at least 1; without lookups the result is 0. It is the expectation, over lookups
-        and hashes, of o / (s + o), where s is the share of an id and o the sum of the shares of the
-        other ids in its row. 1 / (s + o) is the integral of exp(-(s + o) t) over t, and the
-        expectation of exp(-o t) is a product over all other ids, each of which is in the row with
-        probability 1 / rows.
+        `rows` is at least 1; without lookups the result is 0. The result is the expectation, over
+        lookups and hashes, of o / (s + o), where s is the share of an id, and o the sum of the
+        shares of the other ids in its row. Here 1 / (s + o) is the integral of exp(-(s + o) t) over
+        t. The expectation of exp(-o t) is a product over all other ids, each of which is in the row
+        with probability 1 / rows.
         """
         is_used = self.shares > 0
         if not is_used.any():
@@ -113,10 +117,13 @@ class IdSkew:
 
     @cached_property
     def _decay(self) -> tuple[Tensor, Tensor]:
-        """Return exp(-s t) `[used groups, T]` on a grid of t, clamped, and the grid's steps."""
+        """Return exp(-s t) on a grid of T values t, `[used groups, T]`, and the steps dt, `[T]`.
+
+        Values below `_MIN_FACTOR` are raised to it.
+        """
         shares = self.shares[self.shares > 0]
         low = -math.log(float(shares.max())) - _LOG_BEFORE
         high = -math.log(float(shares.min())) + _LOG_AFTER
-        grid = torch.linspace(low, high, _GRID, dtype=torch.float64).exp()
+        grid = torch.linspace(low, high, _NUM_GRID_POINTS, dtype=torch.float64).exp()
         decay = torch.outer(-shares, grid).exp().clamp(min=_MIN_FACTOR)
-        return decay, grid * (high - low) / (_GRID - 1)
+        return decay, grid * (high - low) / (_NUM_GRID_POINTS - 1)

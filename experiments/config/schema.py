@@ -1,7 +1,8 @@
-"""The schema of a run's configuration; other keys are refused, except below `options`.
+"""The schema of a run's configuration, `Config`; other keys are refused, except below `options`.
 
 A *cell* is one workload on which contenders are measured side by side. An *arm* of a cell is a
-contender with its variant: its rank, size of cache, or load.
+contender with its variant: its rank, size of cache, or load. Types are checked when a configuration
+is composed, and the rules of values in `experiments.configure.check_values`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class UsageError(Exception):
 
 
 def require(rule: str, value: object, *, holds: bool) -> None:
-    """Raise UsageError, with a rule such as "lr must be > 0" and the value, unless it holds."""
+    """Raise UsageError with a rule, such as "lr must be > 0", and `value`, unless `holds`."""
     if not holds:
         raise UsageError(f"{rule}, got {value}")
 
@@ -85,7 +86,7 @@ class Format(Enum):
 
 
 class Ids(Enum):
-    """Ids of a trace file: row numbers, checked (exact), or any ids, modulo the rows (fold)."""
+    """Ids of a trace file: row numbers that are checked (exact), or ids modulo the rows (fold)."""
 
     exact = "exact"
     fold = "fold"
@@ -103,7 +104,7 @@ class Design(Enum):
 
 
 class Scaling(Enum):
-    """Batch over ranks: B per rank (weak) or B in total (strong)."""
+    """Batch size over ranks: B bags per rank (weak), or B bags of all ranks together (strong)."""
 
     weak = "weak"
     strong = "strong"
@@ -202,7 +203,7 @@ class CacheConfig:
 class KeysConfig:
     """Hash tables: workload.E slots, workload.D columns, calls with B × L keys.
 
-    A case with `loads` and without a kind has kind keys.
+    A case with `loads` and without a kind is of the kind keys.
     """
 
     loads: list[float] = field(default_factory=list)  # present keys ÷ slots, an arm per value
@@ -272,7 +273,7 @@ class SweepConfig:
 
 @dataclass
 class TimingConfig:
-    """Amount of measuring. A cap of 0 is no cap."""
+    """Amount of measuring. 0 is no cap for `max_rows`, `max_batch`, `max_cells`, `max_ranks`."""
 
     preset: str = "standard"
     replicates: int = 3  # fresh processes per cell; a verdict needs 3
@@ -308,7 +309,7 @@ class DeviceConfig:
 
 @dataclass
 class GatePoint:
-    """A phase of each contender of a case, which the gate compares: a point per contender."""
+    """A case and a phase that the gate compares: one point per contender of the case."""
 
     case: str = ""  # a key of `cases`
     phase: str = "step"  # one of PHASES

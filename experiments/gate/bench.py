@@ -1,4 +1,4 @@
-"""The bench of one worker: build, verify, warm up and time points, and count their bytes."""
+"""What a worker of the gate does: build, verify, warm up and time points, and count their bytes."""
 
 from __future__ import annotations
 
@@ -37,18 +37,26 @@ class ReadyPoint:
 
 
 class Bench:
-    """The points of one worker process; messages name the methods (see points.py).
+    """The points of one worker process, with the methods that messages name (see points.py).
 
-    Its notes are "point|activity", from which `pairs` reads the point at which a worker died. `now`
-    is a clock in nanoseconds. The constructor changes the whole process: its allocator, and its
-    core and number of threads if the setup names them.
+    The constructor changes the whole process: its allocator, and its core and number of threads if
+    the setup names them. Methods write notes, "point|activity", from which `pairs` reads the point
+    at which a worker died.
+
+    Args:
+        setup: points and settings.
+        now: clock that returns nanoseconds.
+
+    Attributes:
+        ready_points: points that `build` has built, by name.
+        pools: batches by key of their cell.
     """
 
     def __init__(self, setup: Setup, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self.setup, self.now = setup, now
         self.device = torch.device(setup.device)
         self.ready_points: dict[str, ReadyPoint] = {}
-        self.pools: dict[str, Pool] = {}  # batches by key of the cell
+        self.pools: dict[str, Pool] = {}
         if setup.core is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {setup.core})
         if setup.config.device.threads:
@@ -96,7 +104,7 @@ class Bench:
         gc.disable()
 
     def warm(self, name: str) -> float:
-        """Warm up a built point; return the seconds of one execution, 0 without a warm-up."""
+        """Warm up a built point; return the seconds of one execution, 0 if they are unknown."""
         ready, timing = self.ready_points[name], self.setup.config.timing
         note(f"{name}|warming up")
         counters = ready.contender.counters
@@ -108,8 +116,8 @@ class Bench:
         """Return one sample per batch, in seconds per execution.
 
         A sample executes the point `executions` times, on the batch and its successors in the pool.
-        An uncounted sample precedes each one, because the other worker has just filled the caches,
-        and the scheduler may have to wake this process.
+        An uncounted sample precedes each sample, because the other worker has just filled the
+        caches, and the scheduler may have to wake this process.
         """
         ready, samples = self.ready_points[name], []
         for batch in batches:
@@ -121,7 +129,7 @@ class Bench:
         return samples
 
     def _execute(self, run: Phase, batch: int, executions: int) -> None:
-        """Execute a phase on successive batches, slowed by the factor of the setup."""
+        """Execute a phase on `executions` successive batches; with `setup.slow`, then wait."""
         begin_ns = self.now()
         for offset in range(executions):
             run((batch + offset) % self.setup.config.timing.pool)
@@ -137,9 +145,9 @@ class Bench:
     def weigh(self, name: str) -> dict[str, float]:
         """Return the numbers of a point that are no times; less is better, except for hit rates.
 
-        The method executes steps, which change the parameters. Keys are those of `Contender.nbytes`
-        followed by "_bytes"; with a cache "hit_rate", a share of the lookups; and "peak_bytes" of a
-        step if the system counts it.
+        Keys: those of `Contender.nbytes`, followed by "_bytes"; "hit_rate", a share of the lookups,
+        if there is a cache; "peak_bytes" of a step, if the system counts it. The method executes
+        steps, which change the parameters.
         """
         ready, contender = self.ready_points[name], self.ready_points[name].contender
         weights: dict[str, float] = {f"{k}_bytes": v for k, v in contender.nbytes().items()}

@@ -1,4 +1,8 @@
-"""The outputs of the gate: its page, gate.json, junit.xml and lines for the terminal."""
+"""The outputs of the gate: its page, gate.json, junit.xml and lines for the terminal.
+
+`write_outputs` writes all files of a comparison of two revisions. `page_of`, `effect_row` and the
+`*_value` functions also serve the pages of the kinds noise and power.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,17 @@ def page_of(
     notices: Sequence[str] = (),
     how: Sequence[str] = HOW,
 ) -> Page:
-    """Return the page of a run of the gate, with how to read it and how to repeat it."""
+    """Return the page of a run of the kinds gate, noise or power.
+
+    Args:
+        path: directory of the run.
+        name: name of the experiment.
+        answer: sentences that answer its question.
+        sections: sections with the results; how to read them and how to repeat the run follow.
+        tiles: numbers to show first.
+        notices: texts of notices.
+        how: paragraphs of "How to read this".
+    """
     environment = read_json(path, "environment.json")
     machine = (environment.get("device"), f"torch {environment.get('torch')}")
     return Page(
@@ -80,7 +94,7 @@ def effect_value(effect: Effect) -> Value:
 
 
 def margin_value(value: float | None) -> Value:
-    """Format a share as '5.2 %'; a dash for None and infinity."""
+    """Format a share, such as a margin, as '5.2 %'; a dash for None and infinity."""
     finite_value = None if value is None or math.isinf(value) else value
     return Value.of(finite_value, lambda v: f"{100 * v:.3g} %")
 
@@ -173,7 +187,7 @@ def sentence(findings: Findings, facts: Mapping[str, Any]) -> str:
 
 
 def _format_effect(finding: PointFinding) -> str:
-    """Return the effect with its interval; "" without a verdict."""
+    """Format the effect of a point as '1.083× [1.061, 1.106]'; return "" without a ruling."""
     if finding.ruling is None:
         return ""
     effect = finding.ruling.effect
@@ -227,21 +241,26 @@ def _page(
 
 
 def table(findings: Sequence[PointFinding]) -> Table:
-    """Return the table of the compared points, one row per point."""
-    columns: dict[str, Callable[[tuple[PointFinding, Ruling]], Value | str]] = {
-        "point": lambda x: x[0].point,
-        "verdict": lambda x: x[0].state + " (counted)" * bool(x[0].grown),
-        "head ÷ base [95\u00a0%]": lambda x: effect_value(x[1].effect),
-        "margin": lambda x: margin_value(x[1].margin),
-        "smallest detectable": lambda x: margin_value(x[1].visible),
-        "instructions": lambda x: instructions_value(x[0], TOTAL),
-        "of them in emblib": lambda x: instructions_value(x[0], NATIVE),
-        "base": lambda x: tables.time_value(x[0].base_s),
-        "head": lambda x: tables.time_value(x[0].head_s),
-        "pairs": lambda x: _format_pairs(x[1]),
-        "what": lambda x: x[0].words,
+    """Return the table of the points with a ruling, one row per point."""
+
+    def ruling_of(finding: PointFinding) -> Ruling:
+        assert finding.ruling is not None
+        return finding.ruling
+
+    columns: dict[str, Callable[[PointFinding], Value | str]] = {
+        "point": lambda f: f.point,
+        "verdict": lambda f: f.state + " (counted)" * bool(f.grown),
+        "head ÷ base [95\u00a0%]": lambda f: effect_value(ruling_of(f).effect),
+        "margin": lambda f: margin_value(ruling_of(f).margin),
+        "smallest detectable": lambda f: margin_value(ruling_of(f).visible),
+        "instructions": lambda f: instructions_value(f, TOTAL),
+        "of them in emblib": lambda f: instructions_value(f, NATIVE),
+        "base": lambda f: tables.time_value(f.base_s),
+        "head": lambda f: tables.time_value(f.head_s),
+        "pairs": lambda f: _format_pairs(ruling_of(f)),
+        "what": lambda f: f.words,
     }
-    return Table.of([(finding, finding.ruling) for finding in findings if finding.ruling], columns)
+    return Table.of([finding for finding in findings if finding.ruling], columns)
 
 
 def effect_row(
@@ -287,10 +306,10 @@ def _figures(findings: Sequence[PointFinding]) -> list[Figure]:
 
 
 def junit(findings: Findings, answer: str) -> str:
-    """Return JUnit's XML: a test case per point, and a failed one if a revision did not build.
+    """Return JUnit's XML: a test case per point, and a failed one if a revision does not build.
 
-    A point fails if it is worse, or could not be measured in head. The case of a point without a
-    verdict, or with the verdict UNSURE, is skipped.
+    The case of a point fails if the point is worse in head, or could not be measured there. It
+    passes for SAME and FASTER, and is skipped for all other states.
     """
     suite = ElementTree.Element(
         "testsuite", name="performance gate", tests=str(len(findings.points))

@@ -1,6 +1,8 @@
-"""The gated points, and the first message to a worker: plain data that processes exchange.
+"""The gated points, and the first message to a worker, as plain data that processes exchange.
 
-Further messages are (name of a method of `Bench`, *its arguments), and None, which ends the worker.
+The first message is a `Setup`; the worker answers with the `BuildResult` of each point by name.
+Each further message is a tuple, (name of a method of `Bench`, *its arguments), which the worker
+answers with the result of the method. None ends the worker.
 """
 
 from __future__ import annotations
@@ -66,17 +68,18 @@ def points_of(config: Config) -> list[Point]:
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a worker: what to build; answered by {name of a point: BuildResult}.
+    """The first message to a worker: what to build, and how to time it.
 
     Attributes:
         points: points to build.
         config: configuration of the run.
         device: device as torch names it, such as "cpu" or "cuda".
         seed: seed of the batches, the same on both sides.
-        slow: factor by which every timed call is slowed, by waiting within the timed region: so a
-            run can show that the gate detects a slowdown.
-        idle: the same factor outside of the timed region, for the side that is not slowed. So both
-            sides load the core alike.
+        slow: factor by which timed calls take longer, since the worker waits within the timed
+            region; 1 for no slowdown. A run with it shows that the gate detects a slowdown.
+        idle: factor by which calls take longer including a wait after the timed region, for the
+            side that is not slowed; 1 for no wait. With the `slow` of the other side, both sides
+            load the core alike.
         check: True to compare each point with the reference before it is timed.
         core: core on which the process stays; None for any.
     """
@@ -93,7 +96,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The result of building a point in one worker; `status` as in a run's records."""
+    """The result of building a point in one worker; `status` is "ok" or that of a failed record."""
 
     status: str = "ok"
     reason: str = ""

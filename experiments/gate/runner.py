@@ -1,4 +1,9 @@
-"""Run the gate from configuration to exit status: build, measure, confirm, report."""
+"""Run the gate: from the configuration of a run to its report and exit status.
+
+`run` compares two revisions: it checks them out and builds them, counts instructions, measures
+pairs of processes until the rules are satisfied, and writes the outputs. `rebuild` writes the
+outputs of a stored run again.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +79,9 @@ def _compare(
     *,
     is_same_revision: bool,
 ) -> tuple[Findings, dict[str, Any]]:
-    """Build, measure and decide; return the findings, and facts for gate.json.
+    """Build, measure and decide; return the findings, and further entries of gate.json.
 
-    A revision that does not build, or an interruption by the user, is stated in the findings.
+    If a revision does not build, or the user interrupts, the findings say so; nothing is raised.
     """
     facts: dict[str, Any] = {
         "base": base_name,
@@ -112,7 +117,7 @@ def _compare(
 def _count_instructions(
     start: GateStart, folders: SideFolders, display: Display
 ) -> tuple[Counts, str]:
-    """Count the instructions of all points; return the counts, and "" or why there are none."""
+    """Count the instructions of all points; return (counts, ""), or ({}, why there are none)."""
     if reason := instructions.reason_not_to_count(
         start.config, start.device.type, smoke=start.is_smoke
     ):
@@ -123,7 +128,7 @@ def _count_instructions(
 
 
 def _notices(start: GateStart) -> list[str]:
-    """Return the notices of the page: what limits the trust in the run's verdicts."""
+    """Return the notices of the page, which name what limits trust in the verdicts."""
     notices = []
     if start.is_smoke:
         notices.append("Smoke run: tiny tables, one pair of processes: no verdict is possible.")
@@ -142,18 +147,15 @@ def _notices(start: GateStart) -> list[str]:
     return notices + [f"Machine: {flag}" for flag in preflight.get("flags", [])]
 
 
-DERIVED_ENTRIES = (
-    "status",
-    "meaning",
-    "answer",
-    "points",
-)  # of gate.json; the other entries are facts
+# Entries of gate.json that `write_outputs` derives; the others are its `facts`.
+DERIVED_ENTRIES = ("status", "meaning", "answer", "points")
 
 
 def rebuild(path: Path) -> str:
     """Write all files that follow from the samples of a run again; return the answer.
 
-    A run without rules or records is not changed, and its stored answer is returned.
+    A run without rules or records is not changed: its stored answer is returned, or a sentence that
+    it ended before it could measure.
     """
     saved, records = read_json(path, "gate.json"), read_records(path)
     rules = Rules.load(path)
