@@ -1,4 +1,9 @@
-"""Read the command line into a checked Config; suggest keys and values for wrong ones."""
+"""Read the command line into a checked Config; suggest keys and values for wrong ones.
+
+`load` composes conf/ and the words of the command line with Hydra (`_compose`), which checks keys,
+types and choices, and converts the result (`to_config`), which checks values. Words of the command
+line that set a key, such as `sweep.D=[32]`, are called overrides, as in Hydra.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +79,11 @@ def question(experiment: str) -> str:
 
 
 def load(arguments: Sequence[str]) -> Config:
-    """Return the checked configuration of the words of a command line; raise UsageError."""
+    """Return the checked configuration of the words of a command line.
+
+    Raises:
+        UsageError: a word, or a value of the configuration, is wrong.
+    """
     composed = _compose(arguments)
     try:
         return to_config(composed)
@@ -92,9 +101,9 @@ def composed_yaml(arguments: Sequence[str]) -> str:
 
 
 def _compose(arguments: Sequence[str]) -> DictConfig:
-    """Compose conf/ and the words of a command line; raise UsageError.
+    """Compose conf/ and the words of a command line; UsageError if a key, type or choice is wrong.
 
-    Keys, types and choices are checked, but not the rules of `check_values`.
+    The rules of `check_values` are not checked.
     """
     register()
     overrides = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments]
@@ -377,7 +386,10 @@ def check_values(config: Config) -> None:
 def _unknown_name(
     category: str, name: str, options: Collection[str], prefix: str, similarity: float
 ) -> str:
-    """Return the error about an unknown name: the most similar option, and all options."""
+    """Return the error about an unknown name: the most similar option, and all options.
+
+    `similarity` is the least that counts as similar, from 0 to 1, as difflib measures it.
+    """
     similar_names = difflib.get_close_matches(name, options, 1, similarity)
     hint = f" Did you mean '{prefix}{similar_names[0]}'?" if similar_names else ""
     return f"no {category} '{name}'.{hint} There is: {', '.join(options)}"
@@ -406,7 +418,7 @@ def complete_options(config: Config) -> None:
 
 
 def _complete(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the options of a kind, checked and completed by their defaults."""
+    """Return the options of a kind, completed by their defaults; UsageError for wrong ones."""
     if kind.options is None:
         if options:
             raise UsageError(f"{prefix}options: kind={kind.name} has none, got {list(options)}")
@@ -421,7 +433,10 @@ def _complete(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[st
 
 
 def _check_point(prefix: str, point: Config | CaseConfig) -> None:
-    """Check the settings of a case, or of the run, whose prefix is empty."""
+    """Raise UsageError for settings of a case, or of the run, that are out of range.
+
+    `prefix` is that of `_check_workload`.
+    """
     tt, cache, keys, sharding = point.tt, point.cache, point.keys, point.sharding
     for fraction in cache.fractions:
         require(f"{prefix}cache.fractions must be in (0, 1]", fraction, holds=0 < fraction <= 1)

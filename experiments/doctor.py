@@ -113,7 +113,7 @@ class CheckResult:
 
     Attributes:
         what: name of the thing that was checked.
-        found: its value, in words.
+        found: value of the thing, in words.
         state: severity.
         advice: remedy; "" for none.
         section: heading to show it under; "" for the heading of the check.

@@ -4,8 +4,9 @@ A directory holds one store:
 
 - `weights.bin` and `state_<name>.bin`: the tables one after the other, and nothing else;
 - `weights.bin.crc` and so on: the checksums of their pages, see `emblib.tables.page_sums`;
-- `store.json`: the layout of the tables, the number of the last commit, the numbers saved with it
-  and one checksum per file of checksums. Replacing this file is the commit;
+- `store.json`: the layout of the tables, the number of the last commit, the numbers that its caller
+  saved with it (hyperparameters), and a checksum per file of checksums. Replacing this file is the
+  commit;
 - `journal`: old values of rows that changed since the last commit, see `emblib.tables.journal`;
 - `lock`: locked by the process that has the store open.
 
@@ -369,8 +370,9 @@ class DiskStore:
     def commit(self, numbers: Sequence[float]) -> None:
         """Commit the current tables and `numbers` as the state that opening restores.
 
-        The method returns once tables and numbers are on the disk itself. If the process ends
-        earlier, opening finds either this commit as a whole or the last one.
+        `numbers` are the caller's, and become `committed_numbers`. The method returns once tables
+        and numbers are on the disk itself. If the process ends earlier, opening finds either this
+        commit as a whole or the last one.
 
         Raises:
             RuntimeError: the store is closed, or a sync of it has failed.
@@ -530,6 +532,10 @@ def _layout_of(
 def _check_layout(
     directory: Path, saved: dict[str, Any], required: dict[str, Any], *, is_upgrade: bool
 ) -> None:
+    """Raise ValueError unless a saved layout has the entries of `_layout_of`.
+
+    An upgrade of a store without checksums ignores the entries of formats.
+    """
     for key, value in required.items():
         if is_upgrade and (key == "format" or key in CHECKSUM_FORMAT):
             continue
@@ -542,6 +548,7 @@ def _check_layout(
 
 
 def _sums_file(file: MappedFile) -> MappedFile:
+    """Return the file of the checksums of a file."""
     path = file.path.with_name(file.path.name + SUMS_SUFFIX)
     return MappedFile(path, "int32", num_pages(file.nbytes))
 

@@ -56,7 +56,7 @@ class Block(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a row in a record: its number and its bytes in all tensors."""
+        """Return the bytes that a record has per row: its number, and its bytes in all tensors."""
         return _ROW_NUMBER_BYTES + sum(t.shape[1] for t in self.tensors)
 
 
@@ -92,7 +92,10 @@ class Journal:
         self._end = 0  # 0: the epoch has no records yet
 
     def begin(self, epoch: int) -> None:
-        """Start a journal of rows at commit `epoch`; repeated calls for one epoch do nothing."""
+        """Start the journal that rolls back to commit `epoch`; does nothing if it is started.
+
+        Call it before each `append`; after `clear` it starts a new journal.
+        """
         if self._end:
             return
         header = _HEADER.pack(_HEADER_MAGIC, epoch, boot_id_of_machine(), 0)[: -_CHECKSUM.size]
@@ -113,7 +116,7 @@ class Journal:
             yield row_block
 
     def _pack_record(self, index: int, rows: Tensor) -> bytearray:
-        """Return the record of rows of a block: header, numbers, and the present rows."""
+        """Return the record of rows of a block: header, row numbers, and present bytes of rows."""
         block = self.blocks[index]
         data = bytearray(_RECORD.size + _body_bytes(block, rows.numel()))
         body = memoryview(data)[_RECORD.size :]

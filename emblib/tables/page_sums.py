@@ -1,9 +1,9 @@
 """Checksums of the pages of a store's files at the last commit.
 
-`<file>.crc` has a CRC-32 for every 4096 bytes of `<file>`. A commit replaces the checksums of
-changed pages; the old ones go to the journal first, like rows. The manifest of the store has the
-format and, for each file, the checksum of its checksums. So after a recovery each page that the
-commit covered can be verified to be as the commit left it.
+`<file>.crc` has a CRC-32 for each page, 4096 bytes, of `<file>`. A commit replaces the checksums of
+changed pages, after the old ones are written to the journal, like rows. The manifest of the store
+has the format and, for each file, the checksum of its checksums, called the root. So after a
+recovery each page that the last commit covered can be verified to be as the commit left it.
 """
 
 import contextlib
@@ -76,9 +76,9 @@ def mentioning_restart(*, interrupted: bool) -> Iterator[None]:
 class PageSums:
     """Checksums of one file: `check` and `change` verify pages, commits renew their checksums.
 
-    Where a method takes `rows`, `row_bytes` and `first_byte`, row r of int64 `rows`, `[n]` has
-    `row_bytes` bytes from `first_byte + r * row_bytes` on, and -1 is no row. By default rows are
-    pages. Methods that read pages also raise OSError if one cannot be read.
+    Some methods take `rows`, int64 `[n]`, `row_bytes` and `first_byte`. Row r is `row_bytes` bytes
+    from `first_byte + r * row_bytes` on, and -1 is no row. By default rows are pages. Methods that
+    read pages also raise OSError if one cannot be read.
 
     Args:
         path: path of the file with the pages.
@@ -177,10 +177,10 @@ class PageSums:
         )
 
     def check_root(self, expected: int) -> None:
-        """Verify the checksums themselves against the manifest.
+        """Verify the checksums themselves against the root in the manifest.
 
         Raises:
-            ChecksumError: their checksum is not `expected`.
+            ChecksumError: their root is not `expected`.
         """
         if self.root(self.length) != expected:
             raise ChecksumError(
@@ -241,7 +241,7 @@ class PageSums:
         self._is_journaled[pages] = 1
 
     def root(self, length: int) -> int:
-        """Return the checksum of the checksums of the first `length` bytes."""
+        """Return the root: the checksum of the checksums of the first `length` bytes."""
         return zlib.crc32(self._sum_bytes[: num_pages(length) * SUM_BYTES])
 
     def after_commit(self, length: int) -> None:

@@ -1,4 +1,9 @@
-"""Verify that a bundle's tables, claims and reports follow from its samples, figures excepted."""
+"""Verify that a bundle's tables, claims and reports follow from its samples, figures excepted.
+
+`check` unpacks a bundle, copies each run without its tables and reports, renders these again, and
+compares: tables number by number (`compare_tables`), pages text by text (`page_problems`), claims
+by their keys.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +58,10 @@ class _PageText(HTMLParser):
 
 
 def page_problems(packed: Path, rebuilt: Path) -> list[str]:
-    """Return differences between a run's report and the one rebuilt without drawings."""
+    """Return the differences between the report of a packed run and of the rebuilt one, in words.
+
+    Both are directories. Figures are not compared, so the rebuilt run needs none.
+    """
     problems = []
     for name in ("report.md", "index.html"):
         if not (packed / name).is_file():
@@ -75,7 +83,7 @@ def _text_pieces(path: Path) -> list[str]:
 
 
 def _quote_difference(packed_text: Sequence[str], rebuilt_text: Sequence[str]) -> str:
-    """Quote the first difference of two texts; "" if they are equal."""
+    """Return a sentence with the first difference of two texts; "" if they are equal."""
     for packed, rebuilt in zip_longest(packed_text, rebuilt_text, fillvalue=""):
         if packed != rebuilt:
             pairs = enumerate(zip(packed, rebuilt, strict=False))
@@ -87,7 +95,7 @@ def _quote_difference(packed_text: Sequence[str], rebuilt_text: Sequence[str]) -
 
 
 RELATIVE_TOLERANCE = 1e-9  # of a number that was written as text or summed in another order
-MAX_LISTED = 5  # maximum number of differences that are listed per table
+MAX_LISTED = 5  # differences that are listed per table; others are counted
 CLAIM_NUMBERS = ("value", "lo", "hi")  # numeric entries of a claim
 CLAIM_ENTRIES = ("measure", "about", "what", *CLAIM_NUMBERS)
 # Files of a run about which no note is written: the run itself and its reports.
@@ -109,7 +117,7 @@ class Verification:
 
     Attributes:
         description: content of bundle.json.
-        num_compared: number of compared numbers of tables, and of compared claims.
+        num_compared: number of numbers of tables and of claims that were compared.
         problems: contradictions between the bundle and its samples.
         notes: notes of the bundle, and what could not be checked.
     """
@@ -160,7 +168,7 @@ def check(path: Path, folder: Path) -> Verification:
 
 
 def _has_instructions_of(description: BundleDescription, instructions: bytes | None) -> bool:
-    """Return whether REPRODUCE.md is the one that packing writes for this bundle.json."""
+    """Return whether `instructions` are the REPRODUCE.md that packing writes for a bundle.json."""
     try:
         return reproduce(description).encode() == instructions
     except Exception:  # a forged description may raise any error
@@ -168,7 +176,7 @@ def _has_instructions_of(description: BundleDescription, instructions: bytes | N
 
 
 def _read_description(contents: Mapping[str, bytes]) -> BundleDescription:
-    """Return bundle.json; raise BundleError if it lacks entries or names a run outside."""
+    """Return bundle.json; BundleError if it lacks entries, or the bundle lacks a run of it."""
     if "bundle.json" not in contents:
         raise BundleError("it has no bundle.json: not a bundle")
     try:
@@ -258,7 +266,7 @@ def _run_problems(
 
 
 def _entry_problems(entry: Mapping[str, Any], run: Run) -> list[str]:
-    """Return differences between a run's entry of bundle.json and its files."""
+    """Return the differences between a run's entry of bundle.json and its files, without claims."""
     rebuilt = json.loads(json.dumps(run_entry(str(entry["folder"]), run)))
     return [
         f"bundle.json says {name} is {entry.get(name)}, the run says {rebuilt.get(name)}"
@@ -270,7 +278,10 @@ def _entry_problems(entry: Mapping[str, Any], run: Run) -> list[str]:
 def _claim_problems(
     entry: Mapping[str, Any], run: Run, checked: Verification, *, is_strict: bool
 ) -> list[str]:
-    """Return the claims that do not follow from the samples, and if strict, the omitted ones."""
+    """Return a problem per claim that does not follow from the samples; count all claims.
+
+    With `is_strict`, claims of the samples that the bundle omits are a problem, too.
+    """
     rebuilt_claims = {
         (c["about"], c["what"]): c for c in (claim.as_json() for claim in claims_of(run))
     }

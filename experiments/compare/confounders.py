@@ -1,4 +1,8 @@
-"""Differences between compared runs other than the machine; the page has a notice of each."""
+"""Differences between compared runs other than the machine; the page has a notice of each.
+
+A difference is a *confounder* if it may explain a part of the speed-up, else a *remark*. The facts
+that are compared are those of environments (`_facts`), configurations, and states of single runs.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,13 @@ from omegaconf import OmegaConf
 from experiments.compare.machines import Machine, group_by_value
 from experiments.report.data import Run
 
-# Beginnings of keys that depend on the machine, or that determine how much is measured, not what.
+# Keys that are not compared, by their beginnings: they depend on the machine, or determine how much
+# is measured, but not what.
 IGNORED_KEYS = ("device.", "report.", "timing.", "dry_run", "strict", "rerun", "seed")
-# Keys of sizes and of lists, which may be chosen for the machine.
+# Keys whose differences are remarks: sizes and lists, which an experiment may choose for a machine.
 SIZE_KEYS = re.compile(r"(workload|sweep)\.\w+$|contenders$|fractions$|\.note$")
 
-# Environment variables that are ignored: another notice covers them, or they are for scripts.
+# Environment variables that are not compared: another fact covers them, or only scripts read them.
 IGNORED_VARIABLES = re.compile(r".*_NUM_THREADS$|EMBLIB_(GPU|LOCK|NOISE|PYTHON|CLOCK|CONTENDERS)")
 
 
@@ -26,7 +31,7 @@ class Weight(Enum):
     """The importance of a difference; the value is the style of its notice."""
 
     confounder = "confounder"  # may explain a part of the speed-up
-    remark = "remark"  # has no effect on it, or should have none
+    remark = "remark"  # has no effect on the speed-up, or should have none
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def find_differences(machines: Sequence[Machine]) -> list[Difference]:
 
 
 def _facts(runs: Sequence[Run]) -> Mapping[str, Sequence[object]]:
-    """Return the values of each fact, one per run; None if unknown, or without effect there."""
+    """Return the values of each fact, one per run; None if it is unknown or has no effect there."""
     environments = [run.environment for run in runs]
     torch_builds = [str(e.get("torch") or "") or None for e in environments]
     versions = [build and build.partition("+")[0] for build in torch_builds]
@@ -115,7 +120,7 @@ def _configuration_differences(machines: Sequence[Machine]) -> list[Difference]:
 
 
 def _state_differences(machines: Sequence[Machine]) -> list[Difference]:
-    """Return what is wrong with single runs, and a remark if all runs are of one machine."""
+    """Return the defects of single runs, and a remark if all runs are of one machine."""
     differences = []
     dirty_labels = [m.label for m in machines if (m.run.environment.get("git") or {}).get("dirty")]
     if dirty_labels:

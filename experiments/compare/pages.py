@@ -114,9 +114,9 @@ def page_of(comparison: Comparison, command: str) -> Page:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """Return the answer: each machine against the first, then subject against baseline.
+    """Return the sentences of the answer: each machine against the first, then the baseline.
 
-    The last sentence is absent if the headline has no baseline.
+    The last one, subject against baseline per machine, is absent if the headline has no baseline.
     """
     points, first_machine = comparison.points, comparison.machines[0]
     points = points[(points["role"] == comparison.headline) & (points["phase"] == "step")]
@@ -135,9 +135,9 @@ def sentences(comparison: Comparison) -> list[str]:
 def _gain_sentence(
     comparison: Comparison, machine_index: int, by_machine: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return a sentence about a machine's speed-up, with the bandwidth that may explain it.
+    """Return a sentence about the speed-up of a machine, with the bandwidth that may explain it.
 
-    `by_machine` has the headline's point of each machine.
+    `by_machine` has the point of the headline of each machine, in the order of the comparison.
     """
     point, first, role = by_machine[machine_index], by_machine[0], comparison.headline
     is_swept = role.startswith(SWEEP)
@@ -179,7 +179,7 @@ def _format_gain(point: Mapping[str, Any]) -> str:
 
 
 def points_table(comparison: Comparison, phase: str) -> Table:
-    """Return the table of gains, rates and bandwidth shares per role and contender."""
+    """Return the table of a phase: speed-ups, rates and bandwidth shares per role and contender."""
     points = comparison.points[comparison.points["phase"] == phase]
     ceiling, first_label = common_ceiling(points), comparison.machines[0].label
 
