@@ -83,8 +83,8 @@ EMB_HD int64_t lookups_of(int64_t word) { return word >> 32; }
 inline constexpr int64_t kMaxRowLookups = INT32_MAX;
 
 // Return the sum of two numbers of lookups, at most kMaxRowLookups.
-EMB_HD int64_t add_lookups(int64_t before, int64_t more) {
-  const int64_t sum = before + more;
+EMB_HD int64_t add_lookups(int64_t lookups, int64_t more_lookups) {
+  const int64_t sum = lookups + more_lookups;
   return sum < kMaxRowLookups ? sum : kMaxRowLookups;
 }
 

@@ -161,9 +161,9 @@ EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
   return count;
 }
 
-// Divide n positions into one part per block of the grid, in the order of the blocks. Return the
-// first position of the part of `block`, a multiple of kTileThreads. If `block` is the number of
-// blocks, the result is at least n.
+// Return the first position of block `block`'s part of a batch of n positions, a multiple of
+// kTileThreads. The batch is divided into one part per block of the grid, in the order of the
+// blocks. If `block` is the number of blocks, the result is at least n.
 EMB_DEVICE int64_t block_begin(int64_t n, unsigned block) {
   return (n + kTileThreads - 1) / kTileThreads * block / gridDim.x * kTileThreads;
 }

@@ -99,7 +99,8 @@ EMB_HD float trust_ratio(float weight_square, float step_square) {
                                                     : 1.0f;
 }
 
-// The sums are the squared norms of the row and of Adam's step, which includes the weight decay.
+// LAMB with both moments per element. The sums are the squared norms of the row and of Adam's step,
+// which includes the weight decay.
 struct Lamb : AdamMoments {
   enum LambColumn : int { kWeightDecay = kEps + 1 };
   static constexpr const char* kName = "lamb";
@@ -156,11 +157,11 @@ struct PartialRowwiseLamb : AdamMoments {
   }
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     states[0] = second_moment(states[0], sums[0] / dim);
-    const float q = momentum_scale(states[0]);  // Adam's step is q * m
+    const float scale = momentum_scale(states[0]);  // the step is scale * m + decay * w
     const float step_square =
-        q * q * sums[1] + 2.0f * q * decay * sums[2] + decay * decay * sums[3];
+        scale * scale * sums[1] + 2.0f * scale * decay * sums[2] + decay * decay * sums[3];
     const float row_lr = lr * trust_ratio(sums[3], step_square);
-    return {row_lr * q, 1.0f - row_lr * decay};
+    return {row_lr * scale, 1.0f - row_lr * decay};
   }
   template <class Math, class F>
   EMB_HD F step(F w, F g, F* m, F*, RowFactors factors) const {

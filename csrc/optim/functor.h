@@ -52,8 +52,8 @@ struct WeightDecay {
 };
 
 // The two factors of a row that `begin_row` returns and `step` takes: `gradient` is the factor of
-// the gradient (or of the momentum), `weight` the factor of the weights. FTRL stores another number
-// in `gradient`: see sgd.h.
+// the gradient, or of the first moment that replaces it, and `weight` the factor of the weights.
+// FTRL has 1 / lr in `gradient`, see sgd.h.
 struct RowFactors {
   float gradient = 0.0f, weight = 1.0f;
 };

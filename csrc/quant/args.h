@@ -51,9 +51,9 @@ static_assert(kHeaderBytes == 4);
 
 inline constexpr float kMaxHalf = 65504.0f;
 
-// Return the bits that a row of this format has per column. (The codes of fp16 and bf16 are 16 and
-// 17.)
-EMB_HD constexpr int bits_of(int format) {
+// Return the number of bits per column in a row of this format. (The codes of fp16 and bf16 are 16
+// and 17.)
+EMB_HD constexpr int bits_per_column(int format) {
   return format >= kFp16 ? (format & ~1) : (format < kInt8 ? format : 8);
 }
 
@@ -66,12 +66,12 @@ EMB_HD constexpr int header_bytes(int format) { return has_scale(format) ? kHead
 
 // Return the bytes that the numbers of `columns` columns take.
 EMB_HD constexpr int64_t packed_bytes(int64_t columns, int format) {
-  return (columns * bits_of(format) + 7) / 8;
+  return (columns * bits_per_column(format) + 7) / 8;
 }
 
 // Return the bytes of a row of `dim` columns, header and padding included.
 EMB_HD int64_t row_bytes(int64_t dim, int format) {
-  const uint64_t words = (static_cast<uint64_t>(dim * bits_of(format)) + 31) / 32;
+  const uint64_t words = (static_cast<uint64_t>(dim * bits_per_column(format)) + 31) / 32;
   return header_bytes(format) + static_cast<int64_t>(words) * kWordBytes;
 }
 

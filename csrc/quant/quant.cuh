@@ -30,7 +30,7 @@ template <class T>
 EMB_DEVICE uint32_t encode_word(const T* row, int64_t column, int64_t dim, InverseScale scale,
                                 int format) {
   uint32_t word = 0;
-  for (int shift = 0; shift < 32 && column < dim; shift += bits_of(format), ++column) {
+  for (int shift = 0; shift < 32 && column < dim; shift += bits_per_column(format), ++column) {
     word |= encode(to_float(row[column]), scale, format) << shift;
   }
   return word;
@@ -62,7 +62,7 @@ __global__ void quantize_kernel(QuantizeRows args) {
     if (lane < header_words)
       out[0] = scale.scale.bits | static_cast<uint32_t>(scale.offset.bits) << 16;
     for (int64_t w = lane + header_words; w < words; w += simt::kWarpLanes) {
-      const int64_t column = (w - header_words) * (32 / bits_of(args.format));
+      const int64_t column = (w - header_words) * (32 / bits_per_column(args.format));
       out[w] = encode_word(row, column, args.dim, InverseScale(scale), args.format);
     }
   }
@@ -110,8 +110,8 @@ inline constexpr int kMinQuantLanes = kPoolRowsInFlight;
 // Return the number of rows in flight for a format: `max_rows` for numbers of up to 8 bits. Wider
 // numbers need more registers, so fewer of their rows are in flight.
 constexpr int rows_in_flight(int format, int max_rows) {
-  const int wide_rows = max_rows * 8 / bits_of(format);
-  return bits_of(format) <= 8 ? max_rows : (wide_rows > 1 ? wide_rows : 1);
+  const int wide_rows = max_rows * 8 / bits_per_column(format);
+  return bits_per_column(format) <= 8 ? max_rows : (wide_rows > 1 ? wide_rows : 1);
 }
 
 // The arguments of the lookup kernels. All pointers are to device memory that must live until they
@@ -201,7 +201,7 @@ struct QuadColumns {
 // The numbers of a lane in a row.
 template <int kFormat>
 struct PackedSlice {
-  static constexpr int kBits = bits_of(kFormat);
+  static constexpr int kBits = bits_per_column(kFormat);
   static constexpr int kWords = kBits < 8 ? 1 : kBits / 8;  // of a quad
   using Word =
       std::conditional_t<kBits >= 8, uint32_t, std::conditional_t<kBits == 4, uint16_t, uint8_t>>;

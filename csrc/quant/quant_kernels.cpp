@@ -26,7 +26,7 @@ RowScale scale_of(const T* row, int64_t dim) {
 // Write the numbers of `count` columns to `out`, packed; the unused bits of the last byte are 0.
 template <int kFormat, class T>
 EMB_HD void encode_row(const T* row, int64_t count, InverseScale scale, uint8_t* out) {
-  constexpr int kBits = bits_of(kFormat), kNumbersPerByte = kBits < 8 ? 8 / kBits : 1;
+  constexpr int kBits = bits_per_column(kFormat), kNumbersPerByte = kBits < 8 ? 8 / kBits : 1;
   constexpr int64_t kBytes = kBits < 8 ? 1 : kBits / 8;
   for (int64_t b = 0; b * kNumbersPerByte < count; ++b) {
     uint32_t bits = 0;
@@ -85,7 +85,7 @@ const QuantizeTable kQuantizeTable = make_quantize_table();
 
 // Bytes of kLanes numbers.
 template <int kFormat>
-inline constexpr int kPackedBytes = kLanes * bits_of(kFormat) / 8;
+inline constexpr int kPackedBytes = kLanes * bits_per_column(kFormat) / 8;
 
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
@@ -149,7 +149,7 @@ EMB_HD Vec load_packed(const uint8_t* p) {
   } else if constexpr (kFormat == kFp32) {
     return load(reinterpret_cast<const float*>(p));
   } else {
-    const Ints numbers = load_numbers<bits_of(kFormat)>(p);
+    const Ints numbers = load_numbers<bits_per_column(kFormat)>(p);
     if constexpr (is_integer(kFormat)) return __builtin_convertvector(numbers, Vec);
     const Ints magnitude = (numbers & 0x7f) << (23 - mantissa_bits(kFormat));
     const Vec value = reinterpret_cast<Vec>(magnitude) * float8_factor(kFormat);
@@ -264,7 +264,7 @@ struct PackedRows {
     // undefined.
     EMB_HD Vec first(int n) const {
       uint8_t buffer[kPackedBytes<kFormat>] = {};
-      const int bytes = (n * bits_of(kFormat) + 7) / 8;
+      const int bytes = (n * bits_per_column(kFormat) + 7) / 8;
       for (int i = 0; i < bytes; ++i) buffer[i] = numbers[i];
       return at(buffer);
     }
@@ -281,7 +281,7 @@ struct PackedRows {
 
   EMB_HD int64_t dim() const { return args.dim; }
   EMB_HD static int64_t distance() { return kRowsAhead; }
-  EMB_HD void skip_columns(int64_t count) { skipped_bytes += count * bits_of(kFormat) / 8; }
+  EMB_HD void skip_columns(int64_t count) { skipped_bytes += count * bits_per_column(kFormat) / 8; }
   EMB_HD const uint8_t* at(int64_t i) const {
     const int64_t row = repair_index(static_cast<const I*>(args.indices)[i], args.rows);
     return row < 0 ? nullptr : args.packed + row * stride + skipped_bytes;
