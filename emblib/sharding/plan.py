@@ -83,7 +83,7 @@ class ShardingPlan:
         """Return the plan as JSON, with modules and tables in their order in the plan.
 
         Raises:
-            ValueError: a storage that plans cannot have.
+            ValueError: a table has a storage that plans cannot have, such as `Hash`.
         """
         modules = {
             path: {name: _sharding_to_json(sharding) for name, sharding in tables.items()}
@@ -96,7 +96,7 @@ class ShardingPlan:
         """Return the plan that `to_json` wrote.
 
         Raises:
-            ValueError: the text is no such JSON, or of a version that this emblib cannot read. That
+            ValueError: the text is not the JSON of `to_json`, or has another version. Whether
                 shards fit their tables is checked when the plan is used.
         """
         try:
@@ -122,7 +122,7 @@ class ShardingPlan:
 
         Raises:
             OSError: the file could not be written, see `durable_files.saving`.
-            ValueError: a storage that plans cannot have.
+            ValueError: see `to_json`.
         """
         save_json(path, self.to_json())
 
@@ -132,7 +132,7 @@ class ShardingPlan:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is damaged, or is no plan.
+            ValueError: the file is damaged, or no plan.
         """
         return cls.from_json(load_json(path))
 
@@ -265,14 +265,16 @@ def _sharding_to_json(sharding: ParameterSharding) -> dict[str, Any]:
     return {  # with the names of version 1: "boxes" are shards, "kind" is the storage
         "type": sharding.type.value,
         "boxes": [[shard.rank, *shard.rows, *shard.columns] for shard in sharding.shards],
-        "kind": None if storage is None else {"name": storage.plan_name, **_plain(asdict(storage))},
+        "kind": None
+        if storage is None
+        else {"name": storage.plan_name, **_to_json_value(asdict(storage))},
     }
 
 
-def _plain(value: Any) -> Any:
-    """Convert the fields of a storage to JSON values."""
+def _to_json_value(value: Any) -> Any:
+    """Convert a field of a storage, or a mapping of its fields, to a JSON value."""
     if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _to_json_value(entry) for key, entry in value.items()}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, torch.dtype | Path):

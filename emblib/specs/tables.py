@@ -55,11 +55,11 @@ class BoundsCheck(Choice):
     nothing. For offsets that never decrease it equals IGNORE; for other offsets it is memory-safe,
     and its results are unspecified.
 
-    A collection treats the lengths of a batch in the same way whatever the order of its keys, its
-    tables and its ranks. If lengths do not add up to the number of ids, FATAL raises. The other
-    modes clamp offsets and add the ids that are in no bag to the last bag. WARNING also warns, and
-    with a single feature it raises for ids after the last bag. A negative length would move ids to
-    other bags: FATAL raises, and so does WARNING on the CPU in code that is not compiled; IGNORE
+    In a collection, the check of lengths does not depend on the order of keys, on the tables or on
+    the ranks. If lengths do not add up to the number of ids, FATAL raises. The other modes clamp
+    offsets and add the ids that are in no bag to the last bag. WARNING also warns, and with a
+    single feature it raises for ids after the last bag. A negative length would move ids to other
+    bags. FATAL raises for it, and so does WARNING on the CPU in code that is not compiled; IGNORE
     and NONE treat its bag as empty.
 
     Example:
@@ -161,9 +161,10 @@ class StochasticRounding:
     """Round values that are stored in 16 bits up or down at random, without bias.
 
     The random numbers come from a counter-based generator (Philox) and depend only on `seed`, step,
-    tensor, row and column: they are the same on any number of threads, on any device, and with any
-    cache of the dtype of the table. A cache of another dtype rounds when rows are written back, so
-    that results depend on when. Rows are numbered over the module, ordered by placement.
+    tensor, row and column. So they do not depend on the number of threads, on the device, or on a
+    cache with the dtype of the table. With a cache of another dtype, rows are rounded when they are
+    written back, so results depend on the time of write-backs. Rows are numbered over the module,
+    ordered by placement.
 
     Raises TypeError for a seed that is no int, ValueError for one outside [0, 2^53).
 

@@ -29,7 +29,10 @@ def check_cores(
     *,
     computed: int | None = None,
 ) -> None:
-    """Raise ValueError or TypeError unless ranks and factors are those of 2 to 4 cores.
+    """Check ranks and factors of 2 to 4 cores.
+
+    Raises TypeError unless all are ints. Raises ValueError unless all are at least 1, there are 1
+    to 3 ranks, and there is one factor per core.
 
     Args:
         ranks: inner ranks, one fewer than cores.

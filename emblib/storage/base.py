@@ -339,7 +339,7 @@ class Storage:
         """Raise ValueError for a slice that this storage cannot store separately."""
 
     def can_divide(self, num_shards: int) -> bool:
-        """Return whether a table that `cut_units` allows to cut can have this number of shards."""
+        """Return whether a table can have this number of shards, cut at `cut_units`."""
         return True
 
     def slice_spec(self, table_slice: TableSlice, name: str) -> Any:

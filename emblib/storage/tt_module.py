@@ -36,8 +36,8 @@ class TTModule(TableBatchedTTEmbeddingBags):
     """Module of whole tensor trains, or of one slice of a train that is cut.
 
     The initial values of a slice are a slice of those that the whole table has for the same seed.
-    Each table has a `TTHandle`. Once all have one, the cores are read from the handles: torch may
-    replace parameters there, and `cores` is only a second list of them.
+    Each table gets a `TTHandle`. Once every table has one, the module reads the cores from the
+    handles, where torch may replace parameters; its own `cores` is then a second list of them.
 
     Args:
         slices: slice of each table of the module; all with the same dtypes and `matmul`.

@@ -23,8 +23,8 @@ class Change(Generic[_R]):
 
     Args:
         make: function that makes the change and returns its result.
-        is_optional: function that returns whether an interrupted change may be abandoned at that
-            time, because nothing was changed yet that requires completion.
+        is_optional: function that returns whether an interrupted change may be abandoned: nothing
+            that requires completion has changed so far.
 
     Attributes:
         has_begun: whether `run` was called; an interrupt may come before it.

@@ -387,3 +387,20 @@ def test_wrong_inputs_are_told(key: str, value: Any, says: str) -> None:
     pipeline = _pipeline("TrainPipelineSparseDist", model, inputs=lambda batch: {key: value(batch)})
     with pytest.raises((ValueError, RuntimeError), match=says):
         list(pipeline.run(batches_of(0, (1,))))
+
+
+@pytest.mark.parametrize("are_named", [False, True])
+def test_a_model_may_pass_the_input_by_keyword(*, are_named: bool) -> None:
+    ranks = RankGroup.single()
+    source = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "item")])
+    bags = ShardedEmbeddingBagCollection(source, {"item": row_wise()}, ranks).eval()
+
+    def forward(batch: KeyedJaggedTensor) -> Tensor:
+        return bags(features=batch).values()
+
+    batch = KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+    inputs = (lambda item: {bags: item}) if are_named else None
+    pipeline = EvalPipelineSparseDist(bags, forward=forward, inputs=inputs, ranks=ranks)
+    outputs = list(pipeline.run([batch] * 3))
+    assert all(torch.equal(output, forward(batch)) for output in outputs)
+    assert len(outputs) == 3

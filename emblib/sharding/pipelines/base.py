@@ -317,7 +317,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         Without `inputs` the first forward learns them; its collections exchange by themselves.
         """
         if isinstance(self._inputs, LearnedInputs) and not self._inputs.is_known:
-            with self._inputs.watching(batch):
+            with self._inputs.learning_from(batch):
                 return self._forward(batch)
         with self._sent_batch(step).feeding_forward():
             return self._forward(batch)

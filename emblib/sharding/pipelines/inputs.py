@@ -67,7 +67,7 @@ class LearnedInputs:
         return self._paths is not None
 
     @contextlib.contextmanager
-    def watching(self, batch: Any) -> Iterator[None]:
+    def learning_from(self, batch: Any) -> Iterator[None]:
         """Learn the inputs from the forward of this batch."""
         calls: list[InputCall] = []
         forwards = {module: _recording_forward(module, calls) for module in self._names}
@@ -99,9 +99,9 @@ def _recording_forward(module: Any, calls: list[InputCall]) -> Callable[..., Any
     """Return a forward for a sharded module that also appends its calls to `calls`."""
     plain_forward = module.forward
 
-    def forward(kjt: Any) -> Any:
-        calls.append(InputCall(module, kjt))
-        return plain_forward(kjt)
+    def forward(features: Any) -> Any:
+        calls.append(InputCall(module, features))
+        return plain_forward(features)
 
     return forward
 
@@ -124,7 +124,7 @@ class CallerInputs:
             ValueError: a key of the result is no sharded collection of the model.
         """
         calls = []
-        for key, features in self._function(batch).items():
+        for key, value in self._function(batch).items():
             module = self._modules.get(key) if isinstance(key, str) else key
             if module is None or all(
                 module is not known_module for known_module in self._modules.values()
@@ -133,8 +133,8 @@ class CallerInputs:
                     f"inputs must be of the sharded collections {sorted(self._modules)}, got "
                     f"{key if isinstance(key, str) else type(key).__name__!r}"
                 )
-            all_features = features if isinstance(features, Sequence) else [features]
-            calls += [InputCall(module, kjt) for kjt in all_features]
+            inputs_of_module = value if isinstance(value, Sequence) else [value]
+            calls += [InputCall(module, features) for features in inputs_of_module]
         self._called_modules = [call.module for call in calls]
         return calls
 
@@ -285,7 +285,7 @@ class SentBatch:
         The first of these functions that is called looks up the batches of all joint calls.
         """
 
-        def take() -> Any:
+        def get_output() -> Any:
             if self._received is None:
                 self._received = (self._prefetched or self._receive()).take()
             module = self._calls[index].module
@@ -295,7 +295,7 @@ class SentBatch:
                 self._outputs = in_grad_mode(self._look_up, enabled=with_grad)(self._received)
             return self._outputs[index]()
 
-        return take
+        return get_output
 
     def _look_up(self, received: Sequence[Any]) -> dict[int, Callable[[], Any]]:
         """Look up the batches of collections together and start to return their rows."""
@@ -321,8 +321,8 @@ def _forward_from_queue(
 ) -> Callable[[Any], Any]:
     """Return a forward that takes its output from a queue of (input, output getter)."""
 
-    def forward(kjt: Any) -> Any:
-        if not queue or not same_input(queue[0][0], kjt):
+    def forward(features: Any) -> Any:
+        if not queue or not same_input(queue[0][0], features):
             raise RuntimeError(
                 f"{type(module).__name__} got an input that is not the one sent ahead for it; "
                 "`inputs` of the pipeline must name the objects that the model passes on"
