@@ -31,7 +31,7 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
     return out
 
 
-def owners(keys: Tensor, num_blocks: int) -> Tensor:
+def blocks_of_keys(keys: Tensor, num_blocks: int) -> Tensor:
     """Apply `RouteRule.BY_KEY`: return the block in `[0, num_blocks)` of each key, int64 `[L]`."""
     return (mix(mix(keys.long())) >> 32 & (1 << 32) - 1) * num_blocks >> 32
 
@@ -46,7 +46,7 @@ def blocks_and_local_ids(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[
     """
     first_block, num_blocks, rows, rule = feature.tolist()
     if rule == RouteRule.BY_KEY:
-        return first_block + owners(ids, num_blocks), ids
+        return first_block + blocks_of_keys(ids, num_blocks), ids
     dtype, ids = ids.dtype, ids.long()  # torch wraps `rows` when it compares it with int32 ids
     is_skipped = ids == -1 if rows else torch.ones_like(ids, dtype=torch.bool)
     row = torch.where((ids >= 0) & (ids < rows), ids, 0)

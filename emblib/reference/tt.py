@@ -162,7 +162,7 @@ def lookup(
     return tbe.lookup(weights, features, positions, offsets, sample_weights, pooling, dim)
 
 
-def stored(
+def split_stored(
     indices: Tensor, ids: Tensor, keys: Tensor, slots: Tensor | None, row_of_slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ids to compute from the cores, the stored rows to read, and the keys to count.
@@ -184,7 +184,7 @@ def stored(
     return torch.where(rows < 0, ids, -1), rows, counted_keys
 
 
-def count_(
+def count_lookups_(
     counted_keys: Tensor, rows: Tensor, starts: Tensor, tables: Tensor, counters: Tensor
 ) -> None:
     """Add lookups and hits by table to the first two columns of `counters`, int64 `[T, 2 or more]`.

@@ -152,8 +152,8 @@ def _abbreviate(text: str) -> str:
 # Descriptions
 
 
-def merged(*descriptions: Description) -> dict[str, dict[str, Any]]:
-    """Return one description with the values of several; of a repeated name, the last value."""
+def merge_descriptions(*descriptions: Description) -> dict[str, dict[str, Any]]:
+    """Merge descriptions subject by subject; the last value of a repeated name remains."""
     result: dict[str, dict[str, Any]] = {}
     for description in descriptions:
         for subject, values in description.items():

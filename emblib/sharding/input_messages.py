@@ -156,7 +156,7 @@ def _send_ids(
     ]
     messages: list[Message] = []
     for (_, _, batch), expected in zip(outgoing, in_flight, strict=True):
-        payload = torch.cat(_interleaved(batch))
+        payload = torch.cat(_lengths_and_ids_by_rank(batch))
         sizes = [a + b for a, b in zip(batch.num_bags, batch.num_ids, strict=True)]
         messages.append(Message(payload, sizes, expected.sizes))
         if batch.weights is not None:
@@ -177,7 +177,7 @@ def _send_ids(
     return results
 
 
-def _interleaved(batch: OutgoingBatch) -> list[Tensor]:
+def _lengths_and_ids_by_rank(batch: OutgoingBatch) -> list[Tensor]:
     """Return the lengths and the ids for rank 0, those for rank 1, and so on."""
     assert batch.lengths is not None
     assert batch.ids is not None

@@ -115,7 +115,7 @@ def shard(
     selected = fingerprint.agree(
         ranks,
         lambda: _selected_collections(module, plan, ranks),
-        lambda selected: fingerprint.merged(
+        lambda selected: fingerprint.merge_descriptions(
             {
                 "": fingerprint.settings_of(
                     ranks, comm_precision=check_comm_precision(comm_precision), gradients=gradients
@@ -231,7 +231,7 @@ def _description(
         if source is None:
             continue
         configs, default = trained_configs(source, optimizer), optimizer or source.optimizer
-        description = fingerprint.merged(
+        description = fingerprint.merge_descriptions(
             description,
             fingerprint.collection_description(source, configs, plans.get(path), default, path),
             {

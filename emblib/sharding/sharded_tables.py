@@ -384,7 +384,7 @@ def agreed_settings(
         tables = fingerprint.collection_description(
             source, settings.configs, settings.plan, settings.optimizer
         )
-        return fingerprint.merged(common, tables)
+        return fingerprint.merge_descriptions(common, tables)
 
     return fingerprint.agree(ranks, check, describe)
 

@@ -348,7 +348,7 @@ def _tt_stored(draw: random.Random) -> Call:
     call = (indices, ids, ids + 2, known, torch.randint(-1, 5, (slots,)))
 
     def check(_: Arguments, got: Any) -> None:
-        for mine, want in zip(got, tt.stored(*call), strict=True):
+        for mine, want in zip(got, tt.split_stored(*call), strict=True):
             same(mine, want)
 
     return Call("tt_stored", call, check)
@@ -364,7 +364,7 @@ def _tt_count(draw: random.Random) -> Call:
 
     def check(arguments: Arguments, _: Any) -> None:
         want = torch.zeros_like(counters)
-        tt.count_(counted, *rest, want)
+        tt.count_lookups_(counted, *rest, want)
         same(arguments[4], want)
 
     return Call("tt_count_", (counted, *rest, counters), check)

@@ -487,11 +487,11 @@ def test_stored_rows_and_their_counts(lookups: int, padding: int, dtype: torch.d
     tables = torch.tensor([1, 0, 1])
     for known in (None, slots):
         found = ops.tt_stored(indices, ids, keys, known, row_of_slot)
-        want = reference.stored(indices, ids, keys, known, row_of_slot)
+        want = reference.split_stored(indices, ids, keys, known, row_of_slot)
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
         counters, counts = (torch.arange(8).view(2, 4) for _ in range(2))
         ops.tt_count_(found[2], found[1], starts, tables, counters)
-        reference.count_(want[2], want[1], starts, tables, counts)
+        reference.count_lookups_(want[2], want[1], starts, tables, counts)
         assert torch.equal(counters, counts)
 
 

@@ -120,7 +120,7 @@ class StoredShard(Protocol):
     index: int
 
 
-class Tables(Protocol):
+class ShardedCollection(Protocol):
     """The interface of a sharded collection that state dicts use."""
 
     ranks: RankGroup
@@ -135,11 +135,11 @@ class Tables(Protocol):
         """Return the configuration of a table with its storage."""
 
 
-class Table:
+class SavedTable:
     """A table of a collection as entries of state dicts, and its shards on this rank.
 
     Args:
-        tables: the sharded collection.
+        collection: the sharded collection.
         name: name of the table.
         local: shards of the table on this rank.
 
@@ -148,10 +148,14 @@ class Table:
         is_fused: whether backward updates the table, so that its optimizer states are saved.
     """
 
-    def __init__(self, tables: Tables, name: str, local: Sequence[StoredShard]) -> None:
-        self.ranks, self.name = tables.ranks, name
-        self.config, self.sharding = tables.storage_config(name), tables.plan[name]
-        self.optimizer: Optimizer = self.config.optimizer or tables.groups.optimizer or NO_UPDATE
+    def __init__(
+        self, collection: ShardedCollection, name: str, local: Sequence[StoredShard]
+    ) -> None:
+        self.ranks, self.name = collection.ranks, name
+        self.config, self.sharding = collection.storage_config(name), collection.plan[name]
+        self.optimizer: Optimizer = (
+            self.config.optimizer or collection.groups.optimizer or NO_UPDATE
+        )
         self.is_fused = autograd.is_fused(self.optimizer)
         self.storage: Storage = self.config.storage
         self._layouts = self._layouts_of_views()
@@ -345,7 +349,7 @@ class Table:
         return Entry((rows, len(cuts) - 1), layout.dtype, by_interval, self.ranks, tensors, cuts)
 
 
-class KeyedTable(Table):
+class KeyedTable(SavedTable):
     """A table of keyed storage, saved by key: shard k of K has the k-th range of routes.
 
     Routes are defined in `emblib.dynamic.keys`.
@@ -421,20 +425,20 @@ def _raise_first(problems: Iterable[str], name: str) -> None:
         raise ValueError(f"{name}: {problem}")
 
 
-def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Tensor]:
+def module_state(collection: ShardedCollection, omitted: Collection[str] = ()) -> dict[str, Tensor]:
     """Return the parameters of tables, and the complete state of dynamic tables, by name.
 
     A collective if there are dynamic tables. `omitted` are names of tables to leave out.
     """
     return {
         f"{table.name}.{key}": value
-        for table in _tables(tables)
+        for table in _tables_of(collection)
         if table.name not in omitted
         for key, value in table.parameters().items()
     }
 
 
-def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
+def load_module_state(collection: ShardedCollection, state: Mapping[str, Tensor]) -> None:
     """Load the result of `module_state`, or full tensors; tables not in `state` do not change.
 
     The entries of all tables are checked before any table is written.
@@ -446,7 +450,7 @@ def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
     """
     tables_and_values = [
         (table, {k.removeprefix(p): v for k, v in state.items() if k.startswith(p)})
-        for table in _tables(tables)
+        for table in _tables_of(collection)
         for p in (f"{table.name}.",)
     ]
     for table, values in tables_and_values:
@@ -455,30 +459,32 @@ def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
         table.set_parameters(values)
 
 
-def missing_names(tables: Tables, state: Mapping[str, Any]) -> list[str]:
+def missing_names(collection: ShardedCollection, state: Mapping[str, Any]) -> list[str]:
     """Return the required names that `state` lacks."""
-    names = [f"{t.name}.{key}" for t in _tables(tables) for key in t.parameter_names()]
+    names = [f"{t.name}.{key}" for t in _tables_of(collection) for key in t.parameter_names()]
     return sorted(name for name in names if name not in state)
 
 
-def known_prefixes(tables: Tables) -> tuple[str, ...]:
+def known_prefixes(collection: ShardedCollection) -> tuple[str, ...]:
     """Return the prefixes of the names of all tables."""
-    return tuple(f"{name}." for name in tables.plan)
+    return tuple(f"{name}." for name in collection.plan)
 
 
-def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
+def optimizer_state(collection: ShardedCollection) -> dict[str, dict[str, Tensor]]:
     """Return states and hyperparameters of fused optimizers by parameter name."""
     return {
         f"{table.name}.{parameter}": states
-        for table in _tables(tables)
+        for table in _tables_of(collection)
         for parameter, states in table.states().items()
     }
 
 
-SavedStates = list[tuple[Table, str, Mapping[str, Tensor]]]  # table, parameter, its states
+SavedStates = list[tuple[SavedTable, str, Mapping[str, Tensor]]]  # table, parameter, its states
 
 
-def check_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> SavedStates:
+def check_optimizer_state(
+    collection: ShardedCollection, state: Mapping[str, Mapping[str, Tensor]]
+) -> SavedStates:
     """Return the states to load, of all tables of the collection, after checking them.
 
     Not a collective. Tables without a shard on this rank are checked too, so that all ranks refuse
@@ -490,7 +496,7 @@ def check_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tenso
             have the hyperparameters.
     """
     saved_states: SavedStates = []
-    for table in _tables(tables):
+    for table in _tables_of(collection):
         for parameter in table.fused_names() if table.is_fused else ():
             values = state.get(f"{table.name}.{parameter}")
             if values is None:
@@ -500,7 +506,9 @@ def check_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tenso
     return saved_states
 
 
-def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+def load_optimizer_state(
+    collection: ShardedCollection, state: Mapping[str, Mapping[str, Tensor]]
+) -> None:
     """Load the result of `optimizer_state`, or full tensors, and set the step counters.
 
     Tables of one module share its hyperparameters: the module loads the ones with the most steps.
@@ -510,7 +518,7 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
         ValueError: see `check_optimizer_state`; nothing is written.
     """
     loaded: list[tuple[Any, Tensor]] = []  # module, and hyperparameters for it
-    for table, parameter, values in check_optimizer_state(tables, state):
+    for table, parameter, values in check_optimizer_state(collection, state):
         table.set_states(parameter, values)
         if HYPER in values:
             hyper_parts = table.hyperparams.parts_of(values[HYPER], HYPER)
@@ -529,7 +537,7 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
         module.set_step(int(hyper[Hyper.STEP]))
 
 
-def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
+def fused_tables(collection: ShardedCollection, prefix: str) -> list[FusedTableEntry]:
     """Return an entry per table with a fused optimizer; names begin with `prefix`."""
     return [
         FusedTableEntry(
@@ -537,29 +545,29 @@ def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
             tuple(f"{prefix}{table.name}.{name}" for name in table.fused_names()),
             table.table_modules(),
             {f"{prefix}{name}": p for name, p in table.fused_parameters().items()},
-            tables.shared.get(table.name),
+            collection.shared.get(table.name),
         )
-        for table in _tables(tables)
+        for table in _tables_of(collection)
         if table.is_fused
     ]
 
 
-def _tables(tables: Tables) -> list[Table]:
+def _tables_of(collection: ShardedCollection) -> list[SavedTable]:
     """Return the tables of a sharded collection, each with its local shards."""
-    local: dict[str, list[StoredShard]] = {name: [] for name in tables.plan}
-    for local_shard in tables.local_shards():
+    local: dict[str, list[StoredShard]] = {name: [] for name in collection.plan}
+    for local_shard in collection.local_shards():
         local[local_shard.table].append(local_shard)
     return [
-        (KeyedTable if tables.storage_config(name).storage.is_keyed else Table)(
-            tables, name, shards
+        (KeyedTable if collection.storage_config(name).storage.is_keyed else SavedTable)(
+            collection, name, shards
         )
         for name, shards in local.items()
     ]
 
 
-def table_handles(tables: Tables) -> DynamicTables:
+def table_handles(collection: ShardedCollection) -> DynamicTables:
     """Return the handles of dynamic tables by name, over all ranks."""
-    all_tables = _tables(tables)
+    all_tables = _tables_of(collection)
     return DynamicTables(
         {table.name: table.handle() for table in all_tables if isinstance(table, KeyedTable)},
         {t.name: type(t.storage).__name__ for t in all_tables if not isinstance(t, KeyedTable)},
@@ -586,14 +594,14 @@ class StateOfTables(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        tables: Any = self
+        collection: Any = self
         handles_prefix = f"{prefix}{self.handles_name}."
         shared_entries = {
             name
-            for name, shared in tables.shared.items()
+            for name, shared in collection.shared.items()
             if shared.entry.is_saved(destination, f"{handles_prefix}{name}.weight")
         }
-        for key, value in module_state(tables, shared_entries).items():
+        for key, value in module_state(collection, shared_entries).items():
             destination[f"{handles_prefix}{key}"] = value
 
     def _load_from_state_dict(
@@ -606,10 +614,10 @@ class StateOfTables(nn.Module):
             for k, v in state_dict.items()
             if k.startswith(handles_prefix)
         }
-        tables: Any = self
+        collection: Any = self
         shared_prefixes = tuple(
             f"{name}."
-            for name, shared in tables.shared.items()
+            for name, shared in collection.shared.items()
             if shared.entry.is_loaded(
                 f"{handles_prefix}{name}.weight", values.get(f"{name}.weight"), missing, errors
             )
@@ -618,18 +626,18 @@ class StateOfTables(nn.Module):
             key: value for key, value in values.items() if not key.startswith(shared_prefixes)
         }
         absent_names = [
-            key for key in missing_names(tables, values) if not key.startswith(shared_prefixes)
+            key for key in missing_names(collection, values) if not key.startswith(shared_prefixes)
         ]
         missing.extend(handles_prefix + key for key in absent_names)
         # Submodules have no state of their own: all entries are of tables.
-        prefixes = known_prefixes(tables)
+        prefixes = known_prefixes(collection)
         unexpected.extend(
             key
             for key in state_dict
             if key.startswith(prefix) and not key.removeprefix(handles_prefix).startswith(prefixes)
         )
         try:
-            load_module_state(tables, values)
+            load_module_state(collection, values)
         except (ValueError, RuntimeError) as error:
             errors.append(f"{prefix}: {error}")
 
@@ -641,18 +649,18 @@ class StateOfTables(nn.Module):
 
     def table_handles(self) -> DynamicTables:
         """Return the handles of dynamic tables, by name."""
-        tables: Any = self
-        return table_handles(tables)
+        collection: Any = self
+        return table_handles(collection)
 
     def fused_tables(self) -> Sequence[FusedTableEntry]:
         """Return the tables that backward updates, in the same order on every rank."""
-        tables: Any = self
-        return fused_tables(tables, f"{self.handles_name}.")
+        collection: Any = self
+        return fused_tables(collection, f"{self.handles_name}.")
 
     def gradient_peers(self) -> Peers | None:
         """Return the ranks that have the gradients of other shards; None for one rank."""
-        tables: Any = self
-        return peers_of(tables.ranks)
+        collection: Any = self
+        return peers_of(collection.ranks)
 
     @cached_property
     @shows_attribute_errors
@@ -667,16 +675,16 @@ class StateOfTables(nn.Module):
 
         The states of dynamic tables are in `state_dict`, with the keys.
         """
-        tables: Any = self
+        collection: Any = self
         return {
             f"{self.handles_name}.{parameter}": states
-            for parameter, states in optimizer_state(tables).items()
+            for parameter, states in optimizer_state(collection).items()
         }
 
     def check_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Raise what `load_optimizer_state` would raise; equal full tensors raise on every rank."""
-        tables: Any = self
-        check_optimizer_state(tables, self._states_by_table(state))
+        collection: Any = self
+        check_optimizer_state(collection, self._states_by_table(state))
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load the result of `optimizer_state`, or the whole tensors of an unsharded collection.
@@ -686,8 +694,8 @@ class StateOfTables(nn.Module):
             ValueError: a state has another size or is sharded in another way, or the optimizer
                 cannot have the hyperparameters; nothing is written.
         """
-        tables: Any = self
-        load_optimizer_state(tables, self._states_by_table(state))
+        collection: Any = self
+        load_optimizer_state(collection, self._states_by_table(state))
 
     def _states_by_table(
         self, state: Mapping[str, Mapping[str, Tensor]]
