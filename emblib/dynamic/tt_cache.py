@@ -98,9 +98,10 @@ class TTCache:
         for name in ("counted", "every"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        for name, value, minimum in (("rows", self.rows, 1), ("spill_rows", self.spill_rows, 0)):
-            for number in _as_sequence(value):
-                check_count(name, number, minimum=minimum)
+        for cached in _as_sequence(self.rows):
+            check_count("rows", cached)
+        for spilled in () if self.spill_rows is None else _as_sequence(self.spill_rows):
+            check_count("spill_rows", spilled, minimum=0)
         if self.spill_rows is not None and self.eviction is not RowEviction.SPILL:
             raise ValueError(
                 f"spill_rows is for eviction='spill', got it with {self.eviction.value!r}: leave "
@@ -151,8 +152,6 @@ class TTCache:
 
 def _as_sequence(value: Any) -> Sequence[Any]:
     """Return one number or several as a sequence."""
-    if value is None:
-        return ()
     return value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 

@@ -64,11 +64,12 @@ class RowIndex:
         The other arguments are the fields of these names. Reads the keys from the device.
 
         Raises:
-            TypeError: keys of another dtype or shape.
+            TypeError: keys of another dtype or shape, or no tensor.
             ValueError: a key occurs twice.
         """
-        if keys.dtype is not torch.int64 or keys.dim() != 1:
-            raise TypeError(f"keys must be int64 [n], got {keys.dtype} {list(keys.shape)}")
+        if not isinstance(keys, Tensor) or keys.dtype is not torch.int64 or keys.dim() != 1:
+            kind = f"{keys.dtype} {list(keys.shape)}" if isinstance(keys, Tensor) else type(keys)
+            raise TypeError(f"keys must be int64 [n], got {kind}")
         if keys.unique().numel() != keys.numel():
             raise ValueError(f"keys must be distinct, got {keys.numel()} with duplicates")
         rows = torch.arange(keys.numel(), device=keys.device)
@@ -269,12 +270,16 @@ def top_rows(scores: Tensor, share: float) -> Tensor:
         share: share of the rows to keep, in [0, 1]; their number is rounded up.
 
     Raises:
+        TypeError: scores that are no tensor of real numbers.
         ValueError: scores that are no vector or have NaN, or another share.
 
     Example:
         >>> emblib.inference.top_rows(torch.tensor([3.0, 9.0, 1.0, 9.0]), 0.5)
         tensor([False,  True, False,  True])
     """
+    if not isinstance(scores, Tensor) or scores.is_complex():
+        kind = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(f"scores must be a tensor of real numbers, got {kind}")
     if scores.dim() != 1:
         raise ValueError(f"scores must be a vector, got {list(scores.shape)}")
     if not 0 <= share <= 1:

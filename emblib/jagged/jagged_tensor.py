@@ -42,8 +42,7 @@ class JaggedTensor(metaclass=TracedClass):
     Raises:
         ValueError: neither lengths nor offsets, sizes that do not match, or int32 lengths or
             offsets for 2^31 values or more.
-        TypeError: values, lengths or offsets that are no tensors; lengths or offsets that are not
-            integers.
+        TypeError: an argument that is no tensor; lengths or offsets that are not integers.
 
     Example:
         >>> bags = emblib.JaggedTensor(torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 0, 1]))
@@ -62,7 +61,9 @@ class JaggedTensor(metaclass=TracedClass):
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
-        for name, tensor in (("values", values), ("lengths", lengths), ("offsets", offsets)):
+        if not isinstance(values, Tensor):
+            raise tensor_type_error("values", values)
+        for name, tensor in (("lengths", lengths), ("offsets", offsets)):
             if tensor is not None and not isinstance(tensor, Tensor):
                 raise tensor_type_error(name, tensor)
         if lengths is not None:
@@ -78,8 +79,8 @@ class JaggedTensor(metaclass=TracedClass):
             num_bags = offsets.numel() - 1
             if num_bags < 0 or (lengths is not None and lengths.numel() != num_bags):
                 raise offset_count_error(offsets, lengths)
-        if weights is not None and weights.size(0) != values.size(0):
-            raise weight_count_error(values, weights)
+        if weights is not None and not are_weights_of(values, weights):
+            raise weights_error(values, weights)
         self._values = values
         self._weights = weights
         self._lengths = lengths
@@ -492,8 +493,15 @@ def missing_bags_error(name: str) -> ValueError:
     return ValueError(f"{name} needs lengths or offsets, got neither")
 
 
-def weight_count_error(values: Tensor, weights: Tensor) -> ValueError:
-    """Return the error for a number of weights other than the number of values."""
+def are_weights_of(values: Tensor, weights: object) -> bool:
+    """Return whether `weights` is a tensor with one entry per value."""
+    return isinstance(weights, Tensor) and weights.size(0) == values.size(0)
+
+
+def weights_error(values: Tensor, weights: Tensor) -> TypeError | ValueError:
+    """Return the error for weights that are no tensor, or not one per value."""
+    if not isinstance(weights, Tensor):
+        return tensor_type_error("weights", weights)
     return ValueError(
         f"weights must be one per value, got {weights.size(0)} for {values.size(0)} values"
     )

@@ -12,6 +12,7 @@ from emblib.jagged import convert
 from emblib.jagged.jagged_tensor import (
     JaggedTensor,
     TracedClass,
+    are_weights_of,
     bags_text,
     check_content,
     check_int32_range,
@@ -22,7 +23,7 @@ from emblib.jagged.jagged_tensor import (
     refuse_dtype,
     running_sums,
     tensor_type_error,
-    weight_count_error,
+    weights_error,
 )
 from emblib.jagged.keyed_layout import (
     InverseIndices,
@@ -83,8 +84,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     Raises:
         ValueError: neither lengths nor offsets, sizes that do not match, or int32 for L >= 2^31.
-        TypeError: values, lengths or offsets that are no tensors; lengths or offsets that are not
-            integers; another argument.
+        TypeError: values, weights, lengths or offsets that are no tensors; lengths or offsets that
+            are not integers; another argument.
 
     Example:
         >>> batch = emblib.KeyedJaggedTensor(  # 2 features of 2 samples: 4 bags
@@ -153,8 +154,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             if num_intervals < 0 or (lengths is not None and num_intervals != num_bags):
                 raise offset_count_error(offsets, lengths)
             num_bags = num_intervals
-        if weights is not None and weights.size(0) != values.size(0):
-            raise weight_count_error(values, weights)
+        if weights is not None and not are_weights_of(values, weights):
+            raise weights_error(values, weights)
         self._values = values
         self._weights = weights
         self._lengths = lengths
@@ -588,8 +589,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     ) -> "KeyedJaggedTensor":
         """Select features during the capture of a CUDA graph, when their sizes are unknown.
 
-        The result has the number of values of this batch, times the largest number of repetitions
-        of a feature. Values before its first offset are padding: -1, with weights of 0.
+        `permute` describes the size of the result, and the padding before its first offset.
         """
         num_values = self._values.size(0) * max(Counter(order).values(), default=0)
         value_offsets = self.offsets()[:: self._stride]

@@ -482,3 +482,8 @@ def test_every_optimizer_trains_stored_rows_and_cores(name: str, eviction: RowEv
 def test_wrong_settings(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_cache_needs_a_number_of_rows() -> None:
+    with pytest.raises(TypeError, match="rows must be an int, got None"):
+        TTCache(None)  # type: ignore[arg-type]

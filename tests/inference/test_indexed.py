@@ -168,6 +168,11 @@ def test_top_rows() -> None:
             top_rows(*wrong)
     with pytest.raises(ValueError, match="NaN"):
         top_rows(torch.tensor([torch.nan]), 1.0)
+    for no_numbers in ([5, 1], torch.tensor([1j])):
+        with pytest.raises(TypeError, match="scores must be a tensor of real numbers"):
+            top_rows(no_numbers, 0.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="keys must be int64"):
+        RowIndex.of_keys([1, 2])  # type: ignore[arg-type]
 
 
 def test_wrong_use_is_refused() -> None:

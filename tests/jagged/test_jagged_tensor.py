@@ -139,6 +139,8 @@ def test_wrong_ones_are_refused() -> None:
         JaggedTensor(VALUES, offsets=OFFSETS.double())
     with pytest.raises(TypeError, match="offsets must be a tensor, got list"):
         JaggedTensor(VALUES, offsets=OFFSETS.tolist())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="weights must be a tensor, got list"):
+        JaggedTensor(VALUES, [1.0] * 8, offsets=OFFSETS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"bags = 2 \+ 1, got 7"):
         JaggedTensor(VALUES, lengths=torch.tensor([4, 4]), offsets=OFFSETS)
     with pytest.raises(ValueError, match="got 2 for 8 values"):

@@ -314,6 +314,8 @@ def test_wrong_structure_is_refused() -> None:
     values, lengths = torch.arange(4), torch.tensor([1, 1, 2])
     with pytest.raises(ValueError, match="needs lengths or offsets, got neither"):
         KeyedJaggedTensor(["a"], values)
+    with pytest.raises(TypeError, match="weights must be a tensor, got list"):
+        KeyedJaggedTensor(["a"], values, [1.0] * 4, lengths)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got 3 for 2 keys: where features differ"):
         KeyedJaggedTensor(["a", "b"], values, lengths=lengths)
     with pytest.raises(ValueError, match="got 3 for 1 keys with stride 2"):
