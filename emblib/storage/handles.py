@@ -199,7 +199,7 @@ def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer
 
 
 def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> None:
-    """Register a parameter with its handle; mark it for a fused optimizer, deferred ones too."""
+    """Register a parameter with its handle; if `optimizer` is fused, mark it as stepped by that."""
     _handles[parameter] = weakref.ref(handle)
     marked: Any = parameter
     if autograd.is_fused(optimizer):  # deferred ones too: no other optimizer may step them

@@ -183,8 +183,8 @@ def allowed_types(
 ) -> list[ShardingType]:
     """Return the types that the constraints allow, by default those that change no result.
 
-    Keyed tables have only the types in `_KEYED_TYPES`. Without constraints, types that are the same
-    as another type in this topology are left out, and the types in `_TYPES_ON_REQUEST`.
+    Keyed tables have only the types in `_KEYED_TYPES`. Without constraints two kinds of types are
+    left out: those in `_TYPES_ON_REQUEST`, and those that equal another type in this topology.
     """
     requested_types = workload.constraints.sharding_types
     types = [t for t in ShardingType if requested_types is None or t in requested_types]
@@ -230,8 +230,8 @@ class ShardCosts:
 
     def are_summed(self, shards: Sequence[Shard]) -> list[bool]:
         """Return whether the node of each shard sums its rows, see `layout.sum_in_nodes`."""
-        local = self.model.topology.local_world_size
-        if not self.config.pooled or local == 1 or self.model.topology.num_nodes == 1:
+        local_size = self.model.topology.local_world_size
+        if not self.config.pooled or local_size == 1 or self.model.topology.num_nodes == 1:
             return [False] * len(shards)
         # The ranks of each range of columns, and the rows that they send per bag.
         ranks_of_columns: dict[tuple[int, int], set[int]] = {}
@@ -242,8 +242,8 @@ class ShardCosts:
             rows_per_bag[shard.columns] = rows_per_bag.get(shard.columns, 0.0) + bag_share
         # Sums save nothing if each bag has ids in only one block: the other blocks send no row.
         return [
-            len(ranks_of_columns[shard.columns]) == local
-            and len({rank // local for rank in ranks_of_columns[shard.columns]}) == 1
+            len(ranks_of_columns[shard.columns]) == local_size
+            and len({rank // local_size for rank in ranks_of_columns[shard.columns]}) == 1
             and rows_per_bag[shard.columns] > 1.0 + 1e-9  # shares are rounded
             for shard in shards
         ]
@@ -414,8 +414,10 @@ def _make_units(
         for load in loads:
             yield Unit(domain, (load,))
         return
-    local = topology.local_world_size
-    for node in dict.fromkeys(shard.rank // local for shard in shards):
-        indices = [i for i, shard in enumerate(shards) if shard.rank // local == node]
-        members = _loads_by_rank([shards[i] for i in indices], [loads[i] for i in indices], local)
+    local_size = topology.local_world_size
+    for node in dict.fromkeys(shard.rank // local_size for shard in shards):
+        indices = [i for i, shard in enumerate(shards) if shard.rank // local_size == node]
+        members = _loads_by_rank(
+            [shards[i] for i in indices], [loads[i] for i in indices], local_size
+        )
         yield Unit(domain, tuple(members))

@@ -175,16 +175,16 @@ class CostModel:
             for reader in workload.by_reader
         )
         self._bytes_per_float, self._batches_in_flight = bytes_per_float, batches_in_flight
-        world, local = topology.world_size, topology.local_world_size
+        world, local_size = topology.world_size, topology.local_world_size
         costs = topology.costs
         # Seconds per byte of a message that is divided equally over all ranks. The part for the
         # node uses links, the part for other nodes the network; the part for this rank is free.
-        link_s = (local - 1) / costs.link_bytes_per_s
-        network_s = (world - local) / costs.network_bytes_per_s
+        link_s = (local_size - 1) / costs.link_bytes_per_s
+        network_s = (world - local_size) / costs.network_bytes_per_s
         self._s_per_byte = (link_s + network_s) / world
         # The same for rows that a node sums: before the sum within the node, then between nodes.
-        self._s_per_unsummed_byte = link_s / local
-        self._s_per_summed_byte = network_s / world / local
+        self._s_per_unsummed_byte = link_s / local_size
+        self._s_per_summed_byte = network_s / world / local_size
 
     if not TYPE_CHECKING:
         __getattr__ = refuse_old_names(
@@ -235,7 +235,7 @@ class CostModel:
         self, reader: TableWorkload, table_slice: TableSlice, id_share: float, *, is_summed: bool
     ) -> _LookupCost:
         """Return the cost of one reader's lookups in a shard, for the batches of all ranks."""
-        world, local = self.topology.world_size, self.topology.local_world_size
+        world, local_size = self.topology.world_size, self.topology.local_world_size
         costs, bytes_per_float = self.costs, self._bytes_per_float
         num_ids = reader.batch_size * world * reader.ids_per_example * id_share
         bag_share = 1.0 if is_summed else share_of_bags_with_ids(reader, id_share)
@@ -276,9 +276,9 @@ class CostModel:
         )
         if is_summed:
             # In addition: rows in the order of sending, the rows to sum, the gradients of the sums.
-            combining_nbytes += 2 * rows_nbytes + rows_nbytes / local
+            combining_nbytes += 2 * rows_nbytes + rows_nbytes / local_size
             updating_nbytes = max(
-                updating_nbytes, received_nbytes + 2 * rows_nbytes + rows_nbytes / local
+                updating_nbytes, received_nbytes + 2 * rows_nbytes + rows_nbytes / local_size
             )
         return _LookupCost(seconds, combining_nbytes, updating_nbytes)
 

@@ -167,12 +167,12 @@ class _Search:
         The key of a node is the free memory of its ranks. The key of a rank is its free memory, and
         the sorted free memory of all ranks of its node.
         """
-        local, rank = (
+        local_size, rank = (
             self.rank_costs.topology.local_world_size,
             self.rank_costs.first_rank(unit, target),
         )
-        node = rank // local * local
-        ranks = [self._free_nbytes_of(r) for r in range(node, node + local)]
+        node = rank // local_size * local_size
+        ranks = [self._free_nbytes_of(r) for r in range(node, node + local_size)]
         if unit.domain is Domain.NODE:
             return tuple(ranks)
         return self._free_nbytes_of(rank), tuple(sorted(ranks))

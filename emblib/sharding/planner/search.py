@@ -146,7 +146,7 @@ class RankCosts:
         self.num_sharded += sign * option.exchanges_ids
         self.num_replicated += sign * (not option.units)
 
-    # Questions
+    # Fit and time
 
     def fits(self, unit: Unit, target: int) -> bool:
         """Return whether the ranks of a target have enough free memory for a unit.
@@ -179,17 +179,20 @@ class RankCosts:
         If fewer ranks of a node can compute at a time than the node has, its ranks take turns.
         """
         topology, seconds = self.topology, self.seconds[phase]
-        local, at_once = topology.local_world_size, topology.ranks_at_once
+        local_size, at_once = topology.local_world_size, topology.ranks_at_once
         common = self.common_seconds[phase]
         slowest = max(seconds)
-        if at_once == local:
+        if at_once == local_size:
             return slowest + common
         if phase in (INPUT, OUTPUT):
             # Bandwidth was measured while all ranks of a node send; fewer ranks send faster.
-            means = (sum(seconds[n : n + local]) / local for n in range(0, len(seconds), local))
-            return max((slowest + common) * at_once / local, max(means) + common)
-        busiest = max(sum(seconds[n : n + local]) for n in range(0, len(seconds), local))
-        return max(slowest + common, (busiest + local * common) / at_once)
+            means = (
+                sum(seconds[n : n + local_size]) / local_size
+                for n in range(0, len(seconds), local_size)
+            )
+            return max((slowest + common) * at_once / local_size, max(means) + common)
+        busiest = max(sum(seconds[n : n + local_size]) for n in range(0, len(seconds), local_size))
+        return max(slowest + common, (busiest + local_size * common) / at_once)
 
     def step_s(self) -> float:
         """Return the predicted seconds of a step."""
@@ -343,9 +346,10 @@ def _find_target(
     if unit.domain is Domain.RANK:
         rank_seconds = rank_costs.totals
     else:
-        local = rank_costs.topology.local_world_size
+        local_size = rank_costs.topology.local_world_size
         rank_seconds = [
-            max(rank_costs.totals[n : n + local]) for n in range(0, len(rank_costs.totals), local)
+            max(rank_costs.totals[n : n + local_size])
+            for n in range(0, len(rank_costs.totals), local_size)
         ]
     candidates = sorted(range(len(rank_seconds)), key=rank_seconds.__getitem__)
     if order is not None:
@@ -538,15 +542,15 @@ def _targets_by_load(rank_costs: RankCosts, unit: Unit, seconds: Sequence[float]
     `seconds` are by rank; a node has the seconds of its slowest rank.
     """
     if unit.domain is Domain.NODE:
-        local = rank_costs.topology.local_world_size
-        seconds = [max(seconds[n : n + local]) for n in range(0, len(seconds), local)]
+        local_size = rank_costs.topology.local_world_size
+        seconds = [max(seconds[n : n + local_size]) for n in range(0, len(seconds), local_size)]
     return sorted(range(len(seconds)), key=seconds.__getitem__)
 
 
 def _slow_ranks(rank_costs: RankCosts) -> list[int]:
     """Return the slowest rank in total and in each phase."""
-    series = [rank_costs.totals, *rank_costs.seconds]
-    return list(dict.fromkeys(max(range(len(s)), key=s.__getitem__) for s in series))
+    seconds_by_rank = [rank_costs.totals, *rank_costs.seconds]
+    return list(dict.fromkeys(max(range(len(s)), key=s.__getitem__) for s in seconds_by_rank))
 
 
 def _seconds_on(rank_costs: RankCosts, choice: PlacedOption, rank: int) -> float:

@@ -90,13 +90,13 @@ class Topology:
 
     def __post_init__(self) -> None:
         check_count("world_size", self.world_size)
-        local = self.local_world_size or self.world_size
-        check_count("local_world_size", local)
-        if self.world_size % local:
+        local_size = self.local_world_size or self.world_size
+        check_count("local_world_size", local_size)
+        if self.world_size % local_size:
             raise ValueError(
-                f"local_world_size must divide world_size = {self.world_size}, got {local}"
+                f"local_world_size must divide world_size = {self.world_size}, got {local_size}"
             )
-        object.__setattr__(self, "local_world_size", local)
+        object.__setattr__(self, "local_world_size", local_size)
         memory = self.memory
         if isinstance(memory, Sequence) and not isinstance(memory, str):
             memory = tuple(memory)
@@ -162,9 +162,9 @@ class Topology:
         Raises:
             ValueError: the ranks do not fill whole nodes, or a number is below 1.
         """
-        local = local_world_size or min(self.local_world_size, world_size)
+        local_size = local_world_size or min(self.local_world_size, world_size)
         memory = self.memory if isinstance(self.memory, int) else min(self.memory)
-        return replace(self, world_size=world_size, local_world_size=local, memory=memory)
+        return replace(self, world_size=world_size, local_world_size=local_size, memory=memory)
 
     @classmethod
     def detect(
@@ -195,13 +195,13 @@ class Topology:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         check_count("world_size", world_size)
-        local = check_count("local_world_size", local_world_size or world_size)
-        host = host_bytes() // local
+        local_size = check_count("local_world_size", local_world_size or world_size)
+        host = host_bytes() // local_size
         if device == "cuda":
             memory = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
             return cls(
                 world_size,
-                local,
+                local_size,
                 memory=memory,
                 host_memory=host,
                 device=device,
@@ -213,7 +213,7 @@ class Topology:
         processors = max(1, (num_cores or 1) // torch.get_num_threads())
         return cls(
             world_size,
-            local,
+            local_size,
             memory=host,
             device=device,
             processors=processors,

@@ -175,7 +175,7 @@ def workloads_of(
     Args:
         module: the model, which has unsharded collections.
         batch_size: examples per rank, for tables whose constraints have no `batch_size`.
-        constraints: constraints by table name or by `path.name`; of two for one table, those by
+        constraints: constraints by table name or by `path.name`. If a table has both, those by
             `path.name` are used.
         optimizer: optimizer of tables whose configuration has none; None for that of their
             collection.
