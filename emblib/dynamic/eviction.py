@@ -350,13 +350,14 @@ class Expiry(nn.Module):
         Raises:
             ValueError, Exception: see `read_clock`.
         """
-        is_pair = self.times[..., 0] <= MAX_TICK
+        codes, times_us = self.times.unbind(-1)
         if duration is None:
-            pause_us = self.read_clock() - int(self.times[..., 1].max())
+            pause_us = max(self.read_clock() - int(times_us.max()), 0)
         else:
             pause_us = min(duration // _MICROSECOND, MAX_TICK)
-        shifted = torch.where(is_pair, self.times[..., 1] + max(pause_us, 0), 0)
-        self.times = torch.stack([self.times[..., 0], shifted], dim=-1)
+        # At most 2^62: repeated pauses must not wrap around.
+        shifted = times_us.clamp(max=MAX_TICK - pause_us) + pause_us
+        self.times = torch.stack([codes, torch.where(codes <= MAX_TICK, shifted, 0)], dim=-1)
 
     def forget(self, table: int | None = None) -> None:
         """Forget the times of use: for a ttl that is a time, keys count as used at the next step.

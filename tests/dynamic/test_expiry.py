@@ -64,6 +64,16 @@ def test_a_repeated_advance_skips_no_buckets() -> None:
                 expiry.advance(tick)
 
 
+def test_repeated_pauses_do_not_wrap_around() -> None:
+    expiry = Expiry([DynamicSpec(32, 4, ttl=timedelta(hours=1))])
+    expiry.now = 1
+    expiry.record(1)
+    for _ in range(3):
+        expiry.skip(timedelta.max)
+    assert int(expiry.times.min()) >= 0
+    expiry.load_state_dict(expiry.state_dict())
+
+
 def test_without_a_ttl_nothing_is_swept() -> None:
     expiry = Expiry([DynamicSpec(32, 4)])
     assert not list(expiry.sweeps(100))
