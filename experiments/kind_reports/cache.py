@@ -43,7 +43,8 @@ _IDEAL_NOTES = (
 )
 NOTES = (_HIT_RATE_NOTE, *_IDEAL_NOTES, metrics.FORMULA)
 
-UNITS = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}  # by column
+# Units by column, in the plural; titles drop the final s.
+UNITS = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
 
 
 def answer(run: Run) -> list[str]:

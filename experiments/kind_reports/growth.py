@@ -39,7 +39,7 @@ NOTES = (
 
 
 def answer(run: Run) -> list[str]:
-    """Compare the subject's longest call with its typical one, and with the others'."""
+    """State the median and longest call of the subject, then of the other tables of its cell."""
     rows = select(run.frame("growth"), status="ok")
     subject_rows = select(rows, contender=run.subject.contender)
     if not len(subject_rows):

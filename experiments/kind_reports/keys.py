@@ -48,7 +48,7 @@ def good_operations(run: Run) -> pd.DataFrame:
 
 
 def answer(run: Run) -> list[str]:
-    """State the subject's find* rate at the headline, relative to the others and to its ceiling."""
+    """State the subject's find* rate at the headline, with ratios to others and ceilings."""
     rows = select(good_operations(run), section=run.headline)
     subject_rows = select(rows, contender=run.subject.contender, phase=YARDSTICK)
     if not len(subject_rows):
@@ -90,7 +90,7 @@ def _format_ratio(row: pd.Series) -> str:
 
 
 def _format_ceiling_share(row: pd.Series) -> str:
-    """Return the subject's rate in percent of a ceiling's."""
+    """Return the subject's rate in percent of the rate of a ceiling (its time ÷ the subject's)."""
     name = _name(row)
     return f"{text.digits(100 * row['ratio'])} % of {name} ({_format_rate(row)}/s)"
 

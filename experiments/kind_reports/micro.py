@@ -15,6 +15,7 @@ from experiments.report.data import Run, select
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
 from experiments.report.tables import Column, Table, TitledTable, Value, count_value, time_value
 
+# Names of two benchmarks of tests/bench, without "test_".
 ONE_ROW_LOOKUP = "lookup[{device}-one lookup]"
 OP_ONLY = "lookup_op[{device}]"
 

@@ -162,7 +162,7 @@ def _describe_step(row: pd.Series) -> str:
 
 
 def _core_sentence(run: Run, rows: pd.DataFrame) -> list[str]:
-    """Name the world sizes whose ranks share cores: their times mean nothing; [] if none."""
+    """Name the world sizes whose ranks share cores: their times mean nothing. [] if none does."""
     cores = _usable_cores(run)
     worlds = sorted({int(ranks) for ranks in rows["world_size"] if cores and ranks > cores})
     if not cores or not worlds:
@@ -369,7 +369,7 @@ def _scaling_figure(run: Run, rows: pd.DataFrame, predicted_steps: pd.DataFrame)
         has_scaling = (scaling_rows["scaling"] == scaling.value).any()
         if scaling_rows["world_size"].nunique() < 2 or not has_scaling:
             continue
-        section = scaling_rows["section"].iloc[0]  # the first one stands for the others
+        section = scaling_rows["section"].iloc[0]  # a panel shows one section
         predicted_rows = select(
             predicted_steps, beyond=True, scaling=scaling.value, section=section
         )

@@ -41,7 +41,7 @@ NOTES = (
     "Hit rates are of caches that probe all rows of a batch before any row moves, as emblib's do, "
     "over the batches after those that fill the cache; sizes are fractions of the distinct rows of "
     "the whole trace. 'Offline optimum' (Belady's MIN on batches) and 'static top-k' know the "
-    "future; 'LRU' keeps the most recently used rows, in any place.",
+    "future; 'LRU' is fully associative and keeps the most recently used rows.",
     f"Published histograms: {production.SOURCE}; one batch of {production.SAMPLES:,} samples, "
     f"{production.TABLES} tables, {production.LOOKUPS:,} lookups, {production.DISTINCT:,} distinct "
     "rows. 'Production-like' ids are drawn from a mixture of Poisson rates under which counts like "
@@ -52,7 +52,8 @@ NOTES = (
 def answer_record(run: Run) -> TraceRecord | None:
     """Return the record that the answer describes; None if it was not measured.
 
-    It is that of the user's trace file; without a file that of the sweep, else of the headline.
+    If the workload is a trace file, it is the record of the sweep, which reads that file. Otherwise
+    it is that of the sweep or, without one, of the headline.
     """
     sections = [SWEEP] if _has_trace_file(run) else [SWEEP, str(run.config.report.headline)]
     for section in sections:

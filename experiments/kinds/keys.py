@@ -1,7 +1,8 @@
 """The kinds `keys` (operations on hash tables) and `growth` (tables that fill).
 
-A *record* has the samples of one hash table in one process, by *phase* (an operation). Both kinds
-combine the records of all processes to one row.
+A *record* has the samples of one hash table in one process, by *phase* (an operation). Their frames
+combine the records of all processes: `frame` to a row per operation, `growth_frame` to a row per
+table.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
 
-# A ratio is a time ÷ the time of this operation of the subject, at the same load.
+# Ratios divide a time by the time of this operation of the subject, at the same load.
 YARDSTICK = "find_slots"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# flag -> (explanation, remedy)
-EXPLAINED: dict[str, tuple[str, str]] = {
+# Explanation and remedy by flag.
+ADVICE: dict[str, tuple[str, str]] = {
     "throttled": (
         "the machine throttled in counted rounds, after time to recover",
         "cool it, raise the power limit, or lock lower clocks",
@@ -72,9 +72,9 @@ MINOR = ("virtual", "nvml_absent", "persistence_off")
 
 def explain(flag: str) -> str:
     """Return the explanation of a flag; the flag itself if it is unknown."""
-    return EXPLAINED[flag][0] if flag in EXPLAINED else flag
+    return ADVICE[flag][0] if flag in ADVICE else flag
 
 
 def remedy(flag: str) -> str:
     """Return the remedy of a flag; "" if it is unknown."""
-    return EXPLAINED[flag][1] if flag in EXPLAINED else ""
+    return ADVICE[flag][1] if flag in ADVICE else ""

@@ -98,7 +98,7 @@ def _read_cache(root: Path) -> dict[str, str]:
 
 
 def _write_cache(root: Path, cached: dict[str, str]) -> None:
-    """Replace the file by the newest entries; of several runs that write at once any may win."""
+    """Replace the file by the newest entries; if several runs write at once, one of them wins."""
     cache_file = root / CACHE_FILE
     temporary_file = cache_file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # a folder that cannot be written only costs time

@@ -38,11 +38,11 @@ from experiments.workloads.workload import (
 def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
     """Return a record per contender or ideal cache and size; `seconds` is not used.
 
-    The samples of a record are {counter: counts per batch} (`Contender.counters`). Contenders have
-    counts of the warm-up batches too, ideal caches have not. The record of the offline optimum has
-    `most_lookup_hits`, a bound. The record of static_top has `expected_lookup_hit_rate` and
-    `expected_row_hit_rate`, unless the lookups are from a file. If two fractions are rounded to one
-    size, the size has one record.
+    The samples of a record are {counter: counts per batch} (`Contender.counters`): of all batches
+    for a contender, of those after the warm-up for a computed cache. The record of the offline
+    optimum has `most_lookup_hits`, an upper bound for all caches. The record of static_top has
+    `expected_lookup_hit_rate` and `expected_row_hit_rate`, unless the lookups are from a file. If
+    two fractions are rounded to one size, the size has one record.
 
     Raises:
         TraceError: the trace has too few batches.

@@ -56,9 +56,10 @@ class FilledTable:
 class Operation(TimedCall):
     """An operation of an arm.
 
-    A call that inserts absent keys gets new keys each time. Other operations repeat `pool` prepared
-    calls. Inserted keys are erased before the next call if the table can erase, and if it had free
-    slots for all of them. Otherwise they stay, and later keys may evict others.
+    An operation that inserts gets new keys at each call, unless all its keys are present. Other
+    operations repeat `pool` prepared calls. Inserted keys are erased before the next call if the
+    table can erase, and if it had free slots for all of them. Otherwise they stay, and later keys
+    may evict others.
     """
 
     def __init__(self, filled: FilledTable, name: str, pool: int) -> None:

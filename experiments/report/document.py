@@ -40,7 +40,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Notice:
-    """What a reader must know before believing a number."""
+    """A warning or remark above the sections, about the trust in numbers."""
 
     text: str
     style: str = "notice"  # or "confounder", or "remark", which report.md does not print bold

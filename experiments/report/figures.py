@@ -1,7 +1,7 @@
 """The figures of contenders timed together; `figures` returns those of one mode.
 
-Each `*_figures` function returns figures in the order of the page. If the run lacks their data, it
-returns none, or figures without panels, which `figures` drops. `mode_figures` compares the modes. A
+A `*_figures` function returns the figures of one topic. If the run lacks their data, it returns
+none, or figures without panels, which `figures` drops. `mode_figures` compares the modes. A
 function that returns a `Drawing` prepares one panel; `report.style` calls the drawing later.
 
 A data frame `rows` has rows of `Run.table`; `results.metrics.frame` lists its columns.

@@ -81,7 +81,7 @@ def run_benchmarks(config: Config, identity: Mapping[str, Any], replicate: int) 
     """Run all benchmarks in a fresh process; return a record per benchmark and per failed test.
 
     Raises:
-        RuntimeError: pytest itself fails, or finds no benchmark.
+        RuntimeError: pytest itself or a hook fails, or pytest finds no benchmark.
     """
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     if config.device.threads:
@@ -95,11 +95,14 @@ def run_benchmarks(config: Config, identity: Mapping[str, Any], replicate: int) 
             capture_output=True,
             text=True,
         )
+        tail = "\n".join((completed.stdout + completed.stderr).strip().splitlines()[-8:])
         if completed.returncode not in (0, 1):
-            tail = "\n".join((completed.stdout + completed.stderr).strip().splitlines()[-8:])
             problem = "found no benchmark" if completed.returncode == NO_TESTS_STATUS else "broke"
             raise RuntimeError(f"pytest {problem} (exit status {completed.returncode})\n{tail}")
         has_output = target.exists() and target.stat().st_size
         output = json.loads(target.read_text()) if has_output else {}
     failures = failures_of(completed.stdout, identity, replicate)
-    return [*records_of({"benchmarks": [], **output}, identity, replicate), *failures]
+    records = [*records_of({"benchmarks": [], **output}, identity, replicate), *failures]
+    if not records:  # a hook failed: pytest's exit status is 1, as for a failed test
+        raise RuntimeError(f"pytest wrote no benchmark, and no test failed\n{tail}")
+    return records

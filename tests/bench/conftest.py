@@ -55,6 +55,6 @@ def pytest_benchmark_update_json(
     from experiments.machine import environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    described = environment.describe(device, ["+experiment=micro"])
+    described = environment.environment_content(device, ["+experiment=micro"])
     output_json["emblib"] = described
     output_json["machine_info"] = {"cpu": described["cpu"], "node": "", "system": "Linux"}

@@ -50,7 +50,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.device)
-        self.environment = environment.describe(self.device, ())
+        self.environment = environment.environment_content(self.device, ())
         self.environment["command"] = " ".join(["python -m tests.bench.gpu", *sys.argv[1:]])
 
     def left(self) -> float:

@@ -183,3 +183,14 @@ def test_without_pytest_benchmark_it_says_what_to_install(
     words = ["+experiment=micro", "device=cpu"]
     with pytest.raises(UsageError, match=r"pip install '\.\[test\]'"):
         leader.run(configure.load(words), question="?", words=words)
+
+
+def test_a_pytest_that_writes_nothing_is_no_finished_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that fails leaves no file, and pytest's status is that of a failed test."""
+
+    def fail(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "2 passed", "AttributeError: in a hook")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(RuntimeError, match=r"(?s)wrote no benchmark.*AttributeError: in a hook"):
+        leader.run_benchmarks(configure.load(["+experiment=micro", "device=cpu"]), IDENTITY, 0)
