@@ -1,4 +1,4 @@
-"""Errors inside properties of modules, which `nn.Module.__getattr__` would hide."""
+"""Decorator for properties of modules, whose AttributeErrors `nn.Module` would replace."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _R = TypeVar("_R")
 
 
 def shows_attribute_errors(getter: Callable[[_M], _R]) -> Callable[[_M], _R]:
-    """Return the getter of a property that raises RuntimeError for an AttributeError inside.
+    """Wrap the getter of a property so that an AttributeError in it becomes a RuntimeError.
 
-    Python calls `__getattr__` after a property that raised AttributeError, and that of `nn.Module`
-    says that the module has no such property, whatever was missing. Getters of modules that call
-    functions or methods of emblib need this decorator, below `property` or `cached_property`.
+    When a property raises AttributeError, Python calls `__getattr__` instead. `nn.Module` then
+    reports that the property itself does not exist, and the real error is lost. Put this decorator
+    below `property` or `cached_property` where a getter of a module does more than return a field.
 
     Example:
         >>> from emblib.attribute_errors import shows_attribute_errors

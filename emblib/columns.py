@@ -1,8 +1,8 @@
 """The columns of the tensors that Python and csrc share.
 
-csrc has the same numbers, as enums or as the members of a struct: `Hyper` in csrc/core/codes.h, the
-columns of tables and bags in csrc/core/layout.h, the others in csrc/*/args.h and
-csrc/hash/initial.h. tests/test_columns.py compares them.
+Each class here has a counterpart in a header of csrc with the same names and numbers: an enum, or a
+struct whose members are the columns. The counterpart says more of each column. A change needs both;
+tests/test_columns.py compares them and has the table of their names.
 """
 
 from enum import IntEnum
@@ -13,22 +13,25 @@ class Hyper(IntEnum):
     """Entries of `hyper`; the hyperparameters of one optimizer only start at `OPTIMIZER_ARGS`."""
 
     LEARNING_RATE = 0
-    STEP = 1
-    L2 = 2
-    DECAY = 3
-    SEED = 4  # seed of stochastic rounding; -1 rounds to nearest
+    STEP = 1  # number of the current step, from 1
+    L2 = 2  # coupled penalty: g += l2 * w
+    DECAY = 3  # decoupled decay: w *= 1 - lr * decay
+    SEED = 4  # seed of stochastic rounding; negative rounds to nearest
     OPTIMIZER_ARGS = 5
 
 
 class FeatureColumn(IntEnum):
-    """Columns of `features`: the table that a feature looks up, and where its output goes."""
+    """Columns of `features`, int64 `[F, 8]` (csrc `Feature`).
+
+    A row has the table that a feature looks up, and where its output goes.
+    """
 
     WEIGHT_OFFSET = 0  # elements before the table in its memory tier
-    ROW_BASE = 1  # linear row of its first row
+    ROW_BASE = 1  # row r of the table is row ROW_BASE + r among those of all tables
     ROWS = 2
     DIM = 3
-    COLUMN = 4  # first column in the output
-    TIER = 5  # in quantised tables with several row formats: the `RowFormatCode`
+    COLUMN = 4  # first column in the output, used with pooling in a fixed batch
+    TIER = 5  # a `Tier`; in quantised tables with several row formats a `RowFormatCode`
     STATE_BASE = 6  # rows before the table in its tier: offset of states with one number per row
     CACHE_STRIDE = 7  # elements between rows of the cache; 0 if the table is not cached
 
@@ -70,12 +73,12 @@ class IndexKind(IntEnum):
 class IndexColumn(IntEnum):
     """Columns of `tables` of `map_ids`, int64 `[F, 6]` (csrc `IndexTable`)."""
 
-    KIND = 0
+    KIND = 0  # an `IndexKind`
     BEGIN = 1  # first element of the feature's entries in `index`
     ENTRIES = 2  # number of int32 rows of an array, or of int64 pairs of a hash table
-    HASH_BITS = 3
-    NUM_IDS = 4  # -1: any id is a key
-    MISSING = 5  # row of an id that has none; -1 reads zeros
+    HASH_BITS = 3  # bits of the hash of a key; a hash table has at least 2**HASH_BITS entries
+    NUM_IDS = 4  # ids [0, NUM_IDS) are mapped; -1: every id is
+    MISSING = 5  # row of a mapped id that has none; -1 reads zeros
 
 
 class Tier(IntEnum):
@@ -98,34 +101,34 @@ class TTTableColumn(IntEnum):
     """Columns of `tables` of tensor-train ops, int64 `[T, 10]` (csrc `TtTableIds`)."""
 
     ROWS = 0
-    MULTIPLIER = 1  # factor that permutes ids, see emblib.tt.shapes
-    OFFSET = 2
+    MULTIPLIER = 1  # drawn by emblib.tt.shapes
+    OFFSET = 2  # id i has row (MULTIPLIER * i + OFFSET) % ROWS
     LEFT_OUTER_ROWS = 3  # rows of the first core
     LEFT_INNER_ROWS = 4  # rows of the second core, 1 if the left half has none
     RIGHT_IDS = 5  # number of ids of right halves
     LEFT_IS_PAIR = 6  # 1 if the left half is two cores
     FIRST_KEY = 7  # key of the table's first id, among all tables
     FIRST_LEFT = 8  # the table's first id of a left half, among all tables
-    FIRST_RIGHT = 9
+    FIRST_RIGHT = 9  # the table's first id of a right half, among all tables
 
 
 class CacheCounter(IntEnum):
     """Columns of the counters of a cache, int64 `[T + 1, 8]`; the last row is of all tables."""
 
-    CALLS = 0
+    CALLS = 0  # batches; in the row of a table: batches that look it up
     LOOKUPS = 1
-    UNIQUE = 2
-    UNIQUE_MISSES = 3
-    CONFLICT_UNIQUE_MISSES = 4
-    CONFLICT_MISSES = 5
-    LOOKUP_MISSES = 6
-    WRITE_BACKS = 7
+    UNIQUE = 2  # distinct rows, summed over batches
+    UNIQUE_MISSES = 3  # distinct rows that were not in the cache
+    CONFLICT_UNIQUE_MISSES = 4  # distinct rows that got no way
+    CONFLICT_MISSES = 5  # lookups of rows that got no way
+    LOOKUP_MISSES = 6  # lookups of rows that were not in the cache
+    WRITE_BACKS = 7  # evicted rows
 
 
 class HashTableColumn(IntEnum):
     """Columns of `tables` of a hash index, int64 `[T, 6]`."""
 
-    FIRST_BUCKET = 0
+    FIRST_BUCKET = 0  # the table's first bucket, among those of all tables
     BUCKETS = 1  # buckets in use
     MAX_BUCKETS = 2  # buckets up to which the table may grow
     SIZE = 3  # number of keys
@@ -144,26 +147,26 @@ class HashEntryColumn(IntEnum):
 class HashCounter(IntEnum):
     """Columns of the counters of a hash index, int64 `[T, 8]`."""
 
-    LOOKUPS = 0
-    HITS = 1
-    INSERTED = 2
-    EVICTED = 3
-    REFUSED = 4
-    NOT_ADMITTED = 5
-    EXPIRED = 6
-    ERASED = 7
+    LOOKUPS = 0  # positions of training batches
+    HITS = 1  # positions whose key was in the table
+    INSERTED = 2  # missing keys that got a slot
+    EVICTED = 3  # keys that new ones replaced, or that had no slot when the table shrank
+    REFUSED = 4  # missing keys that got no slot
+    NOT_ADMITTED = 5  # missing keys that the admission policy rejected
+    EXPIRED = 6  # keys removed because of their age
+    ERASED = 7  # keys removed by `hash_erase_`, except for their age
 
 
 class InsertStatus(IntEnum):
-    """The status of a key after a batch, uint8."""
+    """Result of an insertion for a missing key, or for the key of a position, uint8."""
 
-    MISS = 0
-    HIT = 1
-    NEW = 2
-    EVICTING = 3
-    REFUSED = 4
-    NOT_ADMITTED = 5
-    STORED = 6
+    MISS = 0  # not decided yet; in arrays by miss, also the value after the last miss
+    HIT = 1  # by position: the key had a slot; by miss: the row was moved from a store
+    NEW = 2  # the key got an empty slot, or an overflow row if the table has a store
+    EVICTING = 3  # the key got the slot of an evicted key
+    REFUSED = 4  # the key got no slot
+    NOT_ADMITTED = 5  # the admission policy rejected the key
+    STORED = 6  # of `tier_insert_batch_`, by position: the row of the key came from a store
 
 
 class InitialKind(IntEnum):
@@ -181,7 +184,7 @@ class InitialRuleColumn(IntEnum):
     P is the number of row buffers: weights and optimizer states.
     """
 
-    KIND = 0
+    KIND = 0  # an `InitialKind`
     BASE = 1  # value of a constant, lower bound of a uniform, mean of a normal distribution
     SCALE = 2  # width of a uniform, standard deviation of a normal distribution
     FIRST = 3  # probability of the normal distribution below LOW
@@ -203,10 +206,10 @@ class InitialLayoutColumn(IntEnum):
 class RouteFeatureColumn(IntEnum):
     """Columns of `features` of a route, int64 `[F, 4]` (csrc `RouteFeature`)."""
 
-    FIRST_BLOCK = 0
-    NUM_BLOCKS = 1
-    ROWS = 2
-    RULE = 3
+    FIRST_BLOCK = 0  # the feature has rows [FIRST_BLOCK, FIRST_BLOCK + NUM_BLOCKS) of `blocks`
+    NUM_BLOCKS = 1  # 0 drops all ids of the feature
+    ROWS = 2  # rows of the table
+    RULE = 3  # a `RouteRule`
 
 
 class RouteRule(IntEnum):
@@ -224,7 +227,7 @@ class RouteRule(IntEnum):
 class RouteBlockColumn(IntEnum):
     """Columns of `blocks` of a route, int64 `[K, 3]` (csrc `RouteBlock`)."""
 
-    FIRST_ROW = 0
+    FIRST_ROW = 0  # first row of the block in its table; BY_KEY does not read it
     FIRST_COPY = 1  # first entry in `copies`, the units that get ids of the block
     NUM_COPIES = 2
 
@@ -236,9 +239,9 @@ class TargetColumn(IntEnum):
     STRIDE = 1  # elements between rows
     ROWS = 2
     WIDTH = 3  # columns
-    FIRST_PIECE = 4  # the target is the sum of these pieces
+    FIRST_PIECE = 4  # the target is the sum of pieces [FIRST_PIECE, END_PIECE)
     END_PIECE = 5
-    FIRST_BAG = 6  # row i is divided by lengths[FIRST_BAG + i]; -1 divides none
+    FIRST_BAG = 6  # row i is divided by max(lengths[FIRST_BAG + i], 1); -1 divides none
 
 
 class PieceColumn(IntEnum):
@@ -246,4 +249,6 @@ class PieceColumn(IntEnum):
 
     OFFSET = 0  # first element in the source
     STRIDE = 1  # elements between rows
-    FIRST_ROW = 2  # row i of the target uses row rows[FIRST_ROW + i]; -1: it uses row i
+    # Row i of the target adds row rows[FIRST_ROW + i] of the piece, nothing if that is negative;
+    # with FIRST_ROW -1 it adds row i.
+    FIRST_ROW = 2

@@ -18,9 +18,9 @@ _NO_END = 1 << 62  # a step that no training reaches
 
 
 class WarmupPolicy(Choice):
-    """Multiplier of the rate in a stage with `value` v and `decay_iters` d.
+    """Formula of the multiplier of the rate at step i of a stage.
 
-    Step i is counted over all stages, from 0 on.
+    v is the `value` of the stage, d its `decay_iters`. i is counted over all stages, from 0.
 
     =============================  =========================================================
     NONE                           1
@@ -52,7 +52,7 @@ class WarmupStage:
 
     Attributes:
         policy: formula of the multiplier.
-        max_iters: the last step of the stage, > 0, counted over all stages.
+        max_iters: last step of the stage, counted over all stages; `WarmupOptimizer` needs > 0.
         value: v of the formulas.
         lr_scale: further factor of the rates of the stage.
         decay_iters: d of the formulas; a number <= 0 means `max_iters`, or 1 for STEP.
@@ -119,17 +119,17 @@ class WarmupStage:
 
 
 class WarmupOptimizer(OptimizerWrapper):
-    """Set the learning rate of all groups by stages; after the last stage it is `lr`.
+    """Multiply the learning rates of all groups by the multiplier of the current stage.
 
-    The rate is set at every step, so a scheduler on the same groups has no effect: let a stage
-    define the decay. The state dict has the current step and stage.
+    After the last stage the multiplier is 1. The rates are written at construction, after each step
+    and after loading, which overwrites those of a scheduler on the same groups: let a stage define
+    the decay. The state dict has the current step and stage.
 
     Args:
         optimizer: the wrapped optimizer.
         stages: stages of the schedule, in order of ascending `max_iters`.
-        lr: learning rate that stages multiply, for all groups; None is the current rate of each
-            group.
-        lr_param: the key of the rate in the groups.
+        lr: rate that is multiplied, for all groups; None is the rate that each group has now.
+        lr_param: key of the rate in the groups.
 
     Raises:
         TypeError: `optimizer` is no `KeyedOptimizer`.
@@ -195,7 +195,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._set_rate()
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Check the saved step and stage, and the state of the wrapped optimizer."""
+        """Raise what `load_state_dict` would raise, writing nothing; return the dict by name."""
         self._checked_progress(state_dict["state"].get(_WARMUP_KEY))
         return super().check_state_dict(state_dict)
 
