@@ -43,7 +43,7 @@ from emblib.memory_plan.selection import (
     Limits,
     _uniform_plans,
     choose_options,
-    totals,
+    total_nbytes,
     without_dominated,
 )
 from emblib.sharding.planner import Planner, Topology
@@ -277,7 +277,7 @@ def test_the_choice_within_two_memories_is_the_best_of_all(seed: int) -> None:
     cost = sum(some[k].cost for some, k in zip(options, picked, strict=True))
     every = itertools.product(*(range(len(some)) for some in options))
     exact = [
-        (*totals(options, one), sum(o[k].cost for o, k in zip(options, one, strict=True)))
+        (*total_nbytes(options, one), sum(o[k].cost for o, k in zip(options, one, strict=True)))
         for one in every
     ]
     # Bytes are counted in 1/1024 and 1/256 of the limits, rounded up for each table.

@@ -68,7 +68,7 @@ class MemoryChoice:
         method: `AS_IT_IS`, or one of the methods of `plan_memory`.
         nbytes: bytes of the table in device memory: in training, with optimizer states or a dense
             gradient, or served.
-        plain_nbytes: bytes of the table as configured before, counted like `nbytes`.
+        plain_nbytes: bytes of the table as it was configured, counted like `nbytes`.
         loss: estimated fraction of the table's information that is lost, 0 to 1.
         importance: weight of the loss of this table in the total.
         why: the next larger and smaller choices, in a sentence.
@@ -117,7 +117,7 @@ class Limits(NamedTuple):
 
     def allow(self, options: Options, indices: Sequence[int]) -> bool:
         """Return whether the choices with these indices, one per table, fit."""
-        nbytes, backing = totals(options, indices)
+        nbytes, backing = total_nbytes(options, indices)
         return nbytes <= self.budget and (self.backing is None or backing <= self.backing)
 
 
@@ -165,7 +165,7 @@ def choose_options(options: Options, limits: Limits) -> list[int]:
     return _use_remaining_bytes(options, indices, limits)
 
 
-def totals(options: Options, indices: Sequence[int]) -> tuple[int, int]:
+def total_nbytes(options: Options, indices: Sequence[int]) -> tuple[int, int]:
     """Return the bytes of device memory and of backing memory of the picked choices."""
     picked_choices = [choices[k] for choices, k in zip(options, indices, strict=True)]
     return sum(c.nbytes for c in picked_choices), sum(c.backing_nbytes for c in picked_choices)
@@ -181,7 +181,7 @@ def _choose_smallest(options: Options, limits: Limits) -> list[int]:
         BudgetError: these choices take more than a limit.
     """
     indices = [len(choices) - 1 for choices in options]
-    nbytes, backing = totals(options, indices)
+    nbytes, backing = total_nbytes(options, indices)
     while limits.backing is not None and backing > limits.backing:
         # Device bytes per saved byte of backing memory, table, and index of the other choice.
         exchanges: list[tuple[float, int, int]] = []
@@ -199,7 +199,7 @@ def _choose_smallest(options: Options, limits: Limits) -> list[int]:
                 missing_nbytes,
             )
         _, t, indices[t] = min(exchanges)
-        nbytes, backing = totals(options, indices)
+        nbytes, backing = total_nbytes(options, indices)
     if nbytes > limits.budget:
         smallest_choices = [choices[k] for choices, k in zip(options, indices, strict=True)]
         largest = max(smallest_choices, key=lambda choice: choice.nbytes)
@@ -288,7 +288,7 @@ def _use_remaining_bytes(options: Options, indices: Sequence[int], limits: Limit
     """Replace choices by better ones while bytes are left, by descending gain per byte."""
     result = list(indices)
     while True:
-        nbytes, backing = totals(options, result)
+        nbytes, backing = total_nbytes(options, result)
         gains: dict[tuple[int, int], float] = {}  # (table, its better choice) -> gain per byte
         for table, (choices, k) in enumerate(zip(options, result, strict=True)):
             for index, better in enumerate(choices):

@@ -92,9 +92,9 @@ class _DropIn(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load a state dict of this module, or the rows of one of torch's module.
+        """Load a state dict of this module, or of the module of torch that it replaced.
 
-        Optimizer states do not change in the second case.
+        The latter has rows alone; optimizer states then stay as they are.
         """
         rows = state_dict.pop(f"{prefix}weight", None)
         if rows is not None:

@@ -163,13 +163,13 @@ class LogFollower:
 
         Raises:
             LogError: a log is damaged, lacks records, or is of other tables; the tables stay at
-                the last boundary. Also if a dynamic table has too few slots, see `Exception`.
+                the last boundary.
             OSError: a source cannot be read; sinks may raise errors of other types.
             RuntimeError: this thread is inside `reading()`, and there is a boundary to write.
             ValueError: a table does not accept a row, e.g. its format does not hold it; the tables
                 stay at the last boundary.
-            Exception: writing a table raised it; the tables are at no boundary until the next
-                record with all rows is applied.
+            Exception: writing a table raised it, e.g. LogError if a dynamic table has too few
+                slots; the tables are at no boundary until the next record with all rows is applied.
         """
         with self._apply_lock:
             has_more = True

@@ -130,7 +130,9 @@ def find_tables(model: nn.Module) -> ModelTables:
         elif isinstance(module, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
             outer_paths.append(path)
             specs = zip(module.table_names, module.tables, strict=True)
-            tables = [PlainTable(n, module, t, 0, 0, s.dim) for t, (n, s) in enumerate(specs)]
+            tables = [
+                PlainTable(name, module, t, 0, 0, spec.dim) for t, (name, spec) in enumerate(specs)
+            ]
             model_tables.add(tables)
             model_tables.calls.append((module, [tables[t] for t in module.feature_tables]))
         elif hasattr(module, "cores"):

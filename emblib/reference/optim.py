@@ -339,9 +339,9 @@ def _lars(rows: RowBatch) -> tuple[Tensor, States]:
 
 
 def _ftrl(rows: RowBatch) -> tuple[Tensor, States]:
-    """Apply FTRL-Proximal, except to elements whose gradient is 0 (squared, in float32).
+    """Apply FTRL-Proximal to the elements whose squared gradient is not 0 in float32.
 
-    Elements without a gradient only decay. With a learning rate of 0 all elements only decay.
+    Other elements, and all elements at a learning rate of 0, get `rows.decayed`; their states stay.
     """
     beta, l1, l2 = rows.numbers
     total, linear = rows.states

@@ -41,11 +41,11 @@ def leaves(tree: MutableMapping[Any, Any], prefix: str = "") -> Iterator[Leaf]:
 def _leaves_of(name: str, value: Any, container: Any, key: Any) -> Iterator[Leaf]:
     """Yield the leaves of a value, which is `container[key]` and has the dotted `name`."""
     if isinstance(value, Mapping):
-        for inner, item in list(value.items()):
-            yield from _leaves_of(f"{name}.{inner}", item, value, inner)
+        for inner_key, item in list(value.items()):
+            yield from _leaves_of(f"{name}.{inner_key}", item, value, inner_key)
     elif isinstance(value, list) and not _is_single_value(value):
-        for inner, item in enumerate(value):
-            yield from _leaves_of(f"{name}.{inner}", item, value, inner)
+        for inner_key, item in enumerate(value):
+            yield from _leaves_of(f"{name}.{inner_key}", item, value, inner_key)
     else:
         yield Leaf(name, value, container, key)
 

@@ -69,18 +69,20 @@ class _NumpyType:
     """Replace `numpy.dtype` in unpickling: a forged state of the real class reads any memory."""
 
     def __init__(self, code: str, *options: Any) -> None:
-        self.code, self.order = code, "<"
+        self.code, self.byte_order = code, "<"
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.order = state[1]
+        self.byte_order = state[1]
 
 
-def _number_of_numpy(kind: _NumpyType, data: bytes) -> Any:
+def _number_of_numpy(numpy_type: _NumpyType, data: bytes) -> Any:
     """Return a pickled NumPy scalar as a Python number."""
-    code = _NUMPY_CODES.get(kind.code)
+    code = _NUMPY_CODES.get(numpy_type.code)
     if code is None:
-        raise ValueError(f"it has a scalar of numpy's dtype {kind.code!r}, which is no number")
-    numbers = struct.unpack((">" if kind.order == ">" else "<") + code, data)
+        raise ValueError(
+            f"it has a scalar of numpy's dtype {numpy_type.code!r}, which is no number"
+        )
+    numbers = struct.unpack((">" if numpy_type.byte_order == ">" else "<") + code, data)
     return numbers[0] if len(numbers) == 1 else complex(*numbers)
 
 
