@@ -95,7 +95,7 @@ class Comparison:
             first machine's. `gain` is `rate` ÷ the rate of the first machine. `gain_lo` and
             `gain_hi` are its extremes if both rates may be anywhere in their intervals, or nan
             without intervals. Nothing is paired, because machines cannot take turns.
-        left_out: sentences about points that are not compared.
+        left_out: sentences about points that are not compared, and why.
     """
 
     machines: Sequence[Machine]
@@ -188,9 +188,9 @@ def fetch(path: Path, scratch: Path) -> Path:
 def group_by_experiment(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Path]]]:
     """Return (experiment, its runs) of each comparison, in the order of the first path.
 
-    Directories alone form one comparison, with "" for the experiment. If one path is a bundle,
-    there is one comparison per experiment that every path has. If a bundle has several runs of an
-    experiment, the last one counts. Bundles are checked and unpacked into `scratch`.
+    If all paths are directories, they form one comparison, with "" for the experiment. If a path is
+    a bundle, there is one comparison per experiment that every path has; of several runs of an
+    experiment in a bundle, the last one counts. Bundles are checked and unpacked into `scratch`.
 
     Raises:
         BundleError: a bundle is missing, damaged, or differs from what was packed.

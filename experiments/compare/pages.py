@@ -84,7 +84,7 @@ def page_of(comparison: Comparison, command: str) -> Page:
     ]
     return Page(
         name=f"{name} on {len(machines)} machines",
-        answer=sentences(comparison),
+        answer=answer_sentences(comparison),
         sections=[
             Section("Results", figures=page_figures[:1]),
             Section("Machines", table=machines_table(machines)),
@@ -113,7 +113,7 @@ def page_of(comparison: Comparison, command: str) -> Page:
     )
 
 
-def sentences(comparison: Comparison) -> list[str]:
+def answer_sentences(comparison: Comparison) -> list[str]:
     """Return the sentences of the answer: each machine against the first, then the baseline.
 
     The last one, subject against baseline per machine, is absent if the headline has no baseline.

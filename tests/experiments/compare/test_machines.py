@@ -77,7 +77,7 @@ def test_a_machine_that_is_20_times_as_fast_is_said_to_be_that(gpu: Path) -> Non
     assert second["gain"].to_list() == pytest.approx([20] * len(second))
     known = second[second["gain_lo"].notna()]
     assert ((known["gain_lo"] <= 20) & (known["gain_hi"] >= 20)).all()
-    said = pages.sentences(found)
+    said = pages.answer_sentences(found)
     assert said[0].startswith("On the Criteo-Kaggle tables, a step of TT rank 16 does 20.0× the")
     assert "its memory copies 52.8× as much" in said[0]  # 2800 GB/s ÷ 53.0 GB/s
     assert said[1].startswith("The time of TT rank 16 as a multiple of TBE's is ")
@@ -123,7 +123,7 @@ def test_other_sizes_are_matched_by_their_place_and_said(gpu: Path, tmp_path: Pa
     rows = found.points
     assert set(rows[~rows["same"]]["role"]) == {"criteo"}
     assert found.sizes("criteo") == "B = 2,048 on AMD EPYC, 2 threads; 65,536 on H100 80GB HBM3"
-    assert "each with sizes of its own" in pages.sentences(found)[0]
+    assert "each with sizes of its own" in pages.answer_sentences(found)[0]
     points = rows[(rows["role"] == "criteo") & (rows["arm"] == "tbe") & (rows["phase"] == "step")]
     assert list(points["gain"]) == pytest.approx([1, 32])
 
@@ -230,7 +230,7 @@ def test_two_runs_of_one_machine_have_names_of_their_own(tmp_path: Path) -> None
     later = make(tmp_path / "later", time_utc="2027-01-02T03:04:05+00:00")
     names = [m.label for m in machines.read_machines([CPU, later])]
     assert names == [f"AMD EPYC, 2 threads ({t})" for t in ("2026-11-21 10:07", "2027-01-02 03:04")]
-    said = pages.sentences(Comparison.read([CPU, later]))
+    said = pages.answer_sentences(Comparison.read([CPU, later]))
     assert "does 1.00× the lookups" in said[0]
     assert said[0].endswith("from one process of a machine, which gives no interval.")
 
@@ -241,7 +241,7 @@ def test_an_interval_that_contains_1_shows_no_difference(tmp_path: Path) -> None
         records = [json.loads(line) for line in (run / "points.jsonl").read_text().splitlines()]
         records += [{**faster(1 / 1.02)(r), "replicate": 1} for r in records]
         (run / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    said = pages.sentences(Comparison.read(runs))
+    said = pages.answer_sentences(Comparison.read(runs))
     assert said[0].endswith("the interval contains 1, so no difference is shown.")
 
 
