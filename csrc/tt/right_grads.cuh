@@ -75,14 +75,14 @@ struct RowChunk {
   }
 };
 
-// Where the gradient of a right half is stored: element (jr, r) is data[jr * column_stride + r *
+// The destination of the gradient of a right half: element (jr, r) is data[jr * column_stride + r *
 // rank_stride], in the gradient of the last core or, for a pair, in TtRightGrads::values.
-struct RightGradOf {
+struct RightGradDestination {
   float* data;
   int64_t column_stride, rank_stride;
 
-  EMB_DEVICE RightGradOf(const TtDeviceRowsArgs& args, const TtTableRows& table,
-                         const TtRightGrads& out, int64_t half) {
+  EMB_DEVICE RightGradDestination(const TtDeviceRowsArgs& args, const TtTableRows& table,
+                                  const TtRightGrads& out, int64_t half) {
     if (table.last_grads != nullptr) {  // the last core has [rank, right columns]
       const int64_t id = int64_t{args.plan.rights[half]} - table.first_right;
       data = table.last_grads + id * table.right_size();
@@ -96,25 +96,25 @@ struct RightGradOf {
   }
 };
 
-// Iterates over the lines of a lane. The lines are those of up to 32 rows, of which each lane of
-// the warp has looked up one. Each group of `quads` lanes of the block's four warps processes
-// another line.
+// Iterator over the lines of a lane. Each lane of a warp has looked up one of up to 32 rows; the
+// lines of these rows are divided among groups of `quads` lanes of the block's four warps.
 class LineWalk {
  public:
   EMB_DEVICE LineWalk(int quads, int left_columns)
       : left_columns_(left_columns),
         lines_of_warp_(kWarpLanes / quads),
-        part_(static_cast<int>(threadIdx.x % simt::kWarpLanes) / quads) {
+        line_in_warp_(static_cast<int>(threadIdx.x % simt::kWarpLanes) / quads) {
     const int lines = lines_of_warp_ * kRowWarps;
     step_rows_ = lines / left_columns;
     step_columns_ = lines - step_rows_ * left_columns;
   }
 
-  // Go to the lane's first line of `rows` rows; return the number of lines of each lane, some of
-  // which may not be `inside`.
+  // Go to the lane's first line of `rows` rows; return the number of lines that each lane visits.
+  // Visit those too for which `has_line` is false.
   EMB_DEVICE int begin(int rows) {
-    const int line = static_cast<int>(threadIdx.x / simt::kWarpLanes) * lines_of_warp_ + part_;
-    rows_ = part_ < lines_of_warp_ ? rows : 0;
+    const int line =
+        static_cast<int>(threadIdx.x / simt::kWarpLanes) * lines_of_warp_ + line_in_warp_;
+    rows_ = line_in_warp_ < lines_of_warp_ ? rows : 0;
     row_ = line / left_columns_;
     column_ = line - row_ * left_columns_;
     const int lines = lines_of_warp_ * kRowWarps;
@@ -122,8 +122,8 @@ class LineWalk {
   }
   // Return, for the lane's line: whether it exists; the lane that has looked up its row; its left
   // column.
-  EMB_DEVICE bool inside() const { return row_ < rows_; }
-  EMB_DEVICE int row() const { return row_ & static_cast<int>(simt::kWarpLanes - 1); }
+  EMB_DEVICE bool has_line() const { return row_ < rows_; }
+  EMB_DEVICE int source_lane() const { return row_ & static_cast<int>(simt::kWarpLanes - 1); }
   EMB_DEVICE int column() const { return column_; }
   // Go to the lane's next line.
   EMB_DEVICE void next() {
@@ -136,7 +136,7 @@ class LineWalk {
   }
 
  private:
-  int left_columns_, lines_of_warp_, part_, step_rows_, step_columns_;
+  int left_columns_, lines_of_warp_, line_in_warp_, step_rows_, step_columns_;
   int rows_ = 0, row_ = 0, column_ = 0;
 };
 
@@ -268,22 +268,23 @@ EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table
       float x[kLinesInFlight][4], g[kLinesInFlight][4];
 #pragma unroll
       for (int i = 0; i < kLinesInFlight; ++i) {
-        const uint32_t of_left = __shfl_sync(simt::kFullMask, lane_left, walk.row());
-        const uint32_t of_row = __shfl_sync(simt::kFullMask, lane_row, walk.row());
-        const bool inside = walk.inside();
+        const uint32_t shuffled_left = __shfl_sync(simt::kFullMask, lane_left, walk.source_lane());
+        const uint32_t shuffled_row = __shfl_sync(simt::kFullMask, lane_row, walk.source_lane());
+        const bool has_line = walk.has_line();
         const int jl = walk.column();
         if constexpr (kVectors) {
-          const uint32_t a = of_left + static_cast<uint32_t>(jl * (ranks / 4));
-          const uint32_t b = of_row + static_cast<uint32_t>(jl * (columns / 4));
-          load_four(left.data + rank + uint64_t{a} * 4, inside, true, x[i]);
-          load_four(row_grads + column + uint64_t{b} * 4, inside, true, g[i]);
+          const uint32_t a = shuffled_left + static_cast<uint32_t>(jl * (ranks / 4));
+          const uint32_t b = shuffled_row + static_cast<uint32_t>(jl * (columns / 4));
+          load_four(left.data + rank + uint64_t{a} * 4, has_line, true, x[i]);
+          load_four(row_grads + column + uint64_t{b} * 4, has_line, true, g[i]);
         } else {
           RowSlice<float, 4> of_x, of_g;
-          if (inside) {
-            of_x.load_scalar(left.data + of_left * left.stride + int64_t{1} * jl * ranks + rank,
-                             ranks - rank);
+          if (has_line) {
+            of_x.load_scalar(
+                left.data + shuffled_left * left.stride + int64_t{1} * jl * ranks + rank,
+                ranks - rank);
             of_g.load_scalar(
-                row_grads + of_row * args.row_stride + int64_t{1} * jl * columns + column,
+                row_grads + shuffled_row * args.row_stride + int64_t{1} * jl * columns + column,
                 columns - column);
           }
 #pragma unroll
@@ -328,19 +329,19 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
                         column, &sums);
     TileSums total(memory);
     total.store(&sums, quads);
-    RightGradOf to(args, table, out, chunk.half);
+    RightGradDestination destination(args, table, out, chunk.half);
     if (chunk.num_chunks > 1) {
       const int64_t slot = 2 * int64_t{args.plan.right_segments[chunk.half] / kChunkRows};
-      to.data = out.partials + (slot + chunk.index) * args.right_stride;
-      to.column_stride = table.rank;
-      to.rank_stride = 1;
+      destination.data = out.partials + (slot + chunk.index) * args.right_stride;
+      destination.column_stride = table.rank;
+      destination.rank_stride = 1;
     }
     const int width = quads * 4;
     for (int e = static_cast<int>(threadIdx.x); e < kTileColumns * width; e += kRowThreads) {
       const int j = e / width, r = e - j * width;
       if (column + j >= table.right_columns || first_quad * 4 + r >= table.rank) continue;
-      to.data[(column + j) * to.column_stride + (first_quad * 4 + r) * to.rank_stride] =
-          total.at(j, r);
+      destination.data[(column + j) * destination.column_stride +
+                       (first_quad * 4 + r) * destination.rank_stride] = total.at(j, r);
     }
     __syncthreads();
   }
@@ -357,7 +358,7 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
     const int begin = segments[v], chunks = (segments[v + 1] - begin + kChunkRows - 1) / kChunkRows;
     if (chunks <= 1) continue;
     const TtTableRows& table = args.table_of_right(v);
-    const RightGradOf to(args, table, out, v);
+    const RightGradDestination destination(args, table, out, v);
     const float* from = out.partials + 2 * int64_t{begin / kChunkRows} * args.right_stride;
     const int size = static_cast<int>(table.right_size());
     for (int e = lane; e < size; e += kWarpLanes) {
@@ -365,7 +366,8 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
 #pragma unroll 4
       for (int c = 0; c < chunks; ++c) sum += from[c * args.right_stride + e];
       const int column = e / table.rank;
-      to.data[column * to.column_stride + (e - column * table.rank) * to.rank_stride] = sum;
+      destination.data[column * destination.column_stride +
+                       (e - column * table.rank) * destination.rank_stride] = sum;
     }
   }
 }
