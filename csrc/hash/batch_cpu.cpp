@@ -449,19 +449,18 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   touch_keys(call, distinct, key_slots.get());
   int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
   MissingKeys missing(call, segments, distinct, key_slots.get(), miss_offsets);
+  std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
+                              groups.segments, groups.lookups, groups.bags,  groups.count};
   if (!missing.key_indices.empty()) {
+    // Allocated before the insertion, so that a lack of memory does not lose its results.
+    results.push_back(allocate(ids, {call.n}, ScalarType::Byte));
     missing.insert(call, distinct, miss_offsets, nullptr);
     call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets,
                     missing.slots.data(), seed);
     missing.write_slots(key_slots.get());
-  }
-  groups.write(call, segments, distinct, key_slots.get());
-  std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
-                              groups.segments, groups.lookups, groups.bags,  groups.count};
-  if (!missing.key_indices.empty()) {
-    results.push_back(allocate(ids, {call.n}, ScalarType::Byte));
     write_status(call, segments, distinct, missing, results.back());
   }
+  groups.write(call, segments, distinct, key_slots.get());
   return results;
 }
 
