@@ -106,11 +106,6 @@ inline Tensor allocate_words(const Tensor& like, const std::vector<int64_t>& siz
   return allocate(like, sizes, ScalarType::Long);
 }
 
-// Return the first `count` rows of a tensor, a view unless these are all.
-inline Tensor first_rows(Tensor tensor, int64_t count) {
-  return count == tensor.size(0) ? tensor : torch::stable::narrow(tensor, 0, 0, count);
-}
-
 // Return the data of `rows`, the argument `name` of the op. Throws unless it is a contiguous uint8
 // [n, row_bytes].
 inline char* byte_rows(const char* op, const char* name, const Tensor& rows, int64_t n,

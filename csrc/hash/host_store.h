@@ -12,6 +12,11 @@
 
 namespace emb {
 
+// Return the first `count` rows of a tensor, a view unless these are all.
+inline Tensor first_rows(Tensor tensor, int64_t count) {
+  return count == tensor.size(0) ? tensor : torch::stable::narrow(tensor, 0, 0, count);
+}
+
 // A store of one table: an index, and records by its slots, at least one per slot. A record has the
 // words of RecordWord, then a packed row. A key is evicted by its stamp or by its uses.
 struct HostStore {
