@@ -538,11 +538,12 @@ class EmbeddingBagCollection(TableCollection):
         self._column_order = None if is_in_order and not any(means) else _ColumnOrder(groups, means)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return pooled rows `[B, sum of dims]`, float32: one block of columns per feature.
+        """Return pooled rows `[B, sum of dims]`: one block of columns per feature.
 
-        Blocks follow the order of the configurations. A feature of several tables has one block per
-        table, `feature@table`. Features without a table are ignored. Where features differ in their
-        bags (variable batch sizes), the inverse indices expand the blocks to the whole batch.
+        They are float32 unless `groups.set_output_dtype` sets another dtype. Blocks follow the
+        order of the configurations. A feature of several tables has one block per table,
+        `feature@table`. Features without a table are ignored. Where features differ in their bags
+        (variable batch sizes), the inverse indices expand the blocks to the whole batch.
 
         Raises:
             KeyError: the batch lacks a feature of a table.
@@ -553,18 +554,14 @@ class EmbeddingBagCollection(TableCollection):
             ValueError: ids are not one-dimensional, the collection is weighted and the batch is
                 not, or features differ in their bags and the batch has no inverse indices.
         """
-        batch = self._checked(features)
+        batch, groups = self._checked(features), self.groups
+        if not self._units or (batch.values().is_meta and not batch.variable_stride_per_key()):
+            # Nothing is looked up, or there is no data: only the shape counts.
+            size = batch.stride(), sum(self._columns)
+            out = torch.empty(size, dtype=groups.output_dtype, device=batch.device())
+            return KeyedTensor(self._names, self._columns, out)
         if batch.variable_stride_per_key():
             return KeyedTensor(self._names, self._columns, self._expand(batch))
-        if not self._units:
-            return KeyedTensor(
-                [], [], torch.empty(batch.stride(), 0, dtype=torch.float32, device=batch.device())
-            )
-        if batch.values().is_meta:  # without data: shapes
-            size, dtype = (batch.stride(), sum(self._columns)), self.groups.output_dtype
-            out = torch.empty(size, dtype=dtype, device="meta")
-            return KeyedTensor(self._names, self._columns, out)
-        groups = self.groups
         weights = self._sample_weights(batch) if self._weighted else None
         if groups.has_one_module:
             out = groups.forward(batch.values(), batch.offsets(), weights)
@@ -735,9 +732,10 @@ class EmbeddingCollection(TableCollection):
         super().__init__(tables, device, optimizer, shared, bounds_check)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the vectors `[L, D]`, float32, by feature (`feature@table` if several have it).
+        """Return the vectors `[L, D]` by feature; `feature@table` if several tables have it.
 
-        Features follow the order of the configurations; features without a table are ignored.
+        They are float32 unless `groups.set_output_dtype` sets another dtype. Features follow the
+        order of the configurations; features without a table are ignored.
 
         Raises:
             KeyError, RuntimeError, TypeError: as `EmbeddingBagCollection.forward`.

@@ -191,13 +191,22 @@ def test_a_warm_up_of_other_stages_loads_nothing() -> None:
     saved.load_state_dict(copy.deepcopy(saved.state_dict()))
 
 
+@pytest.mark.parametrize("by_closure", [False, True])
 @pytest.mark.parametrize("clipping", list(GradientClipping))
-def test_clipping(clipping: GradientClipping) -> None:
+def test_clipping(clipping: GradientClipping, *, by_closure: bool) -> None:
     layer = nn.Linear(2, 1, bias=False)
     inner = KeyedOptimizerWrapper(dict(layer.named_parameters()), partial(torch.optim.SGD, lr=1.0))
     clipped = GradientClippingOptimizer(inner, clipping, max_gradient=0.5)
     before = layer.weight.detach().clone()
-    layer.weight.grad = torch.tensor([[3.0, 4.0]])
-    clipped.step()
+
+    def compute() -> str:
+        layer.weight.grad = torch.tensor([[3.0, 4.0]])
+        return "loss"
+
+    if by_closure:
+        assert clipped.step(compute) == "loss"
+    else:
+        compute()
+        clipped.step()
     bounds = {"norm": [[0.3, 0.4]], "value": [[0.5, 0.5]], "none": [[3.0, 4.0]]}
     torch.testing.assert_close(before - layer.weight.detach(), torch.tensor(bounds[clipping.value]))

@@ -539,3 +539,10 @@ def test_tables_are_not_replaced_or_removed() -> None:
             with pytest.raises(RuntimeError, match="cannot be replaced, removed or added"):
                 change()
         assert list(copied.state_dict()) == ["embedding_bags.a.weight", "embedding_bags.b.weight"]
+
+
+def test_a_collection_without_tables_takes_features_of_different_batch_sizes() -> None:
+    ids, lengths = torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1])
+    strides = [[1], [2]]
+    batch = KeyedJaggedTensor(["a", "b"], ids, lengths=lengths, stride_per_key_per_rank=strides)
+    assert EmbeddingBagCollection([])(batch).values().shape == (2, 0)

@@ -59,8 +59,8 @@ class KeyedOptimizer(TorchOptimizer):
     def gradient_peers(self) -> Peers | None:
         """Return the ranks over which gradients are sharded, see `clip_grad_norm_`.
 
-        None means that all gradients are on this rank. A rank without parameters gets the ranks
-        too.
+        None means that all gradients are on this rank, or that this rank has no parameters; the
+        optimizers of sharded tables return the ranks then too.
 
         Raises:
             ValueError: parameters over several groups of ranks.
@@ -68,7 +68,7 @@ class KeyedOptimizer(TorchOptimizer):
         return _peers_of([p for group in self.param_groups for p in group["params"]])
 
     def keyed_state(self) -> State:
-        """Return the state by parameter name, without copying."""
+        """Return the state by parameter name; its tensors are not copied."""
         names = {id(parameter): name for name, parameter in self.params.items()}
         return {names[id(p)]: dict(values) for p, values in self.state.items()}
 
@@ -294,7 +294,7 @@ class GradientClipping(Choice):
 
 
 class GradientClippingOptimizer(OptimizerWrapper):
-    """Clip the gradients of all parameters before every step.
+    """Clip the gradients of all parameters before every step, those that a closure computes too.
 
     The norm is taken over the whole model, the same on all ranks: shards of tables count on the
     rank that has them, everything else once. All ranks must step together.
@@ -352,7 +352,20 @@ class GradientClippingOptimizer(OptimizerWrapper):
         )
 
     def step(self, closure: Any = None) -> Any:
-        """Clip the gradients, then make a step."""
+        """Clip the gradients, with a `closure` those that it computes, then make a step."""
+        if closure is None:
+            self._clip()
+            return super().step()
+
+        def compute_and_clip() -> Any:
+            loss = closure()
+            self._clip()
+            return loss
+
+        return super().step(compute_and_clip)
+
+    def _clip(self) -> None:
+        """Clip the present gradients, and compute `last_total_grad_norm` if it is asked for."""
         self.last_total_grad_norm = None
         is_clipped = self.clipping is GradientClipping.NORM
         # A rank without parameters takes part: the others wait for it.
@@ -363,7 +376,6 @@ class GradientClippingOptimizer(OptimizerWrapper):
             )
         if self.clipping is GradientClipping.VALUE:
             clip_grad_value_(self._parameters(), self.max_gradient)
-        return super().step(closure)
 
 
 class GradientShare(Choice):
