@@ -675,6 +675,7 @@ def test_losses_of_ones_own() -> None:
         ),
         ({"importance": {"t0": -1.0}}, ValueError, "importance must be finite numbers"),
         ({"importance": {"t0": "2"}}, TypeError, "importance of 't0' must be a number, got '2'"),
+        ({"importance": {"t0": True}}, TypeError, "importance of 't0' must be a number, got True"),
         ({"importance": ["t0"]}, TypeError, "importance must be a dict of numbers by table"),
         ({"losses": {"hashed": ((0.5, 0.1),)}}, ValueError, "not of 'hashed'"),
         ({"losses": {"bf16": ()}}, ValueError, "must be pairs"),

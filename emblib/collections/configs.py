@@ -122,7 +122,8 @@ class TableConfig:
         """Raise for an initializer that the storage does not take."""
         for name in ("weight_init_min", "weight_init_max"):
             bound = getattr(self, name)
-            if bound is not None and not isinstance(bound, int | float):
+            is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+            if bound is not None and not is_number:
                 raise TypeError(f"{name} of {self.name!r} must be None or a number, got {bound!r}")
         if self.init_fn is not None and not callable(self.init_fn):
             raise TypeError(

@@ -365,6 +365,7 @@ class DynamicTable:
         """Replace the entries; every shard takes those it owns. The eviction log restarts.
 
         Raises:
+            TypeError: another argument than `Entries`.
             ValueError: entries that do not fit; then nothing is changed.
         """
 
@@ -413,13 +414,16 @@ class DynamicTable:
         """Apply the changes of another table to this copy of it; a warning counts lost keys.
 
         Raises:
+            TypeError: another argument than `TableChanges`.
             ValueError: this table has not reached the first step of the changes, or is past the
                 last, or the changes do not fit it.
         """
-        (table_changes,) = changes.changes.tables.values()
-        fallback_rows = next(iter(changes.changes.fallback_rows.values()), {})
 
         def owned_changes(state: DynamicState, index: int, number: int) -> ChangeSet:
+            if not isinstance(changes, TableChanges):
+                raise TypeError(f"changes must be TableChanges, got {type(changes).__name__}")
+            (table_changes,) = changes.changes.tables.values()
+            fallback_rows = next(iter(changes.changes.fallback_rows.values()), {})
             removed = table_changes.removed[self._is_owned(table_changes.removed, number)]
             owned_part = Changes(self._owned_entries(table_changes.upserts, number), removed)
             rows = fallback.owned(fallback_rows, number, len(self.owners))
@@ -452,7 +456,6 @@ class DynamicTable:
             ValueError: tables of one module share admission counters, scores or times.
         """
         identity = str(self.step())
-        num_shards = len(self.owners)
 
         def save_shard(state: DynamicState, index: int, number: int) -> int:
             return table_dumps.save_table(
@@ -461,7 +464,7 @@ class DynamicTable:
                 directory,
                 name=self.name,
                 since=since,
-                part=Part(number, num_shards),
+                part=Part(number, len(self.owners)),
                 identity=identity,
                 report=report,
             )
@@ -479,11 +482,10 @@ class DynamicTable:
             DumpError: there is no whole dump, or it is damaged.
             ValueError: it is of another table or optimizer, or of changes that do not follow.
         """
-        num_shards = len(self.owners)
         dumps: dict[int, table_dumps.TableDump] = {}
 
         def read(state: DynamicState, index: int, number: int) -> None:
-            part = Part(number, num_shards)
+            part = Part(number, len(self.owners))
             dumps[number] = table_dumps.read_table(
                 state, index, directory, name=self.name, part=part
             )
@@ -559,9 +561,7 @@ class DynamicTable:
 
     def _map_shards(self, method: str, function: Callable[[DynamicState, int], T]) -> list[T]:
         """Return `function(state, index)` of every shard, on all ranks, by number of the shard."""
-        return self._map_numbered_shards(
-            method, lambda state, index, number: function(state, index)
-        )
+        return self._map_numbered_shards(method, lambda state, index, _: function(state, index))
 
     def _is_owned(self, keys: Tensor, number: int) -> Tensor:
         """Return which keys shard `number` owns, bool `[n]`."""
@@ -569,6 +569,8 @@ class DynamicTable:
 
     def _owned_entries(self, entries: Entries, number: int) -> Entries:
         """Return the entries whose keys shard `number` owns."""
+        if not isinstance(entries, Entries):
+            raise TypeError(f"entries must be Entries, got {type(entries).__name__}")
         return entries.owned(number, len(self.owners))
 
     def _ask_owners(

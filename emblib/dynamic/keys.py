@@ -99,15 +99,20 @@ def as_scores(scores: Any) -> Tensor:
     """
     if not hasattr(scores, "__len__"):  # an int
         return torch.tensor(checked_score(scores))
-    if isinstance(scores, list | tuple):
-        scores = [checked_score(s) if isinstance(s, int) else s for s in scores]
-    values = torch.as_tensor(scores)
+    values = torch.as_tensor(_checked_scores(scores))
     if values.numel() and (values.dtype == torch.bool or not _is_integral(values.dtype)):
         raise TypeError(
             f"scores must be integers, got {values.dtype}; scale and round fractions, e.g. "
             "(scores * 2**32).long()"
         )
     return values.to(torch.int64)
+
+
+def _checked_scores(scores: Any) -> Any:
+    """Return scores, one or nested lists, after `checked_score` of those that are ints."""
+    if isinstance(scores, list | tuple):
+        return [_checked_scores(score) for score in scores]
+    return checked_score(scores) if isinstance(scores, int | str) else scores
 
 
 def _is_integral(dtype: torch.dtype) -> bool:

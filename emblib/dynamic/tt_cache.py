@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from emblib.specs import (
     TTSpec,
     brief,
     check_count,
+    check_counts,
 )
 
 _SPILLED_PER_ROW = 8  # default of `spill_rows` per row of the cache; not measured
@@ -98,10 +98,10 @@ class TTCache:
         for name in ("counted", "every"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        for cached in _as_sequence(self.rows):
-            check_count("rows", cached)
-        for spilled in () if self.spill_rows is None else _as_sequence(self.spill_rows):
-            check_count("spill_rows", spilled, minimum=0)
+        object.__setattr__(self, "rows", check_counts("rows", self.rows))
+        if self.spill_rows is not None:
+            counts = check_counts("spill_rows", self.spill_rows, minimum=0)
+            object.__setattr__(self, "spill_rows", counts)
         if self.spill_rows is not None and self.eviction is not RowEviction.SPILL:
             raise ValueError(
                 f"spill_rows is for eviction='spill', got it with {self.eviction.value!r}: leave "
@@ -120,7 +120,7 @@ class TTCache:
         if self.spill_rows is None:
             num_spilled = [_SPILLED_PER_ROW * cache_rows for cache_rows in num_cached]
         else:
-            num_spilled = _per_table("spill_rows", self.spill_rows, tables, minimum=0)
+            num_spilled = _per_table("spill_rows", self.spill_rows, tables)
         row_counts = zip(num_cached, num_spilled, tables, strict=True)
         return [min(cached + spilled, spec.rows) for cached, spilled, spec in row_counts]
 
@@ -150,20 +150,12 @@ class TTCache:
         )
 
 
-def _as_sequence(value: Any) -> Sequence[Any]:
-    """Return one number or several as a sequence."""
-    return value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-
-
-def _per_table(
-    name: str, value: int | Sequence[int], tables: Sequence[TTSpec], *, minimum: int = 1
-) -> list[int]:
+def _per_table(name: str, value: int | Sequence[int], tables: Sequence[TTSpec]) -> list[int]:
     """Return a number of rows for each table, at most as many as the table has."""
-    numbers = list(value) if isinstance(value, Sequence) else [value] * len(tables)
+    numbers = [value] * len(tables) if isinstance(value, int) else value
     if len(numbers) != len(tables):
         raise ValueError(f"{name} must be a number or one per table, got {value}")
-    pairs = zip(numbers, tables, strict=True)
-    return [min(check_count(name, rows, minimum=minimum), spec.rows) for rows, spec in pairs]
+    return [min(rows, spec.rows) for rows, spec in zip(numbers, tables, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,8 @@ def quantization_errors(
         seed: seed of the draw of bags.
 
     Raises:
-        TypeError: a source that `for_inference` does not take, or `bag` that is no int.
+        TypeError: a source that `for_inference` does not take, no read-only tables of its kind, or
+            `bag` that is no int.
         ValueError: tables of other sizes, another number of them or, in collections, other names;
             or `bag` < 1.
 
@@ -219,7 +220,13 @@ def _tables_to_compare(
     The last entry is the number of stored rows that keys without a row share; these rows are not
     compared.
     """
+    if not isinstance(served, ReadOnly | InferenceCollection):
+        raise TypeError(f"served must be a result of for_inference, got {type(served).__name__}")
     if isinstance(served, InferenceCollection):
+        if not is_collection(source):
+            raise TypeError(
+                f"source must be a collection, as served is, got {type(source).__name__}"
+            )
         readers = readers_of(source)
         for part in served.parts:
             module = _rows_module(part)

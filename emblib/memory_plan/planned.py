@@ -94,7 +94,7 @@ def importances_of(
         raise TypeError(f"importance must be a dict of numbers by table, got {importance!r}")
     by_name, known_names = dict(importance or {}), set()
     for name, number in by_name.items():
-        if not isinstance(number, Real):
+        if not isinstance(number, Real) or isinstance(number, bool):
             raise TypeError(f"the importance of {name!r} must be a number, got {number!r}")
     importances = []
     for table in tables:

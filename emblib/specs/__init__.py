@@ -6,6 +6,7 @@ from emblib.specs.choices import (
     Choice,
     brief,
     check_count,
+    check_counts,
     check_float_dtype,
 )
 from emblib.specs.dynamic import (
@@ -58,5 +59,6 @@ __all__ = [
     "brief",
     "check_cores",
     "check_count",
+    "check_counts",
     "check_float_dtype",
 ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 
 import torch
 
+from emblib.init import check_finite
 from emblib.specs.choices import Choice, check_count, check_float_dtype, set_counts
 
 
@@ -106,8 +106,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", CachePolicy(self.policy))
         object.__setattr__(self, "verify", Verify(self.verify))
-        if not isinstance(self.load_factor, Real) or not 0.0 < self.load_factor <= 1.0:
-            raise ValueError(f"load_factor must be in (0, 1], got {self.load_factor!r}")
+        check_finite(self, "load_factor")
+        if not 0.0 < self.load_factor <= 1.0:
+            raise ValueError(f"load_factor must be in (0, 1], got {self.load_factor}")
         if self.directory is not None and not isinstance(self.directory, str | os.PathLike):
             raise TypeError(f"directory must be None or a path, got {self.directory!r}")
         for name in ("sets", "reserved_bytes"):

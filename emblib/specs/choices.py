@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from enum import Enum
 from typing import Any, SupportsIndex
@@ -54,6 +55,20 @@ def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
         # The message omits the number, which may be the secret seed of a hash function.
         raise ValueError(f"{name} must be below 2^63, got {number.bit_length()} bits")
     return number
+
+
+def check_counts(name: str, value: Any, *, minimum: int = 1) -> int | tuple[int, ...]:
+    """Return `value`, one count for all tables or one per table, as an int or a tuple of ints.
+
+    Raises the errors of `check_count`, and ValueError for a sequence without counts.
+    """
+    has_several = isinstance(value, Iterable) and not isinstance(value, str)
+    if not has_several:
+        return check_count(name, value, minimum=minimum)
+    counts = tuple(check_count(name, count, minimum=minimum) for count in value)
+    if not counts:
+        raise ValueError(f"{name} must be one number, or one per table, got none")
+    return counts
 
 
 def set_counts(spec: Any, *names: str, minimum: int = 1) -> None:

@@ -249,11 +249,14 @@ def check_ttl(ttl: Any) -> Any:
         if len({type(value) for value in ttls if value is not None}) > 1:
             raise ValueError(f"ttl of all features must be in steps, or of all in time, got {ttl}")
         return PerFeature(*ttls)
-    if not isinstance(ttl, timedelta):
+    if isinstance(ttl, timedelta):
+        if ttl <= timedelta(0):
+            raise ValueError(f"ttl must be a positive time, got {ttl}")
+        return ttl
+    try:
         return None if ttl is None else check_count("ttl", ttl)
-    if ttl <= timedelta(0):
-        raise ValueError(f"ttl must be a positive time, got {ttl}")
-    return ttl
+    except TypeError:
+        raise TypeError(f"ttl must be None, an int (steps) or a timedelta, got {ttl!r}") from None
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def test_specs_of_kinds() -> None:
         ({"optimizer": "sgd"}, "optimizer of 't' must be None or one of"),
         ({"weight_init_min": 1.0}, "must be finite and in this order"),
         ({"weight_init_min": "0"}, "weight_init_min of 't' must be None or a number"),
+        ({"weight_init_max": True}, "weight_init_max of 't' must be None or a number"),
         ({"init_fn": 3}, "init_fn of 't' must be None or a function"),
         ({"weight_init_min": 0.0, "init_fn": torch.nn.init.zeros_}, "set one"),
         ({"storage": TensorTrain((3, 2)), "weight_init_max": 1.0}, "TensorTrain(init=...)"),

@@ -14,6 +14,7 @@ from emblib import (
     FrequencyAdmission,
     InsertPolicy,
     OnInsertFailure,
+    PerFeature,
 )
 from emblib.init import Constant, Normal, TruncatedNormal, Uniform
 
@@ -88,6 +89,8 @@ def test_what_is_refused(make: Callable[[], object], message: str) -> None:
         (lambda: FrequencyAdmission(2, 100), r"an ExactCounter\(capacity\) or a CountMinSketch"),
         (lambda: FrequencyAdmission(2, CountMinSketch(8), reads=1.0), "reads must be an instance"),
         (lambda: DynamicSpec(4.0, 4), "capacity must be an int"),
+        (lambda: DynamicSpec(4, 4, ttl="a"), r"an int \(steps\) or a timedelta, got 'a'"),
+        (lambda: DynamicSpec(4, 4, ttl=PerFeature(1, 2.5)), r"or a timedelta, got 2\.5"),
     ],
 )
 def test_wrong_kinds(make: Callable[[], object], message: str) -> None:

@@ -167,6 +167,9 @@ def test_changes_reach_a_copy(device: torch.device, tiered: bool) -> None:
     user.track_evictions()
     train(bags)
     other = module(device, backing=BackingStore(HostRows(64)) if tiered else None)
+    for method in (user.set_entries, user.apply_changes):
+        with pytest.raises(TypeError, match=r"(entries|changes) must be .*, got NoneType"):
+            method(None)  # type: ignore[arg-type]
     other.table_handles()["user"].set_entries(user.entries())
     step = user.step()
     other.index.set_tick(step)

@@ -10,6 +10,7 @@ import torch
 
 from emblib.dynamic.tiers import disk
 from emblib.dynamic.tiers.disk import DiskRows
+from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
 from emblib.dynamic.tiers.store import RowStore, StoredRows, StoredTable
 from emblib.tables import durable_files, journal
@@ -159,7 +160,7 @@ def test_a_store_has_one_owner(kind: str, tmp_path: Path) -> None:
         other.open(TABLES)
     store.close()
     other.open(TABLES)
-    with pytest.raises(RuntimeError, match=r"open\(\) it first"):
+    with pytest.raises(RuntimeError, match="not open in this process"):
         store.put(0, random_rows([1], 12, seed=0))
     other.close()
 
@@ -169,10 +170,41 @@ def test_a_forked_process_may_not_write(kind: str, tmp_path: Path) -> None:
     store = FILES[kind](tmp_path)
     store.open(TABLES)
     process, store._process = store._process, -1  # as it looks after a fork
-    with pytest.raises(RuntimeError, match="process that opened it"):
+    with pytest.raises(RuntimeError, match="not open in this process"):
         store.lift(0, torch.tensor([1]))
     store._process = process
     store.close()
+
+
+@pytest.mark.parametrize("kind", ["host", *FILES])
+def test_only_opened_tables_are_used(kind: str, tmp_path: Path) -> None:
+    store = HostRows(32) if kind == "host" else FILES[kind](tmp_path)
+    store.open([StoredTable("a", 8)])
+    keys = torch.tensor([1])
+    for table in (1, -1, "0"):
+        calls = [
+            lambda t=table: store.size(t),
+            lambda t=table: store.read(t, keys),
+            lambda t=table: store.lift(t, keys),
+            lambda t=table: store.put(t, random_rows([1], 8, seed=1)),
+            lambda t=table: store.erase(t, keys),
+            lambda t=table: store.expire(t, 1),
+            lambda t=table: list(store.iterate(t)),
+            lambda t=table: store.clear(t),
+        ]
+        for call in calls:
+            with pytest.raises(IndexError, match=r"table must be in \[0, 1\)"):
+                call()
+    assert store.size(0) == 0
+    store.close()
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_store_that_was_never_opened_says_so(kind: str, tmp_path: Path) -> None:
+    store = FILES[kind](tmp_path)
+    for call in (lambda: store.size(0), lambda: store.put(0, random_rows([1], 8, seed=1))):
+        with pytest.raises(RuntimeError, match=r"not open in this process: call open\(tables\)"):
+            call()
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -335,7 +367,7 @@ def test_a_transaction_that_is_gone_is_told(tmp_path: Path) -> None:
     store._run("ROLLBACK")
     with pytest.raises(RuntimeError, match="rolled back to its last flush"):
         store._run("no statement")
-    with pytest.raises(RuntimeError, match="until it is closed"):
+    with pytest.raises(RuntimeError, match="not open in this process"):
         store.size(1)
 
 

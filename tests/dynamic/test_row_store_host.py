@@ -122,6 +122,10 @@ def test_a_capacity_is_any_integer() -> None:
     for capacity in (1e6, True, [1.5], None):
         with pytest.raises(TypeError, match="capacity must be an int"):
             HostRows(capacity)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="capacity must be an int, got '10'"):
+        HostRows("10")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one number, or one per table, got none"):
+        HostRows([])
 
 
 def test_it_is_opened_again_for_the_same_tables_alone() -> None:

@@ -97,7 +97,7 @@ def a_fork_leaves_the_store_alone(directory: Path, store: str) -> None:
             module.close()
             return
         for use in (module.flush, steps(module, 0, 12), lambda: rows_of(module), module.clear):
-            with pytest.raises(RuntimeError, match="used by the process that opened it"):
+            with pytest.raises(RuntimeError, match="not open in this process"):
                 use()
         module.close()
         module.__dict__.clear()

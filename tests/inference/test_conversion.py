@@ -163,6 +163,8 @@ def test_wrong_use_is_refused() -> None:
         for_inference(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="within"):
         for_inference(torch.full((2, 2), 1e6), "int8")
+    with pytest.raises(TypeError, match="served must be a result of for_inference, got NoneType"):
+        quantization_errors(torch.ones(4, 2), None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fewer rows than the source"):
         quantization_errors(torch.ones(5, 2), served)
     with pytest.raises(ValueError, match="more rows than the source"):

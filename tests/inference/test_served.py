@@ -324,3 +324,5 @@ def test_tables_of_other_names_are_not_compared() -> None:
     other = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "b")])
     with pytest.raises(ValueError, match=r"no table 'a', only \['b'\]"):
         quantization_errors(other, served)
+    with pytest.raises(TypeError, match="source must be a collection, as served is, got Tensor"):
+        quantization_errors(torch.ones(9, 4), served)

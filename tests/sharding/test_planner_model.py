@@ -64,10 +64,18 @@ def test_constants_as_json(constants: Calibration, tmp_path: Path) -> None:
 
 
 def test_wrong_constants() -> None:
-    for name, value in (("unit_s", -1.0), ("step_s", math.inf), ("link_bytes_per_s", 0.0)):
+    for name, value in (
+        ("unit_s", -1.0),
+        ("unit_s", True),
+        ("unit_s", 10**400),
+        ("step_s", math.inf),
+        ("link_bytes_per_s", 0.0),
+    ):
         with pytest.raises(ValueError, match=f"{name} must be a finite number"):
             dataclasses.replace(figures.CPU, **dict[str, Any]({name: value}))
-    for curve in ((), ((8.0, 1.0), (4.0, 2.0)), ((8.0, -1.0),)):
+    with pytest.raises(ValueError, match="source must be a text, got None"):
+        dataclasses.replace(figures.CPU, source=None)  # type: ignore[arg-type]
+    for curve in ((), ((8.0, 1.0), (4.0, 2.0)), ((8.0, -1.0),), ((8.0, True),), (("8", 1.0),)):
         with pytest.raises(ValueError, match="bag must be pairs"):
             dataclasses.replace(figures.CPU, bag=curve)
 

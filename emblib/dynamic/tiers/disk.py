@@ -35,6 +35,8 @@ from emblib.dynamic.tiers.store import (
     StoredTable,
     StoreShard,
     check_rows,
+    check_table,
+    not_open_error,
 )
 from emblib.ops import pages as page_ops
 from emblib.ops import tiers
@@ -576,10 +578,8 @@ class DiskRows:
     def _row_file(self, table: int) -> RowFile:
         """Return the file of a table, after completing a commit or change that was interrupted."""
         if self._process != os.getpid():
-            raise RuntimeError(
-                f"the store in {self.directory} is used by the process that opened it and until "
-                "it is closed; open() it first"
-            )
+            raise not_open_error(self.directory)
+        check_table(table, self._tables)
         self._finish_commit()
         row_file = self._row_files[table]
         row_file.check_lengths()

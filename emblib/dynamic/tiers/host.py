@@ -15,10 +15,11 @@ from emblib.dynamic.tiers.store import (
     StoredTable,
     StoreShard,
     check_rows,
+    check_table,
 )
 from emblib.ops import codes, tiers
 from emblib.ops.hash import Keys
-from emblib.specs import DynamicSpec, Eviction, check_count
+from emblib.specs import DynamicSpec, Eviction, check_count, check_counts
 from emblib.tables import memory
 
 RECORD_HEAD_BYTES = 16  # stamp and score of a record
@@ -40,7 +41,7 @@ class HostRows:
             generator.
 
     Raises:
-        ValueError: `Eviction.NONE`, a capacity below 1, or a negative seed.
+        ValueError: `Eviction.NONE`, no capacity or one below 1, or a negative seed.
         TypeError: a capacity or the seed is no int.
 
     Example:
@@ -60,11 +61,7 @@ class HostRows:
         seed: int | None = None,
     ) -> None:
         self.seed = None if seed is None else check_count("seed", seed, minimum=0)
-        self.capacity = (
-            tuple(check_count("capacity", count) for count in capacity)
-            if isinstance(capacity, Iterable)
-            else check_count("capacity", capacity)
-        )
+        self.capacity = check_counts("capacity", capacity)
         self.eviction = Eviction(eviction)
         if self.eviction is Eviction.NONE:
             raise ValueError(
@@ -136,6 +133,7 @@ class HostRows:
         """Return the index of a table's keys; raise RuntimeError before `open`."""
         if not self._tables:
             raise RuntimeError("this HostRows has no tables yet: call open(tables) first")
+        check_table(table, self._tables)
         return self._indices[table]
 
     def _read(self, table: int, keys: Tensor, slots: Tensor) -> FoundRows:

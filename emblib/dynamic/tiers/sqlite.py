@@ -32,7 +32,9 @@ from emblib.dynamic.tiers.store import (
     StoredTable,
     StoreShard,
     check_rows,
+    check_table,
     match_keys,
+    not_open_error,
 )
 from emblib.specs import Verify
 from emblib.tables.durable_files import ChecksumError, json_checksum
@@ -290,15 +292,22 @@ class SqliteRows:
         Raises:
             RuntimeError: the store is not open in this process.
         """
-        if self._connection is None or self._process != os.getpid():
-            raise RuntimeError(
-                f"{self.path} is used by the process that opened it and until it is closed; "
-                "open() it first"
-            )
+        connection = self._opened()
         with self._close_on_rollback():
-            if self._is_committing and not self._connection.in_transaction:
-                self._connection.execute("BEGIN IMMEDIATE")  # also where a flush was interrupted
-            return self._connection.execute(statement, values)
+            if self._is_committing and not connection.in_transaction:
+                connection.execute("BEGIN IMMEDIATE")  # also where a flush was interrupted
+            return connection.execute(statement, values)
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is None or self._process != os.getpid():
+            raise not_open_error(self.path)
+        return self._connection
+
+    def _rows_name(self, table: int) -> str:
+        """Return the name of a table in the database; raise unless the table was opened."""
+        self._opened()
+        check_table(table, self._tables)
+        return f"rows_{table}"
 
     def _fetch(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return all records of a query."""
@@ -359,6 +368,7 @@ class SqliteRows:
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
+        rows_name = self._rows_name(table)
         keys = keys.detach().to("cpu", torch.int64)
         records: list[_Record] = []
         for key_block in keys.unique().split(_KEYS_PER_QUERY):
@@ -366,7 +376,7 @@ class SqliteRows:
             # All queries have the same text, so Python's cache of prepared statements has them.
             values += values[-1:] * (_KEYS_PER_QUERY - len(values))
             placeholders = ",".join("?" * len(values))
-            query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({placeholders})"
+            query = f"SELECT {_COLUMNS} FROM {rows_name} WHERE key IN ({placeholders})"
             records += self._fetch(query, values) if key_block.numel() else ()
         return match_keys(keys, self._verified_rows(table, records))
 
@@ -387,11 +397,12 @@ class SqliteRows:
         self._delete(table, keys)
 
     def _delete(self, table: int, keys: Tensor) -> None:
-        statement = f"DELETE FROM rows_{table} WHERE key = ?"
+        statement = f"DELETE FROM {self._rows_name(table)} WHERE key = ?"
         self._run_for_each(statement, list(zip(keys.tolist(), strict=True)))
 
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`; no row is dropped."""
+        self._rows_name(table)  # raises before `open`
         self._write("rows", table, check_rows(self._tables[table], rows))
         return StoredRows.none(self._tables[table].row_bytes)
 
@@ -404,16 +415,17 @@ class SqliteRows:
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
+        rows_name = self._rows_name(table)
         expired_blocks = self._read_in_batches(
-            f"rows_{table} WHERE stamp < {int(before)}", table, BATCH
+            f"{rows_name} WHERE stamp < {int(before)}", table, BATCH
         )
         expired_keys = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in expired_blocks)]
-        self._run(f"DELETE FROM rows_{table} WHERE stamp < ?", (before,))
+        self._run(f"DELETE FROM {rows_name} WHERE stamp < ?", (before,))
         return torch.cat(expired_keys)
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`; rows are in ascending order of keys."""
-        return self._read_in_batches(f"rows_{table} ORDER BY key", table, batch)
+        return self._read_in_batches(f"{self._rows_name(table)} ORDER BY key", table, batch)
 
     def _read_in_batches(self, source: str, table: int, batch: int) -> Iterator[StoredRows]:
         """Yield the rows that a FROM clause selects from a table."""
@@ -427,11 +439,11 @@ class SqliteRows:
 
     def size(self, table: int) -> int:
         """See `RowStore`."""
-        return int(self._fetch(f"SELECT count(*) FROM rows_{table}")[0][0])
+        return int(self._fetch(f"SELECT count(*) FROM {self._rows_name(table)}")[0][0])
 
     def clear(self, table: int) -> None:
         """See `RowStore`."""
-        self._run(f"DELETE FROM rows_{table}")
+        self._run(f"DELETE FROM {self._rows_name(table)}")
 
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`."""

@@ -166,6 +166,20 @@ class RowStore(Protocol):
         """Close the store, so that others can open it; undo changes since the last flush."""
 
 
+def check_table(table: int, tables: Sequence[StoredTable]) -> None:
+    """Raise IndexError unless `table` is the number of one of `tables`, those of `open`."""
+    if table not in range(len(tables)):
+        raise IndexError(f"table must be in [0, {len(tables)}), as passed to open(), got {table!r}")
+
+
+def not_open_error(path: Path) -> RuntimeError:
+    """Return the error of a store in files that is closed, or opened by another process."""
+    return RuntimeError(
+        f"the store in {path} is not open in this process: call open(tables) first (a forked "
+        "process cannot use the store of its parent)"
+    )
+
+
 def check_rows(table: StoredTable, rows: StoredRows) -> StoredRows:
     """Return rows as contiguous CPU tensors; raise ValueError unless their shapes fit the table.
 

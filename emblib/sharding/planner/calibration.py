@@ -16,9 +16,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from emblib.optim.base import number_or_nan
 from emblib.tables.durable_files import load_json, save_json
 
 Curve = tuple[tuple[float, float], ...]
@@ -60,9 +62,9 @@ class Calibration:
         step_s: seconds of a step that looks up nothing: Python, dispatch, autograd.
 
     Raises:
-        ValueError: a constant is no number, is negative or not finite, or is a rate below 1 byte
-            per second; a curve has no points, or they are not pairs of finite numbers >= 0 that
-            ascend in bytes.
+        ValueError: `source` is no text; a constant is no number, is negative or not finite, or is a
+            rate below 1 byte per second; a curve has no points, or they are not pairs of finite
+            numbers >= 0 that ascend in bytes.
     """
 
     source: str
@@ -91,17 +93,20 @@ class Calibration:
     step_s: float
 
     def __post_init__(self) -> None:
+        if not isinstance(self.source, str):
+            raise ValueError(f"source must be a text, got {self.source!r}")
         for f in fields(self):
             value = getattr(self, f.name)
             if f.type is Curve:
                 object.__setattr__(self, f.name, _checked_curve(f.name, value))
             elif f.type is float:
                 minimum = 1.0 if f.name.endswith("bytes_per_s") else 0.0
-                if not isinstance(value, int | float) or not minimum <= value < math.inf:
+                number = _float_or_nan(value)
+                if not minimum <= number < math.inf:
                     raise ValueError(
                         f"{f.name} must be a finite number >= {minimum}, got {value!r}"
                     )
-                object.__setattr__(self, f.name, float(value))
+                object.__setattr__(self, f.name, number)
 
     def to_json(self) -> str:
         """Return the constants as JSON."""
@@ -167,10 +172,15 @@ def interpolate(curve: Curve, nbytes: float) -> float:
     return max(left[1] + ns_per_byte * (nbytes - left[0]), 0.0)
 
 
+def _float_or_nan(value: Any) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return number_or_nan(value) if is_number else math.nan
+
+
 def _checked_curve(name: str, points: Any) -> Curve:
     """Return points as a curve; raise ValueError if they are no curve."""
     try:
-        curve = tuple((float(x), float(y)) for x, y in points)
+        curve = tuple((_float_or_nan(x), _float_or_nan(y)) for x, y in points)
     except (TypeError, ValueError):
         curve = ()
     is_ascending = all(a[0] < b[0] for a, b in itertools.pairwise(curve))
