@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,18 +102,19 @@ def find_noise_floor(
 ) -> NoiseFloor | None:
     """Return the floor for this machine, its software and this way of measuring.
 
-    None if `folder` has none, or only one that cannot be read, is of another SCHEMA, or has another
+    None if `folder` has none, or only one that is damaged, is of another SCHEMA, or has another
     `machine_key`.
     """
     path = folder / floor_file(environment, config)
     try:
         saved = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
+        if saved["schema"] != SCHEMA or saved["key"] != machine_key(environment):
+            return None
+        points: NoiseFloor = saved["points"]
+        is_complete = all(math.isfinite(noise["mad"]) for noise in points.values())
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
-    if saved.get("schema") != SCHEMA or saved["key"] != machine_key(environment):
-        return None
-    points: NoiseFloor = saved["points"]
-    return points
+    return points if is_complete else None
 
 
 def margin(floor: NoiseFloor, point: str, min_effect: float, pairs: int) -> float:

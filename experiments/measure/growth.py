@@ -101,7 +101,7 @@ def _fill_in_turns(
             session.note(f"{key}|checking")
             with outcomes[key].catching():
                 _verify_filled(table, space, num_total)
-            outcomes[key].measured.stop_reason = "filled"
+                outcomes[key].measured.stop_reason = "filled"
 
 
 def _timed_fill(table: KeyTable, keys: Tensor) -> float:

@@ -334,8 +334,17 @@ def test_a_floor_serves_its_own_machine_and_measuring(config: Config, tmp_path: 
     assert setup.find_noise_floor(tmp_path, {**ENVIRONMENT, "torch": "3"}, config) is None
     other = configure.load(["+experiment=gate", "device=cpu", "timing.min_rounds=7"])
     assert setup.find_noise_floor(tmp_path, ENVIRONMENT, other) is None
-    (tmp_path / setup.floor_file(ENVIRONMENT, config)).write_text("{")
-    assert setup.find_noise_floor(tmp_path, ENVIRONMENT, config) is None
+    partial_floors = [
+        {key: value for key, value in found.items() if key != "key"},
+        {key: value for key, value in found.items() if key != "points"},
+        {**found, "points": ["a"]},
+        {**found, "points": {"a": {"pairs": 3}}},
+        {**found, "points": {"a": {"mad": None}}},
+    ]
+    damaged = ["{", "[]", *map(json.dumps, partial_floors)]
+    for content in (b"\xff", *(text.encode() for text in damaged)):
+        (tmp_path / setup.floor_file(ENVIRONMENT, config)).write_bytes(content)
+        assert setup.find_noise_floor(tmp_path, ENVIRONMENT, config) is None
 
 
 def test_slowed_trials_are_spread_among_the_others() -> None:

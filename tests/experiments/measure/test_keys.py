@@ -79,6 +79,24 @@ def test_an_arm_whose_memory_cannot_be_measured_fails_alone(
     assert [record["status"] for record in records] == ["oom", "ok"]
 
 
+def test_a_table_that_lost_keys_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = growth._verify_filled
+
+    def lose_keys(table: KeyTable, space: KeySpace, num_total: int) -> None:
+        if type(table) is growing:
+            raise Wrong("after growth 1 keys are not there")
+        verify(table, space, num_total)
+
+    growing = type(registry.build("scored_growing", KeyTask(64, 4, CPU, 48, 1)))
+    monkeypatch.setattr(growth, "_verify_filled", lose_keys)
+    work = WorkloadConfig(T=1, E=64, D=4, B=8, L=1)
+    arms = Arm("scored_growing"), Arm("scored")
+    cell = Cell("sweep", "", work, arms, keys=KeysConfig())
+    records = growth.growth_cell(cell, Session(Config(name="x"), CPU, "run"), 0.0)
+    stops = [(record["status"], record["stop_reason"]) for record in records]
+    assert stops == [("wrong", ""), ("ok", "filled")]
+
+
 class Plain(KeyTable):
     """A dict: what every table must agree with."""
 
