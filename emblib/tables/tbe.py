@@ -25,14 +25,7 @@ from emblib.ops import autograd, joint_step, tbe
 from emblib.ops.derivatives import refuse_transforms
 from emblib.optim import Gradient, Optimizer, description
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
-from emblib.tables import (
-    base,
-    batches,
-    hyperparameters,
-    optimizer_hooks,
-    parameters,
-    state_dicts,
-)
+from emblib.tables import base, batches, hyperparameters, optimizer_hooks, parameters, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.cache import BatchId, PrefetchingCache

@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,9 @@ def jobs(case: Case, group: Group, tables: dict[str, Emblib]) -> dict[str, Calla
         if isinstance(table, EmbeddingBag):
             table.offsets = offsets[: case.batch + 1].clone()
         if group.work == "forward":
-            found[who] = repeated(lambda ids, t=table: t.forward(ids, offsets), batches)
+            found[who] = repeated(partial(table.forward, offsets=offsets), batches)
         else:
-            found[who] = repeated(lambda ids, t=table: t.step(ids, offsets, grad), batches)
+            found[who] = repeated(partial(table.step, offsets=offsets, grad=grad), batches)
             if isinstance(table, EmbeddingBag):
                 table.touch()
     return found
@@ -230,9 +231,9 @@ def table_of(rows: list[Row]) -> str:
         f"| threads | pages | dtype | shape | {' | '.join(heads)} |",
         f"| ---: | --- | --- | --- |{' ---: |' * len(heads)}",
     ]
-    for where, found in points.items():
+    for row_key, found in points.items():
         cells = [_cell(found.get(column)) for column in columns]
-        lines.append(f"| {' | '.join(map(str, where))} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(map(str, row_key))} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
