@@ -37,9 +37,9 @@ __all__ = ["CapturedStep"]
 
 MAX_BOUND = 2**31 - 4096  # kMaxLookups of csrc/core/layout.h
 
-_TORCH = str(Path(torch.__file__).parent)
-_EMBLIB = str(Path(__file__).parent)
-_ADVICE = (
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+_EMBLIB_FOLDER = str(Path(__file__).parent)
+_CAPTURE_ADVICE = (
     "keep such operations out of the step: return tensors and read them later, use a capturable "
     "optimizer (torch.optim.Adam(..., capturable=True), with a GradScaler fused=True too), and "
     "tables whose lookups wait for nothing; step.run_eagerly(batch) runs it as it is"
@@ -116,7 +116,7 @@ class CapturedStep:
         self._step = step
         self._layout: BatchLayout | None = None
         self._size_classes: dict[int, _SizeClass] = {}
-        self._steps_before_capture = 0
+        self._num_uncaptured_steps = 0
         self._stream: Any = None
         self._pool: Any = None
         self._optimizers: dict[int, Optimizer] = {}
@@ -179,7 +179,7 @@ class CapturedStep:
             torch.cuda.synchronize(self._device)  # nothing may use the memory that is freed
         self._size_classes.clear()
         self._layout = self._pool = None
-        self._steps_before_capture = 0
+        self._num_uncaptured_steps = 0
         self._optimizers.clear()
 
     def bound_of(self, batch: Any) -> int | None:
@@ -248,11 +248,11 @@ class CapturedStep:
     def _run_or_replay(self, size_class: _SizeClass) -> Any:
         """Run a step with the static tensors of its class: uncaptured, or by replay."""
         if size_class.graph is None:
-            is_first = self._steps_before_capture < self.warmup
-            if is_first or not size_class.is_warm:
+            is_warmup = self._num_uncaptured_steps < self.warmup
+            if is_warmup or not size_class.is_warm:
                 with self._collect_optimizers(), _collect_waits(size_class.waits):
                     result = _detach(self._step(size_class.inputs.batch()))
-                self._steps_before_capture += 1
+                self._num_uncaptured_steps += 1
                 size_class.is_warm = True
                 return result
             self._capture(size_class)
@@ -287,7 +287,7 @@ class CapturedStep:
             self._end_capture_of_random_numbers()
             if not isinstance(error, Exception):
                 raise
-            raise RuntimeError(_capture_error(error, size_class.waits)) from error
+            raise RuntimeError(_capture_error_message(error, size_class.waits)) from error
         if self._pool is None:
             self._pool = graph.pool()
         size_class.optimizer_values = {**values_before, **self._optimizer_values()}
@@ -314,17 +314,17 @@ class CapturedStep:
     def _collect_optimizers(self) -> Any:
         """Collect the optimizers that make a step in the block."""
 
-        def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def collect(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._optimizers[id(optimizer)] = optimizer
 
-        handle = register_optimizer_step_pre_hook(note)
+        handle = register_optimizer_step_pre_hook(collect)
         try:
             yield
         finally:
             handle.remove()
 
     def _optimizer_memory(self) -> list[_OptimizerMemory]:
-        """Return the tensors of each optimizer, whose addresses a graph contains."""
+        """Return, per optimizer, the tensors whose addresses a graph contains."""
         return [
             _OptimizerMemory(optimizer, vars(optimizer).get("state"), parameters, addresses)
             for optimizer in self._optimizers.values()
@@ -476,12 +476,14 @@ def _collect_waits(waits: list[str]) -> Any:
                 )
 
 
-def _capture_error(error: BaseException, waits: Sequence[str]) -> str:
+def _capture_error_message(error: BaseException, waits: Sequence[str]) -> str:
     """Return the error message for a step that cannot be captured: operation, line and advice."""
     while error.__context__ is not None and not error.__suppress_context__:
         error = error.__context__  # ending a capture that has failed raises too
     frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not frame.filename.startswith((_TORCH, _EMBLIB))]
+    user_frames = [
+        frame for frame in frames if not frame.filename.startswith((_TORCH_FOLDER, _EMBLIB_FOLDER))
+    ]
     location = [
         f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in (user_frames or frames)[-1:]
     ]
@@ -492,4 +494,4 @@ def _capture_error(error: BaseException, waits: Sequence[str]) -> str:
     ]
     if waits:
         clauses.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")
-    return "; ".join([*clauses, _ADVICE])
+    return "; ".join([*clauses, _CAPTURE_ADVICE])

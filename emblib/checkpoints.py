@@ -1,8 +1,8 @@
-"""Checkpoints of dynamic tables: entries, DynamicEmb's files, and parts of ranks.
+"""Checkpoints of dynamic tables, beyond the methods of `emblib.DynamicEmbeddingBags`.
 
-See docs/checkpoints.md. `state_dict`, `save` and `load` are methods of
-`emblib.DynamicEmbeddingBags`; here are the types that they take and return, and functions that read
-and write single tables or divide a checkpoint over ranks.
+The module exports the types of dumps, changes and table entries, functions that read and write the
+entries of one table or files of DynamicEmb, and functions that divide a checkpoint over ranks. See
+docs/checkpoints.md.
 """
 
 from emblib.dynamic.keys import owner

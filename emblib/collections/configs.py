@@ -41,13 +41,13 @@ class TableConfig:
             num_embeddings), and sqrt(1 / num_embeddings) for the maximum.
         init_fn: function that writes initial values into a tensor
             `[num_embeddings, embedding_dim]`, or an `emblib.init.ByRows`, which writes blocks of
-            it; None draws uniform values.
+            it; None draws uniform values. Not allowed with these bounds.
         storage: how the rows are stored, one of `emblib.storage`.
         optimizer: optimizer of this table; None uses the optimizer of its collection.
 
     Raises:
-        TypeError: an argument of another type, except `name` and `data_type`.
-        ValueError: a name, dtype, sizes, features or initial values that break these rules, or an
+        TypeError: an argument of another type; a ValueError for `name` and `data_type`.
+        ValueError: a name, dtype, size, feature or initial value that breaks these rules, or an
             argument that `storage` does not support.
     """
 
@@ -160,7 +160,7 @@ class TableConfig:
 
 @dataclass(frozen=True)
 class EmbeddingBagConfig(TableConfig):
-    """Configuration of a table whose bags are pooled; `pooling` is SUM or MEAN.
+    """Configuration of a table whose bags are pooled; `pooling` is SUM or MEAN, else ValueError.
 
     MEAN divides by the number of ids of a bag, weighted or not: `sum(w * e) / L`.
 

@@ -18,8 +18,8 @@ from emblib.specs import check_count
 class PositionWeightedModule(nn.Module):
     """Weight the ids of features by their position in a bag, with learned weights.
 
-    Weights are float32 parameters `position_weights[feature]` `[max length]`. They start at 1, and
-    multiply the weights of the batch, if it has any.
+    Weights are parameters `position_weights[feature]` `[max length]`, of torch's default dtype.
+    They start at 1, and multiply the weights of the batch, if it has any.
 
     Args:
         max_feature_lengths: number of weights per feature, the maximum length of its bags.
@@ -80,7 +80,7 @@ class PositionWeightedModule(nn.Module):
 
 
 class PositionWeightedProcessor(PositionWeightedModule):
-    """A `PositionWeightedModule` for whole batches; ids of other features have weight 1.
+    """A `PositionWeightedModule` for whole batches; learned weights of other features are 1.
 
     Example:
         >>> positions = emblib.collections.PositionWeightedProcessor({"seen": 3})

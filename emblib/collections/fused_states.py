@@ -1,4 +1,9 @@
-"""Optimizer states of the tables of a collection with fused optimizers, by parameter."""
+"""Optimizer states of a collection's tables with fused optimizers: list, return, check and load.
+
+`FusedOptimizer` calls these functions through the collection. States have two keys: the name of a
+parameter, and the name of the state. Each parameter also has `hyper`, the hyperparameters of its
+module, which all tables of one module have in common.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ Handles = Mapping[str, TableHandle]
 
 @dataclass(frozen=True)
 class FusedTableEntry:
-    """A table with a fused optimizer: backward updates it, or the optimizer's own step if deferred.
+    """A table with a fused optimizer: backward updates it, or `FusedOptimizer.step` if deferred.
 
     Attributes:
         optimizer: optimizer of the table.

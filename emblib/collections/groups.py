@@ -1,8 +1,9 @@
 """Group the tables of one rank into as few modules as possible, and look up a batch in them.
 
-Slices of tables with equal `Storage.group_key` form a group, which one module stores. A *unit* is a
-feature that reads a slice. `TableGroups.forward` takes a batch whose units must be sorted by group,
-splits ids and offsets by group, calls each module once, and joins the outputs.
+Slices of tables with equal `Storage.group_key` form a group, which one module stores
+(`group_slices` lists the exceptions). A *unit* is a feature that reads a slice.
+`TableGroups.forward` takes a batch whose units must be sorted by group, splits ids and offsets by
+group, calls each module once, and joins the outputs.
 """
 
 from __future__ import annotations
@@ -385,19 +386,19 @@ class TableGroups(nn.Module):
         """Set the dtype of outputs: float32, float16 or bfloat16; else raise ValueError."""
         check_float_dtype("output_dtype", dtype)
         self.output_dtype = dtype
-        for module in self._table_modules:
-            any_module: Any = module
-            any_module.output_dtype = dtype
+        modules: list[Any] = list(self._table_modules)
+        for module in modules:
+            module.output_dtype = dtype
             if hasattr(module, "precision"):
-                any_module.precision = replace(any_module.precision, output=dtype)
+                module.precision = replace(module.precision, output=dtype)
 
     def set_bounds_check(self, bounds_check: BoundsCheck, features: Sequence[str]) -> None:
         """Set the reaction to invalid indices, and the feature names of the units for reports."""
         self._bounds_check, self._features = BoundsCheck(bounds_check), list(features)
-        for grouping, module in zip(self._groupings, self._table_modules, strict=True):
-            any_module: Any = module
-            any_module.bounds_check = self._bounds_check
-            any_module.feature_labels = [
+        modules: list[Any] = list(self._table_modules)
+        for grouping, module in zip(self._groupings, modules, strict=True):
+            module.bounds_check = self._bounds_check
+            module.feature_labels = [
                 f"feature {self._features[u]!r}, table {self.slices[self.reads[u]].config.name!r}"
                 for u in grouping.units
             ]
@@ -616,8 +617,8 @@ def group_slices(
 ) -> list[Grouping]:
     """Group slices by `group_key`, ordered by their first unit; groups without units come last.
 
-    Each slice of a table that `shared_names` names is a group of its own. `optimizer` is for tables
-    whose configuration has none.
+    Each slice of a table in `shared_names` is a group of its own, and slices of one hash table are
+    in different groups. `optimizer` is for tables whose configuration has none.
 
     Raises:
         ValueError: a table with `rounding` whose optimizer leaves gradients.
@@ -632,7 +633,7 @@ def group_slices(
                 f"{brief(slice_optimizer)} leaves gradients to others: give the table or its "
                 "collection one of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
             )
-    keys: list[Hashable] = [
+    group_keys: list[Hashable] = [
         ("shared", i)
         if table_slice.config.name in shared_names
         else table_slice.storage.group_key(table_slice, i, optimizers[i], pooling)
@@ -640,15 +641,16 @@ def group_slices(
     ]
     names: dict[Hashable, set[str]] = {}
     for i, table_slice in enumerate(slices):
-        names_of_group = names.setdefault(keys[i], set())
+        names_of_group = names.setdefault(group_keys[i], set())
         if table_slice.storage.is_keyed and table_slice.config.name in names_of_group:
-            keys[i] = (keys[i], i)  # initial values of rows depend on the name of the table
+            # Initial values of rows depend on the name of the table.
+            group_keys[i] = (group_keys[i], i)
         names_of_group.add(table_slice.config.name)
-    order = dict.fromkeys([keys[s] for s in reads] + keys)
+    order = dict.fromkeys([group_keys[s] for s in reads] + group_keys)
     result = []
     for key in order:
-        slice_indices = tuple(i for i in range(len(slices)) if keys[i] == key)
-        units = tuple(u for u, s in enumerate(reads) if keys[s] == key)
+        slice_indices = tuple(i for i in range(len(slices)) if group_keys[i] == key)
+        units = tuple(u for u, s in enumerate(reads) if group_keys[s] == key)
         result.append(Grouping(slice_indices, units, optimizers[slice_indices[0]]))
     return result
 
@@ -662,9 +664,10 @@ def split_batch(
 ) -> list[GroupInput]:
     """Split a batch into the input of each group that has units.
 
-    `ids` is `[L]`, `offsets` `[units * B + 1]`; inputs may be views of these. With several groups
-    and without `id_counts`, the numbers of ids of the groups, the host waits for a GPU to read
-    them, except during the capture of a CUDA graph, for which `batch_sizes` must be None.
+    `ids` is `[L]`, `offsets` `[units * B + 1]`; inputs may be views of these. `id_counts` has the
+    number of ids per group. If it is None and there are several groups, the host reads the numbers
+    from `offsets`, and waits for a GPU. During the capture of a CUDA graph it reads nothing, and
+    `batch_sizes` must be None.
     """
     if len(groups) == 1:
         return [GroupInput(groups[0], 0, ids.numel(), ids, offsets, batch_sizes)]

@@ -56,7 +56,8 @@ class SharedTables:
             the parameters get dense gradients, which autograd adds up.
 
     Raises:
-        TypeError: tables that are no configurations, or an optimizer that is not of `emblib.optim`.
+        TypeError: tables that are no configurations, or, where a table uses `optimizer`, one that
+            is not of `emblib.optim`.
         ValueError: a storage other than `Dense`, an optimizer with `GlobalDecay`, or a name twice.
 
     Example:
@@ -375,9 +376,10 @@ class SharedReader(nn.Module):
 
 
 class SharedEntry:
-    """Record of the names under which a shared table was saved and loaded, once per state dict.
+    """Keep a shared table to one name per state dict, though several collections save and load it.
 
-    `SharedHandle` asks it for every name of the table. A copy or unpickled entry has no records.
+    `SharedHandle` or a sharded collection calls `claim_save` and `claim_load` for each name of the
+    table; the first name gets it. A copied or unpickled entry has no claims.
     """
 
     def __init__(self) -> None:
@@ -387,44 +389,46 @@ class SharedEntry:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
-    def is_saved(self, destination: Any, key: str) -> bool:
-        """Return whether a state dict has the table under another key; if not, record this key.
+    def claim_save(self, destination: Any, key: str) -> bool:
+        """Claim a state dict's entry of the table for a key; return False if another key has it.
 
         Args:
-            destination: the state dict.
+            destination: the state dict; in one that is no OrderedDict each key gets the table.
             key: key of the first parameter of the table in the state dict.
         """
         if self._saved is not None:
             target, first_key = self._saved
             if target() is destination and first_key != key and first_key in destination:
-                return True
+                return False
         if isinstance(destination, OrderedDict):
             self._saved = weakref.ref(destination), key
-        return False
+        return True
 
-    def is_loaded(
+    def claim_load(
         self, key: str, value: Tensor | None, missing_keys: list[str], errors: Any
     ) -> bool:
-        """Return whether `load_state_dict` has already handled the table under another key.
+        """Claim the table for a key in a `load_state_dict`; return False if another key has it.
+
+        A key with a value replaces a first key without one, which is then not missing.
 
         Args:
             key: key of the first parameter of the table in the state dict.
             value: the value at this key, if there is one.
-            missing_keys: the keys that are missing so far.
+            missing_keys: the keys that are missing so far; a replaced key is removed.
             errors: the list of errors of one `load_state_dict`, which identifies the load; an error
                 is appended if the rows differ from those at the first key.
         """
         previous = self._loading
         if previous is None or previous.errors is not errors or previous.key == key:
             self._loading = _FirstLoad(errors, key, None if value is None else weakref.ref(value))
-            return False
-        if value is None:
             return True
+        if value is None:
+            return False
         if previous.value_ref is None:
             if previous.key in missing_keys:
                 missing_keys.remove(previous.key)
             self._loading = _FirstLoad(errors, key, weakref.ref(value))
-            return False
+            return True
         first_value = previous.value_ref()
         if first_value is not None and not _are_equal(first_value, value):
             errors.append(
@@ -432,7 +436,7 @@ class SharedEntry:
                 "one shared table now: remove one of the two entries from the state dict, or "
                 "average them"
             )
-        return True
+        return False
 
 
 class _FirstLoad(NamedTuple):
@@ -471,7 +475,7 @@ class SharedHandle(DenseHandle):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        if not self.entry.is_saved(destination, f"{prefix}weight"):
+        if self.entry.claim_save(destination, f"{prefix}weight"):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
@@ -479,7 +483,7 @@ class SharedHandle(DenseHandle):
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         key = f"{prefix}weight"
-        if not self.entry.is_loaded(key, state_dict.get(key), missing_keys, errors):
+        if self.entry.claim_load(key, state_dict.get(key), missing_keys, errors):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
@@ -569,7 +573,7 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
     for name, table in shared_tables.items():
         for collection in duplicates[name].values():
             tables_by_collection.setdefault(id(collection), (collection, {}))[1][name] = table
-    # All tables are checked, because `read_shared` copies those that stay unshared.
+    # Check all tables of each collection, because `read_shared` copies those that stay unshared.
     for collection, _ in tables_by_collection.values():
         collection.check_replaced()
     for name, table in shared_tables.items():

@@ -220,8 +220,8 @@ class FusedOptimizer(KeyedOptimizer):
         templates = []
         for optimizer, modules in zip(self._optimizers, self._table_modules, strict=True):
             current = modules[0].optimizer if modules else optimizer
-            numbers = modules[0].hyperparams.detach().cpu() if modules else current.hyperparams()
-            templates.append(Template(current, numbers.clone()))
+            hyper = modules[0].hyperparams.detach().cpu() if modules else current.hyperparams()
+            templates.append(Template(current, hyper.clone()))
         return templates
 
     def _check_groups(self) -> None:
@@ -350,7 +350,12 @@ _DECOUPLED_ONLY_CLASSES = (optim.LAMB,)
 
 
 class FusedParams(NamedTuple):
-    """An optimizer, and the arguments that do not concern it: caches, dtypes, ..."""
+    """FBGEMM's arguments, divided.
+
+    Attributes:
+        optimizer: optimizer of emblib with the arguments of the optimizer.
+        table_arguments: all other arguments, unchanged: caches, dtypes and so on.
+    """
 
     optimizer: Optimizer
     table_arguments: dict[str, Any]
@@ -385,8 +390,9 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
         )
     make, accepted = _FBGEMM_OPTIMIZERS[optimizer_name]
     _refuse_unused(params, (*accepted, "gradient_clipping"), optimizer_name)
-    numbers = {name: params[name] for name in accepted if name in params}
-    return FusedParams(make(**_convert_arguments(make, numbers, params)), table_arguments)
+    hyperparameters = {name: params[name] for name in accepted if name in params}
+    arguments = _convert_arguments(make, hyperparameters, params)
+    return FusedParams(make(**arguments), table_arguments)
 
 
 def _refuse_unused(params: Mapping[str, Any], accepted: Sequence[str], optimizer: str) -> None:
@@ -401,16 +407,16 @@ def _refuse_unused(params: Mapping[str, Any], accepted: Sequence[str], optimizer
 
 
 def _convert_arguments(
-    make: Any, numbers: dict[str, Any], params: Mapping[str, Any]
+    make: Any, hyperparameters: dict[str, Any], params: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Convert FBGEMM's arguments to arguments of the emblib optimizer that `make` constructs.
 
-    `numbers` are the optimizer's own arguments, by FBGEMM's names, and are consumed; `params` are
-    all.
+    `hyperparameters` are those that the optimizer accepts, by FBGEMM's names; the dict is changed.
+    `params` has all arguments.
     """
-    decay = numbers.pop("weight_decay", 0.0)
-    arguments = {"lr": numbers.pop("learning_rate", 0.01)}
-    betas = [numbers.pop(name, None) for name in _BETAS]
+    decay = hyperparameters.pop("weight_decay", 0.0)
+    arguments = {"lr": hyperparameters.pop("learning_rate", 0.01)}
+    betas = [hyperparameters.pop(name, None) for name in _BETAS]
     if any(beta is not None for beta in betas):
         pairs = zip(betas, _DEFAULT_BETAS, strict=True)
         arguments["betas"] = tuple(default if beta is None else beta for beta, default in pairs)
@@ -418,7 +424,7 @@ def _convert_arguments(
         arguments["max_gradient"] = params.get("max_gradient", 1.0)
     if decay:
         arguments["weight_decay"] = _convert_decay(make, decay, params.get("weight_decay_mode"))
-    return {**arguments, **numbers}
+    return {**arguments, **hyperparameters}
 
 
 def _convert_decay(make: Any, rate: float, mode: Any) -> Any:
@@ -471,16 +477,16 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
             f"emblib.optim, got {optimizer_class!r}"
         )
     for name in list(options):
-        if name in defaults.numbers:
-            defaults.numbers[name] = options.pop(name)
+        if name in defaults.hyperparameters:
+            defaults.hyperparameters[name] = options.pop(name)
     maximize = options.pop("maximize", False)
     unsupported = {k: v for k, v in options.items() if k not in _IGNORED_ARGUMENTS and v}
     if unsupported:
         raise ValueError(
             f"{unsupported} of {optimizer_class.__name__} are not supported by tables, which take "
-            f"{sorted(defaults.numbers)}"
+            f"{sorted(defaults.hyperparameters)}"
         )
-    values = {**defaults.numbers, "maximize": bool(maximize)}
+    values = {**defaults.hyperparameters, "maximize": bool(maximize)}
     decay = values.pop("weight_decay", 0.0)
     if "betas" in values:
         values["betas"] = tuple(values["betas"])
@@ -491,25 +497,25 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
 _IGNORED_ARGUMENTS = {"foreach", "fused", "capturable"}  # they do not change the result
 
 
-class _Defaults(NamedTuple):
-    """A class of emblib, and its arguments by the names of torch, with torch's defaults."""
+class _TorchDefaults(NamedTuple):
+    """A class of `emblib.optim`, and its hyperparameters with the names and defaults of torch."""
 
     make: Callable[..., Optimizer]
-    numbers: dict[str, Any]
+    hyperparameters: dict[str, Any]
 
 
-def _default_arguments(optimizer_class: Any) -> _Defaults | None:
+def _default_arguments(optimizer_class: Any) -> _TorchDefaults | None:
     """Return the emblib optimizer of a class of torch, with torch's defaults; None for another."""
     if optimizer_class is torch.optim.SGD:
-        return _Defaults(optim.SGD, {"lr": 1e-3, "weight_decay": 0.0})
+        return _TorchDefaults(optim.SGD, {"lr": 1e-3, "weight_decay": 0.0})
     if optimizer_class is torch.optim.Adagrad:
-        return _Defaults(optim.Adagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0})
+        return _TorchDefaults(optim.Adagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0})
     if optimizer_class in (torch.optim.Adam, torch.optim.AdamW):
         decay = 1e-2 if optimizer_class is torch.optim.AdamW else 0.0
-        numbers = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay}
-        return _Defaults(optim.Adam, numbers)
+        adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay}
+        return _TorchDefaults(optim.Adam, adam)
     if getattr(optimizer_class, "__name__", "") == "RowWiseAdagrad":
-        return _Defaults(optim.RowwiseAdagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0})
+        return _TorchDefaults(optim.RowwiseAdagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0})
     return None
 
 

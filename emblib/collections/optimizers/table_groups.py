@@ -86,17 +86,17 @@ class TableGroup(dict[str, Any]):
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Remove an entry and return it; raise ValueError if it acts on tables."""
+        """Remove an entry and return it; raise ValueError for `params` and what acts on tables."""
         self._check_removable(name)
         return super().pop(name, *default)
 
     def popitem(self) -> tuple[str, Any]:
-        """Remove the last entry and return it; raise ValueError if it acts on tables."""
+        """Remove the last entry and return it; raise ValueError as `pop` does."""
         name = next(reversed(self))
         return name, self.pop(name)
 
     def clear(self) -> None:
-        """Remove all entries; raise ValueError, and remove none, if one acts on tables."""
+        """Remove all entries, or none: raise ValueError if `pop` refuses one of them."""
         for name in list(self):
             self._check_removable(name)
         super().clear()
@@ -195,20 +195,24 @@ class _GroupTables:
         group = self._group()
         if group is None or not self._modules:
             return
-        numbers = [
+        entries_by_module = [
             {"lr": self._rates[id(module)], **hyperparameters.group_entries_of(module.optimizer)}
             for module in self._modules
         ]
-        distinct = {name: {by_name[name] for by_name in numbers} for name in numbers[0]}
+        distinct = {
+            name: {entries[name] for entries in entries_by_module} for name in entries_by_module[0]
+        }
         self._differing_values = {
             name: sorted(values) for name, values in distinct.items() if len(values) > 1
         }
-        group.show_entries({k: v for k, v in numbers[0].items() if k not in self._differing_values})
+        group.show_entries(
+            {k: v for k, v in entries_by_module[0].items() if k not in self._differing_values}
+        )
         if not self._differing_values.keys() - {"lr"}:
             self._optimizer = self._modules[0].optimizer
 
     def warn_of_disagreement(self) -> None:
-        """Warn, once per disagreement, if modules differ in a number of the group."""
+        """Warn, once per disagreement, if modules differ in an entry of the group."""
         if self._differing_values and not self._has_warned:
             warnings.warn(
                 f"emblib: tables of one parameter group have different hyperparameters, "

@@ -23,7 +23,7 @@ class Template(NamedTuple):
     """
 
     optimizer: Optimizer
-    numbers: Tensor
+    hyperparams: Tensor
 
 
 def with_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
@@ -69,7 +69,7 @@ def with_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) ->
 
 
 def is_of_torch(state_dict: Mapping[str, Any], states: Mapping[str, Any]) -> bool:
-    """Return whether a state dict is of `torch.optim`: no parameter has `hyper` in its state.
+    """Return whether `torch.optim` made a state dict: no parameter has `hyper` in its state.
 
     False if `states`, those of the tables, are empty.
     """
@@ -107,12 +107,12 @@ def from_torch_states(
                     "the tables of a group count together: load tables with different steps into "
                     "optimizers of their own (another eps makes another group), or set all to one"
                 )
-        numbers = template.numbers
+        hyperparams = template.hyperparams
         if steps:
-            numbers[Hyper.STEP] = max(steps)
+            hyperparams[Hyper.STEP] = max(steps)
         for name, values in saved_states.items():
             views = {key: view for key, view in table_states[name].items() if key != HYPER}
-            states[name] = {**_checked_states(name, values, views), HYPER: numbers}
+            states[name] = {**_checked_states(name, values, views), HYPER: hyperparams}
     return {"state": states, "param_groups": state_dict["param_groups"]}
 
 

@@ -599,7 +599,7 @@ class StateOfTables(nn.Module):
         shared_entries = {
             name
             for name, shared in collection.shared.items()
-            if shared.entry.is_saved(destination, f"{handles_prefix}{name}.weight")
+            if not shared.entry.claim_save(destination, f"{handles_prefix}{name}.weight")
         }
         for key, value in module_state(collection, shared_entries).items():
             destination[f"{handles_prefix}{key}"] = value
@@ -618,7 +618,7 @@ class StateOfTables(nn.Module):
         shared_prefixes = tuple(
             f"{name}."
             for name, shared in collection.shared.items()
-            if shared.entry.is_loaded(
+            if not shared.entry.claim_load(
                 f"{handles_prefix}{name}.weight", values.get(f"{name}.weight"), missing, errors
             )
         )
