@@ -89,6 +89,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "bound must be": lambda: optim.Counter(bound=10**400),
     "swap_every must": lambda: optim.EnsembleRowwiseAdagrad(0.1, swap_every=0),
     "keep must": lambda: optim.EnsembleRowwiseAdagrad(0.1, keep=1.5),
+    "learning rate must be a finite number >= 0, got True": lambda: optim.SGD(True),
     "learning rate must be a finite number >= 0, got None": lambda: optim.SGD(None),  # type: ignore[arg-type]
     "max_norm must be a finite number": lambda: optim.RowwiseAdagrad(0.1, max_norm=10**400),
     "halflife must be": lambda: optim.Counter(halflife=math.nan),

@@ -222,9 +222,9 @@ _MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def number_or_nan(value: Any) -> float:
-    """Return a value as a float; NaN for a string, for no number, or if it exceeds all floats."""
+    """Return a value as a float; NaN for a string, a bool, no number, or one beyond all floats."""
     try:
-        return math.nan if isinstance(value, str) else float(value)
+        return math.nan if isinstance(value, str | bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 

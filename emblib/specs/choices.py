@@ -62,8 +62,8 @@ def check_counts(name: str, value: Any, *, minimum: int = 1) -> int | tuple[int,
 
     Raises the errors of `check_count`, and ValueError for a sequence without counts.
     """
-    has_several = isinstance(value, Iterable) and not isinstance(value, str)
-    if not has_several:
+    is_one = isinstance(value, str) or getattr(value, "ndim", 1) == 0  # a tensor of one number
+    if is_one or not isinstance(value, Iterable):
         return check_count(name, value, minimum=minimum)
     counts = tuple(check_count(name, count, minimum=minimum) for count in value)
     if not counts:

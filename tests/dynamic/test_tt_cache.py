@@ -487,6 +487,7 @@ def test_wrong_settings(make: Any, message: str) -> None:
 def test_a_cache_needs_a_number_of_rows() -> None:
     with pytest.raises(TypeError, match="rows must be an int, got None"):
         TTCache(None)  # type: ignore[arg-type]
+    assert TTCache(torch.tensor(5)).rows == 5  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rows must be one number, or one per table, got none"):
         TTCache([])
     with pytest.raises(ValueError, match="spill_rows must be one number, or one per table"):

@@ -16,7 +16,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ class Calibration:
                 object.__setattr__(self, f.name, _checked_curve(f.name, value))
             elif f.type is float:
                 minimum = 1.0 if f.name.endswith("bytes_per_s") else 0.0
-                number = _float_or_nan(value)
+                number = number_or_nan(value)
                 if not minimum <= number < math.inf:
                     raise ValueError(
                         f"{f.name} must be a finite number >= {minimum}, got {value!r}"
@@ -172,15 +171,10 @@ def interpolate(curve: Curve, nbytes: float) -> float:
     return max(left[1] + ns_per_byte * (nbytes - left[0]), 0.0)
 
 
-def _float_or_nan(value: Any) -> float:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return number_or_nan(value) if is_number else math.nan
-
-
 def _checked_curve(name: str, points: Any) -> Curve:
     """Return points as a curve; raise ValueError if they are no curve."""
     try:
-        curve = tuple((_float_or_nan(x), _float_or_nan(y)) for x, y in points)
+        curve = tuple((number_or_nan(x), number_or_nan(y)) for x, y in points)
     except (TypeError, ValueError):
         curve = ()
     is_ascending = all(a[0] < b[0] for a, b in itertools.pairwise(curve))
