@@ -1,10 +1,10 @@
 """Checks of a batch that its collection reorders, splits or sends, and of the ids of any batch.
 
-Kernels check the offsets that they get. But a collection may first cut the ids of a batch by
-offsets that the host has read: then each kernel gets as many ids as its offsets count, and cannot
+Kernels check the offsets that they get. But a collection may first cut the ids of a batch at
+offsets that the host has read. Then each kernel gets as many ids as its offsets count, and cannot
 notice wrong lengths. So `checked_batch` compares the offsets with the number of ids before the cut,
-and reacts as the kernels do to a whole batch. A valid batch costs a comparison of numbers that the
-host needs anyway.
+and raises, warns or repairs as `BoundsCheck` says. For a valid batch it compares only numbers that
+the host needs for the cut.
 """
 
 import warnings

@@ -56,8 +56,7 @@ class SharedTables:
             the parameters get dense gradients, which autograd adds up.
 
     Raises:
-        TypeError: tables that are no configurations, or, where a table uses `optimizer`, one that
-            is not of `emblib.optim`.
+        TypeError: tables that are no configurations, or an optimizer that is not of `emblib.optim`.
         ValueError: a storage other than `Dense`, an optimizer with `GlobalDecay`, or a name twice.
 
     Example:
@@ -77,6 +76,8 @@ class SharedTables:
         *,
         optimizer: Optimizer | None = None,
     ) -> None:
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be None or one of emblib.optim, got {optimizer!r}")
         configs = [tables] if isinstance(tables, TableConfig) else list(tables)
         self._tables: dict[str, SharedTable] = {}
         for config in configs:

@@ -688,3 +688,10 @@ def test_each_collection_reacts_to_invalid_ids_by_its_own_bounds_check() -> None
     assert torch.equal(pooled[1], warned.embedding_bags["item"].weight[0])
     with pytest.raises(RuntimeError, match="got 50 at position 1"):
         fatal(KeyedJaggedTensor(["history"], ids, lengths=lengths))
+
+
+def test_the_optimizer_of_shared_tables_is_checked_though_no_table_uses_it() -> None:
+    config = emblib.EmbeddingConfig(4, 2, "item", optimizer=optim.SGD(0.1))
+    optimizer: Any = "sgd"
+    with pytest.raises(TypeError, match="optimizer must be None or one of"):
+        emblib.SharedTables([config], optimizer=optimizer)

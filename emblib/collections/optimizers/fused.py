@@ -194,7 +194,7 @@ class FusedOptimizer(KeyedOptimizer):
 
         Raises:
             KeyError: other tables, or states of another optimizer.
-            ValueError: states of other shapes, or numbers or groups that these tables cannot adopt.
+            ValueError: states of other shapes, or hyperparameters that these tables cannot adopt.
         """
         super().load_state_dict(state_dict)
 

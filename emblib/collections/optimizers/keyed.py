@@ -1,4 +1,10 @@
-"""Optimizers with state dicts by parameter name, and wrappers: clipping and combination."""
+"""Optimizers with state dicts by parameter name, and wrappers: clipping and combination.
+
+`KeyedOptimizer` is the base. `KeyedOptimizerWrapper` makes one of an optimizer of `torch.optim`,
+`GradientClippingOptimizer` clips before its steps, and `CombinedOptimizer` steps several.
+`clip_grad_norm_` computes one norm over all ranks: `mark_gradient` records whether the gradient of
+a parameter is a shard or a replica.
+"""
 
 from __future__ import annotations
 
