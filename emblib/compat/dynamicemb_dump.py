@@ -63,16 +63,16 @@ def _numbers_by_module(
     if not isinstance(numbers, Mapping):
         raise TypeError(f"must be an int, or ints by module and table, got {numbers!r}")
     _check_modules(modules, numbers)
-    for path, short_path, module in modules:
-        if path in numbers or short_path in numbers:
-            yield path, module, dict(numbers.get(path, numbers.get(short_path, {})))
+    for path, module_name, module in modules:
+        if path in numbers or module_name in numbers:
+            yield path, module, dict(numbers.get(path, numbers.get(module_name, {})))
 
 
 def _check_modules(
     modules: Sequence[tuple[str, str, DynamicEmbTables]], requested: Mapping[str, Any]
 ) -> None:
     """Raise ValueError for requested modules that are not among `modules`, by path or name."""
-    valid_names = {name for path, short_path, _ in modules for name in (path, short_path)}
+    valid_names = {name for path, module_name, _ in modules for name in (path, module_name)}
     if unknown := sorted(requested.keys() - valid_names):
         raise ValueError(
             f"the model has no modules {unknown} with dynamic tables; it has "
@@ -81,7 +81,7 @@ def _check_modules(
 
 
 def set_score(model: nn.Module, table_score: Scores) -> None:
-    """Set the scores of CUSTOMIZED tables, from the next batch on.
+    """Set the scores that keys of the next batches get, in CUSTOMIZED tables.
 
     Raises:
         TypeError: neither an int nor ints by module and table.
@@ -103,10 +103,11 @@ def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
 def incremental_dump(
     model: nn.Module, score_threshold: Scores, pg: Any = None
 ) -> tuple[dict[str, dict[str, tuple[Tensor, Tensor]]], dict[str, dict[str, int]]]:
-    """Return keys and rows with a score of at least the threshold, and thresholds of the next call.
+    """Return keys and rows whose score is at least the threshold, and the next thresholds.
 
-    Both are by path of the module and name of the table. Keys are those of all ranks of `pg`, which
-    all call this; None is all processes.
+    Both results are dicts by path of the module and name of the table. Keys, sorted int64 `[N]`,
+    and rows `[N, D]` are on the CPU. They are those of all ranks of `pg`, which all call this; None
+    is all processes. A CUSTOMIZED table without a score has no next threshold.
 
     Raises:
         TypeError: `score_threshold` is neither an int nor ints by module and table.
@@ -204,13 +205,15 @@ def _dump(
     with _all_ranks_succeed(ranks):
         root.mkdir(parents=True, exist_ok=True)
         _discard(ranks, directories_and_names)
-    written_by = dynamicemb_files.dump_argument([_label(*table) for table in directories_and_names])
+    dump_argument = dynamicemb_files.dump_argument(
+        [_label(*table) for table in directories_and_names]
+    )
     part = Part(ranks.rank, ranks.size)
     try:
         for directory, module, name in tables:
             with _all_ranks_succeed(ranks):
                 table_entries = module.saved_entries(name, ranks, omitted)
-                arguments = {**module.opt_args(name), **written_by}
+                arguments = {**module.opt_args(name), **dump_argument}
                 table_module, index = module.table_module_of(name)
                 stage_dynamicemb(
                     table_module,
@@ -229,7 +232,7 @@ def _dump(
 
 
 def _discard(ranks: RankGroup, directories_and_names: Sequence[tuple[Path, str]]) -> None:
-    """Delete the staged files, on rank 0 alone: only it knows whether files are being moved."""
+    """Delete the staged files, on rank 0 only: it alone knows whether it is moving them."""
     for directory, name in directories_and_names if ranks.rank == 0 else ():
         dynamicemb_files.discard(directory, name)
 
@@ -251,7 +254,7 @@ def _check_target(root: Path, *, allow_overwrite: bool) -> None:
 
 
 def _check_same_tables(ranks: RankGroup, root: Path, tables: Sequence[_DumpedTable]) -> None:
-    """Raise ValueError on every rank where ranks would write or read other tables."""
+    """Raise ValueError on all ranks unless all of them have the same `root` and tables."""
     local_description = (str(root), [(str(directory), name) for directory, _, name in tables])
     for rank, description in enumerate(ranks.gather_objects(local_description)):
         if description != local_description:
@@ -267,7 +270,7 @@ def _all_ranks_succeed(
 ) -> Iterator[None]:
     """Wait for all ranks at the end of the block; if one raised, raise on all, see `agree`.
 
-    `outcome` is the state of the tables then. Interrupts are raised at once, without waiting.
+    `outcome` tells in the message what has changed. Interrupts are raised at once, without waiting.
     """
     error = None
     try:
@@ -402,9 +405,9 @@ def _tables_of(
             "the model has no BatchedDynamicEmbeddingTablesV2, so there is nothing to do",
             stacklevel=3,
         )
-    for path, short_path, module in modules:
+    for path, module_name, module in modules:
         requested_names = (
-            module.table_names if names is None else names.get(path, names.get(short_path, ()))
+            module.table_names if names is None else names.get(path, names.get(module_name, ()))
         )
         if unknown := sorted(set(requested_names) - set(module.table_names)):
             raise ValueError(f"{path} has no tables {unknown}, it has {module.table_names}")

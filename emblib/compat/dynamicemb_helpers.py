@@ -107,10 +107,10 @@ def string_to_evict_strategy(strategy_str: str) -> DynamicEmbEvictStrategy:
 def get_optimizer_state_dim(
     optimizer_type: EmbOptimType, dim: int, dtype: torch.dtype | None = None
 ) -> int:
-    """Return the numbers of optimizer state that a row has in memory.
+    """Return how many numbers of optimizer state a row has in memory.
 
-    These are those of a dump, see `get_optimizer_ckpt_state_dim`. DynamicEmb pads the one of
-    row-wise Adagrad to 16 bytes, for which it needs `dtype`.
+    They are as many as in a dump, see `get_optimizer_ckpt_state_dim`. In DynamicEmb the state of
+    row-wise Adagrad is padded to 16 bytes, which depends on `dtype`; here it is not padded.
     """
     return get_optimizer_ckpt_state_dim(optimizer_type, dim, dtype)
 
@@ -118,12 +118,12 @@ def get_optimizer_state_dim(
 def get_optimizer_ckpt_state_dim(
     optimizer_type: EmbOptimType, dim: int, dtype: torch.dtype | None = None
 ) -> int:
-    """Return the numbers of optimizer state that a row has in a dump.
+    """Return how many numbers of optimizer state a row has in a dump.
 
     Args:
         optimizer_type: the optimizer.
-        dim: numbers of a row.
-        dtype: without effect: states are float32.
+        dim: length of a row.
+        dtype: without effect, as states are float32.
 
     Raises:
         NotImplementedError: an optimizer that DynamicEmb does not run.
@@ -146,7 +146,7 @@ _ITEM_OF_SUFFIX = {
 
 
 def encode_meta_json_file_path(root_path: str, table_name: str) -> str:
-    """Return the path of a table's options and numbers of the optimizer."""
+    """Return the path of the JSON file with the options and hyperparameters of a table."""
     return str(dynamicemb_files.arguments_path(root_path, table_name))
 
 
@@ -179,19 +179,18 @@ def _item_path(root: str, table: str, rank: int, world_size: int, item: str) -> 
 
 
 def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str], int]:
-    """Return the files of an item of a table, by rank, and their number; none: `[]` and 0.
+    """Return the files of a table's item, in the order of the ranks, and their number.
+
+    The item is chosen by `suffix`, a key of `_ITEM_OF_SUFFIX`. Without files the result is `[]`, 0.
 
     Raises:
         ValueError: an unknown suffix.
-        DumpError: files of some ranks are missing.
+        DumpError: files of some ranks, but not of all, are missing.
     """
     if suffix not in _ITEM_OF_SUFFIX:
         raise ValueError(f"suffix must be one of {list(_ITEM_OF_SUFFIX)}, got {suffix!r}")
-    item, pattern = (
-        _ITEM_OF_SUFFIX[suffix],
-        dynamicemb_files.file_name(table_name, _ITEM_OF_SUFFIX[suffix], "*", "*"),
-    )
-    if not any(Path(root_path).glob(pattern)):
+    item = _ITEM_OF_SUFFIX[suffix]
+    if not any(Path(root_path).glob(dynamicemb_files.file_name(table_name, item, "*", "*"))):
         return [], 0
     world_size = dynamicemb_files.saved_world_size(root_path, table_name)
     paths = [
@@ -278,31 +277,31 @@ class ShardedDynamicEmbeddingBagCollection(metaclass=_ShardedDynamic):
 
 _NAMES_OF_REASON = (
     (
-        "emblib.RowStore is the protocol of a storage, BackingStore(store, mode) of "
-        "emblib.DynamicEmbeddingBags where it is given; HostRows, DiskRows and SQLiteRows exist",
+        "a storage is an emblib.RowStore, e.g. HostRows, DiskRows or SQLiteRows; pass it to "
+        "emblib.DynamicEmbeddingBags as BackingStore(store, mode)",
         "Storage Cache CopyMode",
     ),
     (
-        "KVCounter(capacity) describes a counter, which emblib makes on the device: "
-        "emblib.ExactCounter and emblib.CountMinSketch",
+        "pass KVCounter(capacity), from which emblib makes the counter on the device; emblib's "
+        "counters are emblib.ExactCounter and emblib.CountMinSketch",
         "Counter MultiTableKVCounter MemoryType",
     ),
     (
-        "the module's arguments choose the optimizer, which runs in emblib's kernels: "
-        "set_learning_rate, opt_args() and split states are of the module",
+        "the module's arguments choose the optimizer, which runs in emblib's kernels; "
+        "the module has set_learning_rate() and opt_args()",
         "OptimizerArgs BaseDynamicEmbeddingOptimizer SGDDynamicEmbeddingOptimizer "
         "AdamDynamicEmbeddingOptimizer AdaGradDynamicEmbeddingOptimizer "
         "RowWiseAdaGradDynamicEmbeddingOptimizer",
     ),
     (
-        "DynamicEmbInitializerArgs chooses the initial values, which emblib's kernels write: "
-        "emblib.init",
+        "DynamicEmbInitializerArgs chooses the initial values, which emblib's kernels write; "
+        "emblib's initializers are in emblib.init",
         "BaseDynamicEmbInitializer NormalInitializer TruncatedNormalInitializer "
         "UniformInitializer ConstantInitializer DebugInitializer create_initializer_from_args",
     ),
     (
-        "a model for inference reads its rows in eval mode; torch.export takes emblib's own "
-        "modules, see docs/dynamic.md",
+        "for inference, call eval() of the model; torch.export takes emblib's modules, see "
+        "docs/dynamic.md",
         "InferenceEmbeddingCollection InferenceLinearBucketTable "
         "apply_inference_embedding_collection create_inference_embedding_collection",
     ),

@@ -116,7 +116,7 @@ def hash_storage(
 def dynamic_config(
     config: Any, sharding: DynamicEmbParameterSharding, rule: Optimizer, **more: Any
 ) -> Any:
-    """Return the configuration of a table as a hash table, of the capacity of the plan.
+    """Return the configuration of a table with hash storage of the capacity in the plan.
 
     Args:
         config: configuration of the table.
@@ -196,7 +196,10 @@ class _DynamicSharder:
         device: torch.device | str | None = None,
         module_fqn: str | None = None,
     ) -> nn.Module:
-        """Return the sharded collection; with dynamic tables, it must come on the meta device."""
+        """Return the sharded collection.
+
+        A `module` with dynamic tables must be on the meta device, else this raises ValueError.
+        """
         parent: Any = super()
         if any(isinstance(sharding, DynamicEmbParameterSharding) for sharding in params.values()):
             ranks = ranks_of(env, device)
@@ -206,7 +209,10 @@ class _DynamicSharder:
         return sharded
 
     def finish(self, model: nn.Module) -> None:
-        """Let `torch.save` take state dicts of a sharded model, without rows of dynamic tables."""
+        """Leave rows of dynamic tables out of what `torch.save` writes of a model's state dict.
+
+        `DistributedModelParallel` calls this once it has sharded the model.
+        """
         for part in model.modules():
             if dynamic_tables_in(part) is not None:
                 part.register_state_dict_post_hook(_leave_rows_to_dump)

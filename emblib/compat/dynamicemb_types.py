@@ -79,8 +79,8 @@ class DynamicEmbInitializerArgs:
 class AdmissionStrategy(abc.ABC):
     """Base of the rules for which keys get a row; a subclass needs `admit` only.
 
-    Keys without a row read values of the attribute `initializer_args` of the strategy, if it has
-    one, else of the table's initializer.
+    Keys without a row read initial values: those of the strategy's attribute `initializer_args`, or
+    those of the table if the strategy has no such attribute.
     """
 
     @abc.abstractmethod
@@ -94,8 +94,8 @@ class AdmissionStrategy(abc.ABC):
 class FrequencyAdmissionStrategy(AdmissionStrategy):
     """Keys get a row once they were seen `threshold` times; 0 admits all keys.
 
-    In training, keys without a row read values by `initializer_args`; None uses the initializer of
-    the table.
+    In training, keys without a row read the initial values of `initializer_args`; None means those
+    of the table. A negative `threshold` raises ValueError.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
         return hash(self.threshold)
 
     def admit(self, keys: Tensor, frequencies: Tensor) -> Tensor:
-        """Return which counts are at least the threshold."""
+        """Return which frequencies are at least the threshold; `keys` must be as many."""
         if keys.shape[:1] != frequencies.shape[:1]:
             raise ValueError(
                 "there must be one frequency per key, got "
@@ -149,8 +149,8 @@ class DynamicEmbTableOptions:
         embedding_dtype: dtype of the rows; None is float32.
         dim: length of a row; None only before a planner fills it in.
         max_capacity: maximum number of rows per rank; None as for `dim`.
-        evict_strategy: LRU, the default, or the eviction order of `score_strategy`, which acts;
-            another raises.
+        evict_strategy: without effect; `score_strategy` determines the eviction order. A table
+            raises for one that is neither LRU, the default, nor that of `score_strategy`.
         local_hbm_for_values: bytes of device memory for rows and states per rank; 0 uses
             `global_hbm_for_values`.
         device_id: number of the GPU, if no device is passed.
@@ -173,7 +173,7 @@ class DynamicEmbTableOptions:
 
     Raises:
         NotImplementedError: a tuple of scores other than TIMESTAMP and LFU.
-        TypeError: a `score_strategy` that is none.
+        TypeError: `score_strategy` is no strategy and no tuple of them.
         ValueError: another mode of `eval_initializer_args`, or another `dist_type`.
     """
 
@@ -210,7 +210,10 @@ class DynamicEmbTableOptions:
         self.score_strategy = _normal_form(self.score_strategy)
 
     def get_grouped_key(self) -> dict[str, Any]:
-        """Return fields in which all tables of a module must agree, as in `embedding_dtype`."""
+        """Return the fields, by name, that must be equal for all tables of a module.
+
+        `embedding_dtype` must be equal, too, but is not among them.
+        """
         names = (
             "training",
             "caching",

@@ -302,7 +302,7 @@ def cache(args: SimpleNamespace) -> CacheConfig | None:
     )
 
 
-_DEFAULTS = {
+_DEFAULT_HYPERPARAMETERS = {
     "eps": 1.0e-8,
     "momentum": 0.9,
     "eta": 0.001,
@@ -315,26 +315,26 @@ _DEFAULTS = {
     "ema_beta": 0.99,
     "min_shrinkage": 0.1,
 }
-_ADAM_NUMBERS = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
-_ADAGRAD_NUMBERS = ("learning_rate", "eps")
-# The numbers that each supported optimizer has.
-_NUMBERS_OF_OPTIMIZER = {
+_ADAM_HYPERPARAMETERS = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
+_ADAGRAD_HYPERPARAMETERS = ("learning_rate", "eps")
+# The hyperparameters that each supported optimizer has.
+_HYPERPARAMETERS_OF_OPTIMIZER = {
     EmbOptimType.EXACT_SGD: ("learning_rate",),
-    EmbOptimType.EXACT_ADAGRAD: _ADAGRAD_NUMBERS,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: (*_ADAGRAD_NUMBERS, "weight_decay", "max_norm"),
-    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _ADAGRAD_NUMBERS,
-    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: _ADAGRAD_NUMBERS,
-    EmbOptimType.ADAM: _ADAM_NUMBERS,
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: _ADAM_NUMBERS,
-    EmbOptimType.LAMB: _ADAM_NUMBERS,
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: _ADAM_NUMBERS,
+    EmbOptimType.EXACT_ADAGRAD: _ADAGRAD_HYPERPARAMETERS,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: (*_ADAGRAD_HYPERPARAMETERS, "weight_decay", "max_norm"),
+    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _ADAGRAD_HYPERPARAMETERS,
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: _ADAGRAD_HYPERPARAMETERS,
+    EmbOptimType.ADAM: _ADAM_HYPERPARAMETERS,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: _ADAM_HYPERPARAMETERS,
+    EmbOptimType.LAMB: _ADAM_HYPERPARAMETERS,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: _ADAM_HYPERPARAMETERS,
     EmbOptimType.LARS_SGD: ("learning_rate", "momentum", "eta", "weight_decay"),
     EmbOptimType.NONE: (),
 }
-SUPPORTED = tuple(_NUMBERS_OF_OPTIMIZER)
-# Numbers that raise if the optimizer does not have them, because without them training would give
-# another result. Others only warn.
-_RESULT_CHANGING_NUMBERS = ("weight_decay", "max_norm")
+SUPPORTED = tuple(_HYPERPARAMETERS_OF_OPTIMIZER)
+# Hyperparameters that raise if the optimizer lacks them, because ignoring them would change the
+# result of training. Others only warn.
+_RESULT_CHANGING_HYPERPARAMETERS = ("weight_decay", "max_norm")
 _OPTIONS_OF = {
     "counter_based_regularization": "weight_decay_mode=WeightDecayMode.COUNTER",
     "cowclip_regularization": "weight_decay_mode=WeightDecayMode.COWCLIP",
@@ -349,15 +349,15 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
 
     Raises:
         NotImplementedError: an optimizer or an option that emblib does not have.
-        ValueError: a mode of weight decay or an option that the optimizer does not have or, without
-            its counterpart, would not use.
+        ValueError: a mode of weight decay, an option or a rate of weight decay that the optimizer
+            would not use.
     """
-    if args.optimizer not in _NUMBERS_OF_OPTIMIZER:
+    if args.optimizer not in _HYPERPARAMETERS_OF_OPTIMIZER:
         raise NotImplementedError(
             f"optimizer {args.optimizer.name} is not supported; those that are: "
-            f"{', '.join(kind.name for kind in _NUMBERS_OF_OPTIMIZER)}"
+            f"{', '.join(kind.name for kind in _HYPERPARAMETERS_OF_OPTIMIZER)}"
         )
-    _check_inert_numbers(args)
+    _check_unused_hyperparameters(args)
     _check_options(args)
     common: dict[str, Any] = {}
     if args.gradient_clipping:
@@ -367,13 +367,15 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
     return _MAKERS[args.optimizer](args, {"lr": args.learning_rate, **common})
 
 
-def _check_inert_numbers(args: SimpleNamespace) -> None:
-    """Raise or warn for hyperparameters other than the defaults that the optimizer lacks."""
-    for name in _DEFAULTS.keys() - set(_NUMBERS_OF_OPTIMIZER[args.optimizer]):
-        if getattr(args, name) == _DEFAULTS[name]:
+def _check_unused_hyperparameters(args: SimpleNamespace) -> None:
+    """Raise or warn for hyperparameters that are not the default and that the optimizer lacks."""
+    for name in _DEFAULT_HYPERPARAMETERS.keys() - set(
+        _HYPERPARAMETERS_OF_OPTIMIZER[args.optimizer]
+    ):
+        if getattr(args, name) == _DEFAULT_HYPERPARAMETERS[name]:
             continue
         problem = f"{name}={getattr(args, name)} has no part in {args.optimizer.name}"
-        if name in _RESULT_CHANGING_NUMBERS:
+        if name in _RESULT_CHANGING_HYPERPARAMETERS:
             raise ValueError(f"{problem}: leave it out, or choose an optimizer that has it")
         warnings.warn(f"emblib: {problem}", stacklevel=5)
 
@@ -384,7 +386,7 @@ def _check_options(args: SimpleNamespace) -> None:
     modes = {WeightDecayMode.NONE}
     if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         modes = set(WeightDecayMode)
-    elif "weight_decay" in _NUMBERS_OF_OPTIMIZER[kind]:
+    elif "weight_decay" in _HYPERPARAMETERS_OF_OPTIMIZER[kind]:
         modes.add(WeightDecayMode.DECOUPLE)
     if mode not in modes:
         raise ValueError(
@@ -430,7 +432,7 @@ def _decay(kind: Callable[[float], Any], args: SimpleNamespace) -> Any:
 
 
 def _rowwise_adagrad(args: SimpleNamespace, options: dict[str, Any]) -> optim.Optimizer:
-    """Convert weight decay, of any mode."""
+    """Return row-wise Adagrad with the weight decay of any mode."""
     options |= {"eps": args.eps, "max_norm": args.max_norm}
     mode = args.weight_decay_mode
     if mode is WeightDecayMode.L2:
@@ -551,10 +553,12 @@ _ARGUMENT_OF_UPDATE = {
 }
 
 
-def with_numbers_of(bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> SimpleNamespace:
-    """Return a copy of `args` with the current numbers of `bags`, which a checkpoint may have set.
+def with_current_hyperparameters(
+    bags: TableBatchedEmbeddingBags, args: SimpleNamespace
+) -> SimpleNamespace:
+    """Return a copy of `args` with the hyperparameters of `bags`, which a checkpoint may have set.
 
-    On the meta device `bags` has no numbers: they stay those of `args`.
+    On the meta device `bags` has no values of them: those of `args` stay.
     """
     current = SimpleNamespace(**vars(args))
     if bags.hyperparams.is_meta:
@@ -575,15 +579,15 @@ def update(
 
     Args:
         bags: tables whose optimizer is changed.
-        args: arguments of the module, changed; a number that the optimizer lacks is stored here
-            alone, with a warning.
+        args: arguments of the module, changed; a hyperparameter that the optimizer lacks is stored
+            here only, with a warning.
         new: new values by the names that FBGEMM's `update_hyper_parameters` has.
 
     Raises:
         NotImplementedError: another name; nothing is changed.
-        ValueError: a number that the optimizer refuses; nothing is changed.
+        ValueError: a value that the optimizer refuses; nothing is changed.
     """
-    new_args = with_numbers_of(bags, args)
+    new_args = with_current_hyperparameters(bags, args)
     for name, value in new.items():
         if name in _ARGUMENT_OF_UPDATE:
             setattr(new_args, _ARGUMENT_OF_UPDATE[name], value)
@@ -596,7 +600,7 @@ def update(
                 f"Setting hyper-parameter {name} is not supported; those that can be set: "
                 f"{', '.join((*_ARGUMENT_OF_UPDATE, 'lower_bound'))}"
             )
-    used_names = _NUMBERS_OF_OPTIMIZER[args.optimizer]
+    used_names = _HYPERPARAMETERS_OF_OPTIMIZER[args.optimizer]
     unused_names = [
         name
         for name in new
@@ -609,8 +613,8 @@ def update(
             f"emblib: {', '.join(unused_names)} have no part in {args.optimizer.name}", stacklevel=3
         )
     used_args = SimpleNamespace(**vars(new_args))
-    for name in _DEFAULTS.keys() - set(used_names):
-        setattr(used_args, name, _DEFAULTS[name])
+    for name in _DEFAULT_HYPERPARAMETERS.keys() - set(used_names):
+        setattr(used_args, name, _DEFAULT_HYPERPARAMETERS[name])
     new_optimizer = optimizer(used_args)
     bags.set_hyperparameters(
         **{field.name: getattr(new_optimizer, field.name) for field in fields(new_optimizer)}

@@ -395,7 +395,11 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         return row_views
 
     def split_embedding_weights(self, split_scale_shifts: bool = True) -> list[_NumbersAndHeader]:
-        """Return numbers, and scale and bias, of each table, as views; or whole rows."""
+        """Return the bytes of the rows of each table, as views.
+
+        With `split_scale_shifts` an entry is numbers, and scale and bias or None; without it whole
+        rows and None. See `split_embedding_weights_with_scale_bias`, modes 1 and 0.
+        """
         mode = 1 if split_scale_shifts else 0
         parts = self.split_embedding_weights_with_scale_bias(mode)
         return [(rows, header) for rows, header, _ in parts]
@@ -403,7 +407,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     def assign_embedding_weights(self, q_weight_list: Sequence[_NumbersAndHeader]) -> None:
         """Copy into `split_embedding_weights()`; nothing is written if an entry does not fit.
 
-        A tensor may lack the first dimension: each row gets its bytes.
+        A tensor may be one row, without the dimension of rows: it is copied into each row.
 
         Raises:
             ValueError: another number of tables, dtype or shape; FP8 rows that are not finite.
@@ -462,7 +466,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
         Raises:
             RuntimeError: there are no rows yet.
-            ValueError: lists of different lengths.
+            ValueError: lists of different lengths; tables before the missing entry are changed.
         """
         tables = self._row_views()
         for table, rows, weights in zip(
@@ -478,10 +482,12 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         pruning_hash_load_factor: float = 0.5,
         use_array_for_index_remapping: bool = True,
     ) -> None:
-        """Set the row of each id of each table; -1 is a pruned one, None or no list maps no ids.
+        """Set the map from ids to rows of each table; it replaces the earlier maps.
 
-        With `use_array_for_index_remapping=False` the map is a hash table of the ids that have
-        rows, filled by half at most whatever `pruning_hash_load_factor` says.
+        Entry i of a map is the row of id i, or -1 if the id is pruned. The ids of a table whose map
+        is None are its rows; an empty list is None for all tables. With
+        `use_array_for_index_remapping=False` a map is stored as a hash table of the ids that have
+        rows. It is at most half full; `pruning_hash_load_factor` is ignored.
 
         Raises:
             ValueError: another number of maps than tables.
@@ -498,7 +504,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             self._set_rows(self._quantized_bags())
 
     def set_index_remappings_array(self, index_remapping: list[Tensor]) -> None:
-        """Set the row of each id of each table; -1 is a pruned one, and None maps no ids."""
+        """Set the maps from ids to rows as arrays, see `set_index_remappings`."""
         self.set_index_remappings(index_remapping)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

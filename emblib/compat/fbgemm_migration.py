@@ -34,7 +34,7 @@ from emblib.migration import (
 
 def _arguments(old: Any) -> dict[str, Any]:
     """Return arguments that make a module as `old`, with FBGEMM's enums and options."""
-    names: Any = sys.modules[type(old).__module__]
+    types: Any = sys.modules[type(old).__module__]
     args, kind = old.optimizer_args, old.optimizer.name
     decay = old.weight_decay_mode.name
     ignored = _ignored_options(old)
@@ -46,12 +46,14 @@ def _arguments(old: Any) -> dict[str, Any]:
     placements = old.weights_physical_placements
     arguments = {
         "embedding_specs": [
-            (rows, dim, place, device)
-            for (rows, dim, _, device), place in zip(old.embedding_specs, placements, strict=True)
+            (rows, dim, location, device)
+            for (rows, dim, _, device), location in zip(
+                old.embedding_specs, placements, strict=True
+            )
         ],
         "feature_table_map": list(old.feature_table_map),
         "weights_precision": old.weights_precision,
-        "output_dtype": names.SparseType.from_int(old.output_dtype),
+        "output_dtype": types.SparseType.from_int(old.output_dtype),
         "optimizer": old.optimizer,
         "stochastic_rounding": old.stochastic_rounding,
         "gradient_clipping": args.gradient_clipping,
@@ -67,7 +69,7 @@ def _arguments(old: Any) -> dict[str, Any]:
         "beta2": args.beta2,
         "pooling_mode": old.pooling_mode,
         "device": old.current_device,
-        "bounds_check_mode": names.BoundsCheckMode(old.bounds_check_mode_int),
+        "bounds_check_mode": types.BoundsCheckMode(old.bounds_check_mode_int),
         "table_names": old.table_names,
         "prefetch_pipeline": old.prefetch_pipeline,
         "multipass_prefetch_config": old.multipass_prefetch_config,
@@ -75,17 +77,17 @@ def _arguments(old: Any) -> dict[str, Any]:
         "record_cache_metrics": old.record_cache_metrics,
         "embedding_table_index_type": old.embedding_table_index_type,
         "embedding_table_offset_type": old.embedding_table_offset_type,
-        **_options(old, names),
+        **_options(old, types),
     }
     if old.max_D_cache:
         arguments["cache_algorithm"] = old.cache_algorithm
         arguments["cache_sets"] = old.lxu_cache_state.size(0)
         dtype = old.lxu_cache_weights.dtype
-        arguments["cache_precision"] = names.SparseType.from_dtype(dtype)
+        arguments["cache_precision"] = types.SparseType.from_dtype(dtype)
     if kind in ("PARTIAL_ROWWISE_ADAM", "ENSEMBLE_ROWWISE_ADAGRAD"):
         number = 1 if kind == "PARTIAL_ROWWISE_ADAM" else 2
         state = getattr(old, f"momentum{number}_dev")
-        state_format = names.SparseType.from_dtype(state.dtype)
+        state_format = types.SparseType.from_dtype(state.dtype)
         arguments["optimizer_state_dtypes"] = {f"momentum{number}": state_format}
     return arguments
 
@@ -112,53 +114,62 @@ def _ignored_options(old: Any) -> list[str]:
     names = []
     if old.use_cpu and old.optimizer_args.max_norm:
         names.append("max_norm")
-    is_single = len(old.feature_table_map) == len(old.embedding_specs)
-    if old.use_cpu and is_single and old.weight_decay_mode.name in ("L2", "DECOUPLE"):
+    has_one_feature_per_table = len(old.feature_table_map) == len(old.embedding_specs)
+    if (
+        old.use_cpu
+        and has_one_feature_per_table
+        and old.weight_decay_mode.name in ("L2", "DECOUPLE")
+    ):
         names.append("weight_decay")
     return names
 
 
-def _options(old: Any, names: Any) -> dict[str, Any]:
-    """Return the option objects of a module's weight decay and optimizer."""
+def _options(old: Any, types: Any) -> dict[str, Any]:
+    """Return the option objects of a module's weight decay and optimizer, by argument.
+
+    `types` is the module of FBGEMM that has their classes.
+    """
     args, kind, decay = old.optimizer_args, old.optimizer.name, old.weight_decay_mode.name
-    hidden = vars(old)
+    private_attributes = vars(old)
     options: dict[str, Any] = {}
     if decay == "COUNTER":
-        options["counter_based_regularization"] = names.CounterBasedRegularizationDefinition(
-            counter_weight_decay_mode=names.CounterWeightDecayMode(args.weight_decay_mode),
+        options["counter_based_regularization"] = types.CounterBasedRegularizationDefinition(
+            counter_weight_decay_mode=types.CounterWeightDecayMode(args.weight_decay_mode),
             counter_halflife=args.counter_halflife,
             adjustment_iter=args.adjustment_iter,
             adjustment_ub=args.adjustment_ub,
-            learning_rate_mode=names.LearningRateMode(args.learning_rate_mode),
-            grad_sum_decay=names.GradSumDecay(args.grad_sum_decay),
-            tail_id_threshold=names.TailIdThreshold(
+            learning_rate_mode=types.LearningRateMode(args.learning_rate_mode),
+            grad_sum_decay=types.GradSumDecay(args.grad_sum_decay),
+            tail_id_threshold=types.TailIdThreshold(
                 val=args.tail_id_threshold, is_ratio=bool(args.is_tail_id_thresh_ratio)
             ),
-            max_counter_update_freq=hidden["_max_counter_update_freq"],
+            max_counter_update_freq=private_attributes["_max_counter_update_freq"],
         )
     elif decay == "COWCLIP":
-        options["cowclip_regularization"] = names.CowClipDefinition(
-            counter_weight_decay_mode=names.CounterWeightDecayMode(args.weight_decay_mode),
+        options["cowclip_regularization"] = types.CowClipDefinition(
+            counter_weight_decay_mode=types.CounterWeightDecayMode(args.weight_decay_mode),
             counter_halflife=args.counter_halflife,
             weight_norm_coefficient=args.weight_norm_coefficient,
             lower_bound=args.lower_bound,
         )
     elif decay == "DECOUPLE_GLOBAL":
-        options["global_weight_decay"] = names.GlobalWeightDecayDefinition(
+        options["global_weight_decay"] = types.GlobalWeightDecayDefinition(
             start_iter=old.gwd_start_iter, lower_bound=old.gwd_lower_bound
         )
     if kind == "ENSEMBLE_ROWWISE_ADAGRAD":
-        numbers = hidden["_ensemble_mode"]
-        mode = names.StepMode(int(numbers["step_mode"]))
-        options["ensemble_mode"] = names.EnsembleModeDefinition(**{**numbers, "step_mode": mode})
+        numbers = private_attributes["_ensemble_mode"]
+        mode = types.StepMode(int(numbers["step_mode"]))
+        options["ensemble_mode"] = types.EnsembleModeDefinition(**{**numbers, "step_mode": mode})
     elif kind == "EMAINPLACE_ROWWISE_ADAGRAD":
-        options["emainplace_mode"] = names.EmainplaceModeDefinition(**hidden["_emainplace_mode"])
+        options["emainplace_mode"] = types.EmainplaceModeDefinition(
+            **private_attributes["_emainplace_mode"]
+        )
     if old.use_rowwise_bias_correction or old.use_writeback_bwd_prehook:
-        options["extra_optimizer_config"] = names.UserEnabledConfigDefinition(
+        options["extra_optimizer_config"] = types.UserEnabledConfigDefinition(
             use_rowwise_bias_correction=old.use_rowwise_bias_correction,
             use_writeback_bwd_prehook=old.use_writeback_bwd_prehook,
-            writeback_first_feature_only=hidden["_writeback_first_feature_only"],
-            precompute_writeback=hidden["_precompute_writeback"],
+            writeback_first_feature_only=private_attributes["_writeback_first_feature_only"],
+            precompute_writeback=private_attributes["_precompute_writeback"],
         )
     return options
 
@@ -181,9 +192,9 @@ def _copy_values(
         counts_rows: whether the optimizer counts how often rows are seen.
     """
     source.flush()
-    weight_lists = [(target.split_embedding_weights(), source.split_embedding_weights())]
+    weights = zip(target.split_embedding_weights(), source.split_embedding_weights(), strict=True)
     states = zip(target.split_optimizer_states(), source.split_optimizer_states(), strict=True)
-    tensor_pairs_of_tables = [[(new, old)] for new, old in zip(*weight_lists[0], strict=True)]
+    tensor_pairs_of_tables = [[pair] for pair in weights]
     for tensor_pairs, (new_states, old_states) in zip(
         tensor_pairs_of_tables, states, strict=False
     ):  # SGD has none
@@ -328,14 +339,14 @@ class ReplacedDenseTBE(_ReplacedTBE):
         self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
     ) -> None:
         _check_class(old)
-        names: Any = sys.modules[type(old).__module__]
+        types: Any = sys.modules[type(old).__module__]
         self._constructor_arguments = {
             "embedding_specs": list(old.embedding_specs),
             "feature_table_map": self._feature_table_map(old),
             "weights_precision": old.weights_precision,
             "pooling_mode": old.pooling_mode,
             "use_cpu": old.use_cpu,
-            "output_dtype": names.SparseType.from_int(old.output_dtype),
+            "output_dtype": types.SparseType.from_int(old.output_dtype),
         }
         try:
             new = fbgemm.DenseTableBatchedEmbeddingBagsCodegen(**self._constructor_arguments)
@@ -409,7 +420,7 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
         self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
     ) -> None:
         _check_class(old)
-        names: Any = sys.modules[type(old).__module__]
+        types: Any = sys.modules[type(old).__module__]
         if any(
             mapping.numel() for mapping in old.buffers() if mapping is old.index_remappings_array
         ):
@@ -422,8 +433,8 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
             "feature_table_map": list(old.feature_table_map),
             "pooling_mode": old.pooling_mode,
             "device": old.current_device,
-            "bounds_check_mode": names.BoundsCheckMode(old.bounds_check_mode_int),
-            "output_dtype": names.SparseType.from_int(old.output_dtype),
+            "bounds_check_mode": types.BoundsCheckMode(old.bounds_check_mode_int),
+            "output_dtype": types.SparseType.from_int(old.output_dtype),
             "row_alignment": old.row_alignment,
             "scale_bias_size_in_bytes": old.scale_bias_size_in_bytes,
             "feature_names_per_table": old.feature_names_per_table,

@@ -213,7 +213,7 @@ class Installation:
                 "objects would mix with emblib's: call emblib.compat.fbgemm.install() before "
                 "anything imports fbgemm_gpu or torchrec"
             )
-        foreign = fbgemm_operators.foreign()
+        foreign = fbgemm_operators.foreign_operators()
         if foreign:
             raise RuntimeError(
                 f"torch.ops.fbgemm.{foreign[0]} and {len(foreign) - 1} more operators are "

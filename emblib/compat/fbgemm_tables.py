@@ -340,7 +340,7 @@ class TableViews(nn.Module):
     @property
     def optimizer_args(self) -> SimpleNamespace:
         """Return a copy of the module's arguments, with the current numbers of the optimizer."""
-        return fbgemm_arguments.with_numbers_of(self.bags, self._arguments)
+        return fbgemm_arguments.with_current_hyperparameters(self.bags, self._arguments)
 
     @property
     def gwd_lower_bound(self) -> float:

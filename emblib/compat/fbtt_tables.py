@@ -176,16 +176,16 @@ class StateDictReader:
         self._errors = errors
 
     def convert(self) -> None:
-        """Convert the entries; entries that do not fit are replaced by the module's own."""
-        own_keys = [key for key in self._entries if key.startswith(self._bags_prefix)]
+        """Convert the entries; if one does not fit, use the module's for all."""
+        emblib_keys = [key for key in self._entries if key.startswith(self._bags_prefix)]
         num_errors_before = len(self._errors)
-        if own_keys:
+        if emblib_keys:
             self._stack_tables()
         elif f"{self._prefix}tt_cores.0" in self._entries:
             self._convert_fbtt()
         self._check_layout()
         if len(self._errors) > num_errors_before:
-            self._restore_own_entries()
+            self._restore_module_entries()
 
     def _stack_tables(self) -> None:
         """Stack the cores and states of tables, which earlier versions had one by one."""
@@ -321,8 +321,8 @@ class StateDictReader:
                 f"{layout.tolist()} here"
             )
 
-    def _restore_own_entries(self) -> None:
-        """Replace all entries by the module's own, so that loading them changes nothing."""
+    def _restore_module_entries(self) -> None:
+        """Replace all entries by those of the module, so that loading them changes nothing."""
         self._entries.update(self._bags.state_dict(prefix=self._bags_prefix))
         for k, core in enumerate(self._trains.stacked.as_list()):
             self._entries[f"{self._prefix}tt_cores.{k}"] = core.detach()

@@ -74,8 +74,7 @@ class MLP(nn.Module):
         activation: "relu", "sigmoid", "swish_layernorm", a function of tensors, a module, of which
             every layer has a copy, or a class or function that makes one.
         device: device of the parameters.
-        dtype: dtype of the linear layers; norms of "swish_layernorm" have torch's default dtype,
-            with which float64 fails.
+        dtype: dtype of the linear layers and of the norms of "swish_layernorm".
         activation_on_last: whether the last layer has the activation.
 
     Raises:
@@ -94,11 +93,11 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         sizes, layers = [in_size, *layer_sizes], []
-        for number, (in_columns, out_columns) in enumerate(pairwise(sizes), 1):
-            is_last = number == len(layer_sizes)
+        for layer_number, (in_columns, out_columns) in enumerate(pairwise(sizes), 1):
+            is_last = layer_number == len(layer_sizes)
             layer_activation: Activation = nn.Identity()
             if activation_on_last or not is_last:
-                layer_activation = _activation_of_layer(activation, out_columns, device)
+                layer_activation = _activation_of_layer(activation, out_columns, device, dtype)
             layers.append(
                 Perceptron(in_columns, out_columns, bias, layer_activation, device, dtype)
             )
@@ -110,10 +109,12 @@ class MLP(nn.Module):
         return out
 
 
-def _activation_of_layer(activation: Any, size: int, device: torch.device | None) -> Activation:
-    """Return the activation of a layer with `size` outputs."""
+def _activation_of_layer(
+    activation: Any, num_columns: int, device: torch.device | None, dtype: torch.dtype
+) -> Activation:
+    """Return the activation of a layer with `num_columns` outputs."""
     if activation == "swish_layernorm":
-        return SwishLayerNorm(size, device=device)
+        return SwishLayerNorm(num_columns, device=device).to(dtype)
     if isinstance(activation, str):
         if activation not in _ACTIVATIONS:
             raise ValueError(

@@ -27,9 +27,9 @@ from emblib.compat.torchrec_sharders import (
 from emblib.compat.torchrec_sharding import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
-    Placing,
     ShardingEnv,
     ShardingPlan,
+    ShardingRule,
     ShardingType,
     construct_module_sharding_plan,
     plan_of,
@@ -68,7 +68,7 @@ def _sharder_of(module: nn.Module, sharders: Sequence[Any]) -> Any:
 
 def shard(
     module: nn.Module,
-    plan: Mapping[str, Any] | Placing,
+    plan: Mapping[str, Any] | ShardingRule,
     env: ShardingEnv | None = None,
     device: torch.device | str | None = None,
     sharder: Any = None,
@@ -92,11 +92,11 @@ def shard(
         raise TypeError(f"there is no sharder of {type(module).__name__}: pass one")
     collection: Any = module
     names = [config.name for config in collection.configs]
-    shardings = dict.fromkeys(names, plan) if isinstance(plan, Placing) else dict(plan)
-    unplaced_tables = [name for name, value in shardings.items() if isinstance(value, Placing)]
+    shardings = dict.fromkeys(names, plan) if isinstance(plan, ShardingRule) else dict(plan)
+    unplaced_tables = [name for name, value in shardings.items() if isinstance(value, ShardingRule)]
     if unplaced_tables:
         placings = {
-            name: value if isinstance(value, Placing) else _keep_sharding(value)
+            name: value if isinstance(value, ShardingRule) else _keep_sharding(value)
             for name, value in shardings.items()
         }
         module_plan = construct_module_sharding_plan(
@@ -107,10 +107,10 @@ def shard(
     return sharded
 
 
-def _keep_sharding(parameter: ParameterSharding) -> Placing:
+def _keep_sharding(parameter: ParameterSharding) -> ShardingRule:
     """Return a rule that keeps the present sharding of a table."""
     native = parameter.to_emblib()
-    return Placing(lambda shape, world: native, parameter.compute_kernel)
+    return ShardingRule(lambda shape, world: native, parameter.compute_kernel)
 
 
 def shard_modules(

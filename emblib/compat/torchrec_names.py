@@ -1,10 +1,10 @@
 """TorchRec's modules and names, and emblib's counterpart of each: one table for imports and docs.
 
-`MODULES` maps each module of TorchRec to its names, of which `name=other` is the name `other` of
-`emblib.compat.torchrec`. A name works as TorchRec's does unless `DIFFERS` says how it differs, or
-`RAISES` says why it raises and what to use instead: it is there for annotations and `isinstance`.
-Names that the table lacks raise at their import, and name the other ways. `docs/torchrec.md` has
-the table as a scoreboard; `tests/compat/test_torchrec_names.py` calls every name.
+`MODULES` maps each module of TorchRec to its names; an entry `name=other` means that the name is
+`other` in `emblib.compat.torchrec`. A name works as in TorchRec, unless it is in `DIFFERS`, which
+tells the difference, or in `RAISES`. A name of `RAISES` serves annotations and `isinstance`; its
+use raises, and the message tells what to use instead. The import of other names raises.
+`docs/torchrec.md` shows the table; `tests/compat/test_torchrec_names.py` calls the names.
 """
 
 import sys
@@ -303,18 +303,18 @@ RUN_TORCHREC_ITSELF = (
     "TorchRec itself, unmodified, runs over emblib's kernels: EMBLIB_AS_FBGEMM=1, or "
     "emblib.compat.fbgemm.install() before torchrec is imported (docs/torchrec.md)"
 )
-"""The way out for whatever emblib's names of TorchRec lack, a sentence of error messages."""
+"""The end of error messages: how to use what emblib's names of TorchRec lack."""
 
 
-def page() -> str:
-    """Return the scoreboard of `docs/torchrec.md`."""
+def scoreboard() -> str:
+    """Return the table as Markdown, for `docs/torchrec.md`."""
     lines, counts = [], dict.fromkeys(("works", "differs", "raises"), 0)
     for path, text in MODULES.items():
-        pairs = [(n, o or n) for n, _, o in (entry.partition("=") for entry in text.split())]
-        if not pairs:
+        entries = [(n, o or n) for n, _, o in (entry.partition("=") for entry in text.split())]
+        if not entries:
             continue
         names_by_kind: dict[str, list[str]] = {"works": [], "differs": [], "raises": []}
-        for name, other in pairs:
+        for name, other in entries:
             kind = "raises" if other in RAISES else "differs" if other in DIFFERS else "works"
             counts[kind] += 1
             names_by_kind[kind].append(name)
@@ -323,7 +323,7 @@ def page() -> str:
             lines.append(f"Works: {', '.join(f'`{name}`' for name in names_by_kind['works'])}.")
         rows: dict[tuple[str, str], list[str]] = {}
         for kind, texts in (("differs", DIFFERS), ("raises", RAISES)):
-            for name, other in pairs:
+            for name, other in entries:
                 if name in names_by_kind[kind]:
                     rows.setdefault((kind, texts[other]), []).append(f"`{name}`")
         if rows:
@@ -338,14 +338,14 @@ def page() -> str:
     return "\n".join([summary, *lines])
 
 
-MARKS = ("<!-- scoreboard -->", "<!-- end of the scoreboard -->")
+_SCOREBOARD_MARKS = ("<!-- scoreboard -->", "<!-- end of the scoreboard -->")
 
 
 def with_scoreboard(text: str) -> str:
-    """Return a page with the scoreboard between its marks, or at the end of a page without."""
-    before, _, rest = text.partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    return f"{before}{MARKS[0]}\n\n{page()}\n\n{MARKS[1]}{after}"
+    """Return a page with the scoreboard between its marks; at the end if it has no marks."""
+    before, _, rest = text.partition(_SCOREBOARD_MARKS[0])
+    after = rest.partition(_SCOREBOARD_MARKS[1])[2]
+    return f"{before}{_SCOREBOARD_MARKS[0]}\n\n{scoreboard()}\n\n{_SCOREBOARD_MARKS[1]}{after}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from emblib.compat.torchrec_sharding import (
     ShardingType,
     checked_kernel,
     plan_of,
-    refuse_per_table,
+    refuse_table_options,
 )
 from emblib.sharding import RankGroup, planner
 from emblib.sharding.planner.workloads import dense_bytes, workloads_of
@@ -29,7 +29,6 @@ from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 from emblib.storage import Dense
 
 BATCH_SIZE = 512  # TorchRec's, where none is given
-_GIB = 1 << 30
 
 
 # TorchRec's bandwidths in bytes per ms, and the figures of a Calibration in bytes per s.
@@ -42,17 +41,27 @@ _CALIBRATION_FIELD_OF_RATE = {
 
 
 class Topology:
-    """Ranks and their memory, by default this machine's.
+    """Ranks, their memory and their bandwidths, for the planner.
 
-    `hbm_cap`, `ddr_cap` and `ssd_cap` are bytes a rank may use of a GPU's memory, of the host's and
-    of a disk; on a CPU `hbm_cap` has no effect. Left out, they are what the machine has: TorchRec
-    assumes 32 and 128 GiB. Bandwidths are bytes per millisecond, as in TorchRec: between the ranks
-    of a host (`intra_host_bw`), between hosts (`inter_host_bw`), of a GPU to host memory
-    (`hbm_to_ddr_mem_bw`) and of disks (`ssd_mem_bw`); left out, they are those of
-    `emblib.sharding.planner.Calibration`, which also has the measured times of lookups.
+    Args:
+        world_size: number of ranks.
+        compute_device: "cpu" or "cuda".
+        hbm_cap: bytes of GPU memory per rank; None is what the machine has (TorchRec assumes 32
+            GiB). Without effect on a CPU.
+        ddr_cap: bytes of host memory per rank; None is what the machine has (TorchRec assumes 128
+            GiB).
+        ssd_cap: bytes of disk per rank; None is 0.
+        local_world_size: ranks per host; None is `world_size`.
+        calibration: measured times of lookups and bandwidths; None is emblib's for the device.
+        rates: bandwidths in bytes per millisecond, as in TorchRec, which replace those of
+            `calibration` unless they are None: `intra_host_bw` between the ranks of a host,
+            `inter_host_bw` between hosts, `hbm_to_ddr_mem_bw` from a GPU to host memory and
+            `ssd_mem_bw` of disks.
 
     Raises:
-        ValueError: other parts of TorchRec's cost model.
+        RuntimeError, AssertionError: "cuda" without `hbm_cap`, and torch finds no GPU.
+        TypeError: `calibration` is no `Calibration`.
+        ValueError: another rate of TorchRec's cost model.
     """
 
     def __init__(
@@ -136,7 +145,7 @@ class ParameterConstraints:
         values["num_poolings"] = poolings is not None and set(poolings) != {1.0}
         if EmbeddingComputeKernel.FUSED_UVM_CACHING.value in self._kernels():
             values["cache_params"] = None
-        refuse_per_table("ParameterConstraints", values)
+        refuse_table_options("ParameterConstraints", values)
 
     def _kernels(self) -> list[str]:
         return [checked_kernel(kernel) for kernel in self.compute_kernels or ()]
@@ -188,7 +197,7 @@ class StorageReservation:
 
 
 class FixedPercentageStorageReservation(StorageReservation):
-    """Reserve a share of the memory of every rank."""
+    """Reserve the share `percentage`, in [0, 1], of the memory of every rank."""
 
     def __init__(self, percentage: float) -> None:
         super().__init__(planner.Reservation(share=percentage, dense_copies=0.0))
@@ -204,9 +213,10 @@ class FixedAbsoluteStorageReservation(StorageReservation):
 
 
 class HeuristicalStorageReservation(StorageReservation):
-    """Reserve a share of the memory, and copies of the dense parameters.
+    """Reserve the share `percentage`, in [0, 1], of the memory, and bytes of the dense part.
 
-    `dense_tensor_estimate` is bytes of the dense part, in place of a multiple of its parameters.
+    These are `dense_tensor_estimate`, or if that is None the dense parameters
+    `parameter_multiplier` times.
     """
 
     def __init__(
@@ -225,7 +235,10 @@ class HeuristicalStorageReservation(StorageReservation):
 
 
 class InferenceStorageReservation(HeuristicalStorageReservation):
-    """Reserve a share of the memory, and the dense parameters once."""
+    """Reserve the share `percentage` of the memory, and the dense parameters once.
+
+    `dense_tensor_estimate` is bytes that are reserved in place of the dense parameters.
+    """
 
     def __init__(self, percentage: float, dense_tensor_estimate: int | None = None) -> None:
         super().__init__(percentage, 1.0, dense_tensor_estimate)

@@ -414,19 +414,19 @@ class ScriptableBags(nn.Module):
         features = [feature for _, feature in reads]
         kernels: list[nn.Module] = []
         reads_of_kernel: list[list[int]] = []
-        for info in groups.active:
-            if hasattr(info.module, "packed"):
-                kernels.append(ScriptableLookup(info.module))
-                reads_of_kernel.append(list(info.units))
-            elif isinstance(info.module, DenseModule) and info.module.row_cache is None:
-                for unit in info.units:
+        for group in groups.active:
+            if hasattr(group.module, "packed"):
+                kernels.append(ScriptableLookup(group.module))
+                reads_of_kernel.append(list(group.units))
+            elif isinstance(group.module, DenseModule) and group.module.row_cache is None:
+                for unit in group.units:
                     handle = handles[reads[unit][0].name]
                     kernels.append(ScriptableTable(handle, pooled=self.pooled))
                     reads_of_kernel.append([unit])
             else:
                 raise TypeError(
                     "TorchScript takes collections of quantised tables, or of plain ones in one "
-                    f"memory, this one has {type(info.module).__name__}: export it with "
+                    f"memory, this one has {type(group.module).__name__}: export it with "
                     "torch.export, or quantise all tables"
                 )
         kernel_order = [read for kernel_reads in reads_of_kernel for read in kernel_reads]

@@ -208,10 +208,12 @@ class CacheParams:
         return Dense(Placement.MANAGED_CACHING, CacheConfig(**options))
 
 
-def refuse_per_table(owner: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that are set, not None or False; `values` are by name.
+def refuse_table_options(owner: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError if an option is set, to anything but None or False.
 
-    Every name is one of `WAYS_OUT`, which says what to use instead; `owner` has these options.
+    Args:
+        owner: class that has the options, for the message.
+        values: values of options, by their names in `WAYS_OUT`.
     """
     # A mode may have the value 0.
     set_options = [
@@ -271,7 +273,7 @@ class ParameterSharding:
 
     def __post_init__(self) -> None:
         names = ("enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
-        refuse_per_table(
+        refuse_table_options(
             "ParameterSharding", {n: getattr(self, n) for n in (*names, "key_value_params")}
         )
 
@@ -337,7 +339,7 @@ class ParameterSharding:
 
 
 def _torchrec_type_name(table: sharding.ParameterSharding) -> str:
-    """Return TorchRec's name of a sharding type; for types that it lacks, ROW_WISE."""
+    """Return TorchRec's name of a table's sharding type; of types that it lacks, ROW_WISE."""
     torchrec_names = [kind.value for kind in ShardingType]
     return table.type.value if table.type.value in torchrec_names else ShardingType.ROW_WISE.value
 
@@ -390,13 +392,15 @@ class ShardingEnv:
     """The ranks that a module is sharded over, or the devices of one process (`is_local`).
 
     Args:
-        world_size: the number of devices, or a `RankGroup` of emblib; with `pg` ignored.
-        rank: the number of this device; ignored with ranks.
-        pg: the process group; without one, the devices of this process.
-        output_dtensor: False: state dicts have tensors that `torch.distributed.checkpoint` saves.
+        world_size: a `RankGroup` of emblib, or the number of devices of this process, which is
+            ignored if `pg` is passed.
+        rank: the number of this device; None is 0. Ignored unless `world_size` is the number of
+            devices.
+        pg: the process group; ignored if `world_size` is a `RankGroup`.
+        output_dtensor: False; state dicts have tensors that `torch.distributed.checkpoint` saves.
 
     Raises:
-        ValueError: `output_dtensor`, or a rank that is not one.
+        ValueError: `output_dtensor` is True, or `rank` is outside `[0, world_size)`.
     """
 
     def __init__(
@@ -431,7 +435,7 @@ class ShardingEnv:
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
-        """Return the devices of this process: several for quantised collections, one for any."""
+        """Return `world_size` devices of this process; above 1 only for quantised collections."""
         return cls(world_size, rank)
 
     def training_ranks(self) -> RankGroup:
@@ -449,33 +453,35 @@ class ShardingEnv:
 
 
 @dataclass(frozen=True)
-class Placing:
-    """Result of `table_wise` and similar functions: a sharding before the sizes are known."""
+class ShardingRule:
+    """Rule for the sharding of a table whose sizes are not known yet, e.g. by `table_wise`."""
 
-    rule: Rule  # function of the shape of a table and the ranks that returns its sharding
+    rule: Rule  # returns the sharding, given the shape of the table and the ranks
     compute_kernel: str | None = None  # None is FUSED
 
 
-def data_parallel() -> Placing:
+def data_parallel() -> ShardingRule:
     """Replicate the table on every rank."""
-    return Placing(sharding.data_parallel())
+    return ShardingRule(sharding.data_parallel())
 
 
-def table_wise(rank: int, device: str | None = None, compute_kernel: str | None = None) -> Placing:
+def table_wise(
+    rank: int, device: str | None = None, compute_kernel: str | None = None
+) -> ShardingRule:
     """Place the whole table on one rank; `device` is ignored."""
-    return Placing(sharding.table_wise(rank), compute_kernel)
+    return ShardingRule(sharding.table_wise(rank), compute_kernel)
 
 
 def row_wise(
     sizes_placement: tuple[list[int], Any] | None = None, compute_kernel: str | None = None
-) -> Placing:
+) -> ShardingRule:
     """Divide rows over all ranks: evenly, or by `sizes_placement[0]`, sizes of the first ranks.
 
     `sizes_placement[1]`, a device, is ignored. Sizes that do not add up to the rows of a table
     raise ValueError where the plan is made.
     """
     if sizes_placement is None:
-        return Placing(sharding.row_wise(), compute_kernel)
+        return ShardingRule(sharding.row_wise(), compute_kernel)
     sizes = list(sizes_placement[0])
 
     def rule(shape: TableShape, world: World) -> sharding.ParameterSharding:
@@ -492,14 +498,14 @@ def row_wise(
         )
         return sharding.ParameterSharding(sharding.ShardingType.ROW_WISE, shards)
 
-    return Placing(rule, compute_kernel)
+    return ShardingRule(rule, compute_kernel)
 
 
 def column_wise(
     ranks: Sequence[int] | None = None,
     size_per_rank: Sequence[int] | None = None,
     compute_kernel: str | None = None,
-) -> Placing:
+) -> ShardingRule:
     """Divide columns over `ranks`: evenly, or `size_per_rank[i]` columns on `ranks[i]`.
 
     Without `ranks` they are 0, 1, ..., one per size.
@@ -510,24 +516,24 @@ def column_wise(
     if ranks is None and size_per_rank is None:
         raise ValueError("column_wise needs ranks or size_per_rank")
     if size_per_rank is None:
-        return Placing(sharding.column_wise(ranks), compute_kernel)
+        return ShardingRule(sharding.column_wise(ranks), compute_kernel)
     owners = list(range(len(size_per_rank))) if ranks is None else list(ranks)
-    return Placing(sharding.column_wise(owners, sizes=list(size_per_rank)), compute_kernel)
+    return ShardingRule(sharding.column_wise(owners, sizes=list(size_per_rank)), compute_kernel)
 
 
-def table_row_wise(host_index: int, compute_kernel: str | None = None) -> Placing:
+def table_row_wise(host_index: int, compute_kernel: str | None = None) -> ShardingRule:
     """Divide rows over the ranks of one host."""
-    return Placing(sharding.table_row_wise(host_index), compute_kernel)
+    return ShardingRule(sharding.table_row_wise(host_index), compute_kernel)
 
 
-def table_column_wise(host_index: int, compute_kernel: str | None = None) -> Placing:
+def table_column_wise(host_index: int, compute_kernel: str | None = None) -> ShardingRule:
     """Divide columns over the ranks of one host."""
-    return Placing(sharding.table_column_wise(host_index), compute_kernel)
+    return ShardingRule(sharding.table_column_wise(host_index), compute_kernel)
 
 
-def grid_shard(host_indexes: Sequence[int], compute_kernel: str | None = None) -> Placing:
+def grid_shard(host_indexes: Sequence[int], compute_kernel: str | None = None) -> ShardingRule:
     """Divide columns over hosts, and the rows of each block over the ranks of its host."""
-    return Placing(sharding.grid(list(host_indexes)), compute_kernel)
+    return ShardingRule(sharding.grid(list(host_indexes)), compute_kernel)
 
 
 def configs_of(module: Any) -> Iterator[TableConfig]:
@@ -537,21 +543,21 @@ def configs_of(module: Any) -> Iterator[TableConfig]:
 
 
 def apply_to_all(
-    module: Any, parameter_sharding_generator: Placing, sharder: Any = None
-) -> dict[str, Placing]:
+    module: Any, parameter_sharding_generator: ShardingRule, sharder: Any = None
+) -> dict[str, ShardingRule]:
     """Return the same sharding for every table, by name; `sharder` is ignored."""
     return {config.name: parameter_sharding_generator for config in configs_of(module)}
 
 
 def construct_module_sharding_plan(
     module: Any,
-    per_param_sharding: Mapping[str, Placing],
+    per_param_sharding: Mapping[str, ShardingRule],
     sharder: Any = None,
     local_size: int | None = None,
     world_size: int | None = None,
     device_type: str | None = None,
 ) -> EmbeddingModuleShardingPlan:
-    """Return the plan of one collection, from the result of `table_wise` etc. for each table.
+    """Return the plan of one collection, given the result of `table_wise` etc. for each table.
 
     Args:
         module: the collection.
@@ -570,13 +576,13 @@ def construct_module_sharding_plan(
     size = world_size or (ranks.size if ranks else 1)
     world = World(size, local_size or (ranks.local_size if ranks else size))
     device = device_type or (str(ranks.device.type) if ranks else "cpu")
-    for name, placing in per_param_sharding.items():
-        if not hasattr(placing, "rule"):
+    for name, sharding_rule in per_param_sharding.items():
+        if not hasattr(sharding_rule, "rule"):
             raise TypeError(
                 f"table {name}: sharding is said by a call, e.g. row_wise() or table_wise(rank=0), "
-                f"got {getattr(placing, '__name__', repr(placing))}"
+                f"got {getattr(sharding_rule, '__name__', repr(sharding_rule))}"
             )
-    rules = {name: placing.rule for name, placing in per_param_sharding.items()}
+    rules = {name: sharding_rule.rule for name, sharding_rule in per_param_sharding.items()}
     tables = sharding.construct_module_plan(module, rules, world)
     fused = EmbeddingComputeKernel.FUSED.value
     return EmbeddingModuleShardingPlan(

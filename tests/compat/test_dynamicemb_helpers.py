@@ -13,7 +13,7 @@ from tests.compat.dynamicemb_cases import keys_of, look_up, one_table, rows_of
 
 
 def test_modules_have_their_names_and_raise_for_what_there_is_not() -> None:
-    with pytest.raises(NotImplementedError, match="RowStore is the protocol of a storage"):
+    with pytest.raises(NotImplementedError, match=r"a storage is an emblib\.RowStore"):
         ours.types.Storage()
     with pytest.raises(NotImplementedError, match="OptimizerArgs of DynamicEmb"):
         ours.optimizer.OptimizerArgs(learning_rate=0.1)

@@ -69,6 +69,20 @@ def test_mx4_groups() -> None:
     assert messages.mx4_to_float(messages.to_mx4(largest, 2), 2).tolist() == [[6 * 2.0**125] * 2]
 
 
+@pytest.mark.parametrize("group_size", [7, 0, -2])
+def test_mx4_refuses_groups_that_do_not_fill_bytes(group_size: int) -> None:
+    with pytest.raises(RuntimeError, match="group_size must be even and positive"):
+        messages.to_mx4(values(3, 14), group_size)
+    with pytest.raises(RuntimeError, match="group_size must be even and positive"):
+        messages.mx4_to_float(values(3, 15).byte(), group_size)
+
+
+def test_mx4_refuses_rows_that_are_not_whole_groups() -> None:
+    packed = messages.to_mx4(values(34, 2), 2)
+    with pytest.raises(RuntimeError, match="whole groups of 17 bytes"):
+        messages.mx4_to_float(packed, 32)
+
+
 @pytest.mark.parametrize(("ebits", "bias", "largest"), HFP8)
 def test_hfp8_is_that_of_fbgemm(ebits: int, bias: int, largest: float) -> None:
     peer_module("fbgemm_gpu.sparse_ops")

@@ -198,7 +198,7 @@ def peer_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file.write_text(text)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr("emblib.compat.fbgemm_operators.foreign", list)
+    monkeypatch.setattr("emblib.compat.fbgemm_operators.foreign_operators", list)
     monkeypatch.setattr("emblib.compat.fbgemm_operators.register", lambda: None)
 
 

@@ -410,3 +410,10 @@ def test_one_table_in_two_collections() -> None:
         for name, found in worlds.run(size, _one_table):
             assert name == "bags.embedding_bags.x.weight"
             torch.testing.assert_close(found, weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_norms_of_swish_layers_have_the_dtype_of_the_linear_layers(dtype: torch.dtype) -> None:
+    layers = torchrec.MLP(2, [4, 3], activation="swish_layernorm", dtype=dtype)
+    assert {parameter.dtype for parameter in layers.parameters()} == {dtype}
+    assert layers(torch.ones(5, 2, dtype=dtype)).dtype == dtype

@@ -14,14 +14,19 @@ from emblib.compat.fbgemm_operators import (
     remapping,
     rowwise,
 )
-from emblib.compat.fbgemm_operators.registry import OPERATORS, foreign, is_registered, register
+from emblib.compat.fbgemm_operators.registry import (
+    OPERATORS,
+    foreign_operators,
+    is_registered,
+    register,
+)
 
 __all__ = [
     "OPERATORS",
     "bucketize",
     "calibration",
     "dense_jagged",
-    "foreign",
+    "foreign_operators",
     "is_registered",
     "jagged",
     "messages",

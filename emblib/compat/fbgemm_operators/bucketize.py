@@ -467,7 +467,7 @@ def bounds_check_indices(
         offsets: `[bags + 1]`, written.
         bounds_check_mode: mode, 0, 1 or 2.
         warning: int64 `[1]`; mode 1 adds the number of repairs.
-        weights: `[L]`, or empty for none; not written.
+        weights: `[L]`, or empty for none; not written, though FBGEMM's schema says so.
         B_offsets: first bag of each feature, and the number of bags, if features differ in them.
         max_B: ignored.
         b_t_map: ignored.
@@ -514,7 +514,13 @@ def bounds_check_indices(
 
 @operator("get_infos_metadata")
 def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:
-    """Return how many of 32 bits have the number of a bag, and their mask; the rest its feature."""
+    """Divide 32 bits between the number of a bag, in the low bits, and its feature.
+
+    Returns the number of low bits, and their mask. `unused` is ignored.
+
+    Raises:
+        RuntimeError: B bags and T features do not fit, or one of them is not positive.
+    """
     check(T > 0 and B > 0, f"B and T must be positive, got {B} and {T}")
     num_bits = 32 - T.bit_length()
     check(num_bits > 0 and 2**num_bits > B, f"{B} bags and {T} features do not fit into 32 bits")

@@ -208,11 +208,18 @@ def permute_2d_sparse_preallocated_out(
     permuted_indices_out: Tensor | None = None,
     permuted_weights_out: Tensor | None = None,
 ) -> _Permuted:
-    """Permute as `permute_2D_sparse_data`, into the tensors that are given."""
+    """Permute as `permute_2D_sparse_data`, into the `*_out` tensors; a None one is allocated.
+
+    Raises:
+        RuntimeError: an output has another shape than its result.
+    """
     results = permute_2d_sparse_data(permute, lengths, values, weights, permuted_lengths_sum)
     outputs = permuted_lengths_out, permuted_indices_out, permuted_weights_out
     for result, out in zip(results, outputs, strict=True):
-        check(out is None or result is None or out.shape == result.shape, "an output does not fit")
+        check(
+            out is None or result is None or out.shape == result.shape,
+            "an output does not fit: it must have the shape of its result",
+        )
     written = [
         result if out is None or result is None else out.copy_(result)
         for result, out in zip(results, outputs, strict=True)
@@ -346,7 +353,7 @@ def jagged_dense_mul(
 
 
 def _source_segments(
-    batch_offsets: Tensor, num_ads: int, num_tables: int, has_shared_segments: object
+    batch_offsets: Tensor, num_ads: int, num_tables: int, *, has_shared_segments: bool
 ) -> Tensor:
     """Return the segment of each table and ad, `[T * A]`, in the concatenated requests.
 
@@ -390,7 +397,9 @@ def reorder_batched_ad_lengths(
         f"{cat_ad_lengths.numel()}",
     )
     num_tables = cat_ad_lengths.numel() // lengths_per_table
-    segments = _source_segments(batch_offsets, num_ads_in_batch, num_tables, broadcast_lengths)
+    segments = _source_segments(
+        batch_offsets, num_ads_in_batch, num_tables, has_shared_segments=broadcast_lengths
+    )
     lengths = cat_ad_lengths.index_select(0, segments)
     if not max_batch_size:
         return lengths
@@ -418,7 +427,9 @@ def reorder_batched_ad_indices(
     `num_indices_after_broadcast`, which saves reading it.
     """
     num_tables = (reordered_cat_ad_offsets.numel() - 1) // max(num_ads_in_batch, 1)
-    segments = _source_segments(batch_offsets, num_ads_in_batch, num_tables, broadcast_indices)
+    segments = _source_segments(
+        batch_offsets, num_ads_in_batch, num_tables, has_shared_segments=broadcast_indices
+    )
     starts = cat_ad_offsets.index_select(0, segments).long()
     num_indices = num_indices_after_broadcast if broadcast_indices else cat_ad_indices.size(0)
     lengths = reordered_cat_ad_offsets.diff().long()
@@ -438,7 +449,19 @@ def cat_reorder_batched_ad_indices(
     pinned_memory: bool = False,
     max_batch_size: SymInt = 0,
 ) -> Tensor:
-    """Return the ids of requests in the order of `reorder_batched_ad_lengths`."""
+    """Return what `reorder_batched_ad_indices` does, for ids in one tensor per request.
+
+    Args:
+        cat_ad_offsets: offsets of the bags of the concatenated requests.
+        cat_ad_indices: ids of each request.
+        reordered_cat_ad_offsets: sums of the result of `reorder_batched_ad_lengths`.
+        batch_offsets: first ad of each request, and their number.
+        num_ads_in_batch: number of ads.
+        broadcast_indices: whether a request has one segment per table for all its ads.
+        total_num_indices: number of ids of the result with `broadcast_indices`, -1 to compute it.
+        pinned_memory: whether the result is in pinned memory.
+        max_batch_size: number of ads that the tables were filled up to; 0 for none.
+    """
     if max_batch_size:  # without the ads that fill the tables up, which have no ids
         num_tables = (reordered_cat_ad_offsets.numel() - 1) // max_batch_size
         lengths = reordered_cat_ad_offsets.diff().view(num_tables, max_batch_size)
@@ -469,7 +492,10 @@ operator(
 def jagged_index_select(
     values: Tensor, lengths: Tensor, indices: Tensor, num_dense_output_rows: int | None = None
 ) -> list[Tensor]:
-    """Return the values `[L, D]` of the segments `indices`, and their lengths."""
+    """Return the values `[L, D]` of the segments `indices`, and the lengths of these segments.
+
+    `num_dense_output_rows` is the number L of the result; without it a GPU is waited for.
+    """
     selected_lengths, rows, _ = permute_1d_sparse_data(
         indices, lengths, values, None, num_dense_output_rows
     )
@@ -484,7 +510,12 @@ def jagged_index_select_2d(
     output_offsets: Tensor,
     num_dense_output_rows: int | None = None,
 ) -> Tensor:
-    """Return the values of the segments `indices`; both offsets are inclusive sums of lengths."""
+    """Return the values of the segments `indices`.
+
+    `input_offsets` and `output_offsets` are the inclusive sums of the lengths of all and of the
+    selected segments. `num_dense_output_rows` is the last of `output_offsets`; without it a GPU is
+    waited for.
+    """
     starts = functional.pad(input_offsets, (1, 0)).index_select(0, indices)
     lengths = output_offsets.diff(prepend=torch.zeros_like(output_offsets[:1]))
     return values.index_select(0, segment_positions(starts, lengths, num_dense_output_rows))
@@ -500,7 +531,17 @@ def keyed_jagged_index_select_dim1(
     weights: Tensor | None = None,
     selected_lengths_sum: SymInt | None = None,
 ) -> list[Tensor]:
-    """Return values, lengths and weights of the samples `indices` of every key."""
+    """Return values, lengths and, if there are any, weights of the samples `indices` of each key.
+
+    Args:
+        values: `[L]`.
+        lengths: `[keys * batch_size]`.
+        offsets: `[keys * batch_size + 1]`.
+        indices: samples, each below `batch_size`.
+        batch_size: number of samples per key.
+        weights: `[L]`.
+        selected_lengths_sum: number of selected values; without it a GPU is waited for.
+    """
     check_one_per("offsets", offsets, "bag, and one more", lengths.numel() + 1)
     check_one_per("weights", weights, "value", values.size(0))
     selected_lengths = lengths.view(-1, batch_size).index_select(1, indices).flatten()

@@ -1,10 +1,10 @@
-"""Operators and functions that quantise messages: FP8 with a scale per row, HFP8, MX4.
+"""Operators and functions that quantise messages to three formats: HFP8, FP8 and MX4.
 
-An HFP8 value is a byte of sign, `ebits` exponent bits and 7 - `ebits` mantissa bits. Values are
-rounded to nearest even; there are no infinities. An FP8 row has the HFP8 bytes of the row times a
-scale, filled up to a multiple of 4, then the float32 scale and 4 bytes of 0. MX4 divides values
-into groups that share an exponent. A group is half a byte per value (sign, 2 exponent bits,
-1 mantissa bit; ties round away from zero), then the byte of the exponent.
+An HFP8 value is a byte: sign, `ebits` exponent bits and 7 - `ebits` mantissa bits. Values are
+rounded to nearest even; there are no infinities. An FP8 row is the HFP8 bytes of the row times a
+scale, filled up to a multiple of 4 bytes, then the float32 scale and 4 bytes of 0. MX4 divides a
+row into groups that share an exponent. A group is half a byte per value (sign, 2 exponent bits,
+1 mantissa bit; ties round away from zero), then a byte with the exponent.
 """
 
 import enum
@@ -19,10 +19,11 @@ from emblib.compat.fbgemm_operators.registry import operator
 _MANTISSA_BITS = 23  # of a float32
 _EXPONENT_BIAS = 127  # of a float32
 _MIN_NORMAL = 2.0**-126  # of a float32
-_SCALE_BYTES = 8  # of a FP8 row
+_SCALE_BYTES = 8  # of an FP8 row: the scale, and zeros
 _FP8_FORMATS = {True: (4, 15, 0.9375), False: (5, 31, 0.875)}
-"""Exponent bits, bias and largest value of a scaled row; True is the forward direction."""
-_MX4_MAX_EXPONENT = 2  # 4 is the largest power of two of MX4
+"""Exponent bits, bias and largest value of a scaled row, by the argument `forward`."""
+_MX4_MAX_EXPONENT = 2  # of the largest power of two in _MX4_VALUES, 4
+_MX4_MANTISSA_BITS = 1
 _MX4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 _MX4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)
 
@@ -40,7 +41,10 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 @operator("FloatToHFP8Quantized")
 def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Tensor:
-    """Return `[..., D]` as HFP8 bytes, uint8, clamped to +-`max_pos`; a NaN becomes +-`max_pos`."""
+    """Convert `[..., D]` to HFP8 bytes, uint8 of the same shape.
+
+    Values are clamped to +-`max_pos`; a NaN becomes +-`max_pos`.
+    """
     mantissa_bits = 7 - ebits
     values = input.float()
     magnitudes = values.abs().fmin(torch.full_like(values[..., :1], max_pos))
@@ -64,7 +68,7 @@ def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Te
 
 @operator("HFP8QuantizedToFloat")
 def hfp8_to_float(input: Tensor, ebits: int, exponent_bias: int) -> Tensor:
-    """Return the float32 values of bytes, of the shape of `input`."""
+    """Convert HFP8 bytes to float32 values of the same shape; the inverse of `to_hfp8`."""
     codes = input.int()
     unscaled = ((codes & 0x7F) << (_MANTISSA_BITS - 7 + ebits)).view(torch.float32)
     # As a float32 the bits are the value over a power of two, for subnormal bytes too.
@@ -74,7 +78,10 @@ def hfp8_to_float(input: Tensor, ebits: int, exponent_bias: int) -> Tensor:
 
 @operator("FloatToFP8RowwiseQuantized")
 def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
-    """Quantise rows `[..., D]` to bytes with a scale; 4 exponent bits forward, 5 backward."""
+    """Quantise rows `[..., D]` to FP8 rows, uint8 `[..., filled D + 8]`.
+
+    D is filled with zeros up to a multiple of 4. Values have 4 exponent bits if `forward`, else 5.
+    """
     check_rows("t", t)
     ebits, bias, max_pos = _FP8_FORMATS[forward]
     values = functional.pad(t.float(), (0, -t.size(-1) % 4))
@@ -87,7 +94,10 @@ def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
 
 @operator("FP8RowwiseQuantizedToFloat")
 def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Tensor:
-    """Return the values of FP8 rows, with the columns that fill them up to a multiple of 4."""
+    """Return the values of FP8 rows, `[..., filled D]`; `forward` is that of `to_fp8_rows`.
+
+    `output_dtype` is a code of `DTYPES`; another raises RuntimeError.
+    """
     check_rows("input", input)
     check(output_dtype in DTYPES, f"output_dtype must be one of {[*DTYPES]}, got {output_dtype}")
     ebits, bias, _ = _FP8_FORMATS[forward]
@@ -97,40 +107,45 @@ def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Te
 
 
 def _shared_exponent(largest: Tensor, rounding: int) -> Tensor:
-    """Return the exponent of a group's largest value; `rounding` is a member of RoundingMode."""
-    exponent = largest.masked_fill(largest == 0, _MIN_NORMAL)
+    """Return the exponents of magnitudes, in float32; `rounding` is a member of RoundingMode.
+
+    Magnitudes so large that rounding leaves the range of float32 have the exponent NaN or infinity.
+    """
+    magnitudes = largest.masked_fill(largest == 0, _MIN_NORMAL)
     if rounding in (RoundingMode.even, RoundingMode.stochastic):
-        num_dropped_bits = (
-            _MANTISSA_BITS - 1
-        )  # bits that are rounded off: MX4 has 1 bit of mantissa
+        num_dropped_bits = _MANTISSA_BITS - _MX4_MANTISSA_BITS
         rounding_term: Tensor | int = (1 << (num_dropped_bits - 1)) - 1
         if rounding == RoundingMode.stochastic:
-            noise = torch.randint_like(exponent, high=2**31 - 1, dtype=torch.int32)
+            noise = torch.randint_like(magnitudes, high=2**31 - 1, dtype=torch.int32)
             rounding_term = noise & ((1 << num_dropped_bits) - 1)
-        exponent = (exponent.view(torch.int32) + rounding_term).view(torch.float32)
-    exponent = exponent.log2()
+        magnitudes = (magnitudes.view(torch.int32) + rounding_term).view(torch.float32)
+    exponent = magnitudes.log2()
     if rounding == RoundingMode.ceil:
         return exponent.ceil()
     return (exponent + 0.5).floor() if rounding == RoundingMode.nearest else exponent.floor()
 
 
 def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.even) -> Tensor:
-    """Quantise `[..., D]` to groups of `group_size` along the last dimension.
+    """Quantise `[..., D]` to MX4 groups of `group_size` values along the last dimension.
 
     Args:
-        values: rows; D is filled with zeros up to whole groups.
+        values: rows; D is filled with zeros up to a multiple of `group_size`.
         group_size: even number of values per group.
-        rounding: how the exponent of a group is rounded, a member of `RoundingMode`.
+        rounding: rounding of the exponent of a group, a member of `RoundingMode`.
 
     Returns:
-        uint8 `[..., D / 2 + D / group_size]`, of the filled D; empty values keep their shape.
+        uint8 `[..., num_groups * (group_size / 2 + 1)]`; empty values keep their shape.
+
+    Raises:
+        RuntimeError: `group_size` is odd, or not positive.
     """
+    _check_group_size(group_size)
     if values.numel() == 0:
         return torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     num_padding_columns = -values.size(-1) % group_size
     groups = functional.pad(values.float(), (0, num_padding_columns)).reshape(-1, group_size)
     exponent = _shared_exponent(groups.abs().amax(1, keepdim=True), rounding)
-    # Rounding makes NaN of the largest float32 values, as their exponent has none above it.
+    # The exponent is NaN or infinite if the group has such values, or if rounding overflowed.
     exponent = exponent.nan_to_num(128.0, posinf=128.0) - _MX4_MAX_EXPONENT
     exponent = exponent.clamp(-127, 125).int()
     scaled = groups / _power_of_two(exponent)
@@ -145,11 +160,35 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.ev
 
 
 def mx4_to_float(packed: Tensor, group_size: int = 32) -> Tensor:
-    """Return the float32 values of MX4 groups, `[..., D]`."""
+    """Return the float32 values of MX4 groups, `[..., num_groups * group_size]`.
+
+    They include the zeros with which `to_mx4` filled the rows. Empty `packed` keeps its shape.
+
+    Args:
+        packed: the result of `to_mx4`.
+        group_size: the `group_size` of `to_mx4`.
+
+    Raises:
+        RuntimeError: `group_size` is odd or not positive, or rows are not whole groups.
+    """
+    _check_group_size(group_size)
+    group_bytes = group_size // 2 + 1
     if packed.numel() == 0:
         return torch.empty(packed.shape, device=packed.device)
-    groups = packed.reshape(-1, group_size // 2 + 1).int()
+    check(
+        packed.size(-1) % group_bytes == 0,
+        f"packed must be rows of whole groups of {group_bytes} bytes (group_size = {group_size}), "
+        f"got {list(packed.shape)}",
+    )
+    groups = packed.reshape(-1, group_bytes).int()
     codes = torch.stack([groups[:, :-1] & 15, groups[:, :-1] >> 4], dim=-1).flatten(1)
     values = torch.tensor(_MX4_VALUES, device=packed.device)
     values = torch.cat([values, 0 - values])[codes]  # code 8 is +0, as FBGEMM has it
     return (values * _power_of_two(groups[:, -1:] - _EXPONENT_BIAS)).view(*packed.shape[:-1], -1)
+
+
+def _check_group_size(group_size: int) -> None:
+    check(
+        group_size > 0 and group_size % 2 == 0,
+        f"group_size must be even and positive, as two values share a byte, got {group_size}",
+    )

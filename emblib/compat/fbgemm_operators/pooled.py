@@ -11,7 +11,8 @@ from torch.nn import functional
 from emblib.compat.fbgemm_operators.jagged import segment_positions
 from emblib.compat.fbgemm_operators.registry import SymInt, operator
 
-# Permutations of columns
+# Permutations of columns: block i of the columns begins at `offset_dim_list[i]` and ends at
+# `offset_dim_list[i + 1]`.
 
 _PERMUTE = (
     "(Tensor pooled_embs, Tensor offset_dim_list, Tensor permute_list, "
@@ -22,7 +23,10 @@ _PERMUTE = (
 def _permute_columns(
     pooled: Tensor, offset_dims: Tensor, permute: Tensor, num_columns: int | None
 ) -> Tensor:
-    """Return blocks of columns; `num_columns` is their sum, None if it must be computed."""
+    """Return blocks of the columns of `[B, columns]`, in the order `permute`.
+
+    `num_columns` is the number of columns of the result; None computes it.
+    """
     permute = permute.to(offset_dims.device)
     first_columns = offset_dims[:-1].index_select(0, permute)
     widths = offset_dims.diff().index_select(0, permute)
@@ -37,9 +41,9 @@ def permute_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
-    """Return the blocks of columns in the order `permute_list`, which has each block once.
+    """Return the blocks of columns of `[B, columns]` in the order `permute_list`.
 
-    The inverse lists are ignored.
+    `permute_list` must have each block once. The inverse lists are ignored.
     """
     return _permute_columns(pooled_embs, offset_dim_list, permute_list, pooled_embs.size(1))
 
@@ -60,9 +64,9 @@ def permute_duplicate_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
-    """Return the blocks of columns `permute_list`; it may omit or repeat blocks.
+    """Return the blocks of columns of `[B, columns]` that `permute_list` selects.
 
-    The inverse lists are ignored.
+    It may omit or repeat blocks. The inverse lists are ignored.
     """
     return _permute_columns(pooled_embs, offset_dim_list, permute_list, None)
 
@@ -82,7 +86,7 @@ for _name in (
 class _Block(NamedTuple):
     """The columns of a key."""
 
-    tensor: int  # number of the tensor that has them
+    tensor_index: int
     start: int
     width: int
 
@@ -90,12 +94,12 @@ class _Block(NamedTuple):
 def _blocks_of(
     keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]]
 ) -> dict[str, _Block]:
-    """Return the block of each key, the first one of a key that occurs twice."""
+    """Return the block of each key; of a key that several tensors have, the first one."""
     blocks: dict[str, _Block] = {}
-    for tensor, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
+    for tensor_index, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
         start = 0
         for name, width in zip(names, widths, strict=True):
-            blocks.setdefault(name, _Block(tensor, start, width))
+            blocks.setdefault(name, _Block(tensor_index, start, width))
             start += width
     return blocks
 
@@ -113,12 +117,15 @@ def regroup_keyed_tensor(
         pooled_embs: tensors `[B, columns]`.
         keys: keys of each tensor.
         lengths: columns of each key of each tensor.
-        groups: keys of each result.
+        groups: keys of each result; if several tensors have a key, the first one is read.
+
+    Raises:
+        KeyError: no tensor has a key of a group.
     """
     blocks = _blocks_of(keys, lengths)
     return [
         torch.cat(
-            [pooled_embs[tensor].narrow(1, start, width) for tensor, start, width in group_blocks],
+            [pooled_embs[t].narrow(1, start, width) for t, start, width in group_blocks],
             dim=1,
         )
         for group_blocks in ([blocks[key] for key in group] for group in groups)
@@ -153,9 +160,9 @@ def kt_regroup_arguments(
     for output, group in enumerate(groups):
         column = 0
         for key in group:
-            tensor, start, width = blocks[key]
+            tensor_index, start, width = blocks[key]
             rows_of_key.setdefault(key, []).append(len(permutation))
-            permutation.append([tensor, output, start, column, width, 0])
+            permutation.append([tensor_index, output, start, column, width, 0])
             column += width
         widths.append(column)
     for row_numbers in rows_of_key.values():
@@ -182,7 +189,15 @@ def permute_multi_embedding(
     out_shapes: Tensor,
     out_lengths: Sequence[SymInt],
 ) -> list[Tensor]:
-    """Return outputs of `out_lengths` columns, put together as `kt_regroup_arguments` says."""
+    """Return the outputs that the result of `kt_regroup_arguments` describes.
+
+    Args:
+        pooled_embs: inputs `[B, columns]`.
+        permutes: the permutation.
+        in_shapes: number of columns of each input.
+        out_shapes: number of columns of each output.
+        out_lengths: the same as a list.
+    """
     columns = permutes.long().unbind(1)
     first_input_columns = functional.pad(in_shapes.long().cumsum(0), (1, 0))
     first_output_columns = functional.pad(out_shapes.long().cumsum(0), (1, 0))
@@ -209,7 +224,7 @@ def index_select_dim0(
     consecutive_range_length: SymInt | None = 0,
     skip_indices_sorting_fwd: bool | None = None,
 ) -> Tensor:
-    """Return rows; the options, which tune FBGEMM's GPU kernel, are ignored."""
+    """Return rows `indices` of `input`; the options tune FBGEMM's GPU kernel, and are ignored."""
     return input.index_select(0, indices)
 
 
@@ -217,7 +232,7 @@ def index_select_dim0(
 def group_index_select_dim0(
     input_group: Sequence[Tensor], indices_group: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return rows of each tensor."""
+    """Return rows `indices_group[i]` of `input_group[i]`, for each i."""
     pairs = zip(input_group, indices_group, strict=True)
     return [rows.index_select(0, indices) for rows, indices in pairs]
 

@@ -38,11 +38,13 @@ _libraries: list[torch.library.Library] = []
 
 
 def operator(schema: str, writes: str = "") -> Callable[[_Function], _Function]:
-    """Enter the decorated function into the table.
+    """Enter the decorated function into `OPERATORS`.
 
     Args:
-        schema: name of the operator, whose schema is the signature of the function; or a schema.
-        writes: names of the tensors that the operator changes, if `schema` is a name.
+        schema: name of the operator, whose schema is then made of the function's annotations; or
+            a whole schema.
+        writes: names of the tensors that the operator may change, up to 4, separated by spaces;
+            without effect if `schema` is a whole one.
     """
 
     def enter(function: _Function) -> _Function:
@@ -54,7 +56,7 @@ def operator(schema: str, writes: str = "") -> Callable[[_Function], _Function]:
 
 
 def _schema_of(function: Callable[..., Any], writes: Sequence[str]) -> str:
-    """Return arguments and results of a schema from the annotations of a function."""
+    """Return arguments and results of a schema, made of the annotations of a function."""
     signature = inspect.signature(function)
     arguments = []
     for name, parameter in signature.parameters.items():
@@ -82,8 +84,11 @@ def is_registered() -> bool:
     return bool(_libraries)
 
 
-def foreign() -> list[str]:
-    """Return the operators of the table that something else has registered."""
+def foreign_operators() -> list[str]:
+    """Return the names in the table that other code registered with PyTorch; [] after `register`.
+
+    An installed FBGEMM is such code.
+    """
     if is_registered():
         return []
     return sorted(name for name in OPERATORS if hasattr(getattr(torch.ops, NAMESPACE), name))

@@ -1,7 +1,8 @@
 """Operators that quantise rows, and conversions of bfloat16.
 
-A quantised row has codes of 2, 4 or 8 bits, with a scale and a minimum. Rows with fewer than two
-dimensions raise RuntimeError.
+A quantised row has codes of 2, 4 or 8 bits, with a scale and a minimum: a value is about
+`code * scale + minimum`. Functions of quantised rows raise RuntimeError for fewer than two
+dimensions; conversions of bfloat16 take any shape.
 """
 
 import torch
@@ -106,6 +107,7 @@ def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
     The result is uint8 `[..., D * bit_rate / 8 + 4]`; the first code is in the lowest bits.
 
     Raises:
+        RuntimeError: `input` has fewer than two dimensions.
         ValueError: a bit rate other than 2, 4 and 8, or a D whose codes do not fill whole bytes.
     """
     _check_bits(bit_rate)
@@ -147,7 +149,10 @@ def _check_bits(bit_rate: int) -> None:
 
 
 def unpack_nbit(rows: Tensor, bit_rate: int) -> Tensor:
-    """Return the codes of packed rows, one per column; `rows` themselves for 8 bits."""
+    """Return the codes of packed uint8 rows, one per column; for 8 bits, return `rows` itself.
+
+    `bit_rate` is 2, 4 or 8.
+    """
     if bit_rate == 8:
         return rows
     codes_per_byte = 8 // bit_rate
@@ -160,9 +165,12 @@ def unpack_nbit(rows: Tensor, bit_rate: int) -> Tensor:
 def fused_nbit_to_float(
     input: Tensor, bit_rate: int, output_dtype: int = 0, scale_bias_last: bool = True
 ) -> Tensor:
-    """Return the values of `bit_rate`-bit codes with float16 scale and minimum.
+    """Return the values of rows of `bit_rate`-bit codes with float16 scale and minimum.
 
-    The other arguments are as in `fused_8bit_to_float`.
+    Other arguments and errors are those of `fused_8bit_to_float`.
+
+    Raises:
+        ValueError: a bit rate other than 2, 4 and 8.
     """
     _check_bits(bit_rate)
     codes, header = _split_rows(input, _HALF_HEADER_BYTES, header_last=scale_bias_last)
@@ -184,5 +192,5 @@ def to_bfloat16(input: Tensor) -> Tensor:
 
 @operator("Bfloat16QuantizedToFloat")
 def bfloat16_to_float(input: Tensor) -> Tensor:
-    """Return float32 values."""
+    """Convert bfloat16 values to float32."""
     return input.float()
