@@ -466,12 +466,11 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
         Raises:
             RuntimeError: there are no rows yet.
-            ValueError: lists of different lengths; tables before the missing entry are changed.
+            ValueError: lists of different lengths; nothing is changed.
         """
         tables = self._row_views()
-        for table, rows, weights in zip(
-            update_table_indices, update_row_indices, update_weights, strict=True
-        ):
+        updates = list(zip(update_table_indices, update_row_indices, update_weights, strict=True))
+        for table, rows, weights in updates:
             target = tables[table]
             index = torch.tensor(rows, dtype=torch.int64, device=target.device)
             target[index] = weights.to(target.device)

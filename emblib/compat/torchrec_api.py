@@ -61,7 +61,7 @@ _IMPLEMENTATION_OF_NAME: dict[str, Any] = {
 _NAMES_OF_FBGEMM = ("EmbOptimType",)  # `fused_params` have it
 
 
-def names() -> dict[str, Any]:
+def find_implementations() -> dict[str, Any]:
     """Return the implementation of each name of the table, except for names that raise."""
     entries = [entry.rpartition("=")[2] for text in MODULES.values() for entry in text.split()]
     values_by_name: dict[str, Any] = {}

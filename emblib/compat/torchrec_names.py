@@ -135,7 +135,7 @@ MODULES = {
 DIFFERS = {
     "EmbeddingBagCollection": "`optimizer=` updates rows in backward; MEAN and weights are defined "
     "the same way sharded and not; the output keeps the order of the configurations",
-    "EmbeddingCollection": "tables may differ in their dims; `optimizer=` as above",
+    "EmbeddingCollection": "tables may differ in their dims; `optimizer=` updates rows in backward",
     "EmbeddingBagCollectionInterface": "a virtual base: emblib's collections are instances",
     "EmbeddingCollectionInterface": "a virtual base: emblib's collections are instances",
     "EmbeddingBagConfig": "`data_type` becomes a torch dtype that equals it; `storage`, "
@@ -184,9 +184,10 @@ DIFFERS = {
     "`additional_mapping`",
     "shard_quant_model": "whole tables on devices, rows are kept; works on CPUs without a flag",
     "ShardedQuantEmbeddingBagCollection": "whole tables on devices; over processes by rows as well",
-    "ShardedQuantEmbeddingCollection": "as above",
-    "QuantEmbeddingBagCollectionSharder": "as above; `fused_params` raises",
-    "QuantEmbeddingCollectionSharder": "as above; `fused_params` raises",
+    "ShardedQuantEmbeddingCollection": "as `ShardedQuantEmbeddingBagCollection`",
+    "QuantEmbeddingBagCollectionSharder": "as `ShardedQuantEmbeddingBagCollection`; "
+    "`fused_params` raises",
+    "QuantEmbeddingCollectionSharder": "as `QuantEmbeddingBagCollectionSharder`",
     "state_dict_gather": "all ranks get the whole tensors",
     "intra_and_cross_node_pg": "makes new groups at each call; `backend` raises",
     "get_local_size": "LOCAL_WORLD_SIZE, else all ranks (there: 8)",
@@ -208,12 +209,12 @@ DIFFERS = {
     "get_gradient_division": "as `set_gradient_division`",
     "ShardedEmbeddingBagCollection": "key order is that of the configurations, weights are kept; "
     "`_input_dists`, `_lookups` and `_output_dists` have one entry; contexts are optional",
-    "ShardedEmbeddingCollection": "as above; one entry per class of dims; `use_index_dedup` acts "
-    "on every sharding type",
+    "ShardedEmbeddingCollection": "as `ShardedEmbeddingBagCollection`; one entry per class of "
+    "dims; `use_index_dedup` acts on every sharding type",
     "EmbeddingBagCollectionSharder": "every sharding type on every device; options of FBGEMM's "
     "tables in `fused_params` raise",
-    "EmbeddingCollectionSharder": "as above",
-    "FusedEmbeddingBagCollectionSharder": "as above",
+    "EmbeddingCollectionSharder": "as `EmbeddingBagCollectionSharder`",
+    "FusedEmbeddingBagCollectionSharder": "as `EmbeddingBagCollectionSharder`",
     "BaseEmbeddingSharder": "`ModuleSharder`",
     "ModuleSharder": "the base of emblib's sharders; `module_type` is a class attribute",
     "BaseQuantEmbeddingSharder": "the base of the quantised sharders",
@@ -255,7 +256,7 @@ DIFFERS = {
     "TrainPipelineBase": "drains loaders of different lengths",
     "TrainPipelineSparseDist": "the model is not traced or rewritten; `apply_jit`, "
     "`context_type` and early freeing raise",
-    "PrefetchTrainPipelineSparseDist": "as above",
+    "PrefetchTrainPipelineSparseDist": "as `TrainPipelineSparseDist`",
     "EvalPipelineSparseDist": "the model must be in eval mode",
     "shard": "`plan` may mix rules and `ParameterSharding`",
     "shard_modules": "`_shard_modules` is the same function",

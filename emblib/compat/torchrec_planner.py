@@ -190,14 +190,17 @@ class ParameterConstraints:
 
 
 class StorageReservation:
-    """Base of memory that is not for tables; `reservation` is emblib's."""
+    """Memory that is not for tables, base class; `reservation` is emblib's, None its default.
+
+    Subclasses raise ValueError for shares outside [0, 1) and for negative numbers.
+    """
 
     def __init__(self, reservation: planner.Reservation | None = None) -> None:
         self.reservation = reservation or planner.Reservation()
 
 
 class FixedPercentageStorageReservation(StorageReservation):
-    """Reserve the share `percentage`, in [0, 1], of the memory of every rank."""
+    """Reserve the share `percentage`, in [0, 1), of the memory of every rank."""
 
     def __init__(self, percentage: float) -> None:
         super().__init__(planner.Reservation(share=percentage, dense_copies=0.0))
@@ -213,7 +216,7 @@ class FixedAbsoluteStorageReservation(StorageReservation):
 
 
 class HeuristicalStorageReservation(StorageReservation):
-    """Reserve the share `percentage`, in [0, 1], of the memory, and bytes of the dense part.
+    """Reserve the share `percentage`, in [0, 1), of the memory, and bytes of the dense part.
 
     These are `dense_tensor_estimate`, or if that is None the dense parameters
     `parameter_multiplier` times.

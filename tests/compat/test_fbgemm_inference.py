@@ -128,6 +128,9 @@ def test_views_of_rows() -> None:
     row = whole[0][0][2].clone()
     module.embedding_inplace_update([0], [[4]], [row.unsqueeze(0)])
     assert torch.equal(whole[0][0][4], row)
+    with pytest.raises(ValueError, match="zip"):
+        module.embedding_inplace_update([0, 0], [[4]], [torch.zeros_like(row).unsqueeze(0)])
+    assert torch.equal(whole[0][0][4], row)
     module.fill_random_weights()
     assert int(whole[1][0][:, 4:].max()) > 0
     assert int(whole[1][0][:, :4].max()) == 0

@@ -83,6 +83,10 @@ def test_padding_and_back() -> None:
                 assert found.tolist() == [0.5, 0.5]
     longest = jagged.jagged_to_padded_dense(rows, [OFFSETS], [4])
     assert torch.equal(jagged.dense_to_jagged(longest, [OFFSETS], TOTAL)[0], rows)
+    no_columns = longest[:, :0].clone().requires_grad_()
+    found, _ = jagged.dense_to_jagged(no_columns, [OFFSETS], TOTAL)
+    found.sum().backward()
+    assert torch.equal(found, torch.zeros_like(rows))
     assert torch.autograd.gradcheck(lambda x: jagged.jagged_2d_to_dense(x, OFFSETS, 3), rows)
     outer = torch.tensor([0, 2, 5, 9])
     nested = jagged.jagged_to_padded_dense(rows, [outer, OFFSETS], [3, 4])

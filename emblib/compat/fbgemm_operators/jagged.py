@@ -300,7 +300,11 @@ def jagged_1d_to_dense(
 def dense_to_jagged(
     dense: Tensor, x_offsets: Sequence[Tensor], total_L: SymInt | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Convert `[B, N, ..., D]` to jagged `[L, D]`; segments longer than N are filled with zeros."""
+    """Convert dense `[B, N, ..., D]` to jagged `[L, D]`, and return `x_offsets`, too.
+
+    Values beyond N of a segment are zeros. `total_L` is L, the last of the last offsets; without it
+    a GPU is waited for.
+    """
     num_levels = len(x_offsets)
     check(num_levels > 0, "x_offsets must have the offsets of at least one level, got none")
     for level_offsets in x_offsets:
@@ -322,12 +326,15 @@ def dense_to_jagged(
             num_rows = total_L
         lengths = offsets.diff()
         max_length = dense.size(1)
+        if max_length == 0:  # the column is not used, but `index_select` needs a row to read
+            column = dense.new_zeros(dense.size(0), 1, *dense.shape[2:])
+            dense = torch.cat([dense, column], dim=1)
         segment_of_row = torch.arange(lengths.numel(), device=dense.device)
         segment_of_row = segment_of_row.repeat_interleave(lengths, output_size=num_rows)
         row_in_segment = segment_positions(torch.zeros_like(lengths), lengths, num_rows)
         has_value = row_in_segment < max_length
         rows = dense.flatten(0, 1).index_select(
-            0, segment_of_row * max_length + row_in_segment.clamp(max=max_length - 1)
+            0, segment_of_row * dense.size(1) + row_in_segment.clamp(max=dense.size(1) - 1)
         )
         dense = torch.where(has_value.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
     return dense, list(x_offsets)

@@ -25,7 +25,7 @@ from emblib.compat import torchrec_tree as _tree
 from emblib.compat.torchrec_script import register_classes as _register_classes
 
 is_of_emblib = True
-_names = _api.names()
+_names = _api.find_implementations()
 globals().update(_names)
 _modules = _tree.make_modules(_sys.modules[__name__], _names)
 _tree.watch_missing_modules()
