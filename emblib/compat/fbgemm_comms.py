@@ -43,7 +43,11 @@ def fp32_to_mx4(
 ) -> Tensor:
     """Quantise `[..., D]` to MX4, see `messages.to_mx4`; `use_triton` is ignored.
 
-    Raises NotImplementedError for other bits and for `stochastic_casting`.
+    `rounding_mode` None is `even`.
+
+    Raises:
+        NotImplementedError: other bits, or `stochastic_casting`.
+        RuntimeError, ValueError: a group size or a rounding that `to_mx4` refuses.
     """
     if (ebits, mbits) != (2, 1) or stochastic_casting:
         raise NotImplementedError(
@@ -66,6 +70,7 @@ def mx4_to_float(
 
     Raises:
         NotImplementedError: other bits.
+        RuntimeError: a group size, or rows, that `messages.mx4_to_float` refuses.
         ValueError: another `output_dtype`.
     """
     kind = SparseType.FP32 if output_dtype is None else as_member(SparseType, output_dtype)

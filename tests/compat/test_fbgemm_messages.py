@@ -77,6 +77,17 @@ def test_mx4_refuses_groups_that_do_not_fill_bytes(group_size: int) -> None:
         messages.mx4_to_float(values(3, 15).byte(), group_size)
 
 
+def test_mx4_refuses_an_unknown_rounding() -> None:
+    with pytest.raises(ValueError, match="5 is not a valid RoundingMode"):
+        messages.to_mx4(values(3, 14), 2, rounding=5)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(2, 7, dtype=torch.uint8), torch.zeros(2, 12)])
+def test_fp8_rows_are_bytes_with_a_scale(rows: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="input must be uint8 rows of at least 8 bytes"):
+        messages.fp8_rows_to_float(rows, True)
+
+
 def test_mx4_refuses_rows_that_are_not_whole_groups() -> None:
     packed = messages.to_mx4(values(34, 2), 2)
     with pytest.raises(RuntimeError, match="whole groups of 17 bytes"):

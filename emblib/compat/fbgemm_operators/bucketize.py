@@ -22,16 +22,16 @@ _Buckets = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # Parts of the schemas of block_bucketize_sparse_features and its variants, in this order:
 # _LEADING, weights, _OPTIONAL, _TRAILING, results.
+_LEADING = (
+    "(Tensor lengths, Tensor indices, bool bucketize_pos, bool sequence, Tensor block_sizes, "
+    "SymInt my_size, "
+)
 _OPTIONAL = (
     "Tensor? batch_size_per_feature=None, SymInt max_B=-1, Tensor[]? block_bucketize_pos=None, "
 )
 _TRAILING = (
     "bool keep_orig_idx=False, Tensor? total_num_blocks=None, "
     "Tensor? keep_orig_idx_per_feature=None) -> "
-)
-_LEADING = (
-    "(Tensor lengths, Tensor indices, bool bucketize_pos, bool sequence, Tensor block_sizes, "
-    "SymInt my_size, "
 )
 
 

@@ -96,9 +96,15 @@ def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
 def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Tensor:
     """Return the values of FP8 rows, `[..., filled D]`; `forward` is that of `to_fp8_rows`.
 
-    `output_dtype` is a code of `DTYPES`; another raises RuntimeError.
+    `output_dtype` is a code of `DTYPES`. Another code, and `input` that cannot be FP8 rows, raise
+    RuntimeError.
     """
     check_rows("input", input)
+    check(
+        input.dtype == torch.uint8 and input.size(-1) >= _SCALE_BYTES,
+        f"input must be uint8 rows of at least {_SCALE_BYTES} bytes, got {input.dtype} "
+        f"{list(input.shape)}",
+    )
     check(output_dtype in DTYPES, f"output_dtype must be one of {[*DTYPES]}, got {output_dtype}")
     ebits, bias, _ = _FP8_FORMATS[forward]
     codes = input[..., :-_SCALE_BYTES]
@@ -138,8 +144,10 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.ev
 
     Raises:
         RuntimeError: `group_size` is odd, or not positive.
+        ValueError: `rounding` is no member of `RoundingMode`.
     """
     _check_group_size(group_size)
+    rounding = RoundingMode(rounding)
     if values.numel() == 0:
         return torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     num_padding_columns = -values.size(-1) % group_size
