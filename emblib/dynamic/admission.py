@@ -6,19 +6,21 @@ device, unless a table has a `FrequencyAdmission.rule`. Sums and maxima of integ
 their order, so all devices and numbers of threads decide alike.
 
 **Exact**: a hash table of keys without values, ordered by count (`Eviction.LFU`). An admitted key
-is removed from this table. A key that the table evicts is counted from zero again. So is a key
-that it rejects because its buckets are full of keys of the batch.
+is removed from this table. A key that the table evicted is counted from zero when it is missing
+again; so is a key that found no slot, because keys of the same batch filled its buckets.
 
 **Sketch** (count-min with conservative update: Cormode and Muthukrishnan, 2005; Estan and Varghese,
-2002): `depth` rows of `width` counters; a key has one counter per row, and its count is the
-smallest of them. A batch raises a counter at most to the new count of its keys. So a count is too
-large if other keys share all its counters. Counters stop at the largest threshold of the table.
-With `halve_every=n` old counts fade: every training batch halves about 1/n of the counters, so that
-each is halved once per n batches. Without it a count below the threshold is never too small.
+2002): `depth` rows of `width` counters. A key has one counter per row, and its count is the
+smallest of them. A batch computes the new counts of its keys, then raises each counter to the
+largest new count of the keys that share it. So a count can be too large if each of its counters is
+shared with another key. Counters stop at the largest threshold of the table. With `halve_every=n`
+old counts fade: a training batch halves about 1/n of the counters, so that n batches halve each
+counter once. Without it a count below the threshold is not too small.
 
-The hash key of a table selects the counters of its keys, so keys that share counters cannot be
-constructed without the seed. State dicts have the counters and their hash keys, because counters
-are meaningless under other hash keys. Older state dicts of sketches have no hash keys: these are 0.
+The hash key of a table, which follows from a seed, selects the counters of its keys, so that keys
+that share counters are hard to find without the seed. State dicts have the counters and their hash
+keys, because counters are meaningless under other hash keys. Older state dicts of sketches have no
+hash keys: these are 0.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,14 +65,14 @@ class _SketchColumn(IntEnum):
     HASH_KEY = 4
 
 
-class Missing(NamedTuple):
-    """Missing keys, distinct per table, in the order of their tables.
+class MissingKeys(NamedTuple):
+    """Missing keys of a batch, each once per table, as `missing_keys_of` makes them.
 
     Attributes:
         keys: int64 `[L]`.
         counts: int64 `[L]`, uses of each key in the batch.
-        tables: int64 `[L]`, table of each key; `num_tables`, anywhere, marks padding and keys that
-            are not counted.
+        tables: int64 `[L]`, table of each key; the number of tables marks padding, and keys that
+            are not to be counted.
     """
 
     keys: Tensor
@@ -78,10 +80,10 @@ class Missing(NamedTuple):
     tables: Tensor
 
 
-def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
-    """Return the missing keys of a batch; on a GPU padded to `[L]`.
+def missing_keys_of(ids: Tensor, misses: hash.Misses) -> MissingKeys:
+    """Return the missing keys of a batch with the keys `ids`, int64 `[L]`, ordered by table.
 
-    On the CPU there is no padding: the number of misses is known without a wait.
+    On a GPU they are padded to L, because the host does not wait for their number.
     """
     first_positions, counts = misses.first, misses.counts
     if not ids.is_cuda:
@@ -89,15 +91,15 @@ def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
         first_positions, counts = first_positions[:num_missing], counts[:num_missing]
     miss_indices = torch.arange(first_positions.numel(), device=ids.device)
     tables = torch.searchsorted(misses.offsets[1:], miss_indices, right=True)
-    return Missing(ids[first_positions], counts, tables)
+    return MissingKeys(ids[first_positions], counts, tables)
 
 
 class _SelectedMisses(NamedTuple):
-    """Selected misses as a batch of L keys; padding is in the segment of the last table.
+    """Selected misses as a batch of L keys, with padding in the segment of the last counter.
 
     Attributes:
-        batch: the selected misses, sorted by table.
-        counts: int64 `[L]`, count of each position of the batch.
+        batch: the selected misses, with one segment per counter.
+        counts: int64 `[L]`, uses of the key at each position of the batch.
         positions: int64 `[L]`, position in the batch of each miss; L if it is not selected.
     """
 
@@ -109,12 +111,18 @@ class _SelectedMisses(NamedTuple):
 class _ExactCounters(nn.Module):
     """Exact counts for some of the tables of a module.
 
-    `index` has one table per counted table, and a last table with a single bucket. That table
-    counts the padding, with which the selected misses fill up a batch of all misses.
+    A *counter* is a table of `index`: one per table that counts exactly, and a last one with a
+    single bucket, for padding. A batch of selected misses is padded to the number of all misses.
+
+    Args:
+        table_indices: the tables that count exactly; their specs must have an `ExactCounter`.
+        specs: specs of all T tables.
+        device: device of the counters.
+        hash_keys: hash key of each of the T tables.
     """
 
-    counter_of_table: Tensor  # int64 `[T + 1]`, table of `index`; the last one if not counted
-    indices: Tensor  # int64 `[counters + 1]`, the tables of `index`: 0, 1, 2, ...
+    counter_of_table: Tensor  # int64 `[T + 1]`; the last counter for tables without one
+    counter_numbers: Tensor  # int64 `[counters]`, the tables of `index`: 0, 1, 2, ...
 
     def __init__(
         self,
@@ -136,15 +144,15 @@ class _ExactCounters(nn.Module):
         counter_of_table = torch.full((len(specs) + 1,), len(table_indices))
         counter_of_table[list(table_indices)] = torch.arange(len(table_indices))
         self.register_buffer("counter_of_table", counter_of_table.to(device), persistent=False)
-        indices = torch.arange(len(table_indices) + 1, device=device)
-        self.register_buffer("indices", indices, persistent=False)
+        counter_numbers = torch.arange(len(table_indices) + 1, device=device)
+        self.register_buffer("counter_numbers", counter_numbers, persistent=False)
 
-    def select(self, missing_keys: Missing, mask: Tensor | None = None) -> _SelectedMisses:
-        """Select the misses of counted tables, sorted by table; with `mask`, only masked misses.
+    def select(self, missing_keys: MissingKeys, mask: Tensor | None = None) -> _SelectedMisses:
+        """Select the misses of tables with a counter, and of these, with `mask`, the marked ones.
 
-        `mask` is bool `[L]`.
+        `missing_keys` must be ordered by table, except for padding. `mask` is bool `[L]`.
         """
-        length, padding_index = missing_keys.keys.numel(), self.indices.numel() - 1
+        length, padding_index = missing_keys.keys.numel(), self.counter_numbers.numel() - 1
         tables = self.counter_of_table[missing_keys.tables]
         is_counted = tables < padding_index
         if mask is not None:
@@ -155,13 +163,15 @@ class _ExactCounters(nn.Module):
             for values in (missing_keys.keys, missing_keys.counts)
         )
         counters = torch.where(is_counted, tables, padding_index)
-        sizes = torch.zeros_like(self.indices).scatter_add_(0, counters, torch.ones_like(counters))
+        sizes = torch.zeros_like(self.counter_numbers).scatter_add_(
+            0, counters, torch.ones_like(counters)
+        )
         ends = torch.cumsum(sizes, 0)
         starts = torch.cat([ends.new_zeros(1), ends])
-        return _SelectedMisses(hash.Keys(keys, starts, self.indices), counts, positions)
+        return _SelectedMisses(hash.Keys(keys, starts, self.counter_numbers), counts, positions)
 
-    def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
-        """Count the misses; return the count of each so far, int64 `[L]`, 0 for other tables."""
+    def count(self, missing_keys: MissingKeys, effects: Effects) -> Tensor:
+        """Count the misses, and return their counts so far, int64 `[L]`; 0 for other tables."""
         selected = self.select(missing_keys)
         slots = self.index.insert(selected.batch, selected.counts, effects=effects).slots
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
@@ -170,12 +180,12 @@ class _ExactCounters(nn.Module):
         counts = effects.call_once(torch.ops.aten.where.self, slots < 0, selected.counts, scores)
         return torch.cat([counts, counts.new_zeros(1)])[selected.positions]
 
-    def forget(self, missing_keys: Missing, mask: Tensor) -> None:
-        """Remove the missing keys that `mask`, bool `[L]`, selects from the counters."""
+    def forget(self, missing_keys: MissingKeys, mask: Tensor) -> None:
+        """Remove from the counters the missing keys that `mask`, bool `[L]`, marks."""
         self.index.erase(self.select(missing_keys, mask).batch)
 
     def counts(self, counter: int) -> tuple[Tensor, Tensor]:
-        """Return keys and counts of one table of `index`, int64 `[n]` each, sorted by route."""
+        """Return the keys of a counter and their counts, int64 `[n]`, sorted as in checkpoints."""
         entries = self.index.export(counter)
         assert entries.scores is not None
         order = routing.canonical_order(entries.keys)
@@ -184,13 +194,13 @@ class _ExactCounters(nn.Module):
     def set_counts(
         self, counter: int, keys: Tensor, counts: Tensor, hash_key: int | None = None
     ) -> None:
-        """Replace the counts of one table of `index`; if not all fit, keep the largest.
+        """Replace the counts of a counter; lower counts are left out first if not all find a slot.
 
         Args:
-            counter: number of the table in `index`.
-            keys: int64 `[n]`, distinct.
+            counter: number of the counter.
+            keys: int64 `[n]`, distinct (not checked).
             counts: int64 `[n]`.
-            hash_key: new hash key of the table; None keeps the current one.
+            hash_key: new hash key of the counter; None keeps the current one.
         """
         stamps = torch.full((keys.numel(),), self.index.tick)
         target = loading.TableTarget(self.index, counter, "the counter", {}, hash_key=hash_key)
@@ -200,7 +210,7 @@ class _ExactCounters(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for counter in range(self.indices.numel() - 1):
+        for counter in range(self.counter_numbers.numel() - 1):
             keys, counts = self.counts(counter)
             destination[f"{prefix}{counter}.keys"] = keys
             destination[f"{prefix}{counter}.counts"] = counts
@@ -208,12 +218,15 @@ class _ExactCounters(nn.Module):
     @property
     @shows_attribute_errors
     def _entries_by_counter(self) -> SimpleNamespace:
-        """Return an object with one attribute per counter, as `_fqn_modifiers` needs."""
-        indices = map(str, range(self.indices.numel() - 1))
+        """Return an object with an attribute per counter, by which torch resolves state dict keys.
+
+        Its values are placeholders.
+        """
+        indices = map(str, range(self.counter_numbers.numel() - 1))
         return SimpleNamespace(**dict.fromkeys(indices, SimpleNamespace(keys=0, counts=0)))
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
+        """Return the attribute of each counter for `torch.distributed.checkpoint.state_dict`."""
         return dict.fromkeys(vars(self._entries_by_counter), "_entries_by_counter")
 
     def _load_from_state_dict(
@@ -224,7 +237,7 @@ class _ExactCounters(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         missing_names, unexpected = arguments[2], arguments[3]
         hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}", self.index.hash_keys)
-        for counter in range(self.indices.numel() - 1):
+        for counter in range(self.counter_numbers.numel() - 1):
             names = [f"{prefix}{counter}.{entry}" for entry in _COUNTER_ENTRIES]
             absent_names = [name for name in names if name not in state_dict]
             missing_names.extend(absent_names)
@@ -236,7 +249,7 @@ class _ExactCounters(nn.Module):
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the counters in a state dict."""
         vector = torch.empty(0, dtype=torch.int64)
-        for counter in range(self.indices.numel() - 1):
+        for counter in range(self.counter_numbers.numel() - 1):
             key, size = f"{prefix}{counter}.keys", 0
             if key in state_dict:
                 keys = state_dict[key]
@@ -254,7 +267,7 @@ class _ExactCounters(nn.Module):
 
 
 class _FadingCounters(NamedTuple):
-    """The counters of a sketch that are halved in turn, each once per `halve_every` batches."""
+    """The counters of a sketch of which each is halved once per `halve_every` batches."""
 
     begin: int  # first counter
     size: int  # number of counters
@@ -262,11 +275,18 @@ class _FadingCounters(NamedTuple):
 
 
 class _Sketches(nn.Module):
-    """Count-min sketches for some of the tables of a module, one after the other in one tensor."""
+    """Count-min sketches for some of the tables of a module, one after the other in one tensor.
+
+    Args:
+        table_indices: the tables with a sketch; their specs must have a `CountMinSketch`.
+        specs: specs of all T tables.
+        device: device of the counters.
+        hash_keys: hash key of each of the T tables.
+    """
 
     counters: Tensor  # uint8, int32 or int64 `[n]`, all sketches, then a spare counter
     batches: Tensor  # int64 `[1]`, number of batches since `clear`
-    layout: Tensor  # int64 `[T + 1, 5]`, see `_SketchColumn`
+    layout: Tensor  # int64 `[T + 1, 5]`, see `_SketchColumn`; zeros for tables without a sketch
 
     def __init__(
         self,
@@ -300,11 +320,10 @@ class _Sketches(nn.Module):
         self.register_buffer("batches", torch.zeros(1, dtype=torch.int64, device=device))
         self.register_buffer("layout", layout.to(device), persistent=False)
 
-    def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
-        """Count the misses, and the batch.
+    def count(self, missing_keys: MissingKeys, effects: Effects) -> Tensor:
+        """Fade counters, then count the misses, and return their counts so far, int64 `[L]`.
 
-        Returns:
-            Counts, int64 `[L]`, at most the largest threshold of the table; 0 for other tables.
+        They stop at the largest threshold of the table, and are 0 for tables without a sketch.
         """
         self.fade(effects)
         begin, width, depth, threshold, hash_key = self.layout[missing_keys.tables].unbind(1)
@@ -315,7 +334,7 @@ class _Sketches(nn.Module):
         spare_counter = self.counters.numel() - 1
         cells = torch.where(rows < depth, begin + rows * width + column, spare_counter)
         num_seen = torch.where(rows < depth, self.counters[cells].long(), threshold).amin(0)
-        # The minimum is taken before the sum, which would wrap for counts near the largest int64.
+        # The minimum is taken before the sum, which could exceed int64 without it.
         num_new = torch.minimum(missing_keys.counts, threshold - num_seen)
         counts: Tensor = effects.call_once(torch.ops.aten.add.Tensor, num_seen, num_new)
         raised_counts = counts.to(self.counters.dtype).expand(self.depth, -1)
@@ -324,7 +343,7 @@ class _Sketches(nn.Module):
         return counts
 
     def fade(self, effects: Effects) -> None:
-        """Halve the next part of the counters, and count the batch."""
+        """Halve the counters whose turn it is in this batch, and count the batch."""
         num_batches = effects.call_once(torch.ops.aten.clone.default, self.batches)
         for begin, size, halve_every in self._fading:
             part = num_batches % halve_every
@@ -368,16 +387,16 @@ class _Sketches(nn.Module):
 
 
 class Admission(nn.Module):
-    """Decide which missing keys get a row, by the number of their uses.
+    """Count missing keys, and decide which of them get a row.
 
-    The owner of the tables must hold its lock around every call.
+    The caller of a method must hold the lock of the tables.
 
     Args:
         specs: specs of the tables; tables without `admission` admit every key.
         device: device of the counts.
         hash_keys: hash key of each table, see `HashIndex`; None is 0 for all.
-        feature_tables: table of each feature of a batch; None is one feature per table. Tables with
-            thresholds per feature have one threshold for each of their features.
+        feature_tables: table of each feature of a batch; None is one feature per table. A
+            `PerFeature` threshold must have one value for each feature of its table (not checked).
     """
 
     thresholds: Tensor  # int64 `[T + 1]`, largest threshold of each table, then 0
@@ -419,17 +438,20 @@ class Admission(nn.Module):
         in_store: Tensor | None = None,
         effects: Effects | None = None,
     ) -> Tensor | None:
-        """Count the misses of a batch and return which to admit, bool `[L]` by miss; None for all.
+        """Count the misses of a batch, and return which of them to admit.
 
-        Values behind the number of misses are undefined. For a batch without misses call `admit` or
-        `skip_batch`.
+        Call it, or `skip_batch` if there are no misses, once per training batch.
 
         Args:
-            keys: the batch.
+            keys: the batch, of L keys.
             misses: the keys of the batch that are not in the index.
             in_store: bool `[L]` by miss, the keys with a row in a backing store: these are admitted
                 without being counted. None for none.
-            effects: native calls that were made before an interruption; None for a first call.
+            effects: native calls of this batch; to complete an interrupted call, pass its effects
+                again after `restart`. None for calls that are not repeated.
+
+        Returns:
+            Bool `[L]` by miss, unspecified past the number of misses; None admits all misses.
 
         Raises:
             ValueError: an admission rule returned something other than one bool per key; the keys
@@ -437,7 +459,7 @@ class Admission(nn.Module):
         """
         if self.counter is None and self.sketches is None:
             return None
-        missing_keys = missing_of(keys.ids, misses)
+        missing_keys = missing_keys_of(keys.ids, misses)
         length = missing_keys.keys.numel()
         if in_store is not None:
             tables = torch.where(in_store[:length], len(self.specs), missing_keys.tables)
@@ -450,12 +472,15 @@ class Admission(nn.Module):
         return admitted if in_store is None else admitted | in_store
 
     def skip_batch(self, effects: Effects) -> None:
-        """Count a batch without misses, for the halving of sketches."""
+        """Count a batch without misses: only sketches change, whose counters fade."""
         if self.sketches is not None:
             self.sketches.fade(effects)
 
     def _smallest_thresholds(self, keys: hash.Keys, misses: hash.Misses, length: int) -> Tensor:
-        """Return per miss the smallest threshold of the features that use it, int64 `[length]`."""
+        """Return per miss the smallest threshold of the features that use it, int64 `[length]`.
+
+        `length` is at least the number of misses; padding gets `hash.MAX_USES`.
+        """
         groups = misses.groups.long()
         thresholds = self.feature_thresholds[hash.segments_of(keys)]
         smallest = torch.full((length + 1,), hash.MAX_USES, device=groups.device)
@@ -464,14 +489,19 @@ class Admission(nn.Module):
 
     def decide(
         self,
-        missing_keys: Missing,
+        missing_keys: MissingKeys,
         effects: Effects | None = None,
         thresholds: Tensor | None = None,
     ) -> Tensor:
-        """Count missing keys and return which to admit, bool `[L]`, undefined for padding.
+        """Count missing keys, and return which to admit, bool `[L]`, unspecified for padding.
 
-        Exact counters forget the keys that are admitted. `effects` are as in `admit`. `thresholds`,
-        int64 `[L]`, has the threshold of each key; None uses the largest threshold of its table.
+        Exact counters forget the keys that are admitted.
+
+        Args:
+            missing_keys: the keys.
+            effects: native calls, as in `admit`.
+            thresholds: int64 `[L]`, threshold of each key; None uses the largest threshold of its
+                table. A table with a rule uses the rule instead.
 
         Raises:
             ValueError: as `admit`.
@@ -479,9 +509,9 @@ class Admission(nn.Module):
         counts = torch.zeros_like(missing_keys.counts)
         effects = Effects() if effects is None else effects
         if self.sketches is not None:
-            counts = counts + self.sketches.add(missing_keys, effects)
+            counts = counts + self.sketches.count(missing_keys, effects)
         if self.counter is not None:
-            counts = counts + self.counter.add(missing_keys, effects)
+            counts = counts + self.counter.count(missing_keys, effects)
         if thresholds is None:
             thresholds = self.thresholds[missing_keys.tables]
         admitted = counts >= thresholds
@@ -506,7 +536,7 @@ class Admission(nn.Module):
     def set_counts(self, table: int, keys: Tensor, counts: Tensor) -> None:
         """Replace the counts of a table, int64 `[n]`; `keys` must be distinct (not checked).
 
-        If there are more keys than the counter can hold, those with the lowest counts are left out.
+        If not all keys find a slot in the counter, lower counts are left out first.
 
         Raises:
             ValueError: the table does not count exactly.
@@ -514,7 +544,7 @@ class Admission(nn.Module):
         self._counter_of(table).set_counts(self._exact_tables.index(table), keys, counts)
 
     def counts_exactly(self, table: int) -> bool:
-        """Return whether a table counts exactly, so that `counts` is defined."""
+        """Return whether a table counts exactly; else `counts` and `set_counts` raise."""
         return table in self._exact_tables
 
     def _counter_of(self, table: int) -> _ExactCounters:
@@ -528,7 +558,11 @@ class Admission(nn.Module):
         return self.counter
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all counts, slot by slot, for `restore` in a module of the same tables."""
+        """Return a copy of all counts, slot by slot, for `restore` in a module of equal tables.
+
+        Its entries are "counter" (`HashIndex.snapshot`) and "sketches" (a state dict); None without
+        counts of that kind.
+        """
         sketches = None if self.sketches is None else self.sketches.state_dict()
         return {
             "counter": None if self.counter is None else self.counter.index.snapshot(),
@@ -537,7 +571,7 @@ class Admission(nn.Module):
         }
 
     def check_snapshot(self, snapshot: Any) -> None:
-        """Raise ValueError unless `restore` takes a snapshot."""
+        """Raise ValueError unless `restore` can restore a snapshot."""
         entries = dumps.check_entries("admission", snapshot, ("counter", "sketches"))
         for name, child in (("counter", self.counter), ("sketches", self.sketches)):
             dumps.check_presence(f"admission.{name}", entries[name], child)
@@ -547,7 +581,7 @@ class Admission(nn.Module):
             _check_state("admission.sketches", entries["sketches"], self.sketches.state_dict())
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `load_state_dict` takes a state as a whole."""
+        """Raise ValueError unless `load_state_dict` can load a state, with all of its entries."""
         _check_state("admission", state, self.state_dict())
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -558,7 +592,7 @@ class Admission(nn.Module):
             self.sketches.load_state_dict(snapshot["sketches"])
 
     def clear(self) -> None:
-        """Forget all counts, and restart the halving."""
+        """Forget all counts; the halving of sketches starts with the first counters again."""
         if self.counter is not None:
             self.counter.index.clear()
         if self.sketches is not None:
@@ -567,9 +601,10 @@ class Admission(nn.Module):
 
 
 def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless a state fits a module whose state is `expected`.
+    """Raise ValueError unless a state has the entries, dtypes and shapes of `expected`.
 
-    Exact counters have any number of keys; states of earlier versions lack hash keys.
+    Exact counters may have another number of keys. Hash keys may be absent, as in states of earlier
+    versions.
     """
     expected_entries = dict(expected)
     entries = dumps.check_entries(name, state, ())
@@ -586,7 +621,7 @@ def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
 
 
 def _checked_decisions(name: str | int, answer: Any, keys: Tensor) -> Tensor:
-    """Return the answer of a rule, bool `[n]`; raise ValueError unless it has one per key."""
+    """Return the answer of a rule on the device of `keys`; raise ValueError unless bool `[n]`."""
     if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != keys.shape:
         described = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else answer
         raise ValueError(
@@ -597,6 +632,7 @@ def _checked_decisions(name: str | int, answer: Any, keys: Tensor) -> Tensor:
 
 
 def _admission_of(spec: DynamicSpec) -> FrequencyAdmission:
+    """Return the admission of a spec that must have one."""
     assert spec.admission is not None
     return spec.admission
 

@@ -1,21 +1,21 @@
 """MemoryBudget: one number of bytes for many dynamic tables, which grow and shrink within it.
 
-Every table that can grow has a *limit*, the buckets up to which it may grow now. The bytes of all
-limits and of the other tables together never exceed the budget. A table that grows asks the budget
-(`HashIndex.grant`), which raises the limit as far as bytes are free. So tables grow on demand while
-there is room, and a step in which no table grows asks for nothing.
+Each table that can grow has a *limit*, the buckets up to which it may grow now. The bytes of all
+limits, of the other tables and of fallback rows together do not exceed the budget. Before a table
+grows, its index asks the budget (`HashIndex.grant`), which raises the limit as far as bytes are
+free. A table that gets no more buckets evicts keys of its own.
 
-Once no bytes are free, each table evicts keys of its own. Then pressure is compared over all
-tables, every `interval` training forwards of a module. The *receiver* is a table below its
-capacity: the one whose evicted keys had been unused for the shortest time. The *donor* is the table
-whose lowest-ranked keys are unused for the longest. If the donor's age is more than `ratio` times
-the receiver's, the donor shrinks by a share of its rows. The freed bytes are reserved for the
-receiver until the next decision. Without `ratio`, tables of equal pressure would take rows from
-each other for ever.
+Every `interval` training forwards, a module *publishes* the pressure in its tables and makes a
+*decision* over the published numbers of all modules. If no bytes are free, the *receiver* is the
+table whose evicted keys had been unused for the shortest time, of those below their capacity. The
+*donor* is the table whose lowest-ranked keys are unused for the longest time. If the donor's age is
+more than `ratio` times the receiver's, the donor shrinks by a share of its rows, and the freed
+bytes are reserved for the receiver until the next decision. Without `ratio`, tables of equal
+pressure would take rows from each other for ever.
 
-A decision reads published numbers only, and each module shrinks its tables at the beginning of its
-next training forward, under the lock of the module. So modules in several threads do not wait for
-each other's steps, and in one thread the result depends on the sequence of steps alone.
+A module shrinks its donors at the beginning of its next training forward, under its own lock. So
+modules in several threads do not wait for each other's steps, and in one thread the result depends
+on the sequence of steps alone.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from emblib.dynamic.shrinking import release_rows, shrink_to
 from emblib.dynamic.state import DynamicState, track_statistics
 from emblib.dynamic.statistics import AgeHistogram
 from emblib.ops import hash
+from emblib.optim.base import number_or_nan
 from emblib.specs import SLOTS_PER_BUCKET, check_count
 
-_SAMPLED_BUCKETS = 256  # buckets whose ages are read per table and decision; not measured
-_VERSION_BYTES = 8  # per row, which the index records as soon as steps overlap
+_SAMPLED_BUCKETS = 256  # per table and publication, for `Pressure.lowest_age`; not measured
+_VERSION_BYTES = 8  # per row, of versions, which the index records once steps overlap
 
 
 class Pressure(NamedTuple):
-    """The pressure in a table, in training forwards.
+    """The pressure in a table. The age of a key is the number of training forwards since its use.
 
     Attributes:
-        evicted_keys: number of keys that were evicted since the last publication.
-        evicted_age: mean age of these keys; NaN for none.
+        evicted_keys: number of keys that were evicted since the publication before.
+        evicted_age: mean age of these keys when they were evicted; NaN for none.
         lowest_age: mean age of the lowest-ranked key per bucket, of a sample of buckets; infinite
             if the table could shrink by a step without evicting keys.
     """
@@ -80,8 +81,8 @@ class MemoryBudget:
     """A number of bytes for the rows of many dynamic tables, on the CPU.
 
     Tables grow from `initial_capacity` to at most `capacity` while the budget has room. When it is
-    used up, tables whose evicted keys are youngest grow at the expense of tables whose
-    lowest-ranked keys are oldest (docs/dynamic.md). All tables together never exceed the budget.
+    used up, tables whose evicted keys were used most recently grow at the expense of tables whose
+    lowest-ranked keys are unused for the longest time (docs/dynamic.md).
 
     The bytes of a table are those of its rows in use, with weights, optimizer states and index, and
     of its fallback rows. Each row in use also counts 8 bytes for versions, recorded only if
@@ -95,15 +96,17 @@ class MemoryBudget:
 
     Args:
         nbytes: the number of bytes.
-        interval: number of training forwards of a module between two decisions.
-        share: share of its rows by which a donor shrinks per decision. It shrinks by at least one
-            bucket, and by the bytes of one bucket of the receiver, but never below
-            `initial_capacity`.
-        ratio: factor by which the donor's age must exceed the receiver's before rows move.
+        interval: number of training forwards of a module between two of its decisions.
+        share: share of its rows by which a table shrinks per decision, in (0, 0.5]. It shrinks by
+            at least one bucket, and by the bytes of one bucket of the table that grows, but not
+            below `initial_capacity`.
+        ratio: factor, above 1, by which the age of the lowest-ranked keys of the table that shrinks
+            must exceed the age of the evicted keys of the table that grows.
 
     Raises:
         TypeError: `nbytes` or `interval` is not an int.
-        ValueError: `nbytes` or `interval` below 1, `share` outside (0, 0.5], `ratio` not above 1.
+        ValueError: `nbytes` or `interval` below 1, or `share` or `ratio` not a number or out of
+            range.
 
     Example:
         >>> specs = [
@@ -124,18 +127,22 @@ class MemoryBudget:
     ) -> None:
         self.nbytes = check_count("nbytes", nbytes)
         self.interval = check_count("interval", interval)
-        if not 0.0 < share <= 0.5:
-            raise ValueError(f"share must be in (0, 0.5], got {share}")
-        if not ratio > 1.0:
-            raise ValueError(f"ratio must be above 1, or rows move for ever, got {ratio}")
+        if not 0.0 < number_or_nan(share) <= 0.5:  # false for NaN
+            raise ValueError(f"share must be a number in (0, 0.5], got {share!r}")
+        if not number_or_nan(ratio) > 1.0:
+            raise ValueError(
+                f"ratio must be a number above 1, or rows move for ever, got {ratio!r}"
+            )
         self.share, self.ratio = share, ratio
         self._lock = threading.Lock()
         self._modules: list[_BudgetedModule] = []
 
     def __reduce__(self) -> tuple[Callable[[int], MemoryBudget], tuple[int]]:
-        """Make copies and pickles budgets of the same numbers, without tables."""
-        make = partial(type(self), interval=self.interval, share=self.share, ratio=self.ratio)
-        return make, (self.nbytes,)
+        """Copy and pickle the arguments of the budget alone, not its tables."""
+        make_budget = partial(
+            type(self), interval=self.interval, share=self.share, ratio=self.ratio
+        )
+        return make_budget, (self.nbytes,)
 
     def __repr__(self) -> str:
         options = f"interval={self.interval}, share={self.share:g}, ratio={self.ratio:g}"
@@ -147,8 +154,8 @@ class MemoryBudget:
         Raises:
             TypeError: not a module.
             RuntimeError: tables on meta.
-            ValueError: no dynamic tables, tables on CUDA, tables of another budget, or tables that
-                use more bytes already than the budget has left; nothing is changed.
+            ValueError: no dynamic tables, tables on CUDA, tables that are in a budget already, or
+                tables that use more bytes than the budget has left; nothing is changed.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -172,7 +179,7 @@ class MemoryBudget:
             for number, state in states.items()
         ]
         with self._lock:
-            needed_bytes = sum(member.nbytes for member in new_modules)
+            needed_bytes = sum(module.nbytes for module in new_modules)
             free_bytes = self.nbytes - self._used_bytes()
             if needed_bytes > free_bytes:
                 raise ValueError(
@@ -181,45 +188,50 @@ class MemoryBudget:
                     "a smaller initial_capacity"
                 )
             self._modules += new_modules
-        for member, state in zip(new_modules, states.values(), strict=True):
+        for module, state in zip(new_modules, states.values(), strict=True):
             if state.statistics is None:
                 track_statistics(state)
-            for table in member.tables:
+            for table in module.tables:
                 state.index.set_limit(table.number, table.limit)
-            state.index.grant, state.budget = member.grant, member
+            state.index.grant, state.budget = module.grant, module
 
     def used(self) -> int:
-        """Return the bytes that the tables may use now; never more than `nbytes`."""
+        """Return the bytes that the tables may use now, at most `nbytes`; see the class."""
         with self._lock:
             return self._used_bytes()
 
     def tables(self) -> list[BudgetedTable]:
         """Return what each table that can grow may use now, in the order of `attach`."""
         with self._lock:
-            self._used_bytes()
+            self._used_bytes()  # drops the tables of deleted modules
             return [
                 BudgetedTable(
                     t.name, t.limit * t.bucket_bytes, t.limit * SLOTS_PER_BUCKET, t.pressure
                 )
-                for t in self._tables()
+                for t in self._growable_tables()
             ]
 
     def _used_bytes(self) -> int:
-        """Drop deleted modules, and return the bytes that the tables of the others may use."""
-        self._modules = [member for member in self._modules if member.state() is not None]
-        return sum(member.nbytes for member in self._modules)
+        """Drop deleted modules, and return the bytes that the tables of the others may use.
 
-    def _tables(self) -> Iterator[_Table]:
-        return (table for member in self._modules for table in member.tables)
+        The caller must hold the lock of the budget.
+        """
+        self._modules = [module for module in self._modules if module.state_reference() is not None]
+        return sum(module.nbytes for module in self._modules)
 
-    def raise_limit(self, table: _Table, buckets: int) -> None:
+    def _growable_tables(self) -> Iterator[_GrowableTable]:
+        return (table for module in self._modules for table in module.tables)
+
+    def raise_limit(self, table: _GrowableTable, buckets: int) -> None:
         """Raise the limit of a table towards a number of buckets, as far as bytes are free.
 
         Bytes that are reserved for other tables are not free. Bytes reserved for this table are
         used first.
         """
         with self._lock:
-            reserved_bytes = sum(t.reserved_bytes for t in self._tables()) - table.reserved_bytes
+            reserved_bytes = (
+                sum(t.reserved_bytes for t in self._growable_tables()) - table.reserved_bytes
+            )
             free_bytes = max(0, self.nbytes - self._used_bytes() - reserved_bytes)
             num_new_buckets = min(buckets - table.limit, free_bytes // table.bucket_bytes)
             if num_new_buckets > 0:
@@ -227,26 +239,26 @@ class MemoryBudget:
                 table.reserved_bytes -= bytes_from_reserve
                 table.limit += num_new_buckets
 
-    def lower_limit(self, table: _Table, buckets: int) -> None:
-        """Lower the limit of a table that has shrunk, and end its part as a donor.
+    def lower_limit(self, table: _GrowableTable, buckets: int) -> None:
+        """Lower the limit of a table that has shrunk; it has no target and receiver afterwards.
 
-        If it has a receiver, the bytes are reserved for that table.
+        If it had a receiver, the freed bytes are reserved for that table.
         """
         with self._lock:
             if table.receiver is not None:
                 table.receiver.reserved_bytes += (table.limit - buckets) * table.bucket_bytes
-            table.limit, table.target, table.receiver = buckets, None, None
+            table.limit, table.target_buckets, table.receiver = buckets, None, None
 
     def decide(self) -> None:
-        """Choose a donor and a receiver among the published tables, if their ages differ enough.
+        """Choose a receiver and a donor among the published tables, if their ages differ enough.
 
-        Set `target` and `receiver` of the donor. All reservations end, in any case.
+        Then set `target_buckets` and `receiver` of the donor. Reservations end in any case.
         """
         with self._lock:
             free_bytes = self.nbytes - self._used_bytes()
-            for table in self._tables():
+            for table in self._growable_tables():
                 table.reserved_bytes = 0  # what a receiver did not take is free for all
-            published = [(t, t.pressure) for t in self._tables() if t.pressure is not None]
+            published = [(t, t.pressure) for t in self._growable_tables() if t.pressure is not None]
             receivers = [
                 (pressure.evicted_age, table)
                 for table, pressure in published
@@ -263,18 +275,18 @@ class MemoryBudget:
                 if table is not receiver and table.can_shrink and table.limit > table.min_buckets
             ]
             donor_age, donor = max(donors, key=lambda pair: pair[0], default=(0.0, receiver))
-            if donor_age <= self.ratio * max(receiver_age, 1.0):  # less than a step means nothing
+            if donor_age <= self.ratio * max(receiver_age, 1.0):  # ages below a step count as one
                 return
             enough_for_receiver = -(-receiver.bucket_bytes // donor.bucket_bytes)
-            num_buckets = max(donor.min_shrink(self.share), enough_for_receiver)
-            donor.target = max(donor.min_buckets, donor.limit - num_buckets)
+            num_buckets = max(donor.min_freed_buckets(self.share), enough_for_receiver)
+            donor.target_buckets = max(donor.min_buckets, donor.limit - num_buckets)
             donor.receiver = receiver
             # Neither table takes part again before it has published.
             donor.pressure = receiver.pressure = None
 
 
 def _check_can_join(state: DynamicState) -> None:
-    """Raise ValueError if a budget cannot limit tables."""
+    """Raise ValueError if tables are in a budget already, or not on the CPU."""
     if state.budget is not None:
         raise ValueError(f"the tables {state.table_names} belong to a memory budget already")
     if state.index.tags.device.type != "cpu":
@@ -286,12 +298,12 @@ def _check_can_join(state: DynamicState) -> None:
 
 
 @dataclass(eq=False)
-class _Table:
+class _GrowableTable:
     """A table of a budget that can grow.
 
-    The budget changes `limit`, `reserved_bytes`, `target` and `receiver` under its lock, and resets
-    `pressure` to None. The thread that trains the module publishes `pressure` and `ages`, and reads
-    `target`.
+    The budget changes `limit`, `reserved_bytes`, `target_buckets` and `receiver` under its lock,
+    and resets `pressure` to None. The thread that trains the module sets `pressure` and `ages`, and
+    reads the others without the lock of the budget.
 
     Attributes:
         number: number of the table in its module.
@@ -299,13 +311,13 @@ class _Table:
         bucket_bytes: bytes per bucket, with rows, optimizer states and index.
         min_buckets: buckets of `initial_capacity`, below which it does not shrink.
         max_buckets: buckets of `capacity`.
-        can_shrink: whether its eviction allows it to shrink.
+        can_shrink: whether it may shrink, which evicts keys; false for `Eviction.NONE`.
         limit: buckets up to which it may grow now.
-        reserved_bytes: bytes that a donor freed for this table.
-        target: buckets to which it shrinks next; None for none.
+        reserved_bytes: bytes that a donor freed for this table, and that it has not used yet.
+        target_buckets: buckets to which it shrinks next; None for none.
         receiver: table for which it shrinks.
-        pressure: numbers of the last publication; None before it, and once a decision used them.
-        ages: ages of evicted keys at the last publication.
+        pressure: numbers of the last publication, or None, as in `BudgetedTable`.
+        ages: ages of all keys evicted until the last publication or shrink.
     """
 
     number: int
@@ -316,20 +328,20 @@ class _Table:
     can_shrink: bool
     limit: int
     reserved_bytes: int = 0
-    target: int | None = None
-    receiver: _Table | None = None
+    target_buckets: int | None = None
+    receiver: _GrowableTable | None = None
     pressure: Pressure | None = None
     ages: AgeHistogram = field(default_factory=AgeHistogram)
 
-    def min_shrink(self, share: float) -> int:
-        """Return the least number of buckets by which a decision shrinks the table."""
+    def min_freed_buckets(self, share: float) -> int:
+        """Return the number of buckets of `share`: at least one, unless at `min_buckets`."""
         return min(self.limit - self.min_buckets, max(1, int(share * self.limit)))
 
 
 class _BudgetedModule:
     """A module in a budget.
 
-    The caller of `grant` and `begin_step` holds the lock of the module.
+    The caller of `grant` and `begin_step` must hold the lock of the module.
 
     Args:
         budget: the budget.
@@ -339,10 +351,14 @@ class _BudgetedModule:
     """
 
     def __init__(
-        self, budget: MemoryBudget, state: DynamicState, tables: list[_Table], fixed_bytes: int
+        self,
+        budget: MemoryBudget,
+        state: DynamicState,
+        tables: list[_GrowableTable],
+        fixed_bytes: int,
     ) -> None:
         self._budget, self.tables, self._fixed_bytes = budget, tables, fixed_bytes
-        self.state = weakref.ref(state)
+        self.state_reference = weakref.ref(state)
         self._table_of_number = {table.number: table for table in tables}
         self._num_steps = 0
 
@@ -350,7 +366,7 @@ class _BudgetedModule:
     def from_state(
         cls, budget: MemoryBudget, table_names: dict[int, str], state: DynamicState
     ) -> _BudgetedModule:
-        """Make the member of a state, with names of its tables by number. Change nothing."""
+        """Make the object for a module, with `table_names` by number; change nothing else."""
         tables, fixed_bytes = [], 0
         for number, spec in enumerate(state.specs):
             buckets = state.index.buckets(number)
@@ -360,7 +376,7 @@ class _BudgetedModule:
             if spec.buckets == spec.max_buckets:
                 fixed_bytes += buckets * bucket_bytes
                 continue
-            table = _Table(
+            table = _GrowableTable(
                 number=number,
                 name=table_names.get(number, state.table_names[number]),
                 bucket_bytes=bucket_bytes,
@@ -373,7 +389,7 @@ class _BudgetedModule:
         return cls(budget, state, tables, fixed_bytes)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Make a copy or pickle of this object None: copies belong to no budget."""
+        """Copy and pickle this object as None, because copies of a module have no budget."""
         return type(None), ()
 
     @property
@@ -384,9 +400,9 @@ class _BudgetedModule:
     def grant(self, number: int, buckets: int) -> int:
         """Raise a table's limit towards a number of buckets; return how many of them it may have.
 
-        A table that cannot grow, or whose module was deleted, gets the number that it asks for.
+        A table that is not growable, or whose module was deleted, gets the number it asks for.
         """
-        table, state = self._table_of_number.get(number), self.state()
+        table, state = self._table_of_number.get(number), self.state_reference()
         if table is None or state is None:
             return buckets
         if buckets > table.limit:
@@ -396,57 +412,67 @@ class _BudgetedModule:
         return min(buckets, table.limit)
 
     def begin_step(self, state: DynamicState) -> None:
-        """Decide once per interval, and shrink the tables that were chosen as donors."""
+        """Publish and decide once per interval; shrink the tables that decisions made donors.
+
+        Call it at the beginning of each training forward.
+        """
         self._num_steps += 1
         if self._num_steps % self._budget.interval == 0:
             for table in self.tables:
-                self._give_back_unused(table, state)
+                self._release_unused(table, state)
             self._publish(state)
             self._budget.decide()
         for table in self.tables:
-            if table.target is not None:
-                self._shrink(table, table.target, state)
+            if table.target_buckets is not None:
+                self._shrink(table, table.target_buckets, state)
 
-    def _give_back_unused(self, table: _Table, state: DynamicState) -> None:
-        """Lower a limit to the buckets in use, e.g. after `clear`; return the memory to the system.
+    def _release_unused(self, table: _GrowableTable, state: DynamicState) -> None:
+        """Lower a limit to the buckets in use, e.g. after `clear`, and release the other memory.
 
         A donor keeps its limit until it shrinks.
         """
         buckets = state.index.buckets(table.number)
-        if buckets < table.limit and table.target is None:
+        if buckets < table.limit and table.target_buckets is None:
             rows_before, rows = table.limit * SLOTS_PER_BUCKET, buckets * SLOTS_PER_BUCKET
             release_rows(state, table.number, rows_before, rows)
             state.index.set_limit(table.number, buckets)
             self._budget.lower_limit(table, buckets)
 
     def _publish(self, state: DynamicState) -> None:
-        """Publish the pressure in the tables."""
-        counts = [] if state.statistics is None else state.statistics.read()
-        for table in self.tables if counts else ():
-            ages = counts[table.number].eviction_ages
+        """Publish the pressure in the tables; without statistics, nothing."""
+        if state.statistics is None:
+            return
+        statistics = state.statistics.read()
+        for table in self.tables:
+            ages = statistics[table.number].eviction_ages
             new_ages = ages.since(table.ages)
-            lowest_age = _lowest_age(state, table.number, table.min_shrink(self._budget.share))
+            lowest_age = _lowest_age(
+                state, table.number, table.min_freed_buckets(self._budget.share)
+            )
             table.pressure = Pressure(new_ages.num_keys, new_ages.mean, lowest_age)
             table.ages = ages
 
-    def _shrink(self, table: _Table, buckets: int, state: DynamicState) -> None:
-        """Shrink a table, then lower its limit; after an interrupt the next step does the rest."""
+    def _shrink(self, table: _GrowableTable, buckets: int, state: DynamicState) -> None:
+        """Shrink a table, then lower its limit; after an interrupt the next step completes it."""
         shrink_to(state, table.number, buckets)
-        if state.statistics is not None:  # keys that it evicted just now are no pressure
+        if state.statistics is not None:  # the keys that it evicted just now are no pressure
             table.ages = state.statistics.read()[table.number].eviction_ages
         state.index.set_limit(table.number, buckets)
         self._budget.lower_limit(table, buckets)
 
 
-def _lowest_age(state: DynamicState, table: int, num_freed: int) -> float:
+def _lowest_age(state: DynamicState, table: int, num_freed_buckets: int) -> float:
     """Return the mean age of the lowest-ranked key per bucket, of evenly spaced buckets.
 
-    It is infinite if the table's keys would fit at its `max_load` without `num_freed` buckets, or
-    if the sampled buckets are empty.
+    It is infinite if `num_freed_buckets` fewer buckets would have all keys at `max_load`, or if the
+    sampled buckets are empty.
     """
     index = state.index
     buckets, spec = index.buckets(table), state.specs[table]
-    if index.size(table) * 1024 <= (buckets - num_freed) * SLOTS_PER_BUCKET * spec.max_load_1024ths:
+    if (
+        index.size(table) * 1024
+        <= (buckets - num_freed_buckets) * SLOTS_PER_BUCKET * spec.max_load_1024ths
+    ):
         return math.inf
     num_sampled = min(buckets, _SAMPLED_BUCKETS)
     bucket_indices = torch.arange(num_sampled) * buckets // num_sampled
@@ -456,9 +482,14 @@ def _lowest_age(state: DynamicState, table: int, num_freed: int) -> float:
 
 
 def _mean_lowest_age(index: HashIndex, entries: torch.Tensor, is_used: torch.Tensor) -> float:
-    """Return the mean age of the entry per bucket that is evicted first.
+    """Return the mean age of the lowest-ranked entry per bucket; infinite without entries.
 
-    Entries are `[buckets, 32, 2 or 3]`. Of entries with the lowest score the oldest counts.
+    It is the oldest one, or with scores the oldest of those with the lowest score.
+
+    Args:
+        index: the index, whose clock gives ages.
+        entries: int64 `[buckets, 32, 2 or 3]`, see `HashEntryColumn`; the third column is scores.
+        is_used: bool `[buckets, 32]`, the slots with an entry.
     """
     max_int64 = torch.iinfo(torch.int64).max
     if entries.shape[2] > HashEntryColumn.SCORE:

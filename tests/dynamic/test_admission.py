@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from emblib.dynamic.admission import Admission, Missing, missing_of
+from emblib.dynamic.admission import Admission, MissingKeys, missing_keys_of
 from emblib.dynamic.keys import hash_key_of
 from emblib.dynamic.module import DynamicEmbeddingBags
 from emblib.ops.hash import Keys, Misses
@@ -354,10 +354,10 @@ def test_entries_without_a_table_are_nothing(
     for batch in random_batches(4, (0, 1, 2), 40, 6, 12):
         keys, misses = misses_of(batch, 3, device)
         count = len(set(batch))
-        missing = missing_of(keys.ids, misses)
-        few = Missing(*(part[:count] for part in missing))
+        missing = missing_keys_of(keys.ids, misses)
+        few = MissingKeys(*(part[:count] for part in missing))
         pad = 50
-        many = Missing(
+        many = MissingKeys(
             nn.functional.pad(few.keys, (0, pad), value=7),
             nn.functional.pad(few.counts, (0, pad), value=9),
             nn.functional.pad(few.tables, (0, pad), value=3),

@@ -260,7 +260,14 @@ def test_wrong_use(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="takes a module, got list"):
         budget.attach([bags])  # type: ignore[arg-type]
     assert repr(budget).endswith("interval=64, share=0.0625, ratio=1.5)")
-    for options in ({"share": 0.0}, {"share": 0.6}, {"ratio": 1.0}, {"interval": 0}):
+    for options in (
+        {"share": 0.0},
+        {"share": 0.6},
+        {"share": "0.1"},
+        {"ratio": 1.0},
+        {"ratio": None},
+        {"interval": 0},
+    ):
         with pytest.raises(ValueError, match=rf"{next(iter(options))} must be"):
             MemoryBudget(100, **options)  # type: ignore[arg-type]
     if torch.cuda.is_available():
