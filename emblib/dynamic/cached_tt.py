@@ -80,8 +80,8 @@ class _Lookups(NamedTuple):
     Attributes:
         core_ids: int64 `[L]`, ids whose rows are computed from the cores, -1 for the others.
         row_indices: int64 `[L]`, index of the id's stored row in its table, -1 for ids without
-            one; empty if no rows are stored.
-        counted_keys: ids of all tables to count, -1 for none, in segments by feature.
+            one; empty if no table has stored rows.
+        counted_keys: keys to count, -1 for lookups that are not counted, one segment per feature.
     """
 
     core_ids: Tensor
@@ -100,7 +100,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     A *key* is an id plus the first key of its table, so that one hash table serves all. Threads may
     look up at the same time while none chooses rows; one thread trains (docs/threads.md). Methods
-    raise IndexError for a table that does not exist, TypeError for one that is no int.
+    raise IndexError for a table that does not exist, and TypeError for a table that is no int.
 
     Args:
         tables: rows, dim, ranks, factors and name of each tensor train.
@@ -126,7 +126,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         rows: module of the stored rows, one table per tensor train.
         index: hash table of the keys of stored rows; its values are not used.
         counts: hash table that counts the keys of training lookups; its values are not used.
-        cache_rows: maximum number of rows that `populate` chooses, by table.
+        cache_rows: maximum number of rows that one choice stores, by table.
         stored_rows: maximum number of stored rows, cached or spilled, by table.
 
     Raises:
@@ -144,11 +144,11 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     key_bases: Tensor  # int64 `[F]`, first key of the feature's table
     id_tables: Tensor  # int64 `[F, 10]`, see `TTTableColumn`
     segment_tables: Tensor  # int64 `[F]` of zeros
-    row_of_slot: Tensor  # int64 `[slots + 1]`, stored row of a slot in its table; -1: none
+    row_of_slot: Tensor  # int64 `[slots + 1]`, row by slot of `index`, in the key's table; -1: none
     key_of_row: Tensor  # int64 `[stored rows]`, of all tables, -1 for a free row
     counters: Tensor  # int64 `[T, n]`, see `TT_COUNTERS`
     changes: Tensor  # float64 `[T, 2]`, squared differences of evicted rows and cores
-    since: Tensor  # int64 `[T]`, saved training lookups since rows were chosen
+    since: Tensor  # int64 `[T]`, `_lookups_since` in state dicts, else out of date
     features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
     rows_of_features: Tensor  # int64 `[F]`, number of rows of the feature's table
     tables_of_features: Tensor  # int64 `[F]`
@@ -197,10 +197,10 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self._first_rows = [0, *accumulate(self.stored_rows)]
         self._register_buffers(device)
         self._lookups_since = [0] * len(self.tables)  # training lookups since the last choice
-        self._choice_number = 0  # number of the last choice of rows; backward checks it
+        self._choice_number = 0  # counts changes of `key_of_row`; backward checks it
         self._index_is_current = True  # whether `index` and `row_of_slot` agree with `key_of_row`
-        self._choice_with_rows = (0, False)  # a choice, and whether any rows are stored since
-        self._step_offset: Tensor | None = None  # offset for skipped rows, see `_skips_rows`
+        self._choice_with_rows = (0, False)  # a choice number, and whether it has any stored rows
+        self._step_offset: Tensor | None = None  # step of stored rows less that of cores, or None
         self.register_load_state_dict_post_hook(_finish_load)
 
     def _make_trains(
@@ -222,7 +222,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return TableBatchedEmbeddingBags(specs, optimizer, cache=cache, **options)
 
     def _feature_buffers(self) -> dict[str, list[Any]]:
-        """Return the values of the buffers that depend on the constructor only, by name."""
+        """Return the values of the int64 buffers that follow from the constructor's arguments."""
         feature_tables = self.trains.feature_tables
         return {
             "key_bases": [self._first_keys[t] for t in feature_tables],
@@ -243,7 +243,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return self.trains.table_names
 
     def _fill_layout(self) -> None:
-        """Recompute buffers that follow from the constructor, after a move from meta."""
+        """Recompute the buffers that are not saved, after a move from meta."""
         self.features.copy_(self.trains.id_features())
         self.bounds_violations.zero_()
         for name, values in self._feature_buffers().items():
@@ -358,7 +358,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return is_counted
 
     def _has_stored_rows(self) -> bool:
-        """Return whether any rows are stored; reads the device once per choice of rows."""
+        """Return whether any table has stored rows; reads the device once per choice."""
         if self._choice_with_rows[0] != self._choice_number:
             self._choice_with_rows = (self._choice_number, bool((self.key_of_row >= 0).any()))
         return self._choice_with_rows[1]
@@ -385,7 +385,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     @without_gradients
     def _count_skipped_steps(self) -> None:
-        """Add the steps that skipped the stored rows to the step of their optimizer."""
+        """Advance the optimizer step of the stored rows by the steps that left them out."""
         if self._step_offset is not None:
             steps = self.trains.hyperparams[Hyper.STEP]
             self.rows.hyperparams[Hyper.STEP].copy_(steps + self._step_offset.to(steps))
@@ -396,7 +396,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def _checked_offsets(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """Check a batch before anything is changed; return repaired offsets, `[F * B + 1]`."""
+        """Check a batch, and return its offsets, `[bags + 1]`, repaired as `bounds_check` says."""
         check_tensor("offsets", offsets)
         num_features, num_bags = len(self.rows_of_features), offsets.numel() - 1
         if batch_sizes is None and (num_bags < 0 or num_bags % num_features):
@@ -427,7 +427,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def _split_lookups(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
-        """Split a batch into lookups of cores, stored rows, and ids to count."""
+        """Split a batch into lookups of the cores, lookups of stored rows, and keys to count."""
         num_features, layout = len(self.rows_of_features), self.layout_of_bags(offsets, batch_sizes)
         ids: Tensor = _ops.tt_keys(indices, offsets, layout, self.id_tables)
         starts = feature_starts(offsets, num_features, batch_sizes)
@@ -450,9 +450,9 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     @without_gradients
     def _count_ids(self, batch: _Lookups, num_spilled_before: Tensor | None) -> None:
-        """Count the ids of a training lookup.
+        """Count the ids and the hits of a training lookup; invalid ids and -1 do not count.
 
-        `num_spilled_before` is `_num_spilled_lookups` before it. Invalid ids and -1 do not count.
+        `num_spilled_before` is the result of `_num_spilled_lookups` before the lookup.
         """
         keys, tables, counters = batch.counted_keys, self.tables_of_features, self.counters
         calls = [partial(_count_, keys.ids, batch.row_indices, keys.starts, tables, counters)]
@@ -466,7 +466,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             self._lookups_since = [since + 1 for since in self._lookups_since]
 
     def _num_spilled_lookups(self) -> Tensor | None:
-        """Return the lookups of spilled rows so far, int64 `[T]`; None without SPILL."""
+        """Return the number of lookups of spilled rows so far, int64 `[T]`; None without SPILL."""
         cache = self.rows.row_cache
         column = COUNTERS.index("lookup_misses")
         return None if cache is None else cache.counters[:-1, column].clone()
@@ -490,7 +490,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return [index(table)]
 
     def _populate_due_tables(self) -> None:
-        """Populate tables with `every` lookups since they were populated, except frozen ones."""
+        """Choose rows of the tables with `every` lookups since their choice, except frozen ones."""
         period = self.cache.every or math.inf
         frozen = self.trains.untrained
         due_tables = [
@@ -514,21 +514,21 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             self._count_skipped_steps()
 
     def _populate_table(self, table: int, keys: Tensor, uses: Tensor) -> None:
-        """Store the rows of the keys of a table with the most `uses`; int64 `[n]` each."""
+        """Store the rows of the keys with the most uses; `keys` and `uses` are int64 `[n]`."""
         keys, order = keys.sort()  # among equal uses the smaller id is first
         uses = uses[order]
         top_keys = keys[uses.argsort(descending=True, stable=True)[: self.cache_rows[table]]]
-        cached_keys = self._stored_keys(table)
-        new_keys = top_keys[~torch.isin(top_keys, cached_keys)]
-        is_leaving = (cached_keys >= 0) & ~torch.isin(cached_keys, top_keys)
+        stored_keys = self._stored_keys(table)
+        new_keys = top_keys[~torch.isin(top_keys, stored_keys)]
+        is_leaving = (stored_keys >= 0) & ~torch.isin(stored_keys, top_keys)
         leaving_rows = is_leaving.nonzero().squeeze(1)
         if self._spills:  # only as many rows leave as host memory has no room for
-            excess = max(len(new_keys) - int((cached_keys < 0).sum()), 0)
-            leaving_rows = least_used(cached_keys, leaving_rows, keys, uses)[:excess]
+            excess = max(len(new_keys) - int((stored_keys < 0).sum()), 0)
+            leaving_rows = least_used(stored_keys, leaving_rows, keys, uses)[:excess]
         self._replace_rows(table, leaving_rows, new_keys)
 
     def _stored_keys(self, table: int) -> Tensor:
-        """Return the keys of a table's stored rows, int64 `[stored rows]`, -1 for free ones."""
+        """Return the keys of a table's rows, a view int64 `[stored rows]`, -1 for free rows."""
         (table,) = self._table_numbers(table)
         begin, end = self._first_rows[table : table + 2]
         return self.key_of_row[begin:end]
@@ -541,10 +541,10 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         """
         if not len(leaving_rows) and not len(new_keys):
             return
-        if not self._index_is_current:  # also of other tables, which are not updated below
+        if not self._index_is_current:  # the update below is of this table alone
             self._rebuild_index()
-        cached_keys = self._stored_keys(table)
-        keys_after, removed_keys = cached_keys.clone(), cached_keys[leaving_rows]
+        stored_keys = self._stored_keys(table)
+        keys_after, removed_keys = stored_keys.clone(), stored_keys[leaving_rows]
         cores = [core.detach().float() for core in self.trains.table_cores(table)]
         calls: list[partial[Any]] = []
         if len(leaving_rows):
@@ -563,7 +563,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                 calls.append(partial(view.index_copy_, 0, device_rows, values))
         self._invalidate_choice()
         with self.rows.overwriting():
-            in_one_call(*calls, partial(cached_keys.copy_, keys_after))
+            in_one_call(*calls, partial(stored_keys.copy_, keys_after))
         if len(removed_keys):
             self.row_of_slot[self.index.slots(removed_keys)] = -1
             self.index.erase(removed_keys)
@@ -573,13 +573,13 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self._index_is_current = True
 
     def _invalidate_choice(self) -> None:
-        """Invalidate the index and earlier lookups, before `key_of_row` is written."""
+        """Begin a choice, before `key_of_row` is written: the index and lookups are out of date."""
         self._choice_number, self._index_is_current = self._choice_number + 1, False
 
     def _plan_eviction(
         self, table: int, rows: Tensor, cores: list[Tensor]
     ) -> tuple[list[Tensor], list[partial[Any]]]:
-        """Return the float32 cores after `rows` have left, and the calls that change the module."""
+        """Return the float32 cores after `rows` have left, and the calls that make the change."""
         spec, ids = self.tables[table], self._stored_keys(table)[rows] - self._first_keys[table]
         values, calls = self._row_values(table, rows), []
         core_rows = tt_projection.rows(spec, cores, ids)
@@ -621,7 +621,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             first_id += len(block)
 
     def cached_ids(self, table: int) -> Tensor:
-        """Return the ids of stored rows, cached or spilled, int64 `[n]`, by ascending row."""
+        """Return the ids of stored rows, cached or spilled, int64 `[n]`, in the order of rows."""
         keys = self._stored_keys(table)
         return keys[keys >= 0] - self._first_keys[table]
 
@@ -710,8 +710,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     ) -> None:
         """Load a state dict, also of a module with another number of stored rows.
 
-        Raises:
-            RuntimeError: more stored rows of a table than this module has; nothing was written.
+        If a table has more stored rows than fit, or an entry is invalid, this module stays as it
+        is, and `load_state_dict` raises RuntimeError.
         """
         self._count_skipped_steps()
         self.since.copy_(torch.tensor(self._lookups_since))
@@ -749,13 +749,13 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return self
 
     def finish_load(self) -> None:
-        """Rebuild the index after loading a state dict; do nothing if it was refused."""
+        """Rebuild the index after a state dict was loaded; do nothing if it was refused."""
         if not self._index_is_current:
             self._lookups_since = self.since.tolist()
             self._rebuild_index()
 
     def reset_parameters(self) -> None:
-        """Redraw the cores, reset optimizer states, empty the cache and forget all counts."""
+        """Redraw the cores, reset optimizer states, remove stored rows and forget all counts."""
         self._step_offset = None
         self._invalidate_choice()
         self.trains.reset_parameters()

@@ -193,18 +193,18 @@ TT_COUNTERS = ("lookups", "hits", "spill_hits", "evicted")
 assert tuple(f.name for f in fields(TTCacheStats))[: len(TT_COUNTERS)] == TT_COUNTERS
 
 
-def least_used(cached_keys: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
+def least_used(stored_keys: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
     """Return rows that may leave in the order in which they do: the least used ones first.
 
     Of equally used rows the one with the larger key leaves first.
 
     Args:
-        cached_keys: int64 `[stored rows]`, key of each stored row.
+        stored_keys: int64 `[stored rows]`, key of each stored row.
         rows: int64 `[n]`, the rows to order.
         keys: int64 `[m]`, counted keys, ascending; the others have 0 uses.
         uses: int64 `[m]`, uses of `keys`.
     """
-    row_keys = cached_keys[rows]
+    row_keys = stored_keys[rows]
     counts = torch.zeros_like(row_keys)
     if len(keys):
         indices = torch.searchsorted(keys, row_keys).clamp(max=len(keys) - 1)
