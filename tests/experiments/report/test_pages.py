@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 
 from experiments import cli, configure, kinds, reference, report
+from experiments.config.schema import UsageError
 from experiments.machine.flags import explain, remedy
 from experiments.paths import ROOT
 from experiments.report import Run, answer, notes, text, write_report
@@ -253,7 +254,7 @@ def test_a_report_needs_no_torch() -> None:
 def test_a_smoke_run_cannot_become_a_reference(
     smoke_runs: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="full size"):
+    with pytest.raises(UsageError, match="full size"):
         reference.keep(smoke_runs["tt_vs_tbe"], tmp_path)
 
 
