@@ -1,11 +1,12 @@
 """TorchRec's tracer, and collections in TorchScript.
 
 TorchScript compiles neither `KeyedJaggedTensor` nor the tables. `torch.jit.script` calls
-`__prepare_scriptable__` of each collection, and compiles the result in its place: `ScriptableBags`
-or `ScriptableVectors`, which look up in the same memory. `register_classes` registers classes with
-the attributes of emblib's jagged tensors, and functions that replace their static methods. Scripted
-code can then receive, make and return jagged tensors. A C++ program must load `libemblib_cpu.so`
-before the model. Only one thread of a process may trace at a time.
+`__prepare_scriptable__` of each collection of `emblib.compat.torchrec`, and compiles the result in
+its place: `ScriptableBags` or `ScriptableVectors`, which look up in the same memory.
+`register_classes` registers classes with the attributes of emblib's jagged tensors, and functions
+that replace their static methods. Scripted code can then receive, make and return jagged tensors. A
+C++ program must load `libemblib_cpu.so` before the model. Only one thread of a process may trace at
+a time.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.

@@ -184,7 +184,7 @@ def group_entries_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return the entries of a parameter group of an optimizer, without `lr` and `max_gradient`.
 
     They are its fields that are numbers, `betas`, and `maximize` and `weight_decay` as torch has
-    them.
+    them; for SGD also `momentum`, which is 0.
     """
     numbers = {}
     for field in fields(optimizer):

@@ -37,7 +37,8 @@ CACHE_TERMS = ("step", "lookup", "row")
 CORE_CACHE_BYTES = 1 << 20  # bytes of computed rows that stay in a core's cache
 BATCHES_PER_STEP = 3  # distinct batches per kind of step
 FITTED_SHARES = (1 / 16, 1 / 4, 1.0)  # lookups of fitted steps ÷ lookups of predicted steps
-LOOKUPS_PER_ID = (1, 8)  # lookups per id of fitted steps
+# Lookups per distinct id of fitted steps; 1 draws from the whole table, so ids may repeat.
+LOOKUPS_PER_ID = (1, 8)
 SGD_RATE = 1e-3  # learning rate of the steps
 AS_GIVEN, PERMUTED = "by frequency", "permuted"
 
@@ -127,9 +128,9 @@ class _Experiment:
                 for lookups_per_id in LOOKUPS_PER_ID
             }
             for lookups, lookups_per_id in sorted(batch_sizes):
-                num_ids = max(
-                    1, self.workload.E if lookups_per_id == 1 else lookups // lookups_per_id
-                )
+                num_ids = self.workload.E
+                if lookups_per_id > 1:
+                    num_ids = min(num_ids, max(1, lookups // lookups_per_id))
                 batches = [
                     self._draw_batch(lookups, 0.0, num_ids, from_all_rows=True)
                     for _ in range(BATCHES_PER_STEP)

@@ -170,11 +170,11 @@ def max_lookup_hits(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
             end, served_rows, batches + 1
         )
         excess_rows = np.cumsum(change)[:batches] - capacity
-        norm = float((excess_rows * excess_rows).sum())
-        if norm == 0.0:
+        squared_norm = float((excess_rows * excess_rows).sum())
+        if squared_norm == 0.0:
             break
         step_size = FIRST_STEP / (1.0 + step_index / DECAY)
-        price = np.maximum(price + excess_rows * step_size * max(best, 1.0) / norm, 0.0)
+        price = np.maximum(price + excess_rows * step_size * max(best, 1.0) / squared_norm, 0.0)
     return best
 
 

@@ -345,6 +345,33 @@ def test_an_erase_that_raises_keeps_rows_that_are_not_stored() -> None:
     assert store.size(0) == 4
 
 
+def test_a_key_of_a_put_that_stored_a_part_expires_once() -> None:
+    class Broken(HostRows):
+        def put(self, table: int, rows: StoredRows) -> StoredRows:
+            super().put(table, rows.at(slice(1)))
+            raise MemoryError
+
+    store = row_stage.PrefetchedRows(Broken(32), [StoredTable("a", 8)])
+    moves, keys, stamps = row_stage.RowMoves(), torch.tensor([1, 2, 3]), torch.tensor([0, 0, 9])
+    moves.demoted[0] = StoredRows(keys, stamps, keys, torch.zeros(3, 8, dtype=torch.uint8))
+    with pytest.raises(MemoryError):
+        store.apply_moves(moves)
+    assert store.behind.size(0) == 1
+    assert store.expire(0, 5).tolist() == [1, 2]
+    assert store.size(0) == 1
+
+
+def test_an_older_row_in_the_store_expires_without_the_newer_unstored_one() -> None:
+    store = row_stage.PrefetchedRows(HostRows(32), [StoredTable("a", 8)])
+    keys, values = torch.tensor([1]), torch.zeros(1, 8, dtype=torch.uint8)
+    store.put(0, StoredRows(keys, torch.tensor([0]), keys, values))
+    store.add_unstored(0, StoredRows(keys, torch.tensor([9]), keys, values))
+    assert not store.expire(0, 5).numel()
+    assert store.read(0, keys).rows.stamps.tolist() == [9]
+    assert store.behind.size(0) == 0
+    assert store.expire(0, 10).tolist() == [1]
+
+
 def test_prefetched_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_stage, "MAX_PREFETCHED", 100)
     store = HostRows(4096)

@@ -368,10 +368,15 @@ class PrefetchedRows:
     @_exclusive
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        expired_keys = [rows.keys[rows.stamps < before] for rows in self._unstored[table]]
-        all_expired = torch.cat([*expired_keys, self.behind.expire(table, before)])
-        self._drop_from_memory(table, all_expired)
-        return all_expired
+        expired_keys = self.behind.expire(table, before)
+        self._drop_prefetched(table, expired_keys)
+        if not self._unstored[table]:
+            return expired_keys
+        # Of an unstored row the store may have a copy, or an older row: its own stamp decides.
+        unstored_keys = [rows.keys[rows.stamps < before] for rows in self._unstored[table]]
+        expired_keys = torch.cat([*unstored_keys, expired_keys]).unique()
+        self._drop_from_memory(table, torch.cat(unstored_keys))
+        return expired_keys[~torch.isin(expired_keys, _keys_of(self._unstored[table]))]
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`; unstored rows are views, no copies."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,16 @@ def test_constants_are_found_again_and_never_below_zero() -> None:
     )
     falling = predictions._fit_constants(terms, 1.0 - 1e-10 * terms[:, 2])
     assert (falling >= 0).all()
+
+
+def test_steps_of_a_small_table_look_up_its_rows() -> None:
+    options = {"ranks": [4], "cached": [], "lookups": [640], "skews": [1.05]}
+    workload, arms = SimpleNamespace(E=60, D=16, L=20), [SimpleNamespace(key="trains")]
+    cell: Any = SimpleNamespace(workload=workload, arms=arms, options=options)
+    session: Any = SimpleNamespace(seed=0, note=print)
+    steps = predictions._Experiment(cell, session).steps
+    assert len(steps) == 14  # of each order six fitted ones and a predicted one
+    assert all(int(ids.max()) < 60 for step in steps for ids, _ in step.batches)
 
 
 def point(**changes: Any) -> dict[str, Any]:
