@@ -358,7 +358,7 @@ def _load(
     with _all_ranks_succeed(ranks, "some tables were changed already: load again"):
         for table in tables_read:
             set_dynamicemb(*table.module.table_module_of(table.name), table.entries)
-            table.module.take_opt_args(table.name, table.saved)
+            table.module.set_opt_args(table.name, table.saved)
 
 
 def _read(
@@ -382,7 +382,7 @@ def _read(
     )
     if reads_own_file or ranks.size == 1:
         return table_entries
-    return module.owned(name, ranks, table_entries)
+    return module.select_owned(name, ranks, table_entries)
 
 
 def _omitted_parts(**flags: bool | None) -> list[str]:

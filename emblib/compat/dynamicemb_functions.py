@@ -1,4 +1,9 @@
-"""DynamicEmb's functions of the tables of a module, whether it is sharded or not."""
+"""DynamicEmb's functions of the tables of a module, whether it is sharded or not.
+
+`DynamicEmbTables` is the base of the module and of sharded collections. Its methods dump, load,
+fill and export tables and set their scores. The `opt_args` of a table are the entries of its file
+that describe the optimizer and the table.
+"""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +30,7 @@ from emblib.dynamic.saving.dynamicemb import export_dynamicemb
 from emblib.dynamic.saving.dynamicemb_files import DynamicEmbTable
 from emblib.sharding.ranks import RankGroup
 
-_NAME_IN_DUMPS = {
+_OPTIMIZER_NAMES_IN_DUMPS = {
     optim.SGD: "sgd",
     optim.Adam: "adam",
     optim.Adagrad: "exact_adagrad",
@@ -33,10 +38,10 @@ _NAME_IN_DUMPS = {
 }
 
 
-def opt_args(
+def arguments_in_dumps(
     bags: DynamicEmbeddingBags, table: int, options: DynamicEmbTableOptions
 ) -> dict[str, Any]:
-    """Return the values that DynamicEmb saves of an optimizer and a table, by its names.
+    """Return the values of an optimizer and a table that DynamicEmb saves, by DynamicEmb's names.
 
     `table` is the number of the table in `bags`. Waits for a GPU.
 
@@ -44,12 +49,15 @@ def opt_args(
         NotImplementedError: an optimizer that DynamicEmb does not have.
     """
     rule: Any = bags.optimizer
-    if type(rule) not in _NAME_IN_DUMPS:
+    if type(rule) not in _OPTIMIZER_NAMES_IN_DUMPS:
         raise NotImplementedError(
             f"DynamicEmb has no {type(rule).__name__}, so its files cannot name the optimizer: use "
             "emblib.sharding.checkpoints"
         )
-    saved: dict[str, Any] = {"opt_type": _NAME_IN_DUMPS[type(rule)], "lr": bags.learning_rate}
+    saved: dict[str, Any] = {
+        "opt_type": _OPTIMIZER_NAMES_IN_DUMPS[type(rule)],
+        "lr": bags.learning_rate,
+    }
     if isinstance(rule, optim.Adam):
         decay = rule.weight_decay.rate if rule.weight_decay else 0.0
         saved |= {"iters": bags.step, "beta1": rule.betas[0], "beta2": rule.betas[1]}
@@ -67,8 +75,8 @@ def opt_args(
 def dist_type_of_files(options: DynamicEmbTableOptions) -> str:
     """Return the rule by which files of a table are read on another number of ranks.
 
-    With "continuous", DynamicEmb's files have remainders of keys, which `check_same_kind` refuses.
-    Files here have whole keys: they are those of "roundrobin".
+    For "continuous" it is "roundrobin". DynamicEmb's files of "continuous" have remainders of keys,
+    which `check_same_kind` refuses; files written here have whole keys.
     """
     return "roundrobin" if options.dist_type == "continuous" else options.dist_type
 
@@ -81,12 +89,12 @@ class Saved:
     """Checked state from which a table and its optimizer continue.
 
     Attributes:
-        hyper: changes for `set_hyperparameters`.
+        hyperparameters: changes for `set_hyperparameters`.
         step: value for `set_step`; None leaves the step unchanged.
         step_score: value for `set_eviction_step`; None leaves the score unchanged.
     """
 
-    hyper: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]
     step: int | None
     step_score: int | None
 
@@ -103,8 +111,8 @@ def check_same_kind(
     Args:
         table: name of the table.
         path: path of the file, for error messages.
-        content: parsed content of the file, as `opt_args` returned it.
-        current: result of `opt_args` of the table that loads.
+        content: parsed content of the file, as `arguments_in_dumps` returned it.
+        current: result of `arguments_in_dumps` of the table that loads.
         with_optimizer: whether the optimizer must be the same.
 
     Raises:
@@ -125,31 +133,31 @@ def check_same_kind(
     if "dist_type" in content and entry_of(path, content, "dist_type", str) == "continuous":
         raise ValueError(
             f"table {table!r} was dumped with dist_type continuous, whose files have remainders of "
-            "keys in place of the keys; dump it with another dist_type"
+            "keys instead of the keys; dump it with another dist_type"
         )
 
 
 def checked_numbers(
     path: Path, content: Mapping[str, Any], rule: Any, *, counts_steps: bool = False
 ) -> Saved:
-    """Read the numbers of the file at `path` that a table takes; numbers it lacks stay unchanged.
+    """Return the numbers in a file from which a table continues; it keeps those that are missing.
 
     Args:
         path: path of the file, for error messages.
         content: parsed content of the file.
-        rule: the optimizer of the table; None leaves out its numbers.
+        rule: the optimizer of the table; None skips the numbers of the optimizer.
         counts_steps: whether the table has a score that counts steps.
 
     Raises:
         DumpError: a number is of the wrong type or out of range, or one beta lacks the other.
     """
-    hyper = {} if rule is None else _hyperparameter_changes(path, content, rule)
-    step = score = None
+    hyperparameters = {} if rule is None else _hyperparameter_changes(path, content, rule)
+    step = step_score = None
     if rule is not None and "iters" in content:
         step = _whole_number(path, content, "iters", 0, 2**53)
     if counts_steps and "step_score" in content:
-        score = _whole_number(path, content, "step_score", -(2**63), 2**63 - 1)
-    return Saved(hyper, step, score)
+        step_score = _whole_number(path, content, "step_score", -(2**63), 2**63 - 1)
+    return Saved(hyperparameters, step, step_score)
 
 
 def _hyperparameter_changes(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
@@ -170,18 +178,18 @@ def _hyperparameter_changes(path: Path, content: Mapping[str, Any], rule: Any) -
     if isinstance(rule, optim.Adam):
         parsers["beta1", "beta2"] = lambda: {"betas": (number("beta1"), number("beta2"))}
         parsers["weight_decay", "beta1"] = decay
-    hyper: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for names, parse in parsers.items():
         if not any(name in content for name in names):
             continue
         try:
             change = parse()
-            replace(rule, **change)  # which checks ranges
+            replace(rule, **change)  # checks ranges
         except (TypeError, ValueError, OverflowError) as error:
             quoted_names = " and ".join(map(repr, names))
             raise DumpError(f"{path} is malformed: {quoted_names}: {error}") from error
-        hyper |= change
-    return hyper
+        changes |= change
+    return changes
 
 
 def _whole_number(
@@ -198,7 +206,7 @@ def _whole_number(
 class DynamicEmbTables:
     """Base of modules and sharded collections with DynamicEmb's tables.
 
-    The tables of this process are parts of `emblib.DynamicEmbeddingBags`.
+    The tables of this process are tables of one or more `emblib.DynamicEmbeddingBags`.
     """
 
     @property
@@ -233,7 +241,7 @@ class DynamicEmbTables:
         module, index = self.table_module_of(name)
         return export_dynamicemb(module, index, {}, leave_out=leave_out)
 
-    def owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
+    def select_owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
         """Return the entries of a dump whose keys belong on this rank, by the dump's `dist_type`.
 
         A dump without one is read by the `dist_type` of the table.
@@ -245,7 +253,7 @@ class DynamicEmbTables:
 
     @property
     def reads_own_files(self) -> bool:
-        """Return whether rank r finds all its keys in rank r's file, if as many ranks dumped."""
+        """Return whether all keys of rank r are in the file of rank r, if as many ranks dumped."""
         return True
 
     def flush(self) -> None:
@@ -281,7 +289,7 @@ class DynamicEmbTables:
         `load_factor` and `tolerance` are shares of max_capacity: a table that lacks at most
         `tolerance` is not filled further.
 
-        Rows have their initial values. Up to 65536 keys at a time are inserted by a forward in
+        Rows get their initial values. Up to 65536 keys at a time are inserted by a forward in
         training mode without an update, which counts as a training step. A table that cannot take
         more keys is left as it is.
 
@@ -304,7 +312,7 @@ class DynamicEmbTables:
                 fill_table(module, index, target_size, generator, self.owns)
 
     def owns(self, keys: Tensor) -> Tensor:
-        """Return which keys this rank may have, bool."""
+        """Return whether this rank may have each key, bool `[N]`."""
         return torch.ones_like(keys, dtype=torch.bool)
 
     def dump(
@@ -381,7 +389,7 @@ class DynamicEmbTables:
         An optimizer that DynamicEmb does not have raises NotImplementedError.
         """
         options = self.options_of(table)
-        saved = opt_args(*self.table_module_of(table), options)
+        saved = arguments_in_dumps(*self.table_module_of(table), options)
         if options.score_strategy is DynamicEmbScoreStrategy.STEP:
             saved["step_score"] = self.get_score()[table]
         return saved
@@ -389,7 +397,7 @@ class DynamicEmbTables:
     def check_opt_args(
         self, table: str, path: Path, content: Mapping[str, Any], *, with_optimizer: bool
     ) -> Saved:
-        """Check the saved numbers of a table and return them for `take_opt_args`; change nothing.
+        """Check the saved numbers of a table and return them for `set_opt_args`; change nothing.
 
         Args:
             table: name of the table.
@@ -402,18 +410,19 @@ class DynamicEmbTables:
             ValueError: it was saved with another kind of table.
         """
         options, (module, index) = self.options_of(table), self.table_module_of(table)
-        check_same_kind(table, path, content, opt_args(module, index, options), with_optimizer)
+        current = arguments_in_dumps(module, index, options)
+        check_same_kind(table, path, content, current, with_optimizer)
         counts_steps = options.score_strategy is DynamicEmbScoreStrategy.STEP
         rule = module.optimizer if with_optimizer else None
         return checked_numbers(path, content, rule, counts_steps=counts_steps)
 
-    def take_opt_args(self, table: str, saved: Saved) -> None:
+    def set_opt_args(self, table: str, saved: Saved) -> None:
         """Set the numbers that `check_opt_args` returned."""
         module, index = self.table_module_of(table)
         if saved.step_score is not None:
             module.set_eviction_step(index, saved.step_score)
-        if saved.hyper:
-            module.set_hyperparameters(**saved.hyper)
+        if saved.hyperparameters:
+            module.set_hyperparameters(**saved.hyperparameters)
         if saved.step is not None:
             module.set_step(saved.step)
 
@@ -422,9 +431,10 @@ class DynamicEmbTables:
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]:
         """Return keys and rows by table, and the scores of the next batch by table.
 
-        Keys are those whose score is at least the threshold, of all ranks of `pg`, which all call
-        this; None is all processes. They are sorted, rows are `[N, D]`; both are on the CPU. The
-        scores are thresholds for the next call; a CUSTOMIZED table without a score has none.
+        All ranks of `pg` call this, and get the keys of all ranks whose score is at least the
+        threshold of the table; None is all processes. Keys are sorted, rows are `[N, D]`, both on
+        the CPU. The scores are thresholds for the next call; a CUSTOMIZED table without a score has
+        none.
 
         Raises:
             ValueError: no such table.

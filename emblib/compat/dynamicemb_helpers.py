@@ -19,7 +19,7 @@ from emblib.compat import dynamicemb_arguments, torchrec_sharders, torchrec_type
 from emblib.compat.dynamicemb_dump import modules_of
 from emblib.compat.dynamicemb_functions import DynamicEmbTables
 from emblib.compat.dynamicemb_sharders import DYNAMICEMB_KERNEL, DynamicEmbHash
-from emblib.compat.dynamicemb_tables import numbers_of_states
+from emblib.compat.dynamicemb_tables import num_state_values
 from emblib.compat.dynamicemb_types import DynamicEmbEvictStrategy
 from emblib.compat.fbgemm_types import EmbOptimType, as_member
 from emblib.compat.raising import raising
@@ -129,7 +129,7 @@ def get_optimizer_ckpt_state_dim(
         NotImplementedError: an optimizer that DynamicEmb does not run.
     """
     rule = dynamicemb_arguments.default_optimizer(as_member(EmbOptimType, optimizer_type))
-    return numbers_of_states(rule, dim)
+    return num_state_values(rule, dim)
 
 
 # Files of dumps

@@ -326,7 +326,7 @@ class ShardedCollectionTables(DynamicEmbTables):
         """Return which keys this rank has, bool."""
         return owner(keys, self._ranks.size) == self._ranks.rank
 
-    def owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
+    def select_owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
         """Return the entries of a dump whose keys belong on this rank, by emblib's hash."""
         return dump.owned(self.owns)
 

@@ -121,12 +121,12 @@ def _num_fast_rows(
 
 
 def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
-    """Return the bytes of a row of `dim` numbers of `dtype`, and of its float32 optimizer state."""
-    return dim * dtype.itemsize + 4 * numbers_of_states(rule, dim)
+    """Return the bytes of a row of `dim` numbers of `dtype` and of its float32 states."""
+    return dim * dtype.itemsize + 4 * num_state_values(rule, dim)
 
 
-def numbers_of_states(rule: optim.Optimizer, dim: int) -> int:
-    """Return the numbers of optimizer state of a row of `dim` numbers."""
+def num_state_values(rule: optim.Optimizer, dim: int) -> int:
+    """Return how many numbers of optimizer state a row of `dim` numbers has."""
     return sum(1 if state.per_row else dim for state in rule.states)
 
 
@@ -134,16 +134,16 @@ class _Prefetched(NamedTuple):
     """The properties of a batch that `prefetch` fixes."""
 
     scores: Tensor | None  # int64 [T], of its keys by table; None if the tables have no scores
-    counts: Tensor | None  # int64 [L], uses per lookup; None: `forward` has them
+    counts: Tensor | None  # int64 [L], uses per lookup; None: those of `forward`
 
 
 class Cache:
-    """Hits of the fast tier of tables with `caching` in the last forward; 0 if in evaluation."""
+    """Lookups and hits of the fast tier in the last training forward of tables with `caching`."""
 
     def __init__(self, bags: DynamicEmbeddingBags) -> None:
         self._bags = bags
         self._hooks: list[Any] = []
-        self._before = self._after = (0, 0)
+        self._totals_before = self._totals_after = (0, 0)
 
     def set_record_cache_metrics(self, record: bool) -> None:
         """Start or stop counting; each forward then waits for the device."""
@@ -151,24 +151,26 @@ class Cache:
             hook.remove()
         self._hooks = []
         if record:
-            before = self._bags.register_forward_pre_hook(self._count_before)
-            self._hooks = [before, self._bags.register_forward_hook(self._count_after)]
+            self._hooks = [
+                self._bags.register_forward_pre_hook(self._count_before),
+                self._bags.register_forward_hook(self._count_after),
+            ]
 
     @property
     def cache_metrics(self) -> Tensor:
         """Lookups of the last forward, and how many were of keys in the fast tier, int64 `[2]`.
 
-        Both are 0 before `set_record_cache_metrics(True)` and a forward. DynamicEmb counts
-        distinct keys, where this counts positions of the batch.
+        Both are 0 before `set_record_cache_metrics(True)` and a forward, and after a forward in
+        evaluation. This counts positions of the batch; DynamicEmb counts distinct keys.
         """
-        pairs = zip(self._after, self._before, strict=True)
+        pairs = zip(self._totals_after, self._totals_before, strict=True)
         return torch.tensor([after - before for after, before in pairs])
 
     def _count_before(self, *_: Any) -> None:
-        self._before = self._count_totals()
+        self._totals_before = self._count_totals()
 
     def _count_after(self, *_: Any) -> None:
-        self._after = self._count_totals()
+        self._totals_after = self._count_totals()
 
     def _count_totals(self) -> tuple[int, int]:
         stats = self._bags.tier_stats().values()
@@ -230,7 +232,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         self.bags = self._make_bags(arguments)
         has_cache = self._options[0].caching and self.bags.backing is not None
         self._cache = Cache(self.bags) if has_cache else None
-        self._prefetched: deque[_Prefetched] = deque()  # by prefetch, not yet by forward
+        self._prefetched: deque[_Prefetched] = deque()  # and not looked up yet
         for options in self._options:
             options.evict_strategy = dynamicemb_arguments.evict_strategy(options.score_strategy)
             if options.init_capacity is None:
@@ -240,7 +242,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         """Return the module that does the work, given the arguments of the constructor."""
         optimizer, state = dynamicemb_arguments.optimizer(args), args.initial_accumulator_value
         if not self._options[0].training:
-            optimizer, state = optim.SGD(args.learning_rate), 0.0  # which keeps no state
+            optimizer, state = optim.SGD(args.learning_rate), 0.0  # SGD has no state
         specs = [
             dynamicemb_arguments.spec(options, name, state)
             for options, name in zip(self._options, self._names, strict=True)
@@ -390,7 +392,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     @property
     def cache(self) -> "Cache | None":
-        """The counts of the fast tier; None unless the tables have `caching` and a store."""
+        """The hit counter of the fast tier; None unless tables have `caching` and a store."""
         return self._cache
 
     def set_record_cache_metrics(self, record: bool) -> None:

@@ -31,7 +31,7 @@ from emblib.compat.fbgemm_int8 import Int8Tables
 from emblib.compat.fbgemm_operators import bucketize, jagged
 from emblib.compat.fbgemm_reporting import (
     CacheCounters,
-    Events,
+    ModuleReport,
     StdLogStatsReporter,
     StdLogStatsReporterConfig,
     TBEStatsReporter,
@@ -162,10 +162,10 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         With `feature_requires_grad`, `[F]`, sample weights get a gradient only at the lookups of
         features whose entry is not 0.
         """
-        sizes = batch_size_per_feature_per_rank
+        batch_sizes = batch_size_per_feature_per_rank
         weights = None if per_sample_weights is None else per_sample_weights.float()
-        weights = mask_gradients(weights, feature_requires_grad, offsets, sizes, self.bags)
-        return self.bags(indices, offsets, weights, batch_sizes=sizes)
+        weights = mask_gradients(weights, feature_requires_grad, offsets, batch_sizes, self.bags)
+        return self.bags(indices, offsets, weights, batch_sizes=batch_sizes)
 
     def split_embedding_weights(self) -> list[Tensor]:
         """Return the tables as views `[rows, dim]`."""
@@ -403,12 +403,12 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
     def _make_tables(self, arguments: SimpleNamespace) -> None:
         """Make tables and attributes; `arguments` must be the result of `normalise`."""
-        self.bags = _tables_of(arguments)
+        self.bags = _make_bags(arguments)
         with torch.no_grad():
             for weights in self.bags.table_weights():
                 weights.zero_()
         self._arguments = arguments
-        self._describe(arguments)
+        self._set_attributes(arguments)
         self._use_buffers(arguments.preallocated_host_buffers or {})
         self._counters = CacheCounters(self.bags, arguments)
         self._averaging = fbgemm_arguments.in_place_average(arguments)
@@ -420,7 +420,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self.stats_reporter = config.create_reporter() if config is not None else None
         names = (self.logging_table_name, self.uuid)
         reporter = self.stats_reporter
-        self._events = None if reporter is None else Events(reporter, names, self._counters)
+        self._report = None if reporter is None else ModuleReport(reporter, names, self._counters)
         self.log(f"tables {self.logging_table_name}: {self.bags}")
 
     def log(self, msg: str) -> None:
@@ -467,13 +467,13 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         if vbe_output is None or vbe_output_offsets is None:
             return output
         dims = [self.dims[t] for t in self.feature_table_map]
-        # Elements of each block, rank after rank, in which order `output` has the blocks.
-        sizes = torch.tensor(batch_size_per_feature_per_rank).t() * torch.tensor(dims)
-        sizes = sizes.flatten().to(output.device)
+        # Elements of each block, in the order of `output`: rank after rank.
+        block_sizes = torch.tensor(batch_size_per_feature_per_rank).t() * torch.tensor(dims)
+        block_sizes = block_sizes.flatten().to(output.device)
         starts = vbe_output_offsets.to(output.device, torch.int64).flatten()
-        positions = jagged.segment_positions(starts, sizes, output.numel())
-        flat = vbe_output if vbe_output.dim() == 1 else vbe_output.view(-1)
-        flat.index_copy_(0, positions, output.to(vbe_output.dtype))
+        positions = jagged.segment_positions(starts, block_sizes, output.numel())
+        flat_output = vbe_output if vbe_output.dim() == 1 else vbe_output.view(-1)
+        flat_output.index_copy_(0, positions, output.to(vbe_output.dtype))
         return vbe_output
 
     def _look_up(
@@ -490,13 +490,13 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         While a module without such hooks is compiled, only look up: steps are not counted.
         """
         indices = self._cast_indices(indices)
-        sizes = batch_size_per_feature_per_rank
+        batch_sizes = batch_size_per_feature_per_rank
         weights = None if per_sample_weights is None else per_sample_weights.float()
-        weights = mask_gradients(weights, feature_requires_grad, offsets, sizes, self.bags)
+        weights = mask_gradients(weights, feature_requires_grad, offsets, batch_sizes, self.bags)
         if self.optimizer is EmbOptimType.NONE:
             # The size of the sparse gradient; without it, backward would wait for the device.
             self.bags.num_distinct_rows = total_unique_indices
-        lookup = functools.partial(self.bags, indices, offsets, weights, batch_sizes=sizes)
+        lookup = functools.partial(self.bags, indices, offsets, weights, batch_sizes=batch_sizes)
         if torch.compiler.is_compiling() and not self._needs_python_hooks():
             return lookup()
         self._begin_step(indices)
@@ -509,7 +509,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self._report_output(output)
         extra = self._arguments.extra_optimizer_config
         if extra.use_writeback_bwd_prehook:
-            if batch_size_per_feature_per_rank is not None:
+            if batch_sizes is not None:
                 raise NotImplementedError("use_writeback_bwd_prehook needs one batch size")
             keep_first_lookups(
                 output,
@@ -539,10 +539,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         offsets are copies, weights float32. `force_cast_input_types` and `prefetch_pipeline` are
         ignored: offsets get the dtype of the indices with any value. Waits for a GPU.
         """
-        sizes = batch_size_per_feature_per_rank
+        batch_sizes = batch_size_per_feature_per_rank
         indices = self._cast_indices(indices).clone()
         offsets = offsets.to(indices.dtype, copy=True)
-        layout = VBEMetadata.of(sizes, [self.dims[t] for t in self.feature_table_map])
+        layout = VBEMetadata.of(batch_sizes, [self.dims[t] for t in self.feature_table_map])
         layout = layout._replace(vbe_output=vbe_output, vbe_output_offsets=vbe_output_offsets)
         mode = self._arguments.bounds_check_mode.name.removeprefix("V2_")
         bucketize.bounds_check_indices(
@@ -562,7 +562,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     def _needs_python_hooks(self) -> bool:
         """Return whether a forward does more than look up; if not, it compiles into one graph."""
         writes_back = self._arguments.extra_optimizer_config.use_writeback_bwd_prehook
-        is_reported = self._events is not None or self._counters.is_active
+        is_reported = self._report is not None or self._counters.is_active
         return is_reported or writes_back or self._averaging is not None
 
     def _begin_step(self, indices: Tensor) -> None:
@@ -570,30 +570,30 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self.step += 1
         if self._averaging is not None and self.training:
             self._averaging.step(self.bags)
-        if self._events is not None:
-            self._events.step = self.step
-            self._events.tensor("fwd_input", indices)
-            self._events.memory(self.bags)
+        if self._report is not None:
+            self._report.step = self.step
+            self._report.report_tensor("fwd_input", indices)
+            self._report.report_memory(self.bags)
 
     def _report_output(self, output: Tensor) -> None:
         """Report the output and, in the backward pass, the time that it waits for prefetch."""
-        events, stream = self._events, self.prefetch_stream
-        if events is None:
+        report, stream = self._report, self.prefetch_stream
+        if report is None:
             return
-        events.tensor("fwd_output", output)
+        report.report_tensor("fwd_output", output)
         if stream is None or not output.requires_grad:
             return
 
         def wait_for_prefetch(gradient: Tensor) -> None:
-            with events.wait_timer.recording(self.step, gradient.device):
+            with report.wait_timer.recording(self.step, gradient.device):
                 torch.cuda.current_stream(gradient.device).wait_stream(stream)
 
         output.register_hook(wait_for_prefetch)
 
     def _cast_indices(self, indices: Tensor) -> Tensor:
         """Return indices as int32 if `embedding_table_index_type` is int32, else as they are."""
-        int32 = self._arguments.embedding_table_index_type == torch.int32
-        return indices.to(torch.int32) if int32 else indices
+        is_int32 = self._arguments.embedding_table_index_type == torch.int32
+        return indices.to(torch.int32) if is_int32 else indices
 
     # Cache
 
@@ -606,7 +606,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     ) -> None:
         """Load the rows of a batch into the cache; forwards must follow in the same order.
 
-        On a GPU the current stream does it; `forward_stream` is the one that `forward` will run on.
+        On a GPU the current stream loads them; `forward` will run on `forward_stream`.
 
         Raises:
             ValueError: both streams are the same, in the first call that names a `forward_stream`.
@@ -620,8 +620,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
                 )
         indices = self._cast_indices(indices)
         timer_context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._events is not None and self._counters.has_cache:
-            timer_context = self._events.prefetch_timer.recording(self.step, indices.device)
+        if self._report is not None and self._counters.has_cache:
+            timer_context = self._report.prefetch_timer.recording(self.step, indices.device)
         with self._counters.counting(), timer_context:
             self.bags.prefetch(indices, offsets, batch_sizes=batch_size_per_feature_per_rank)
         self._num_prefetched += 1
@@ -631,19 +631,19 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
                 tensor.record_stream(torch.cuda.current_stream(self.current_device))
 
     def _report_cache(self, indices: Tensor) -> None:
-        if self._events is not None and self._counters.has_cache:
+        if self._report is not None and self._counters.has_cache:
             dtype = self.bags.cache.dtype or self.bags.precision.weights
-            self._events.cache(indices, dtype.itemsize * self.max_D_cache)
+            self._report.report_prefetch(indices, dtype.itemsize * self.max_D_cache)
 
     @property
     def prefetch_duration_timer(self) -> Timer | None:
-        """Time `prefetch`, if there is a reporter."""
-        return None if self._events is None else self._events.prefetch_timer
+        """The timer of `prefetch`; None without a reporter."""
+        return None if self._report is None else self._report.prefetch_timer
 
     @property
     def bwd_wait_prefetch_timer(self) -> Timer | None:
-        """Time the wait of a backward pass for `prefetch`, if there is a reporter."""
-        return None if self._events is None else self._events.wait_timer
+        """The timer of the wait of backward for `prefetch`; None without a reporter."""
+        return None if self._report is None else self._report.wait_timer
 
     get_prefetch_passes = staticmethod(prefetch_passes)
 
@@ -665,7 +665,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
     def print_uvm_cache_stats(self, use_local_cache: bool = False) -> None:
         """Log the counts per batch since the last log, or the counts of the last batch."""
-        self.log(f"uvm_cache_stats={self._counters.per_call(local=use_local_cache)}")
+        self.log(f"uvm_cache_stats={self._counters.counts_per_call(local=use_local_cache)}")
 
     def get_cache_miss_counter(self) -> Tensor:
         """Return batches with a miss, and distinct missed rows, int64 `[2]`.
@@ -713,8 +713,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         fbgemm_arguments.update(self.bags, self._arguments, params_dict)
 
 
-def _tables_of(arguments: SimpleNamespace) -> Any:
-    """Return the module that does the work."""
+def _make_bags(arguments: SimpleNamespace) -> Any:
+    """Return the module of tables and lookups that `arguments` describe."""
     if arguments.weights_precision is SparseType.INT8:
         return Int8Tables(arguments)
     return TableBatchedEmbeddingBags(

@@ -1,4 +1,7 @@
-"""FBGEMM's modules around the tables: codecs of messages and permutations of pooled embeddings."""
+"""FBGEMM's codecs of messages between ranks, and permutations of pooled embeddings.
+
+`NAMES`, at the end, lists what `fbgemm_modules` puts into which module of FBGEMM.
+"""
 
 import itertools
 import os
@@ -213,22 +216,22 @@ class QuantizedCommCodec:
         """Return the length of the message of `input_len` values, in elements of `quantized_dtype`.
 
         Raises:
-            AssertionError: `input_len` is no number of whole rows.
+            AssertionError: `input_len` is not a whole number of rows.
             ValueError: INT8 or MX4 without a context.
         """
         if self._precision is SparseType.MX4:
             row_dim = self._require_context(ctx).mx_group_size
-            nbytes = row_dim // 2 + 1
+            row_nbytes = row_dim // 2 + 1
         elif self._has_row_scales(ctx) and self._precision in (SparseType.INT8, SparseType.FP8):
             row_dim = self._require_context(ctx).row_dim
-            nbytes = _row_nbytes(row_dim, self._precision)
+            row_nbytes = _row_nbytes(row_dim, self._precision)
         else:
             return input_len
         if input_len % row_dim:
             raise AssertionError(
                 f"{self._precision.name} messages have rows of {row_dim} values, got {input_len}"
             )
-        return input_len // row_dim * nbytes
+        return input_len // row_dim * row_nbytes
 
     @property
     def quantized_dtype(self) -> torch.dtype:
@@ -254,9 +257,9 @@ class QuantizedCommCodec:
     ) -> tuple[int, int]:
         """Return the columns of a message `[B, columns]` with padding, and those of the padding.
 
-        `[N]` is not padded. MX4 pads the columns of each rank to whole groups, FP8 to whole rows if
-        the environment has TORCHREC_ENABLE_FP8_ROWWISE_PADDING=1. If so, set
-        `qcomm_ctx.padded_dim_sum_per_rank`.
+        `[N]` is not padded. MX4 pads the columns of each rank to whole groups. FP8 with a `row_dim`
+        pads them to whole rows if the environment variable TORCHREC_ENABLE_FP8_ROWWISE_PADDING is
+        set, and not to 0. Both then set `qcomm_ctx.padded_dim_sum_per_rank`.
 
         Raises:
             ValueError: `input_tensor` has other columns than `dim_per_rank[my_rank]`.
@@ -265,19 +268,19 @@ class QuantizedCommCodec:
             return input_tensor.size(0), 0
         columns = input_tensor.size(1)
         if self._precision is SparseType.MX4:
-            block = qcomm_ctx.mx_group_size
+            block_size = qcomm_ctx.mx_group_size
         elif self._precision is SparseType.FP8 and self._row_dim > 0 and _pads_fp8_rows():
-            block = qcomm_ctx.row_dim
+            block_size = qcomm_ctx.row_dim
         else:
             return columns, 0
         if columns != dim_per_rank[my_rank]:
             raise ValueError(f"rank {my_rank} has {dim_per_rank[my_rank]} columns, got {columns}")
-        qcomm_ctx.padded_dim_sum_per_rank = [dim + -dim % block for dim in dim_per_rank]
-        padding = -columns % block
+        qcomm_ctx.padded_dim_sum_per_rank = [dim + -dim % block_size for dim in dim_per_rank]
+        padding = -columns % block_size
         return columns + padding, padding
 
     def _has_row_scales(self, ctx: QuantizationContext | None) -> bool:
-        """Return whether a message is rows with a scale each."""
+        """Return whether a message consists of rows that each have a scale."""
         if self._precision is SparseType.FP8:
             return ctx is not None and ctx.row_dim > 0
         return self._precision is SparseType.INT8
@@ -308,7 +311,10 @@ def _pads_fp8_rows() -> bool:
 
 
 class PermutePooledEmbeddings:
-    """Permute the columns of features: feature `permute[i]` becomes the i-th."""
+    """Permute the blocks of columns of features: feature `permute[i]` becomes the i-th.
+
+    `embs_dims` are the columns of each feature.
+    """
 
     def __init__(
         self,
@@ -322,7 +328,7 @@ class PermutePooledEmbeddings:
         self._is_identity = list(permute) == list(range(len(dims)))
 
     def __call__(self, pooled_embs: Tensor) -> Tensor:
-        """Return `pooled_embs` `[B, sum D]` with permuted columns; if none moves, itself."""
+        """Return `pooled_embs` `[B, sum D]` with permuted columns; the argument if none moves."""
         if self._is_identity:
             return pooled_embs
         return pooled.permute_duplicate_pooled_embs(
@@ -331,7 +337,7 @@ class PermutePooledEmbeddings:
 
 
 class PermutePooledEmbeddingsSplit(nn.Module):
-    """Permute the columns of features, as a module."""
+    """Module form of `PermutePooledEmbeddings`."""
 
     def __init__(
         self,
@@ -351,11 +357,11 @@ def rounded_row_size_in_bytes(
     dim: int, weight_ty: SparseType, row_alignment: int, scale_bias_size_in_bytes: int = 4
 ) -> int:
     """Return the bytes of a quantised row, a multiple of `row_alignment`."""
-    kind = as_member(SparseType, weight_ty)
-    size = dim * kind.bit_rate() // 8
-    if kind in (SparseType.INT8, SparseType.INT4, SparseType.INT2):
-        size += scale_bias_size_in_bytes
-    return -(-size // row_alignment) * row_alignment
+    precision = as_member(SparseType, weight_ty)
+    row_bytes = dim * precision.bit_rate() // 8
+    if precision in (SparseType.INT8, SparseType.INT4, SparseType.INT2):
+        row_bytes += scale_bias_size_in_bytes
+    return -(-row_bytes // row_alignment) * row_alignment
 
 
 NAMES: dict[str, dict[str, Any | Callable[..., Any]]] = {
@@ -378,4 +384,4 @@ NAMES: dict[str, dict[str, Any | Callable[..., Any]]] = {
         "PermutePooledEmbeddingsSplit": PermutePooledEmbeddingsSplit
     },
 }
-"""Names per module of FBGEMM."""
+"""The names of each module of FBGEMM, with their values."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from emblib import BoundsCheck, Pooling, QuantizedEmbeddingBags, RowFormat, TableSpec
 from emblib.compat.fbgemm_arguments import float_dtype
 from emblib.compat.fbgemm_comms import rounded_row_size_in_bytes
-from emblib.compat.fbgemm_int8 import check_pooled
+from emblib.compat.fbgemm_int8 import refuse_weights_without_pooling
 from emblib.compat.fbgemm_types import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -247,7 +247,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             weights = per_sample_weights.detach().to(device, torch.float32, non_blocking=is_async)
         with torch.no_grad():
             if self._returns_bytes:
-                check_pooled(self.pooling_mode, weights)
+                refuse_weights_without_pooling(self.pooling_mode, weights)
                 return self._look_up_bytes(indices, offsets)
             return self._lookup_modules[0](indices, offsets, weights)
 

@@ -1,7 +1,8 @@
 """Tables of INT8 rows in FBGEMM's training layout, which are looked up and not trained.
 
-A row is `dim` codes, then float32 scale and minimum, `dim + 8` bytes; FBGEMM has no backward pass
-for them either. The rows of a batch are decoded and pooled by PyTorch's operators.
+A row has `dim + 8` bytes: `dim` codes, then a scale and a minimum in float32. A lookup decodes the
+rows of the batch and pools them by PyTorch's operators. FBGEMM has no backward pass for such tables
+either.
 """
 
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from emblib.compat.fbgemm_types import BoundsCheckMode, PoolingMode
 _HEADER_BYTES = 8  # bytes of the scale and the minimum, two float32
 
 
-def check_pooled(pooling: PoolingMode, per_sample_weights: Tensor | None) -> None:
-    """Raise RuntimeError for weights without pooling, as emblib's kernels do."""
+def refuse_weights_without_pooling(pooling: PoolingMode, per_sample_weights: Tensor | None) -> None:
+    """Raise RuntimeError if there are weights and pooling is NONE, as emblib's kernels do."""
     if pooling is PoolingMode.NONE and per_sample_weights is not None:
         raise RuntimeError(
             "per_sample_weights need PoolingMode.SUM or MEAN; with NONE, scale the output"
@@ -28,9 +29,9 @@ def check_pooled(pooling: PoolingMode, per_sample_weights: Tensor | None) -> Non
 
 
 class _UntrainedFunction(torch.autograd.Function):
-    """Function that returns its first argument, and raises in the backward pass.
+    """Function that returns `output`, and raises in the backward pass.
 
-    `anchor` requires a gradient, so that there is such a pass.
+    `anchor` is an argument because it requires a gradient: without one there is no backward pass.
     """
 
     @staticmethod
@@ -48,7 +49,8 @@ class _UntrainedFunction(torch.autograd.Function):
 class Int8Tables(nn.Module):
     """The tables and lookups of a training module with `weights_precision=SparseType.INT8`.
 
-    It has the attributes and methods of `emblib.TableBatchedEmbeddingBags` that the module uses.
+    The module is `SplitTableBatchedEmbeddingBagsCodegen`. This class has those attributes and
+    methods of `emblib.TableBatchedEmbeddingBags` that the module uses.
 
     Args:
         args: arguments of the module, as `fbgemm_arguments.normalise` returns them.
@@ -58,7 +60,7 @@ class Int8Tables(nn.Module):
     """
 
     weights: Tensor  # uint8, the rows of all tables
-    rows: Tensor  # int64 [F], rows of the table of each feature
+    num_rows_of_feature: Tensor  # int64 [F], rows of the table that each feature reads
     hyperparams: Tensor  # zeros, as nothing is trained
     anchor: Tensor
 
@@ -67,27 +69,31 @@ class Int8Tables(nn.Module):
         self._shapes = [(rows, dim + _HEADER_BYTES) for rows, dim, _, _ in args.embedding_specs]
         self.feature_tables = list(args.feature_table_map)
         self._pooling = args.pooling_mode
-        self._output = float_dtype("output_dtype", args.output_dtype)
-        self._check = BoundsCheckMode[args.bounds_check_mode.name.removeprefix("V2_")].value
+        self._output_dtype = float_dtype("output_dtype", args.output_dtype)
+        check_mode = args.bounds_check_mode.name.removeprefix("V2_")
+        self._bounds_check_mode = BoundsCheckMode[check_mode].value
         self.optimizer = optim.SGD(0.0)
         self.learning_rate = args.learning_rate
         self.tables: list[Any] = []  # none is cached
-        size = sum(rows * row_bytes for rows, row_bytes in self._shapes)
-        rows = torch.tensor([self._shapes[t][0] for t in self.feature_tables], device=args.device)
-        self.register_buffer("weights", torch.zeros(size, dtype=torch.uint8, device=args.device))
-        self.register_buffer("rows", rows, persistent=False)
-        numbers = torch.zeros(len(optim.Hyper), dtype=torch.float64, device=args.device)
-        self.register_buffer("hyperparams", numbers, persistent=False)
+        num_bytes = sum(rows * row_bytes for rows, row_bytes in self._shapes)
+        num_rows = [self._shapes[t][0] for t in self.feature_tables]
+        self.register_buffer(
+            "weights", torch.zeros(num_bytes, dtype=torch.uint8, device=args.device)
+        )
+        num_rows_of_feature = torch.tensor(num_rows, device=args.device)
+        self.register_buffer("num_rows_of_feature", num_rows_of_feature, persistent=False)
+        hyperparams = torch.zeros(len(optim.Hyper), dtype=torch.float64, device=args.device)
+        self.register_buffer("hyperparams", hyperparams, persistent=False)
         anchor = torch.zeros((), device=args.device, requires_grad=True)
         self.register_buffer("anchor", anchor, persistent=False)
 
     def table_weights(self) -> list[Tensor]:
         """Return the rows of each table, uint8 `[rows, dim + 8]`, as views."""
-        parts = self.weights.split([rows * row_bytes for rows, row_bytes in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        table_bytes = self.weights.split([rows * row_bytes for rows, row_bytes in self._shapes])
+        return [rows.view(shape) for rows, shape in zip(table_bytes, self._shapes, strict=True)]
 
     def table_optimizer_states(self) -> list[dict[str, Tensor]]:
-        """Return no states."""
+        """Return an empty dictionary per table."""
         return [{} for _ in self._shapes]
 
     def no_cache(self, *arguments: Any, **options: Any) -> None:
@@ -102,10 +108,10 @@ class Int8Tables(nn.Module):
         per_sample_weights: Tensor | None = None,
         batch_sizes: object = None,
     ) -> Tensor:
-        """Pool rows to `[B, sum D]`, or `[L, D]` for pooling NONE; its backward pass raises.
+        """Pool rows to `[B, sum D]`, or return `[L, D]` for pooling NONE; backward raises.
 
-        `indices` are `[L]`, `offsets` `[F * B + 1]`; neither is written to. -1 reads zeros, and
-        counts in a mean. `per_sample_weights` `[L]` scale rows and get no gradient. Waits for a
+        `indices` are `[L]`, `offsets` `[F * B + 1]`; neither is written to. Index -1 reads zeros,
+        and counts in a mean. `per_sample_weights` `[L]` scale rows and get no gradient. Waits for a
         GPU.
 
         Raises:
@@ -114,15 +120,17 @@ class Int8Tables(nn.Module):
         """
         if batch_sizes is not None:
             raise NotImplementedError("INT8 tables are looked up with one batch size per feature")
-        check_pooled(self._pooling, per_sample_weights)
+        refuse_weights_without_pooling(self._pooling, per_sample_weights)
         indices, offsets = indices.clone(), offsets.to(indices.dtype, copy=True)
-        counter = torch.zeros(1, dtype=torch.int64, device=indices.device)
-        bucketize.bounds_check_indices(self.rows, indices, offsets, self._check, counter)
+        num_invalid = torch.zeros(1, dtype=torch.int64, device=indices.device)
+        bucketize.bounds_check_indices(
+            self.num_rows_of_feature, indices, offsets, self._bounds_check_mode, num_invalid
+        )
         num_features = len(self.feature_tables)
         batch_size = (offsets.numel() - 1) // num_features
         id_ends = offsets[::batch_size].tolist() if batch_size else [0] * (num_features + 1)
         weights = None if per_sample_weights is None else per_sample_weights.detach()
-        blocks, tables = [], self.table_weights()
+        pooled_of_features, tables = [], self.table_weights()
         for feature, table in enumerate(self.feature_tables):
             id_range = slice(id_ends[feature], id_ends[feature + 1])
             ids = indices[id_range]
@@ -134,18 +142,20 @@ class Int8Tables(nn.Module):
                 offsets[feature * batch_size : (feature + 1) * batch_size + 1].long()
                 - id_ends[feature]
             )
-            blocks.append(self._pool(rows, bag_starts))
-        output = torch.cat(blocks, int(self._pooling is not PoolingMode.NONE)).to(self._output)
+            pooled_of_features.append(self._pool(rows, bag_starts))
+        output = torch.cat(pooled_of_features, int(self._pooling is not PoolingMode.NONE)).to(
+            self._output_dtype
+        )
         result: Tensor = _UntrainedFunction.apply(output, self.anchor)
         return result
 
-    def _pool(self, rows: Tensor, starts: Tensor) -> Tensor:
+    def _pool(self, rows: Tensor, bag_starts: Tensor) -> Tensor:
         if self._pooling is PoolingMode.NONE:
             return rows
         return functional.embedding_bag(
             torch.arange(len(rows), device=rows.device),
             functional.pad(rows, (0, 0, 0, int(not len(rows)))),
-            starts,
+            bag_starts,
             mode=self._pooling.name.lower(),
             include_last_offset=True,
         )

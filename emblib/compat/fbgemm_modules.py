@@ -1,4 +1,9 @@
-"""The modules of `fbgemm_gpu` that TorchRec imports, with emblib's names; `install()`."""
+"""The modules of `fbgemm_gpu` that TorchRec imports, with emblib's classes and functions in them.
+
+`Installation.install` registers the modules with Python and the operators with PyTorch. Names of
+FBGEMM that emblib lacks are absent, or raise when they are used (`_RAISING_CLASSES`). With a
+fallback, FBGEMM's Python files serve absent names.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,9 @@ from emblib.compat.torchrec_fallback import Fallback
 
 ROOT = "fbgemm_gpu"
 
-_DISK = "rows on a disk or behind other tiers are a storage of the table in emblib: docs/tiers.md"
+_USE_TIERS = (
+    "rows on a disk or behind other tiers are a storage of the table in emblib: docs/tiers.md"
+)
 
 
 BackendType = enum.IntEnum("BackendType", "SSD DRAM PS DRAM_SSD", start=0)
@@ -29,7 +36,7 @@ BackendType = enum.IntEnum("BackendType", "SSD DRAM PS DRAM_SSD", start=0)
 
 
 class EnrichmentType(enum.IntEnum):
-    """Sources of rows of key-value tables, which raise."""
+    """Sources of rows of key-value tables; the tables raise."""
 
     IGR_LASER_EMBEDDING = 0
     IGR_LASER_SID = 1
@@ -41,23 +48,23 @@ class EnrichmentType(enum.IntEnum):
 EnrichmentResponseFormat = enum.IntEnum(
     "EnrichmentResponseFormat", "JSON THRIFT_FLOAT THRIFT_INT64", start=0
 )
-"""Formats of sources of rows of key-value tables, which raise."""
+"""Formats of sources of rows of key-value tables; the tables raise."""
 
 
 class KeyValueOptions(SimpleNamespace):
-    """Options of key-value tables, kept as they are given: those tables raise."""
+    """Options of key-value tables, stored unchanged; the tables that would use them raise."""
 
 
-_RAISES = {
+_RAISING_CLASSES = {
     name: raising(name, reason, library="FBGEMM")
     for name, reason in {
-        "SSDTableBatchedEmbeddingBags": _DISK,
-        "PartiallyMaterializedTensor": _DISK,
-        "KVEmbeddingInference": _DISK,
+        "SSDTableBatchedEmbeddingBags": _USE_TIERS,
+        "PartiallyMaterializedTensor": _USE_TIERS,
+        "KVEmbeddingInference": _USE_TIERS,
     }.items()
 }
-# Names of key-value tables that may be used, because only those tables raise.
-_KEY_VALUE_NAMES: dict[str, Any] = {
+# Options of key-value tables: they may be constructed, because the tables themselves raise.
+_KEY_VALUE_OPTIONS: dict[str, Any] = {
     "BackendType": BackendType,
     "EnrichmentResponseFormat": EnrichmentResponseFormat,
     "EnrichmentType": EnrichmentType,
@@ -76,12 +83,12 @@ def get_table_batched_offsets_from_dense(
 ) -> tuple[Tensor, Tensor]:
     """Return indices `[T * B * L]` and offsets `[T * B + 1]` of indices `[T, B, L]`.
 
-    They are on the current GPU or, without one, torch's default device; with `use_cpu` on the CPU.
-    With both `L` and `total_B`, the T * B bags, the indices may have any shape.
+    With `use_cpu` they are on the CPU, else on the current GPU, or without a GPU on torch's default
+    device. `total_B` is T * B; with both `L` and `total_B`, the indices may have any shape.
     """
     if L is None or total_B is None:
-        tables, batch, L = merged_indices.shape
-        total_B = tables * batch
+        num_tables, batch_size, L = merged_indices.shape
+        total_B = num_tables * batch_size
     device = torch.device("cpu") if use_cpu else torch.get_default_device()
     if not use_cpu and torch.cuda.is_available():
         device = torch.device("cuda")
@@ -89,13 +96,13 @@ def get_table_batched_offsets_from_dense(
     return merged_indices.contiguous().view(-1).to(device), offsets
 
 
-def _names_of_modules(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the names of each module, by its path below the root.
+def _contents_of_modules(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the contents of each module, by its path below the root.
 
-    `names` are the names of `emblib.compat.fbgemm`, with their values.
+    `names` has the values of the names of `emblib.compat.fbgemm`.
     """
-    disk = {"SSDTableBatchedEmbeddingBags": _RAISES["SSDTableBatchedEmbeddingBags"]}
-    kinds = {
+    ssd_tables = {"SSDTableBatchedEmbeddingBags": _RAISING_CLASSES["SSDTableBatchedEmbeddingBags"]}
+    enums = {
         name: names[name]
         for name in (
             "BoundsCheckMode",
@@ -110,50 +117,52 @@ def _names_of_modules(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "DoesNotHavePrefix": fbgemm_tables.DoesNotHavePrefix,
         "INT8_EMB_ROW_DIM_OFFSET": 8,
     }
-    options = {
+    option_classes = {
         name: value
         for name, value in training.items()
         if name.endswith(("Definition", "Mode", "Threshold", "Decay", "Prefix"))
-        and name not in kinds
+        and name not in enums
     }
-    monitoring = {name: value for name, value in names.items() if "StatsReporter" in name}
-    partial = {"PartiallyMaterializedTensor": _RAISES["PartiallyMaterializedTensor"]}
+    reporters = {name: value for name, value in names.items() if "StatsReporter" in name}
+    partial_tensor = {
+        "PartiallyMaterializedTensor": _RAISING_CLASSES["PartiallyMaterializedTensor"]
+    }
     inference = {
         "IntNBitTableBatchedEmbeddingBagsCodegen": (
             fbgemm_inference.IntNBitTableBatchedEmbeddingBagsCodegen
         ),
         "rounded_row_size_in_bytes": fbgemm_comms.rounded_row_size_in_bytes,
     }
-    dense = {"get_table_batched_offsets_from_dense": get_table_batched_offsets_from_dense}
+    dense_offsets = {"get_table_batched_offsets_from_dense": get_table_batched_offsets_from_dense}
     return {
         "": {},
-        "sparse_ops": {"get_source_mask": dense_jagged.get_source_mask_of},
-        "split_embedding_utils": dense,
+        "sparse_ops": {"get_source_mask": dense_jagged.get_source_mask_with_optional_size},
+        "split_embedding_utils": dense_offsets,
         "split_embedding_configs": {
             "EmbOptimType": names["EmbOptimType"],
             "SparseType": names["SparseType"],
         },
         "split_table_batched_embeddings_ops": training,
-        "split_table_batched_embeddings_ops_common": training | _KEY_VALUE_NAMES,
+        "split_table_batched_embeddings_ops_common": training | _KEY_VALUE_OPTIONS,
         "split_table_batched_embeddings_ops_training": training,
         "split_table_batched_embeddings_ops_inference": training | inference,
         "tbe": {},
         "tbe.cache": {},
         "tbe.cache.kv_embedding_ops_inference": {
-            "KVEmbeddingInference": _RAISES["KVEmbeddingInference"]
+            "KVEmbeddingInference": _RAISING_CLASSES["KVEmbeddingInference"]
         },
-        "tbe.config": kinds | options,
-        "tbe.config.embedding_config": kinds,
-        "tbe.config.optimizer_config": options,
-        "runtime_monitor": monitoring,
-        "tbe.monitoring": monitoring,
-        "tbe.monitoring.runtime_monitor": monitoring,
-        "tbe.ssd": disk | _KEY_VALUE_NAMES | {"ASSOC": 32},
-        "tbe.ssd.ssd_config": _KEY_VALUE_NAMES,
-        "tbe.ssd.training": disk,
+        "tbe.config": enums | option_classes,
+        "tbe.config.embedding_config": enums,
+        "tbe.config.optimizer_config": option_classes,
+        "runtime_monitor": reporters,
+        "tbe.monitoring": reporters,
+        "tbe.monitoring.runtime_monitor": reporters,
+        "tbe.ssd": ssd_tables | _KEY_VALUE_OPTIONS | {"ASSOC": 32},
+        "tbe.ssd.ssd_config": _KEY_VALUE_OPTIONS,
+        "tbe.ssd.training": ssd_tables,
         "tbe.ssd.utils": {},
-        "tbe.utils": dense,
-        "tbe.ssd.utils.partially_materialized_tensor": partial,
+        "tbe.utils": dense_offsets,
+        "tbe.ssd.utils.partially_materialized_tensor": partial_tensor,
         **fbgemm_comms.NAMES,
     }
 
@@ -161,31 +170,33 @@ def _names_of_modules(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 class Installation:
     """The modules under the name `fbgemm_gpu`, for the rest of the process.
 
-    There is no way back: PyTorch ends the process if the real library registers operators again.
+    They cannot be removed: PyTorch ends the process if the real library registers operators again.
 
     Args:
-        names: names of `emblib.compat.fbgemm`, with their values.
+        names: values of the names of `emblib.compat.fbgemm`.
     """
 
     _fallback: Fallback | None = None
 
     def __init__(self, names: Mapping[str, Any]) -> None:
-        contents = _names_of_modules(names)
+        contents = _contents_of_modules(names)
         self._modules: dict[str, ModuleType] = {}
-        for path, names_of_module in contents.items():
+        for path, module_names in contents.items():
             full_name = f"{ROOT}.{path}" if path else ROOT
-            module = ModuleType(full_name, "Names of FBGEMM, of emblib; see docs/torchrec.md.")
+            module = ModuleType(
+                full_name, "FBGEMM's names, implemented by emblib; see docs/torchrec.md."
+            )
             is_package = any(p.startswith(f"{path}." if path else "") and p for p in contents)
             module.__spec__ = ModuleSpec(full_name, None, is_package=is_package)
             if is_package:
                 module.__path__ = []
-            vars(module).update(names_of_module)
-            module.__dict__["__all__"] = sorted(names_of_module)
+            vars(module).update(module_names)
+            module.__dict__["__all__"] = sorted(module_names)
             self._modules[full_name] = module
             parent, _, name = full_name.rpartition(".")
             if parent:
                 setattr(self._modules[parent], name, module)
-        # As in FBGEMM's wheels, where it says that the operators need not be loaded by hand.
+        # `open_source` is True in FBGEMM's wheels: operators need not be loaded by hand.
         vars(self._modules[ROOT]).update(is_of_emblib=True, open_source=True)
 
     def install(self, *, fallback: bool = False) -> None:
@@ -213,40 +224,45 @@ class Installation:
                 "objects would mix with emblib's: call emblib.compat.fbgemm.install() before "
                 "anything imports fbgemm_gpu or torchrec"
             )
-        foreign = fbgemm_operators.foreign_operators()
-        if foreign:
+        foreign_operators = fbgemm_operators.foreign_operators()
+        if foreign_operators:
             raise RuntimeError(
-                f"torch.ops.fbgemm.{foreign[0]} and {len(foreign) - 1} more operators are "
-                "registered already, by a library of FBGEMM: call emblib.compat.fbgemm.install() "
-                "in a process that does not load it"
+                f"torch.ops.fbgemm.{foreign_operators[0]} and {len(foreign_operators) - 1} more "
+                "operators are registered already, by a library of FBGEMM: call "
+                "emblib.compat.fbgemm.install() in a process that does not load it"
             )
         if not fbgemm_operators.is_registered():
             fbgemm_operators.register()
-            _register_no_fakes()
+            _ignore_fake_classes()
         classes: Any = torch.classes.fbgemm
         classes.PrunedMapCPU = PrunedMap
         if fallback and self._fallback is None:
             self._fallback = Fallback(self._modules, ROOT)
             self._fallback.install()
             for name, module in self._modules.items():
-                serve = functools.partial(self._serve, name.removeprefix(ROOT).lstrip("."))
-                vars(module)["__getattr__"] = serve
+                serve_name = functools.partial(
+                    self._serve_from_fallback, name.removeprefix(ROOT).lstrip(".")
+                )
+                vars(module)["__getattr__"] = serve_name
         sys.modules.update(self._modules)
 
-    def _serve(self, module: str, name: str) -> Any:
+    def _serve_from_fallback(self, module: str, name: str) -> Any:
         """Return a name that a module lacks, from FBGEMM's file of the module."""
         if self._fallback is None or name.startswith("__"):
             raise AttributeError(f"module {module} has no attribute {name!r}", name=name)
         return self._fallback.attribute(module, name)
 
 
-def _register_no_fakes() -> None:
-    """Let TorchRec register fakes of FBGEMM's TorchScript classes, which emblib does not have."""
-    register = _library.register_fake_class
+def _ignore_fake_classes() -> None:
+    """Make PyTorch ignore fakes that TorchRec registers for FBGEMM's TorchScript classes.
+
+    emblib does not have these classes.
+    """
+    register_in_torch = _library.register_fake_class
 
     def register_fake_class(qualname: str, fake_class: Any = None) -> Any:
         if not qualname.startswith("fbgemm::"):
-            return register(qualname, fake_class)
+            return register_in_torch(qualname, fake_class)
         return (lambda cls: cls) if fake_class is None else fake_class
 
     vars(_library)["register_fake_class"] = register_fake_class

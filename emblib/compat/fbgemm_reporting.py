@@ -1,4 +1,8 @@
-"""Statistics of a module and the reporters that receive them, with FBGEMM's names."""
+"""Statistics of a module and the reporters that receive them, with FBGEMM's names.
+
+A user configures a `TBEStatsReporter`. The module reports to it through `ModuleReport`, which has
+sizes, durations, and cache counts. `CacheCounters` computes the counts from the cache's own.
+"""
 
 import abc
 import contextlib
@@ -24,14 +28,14 @@ _logger = logging.getLogger(__name__)
 
 
 class TBEStatsReporter(abc.ABC):
-    """Base of reporters; a module reports at steps with `should_report`."""
+    """Base of reporters; a module reports a step if `should_report` returns True for it."""
 
     @abc.abstractmethod
     def should_report(self, iteration_step: int) -> bool:
         """Return whether to report this step."""
 
     def register_stats(self, stats_name: str, amplifier: int = 1) -> None:  # noqa: B027
-        """Do nothing; FBGEMM registers statistics by this, modules of emblib do not call it."""
+        """Do nothing; FBGEMM's modules call this, modules of emblib do not."""
 
     @abc.abstractmethod
     def report_duration(
@@ -56,11 +60,11 @@ class TBEStatsReporter(abc.ABC):
         tbe_id: str = "",
         enable_tb_metrics: bool = False,
     ) -> None:
-        """Report a number of bytes, or a count, depending on the event."""
+        """Report `data_bytes`: a number of bytes, or a count, depending on the event."""
 
 
 class StdLogStatsReporter(TBEStatsReporter):
-    """Reporter that logs every `report_interval` steps."""
+    """Reporter that logs every `report_interval` steps; an interval below 1 raises ValueError."""
 
     def __init__(self, report_interval: int) -> None:
         if report_interval < 1:
@@ -145,12 +149,12 @@ _UNIQUE_MISSES = UVMCacheStatsIndex.num_unique_misses
 class CacheCounters:
     """The counts of FBGEMM's module, computed from the cache's counts around each batch.
 
-    Counts are read from the device only if an option of the module asks for them, because the host
-    waits for that.
+    The host waits when it reads counts from the device. It reads them only if an option of the
+    module asks for them.
 
     Attributes:
         has_cache: whether a table is cached.
-        gathers: whether gather_uvm_cache_stats is set.
+        gathers_stats: whether gather_uvm_cache_stats is set.
         cache_miss_counter: int64 `[2]`, batches with a miss, and distinct rows that were missing.
         table_wise_cache_miss: int64 `[T]`, distinct rows that were missing, by table; `[0]` unless
             record_cache_metrics asks for it.
@@ -160,21 +164,23 @@ class CacheCounters:
         metrics = RecordCacheMetrics(*(args.record_cache_metrics or (False, False)))
         self._bags = bags
         self._counts_batches, self._counts_tables = metrics
-        self.gathers = bool(args.gather_uvm_cache_stats)
+        self.gathers_stats = bool(args.gather_uvm_cache_stats)
         self.has_cache = any(spec.placement.cached for spec in bags.tables)
         num_tables = len(bags.tables) if self._counts_tables else 0
         self.cache_miss_counter = torch.zeros(2, dtype=torch.int64)
         self.table_wise_cache_miss = torch.zeros(num_tables, dtype=torch.int64)
-        self._last = torch.zeros(len(_COUNT_NAMES), dtype=torch.int64)
-        self._logged = torch.zeros(len(_COUNT_NAMES), dtype=torch.int64)
+        self._batch_counts = torch.zeros(len(_COUNT_NAMES), dtype=torch.int64)
+        self._counts_at_log = torch.zeros(len(_COUNT_NAMES), dtype=torch.int64)
 
     @property
     def is_active(self) -> bool:
         """Return whether a table is cached and an option asks for counts."""
-        return self.has_cache and (self.gathers or self._counts_batches or self._counts_tables)
+        return self.has_cache and (
+            self.gathers_stats or self._counts_batches or self._counts_tables
+        )
 
-    def _counts(self) -> Tensor:
-        """Return int64 `[1 + T, 6]`: of all tables, then of each."""
+    def _read_counts(self) -> Tensor:
+        """Return the counts of all tables together, then of each table, int64 `[1 + T, 6]`."""
         count_rows = torch.zeros(1 + len(self._bags.tables), len(_COUNT_NAMES), dtype=torch.int64)
         if self.has_cache:
             stats = self._bags.cache_stats()
@@ -186,55 +192,56 @@ class CacheCounters:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what happens inside the context, which may load one batch into the cache."""
+        """Count the cache accesses inside the context, which may load one batch into the cache."""
         if not self.is_active:
             yield
             return
-        before = self._counts()
+        counts_before = self._read_counts()
         yield
-        new = self._counts() - before
-        if not new[0, UVMCacheStatsIndex.num_calls]:
+        increase = self._read_counts() - counts_before
+        if not increase[0, UVMCacheStatsIndex.num_calls]:
             return  # the batch had been prefetched
-        self._last = new[0]
+        self._batch_counts = increase[0]
         if self._counts_batches:
-            num_unique_misses = new[0, _UNIQUE_MISSES]
+            num_unique_misses = increase[0, _UNIQUE_MISSES]
             self.cache_miss_counter += torch.stack(
                 [(num_unique_misses > 0).long(), num_unique_misses]
             )
         if self._counts_tables:
-            self.table_wise_cache_miss += new[1:, _UNIQUE_MISSES]
+            self.table_wise_cache_miss += increase[1:, _UNIQUE_MISSES]
 
     def uvm_stats(self, *, local: bool) -> Tensor:
         """Return int64 `[6]`, in the order of `UVMCacheStatsIndex`.
 
-        The counts are those since the last reset, or if `local` those of the last batch.
+        These are the counts since the last reset, or with `local` the counts of the last batch.
 
         Raises:
             RuntimeError: the module was made without gather_uvm_cache_stats.
         """
-        if not self.gathers:
+        if not self.gathers_stats:
             raise RuntimeError("make the module with gather_uvm_cache_stats=True to read them")
-        return self._last.clone() if local else self._counts()[0]
+        return self._batch_counts.clone() if local else self._read_counts()[0]
 
     def reset(self) -> None:
-        """Reset the counts of `uvm_stats` and `per_call` to zero; raise as `uvm_stats`."""
+        """Reset the counts of `uvm_stats` and `counts_per_call` to zero; raise as `uvm_stats`."""
         self.uvm_stats(local=True)
         self._bags.reset_cache_stats()
-        self._last.zero_()
-        self._logged.zero_()
+        self._batch_counts.zero_()
+        self._counts_at_log.zero_()
 
-    def per_call(self, *, local: bool) -> dict[str, float]:
-        """Return the counts per call since the last request, or if `local` those of the last batch.
+    def counts_per_call(self, *, local: bool) -> dict[str, float]:
+        """Return the counts per call by name, with the number of calls as `num_calls`.
 
-        `num_calls` is the number of calls itself. Raises as `uvm_stats`.
+        They are counted since the previous such request, or with `local` in the last batch. Raises
+        as `uvm_stats`.
         """
         counts = self.uvm_stats(local=local)
         if not local:
-            counts, self._logged = counts - self._logged, counts
-        calls = max(1, int(counts[0]))
+            counts, self._counts_at_log = counts - self._counts_at_log, counts
+        num_calls = max(1, int(counts[0]))
         result = {"num_calls": float(counts[0])}
         for index in list(UVMCacheStatsIndex)[1:]:
-            result[index.name] = float(counts[index]) / calls
+            result[index.name] = float(counts[index]) / num_calls
         return result
 
 
@@ -243,21 +250,25 @@ def prefetch_passes(
     input_tensor: Tensor,
     output_tensor: Tensor,
 ) -> Sequence[tuple[Tensor, Tensor, int]]:
-    """Return the parts of a prefetch in order: `(input, output, start)`, slices of both tensors.
+    """Return the passes of a prefetch in order: `(input, output, start)`, slices of both tensors.
 
-    Without a config, or with no more elements than passes, there is one part.
+    Without a config, or with no more elements than passes, there is one pass.
     """
     size = input_tensor.size(0)
     config = multipass_prefetch_config
     if config is None or config.num_passes == 1 or size <= config.num_passes:
         return [(input_tensor, output_tensor, 0)]
-    part = max(-(-size // config.num_passes), config.min_splitable_pass_size)
-    starts = range(0, size, part)
-    return [(input_tensor[s : s + part], output_tensor[s : s + part], s) for s in starts]
+    pass_size = max(-(-size // config.num_passes), config.min_splitable_pass_size)
+    starts = range(0, size, pass_size)
+    return [(input_tensor[s : s + pass_size], output_tensor[s : s + pass_size], s) for s in starts]
 
 
 class Timer:
-    """Report milliseconds of parts of a step; on a GPU the stream's time, once it is known."""
+    """Measure parts of a step and report milliseconds.
+
+    On a CPU a duration is reported at once. On a GPU it is time of the stream, and is reported at
+    the end of a `recording`, once it is known.
+    """
 
     def __init__(self, report: Callable[[int, float], None]) -> None:
         self._report = report
@@ -265,7 +276,7 @@ class Timer:
 
     @contextlib.contextmanager
     def recording(self, step: int, device: torch.device) -> Iterator[None]:
-        """Time the work of `step` inside the context, on the current stream."""
+        """Measure the work inside the context, on the current stream, as work of `step`."""
         if device.type != "cuda":
             start_s = time.perf_counter()
             yield
@@ -276,21 +287,21 @@ class Timer:
         yield
         end.record()
         self._pending.append((step, start, end))
-        self._lazy_report()
+        self._report_finished()
 
-    def _lazy_report(self) -> None:
+    def _report_finished(self) -> None:
         """Report finished durations, without waiting."""
         while self._pending and self._pending[0][2].query():
             step, start, end = self._pending.popleft()
             self._report(step, start.elapsed_time(end))
 
 
-class Events:
-    """The statistics of one module for its reporter; `step` counts forwards.
+class ModuleReport:
+    """The statistics of one module for its reporter; the module sets `step` per forward.
 
     Args:
         reporter: reporter that receives them.
-        names: names of the tables and of the module.
+        names: label of the tables, then name of the module.
         counters: counts of the module's cache.
     """
 
@@ -299,29 +310,29 @@ class Events:
     ) -> None:
         self.reporter = reporter
         self.step = 0
-        self.prefetch_timer = Timer(partial(self._duration, "total_prefetch_duration"))
-        self.wait_timer = Timer(partial(self._duration, "bwd_wait_for_prefetch"))
-        self._names = names  # of the tables, of the module
+        self.prefetch_timer = Timer(partial(self._report_duration, "total_prefetch_duration"))
+        self.wait_timer = Timer(partial(self._report_duration, "bwd_wait_for_prefetch"))
+        self._names = names
         self._counters = counters
-        self._last_counts = torch.zeros(len(UVMCacheStatsIndex), dtype=torch.int64)
-        self._last_step = 0
+        self._reported_counts = torch.zeros(len(UVMCacheStatsIndex), dtype=torch.int64)
+        self._reported_step = 0
 
-    def _duration(self, event: str, step: int, milliseconds: float) -> None:
+    def _report_duration(self, event: str, step: int, milliseconds: float) -> None:
         if self.reporter.should_report(step):
             table, module = self._names
             self.reporter.report_duration(step, event, milliseconds, table, module)
 
-    def _amount(self, event: str, amount: int) -> None:
+    def _report_amount(self, event: str, amount: int) -> None:
         table, module = self._names
         self.reporter.report_data_amount(self.step, event, amount, table, module)
 
-    def tensor(self, event: str, tensor: Tensor) -> None:
+    def report_tensor(self, event: str, tensor: Tensor) -> None:
         """Report bytes and elements of inputs or outputs."""
         if self.reporter.should_report(self.step):
-            self._amount(f"tbe.{event}_size", tensor.element_size() * tensor.numel())
-            self._amount(f"tbe.{event}_count", tensor.numel())
+            self._report_amount(f"tbe.{event}_size", tensor.element_size() * tensor.numel())
+            self._report_amount(f"tbe.{event}_count", tensor.numel())
 
-    def memory(self, bags: TableBatchedEmbeddingBags) -> None:
+    def report_memory(self, bags: TableBatchedEmbeddingBags) -> None:
         """Report the bytes of the module in device memory and in host memory."""
         if not self.reporter.should_report(self.step):
             return
@@ -329,24 +340,33 @@ class Events:
         device_bytes = sum(tensor.nbytes for tensor in tensors if tensor.is_cuda)
         registered_bytes = sum(tensor.nbytes for tensor in tensors)
         # Tables outside device memory are neither parameters nor buffers.
-        tables = bags.nbytes()
-        outside_bytes = tables["weights"] + tables["optimizer_state"] - bags.weights.nbytes
-        outside_bytes -= sum(
+        table_bytes = bags.nbytes()
+        unregistered_bytes = (
+            table_bytes["weights"] + table_bytes["optimizer_state"] - bags.weights.nbytes
+        )
+        unregistered_bytes -= sum(
             getattr(bags, f"state_{state.name}").nbytes for state in bags.optimizer.states
         )
-        self._amount("tbe.total_hbm_usage", device_bytes)
-        self._amount("tbe.total_uvm_usage", registered_bytes - device_bytes + outside_bytes)
+        self._report_amount("tbe.total_hbm_usage", device_bytes)
+        self._report_amount(
+            "tbe.total_uvm_usage", registered_bytes - device_bytes + unregistered_bytes
+        )
 
-    def cache(self, indices: Tensor, row_bytes: int) -> None:
-        """Report a prefetched batch: its size, and the counts since the last, as bytes per step."""
-        self.tensor("prefetch_input", indices)
-        num_steps = self.step - self._last_step
-        if not (num_steps and self._counters.gathers and self.reporter.should_report(self.step)):
+    def report_prefetch(self, indices: Tensor, row_bytes: int) -> None:
+        """Report the size of a prefetched batch, and cache counts as bytes per step.
+
+        The counts are those since the previous such report; a row has `row_bytes` bytes.
+        """
+        self.report_tensor("prefetch_input", indices)
+        num_steps = self.step - self._reported_step
+        if not (
+            num_steps and self._counters.gathers_stats and self.reporter.should_report(self.step)
+        ):
             return
         counts = self._counters.uvm_stats(local=False)
-        self._last_step = self.step
+        self._reported_step = self.step
         for index in UVMCacheStatsIndex:
-            increase = int(counts[index] - self._last_counts[index])
+            increase = int(counts[index] - self._reported_counts[index])
             name = f"tbe.prefetch.cache_stats_by_data_size.{index.name}"
-            self._amount(name, increase * row_bytes // num_steps)
-        self._last_counts = counts
+            self._report_amount(name, increase * row_bytes // num_steps)
+        self._reported_counts = counts

@@ -1,4 +1,9 @@
-"""Attributes and views of FBGEMM's module: weights, optimizer states and sizes by their names."""
+"""Attributes and views of FBGEMM's module: weights, optimizer states and sizes by its names.
+
+`TableViews` is the base of the training module in `fbgemm.py`, which constructs `bags` and looks
+rows up. FBGEMM names a state `momentum1`, `momentum2`, ..., and emblib by its meaning, such as
+`sum`; `STATE_ORDER` relates the two.
+"""
 
 import itertools
 from collections.abc import Mapping
@@ -33,22 +38,21 @@ STATE_ORDER = (
 )
 """FBGEMM's order of the optimizer states, by emblib's names."""
 
-
 _MEMORY_SUFFIXES = ("dev", "host", "uvm")
-"""Suffixes of FBGEMM's attributes: memory of the device, of a CPU, and of the host for a GPU."""
+"""Suffixes of FBGEMM's attributes: device memory, memory of a CPU, host memory for a GPU."""
 
 States = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """The result of `TableViews.get_states`."""
 
 
 class DoesNotHavePrefix(Exception):
-    """The module has no weights or optimizer state of a name."""
+    """The module has no weights or optimizer state with this name."""
 
 
 class TableViews(nn.Module):
     """Base of the module: attributes and views, without computations.
 
-    `momentum1_host`, `row_counter_dev` and their kin are the tensors of `get_states`.
+    Attributes such as `momentum1_host` and `row_counter_dev` are the tensors of `get_states`.
     """
 
     bags: TableBatchedEmbeddingBags
@@ -58,9 +62,9 @@ class TableViews(nn.Module):
     feature_dims: Tensor
     _arguments: SimpleNamespace
 
-    def _describe(self, args: SimpleNamespace) -> None:
+    def _set_attributes(self, args: SimpleNamespace) -> None:
         """Set sizes and choices under FBGEMM's names."""
-        rows = [spec.rows for spec in args.embedding_specs]
+        rows_of_tables = [spec.rows for spec in args.embedding_specs]
         self.embedding_specs = args.embedding_specs
         self.feature_table_map: list[int] = list(args.feature_table_map)
         self.dims: list[int] = [spec.dim for spec in args.embedding_specs]
@@ -80,13 +84,16 @@ class TableViews(nn.Module):
         self.max_D_cache = max(cached_dims, default=0)
         dims = [self.dims[t] for t in self.feature_table_map]
         self.total_D = sum(dims)
-        self.total_hash_size = sum(rows)
-        bases = [0, *itertools.accumulate(rows)]
-        first_rows = [*(bases[t] for t in self.feature_table_map), self.total_hash_size]
+        self.total_hash_size = sum(rows_of_tables)
+        first_row_of_table = [0, *itertools.accumulate(rows_of_tables)]
+        first_rows = [
+            *(first_row_of_table[t] for t in self.feature_table_map),
+            self.total_hash_size,
+        ]
         sizes = {
             "D_offsets": torch.tensor([0, *itertools.accumulate(dims)], dtype=torch.int32),
             "hash_size_cumsum": torch.tensor(first_rows),
-            "rows_per_table": torch.tensor([rows[t] for t in self.feature_table_map]),
+            "rows_per_table": torch.tensor([rows_of_tables[t] for t in self.feature_table_map]),
             "feature_dims": torch.tensor(dims),
         }
         for name, tensor in sizes.items():
@@ -98,9 +105,9 @@ class TableViews(nn.Module):
         """Return the label of the tables in reports, also for repeated names or None."""
         if table_names is None:
             return "<Unknown>"
-        different = sorted(set(table_names))
-        count = len(different)
-        return different[0] if count == 1 else f"<{count} tables>: {different}"
+        distinct_names = sorted(set(table_names))
+        count = len(distinct_names)
+        return distinct_names[0] if count == 1 else f"<{count} tables>: {distinct_names}"
 
     def __getattr__(self, name: str) -> Any:
         prefix, _, memory = name.rpartition("_")
@@ -111,10 +118,10 @@ class TableViews(nn.Module):
     # Weights
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """Return the tables as views `[rows, dim]`; write back and empty the cache first.
+        """Write the cache back and empty it, and return the tables as views `[rows, dim]`.
 
-        Views of INT8 tables are uint8 `[rows, dim + 8]`. If a cached table is written to after the
-        next lookup, call `reset_cache_states()`: rows in the cache hide what is written.
+        Views of INT8 tables are uint8 `[rows, dim + 8]`. Later lookups fill the cache again: after
+        one, a write to a cached table needs `reset_cache_states()`, as cached rows hide it.
         """
         return self.bags.table_weights()
 
@@ -144,7 +151,7 @@ class TableViews(nn.Module):
         """Return the tables outside device memory on a GPU, concatenated; empty if there are none.
 
         Raises:
-            NotImplementedError: they lie in several pieces of memory.
+            NotImplementedError: the tables lie in several pieces of memory.
         """
         return self.get_states("weights")[2]
 
@@ -166,7 +173,7 @@ class TableViews(nn.Module):
         if cache is None:
             return torch.empty(0, dtype=torch.int32, device=self.current_device)
         stamps, oldest = cache.stamps, cache.oldest_in_flight()
-        if cache.layout.policy is CachePolicy.LFU:  # the lookups so far stand above the batch
+        if cache.layout.policy is CachePolicy.LFU:  # bits 0 to 31 are the batch
             return ((stamps >= 0) & (stamps & 0xFFFFFFFF >= oldest)).int()
         return (stamps >= oldest).int()
 
@@ -225,10 +232,10 @@ class TableViews(nn.Module):
             prefix: `weights`, or FBGEMM's or emblib's name of a state, e.g. `momentum1` or `sum`.
 
         Returns:
-            tables in device memory, concatenated, tables of a CPU, tables outside device memory,
-            each empty if there are none; the `EmbeddingLocation` of each table, int32 `[T]`; its
-            first element in the memory of its location, int64 `[T]`. Tensors share the tables'
-            memory.
+            five tensors: the tables in device memory, the tables of a CPU, and the tables outside
+            device memory, each concatenated, or empty; the `EmbeddingLocation` of each table, int32
+            `[T]`; the position of its first element in that concatenation, int64 `[T]`. The first
+            three share memory with the tables.
 
         Raises:
             DoesNotHavePrefix: the module has no such state.
@@ -277,7 +284,7 @@ class TableViews(nn.Module):
         return [self.get_states(prefix) for prefix in ("weights", *prefixes)]
 
     def _use_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Let tables and states on a CPU use the memory of `buffers`, with the values in it.
+        """Let tables and states on a CPU use the memory of `buffers`, and keep the values in it.
 
         Raises:
             AssertionError: a name, dtype, device, shape or stride that the module does not have.

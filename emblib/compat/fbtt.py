@@ -81,9 +81,9 @@ def _initializer(weight_dist: str) -> str:
 def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list[int]:
     """Return d factors of n, or of n rounded up, that are close to each other.
 
-    The candidates are n, and with `allow_round_up` n rounded up to multiples of 10, 100, ...; the
-    one whose factors have the greatest entropy is chosen, the first of equal ones. The smaller and
-    the larger half of its factors, each ascending, alternate in the result.
+    The candidates are n and, with `allow_round_up`, n rounded up to multiples of 10, 100, .... The
+    candidate is chosen whose factors have the greatest entropy, the first of equal ones. In the
+    result the smaller half of its factors and the larger half alternate, each ascending.
 
     Raises:
         ValueError: `n` or `d` is below 1.
@@ -95,29 +95,29 @@ def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list
     """
     if n < 1 or d < 1:
         raise ValueError(f"a positive number has a positive number of factors, got {n} and {d}")
-    digits = len(str(n)) if allow_round_up else 1
-    rounded = [-(-n // 10**k) * 10**k for k in range(digits)]
-    best = max((_most_even(value, d) for value in rounded), key=_entropy)
+    num_candidates = len(str(n)) if allow_round_up else 1
+    candidates = [-(-n // 10**k) * 10**k for k in range(num_candidates)]
+    best = max((_most_even_factors(value, d) for value in candidates), key=_entropy)
     low, high = best[: d // 2], best[d // 2 :]
     pairs = itertools.zip_longest(low, high)
     return [factor for pair in pairs for factor in pair if factor is not None]
 
 
-def _most_even(value: int, parts: int) -> tuple[int, ...]:
-    """Return the factors of greatest entropy."""
-    return max(_factorisations(value, parts, 1), key=_entropy)
+def _most_even_factors(value: int, num_factors: int) -> tuple[int, ...]:
+    """Return the `num_factors` factors of `value` that have the greatest entropy, ascending."""
+    return max(_factorisations(value, num_factors, 1), key=_entropy)
 
 
-def _factorisations(value: int, parts: int, min_factor: int) -> list[tuple[int, ...]]:
-    """Return all ascending tuples of factors >= `min_factor`."""
-    if parts == 1:
+def _factorisations(value: int, num_factors: int, min_factor: int) -> list[tuple[int, ...]]:
+    """Return all ascending tuples of `num_factors` factors >= `min_factor` of `value`."""
+    if num_factors == 1:
         return [(value,)] if value >= min_factor else []
     divisors = (f for f in range(min_factor, math.isqrt(value) + 1) if value % f == 0)
     return [
         (factor, *other_factors)
         for factor in divisors
-        if factor**parts <= value
-        for other_factors in _factorisations(value // factor, parts - 1, factor)
+        if factor**num_factors <= value
+        for other_factors in _factorisations(value // factor, num_factors - 1, factor)
     ]
 
 
@@ -209,15 +209,23 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     ) -> None:
         super().__init__()
         init = _initializer(weight_dist)
-        cores = len(tt_ranks) + 1
-        rows = tt_p_shapes or suggested_tt_shapes(num_embeddings, cores)
-        dims = tt_q_shapes or suggested_tt_shapes(embedding_dim, cores, allow_round_up=False)
-        spec = TTSpec(num_embeddings, embedding_dim, tuple(tt_ranks), tuple(rows), tuple(dims))
+        num_cores = len(tt_ranks) + 1
+        row_factors = tt_p_shapes or suggested_tt_shapes(num_embeddings, num_cores)
+        dim_factors = tt_q_shapes or suggested_tt_shapes(
+            embedding_dim, num_cores, allow_round_up=False
+        )
+        spec = TTSpec(
+            num_embeddings,
+            embedding_dim,
+            tuple(tt_ranks),
+            tuple(row_factors),
+            tuple(dim_factors),
+        )
         self.spec = spec
         self.num_tables, self.num_embeddings = num_tables, num_embeddings
         self.embedding_dim, self.sparse, self.use_cache = embedding_dim, sparse, use_cache
         self.tt_p_shapes, self.tt_q_shapes = list(spec.row_factors), list(spec.dim_factors)
-        self.tt_ranks, self.tt_ndim = list(self.spec.full_ranks), cores
+        self.tt_ranks, self.tt_ndim = list(self.spec.full_ranks), num_cores
         self.optimizer, self.learning_rate, self.eps = optimizer, learning_rate, eps
         self.cache_size = cache_size or max(1, int(0.1 * num_embeddings))
         self.hashtbl_size = hashtbl_size or num_embeddings
@@ -226,24 +234,24 @@ class TableBatchedTTEmbeddingBag(nn.Module):
                 f"hashtbl_size must be at least cache_size, got {self.hashtbl_size} and "
                 f"{self.cache_size}"
             )
-        self._first_lacks_last_offset: bool | None = None  # of the first batch on a GPU
+        self._first_lacks_last_offset: bool | None = None  # of a GPU's first batch
         specs = [self.spec] * num_tables
-        rule = self._rule()
+        fused_optimizer = self._fused_optimizer()
         bags: StackedTTBags | StackedCachedTTBags
         if use_cache:
             num_counted_ids = num_tables * self.hashtbl_size
             cache = TTCache(self.cache_size, RowEviction.PROJECT, num_counted_ids)
-            bags = StackedCachedTTBags(specs, cache, rule, init=init, device=device)
+            bags = StackedCachedTTBags(specs, cache, fused_optimizer, init=init, device=device)
         else:
-            bags = StackedTTBags(specs, rule, init=init, device=device)
+            bags = StackedTTBags(specs, fused_optimizer, init=init, device=device)
         self.weight_dist = weight_dist
         trains: Any = bags.trains if isinstance(bags, StackedCachedTTBags) else bags
         # Registered before `bags`: `to()` moves children in this order, and `bags` reads the cores.
         self.tt_cores = trains.stacked
         self.bags = bags
 
-    def _rule(self) -> optim.Optimizer:
-        """Return the optimizer; `sparse=False` leaves dense gradients on the parameters."""
+    def _fused_optimizer(self) -> optim.Optimizer:
+        """Return the optimizer of backward; with `sparse=False` it leaves dense gradients."""
         if not self.sparse:
             return optim.External(gradient=optim.Gradient.DENSE)
         kind = _OPTIMIZERS[OptimType(self.optimizer)]
@@ -278,8 +286,10 @@ class TableBatchedTTEmbeddingBag(nn.Module):
                     f"indices {list(indices.shape)} are bags of {indices.size(-1)} lookups and "
                     "take no offsets: flatten them, or leave offsets out"
                 )
-            bags, length = math.prod(indices.shape[:-1]), indices.size(-1)
-            offsets = torch.arange(bags + 1, device=indices.device, dtype=indices.dtype) * length
+            num_bags, length = math.prod(indices.shape[:-1]), indices.size(-1)
+            offsets = (
+                torch.arange(num_bags + 1, device=indices.device, dtype=indices.dtype) * length
+            )
             indices = indices.reshape(-1)
         elif offsets is None:
             raise ValueError("1-dimensional indices need offsets: where each bag begins")
@@ -306,7 +316,11 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return self._first_lacks_last_offset
 
     def reset_parameters(self, weight_dist: str | None = None) -> None:
-        """Draw the cores again, from `weight_dist` or the present distribution; empty the cache."""
+        """Draw the cores again, and empty the cache.
+
+        `weight_dist` becomes the distribution; None keeps the present one. An unknown one raises
+        ValueError.
+        """
         if weight_dist is not None:
             self._trains.init = _initializer(weight_dist)
             self.weight_dist = weight_dist
@@ -328,22 +342,23 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return rows.table_weights()[0]
 
     def get_params(self) -> list[nn.Parameter]:
-        """Return the parameters."""
+        """Return all parameters of the module."""
         return list(self.parameters())
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate, from the next backward on.
 
         Raises:
-            RuntimeError: `sparse=False`, with which another optimizer has it.
+            RuntimeError: `sparse=False`; the learning rate is then in the optimizer of the caller.
         """
         self.bags.set_learning_rate(lr)
         self.learning_rate = lr
 
     def full_weight(self) -> Tensor:
-        """Return the rows of one table, `[prod p, D]`, stored ones included (FBTT: without them).
+        """Return all rows of the only table, `[prod p, D]`.
 
-        With `sparse=False` gradients of the rows that are not stored reach the cores.
+        A row that the cache stores is the stored one; FBTT computes it from the cores. With
+        `sparse=False` gradients of the other rows reach the cores.
 
         Raises:
             ValueError: several tables.
@@ -358,7 +373,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return full.index_copy(0, ids, self.bags.to_dense(0)[ids]) if len(ids) else full
 
     def cache_populate(self) -> None:
-        """Store the rows that are the most used so far, until the next call.
+        """Store the most used rows so far in the cache, until the next call.
 
         Raises:
             ValueError: the module has no cache.
@@ -366,9 +381,10 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         self._require_cache().populate()
 
     def update_cache(self, indices: Tensor) -> None:
-        """Count uses of ids of the first table without a lookup; training lookups count theirs.
+        """Count a use of each id of the first table, without a lookup; any shape.
 
-        Ids outside the table are skipped. Without a cache this does nothing, as in FBTT.
+        Training lookups count their ids themselves. Ids outside the table are skipped. Without a
+        cache this does nothing, as in FBTT.
         """
         if isinstance(self.bags, StackedCachedTTBags):
             ids = indices.flatten().long()

@@ -4,9 +4,14 @@ from typing import Any
 
 
 class RaisesOnUse(type):
-    """Type of names that emblib does not have: calls and attributes raise NotImplementedError.
+    """Metaclass of names that emblib does not have: calls raise NotImplementedError.
 
-    Hints, `isinstance`, subclassing and attributes that begin with `__` do not.
+    Attributes that the class lacks raise it, too; those that begin with `__` raise AttributeError.
+    Type hints, `Name[...]`, `isinstance` and subclassing work.
+
+    Attributes:
+        reason: why emblib does not have the name, and what to use instead.
+        library: name of the peer.
     """
 
     reason: str
@@ -29,6 +34,6 @@ class RaisesOnUse(type):
 
 
 def raising(name: str, reason: str, library: str = "TorchRec") -> type:
-    """Return a class for hints and `isinstance`, whose calls and attributes raise `reason`."""
+    """Return a class called `name` whose calls and attributes raise; see `RaisesOnUse`."""
     members = {"reason": reason, "library": library, "__doc__": f"Raises: {reason}"}
     return RaisesOnUse(name, (), members)

@@ -224,7 +224,10 @@ def variable_batch_alltoall_pooled(
 def reduce_scatter_pooled(
     inputs: Sequence[Tensor], group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """Reduce-scatter: sum over all ranks their `inputs[this rank]`, `[B of this rank, D]`."""
+    """Return the sum over all ranks of the `inputs` for this rank, `[B of this rank, D]`.
+
+    `inputs` has one tensor per rank.
+    """
     ranks, options = _ranks_and_options(group, codecs)
     return collectives.reduce_scatter_pooled(inputs, ranks, **options)
 

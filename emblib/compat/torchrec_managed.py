@@ -29,7 +29,11 @@ from emblib.storage import Dense, Hash
 
 
 class LFU_EvictionPolicy:
-    """Evict the ids that were used least often."""
+    """Evict the ids that were used least often.
+
+    Raises:
+        ValueError: a `threshold_filtering_func`.
+    """
 
     eviction: ClassVar[Eviction] = Eviction.LFU
 
@@ -70,7 +74,7 @@ class DistanceLFU_EvictionPolicy(LFU_EvictionPolicy):
 
 
 class MCHManagedCollisionModule(nn.Module):
-    """Number of rows and eviction policy of one table, with TorchRec's arguments.
+    """Number of rows, eviction policy and hash function of one table, with TorchRec's arguments.
 
     Args:
         zch_size: rows of the table.
@@ -80,7 +84,7 @@ class MCHManagedCollisionModule(nn.Module):
         input_hash_size: second argument of `input_hash_func`.
         input_hash_func: function of ids and `input_hash_size`, applied to ids before the lookup.
         name: ignored.
-        buckets: ignored: any number of ranks shards and loads a hash table.
+        buckets: ignored, except by `buckets()`: any number of ranks can shard a hash table.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class MCHManagedCollisionModule(nn.Module):
         if not isinstance(eviction_policy, LFU_EvictionPolicy):
             raise TypeError(f"eviction_policy must be one of this package, got {eviction_policy!r}")
         self.device, self.eviction = torch.device(device), eviction_policy.eviction
-        self._num_rows, self._max_id, self._buckets = zch_size, input_hash_size, buckets
+        self._num_rows, self._input_size, self._buckets = zch_size, input_hash_size, buckets
         self.input_hash_func = input_hash_func
 
     def output_size(self) -> int:
@@ -106,8 +110,8 @@ class MCHManagedCollisionModule(nn.Module):
         return self._num_rows
 
     def input_size(self) -> int:
-        """Return `input_hash_size`, the exclusive upper bound of ids."""
-        return self._max_id
+        """Return the `input_hash_size` of the constructor."""
+        return self._input_size
 
     def buckets(self) -> int:
         """Return the `buckets` of the constructor."""
@@ -117,11 +121,14 @@ class MCHManagedCollisionModule(nn.Module):
 class ManagedCollisionCollection(nn.Module):
     """Managed collision modules by table; a call applies their `input_hash_func`.
 
-    With `need_preprocess=False` a call returns the batch as it is.
+    Args:
+        managed_collision_modules: one module for each table, by its name.
+        embedding_configs: configurations of the tables.
+        need_preprocess: whether a call applies hash functions; False returns the batch as it is.
 
     Raises:
-        ValueError: a table without a module, a module without a table, or another number of rows;
-            in a call, an `input_hash_func` that returns another number of ids.
+        ValueError: a table without a module, a module without a table, or a module with another
+            number of rows; in a call, an `input_hash_func` that returns another number of ids.
     """
 
     def __init__(
@@ -132,7 +139,7 @@ class ManagedCollisionCollection(nn.Module):
     ) -> None:
         super().__init__()
         self._configs = list(embedding_configs)
-        self.hashes: dict[str, MCHManagedCollisionModule] = {}  # by feature
+        self._hash_modules: dict[str, MCHManagedCollisionModule] = {}  # by feature
         names = [config.name for config in self._configs]
         if unused := sorted(managed_collision_modules.keys() - set(names)):
             raise ValueError(f"no table for the modules {unused}; the tables are {names}")
@@ -149,7 +156,7 @@ class ManagedCollisionCollection(nn.Module):
                     f"got {module.output_size()}"
                 )
             if need_preprocess and module.input_hash_func is not None:
-                self.hashes |= dict.fromkeys(config.feature_names, module)
+                self._hash_modules |= dict.fromkeys(config.feature_names, module)
         self._managed_collision_modules = nn.ModuleDict(dict(managed_collision_modules))
 
     def embedding_configs(self) -> Sequence[Any]:
@@ -162,7 +169,7 @@ class ManagedCollisionCollection(nn.Module):
         Raises:
             ValueError: a table with another storage than plain rows, or with `init_fn`.
         """
-        hashed = []
+        hashed_configs = []
         for config in self._configs:
             if config.storage != Dense():
                 raise ValueError(
@@ -176,27 +183,27 @@ class ManagedCollisionCollection(nn.Module):
                     "storage=Hash(initializer=...)"
                 )
             module: Any = self._managed_collision_modules[config.name]
-            hashed.append(replace(config, storage=Hash(eviction=module.eviction)))
-        return hashed
+            hashed_configs.append(replace(config, storage=Hash(eviction=module.eviction)))
+        return hashed_configs
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the batch with hashed ids; features without `input_hash_func` keep their ids."""
-        if not self.hashes:
+        if not self._hash_modules:
             return features
         batch = KeyedJaggedTensor.adopt(features)
         if not batch.keys():
             return batch
         ids_by_key = list(batch.values().split(batch.length_per_key()))
         for index, key in enumerate(batch.keys()):
-            if (module := self.hashes.get(key)) is not None:
+            if (module := self._hash_modules.get(key)) is not None:
                 assert module.input_hash_func is not None
-                hashed = module.input_hash_func(ids_by_key[index], module.input_size())
-                if hashed.shape != ids_by_key[index].shape:
+                hashed_ids = module.input_hash_func(ids_by_key[index], module.input_size())
+                if hashed_ids.shape != ids_by_key[index].shape:
                     raise ValueError(
                         f"input_hash_func of feature {key!r} must return an id per id, "
-                        f"{list(ids_by_key[index].shape)}, got {list(hashed.shape)}"
+                        f"{list(ids_by_key[index].shape)}, got {list(hashed_ids.shape)}"
                     )
-                ids_by_key[index] = hashed
+                ids_by_key[index] = hashed_ids
         return KeyedJaggedTensor.from_valid(
             batch.keys(),
             torch.cat(ids_by_key),

@@ -1,4 +1,9 @@
-"""TorchRec's optimizers: keyed, fused in backward, and the classes that name an optimizer."""
+"""TorchRec's optimizers: keyed optimizers, and optimizers that backward runs.
+
+Keyed optimizers are those of `emblib.collections.optimizers`, with TorchRec's arguments. Classes
+such as `SGD` and `Adam` only name an optimizer of tables: `apply_optimizer_in_backward` takes the
+class. `RowWiseAdagrad` is one of these names, and also an optimizer of dense parameters.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +25,11 @@ class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):
 
     Args:
         params: the parameters by name.
-        state: the states by parameter.
+        state: the states, by parameter tensor.
         param_groups: parameter groups, as in `torch.optim`.
 
     Raises:
-        ValueError: a state of a tensor that is not among the parameters.
+        ValueError: `state` has a key that is not among the parameters.
     """
 
     emblib_classes = (optimizers.KeyedOptimizer,)
@@ -56,7 +61,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         weight_decay: factor of the parameter that is added to the gradient.
         initial_accumulator_value: initial value of the sums of squared gradients.
         eps: constant that is added to the root of the sum.
-        maximize: whether to ascend.
+        maximize: whether to maximize the loss, not to minimize it.
 
     Raises:
         ValueError: a number is negative or NaN.
@@ -87,7 +92,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, {**numbers, "maximize": maximize})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with initial states; the constructor adds its groups by this, too."""
+        """Add parameters with initial states; the constructor calls this for each of its groups."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for parameter in group["params"]:
@@ -98,7 +103,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make a step, and return the loss of `closure` if there is one."""
+        """Update the parameters that have a gradient; return the loss of `closure`, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -111,7 +116,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 def _rowwise_step(parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    """Update a parameter and its state in place; `group` has the numbers of the optimizer."""
+    """Update a parameter and its state in place; `group` has the hyperparameters."""
     grad = parameter.grad
     assert grad is not None
     if grad.is_sparse:
@@ -148,7 +153,7 @@ class _FusedOptimizerName(torch.optim.Optimizer):
 
 
 def _make_naming_class(name: str, fused_class: type[optim.Optimizer]) -> type[_FusedOptimizerName]:
-    """Return a class of TorchRec that names an optimizer of emblib."""
+    """Return a class with the name `name` of TorchRec that names `fused_class` of emblib."""
     doc = f"Names `emblib.optim.{fused_class.__name__}`."
     members = {"fused_class": fused_class, "__doc__": doc, "__module__": __name__}
     return type(name, (_FusedOptimizerName,), members)
@@ -196,9 +201,8 @@ class FusedOptimizerModule(metaclass=Interface):
 class GradientClippingOptimizer(optimizers.GradientClippingOptimizer):
     """Clip as in `emblib.collections.optimizers`, with TorchRec's arguments.
 
-    `enable_global_grad_clip` and `param_to_pgs` are not needed: the norm is that of the model over
-    all ranks, and the tables know their ranks. Tables that backward updates raise; TorchRec skips
-    them.
+    `enable_global_grad_clip` and `param_to_pgs` are ignored: the norm is that of the model over all
+    ranks, and the tables know their ranks. Tables that backward updates raise; TorchRec skips them.
     """
 
     def __init__(
@@ -234,5 +238,8 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter],
     optimizer_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Update parameters in backward; see `emblib.collections.optimizers`."""
+    """Make backward update `params` by an optimizer of `optimizer_class(**optimizer_kwargs)`.
+
+    See `emblib.collections.optimizers.apply_optimizer_in_backward`.
+    """
     optimizers.apply_optimizer_in_backward(optimizer_class, params, optimizer_kwargs)

@@ -31,7 +31,10 @@ class TreeModule(ModuleType):
     fallback: Fallback | None  # set while a fallback is installed
 
     def __getattr__(self, name: str) -> Any:
-        """Return a name that the table lacks, from the installed TorchRec if that is asked for."""
+        """Return a name that the table lacks, from the fallback if it is installed.
+
+        Without a fallback, raise AttributeError.
+        """
         fallback = vars(self).get("fallback")
         if fallback is None or name.startswith("__"):
             message = f"module {self.__name__!r} has no attribute {name!r}"
@@ -39,9 +42,9 @@ class TreeModule(ModuleType):
         return fallback.attribute(self.__name__.removeprefix(f"{TREE}."), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function that the module is named after.
+        """Call the function in the module that has the name of the module.
 
-        `torchrec.optim.apply_optimizer_in_backward` is a module and a function of that name in it.
+        `torchrec.optim.apply_optimizer_in_backward` is both. Without one, raise TypeError.
         """
         function = vars(self).get(self.__name__.rpartition(".")[2])
         if not callable(function):
@@ -49,10 +52,10 @@ class TreeModule(ModuleType):
         return function(*args, **kwargs)
 
 
-def entries(module: str) -> dict[str, str]:
-    """Return the names of a module of TorchRec, and what each is in `emblib.compat.torchrec`."""
-    pairs = (entry.partition("=") for entry in MODULES[module].split())
-    return {name: implementation or name for name, _, implementation in pairs}
+def implementation_names(module: str) -> dict[str, str]:
+    """Return the names of a module of TorchRec, and the name that implements each in emblib."""
+    entries = (entry.partition("=") for entry in MODULES[module].split())
+    return {name: implementation or name for name, _, implementation in entries}
 
 
 def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dict[str, ModuleType]:
@@ -77,7 +80,7 @@ def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dic
             module.__package__ = module.__name__
             module.__doc__ = f"Names of TorchRec's module torchrec.{path}; see docs/torchrec.md."
             module.__path__ = []
-        names = entries(path)
+        names = implementation_names(path)
         for name, implementation in names.items():
             if implementation in implementations:
                 setattr(module, name, implementations[implementation])
@@ -98,7 +101,7 @@ def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dic
 
 
 class MissingModules:
-    """Finder of modules and names that the tree lacks: it raises, with the ways out.
+    """Finder of modules and names that the tree lacks: it raises and says what to do.
 
     Python looks for a module where `from module import name` finds no such attribute, and ignores
     a ModuleNotFoundError of that module; so the errors are named after the package.
@@ -123,7 +126,7 @@ class MissingModules:
 
 
 class Installation:
-    """The tree under the name `torchrec`; as a context manager it is removed at the end."""
+    """The tree under the name `torchrec`; leaving it as a context uninstalls it."""
 
     def __init__(self, modules: Mapping[str, ModuleType]) -> None:
         self._modules = {
@@ -142,19 +145,19 @@ class Installation:
             RuntimeError: another `torchrec` was imported before.
         """
         root = self._modules[TORCHREC]
-        other = sorted(
+        foreign_modules = sorted(
             name
             for name, module in sys.modules.items()
             if (name == TORCHREC or name.startswith(f"{TORCHREC}."))
             and module is not self._modules.get(name)
             and self._fallback is None
         )
-        if other:
-            origin = getattr(sys.modules[other[0]], "__file__", None)
+        if foreign_modules:
+            origin = getattr(sys.modules[foreign_modules[0]], "__file__", None)
             raise RuntimeError(
-                f"torchrec is imported already ({other[0]} from {origin}), and objects of it would "
-                "mix with emblib's: call emblib.compat.torchrec.install() before anything imports "
-                "torchrec, or import emblib.compat.torchrec as torchrec"
+                f"torchrec is imported already ({foreign_modules[0]} from {origin}), and objects "
+                "of it would mix with emblib's: call emblib.compat.torchrec.install() before any "
+                "import of torchrec, or import emblib.compat.torchrec as torchrec"
             )
         root.__dict__["is_of_emblib"] = True
         if fallback and self._fallback is None:
@@ -185,13 +188,13 @@ def watch_missing_modules() -> None:
         sys.meta_path.append(MissingModules)
 
 
-def status(name: str) -> str:
-    """Return whether a name of the table works, differs or raises."""
+def status_of(name: str) -> str:
+    """Return "works", "differs" or "raises" for a name of the table."""
     return "raises" if name in RAISES else "differs" if name in DIFFERS else "works"
 
 
-def table() -> Iterator[tuple[str, str, str]]:
-    """Yield module, name and the name's entry, in the order of the table."""
+def iterate_names() -> Iterator[tuple[str, str, str]]:
+    """Yield module, name, and the name that implements it, in the order of the table."""
     for path in MODULES:
-        for name, other in entries(path).items():
-            yield path, name, other
+        for name, implementation in implementation_names(path).items():
+            yield path, name, implementation

@@ -24,7 +24,7 @@ from emblib.storage import Dense
 class Multistreamable(ABC):  # noqa: B024 abstract by `__subclasshook__`
     """Objects whose memory `record_stream` keeps until the work of a stream is done.
 
-    Classes with all methods of a class in `methods` are subclasses of it.
+    A class that has all of these `methods` counts as a subclass.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("record_stream",)
@@ -95,7 +95,7 @@ class ComputeJTDictToKJT(nn.Module):
 
 
 def _are_close(first: Tensor | None, second: Tensor | None) -> bool:
-    """Return whether two tensors have one shape and are close, or both are None."""
+    """Return whether two tensors have the same shape and are close, or both are None."""
     if first is None or second is None:
         return first is second
     return first.shape == second.shape and bool(torch.allclose(first, second.to(first.dtype)))
@@ -164,7 +164,7 @@ class OptimType(Enum):
 
 
 class ParameterStorage(Enum):
-    """Memory of tables: of the GPU, or of the host."""
+    """Memory of tables: HBM of the GPU, or DDR of the host."""
 
     HBM = "hbm"
     DDR = "ddr"
@@ -177,7 +177,7 @@ class ComputeKernel(Enum):
 
 
 class NullShardingContext:
-    """A context without content."""
+    """An empty sharding context."""
 
     def record_stream(self, stream: Any) -> None:
         """Do nothing."""
@@ -204,16 +204,16 @@ def sharder_name(t: Any) -> str:
 
 
 def placement(compute_device: str, rank: int, local_size: int) -> str:
-    """Return rank and device of a shard, `rank:3/cuda:1`."""
-    number = "" if compute_device == "cpu" else f":{rank % local_size}"
-    return f"rank:{rank}/{compute_device}{number}"
+    """Return rank and device of a shard as text, such as `rank:3/cuda:1` or `rank:3/cpu`."""
+    device_suffix = "" if compute_device == "cpu" else f":{rank % local_size}"
+    return f"rank:{rank}/{compute_device}{device_suffix}"
 
 
 # State dicts
 
 
 def state_dict_gather(src: Mapping[str, Any], dst: Mapping[str, Tensor]) -> None:
-    """Copy the entries of `src`, of a sharded model, into the whole tensors of `dst`.
+    """Copy the state dict `src` of a sharded model into the unsharded tensors of `dst`.
 
     All ranks call this together, and get all values.
 
@@ -237,7 +237,10 @@ def merge_fused_params(
     fused_params: Mapping[str, Any] | None = None,
     param_fused_params: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return `fused_params`, overridden by `param_fused_params`, whose `lr` is `learning_rate`."""
+    """Return `fused_params`, overridden by `param_fused_params`.
+
+    In the latter, `lr` is renamed to `learning_rate`. The arguments stay unchanged.
+    """
     table_params = dict(param_fused_params or {})
     if "lr" in table_params:
         table_params["learning_rate"] = table_params.pop("lr")
@@ -245,7 +248,7 @@ def merge_fused_params(
 
 
 def init_parameters(module: nn.Module, device: torch.device) -> None:
-    """Allocate modules on the meta device, initialize them, and move the model to `device`."""
+    """Allocate the modules on `meta`, initialize them, and move the model to `device`."""
     materialise(module, torch.device(device))
     module.to(device)
 

@@ -39,7 +39,7 @@ from emblib.compat.dynamicemb import (
     set_score,
 )
 from emblib.compat.dynamicemb_dump import modules_of
-from emblib.compat.dynamicemb_functions import opt_args
+from emblib.compat.dynamicemb_functions import arguments_in_dumps
 from emblib.compat.dynamicemb_sharders import (
     DynamicEmbHash,
     DynamicEmbParameterSharding,
@@ -460,7 +460,7 @@ def test_a_topology_decides_the_ranks_of_a_plan() -> None:
 def test_optimizers_without_a_name_in_dumps_are_refused() -> None:
     bags = DynamicEmbeddingBags([DynamicSpec(64, 4)], optim.LAMB(0.1))
     with pytest.raises(NotImplementedError, match="has no LAMB"):
-        opt_args(bags, 0, DynamicEmbTableOptions())
+        arguments_in_dumps(bags, 0, DynamicEmbTableOptions())
 
 
 def test_uninstalling_leaves_a_real_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ def test_selections_from_sequences() -> None:
         assert torch.equal(packed[b, :count], x[:count])
         assert bool((packed[b, count:] == -math.inf).all())
         assert mask[b].tolist() == [i < count for i in range(4)]
-    mask = dense_jagged.get_source_mask_of(LENGTHS, STARTS)
+    mask = dense_jagged.get_source_mask_with_optional_size(LENGTHS, STARTS)
     pairs = zip(LENGTHS.tolist(), STARTS.tolist(), strict=True)
     assert mask.tolist() == [b for s, t in pairs for b in [True] * s + [False] * t]
     into, index = torch.tensor([2, 7]), torch.tensor([1, 0, 1, 0, 1])

@@ -12,14 +12,14 @@ import pytest
 import emblib.compat.torchrec
 from emblib.compat import torchrec_names
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES
-from emblib.compat.torchrec_tree import TREE, status, table
+from emblib.compat.torchrec_tree import TREE, iterate_names, status_of
 from tests.compat import torchrec_probes_distributed
 from tests.compat.peer import peer_module
 from tests.compat.torchrec_probes import PROBES, Names, Probe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchrec.md"
 PROBED = {name for names in PROBES for name in names}
-ALL = {other for _, _, other in table()}
+ALL = {other for _, _, other in iterate_names()}
 
 
 def module(path: str, root: str = TREE) -> Any:
@@ -29,7 +29,7 @@ def module(path: str, root: str = TREE) -> Any:
 def resolved(root: str = TREE) -> dict[str, Any]:
     """Each name's object, from the first module of the table that has it."""
     found: dict[str, Any] = {}
-    for path, name, other in table():
+    for path, name, other in iterate_names():
         if other not in found:
             value = getattr(module(path, root), name, None)
             if value is not None:
@@ -42,7 +42,7 @@ def test_the_page_has_the_scoreboard() -> None:
     assert torchrec_names.with_scoreboard(text) == text, (
         "write it again: python -m emblib.compat.torchrec_names docs/torchrec.md"
     )
-    for _, name, _ in table():
+    for _, name, _ in iterate_names():
         assert f"`{name}`" in text
 
 
@@ -65,14 +65,14 @@ def test_names_act(names: tuple[str, ...], run: Probe) -> None:
 def test_names_that_work_do_what_the_real_ones_do(names: tuple[str, ...], run: Probe) -> None:
     peer_module("torchrec.sparse.jagged_tensor")
     rec = Names(resolved("torchrec"))
-    if any(status(name) != "works" for name in names):
+    if any(status_of(name) != "works" for name in names):
         pytest.skip("some of these names differ")
     run(rec)
 
 
 @pytest.mark.parametrize("name", sorted(RAISES))
 def test_names_raise_where_they_are_used(name: str) -> None:
-    path, shown = next((path, n) for path, n, other in table() if other == name)
+    path, shown = next((path, n) for path, n, other in iterate_names() if other == name)
     kind = getattr(module(path), shown)
     for use in (lambda: kind(1, option=2), lambda: kind.SOMETHING, lambda: kind.apply(1)):
         with pytest.raises(NotImplementedError) as caught:
@@ -94,7 +94,7 @@ def test_the_real_one_has_these_names() -> None:
     """Apart from those that the documentation of earlier versions has."""
     peer_module("torchrec.sparse.jagged_tensor")
     lacking = set()
-    for path, name, _ in table():
+    for path, name, _ in iterate_names():
         real = importlib.import_module(f"torchrec.{path}" if path else "torchrec")
         if not hasattr(real, name):
             lacking.add(f"{path}.{name}")

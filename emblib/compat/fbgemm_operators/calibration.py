@@ -1,7 +1,8 @@
 """Operators of models around the tables: calibrated predictions, unary embeddings, combined inputs.
 
-A prediction is calibrated by the share of positives among the earlier examples of its bin, once the
-bin has enough of them: `share * weight + prediction * (1 - weight)`.
+Calibration divides predictions into bins. Once a bin has enough earlier examples, its predictions
+become `share * weight + prediction * (1 - weight)`, where `share` is the share of positives among
+these examples. The other operators are independent of it, and of each other.
 """
 
 import math
@@ -29,14 +30,14 @@ def _predictions(logit: Tensor, positive_weight: float) -> Tensor:
 
 
 def _bins_of(predictions: Tensor, lower: float, upper: float, bins: int) -> Tensor:
-    """Return the bin of each prediction, int64; as in FBGEMM, bins count from 0, not `lower`."""
+    """Return the bin of each prediction, int64; as in FBGEMM, bin 0 begins at 0, not at `lower`."""
     return ((predictions / ((upper - lower) / bins)).ceil() - 1).long()
 
 
 def _segment_of_examples(value: Tensor, lengths: Tensor, num_segments: int) -> Tensor:
-    """Return the segment of each example: its value + 1, or 0.
+    """Return the segment of each example, `[N]`: its value + 1, or 0.
 
-    The segment is 0 if the example has no value, or a value that is no segment.
+    The segment is 0 if the example has no value, or a value that is not below `num_segments`.
     """
     value, lengths = value.flatten(), lengths.flatten()
     last_position = max(value.numel() - 1, 0)
@@ -85,8 +86,8 @@ def histogram_binning_calibration(
         bin_num_examples: earlier examples of each bin, `[bins]`.
         bin_num_positives: positives among them, `[bins]`.
         positive_weight: weight of positives in training, by which logits are shifted.
-        lower_bound: number that `upper_bound` exceeds by the width of all bins together.
-        upper_bound: number that exceeds `lower_bound` by that width.
+        lower_bound: subtracted from `upper_bound`; as in FBGEMM, bin 0 begins at 0 nevertheless.
+        upper_bound: minus `lower_bound`, the width of all bins together.
         bin_ctr_in_use_after: number of examples that a bin must exceed to calibrate.
         bin_ctr_weight_value: weight of the share of positives, against the prediction.
     """
@@ -180,7 +181,10 @@ def batched_unary_embeddings(
 
 @operator("permute102_baddbmm_permute102")
 def permute102_baddbmm_permute102(bias: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """Return `A[:, b] @ B[b] + bias[b]` for each b, `[M, B, N]`."""
+    """Return `A[:, b] @ B[b] + bias[b]` for each b, `[M, B, N]`.
+
+    `bias` is `[B, N]`, `A` `[M, B, K]`, `B` `[B, K, N]`.
+    """
     return torch.baddbmm(bias.unsqueeze(1), A.transpose(0, 1), B).transpose(0, 1)
 
 
@@ -188,8 +192,11 @@ def permute102_baddbmm_permute102(bias: Tensor, A: Tensor, B: Tensor) -> Tensor:
 def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) -> Tensor:
     """Return the first k values of each row, or its first k distinct ones in increasing order.
 
-    k is the difference of two consecutive `k_offsets`. With two offsets all rows have one k; with
-    one k per row the result is flat.
+    k is the difference of two consecutive `k_offsets`. With two offsets all rows have the same k,
+    and the result is `[input.size(0), -1, k]`; else each row has its own k, and the result is flat.
+
+    Raises:
+        RuntimeError: a row has fewer than k distinct values, with `requires_unique`.
     """
     rows = input.reshape(-1, input.size(-1))
     counts = k_offsets.diff().tolist()
@@ -266,7 +273,8 @@ def tbe_input_combine(
 ) -> _Combined:
     """Concatenate the inputs of tables: int32 indices, int32 offsets, float32 weights.
 
-    If all tables have last offsets, indices beyond a last offset are padding: they go to the end.
+    `include_last_offsets` says of each table whether its offsets end with the number of indices. If
+    all do, indices beyond a last offset are padding, and go to the end of the result.
     """
     return _combine(indices_list, offsets_list, per_sample_weights, include_last_offsets, None)
 

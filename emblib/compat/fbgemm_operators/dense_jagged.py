@@ -1,7 +1,8 @@
 """Operators on jagged values and dense tensors: sums, products, softmax, slices.
 
-Jagged values `[L, D]` have sequences `offsets[b]` to `offsets[b + 1]`. A product or softmax uses
-the first `max_L` values of each sequence; the results of later values, if there are any, are 0.
+Jagged values are `[L, D]`; sequence b has the values `offsets[b]` to `offsets[b + 1]`. A product or
+softmax uses the first `max_L` values of each sequence. Where the result has one entry per value,
+the entries of later values are 0.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ def jagged_dense_dense_add(
 ) -> tuple[Tensor, list[Tensor]]:
     """Add two dense tensors to jagged values; values beyond N do not change."""
     total = x_values.size(0)
-    first, second = (dense_to_jagged(y, x_offsets, total)[0] for y in (y_0, y_1))
-    return x_values + first + second, list(x_offsets)
+    jagged_0, jagged_1 = (dense_to_jagged(y, x_offsets, total)[0] for y in (y_0, y_1))
+    return x_values + jagged_0 + jagged_1, list(x_offsets)
 
 
 @operator("jagged_acc_weights_and_counts")
@@ -57,7 +58,10 @@ def jagged_acc_weights_and_counts(
 
 @operator("batched_dense_vec_jagged_2d_mul")
 def batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Tensor:
-    """Multiply vectors `[B * H, N]` by jagged matrices `[L, H * D]`, to `[B * H, D]`."""
+    """Multiply vectors `[B * H, N]` by jagged matrices `[L, H * D]`, to `[B * H, D]`.
+
+    N is the number of values of each sequence that are used.
+    """
     num_sequences = a_offsets.numel() - 1
     check(
         num_sequences == 0 or v.size(0) % num_sequences == 0,
@@ -76,7 +80,7 @@ def batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Te
 
 @operator("jagged_jagged_bmm")
 def jagged_jagged_bmm(x_values: Tensor, y_values: Tensor, x_offsets: Tensor, max_L: int) -> Tensor:
-    """Return `x.T @ y` of each sequence, `[B, M, N]`."""
+    """Return `x.T @ y` of each sequence, `[B, M, N]`, of values `[L, M]` and `[L, N]`."""
     x, y = (jagged_2d_to_dense(values, x_offsets, max_L) for values in (x_values, y_values))
     return torch.bmm(x.transpose(1, 2), y)
 
@@ -109,7 +113,11 @@ def jagged_index_add_2d(
     num_output_rows: SymInt,
     num_dense_input_rows: SymInt,
 ) -> Tensor:
-    """Add each sequence to the sequence `indices` of the output; offsets are inclusive sums."""
+    """Add input sequence i to output sequence `indices[i]`, and return the output.
+
+    Offsets are inclusive sums of lengths, without a leading 0. There must be `num_dense_input_rows`
+    values. A negative `num_output_rows` raises ValueError.
+    """
     if num_output_rows < 0:
         raise ValueError(f"num_output_rows must be non-negative, got {num_output_rows}")
     starts = functional.pad(output_offsets, (1, 0)).index_select(0, indices)
@@ -135,7 +143,10 @@ def jagged_index_add_2d_v1(
 
 @operator("jagged_slice")
 def jagged_slice(x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_length: int) -> _Jagged:
-    """Return up to `slice_length` values of each sequence from `start` on, and their lengths."""
+    """Return up to `slice_length` values of each sequence from `start` on, and their lengths.
+
+    A `start` `[B]` outside its sequence raises RuntimeError.
+    """
     num_available = x_lengths - start
     check(
         not bool(((start < 0) | (num_available < 0)).any()),
@@ -158,7 +169,10 @@ def jagged_1d_to_truncated_values(
 def masked_select_jagged_1d(
     values: Tensor, lengths: Tensor, mask: Tensor, check_length: bool | None = False
 ) -> _Jagged:
-    """Return the values where `mask` is True, and how many of each sequence."""
+    """Return the values where `mask` is True, and their number per sequence.
+
+    A mask of another size raises RuntimeError with `check_length`.
+    """
     check(
         not check_length or mask.numel() == values.numel(),
         f"mask and values should have the same numel, but got mask numel: {mask.numel()} values "
@@ -173,7 +187,7 @@ def masked_select_jagged_1d(
 
 @operator("repeat_arange")
 def repeat_arange(lengths: Tensor) -> Tensor:
-    """Return 0, 1, ... for each length, concatenated; nothing on the meta device."""
+    """Return 0, 1, ..., length - 1 for each length, concatenated; on the meta device `[0]`."""
     if lengths.is_meta or not lengths.numel():
         return lengths.new_empty(0)
     total = int(lengths.sum())
@@ -196,10 +210,10 @@ def get_source_mask(num_sources: Tensor, num_targets: Tensor, output_size: SymIn
     return is_source.repeat_interleave(counts, output_size=output_size)
 
 
-def get_source_mask_of(
+def get_source_mask_with_optional_size(
     num_sources: Tensor, num_targets: Tensor, output_size: int | None = None
 ) -> Tensor:
-    """Return `get_source_mask`; without `output_size`, wait for a GPU."""
+    """Return `get_source_mask`; if `output_size` is None, compute it, which waits for a GPU."""
     if output_size is None:
         output_size = int((num_sources + num_targets).sum())
     return get_source_mask(num_sources, num_targets, output_size)
@@ -212,7 +226,10 @@ def _pad_keys(
     max_lengths_per_key: Sequence[int],
     padding_value: int = 0,
 ) -> list[Tensor]:
-    """Pad the values of each key to `[B, max_length]` or `[B, max_length, D]`; lengths `[K, B]`."""
+    """Pad the values of each key to `[B, max_length]` or `[B, max_length, D]`.
+
+    `lengths` are `[K, B]`; the values of key k begin at `offset_per_key[k]`.
+    """
     offsets = complete_cumsum(lengths)
     return [
         jagged_to_padded_dense(values[first:last], [key_offsets], [max_length], padding_value)
@@ -248,8 +265,8 @@ def pack_segments_v2(
     check(max_length > 0, f"max_length must be positive, got {max_length}")
     padding = float("-inf") if pad_minf else 0.0
     packed = jagged_to_padded_dense(t_in, [complete_cumsum(lengths)], [max_length], padding)
-    position = torch.arange(max_length, device=lengths.device)
-    return packed, position < lengths.unsqueeze(1) if return_presence_mask else None
+    positions = torch.arange(max_length, device=lengths.device)
+    return packed, positions < lengths.unsqueeze(1) if return_presence_mask else None
 
 
 @operator("pack_segments")

@@ -1,9 +1,8 @@
 """Operators that map ids to the rows that pruning left in inference tables.
 
-A table maps its ids by an array or by a hash map. An array has one row per id; row -1 means that
-the id's row was pruned. A hash map has slots of an id and its row; id -1 marks a free slot. The
-search for an id begins at the slot of its hash, goes slot by slot, and continues at the first slot
-after the last. Tables without a map keep their ids.
+A table has an array or a hash map, or neither if its ids are rows. The array has the row of each
+id, -1 for a pruned row. A slot of the hash map has an id and its row; id -1 marks a free slot. The
+search for an id begins at the slot of its hash and goes slot by slot; slot 0 follows the last slot.
 """
 
 import torch
@@ -31,9 +30,9 @@ def _first_slots(ids: Tensor, num_slots: Tensor) -> Tensor:
 
 
 def _map_ranges(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first entry of the map of each id, and the number of entries of that map.
+    """Return, for each id, the first entry of its table's map and the map's number of entries.
 
-    `offsets` are `[T * B + 1]`, `map_offsets` `[T + 1]`.
+    `offsets` are `[T * B + 1]`, `map_offsets` `[T + 1]`. Others raise RuntimeError.
     """
     num_tables = map_offsets.numel() - 1
     check(
@@ -49,20 +48,20 @@ def _map_ranges(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tens
     return starts[table_of_id], starts.diff()[table_of_id]
 
 
-def map_ids(ids: Tensor, first: Tensor, count: Tensor, rows: Tensor) -> Tensor:
-    """Return the row of each id, -1 for ids outside the map.
+def _map_by_array(ids: Tensor, array_starts: Tensor, array_sizes: Tensor, rows: Tensor) -> Tensor:
+    """Return the row of each id, -1 for ids outside the array of their table.
 
     Args:
         ids: int32 or int64 `[L]`.
-        first: first entry of the map of each id.
-        count: entries of the map of each id; 0 for ids that stay as they are.
-        rows: the maps, concatenated.
+        array_starts: first entry of the array of each id, `[L]`.
+        array_sizes: entries of the array of each id, `[L]`; 0 for ids that stay as they are.
+        rows: the arrays, concatenated.
     """
     if not rows.numel():
         return ids.clone()
-    is_in_map = (ids >= 0) & (ids < count)
-    mapped_rows = rows[torch.where(is_in_map, first + ids, 0)].to(ids.dtype)
-    return torch.where(count > 0, torch.where(is_in_map, mapped_rows, _FREE), ids)
+    is_in_array = (ids >= 0) & (ids < array_sizes)
+    mapped_rows = rows[torch.where(is_in_array, array_starts + ids, 0)].to(ids.dtype)
+    return torch.where(array_sizes > 0, torch.where(is_in_array, mapped_rows, _FREE), ids)
 
 
 @operator("embedding_bag_rowwise_prune")
@@ -77,15 +76,19 @@ def embedding_bag_rowwise_prune(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows whose indicator exceeds a threshold, and the map of all rows to them.
 
-    At least `min_num_rows` rows stay. Pruning must pay: `min_num_rows` rows and the map must need
-    less than `min_save_ratio` of the memory of `weight`. Otherwise all rows and a map of the single
-    entry 0 are returned. `min_save_ratio=None` always prunes.
+    With `abs` the absolute value of the indicator counts. At least `min_num_rows` rows stay, if
+    there are as many. Pruning must pay: `min_num_rows` rows and the map must need less than
+    `min_save_ratio` of the memory of `weight`, at 4 bytes per number. Otherwise all rows and a map
+    of the single entry 0 are returned. `min_save_ratio=None` prunes without this test.
+
+    Raises:
+        RuntimeError: a negative threshold, or an indicator with other than one entry per row.
     """
     check(threshold >= 0, f"threshold must not be negative, got {threshold}")
     check(indicator.numel() == len(weight), f"indicator must have {len(weight)} entries")
     is_kept = (indicator.abs() if abs else indicator) > threshold
     num_missing = min(min_num_rows, len(weight)) - int(is_kept.sum())
-    if num_missing > 0:  # the last ones, as each row is decided on by those that follow it
+    if num_missing > 0:  # FBGEMM keeps the last rows below the threshold, so that enough stay
         is_kept[(~is_kept).nonzero()[-num_missing:, 0]] = True
     num_columns, dtype = weight.size(1), compressed_indices_dtype
     if min_save_ratio is not None and not (
@@ -100,13 +103,14 @@ def embedding_bag_rowwise_prune(
 def pruned_array_lookup(
     indices: Tensor, offsets: Tensor, index_remappings: Tensor, index_remappings_offsets: Tensor
 ) -> Tensor:
-    """Return the row of each id by the arrays of the tables; ids outside an array get row -1.
+    """Return the row of each id by the arrays of the tables.
 
-    `offsets` are `[T * B + 1]` in the dtype of `indices`. `index_remappings` are the concatenated
-    arrays; that of table t begins at entry `index_remappings_offsets[t]`.
+    Ids outside their array get row -1; ids of a table without entries stay as they are. `offsets`
+    are `[T * B + 1]` in the dtype of `indices`. `index_remappings` are the concatenated arrays; the
+    array of table t begins at entry `index_remappings_offsets[t]`.
     """
-    first, count = _map_ranges(indices, offsets, index_remappings_offsets)
-    return map_ids(indices, first, count, index_remappings)
+    array_starts, array_sizes = _map_ranges(indices, offsets, index_remappings_offsets)
+    return _map_by_array(indices, array_starts, array_sizes, index_remappings)
 
 
 @operator("pruned_hashmap_insert", writes="hash_table")
@@ -129,7 +133,7 @@ def pruned_hashmap_insert(
         hash_table_offsets: first slot of each table, and the end.
 
     Raises:
-        RuntimeError: a table has no free slot left; nothing is written.
+        RuntimeError: offsets that do not fit, or a table whose slots are full; nothing is written.
     """
     map_starts, capacities = _map_ranges(indices, offsets, hash_table_offsets)
     is_stored = (dense_indices != _FREE) & (capacities > 0)
@@ -177,10 +181,10 @@ def pruned_hashmap_lookup(
 
 
 class PrunedMap:
-    """A map of this process from ids to rows, table by table: FBGEMM's class `PrunedMapCPU`."""
+    """Maps from ids to rows, one per table, as FBGEMM's class `PrunedMapCPU`."""
 
     def insert(self, indices: Tensor, dense_indices: Tensor, offsets: Tensor, T: int) -> None:
-        """Set the row of each id of T tables, and forget the maps of earlier calls.
+        """Set the row of each id of `T` tables, and discard the maps of earlier calls.
 
         `indices` are ids `[L]`; `dense_indices` are their rows `[L]`, -1 for pruned rows; `offsets`
         are `[T * B + 1]`.

@@ -4,9 +4,9 @@ Zero-collision hashing has a buffer of one id per slot; -1 marks a free slot. Th
 begins at the slot of its hash, and looks at `max_probe` slots; slot 0 follows the last slot. The id
 is in the first slot that has it.
 
-Pruning maps the ids of a table to fewer rows. Ids without a row of their own share row 0. At times
-rows move: an id of little use loses its row to an id of much use that has none. The uses of each id
-are counted, and a sample of the ids determines the threshold between little and much use.
+Pruning maps the ids of a table to fewer rows. Ids without a row of their own share row 0. The uses
+of each id are counted. `prune_embedding_tables` moves rows: an id that is used little loses its row
+to an id without one that is used much. A sample of the ids determines the threshold between both.
 """
 
 import itertools
@@ -176,20 +176,20 @@ def zero_collision_hash(
         slots = positions + first_slots
     else:
         slots = num_probed_slots + unsigned_modulo(hashes, num_reserved_slots) + first_slots
-    missing = torch.arange(len(input), device=input.device)  # positions of ids not found yet
+    pending = torch.arange(len(input), device=input.device)  # positions of ids not found yet
     id_of_slot = identities.flatten()
     for _ in range(max_probe):
-        if not len(missing):
+        if not len(pending):
             break
-        probed_positions = positions[missing]
-        probed_slots = probed_positions + first_slots[missing]
-        is_found = id_of_slot[probed_slots] == stored_form[missing]
-        slots[missing[is_found]] = probed_slots[is_found]
+        probed_positions = positions[pending]
+        probed_slots = probed_positions + first_slots[pending]
+        is_found = id_of_slot[probed_slots] == stored_form[pending]
+        slots[pending[is_found]] = probed_slots[is_found]
         modulus = (
-            num_probed_slots[missing] if isinstance(num_probed_slots, Tensor) else num_probed_slots
+            num_probed_slots[pending] if isinstance(num_probed_slots, Tensor) else num_probed_slots
         )
-        positions[missing] = (probed_positions + 1) % modulus
-        missing = missing[~is_found]
+        positions[pending] = (probed_positions + 1) % modulus
+        pending = pending[~is_found]
     return slots, None
 
 
@@ -232,7 +232,7 @@ def _use_threshold(uses: Tensor, num_rows: Tensor, iteration: int) -> Tensor:
 
 
 def _move_rows(row_of_id: Tensor, uses: Tensor, threshold: Tensor) -> Tensor:
-    """Move rows from ids of little use to ids of much use without one; return the moved rows."""
+    """Move rows from ids with few uses to ids with many uses and no row; return these rows."""
     is_much_used, has_row = uses > threshold, row_of_id != 0
     receivers = (is_much_used & ~has_row).nonzero()[:, 0]
     donors = (~is_much_used & has_row).nonzero()[:, 0]
@@ -252,7 +252,7 @@ def prune_embedding_tables(
     buffer_offsets: Tensor,
     emb_sizes: Tensor,
 ) -> tuple[Tensor, Tensor, int]:
-    """Let the ids of most use have the rows of each table, and decay the counts of use.
+    """Move the rows of each table to its most used ids, and decay the counts of use.
 
     Args:
         iter: number of the training step; it selects the sample and, after the first
