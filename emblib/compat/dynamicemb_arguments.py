@@ -1,4 +1,8 @@
-"""Translate DynamicEmb's options to emblib's specs; options without a counterpart raise."""
+"""Translate DynamicEmb's options to emblib's specs; options without a counterpart raise.
+
+`spec` translates the options of a table. `precision`, `device` and `optimizer` translate what all
+tables of a module share.
+"""
 
 import math
 from collections.abc import Sequence
@@ -79,13 +83,15 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
     assert options.max_capacity is not None
     assert options.dim is not None
     capacity = options.max_capacity
-    start = capacity if options.init_capacity is None else min(options.init_capacity, capacity)
+    initial_capacity = capacity
+    if options.init_capacity is not None:
+        initial_capacity = min(options.init_capacity, capacity)
     row_initializer = initializer(options.initializer_args, capacity)
     return DynamicSpec(
         capacity,
         options.dim,
         name=name,
-        initial_capacity=start,
+        initial_capacity=initial_capacity,
         max_load=options.max_load_factor,
         eviction=eviction(options.score_strategy),
         initializer=row_initializer,
@@ -132,7 +138,7 @@ def _check_options(options: DynamicEmbTableOptions, name: str) -> None:
 
 
 def initializer(args: DynamicEmbInitializerArgs, capacity: int) -> Any:
-    """Return the initial value of a new row; omitted bounds are +-1/sqrt(capacity)."""
+    """Return the initializer of new rows; bounds that are None are +-1/sqrt(capacity)."""
     bound = 1.0 / math.sqrt(capacity)
     low = -bound if args.lower is None else args.lower
     high = bound if args.upper is None else args.upper
@@ -154,8 +160,8 @@ def _admission(
 ) -> FrequencyAdmission | None:
     """Return the admission of a table; None admits all keys.
 
-    New rows start with values of `row_initializer`. Keys without a row read values by the
-    strategy's `initializer_args`, or of `row_initializer` if it has none.
+    Keys that are not admitted read values by the strategy's `initializer_args`, or by
+    `row_initializer` if the strategy has none. A threshold of 0 admits all keys.
     """
     strategy, counter = options.admit_strategy, options.admission_counter
     if strategy is None and counter is None:
@@ -252,7 +258,7 @@ _DEFAULTS = {
 
 
 def optimizer(args: SimpleNamespace) -> optim.Optimizer:
-    """Return the optimizer that the arguments describe.
+    """Return the optimizer that the arguments `args` of a module describe.
 
     Raises:
         NotImplementedError: an optimizer or an option that DynamicEmb does not run either.

@@ -218,10 +218,10 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         **others: Any,
     ) -> None:
         self._table_constraints = dict(constraints or {})
-        self._names = None
+        self._config_names = None
         if eb_configs is not None:
-            self._names = [config.name for config in eb_configs]
-            self._check_names(self._names)
+            self._config_names = [config.name for config in eb_configs]
+            self._check_names(self._config_names)
         if enumerator is not None:
             enumerator.agreed("constraints", self._table_constraints)
         super().__init__(
@@ -241,12 +241,12 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     def _check_names(self, names: Sequence[str]) -> None:
         if len(set(names)) != len(names):
             raise ValueError(f"names of tables must be unique, got {list(names)}")
-        constrained = set(self._table_constraints)
-        if set(names) != constrained:
+        constrained_names = set(self._table_constraints)
+        if set(names) != constrained_names:
             raise ValueError(
                 "every table needs a constraint, and every constraint a table: without a "
-                f"constraint are {sorted(set(names) - constrained)}, without a table "
-                f"{sorted(constrained - set(names))}"
+                f"constraint are {sorted(set(names) - constrained_names)}, without a table "
+                f"{sorted(constrained_names - set(names))}"
             )
 
     def _options_of_dynamic_tables(self) -> dict[str, DynamicEmbTableOptions]:
@@ -298,8 +298,10 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     ) -> ShardingPlan:
         """Plan with hash storage for dynamic tables, so that their memory counts."""
         names = [config.name for config in _configs_in(module)]
-        if self._names is not None and sorted(self._names) != sorted(names):
-            raise ValueError(f"eb_configs must be those of the model, {names}, got {self._names}")
+        if self._config_names is not None and sorted(self._config_names) != sorted(names):
+            raise ValueError(
+                f"eb_configs must be those of the model, {names}, got {self._config_names}"
+            )
         dynamic, world_size = self._options_of_dynamic_tables(), native_planner.topology.world_size
 
         def with_hash_storage(work: planner.TableWorkload) -> planner.TableWorkload:
@@ -338,8 +340,8 @@ def _complete_options(options: DynamicEmbTableOptions, config: Any, world_size: 
     if options.init_capacity is None:
         options.init_capacity = options.max_capacity
     else:
-        start = align_to_table_size(options.init_capacity, _rows_per_bucket(bucket))
-        options.init_capacity = min(start, options.max_capacity)
+        init_capacity = align_to_table_size(options.init_capacity, _rows_per_bucket(bucket))
+        options.init_capacity = min(init_capacity, options.max_capacity)
     options.local_hbm_for_values = math.ceil(options.global_hbm_for_values / world_size)
 
 

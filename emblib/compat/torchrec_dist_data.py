@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def is_leader(pg: Any, leader_rank: int = 0) -> bool:
-    """Return whether this is rank `leader_rank` of a process group; True without one."""
+    """Return whether this process is rank `leader_rank` of `pg`; True if `pg` is None."""
     return pg is None or RankGroup.from_value(pg).rank == leader_rank
 
 
@@ -122,7 +122,7 @@ class KJTAllToAll(nn.Module):
             )
 
     def forward(self, input: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Start to send a batch: the first `wait` sends the ids, the second receives them.
+        """Start to send the sizes of a batch; the first `wait` sends ids, the second receives them.
 
         The first `wait` raises RuntimeError, on all ranks, if dtypes of ids or weights differ in
         their size, or if only some batches have weights.
@@ -147,9 +147,8 @@ class KJTAllToAll(nn.Module):
             for rank_batch in rank_batches
             for number in (*item_nbytes, stride, *rank_batch.length_per_key())
         ]
-        sent_sizes = torch.tensor(header, device=batch.device())
         pending = start_all_to_all(
-            sent_sizes,
+            torch.tensor(header, device=batch.device()),
             [3 + n for n in self._splits],
             [3 + num_features] * ranks.size,
             ranks,
@@ -175,7 +174,7 @@ class KJTAllToAll(nn.Module):
             for rank_batch in rank_batches
             for tensor in (rank_batch.lengths(), rank_batch.values())
         ]
-        sizes = [
+        sent_sizes = [
             rank_batch.lengths().numel() + rank_batch.values().numel()
             for rank_batch in rank_batches
         ]
@@ -183,7 +182,7 @@ class KJTAllToAll(nn.Module):
             num_features * stride + n for stride, n in zip(strides, num_ids_of_ranks, strict=True)
         ]
         sent = torch.cat(message_parts) if message_parts else batch.values()[:0]
-        values = start_all_to_all(sent, sizes, received_sizes, ranks, content=Content.IDS)
+        values = start_all_to_all(sent, sent_sizes, received_sizes, ranks, content=Content.IDS)
         values.wait()  # over one group, collectives of the host follow each other
         weights = None
         if batch.weights_or_none() is not None:
@@ -294,7 +293,7 @@ def rank_device(device_type: str, rank: int) -> torch.device:
 
 
 class KJTOneToAll(nn.Module):
-    """Give `splits[r]` features of a batch to device r of this process.
+    """Copy `splits[r]` features of a batch to device r of this process.
 
     Args:
         splits: features for each device.
@@ -313,15 +312,18 @@ class KJTOneToAll(nn.Module):
         if len(self._splits) != world_size:
             raise ValueError(f"splits must be one per device of {world_size}, got {splits}")
         has_gpu = torch.cuda.is_available()
-        self._type = device.type if device is not None else "cuda" if has_gpu else "cpu"
+        self._device_type = device.type if device is not None else "cuda" if has_gpu else "cpu"
 
     def forward(self, kjt: KeyedJaggedTensor) -> KJTList:
         """Return the part of each device."""
         parts = KeyedJaggedTensor.adopt(kjt).split(self._splits)
-        if self._type == "meta":
+        if self._device_type == "meta":
             return KJTList(parts)
         return KJTList(
-            [part.to(rank_device(self._type, r), non_blocking=True) for r, part in enumerate(parts)]
+            [
+                part.to(rank_device(self._device_type, r), non_blocking=True)
+                for r, part in enumerate(parts)
+            ]
         )
 
 
@@ -341,7 +343,9 @@ class _ToOneDevice(nn.Module):
 
     def _move(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if self._world_size and len(tensors) > self._world_size:
-            raise ValueError(f"at most {self._world_size} tensors, one per device: {len(tensors)}")
+            raise ValueError(
+                f"at most {self._world_size} tensors, one per device, got {len(tensors)}"
+            )
         return [tensor.to(self._device, non_blocking=True) for tensor in tensors]
 
 
@@ -433,11 +437,11 @@ class PooledEmbeddingsAllToAll(_PooledModule):
         self, local_embs: Tensor, batch_size_per_rank: Sequence[int] | None = None
     ) -> Awaitable[Tensor]:
         """Start to send rows; by default all ranks have the same number of examples."""
-        world = len(self._columns)
-        sizes = batch_size_per_rank or [local_embs.size(0) // world] * world
+        num_ranks = len(self._columns)
+        batch_sizes = batch_size_per_rank or [local_embs.size(0) // num_ranks] * num_ranks
         return self._add_callbacks(
             comms.alltoall_pooled(
-                local_embs, sizes, self._columns, group=self._pg, codecs=self._codecs
+                local_embs, batch_sizes, self._columns, group=self._pg, codecs=self._codecs
             )
         )
 
@@ -530,7 +534,7 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         self._pg, self._codecs = pg, codecs
         ranks = RankGroup.from_value(pg)
         num_features = features_per_rank[ranks.rank]
-        self._order = (
+        self._rank_major_order = (
             torch.arange(num_features * ranks.size).view(num_features, ranks.size).t().reshape(-1)
         )
 
@@ -550,7 +554,7 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         `sparse_features_recat` the order that received bags were brought into where batch sizes
         differ by rank; `batch_size_per_rank` is ignored.
         """
-        order, positions = self._order, unbucketize_permute_tensor
+        order, positions = self._rank_major_order, unbucketize_permute_tensor
         if sparse_features_recat is not None:
             order = sparse_features_recat.argsort()
         pending = comms.alltoall_sequence(

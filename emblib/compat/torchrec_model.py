@@ -123,6 +123,8 @@ def shard_modules(
 ) -> nn.Module:
     """Replace the collections of a model by sharded ones, and return the model.
 
+    A collection without a sharder stays as it is.
+
     Args:
         module: the model, which is modified; or one collection, whose sharded form is returned.
         env: the ranks, or the devices of this process for quantised collections; by default all
@@ -131,8 +133,6 @@ def shard_modules(
         plan: plan of all collections; None makes one with the default planner.
         sharders: list of sharders, one per module class; None uses the default ones.
         init_params: whether other modules on the meta device are allocated and initialized.
-
-    A collection without a sharder stays as it is.
     """
     env = ShardingEnv(RankGroup()) if env is None else env
     sharders = default_sharders() if sharders is None else list(sharders)
@@ -512,9 +512,9 @@ class PrefetchTrainPipelineSparseDist(
         *more: Any,
         **options: Any,
     ) -> None:
-        # The positional arguments of the base class, with None for its `context_type`.
-        leading = (model, optimizer, device, execute_all_batches, apply_jit, None)
-        super().__init__(*leading, *more, **options)
+        # None is the `context_type` of the base class.
+        base_arguments = (model, optimizer, device, execute_all_batches, apply_jit, None)
+        super().__init__(*base_arguments, *more, **options)
 
 
 class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):

@@ -33,23 +33,23 @@ from emblib.sharding.shard import SHARDED
 from emblib.storage import Dense, Quantized
 from emblib.storage.initial_values import skip_initial_values
 
-_BITS = {DataType.INT8: 8, DataType.INT4: 4}
+_BITS_PER_VALUE = {DataType.INT8: 8, DataType.INT4: 4}
 
 
 def _with_data_type(config: Any, data_type: DataType | torch.dtype) -> Any:
-    """Return a configuration without optimizer whose rows have a data type."""
+    """Return a copy of `config` without optimizer, whose rows have `data_type`."""
     row_type = data_type if isinstance(data_type, DataType) else dtype_to_data_type(data_type)
-    if row_type in _BITS:
-        return replace(config, storage=Quantized(_BITS[row_type]), optimizer=None)
+    if row_type in _BITS_PER_VALUE:
+        return replace(config, storage=Quantized(_BITS_PER_VALUE[row_type]), optimizer=None)
     return replace(config, storage=Dense(), data_type=data_type_to_dtype(row_type), optimizer=None)
 
 
-_LAYOUT = (
+_USE_STATE_DICT = (
     "it lays out FBGEMM's tables; load_state_dict takes the `values` and `scales` of each table"
 )
 
 
-def _refuse(name: str, value: object, reason: str = _LAYOUT) -> None:
+def _refuse(name: str, value: object, reason: str = _USE_STATE_DICT) -> None:
     """Raise ValueError if `value` is set; `reason` says what to use instead."""
     if value:
         raise ValueError(f"{name} must be left out: {reason}")
@@ -71,7 +71,7 @@ def _supported_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Quantised:
-    """Base of the quantised collections."""
+    """Base of the quantised collections: constructed in eval mode, or by `from_float`."""
 
     groups: Any
     eval: Any
@@ -297,14 +297,14 @@ class ShardedQuantEmbeddingBagCollection(_ShardedOverDevices):
     """A quantised `EmbeddingBagCollection` over the devices of one process."""
 
     def _make_collection(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
-        weighted, dtype = module.is_weighted(), module.groups.output_dtype
-        return QuantEmbeddingBagCollection(configs, weighted, device, dtype)
+        is_weighted, dtype = module.is_weighted(), module.groups.output_dtype
+        return QuantEmbeddingBagCollection(configs, is_weighted, device, dtype)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled rows, as the unsharded collection does."""
         if len(self.parts) == 1:
-            only: Any = self.parts[0]
-            result: KeyedTensor = only(KeyedJaggedTensor.adopt(features).to(only.device))
+            part: Any = self.parts[0]
+            result: KeyedTensor = part(KeyedJaggedTensor.adopt(features).to(part.device))
             return result.to(self._device)
         names, blocks = zip(*self._outputs(features), strict=True)
         return KeyedTensor(names, [block.shape[1] for block in blocks], torch.cat(blocks, 1))
@@ -322,8 +322,8 @@ class ShardedQuantEmbeddingCollection(_ShardedOverDevices):
     """A quantised `EmbeddingCollection` over the devices of one process."""
 
     def _make_collection(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
-        indices, dtype = module.need_indices(), module.groups.output_dtype
-        return QuantEmbeddingCollection(configs, device, indices, dtype)
+        need_indices, dtype = module.need_indices(), module.groups.output_dtype
+        return QuantEmbeddingCollection(configs, device, need_indices, dtype)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one vector per id by feature, as the unsharded collection does."""

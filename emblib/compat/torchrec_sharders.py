@@ -204,17 +204,17 @@ def fuse_embedding_optimizer(
 
 # Sharded collections
 
-_index_dedup = {"on": False}  # of this process
+_index_dedup = {"is_on": False}  # of this process; a dict, so that functions can set it
 
 
 def set_ec_index_dedup(val: bool) -> None:
     """Set whether each `ShardedEmbeddingCollection` made from now on sends each id once."""
-    _index_dedup["on"] = bool(val)
+    _index_dedup["is_on"] = bool(val)
 
 
 def get_ec_index_dedup() -> bool:
     """Return the value of `set_ec_index_dedup`; False by default."""
-    return _index_dedup["on"]
+    return _index_dedup["is_on"]
 
 
 class EmbeddingBagCollectionContext:
@@ -502,7 +502,9 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer | None) -> None:
     """Raise ValueError for a DENSE table where all tables get an optimizer in backward."""
     dense_tables = [
-        n for n, p in params.items() if p.compute_kernel == EmbeddingComputeKernel.DENSE.value
+        name
+        for name, parameter in params.items()
+        if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
     ]
     if dense_tables and optimizer is not None:
         raise ValueError(
