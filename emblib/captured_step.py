@@ -109,7 +109,7 @@ class CapturedStep:
         warmup: int = 3,
     ) -> None:
         self.bounds = _check_bounds(bounds)
-        if not isinstance(warmup, int) or warmup < 1:
+        if type(warmup) is not int or warmup < 1:
             raise ValueError(f"warmup must be an int >= 1, got {warmup!r}")
         self.warmup = warmup
         self.device = None if device is None else torch.empty(0, device=device).device
@@ -440,7 +440,7 @@ def _record_stream(result: Any, stream: Any) -> Any:
 def _check_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
     """Return bounds as an ascending tuple; raise ValueError unless they are positive."""
     given_bounds = tuple(bounds) if isinstance(bounds, Sequence) else ()
-    is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in given_bounds)
+    is_valid = all(type(bound) is int and 0 < bound <= MAX_BOUND for bound in given_bounds)
     if not given_bounds or not is_valid or list(given_bounds) != sorted(set(given_bounds)):
         raise ValueError(
             f"bounds must be ascending ints in [1, {MAX_BOUND}], e.g. [4096, 16384], got {bounds!r}"

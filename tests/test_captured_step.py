@@ -313,7 +313,7 @@ def test_a_step_gets_padding_first(device: torch.device) -> None:
 # Refusals
 
 
-@pytest.mark.parametrize("bounds", [[], [0], [8, 4], [4, 4], 8, [2.5], [2**31]])
+@pytest.mark.parametrize("bounds", [[], [0], [8, 4], [4, 4], 8, [2.5], [2**31], [True, 8]])
 def test_bounds_must_be_ascending_numbers(bounds: Any) -> None:
     with pytest.raises(ValueError, match="bounds must be ascending ints"):
         CapturedStep(print, bounds)

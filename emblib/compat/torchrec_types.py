@@ -204,7 +204,7 @@ class _Config:
             embedding_dim=embedding_dim,
             name=name,
             data_type=torch.float32 if is_quantised else data_type_to_dtype(data_type),
-            feature_names=tuple(feature_names),
+            feature_names=feature_names,
             weight_init_max=weight_init_max,
             weight_init_min=weight_init_min,
             storage=storage,

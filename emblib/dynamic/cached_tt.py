@@ -529,7 +529,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def _stored_keys(self, table: int) -> Tensor:
         """Return the keys of a table's rows, a view int64 `[stored rows]`, -1 for free rows."""
-        (table,) = self._table_numbers(table)
+        (table,) = self._table_numbers(index(table))
         begin, end = self._first_rows[table : table + 2]
         return self.key_of_row[begin:end]
 
@@ -604,7 +604,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     @without_gradients
     def to_dense(self, table: int) -> Tensor:
         """Return a table as a new dense float32 `[rows, D]` matrix, stored rows included."""
-        (table,) = self._table_numbers(table)
+        (table,) = self._table_numbers(index(table))
         spec = self.tables[table]
         return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
 
@@ -767,7 +767,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self._lookups_since = [0] * len(self.tables)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of cores and stored rows, from the next backward on."""
+        """Set the learning rate of cores and stored rows; as `trains.set_learning_rate`."""
         self.trains.set_learning_rate(lr)
         self.rows.set_learning_rate(lr)
 

@@ -7,7 +7,7 @@ seed and name, selects the buckets of keys within the table.
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -94,9 +94,11 @@ def as_scores(scores: Any) -> Tensor:
     Tensors of uint64 keep their bits, so scores of 2^63 and above rank lowest.
 
     Raises:
-        TypeError: scores are no integers, so that int64 would lose their order.
+        TypeError: scores are no integers, so that int64 would lose their order; or a dict or set.
         ValueError: an int is not in the range of int64.
     """
+    if isinstance(scores, Mapping | Set):
+        raise TypeError(f"scores must be an int, a sequence or a tensor of ints, got {scores!r}")
     if not hasattr(scores, "__len__"):  # an int
         return torch.tensor(checked_score(scores))
     values = torch.as_tensor(_checked_scores(scores))

@@ -56,6 +56,7 @@ def test_specs_of_kinds() -> None:
         ),
         ({"num_embeddings": 0}, "num_embeddings must be >= 1"),
         ({"feature_names": "f"}, "write ['f']"),
+        ({"feature_names": 3}, "feature_names must be a sequence of names, got 3"),
         ({"feature_names": ("f", "f")}, "must differ"),
         ({"pooling": "none"}, "must be SUM or MEAN"),
         ({"data_type": torch.int8}, "data_type of 't' must be float32"),

@@ -120,6 +120,9 @@ def test_tracking_the_norm_does_not_change_gradients() -> None:
     assert layer.bias.grad.tolist() == [1.0]
     with pytest.raises(ValueError, match=r"max_gradient must be >= 0, got -1\.0"):
         GradientClippingOptimizer(inner, GradientClipping.NORM, -1.0)  # would turn gradients round
+    for norm_type in (-1.0, 0.0, float("nan")):
+        with pytest.raises(ValueError, match="norm_type must be above 0"):
+            GradientClippingOptimizer(inner, norm_type=norm_type)
 
 
 def _rates(stages: list[WarmupStage], steps: int) -> list[float]:

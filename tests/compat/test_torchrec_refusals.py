@@ -70,6 +70,10 @@ def by_hand(rules: dict[str, Any]) -> torchrec.EmbeddingModuleShardingPlan:
             "a KeyedOptimizer, got SGD: .*KeyedOptimizerWrapper",
         ),
         (
+            lambda: torchrec.EmbeddingBagConfig(9, 4, "t", feature_names="user"),
+            r"feature_names must be a sequence of names, got 'user'; write \['user'\]",
+        ),
+        (
             lambda: torchrec.apply_optimizer_in_backward(
                 torch.optim.SGD, collection().parameters(), {"learning_rate": 0.1}
             ),

@@ -334,6 +334,14 @@ def test_tables_that_do_not_exist_are_named(table: int) -> None:
         bags.reset_cache_stats(table)
 
 
+@pytest.mark.parametrize("name", ["cached_ids", "spilled_ids", "to_dense"])
+@pytest.mark.parametrize("num_tables", [1, 2])
+def test_methods_of_one_table_take_no_none(name: str, num_tables: int) -> None:
+    bags = CachedTTEmbeddingBags([TTSpec(60, 8, (2, 2))] * num_tables, TTCache(4))
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        getattr(bags, name)(None)
+
+
 def test_a_batch_that_is_refused_counts_nothing() -> None:
     torch.manual_seed(0)
     bags = CachedTTEmbeddingBags(TABLES, TTCache(9, every=1), optim.SGD(0.01), bounds_check="fatal")

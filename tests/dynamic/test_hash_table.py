@@ -348,6 +348,7 @@ def test_eviction_queues_do_not_return_from_another_device() -> None:
             "shape of keys",
         ),
         (lambda t: t.set_scores(torch.tensor([1]), torch.tensor([1, 1])), "shape of keys"),
+        (lambda t: t.set_scores(torch.tensor([1]), {1: 2}), "scores must be an int, a sequence"),
     ],
 )
 def test_bad_input_is_told_before_anything_changes(call: object, message: str) -> None:

@@ -313,12 +313,13 @@ class GradientClippingOptimizer(OptimizerWrapper):
         optimizer: the wrapped optimizer.
         clipping: quantity to clip: nothing, the norm of all gradients, or each value.
         max_gradient: bound of the norm or of the absolute values.
-        norm_type: exponent of the norm; `inf` for the maximum.
+        norm_type: exponent of the norm, above 0; `inf` for the maximum.
         track_grad_norm: whether `last_total_grad_norm` is computed if the norm is not clipped.
 
     Raises:
         TypeError: `optimizer` is no `KeyedOptimizer`.
-        ValueError: `max_gradient` is negative or NaN, or `clipping` another word.
+        ValueError: `max_gradient` is negative or NaN, `norm_type` not above 0, or `clipping`
+            another word.
 
     Attributes:
         last_total_grad_norm: norm of all gradients before the last step clipped them; None before
@@ -339,6 +340,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
         super().__init__(optimizer)
         if not max_gradient >= 0.0:
             raise ValueError(f"max_gradient must be >= 0, got {max_gradient}")
+        if not float(norm_type) > 0.0:
+            raise ValueError(f"norm_type must be above 0, inf for the maximum; got {norm_type}")
         self.clipping, self.max_gradient = GradientClipping(clipping), max_gradient
         self.norm_type, self.track_grad_norm = float(norm_type), track_grad_norm
 
