@@ -16,21 +16,21 @@ from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
 from experiments.report.tables import Column, Table, TitledTable, Value, count_value, time_value
 
 NOTES = (
-    "A step is forward, backward and the update (SGD) of one table. All kinds of steps are timed "
-    "in turns, in random order; shown are medians. With one thread the time is that of the "
-    "processor.",
+    "A step is forward, backward and the update (SGD) of one table. Each round times every kind of "
+    "step once, in random order; tables show medians. With one thread, times are processor times.",
     "The model has five terms: a constant, lookups, lookups of computed rows beyond the first MiB, "
     "distinct rows, and multiply-adds, whose number follows from distinct rows and prefixes. A "
-    "cache adds a constant, a time per lookup and a time per distinct id; only lookups that miss "
-    "it count in the other terms. Constants are at least 0, and fitted by relative squares to "
-    "steps of uniform ids, of all ids and of few. No constant is fitted to Zipf ids.",
-    "'By rows and products' has the last two terms only. 'By hits' is the measured time without a "
-    "cache × the share of the lookups that miss it.",
+    "cache adds a constant, a time per lookup and a time per distinct id; the five terms then "
+    "count only lookups that miss the cache. Constants are at least 0. Least squares of relative "
+    "errors fit them to steps of uniform ids, drawn from all ids or from few. No constant is "
+    "fitted to Zipf ids.",
+    "'By rows and products' is a prediction from distinct rows and multiply-adds only. 'By hits' "
+    "is the measured time without a cache × the share of the lookups that miss the cache.",
 )
 
 
 def answer(run: Run) -> list[str]:
-    """State predicted ÷ measured times: per skew, with caches, and by the hit rate alone."""
+    """State predicted ÷ measured time: per skew, with caches, and from the hit rate alone."""
     rows = run.frame("predictions")
     if not len(rows):
         return ["No answer: no step was timed."]
@@ -40,14 +40,14 @@ def answer(run: Run) -> list[str]:
         for skew, group in uncached_rows.groupby("skew")
     ]
     sentences = [
-        "The predicted time of a step of tensor trains is, with constants of uniform ids, for "
-        f"{'; for '.join(ranges)} times the measured one."
+        "With constants of uniform ids, the predicted time of a step of tensor trains is, for "
+        f"{'; for '.join(ranges)} times the measured time."
     ]
     if len(cached_rows):
         by_hits = (cached_rows["by_hits_s"] / cached_rows["measured_s"]).rename("ratio")
         sentences.append(
-            f"With cached rows it is {_ratio_range(cached_rows)} times the measured one; what the "
-            f"hit rate of lookups alone predicts is {_ratio_range(by_hits.to_frame())} times."
+            f"With cached rows it is {_ratio_range(cached_rows)} times the measured time; the hit "
+            f"rate of lookups alone predicts {_ratio_range(by_hits.to_frame())} times."
         )
     return sentences
 
@@ -57,7 +57,7 @@ def _describe_ids(skew: float) -> str:
 
 
 def _ratio_range(rows: pd.DataFrame) -> str:
-    """Return the smallest and the largest ratio, e.g. '0.92 to 1.10'; one number if both agree."""
+    """Return the smallest and the largest ratio, e.g. '0.92 to 1.10'; one number if equal."""
     low, high = rows["ratio"].min(), rows["ratio"].max()
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
@@ -99,21 +99,21 @@ def _two_decimals(value: float) -> Value:
 
 
 def _constants_table(run: Run) -> TitledTable:
-    """Return the seconds of each constant by TT rank; constants of a cache have its share."""
-    lines = []
+    """Return a row per TT rank and constant; names of cache constants begin with its share."""
+    constant_rows = []
     for record in run.records:
         if record["status"] == "ok" and "constants" in record:
             rank = record["rank"]
-            lines += [(rank, name, s) for name, s in record["constants"].items()]
+            constant_rows += [(rank, name, s) for name, s in record["constants"].items()]
             for share, constants in record["cache_constants"].items():
                 prefix = f"cache of {100 * float(share):g} %"
-                lines += [(rank, f"{prefix}: {name}", s) for name, s in constants.items()]
+                constant_rows += [(rank, f"{prefix}: {name}", s) for name, s in constants.items()]
     columns: dict[str, Column] = {
         "rank": lambda r: count_value(r[0]),
         "constant": lambda r: str(r[1]).replace("_", " "),
         "time": lambda r: time_value(r[2]),
     }
-    return TitledTable("Constants of the model", "", Table.of(lines, columns))
+    return TitledTable("Constants of the model", "", Table.of(constant_rows, columns))
 
 
 def figures(run: Run) -> list[Figure]:
@@ -121,12 +121,12 @@ def figures(run: Run) -> list[Figure]:
     rows = run.frame("predictions")
     if not len(rows):
         return []
-    lines = []
+    step_curves = []
     colours = list(COLOURS.values())
     groups = rows.groupby(["cached", "skew"], sort=True)
     for group_index, ((share, skew), group) in enumerate(groups):
         name = _describe_ids(float(skew)) + (f", {100 * float(share):g} % stored" if share else "")
-        lines.append(
+        step_curves.append(
             Curve(
                 1e3 * group["measured_s"],
                 group["predicted_s"] / group["measured_s"],
@@ -139,7 +139,7 @@ def figures(run: Run) -> list[Figure]:
     x_scale = Scale("measured ms per step", log=10)
     y_scale = Scale("predicted ÷ measured", reach=(0.6, 1.4), format_tick=lambda v: f"{v:g}×")
     drawing = curves(
-        lines, x_scale, y_scale, name_position="outside", marks=[Mark(1.0, INK, DASHED)]
+        step_curves, x_scale, y_scale, name_position="outside", marks=[Mark(1.0, INK, DASHED)]
     )
     caption = "At the dashed line a prediction is exact. All ranks, orders of ids and batches."
     return [
@@ -148,6 +148,6 @@ def figures(run: Run) -> list[Figure]:
             "Predicted ÷ measured time of a step",
             caption,
             text.count(len(rows), "kind of step", "kinds of steps"),
-            [Panel("Steps by what they took", drawing, 1.8 * WIDTH)],
+            [Panel("Steps by their measured time", drawing, 1.8 * WIDTH)],
         )
     ]

@@ -20,7 +20,7 @@ from experiments.timing import statistics
 
 SMOKE_ROWS, SMOKE_LOOKUPS = 20_000, 640  # maxima in a smoke run
 # Entries that identify a predicted step; `order` is the order of ids, `cached` a share of rows.
-POINT_KEYS = ("rank", "skew", "order", "lookups", "cached")
+STEP_KEYS = ("rank", "skew", "order", "lookups", "cached")
 
 
 @dataclass
@@ -28,11 +28,11 @@ class PredictionsOptions:
     """The steps that are timed and predicted.
 
     Attributes:
-        ranks: ranks of the trains, a cell each.
+        ranks: TT ranks of the tensor trains, a cell per rank.
         lookups: lookups per batch.
-        skews: exponents of the Zipf distribution of ids.
-        cached: cached rows ÷ all rows.
-        rounds: samples per step.
+        skews: exponents of the Zipf distribution of ids; 0 is uniform.
+        cached: cached rows ÷ all rows, besides steps without a cache.
+        rounds: samples per kind of step.
     """
 
     ranks: list[int] = field(default_factory=lambda: [16, 32])
@@ -68,13 +68,13 @@ class Predictions(base.Kind):
     )
 
     def check(self, config: Config) -> None:
-        """Raise UsageError for an optimizer other than SGD, of which the modelled steps are."""
+        """Raise UsageError unless the optimizer is SGD, whose steps the model predicts."""
         super().check(config)
         if config.optimizer is not Optimizer.sgd:
             raise UsageError("optimizer: kind=predictions times steps of sgd")
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
-        """Return a cell per rank, whose steps are timed in turns in one process."""
+        """Return no cases, and a cell per rank; one process times the steps of a cell in turns."""
         options = dict(config.options)
         workload = config.workload
         if config.timing.max_rows:  # a smoke run
@@ -96,7 +96,7 @@ class Predictions(base.Kind):
         ]
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return the range of predicted ÷ measured."""
+        """Return the range of predicted ÷ measured time."""
         rows = frame(records)
         if not len(rows):
             return super().progress(records)
@@ -109,7 +109,7 @@ class Predictions(base.Kind):
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return predictions.csv: a row per predicted step (POINT_KEYS), over all processes.
+    """Return predictions.csv: a row per predicted step (STEP_KEYS), over all processes.
 
     `measured_s`, `predicted_s`, `two_terms_s` (rows and products alone; nan with a cache) and
     `by_hits_s` (uncached time × lookups that miss) are seconds of a step; `ratio` is predicted ÷
@@ -117,28 +117,28 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     batch. `hit_rate` and `row_hit_rate` are shares of lookups and of distinct rows. Except for the
     extremes, numbers are medians over processes.
     """
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    points_of_step: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         if record.get("kind") == Predictions.name and record["status"] == "ok":
             for point in record["points"]:
-                groups.setdefault(tuple(point[name] for name in POINT_KEYS), []).append(point)
-    rows = [_row(key, points) for key, points in groups.items()]
-    return pd.DataFrame(rows)
+                key = tuple(point[name] for name in STEP_KEYS)
+                points_of_step.setdefault(key, []).append(point)
+    return pd.DataFrame([_row(key, points) for key, points in points_of_step.items()])
 
 
 def _row(key: tuple[Any, ...], points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a row of the frame from the predicted points of all processes with one key."""
+    """Return the row of a step from its `points`, one per process (`measure.predictions`)."""
 
     def median(values: Sequence[float | None]) -> float:
         return statistics.summarise([v for v in values if v is not None]).median
 
-    names = ("predicted_s", "two_terms_s", "by_hits_s", "rows", "hit_rate", "row_hit_rate")
+    median_columns = ("predicted_s", "two_terms_s", "by_hits_s", "rows", "hit_rate", "row_hit_rate")
     measured_s = [statistics.summarise([s for _, s in p["samples"]]).median for p in points]
-    ratios = [p["predicted_s"] / time for p, time in zip(points, measured_s, strict=True)]
+    ratios = [p["predicted_s"] / s for p, s in zip(points, measured_s, strict=True)]
     return {
-        **dict(zip(POINT_KEYS, key, strict=True)),
+        **dict(zip(STEP_KEYS, key, strict=True)),
         "processes": len(points),
-        **{name: median([p[name] for p in points]) for name in names},
+        **{name: median([p[name] for p in points]) for name in median_columns},
         "measured_s": median(measured_s),
         "ratio": median(ratios),
         "ratio_lo": min(ratios),

@@ -1,10 +1,10 @@
 """Measure a cell of kind predictions: time steps of a tensor train, and predict them.
 
-The predicted time of a step is a sum of terms; each is a count times a constant. TERMS count the
-work on the train: steps, lookups, lookups of rows beyond a core's cache, distinct rows, and
-multiply-adds (`TableBatchedTTEmbeddingBags.work`). A module that caches rows counts only lookups
-that miss its cache in TERMS, and adds CACHE_TERMS: steps, lookups, and distinct ids. The constants
-are fitted to separate steps of uniform ids.
+The predicted time of a step is a sum of terms; each term is a count times a constant. TERMS count
+the work on the train: steps, lookups, lookups of rows beyond a core's cache, distinct rows, and
+multiply-adds (`TableBatchedTTEmbeddingBags.work`). For a module with a row cache, TERMS count only
+lookups that miss it, and CACHE_TERMS are added: steps, lookups, and distinct ids. The constants are
+fitted to separate steps of uniform ids.
 """
 
 from __future__ import annotations
@@ -32,18 +32,24 @@ from experiments.workloads import distributions
 
 # Names of the constants: seconds per step, per lookup, ...
 TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")
-TWO_TERMS = slice(TERMS.index("row"), None)  # distinct rows and multiply-adds
+ROW_AND_PRODUCT_TERMS = slice(TERMS.index("row"), None)  # distinct rows and multiply-adds
 CACHE_TERMS = ("step", "lookup", "row")
-CORE_CACHE_BYTES = 1 << 20  # bytes of computed rows that stay in a core's cache
-BATCHES_PER_STEP = 3  # distinct batches per kind of step
-FITTED_SHARES = (1 / 16, 1 / 4, 1.0)  # lookups of fitted steps ÷ lookups of predicted steps
-# Lookups per distinct id of fitted steps; 1 draws from the whole table, so ids may repeat.
+# Bytes of computed rows that stay in a core's cache: assumed, half of a 2 MiB L2 cache.
+CORE_CACHE_BYTES = 1 << 20
+BATCHES_PER_KIND = 3  # distinct batches per kind of step
+# Lookups of fitted steps ÷ lookups of predicted steps: three sizes, to tell the constant per step
+# from the times per lookup, none larger than what is predicted.
+FITTED_SHARES = (1 / 16, 1 / 4, 1.0)
+# Lookups per distinct id of fitted steps: two ratios, to tell the time of a lookup from that of a
+# distinct row. 1 draws from the whole table, so ids may repeat.
 LOOKUPS_PER_ID = (1, 8)
-SGD_RATE = 1e-3  # learning rate of the steps
-AS_GIVEN, PERMUTED = "by frequency", "permuted"
+LEARNING_RATE = 1e-3
+# Orders of ids, as stored in records. Ids are drawn by frequency, 0 most often; a permuted train
+# maps them to random rows.
+BY_FREQUENCY, PERMUTED = "by frequency", "permuted"
 
 Batch = tuple[Tensor, Tensor]
-"""Ids int64 `[L]` and offsets."""
+"""Ids int64 `[L]`, and offsets of their bags, int64 `[B + 1]`."""
 
 
 @dataclass(eq=False)
@@ -52,11 +58,11 @@ class TimedSteps:
 
     Attributes:
         module: module whose steps are timed.
-        batches: batches, which are taken in turns.
+        batches: batches, of which the rounds take one after another.
         terms: work of a batch on the cores, mean over the batches; columns as `TERMS`.
         cache_terms: work of a batch on the cache, mean over the batches; columns as `CACHE_TERMS`,
             empty without a cache.
-        point: facts that identify a predicted step; empty for a fitted one.
+        facts: entry of `points` (`_Experiment.predict`) without times; empty for fitted steps.
         samples: samples of the step time: (round, seconds).
     """
 
@@ -64,8 +70,13 @@ class TimedSteps:
     batches: list[Batch]
     terms: np.ndarray
     cache_terms: np.ndarray
-    point: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     samples: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the steps are predicted; else constants are fitted to them."""
+        return bool(self.facts)
 
     @property
     def seconds(self) -> float:
@@ -76,7 +87,7 @@ class TimedSteps:
 def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return the record of the only arm; `seconds` is not used.
 
-    Unless the arm failed, it has the entries of `_Experiment.predict`.
+    Unless the arm failed, the record has the entries of `_Experiment.predict`.
     """
     outcome, record = Outcome(cell.arms[0]), {}
     with outcome.catching():
@@ -91,17 +102,17 @@ def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
 
 
 class _Experiment:
-    """The modules of a cell and their steps: fitted ones of uniform ids, and predicted ones."""
+    """The modules of a cell, and their steps: fitted steps of uniform ids, and predicted steps."""
 
     def __init__(self, cell: Cell, session: Session) -> None:
         torch.manual_seed(session.seed)
         self.workload, self.options = cell.workload, cell.options
         (self.rank,) = cell.options["ranks"]
         self.rng = np.random.default_rng(session.seed)
-        sgd = emblib.optim.SGD(SGD_RATE)
+        sgd = emblib.optim.SGD(LEARNING_RATE)
         self.trains = {
             order: emblib.TableBatchedTTEmbeddingBags([self._train_spec(order)], sgd)
-            for order in (AS_GIVEN, PERMUTED)
+            for order in (BY_FREQUENCY, PERMUTED)
         }
         self.steps: list[TimedSteps] = []
         for cached_share in (0.0, *self.options["cached"]):
@@ -115,7 +126,7 @@ class _Experiment:
 
     def _add_steps(self, cached_share: float) -> None:
         """Add the fitted and the predicted steps of a module that caches a share of its rows."""
-        orders = (PERMUTED,) if cached_share else (AS_GIVEN, PERMUTED)
+        orders = (PERMUTED,) if cached_share else (BY_FREQUENCY, PERMUTED)
         for order in orders:
             module, num_cached = self._build_module(order, cached_share)
             batch_sizes = {
@@ -133,39 +144,39 @@ class _Experiment:
                     num_ids = min(num_ids, max(1, lookups // lookups_per_id))
                 batches = [
                     self._draw_batch(lookups, 0.0, num_ids, from_all_rows=True)
-                    for _ in range(BATCHES_PER_STEP)
+                    for _ in range(BATCHES_PER_KIND)
                 ]
                 self.steps.append(self._make_steps(order, module, num_cached, batches, {}))
             for lookups in self.options["lookups"]:
                 for skew in self.options["skews"]:
                     batches = [
                         self._draw_batch(lookups, skew, self.workload.E)
-                        for _ in range(BATCHES_PER_STEP)
+                        for _ in range(BATCHES_PER_KIND)
                     ]
-                    point = {
+                    facts = {
                         "rank": self.rank,
                         "skew": skew,
                         "order": order,
                         "cached": cached_share,
+                        "lookups": lookups,
                     }
-                    point["lookups"] = len(batches[0][0])
-                    self.steps.append(self._make_steps(order, module, num_cached, batches, point))
+                    self.steps.append(self._make_steps(order, module, num_cached, batches, facts))
 
     def _build_module(self, order: str, cached_share: float) -> tuple[Any, int]:
-        """Return a module that caches the first `cached_share` of its rows, and their number.
+        """Return a module that caches the rows of its first ids, and their number.
 
-        Raise Wrong if the module caches other rows.
+        `cached_share` is their share of all rows; 0 returns a train without a cache. Raise Wrong if
+        the module caches other rows.
         """
         if not cached_share:
             return self.trains[order], 0
         num_cached = max(1, int(cached_share * self.workload.E))
         cache = emblib.TTCache(num_cached, emblib.RowEviction.DROP)
         bags = emblib.CachedTTEmbeddingBags(
-            [self._train_spec(order)], cache, emblib.optim.SGD(SGD_RATE)
+            [self._train_spec(order)], cache, emblib.optim.SGD(LEARNING_RATE)
         )
         cached_ids = torch.arange(num_cached)
-        for _ in range(2):
-            _train_step(bags, (cached_ids, torch.tensor([0, num_cached])))
+        _train_step(bags, (cached_ids, torch.tensor([0, num_cached])))
         bags.populate()
         if not torch.equal(bags.cached_ids(0).sort().values, cached_ids):
             raise Wrong("the cache does not store the ids that were looked up most")
@@ -176,81 +187,87 @@ class _Experiment:
     ) -> Batch:
         """Draw `num_lookups` ids from [0, num_ids); with `skew`, smaller ids are more frequent.
 
-        With `from_all_rows`, they are drawn from `num_ids` randomly selected rows of the table.
+        With `from_all_rows`, the ids are drawn from `num_ids` randomly selected rows of the table.
+        Bags have `workload.L` lookups; the last bag may have fewer.
         """
-        ids_drawn = distributions.zipf_ranks(self.rng, num_lookups, num_ids, skew) - 1
+        ids = distributions.zipf_ranks(self.rng, num_lookups, num_ids, skew) - 1
         if from_all_rows and num_ids < self.workload.E:
-            ids_drawn = self.rng.choice(self.workload.E, num_ids, replace=False)[ids_drawn]
+            ids = self.rng.choice(self.workload.E, num_ids, replace=False)[ids]
         offsets = torch.arange(0, num_lookups + 1, self.workload.L)
         if int(offsets[-1]) < num_lookups:
             offsets = torch.cat([offsets, torch.tensor([num_lookups])])
-        return torch.from_numpy(ids_drawn), offsets
+        return torch.from_numpy(ids), offsets
 
     def _make_steps(
-        self, order: str, module: Any, num_cached: int, batches: list[Batch], point: dict[str, Any]
+        self, order: str, module: Any, num_cached: int, batches: list[Batch], facts: dict[str, Any]
     ) -> TimedSteps:
         """Return steps on `batches` of a module that caches the rows below `num_cached`.
 
-        Lookups that miss the cache count in `terms`, all lookups in `cache_terms`. An empty `point`
-        makes fitted steps. Any other makes predicted steps; their `rows` and hit rates are added.
+        Lookups that miss the cache count in `terms`, all lookups in `cache_terms`. Empty `facts`
+        make fitted steps. To facts of predicted steps, `rows` and hit rates are added.
         """
         terms, cache_terms, hit_rates = [], [], []
         for ids, _ in batches:
             distinct_ids = ids.unique()
             misses = ids[ids >= num_cached]
             work = self.trains[order].work(misses, torch.tensor([0, len(misses)]))[0]
-            nbytes = max(1, work.rows * self.workload.D * 4)
-            far_misses = len(misses) * max(0.0, 1.0 - CORE_CACHE_BYTES / nbytes)
+            row_bytes = max(1, work.rows * self.workload.D * 4)
+            lookups_beyond_cache = len(misses) * max(0.0, 1.0 - CORE_CACHE_BYTES / row_bytes)
             multiply_adds = work.forward + work.backward
-            terms.append((1, len(misses), far_misses, work.rows, multiply_adds))
+            terms.append((1, len(misses), lookups_beyond_cache, work.rows, multiply_adds))
             cache_terms.append((1, len(ids), len(distinct_ids)))
             hit_rates.append((1 - len(misses) / len(ids), 1 - work.rows / len(distinct_ids)))
         mean_cache_terms = np.mean(cache_terms, 0)
-        if point:
+        if facts:
             hit_rate, row_hit_rate = np.mean(hit_rates, 0)
             num_rows = float(mean_cache_terms[CACHE_TERMS.index("row")])
-            point |= {"hit_rate": hit_rate, "row_hit_rate": row_hit_rate, "rows": num_rows}
+            facts |= {"hit_rate": hit_rate, "row_hit_rate": row_hit_rate, "rows": num_rows}
         mean_cache_terms = mean_cache_terms if num_cached else np.zeros(0)
-        return TimedSteps(module, batches, np.mean(terms, 0), mean_cache_terms, point)
+        return TimedSteps(module, batches, np.mean(terms, 0), mean_cache_terms, facts)
 
     def predict(self) -> Record:
-        """Return the constants, and a point per predicted kind of step; the steps must be timed.
+        """Return entries of a record: the constants and the predicted steps. Steps must be timed.
 
         Returns:
-            `constants` in seconds by name in TERMS, `cache_constants` by cached share, `points`.
+            `constants`: seconds by name in TERMS. `cache_constants`: by cached share, seconds by
+            name in CACHE_TERMS. `points`: an entry per predicted kind of step, with rank, skew,
+            order, cached (share of rows) and lookups, which identify it; rows (distinct rows per
+            batch); hit_rate and row_hit_rate (shares of lookups and of distinct rows); predicted_s,
+            two_terms_s (rows and products alone; nan with a cache) and by_hits_s (uncached time ×
+            lookups that miss), in seconds per step; and samples, (round, seconds).
         """
         uncached_steps = [s for s in self.steps if not len(s.cache_terms)]
-        fitted_steps = [s for s in uncached_steps if not s.point]
+        fitted_steps = [s for s in uncached_steps if not s.is_predicted]
         terms = np.array([s.terms for s in fitted_steps])
         times_s = np.array([s.seconds for s in fitted_steps])
         constants = _fit_constants(terms, times_s)
-        two_constants = _fit_constants(terms[:, TWO_TERMS], times_s)
+        row_and_product_constants = _fit_constants(terms[:, ROW_AND_PRODUCT_TERMS], times_s)
         cache_constants: dict[Any, np.ndarray] = {}  # constants by module
         for module in dict.fromkeys(s.module for s in self.steps if len(s.cache_terms)):
-            fitted_steps = [s for s in self.steps if s.module is module and not s.point]
-            remaining_s = np.array([s.seconds - s.terms @ constants for s in fitted_steps])
-            weights = np.array([s.seconds for s in fitted_steps])
+            fitted_steps = [s for s in self.steps if s.module is module and not s.is_predicted]
+            unexplained_s = np.array([s.seconds - s.terms @ constants for s in fitted_steps])
+            measured_s = np.array([s.seconds for s in fitted_steps])
             terms = np.array([s.cache_terms for s in fitted_steps])
-            cache_constants[module] = _fit_constants(terms, remaining_s, weights)
+            cache_constants[module] = _fit_constants(terms, unexplained_s, measured_s)
 
-        def batch_of(steps: TimedSteps) -> tuple[Any, ...]:
-            return tuple(steps.point[name] for name in ("skew", "order", "lookups"))
+        def batch_key(steps: TimedSteps) -> tuple[Any, ...]:
+            return tuple(steps.facts[name] for name in ("skew", "order", "lookups"))
 
-        uncached_s = {batch_of(s): s.seconds for s in uncached_steps if s.point}
+        uncached_s = {batch_key(s): s.seconds for s in uncached_steps if s.is_predicted}
         points = [
             {
-                **s.point,
+                **s.facts,
                 "predicted_s": float(
                     s.terms @ constants + s.cache_terms @ cache_constants.get(s.module, np.zeros(0))
                 ),
                 "two_terms_s": math.nan
                 if len(s.cache_terms)
-                else float(s.terms[TWO_TERMS] @ two_constants),
-                "by_hits_s": (1 - s.point["hit_rate"]) * uncached_s[batch_of(s)],
+                else float(s.terms[ROW_AND_PRODUCT_TERMS] @ row_and_product_constants),
+                "by_hits_s": (1 - s.facts["hit_rate"]) * uncached_s[batch_key(s)],
                 "samples": s.samples,
             }
             for s in self.steps
-            if s.point
+            if s.is_predicted
         ]
         cache_constants_of_shares = [
             dict(zip(CACHE_TERMS, constants_of_share.tolist(), strict=True))
@@ -266,19 +283,23 @@ class _Experiment:
 
 
 def _fit_constants(
-    terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None
+    terms: np.ndarray, times_s: np.ndarray, divisors: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the constants >= 0 with the least sum of (error ÷ weight)²; None: times as weights."""
-    weights = times if weights is None else weights
-    scale = terms.max(0).clip(min=1e-300)
-    constants, _ = nnls(terms / scale / weights[:, None], times / weights)
-    return np.asarray(constants) / scale
+    """Return the constants >= 0 with the least sum of (error ÷ divisor)².
+
+    The divisors default to the times, which makes errors relative.
+    """
+    divisors = times_s if divisors is None else divisors
+    scales = terms.max(0).clip(min=1e-300)  # of the columns, which differ by orders of magnitude
+    constants, _ = nnls(terms / scales / divisors[:, None], times_s / divisors)
+    return np.asarray(constants) / scales
 
 
 def _time_in_turns(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
     """Time each kind of step once per round, in random order, and add the samples.
 
-    A first round warms up. Times are processor times if torch has one thread, else wall times.
+    A first round, beyond `rounds`, warms up. Times are processor times if torch has one thread,
+    else wall times.
     """
     one_thread = torch.get_num_threads() == 1
     clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns
