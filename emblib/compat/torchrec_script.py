@@ -4,9 +4,9 @@ TorchScript compiles neither `KeyedJaggedTensor` nor the tables. `torch.jit.scri
 `__prepare_scriptable__` of each collection of `emblib.compat.torchrec`, and compiles the result in
 its place: `ScriptableBags` or `ScriptableVectors`, which look up in the same memory.
 `register_classes` registers classes with the attributes of emblib's jagged tensors, and functions
-that replace their static methods. Scripted code can then receive, make and return jagged tensors. A
-C++ program must load `libemblib_cpu.so` before the model. Only one thread of a process may trace at
-a time.
+that replace their static methods. Scripted code can then receive, create and return jagged tensors.
+A C++ program must load `libemblib_cpu.so` before it loads the model. Only one thread of a process
+may trace at a time.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
@@ -47,12 +47,12 @@ def _offsets_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-# TorchScript infers the types of attributes from the return types of these functions.
-def _unknown_numbers() -> list[int] | None:
+# TorchScript infers the type of an attribute that is None from the return type of a function.
+def _no_list_yet() -> list[int] | None:
     return None
 
 
-def _unknown_index() -> dict[str, int] | None:
+def _no_index_yet() -> dict[str, int] | None:
     return None
 
 
@@ -84,7 +84,7 @@ class ScriptJaggedTensor:
         return _lengths_of(self._lengths, self._offsets)
 
     def offsets(self) -> Tensor:
-        """Return the offsets of the bags, and the end of the last."""
+        """Return the first value of each bag, and the number of values, `[bags + 1]`."""
         return _offsets_of(self._lengths, self._offsets)
 
     def to_dense(self) -> list[Tensor]:
@@ -111,9 +111,9 @@ class ScriptKeyedJaggedTensor:
         self._stride_per_key_per_rank = stride_per_key_per_rank
         self._inverse = inverse_indices
         self._length_per_key = length_per_key
-        self._offset_per_key = _unknown_numbers()
-        self._stride_per_key = _unknown_numbers()
-        self._index_per_key = _unknown_index()
+        self._offset_per_key = _no_list_yet()
+        self._stride_per_key = _no_list_yet()
+        self._index_per_key = _no_index_yet()
         self._keys = keys
         self._values = values
         self._weights = weights
@@ -130,29 +130,29 @@ class ScriptKeyedJaggedTensor:
     lengths, offsets = ScriptJaggedTensor.lengths, ScriptJaggedTensor.offsets
 
     def sync(self) -> "KeyedJaggedTensor":
-        """Return self: sizes are read when they are used."""
+        """Return self; methods compute sizes when they are called."""
         return self  # type: ignore[return-value]
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return the bags of each feature and rank; empty where all features have `stride()`."""
-        strides: list[list[int]] = []
-        per_rank = self._stride_per_key_per_rank
-        return strides if per_rank is None else per_rank
+        """Return the bags per feature and rank; empty where all features have `stride()` bags."""
+        no_strides: list[list[int]] = []
+        strides = self._stride_per_key_per_rank
+        return no_strides if strides is None else strides
 
     def offset_per_key(self) -> list[int]:
-        """Return the first value of each feature, and the end of the last."""
+        """Return the index of each feature's first value, and the number of values."""
         offsets = self.offsets()  # type: ignore[misc]
         return [int(offsets[n * self._stride]) for n in range(len(self._keys) + 1)]
 
     def length_per_key(self) -> list[int]:
-        """Return the values of each feature."""
-        ends = self.offset_per_key()
-        return [ends[n + 1] - ends[n] for n in range(len(self._keys))]
+        """Return the number of values of each feature."""
+        offsets = self.offset_per_key()
+        return [offsets[n + 1] - offsets[n] for n in range(len(self._keys))]
 
     def split(self, segments: list[int]) -> List["KeyedJaggedTensor"]:  # noqa: UP006
-        """Return consecutive features as batches of `segments` features."""
+        """Return a batch per entry of `segments`: the number of consecutive features it has."""
         lengths = self.lengths()  # type: ignore[misc]
-        ends, weights = self.offset_per_key(), self._weights
+        offsets, weights = self.offset_per_key(), self._weights
         batches = [self]  # TorchScript knows no annotation for an empty list of this class
         first_feature = 0
         for num_features in segments:
@@ -160,8 +160,10 @@ class ScriptKeyedJaggedTensor:
             batches.append(
                 KeyedJaggedTensor(  # type: ignore[arg-type]
                     self._keys[first_feature:end_feature],
-                    self._values[ends[first_feature] : ends[end_feature]],
-                    None if weights is None else weights[ends[first_feature] : ends[end_feature]],
+                    self._values[offsets[first_feature] : offsets[end_feature]],
+                    None
+                    if weights is None
+                    else weights[offsets[first_feature] : offsets[end_feature]],
                     lengths[first_feature * self._stride : end_feature * self._stride],
                     None,
                     self._stride,
@@ -198,29 +200,30 @@ class ScriptKeyedTensor:
         self._length_per_key = length_per_key
         self._values = values
         self._key_dim = 1
-        self._offset_per_key = _unknown_numbers()
-        self._index_per_key = _unknown_index()
+        self._offset_per_key = _no_list_yet()
+        self._index_per_key = _no_index_yet()
 
     keys, values = KeyedTensor.keys, KeyedTensor.values
     length_per_key = KeyedTensor.length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the first column of each block, and the end of the last."""
+        """Return the first column of each block, and the number of columns."""
         return [sum(self._length_per_key[:n]) for n in range(len(self._keys) + 1)]
 
     def __getitem__(self, key: str) -> Tensor:
         """Return the block of `key`."""
         index = self._keys.index(key)
-        first = sum(self._length_per_key[:index])
-        return self._values[:, first : first + self._length_per_key[index]]
+        first_column = sum(self._length_per_key[:index])
+        return self._values[:, first_column : first_column + self._length_per_key[index]]
 
     def to_dict(self) -> dict[str, Tensor]:
         """Return the block of each key."""
         blocks: dict[str, Tensor] = {}
-        first = 0
+        first_column = 0
         for index, key in enumerate(self._keys):
-            blocks[key] = self._values[:, first : first + self._length_per_key[index]]
-            first += self._length_per_key[index]
+            end_column = first_column + self._length_per_key[index]
+            blocks[key] = self._values[:, first_column:end_column]
+            first_column = end_column
         return blocks
 
 
@@ -234,7 +237,7 @@ def empty_bags(
     weights_dtype: torch.dtype | None = None,
     lengths_dtype: torch.dtype = torch.int32,
 ) -> JaggedTensor:
-    """Return no bags, as `JaggedTensor.empty`."""
+    """Return a jagged tensor without bags, as `JaggedTensor.empty` does."""
     weights: Tensor | None = None
     if is_weighted:
         weights = torch.empty([0], dtype=weights_dtype, device=device)
@@ -250,7 +253,7 @@ def empty_batch(
     weights_dtype: torch.dtype | None = None,
     lengths_dtype: torch.dtype = torch.int32,
 ) -> KeyedJaggedTensor:
-    """Return no features, as `KeyedJaggedTensor.empty`."""
+    """Return a batch without features, as `KeyedJaggedTensor.empty` does."""
     bags = empty_bags(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
     keys: list[str] = []
     return KeyedJaggedTensor(keys, bags.values(), bags.weights_or_none(), bags.lengths(), None)
@@ -347,35 +350,35 @@ def register_classes() -> None:
 class ScriptableTable(nn.Module):
     """The lookup of a dense table in operators of PyTorch; it shares the table's parameter.
 
-    A table that backward updates is looked up without gradients only.
+    If backward updates the table, lookups need `torch.no_grad()`.
 
     Args:
-        handle: handle of the table, of a collection's `handles()`.
-        pooled: whether bags are summed; else there is a row per id.
+        handle: handle of the table, from a collection's `handles()`.
+        pooled: whether `forward` returns the sums of bags, else a row per id.
     """
 
     def __init__(self, handle: Any, *, pooled: bool) -> None:
         super().__init__()
-        self.weight, self.pooled = handle.weight, pooled
-        self.is_trained = updates_in_backward(handle.module.optimizer)
+        self.weight, self.is_pooled = handle.weight, pooled
+        self.updates_in_backward = updates_in_backward(handle.module.optimizer)
 
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sums of bags `[bags, D]`, or a row per id `[L, D]`, float32.
 
-        `offsets` are `[bags + 1]`, `weights` `[L]`. Raises RuntimeError if gradients are
-        enabled and backward updates the table.
+        `offsets` are `[bags + 1]`. `weights` `[L]` scale the rows of sums; None scales none. Raises
+        RuntimeError if gradients are enabled and backward updates the table.
         """
-        if self.is_trained and torch.is_grad_enabled():
+        if self.updates_in_backward and torch.is_grad_enabled():
             raise RuntimeError("backward updates the tables: TorchScript needs torch.no_grad()")
-        if not self.pooled:
+        if not self.is_pooled:
             return functional.embedding(indices, self.weight).float()
-        scales = None if weights is None else weights.to(self.weight.dtype)
+        sample_weights = None if weights is None else weights.to(self.weight.dtype)
         return functional.embedding_bag(
             indices,
             self.weight,
             offsets,
             mode="sum",
-            per_sample_weights=scales,
+            per_sample_weights=sample_weights,
             include_last_offset=True,
         ).float()
 
@@ -384,32 +387,33 @@ class ScriptableBags(nn.Module):
     """An embedding bag collection that TorchScript compiles.
 
     It shares the memory of the collection. A *read* is the lookup of one feature in one table.
-    Reads are numbered in the order of the configurations. Each kernel does some of the reads at
-    once, with their ids concatenated. The *kernel order* of reads is that of the kernels' outputs.
+    Reads are numbered in the order of the configurations. A kernel does one or more reads in one
+    call, with their ids concatenated. The *kernel order* of reads is that of the kernels' outputs.
 
     Attributes:
         kernels: lookups, one per group of quantised tables or per read of a dense table.
         features_of_kernels: features of the reads of each kernel.
-        positions: position of each read in the kernel order.
+        kernel_positions: position of each read in the kernel order.
         dims: columns of each read.
         dims_in_kernel_order: columns of each read, in the kernel order.
-        features: feature of each read.
-        names: name of the result of each read: the feature, or `feature@table` if several tables
-            read it.
-        is_mean_of_sum: whether the output of a read is a sum that MEAN divides by the length of the
+        read_features: feature of each read.
+        output_names: name of the output of each read: the feature, or `feature@table` if several
+            tables read it.
+        is_mean_of_sum: whether MEAN must divide the output of a read, a sum, by the length of the
             bag, in the kernel order.
-        weighted: whether batches have weights.
+        is_pooled: whether outputs are pooled bags, else rows of ids.
+        is_weighted: whether batches must have weights, which scale the rows of sums.
         need_indices: whether results have the ids as weights (`EmbeddingCollection`).
 
     Raises:
-        TypeError: tables that are neither quantised nor plain rows in one memory.
+        TypeError: a table is neither quantised nor plain, or has a row cache.
     """
 
-    _pools: ClassVar[bool] = True
+    _RETURNS_BAGS: ClassVar[bool] = True
 
     def __init__(self, collection: Any) -> None:
         super().__init__()
-        self.pooled = self._pools
+        self.is_pooled = self._RETURNS_BAGS
         groups, configs, handles = collection.groups, collection.configs, collection.handles()
         reads = [(config, feature) for config in configs for feature in config.feature_names]
         features = [feature for _, feature in reads]
@@ -420,26 +424,26 @@ class ScriptableBags(nn.Module):
                 kernels.append(ScriptableLookup(group.module))
                 reads_of_kernel.append(list(group.units))
             elif isinstance(group.module, DenseModule) and group.module.row_cache is None:
-                for unit in group.units:
-                    handle = handles[reads[unit][0].name]
-                    kernels.append(ScriptableTable(handle, pooled=self.pooled))
-                    reads_of_kernel.append([unit])
+                for read in group.units:
+                    handle = handles[reads[read][0].name]
+                    kernels.append(ScriptableTable(handle, pooled=self.is_pooled))
+                    reads_of_kernel.append([read])
             else:
                 raise TypeError(
-                    "TorchScript takes collections of quantised tables, or of plain ones in one "
-                    f"memory, this one has {type(group.module).__name__}: export it with "
-                    "torch.export, or quantise all tables"
+                    "TorchScript compiles collections of quantised tables, or of plain tables in "
+                    f"one memory; this collection has a {type(group.module).__name__}: export it "
+                    "with torch.export, or quantise all tables"
                 )
         kernel_order = [read for kernel_reads in reads_of_kernel for read in kernel_reads]
         self.kernels = nn.ModuleList(kernels)
         self.features_of_kernels: list[list[str]] = [
             [features[read] for read in kernel_reads] for kernel_reads in reads_of_kernel
         ]
-        self.positions: list[int] = [kernel_order.index(read) for read in range(len(reads))]
+        self.kernel_positions: list[int] = [kernel_order.index(read) for read in range(len(reads))]
         self.dims: list[int] = [config.embedding_dim for config, _ in reads]
         self.dims_in_kernel_order: list[int] = [self.dims[read] for read in kernel_order]
-        self.features: list[str] = features
-        self.names: list[str] = [
+        self.read_features: list[str] = features
+        self.output_names: list[str] = [
             feature if features.count(feature) == 1 else f"{feature}@{config.name}"
             for config, feature in reads
         ]
@@ -447,26 +451,25 @@ class ScriptableBags(nn.Module):
             isinstance(kernel, ScriptableTable) or groups.pooling is Pooling.SUM
             for kernel in kernels
         ]
-        is_sum = [
-            is_sum_kernel
-            for is_sum_kernel, kernel_reads in zip(returns_sums, reads_of_kernel, strict=True)
-            for _ in kernel_reads
-        ]  # in the kernel order
         self.is_mean_of_sum: list[bool] = [
-            self.pooled and is_sum_kernel and reads[read][0].pooling is Pooling.MEAN
-            for read, is_sum_kernel in zip(kernel_order, is_sum, strict=True)
+            self.is_pooled and is_sum and reads[read][0].pooling is Pooling.MEAN
+            for is_sum, kernel_reads in zip(returns_sums, reads_of_kernel, strict=True)
+            for read in kernel_reads
         ]
-        self.weighted = self.pooled and bool(collection.is_weighted())
-        self.need_indices = not self.pooled and bool(collection.need_indices())
+        self.is_weighted = self.is_pooled and bool(collection.is_weighted())
+        self.need_indices = not self.is_pooled and bool(collection.need_indices())
 
-    def blocks_of(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """Return the output of each read, `[B, D]`, or `[L, D]` without pooling."""
+    def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """Return the output of each read, `[B, D]`, or `[L, D]` without pooling.
+
+        Raises ValueError for several batch sizes, or without weights that the collection needs.
+        """
         if features.variable_stride_per_key():
             raise ValueError("batches must have one batch size for all features in TorchScript")
         keys, stride = features.keys(), features.stride()
         lengths, offsets, values = features.lengths(), features.offsets(), features.values()
         weights = features.weights_or_none()
-        if self.weighted and weights is None:
+        if self.is_weighted and weights is None:
             raise ValueError("this collection is weighted, so batches must have weights")
         blocks: list[Tensor] = []
         for kernel_index, kernel in enumerate(self.kernels):
@@ -479,16 +482,16 @@ class ScriptableBags(nn.Module):
                 end = int(offsets[(key_index + 1) * stride])
                 read_ids.append(values[start:end])
                 read_lengths.append(lengths[key_index * stride : (key_index + 1) * stride])
-                if self.weighted and weights is not None:
+                if self.is_weighted and weights is not None:
                     read_weights.append(weights[start:end].float())
             kernel_lengths = torch.cat(read_lengths)
             bag_offsets = torch.cat([kernel_lengths.new_zeros(1), kernel_lengths.cumsum(0)])
             indices = torch.cat(read_ids)
-            kernel_weights: Tensor | None = torch.cat(read_weights) if self.weighted else None
+            kernel_weights: Tensor | None = torch.cat(read_weights) if self.is_weighted else None
             output = kernel(indices, bag_offsets.to(indices.dtype), kernel_weights)
             first_row, first_column = 0, 0
             for bag_lengths, ids in zip(read_lengths, read_ids):  # noqa: B905 (TorchScript)
-                if not self.pooled:
+                if not self.is_pooled:
                     blocks.append(output[first_row : first_row + ids.numel()])
                     first_row += ids.numel()
                     continue
@@ -498,28 +501,28 @@ class ScriptableBags(nn.Module):
                     block = block / bag_lengths.clamp(min=1).unsqueeze(1)
                 blocks.append(block)
                 first_column += num_columns
-        return [blocks[position] for position in self.positions]
+        return [blocks[position] for position in self.kernel_positions]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled rows of a batch, as the collection does for valid ids.
 
-        An id that a dense table lacks raises, where the collection skips it.
+        An id that is no row of a dense table raises; the collection skips such ids.
         """
-        return KeyedTensor(self.names, self.dims, torch.cat(self.blocks_of(features), 1))
+        return KeyedTensor(self.output_names, self.dims, torch.cat(self.look_up(features), 1))
 
 
 class ScriptableVectors(ScriptableBags):
-    """An embedding collection that TorchScript compiles, as `ScriptableBags`."""
+    """An embedding collection that TorchScript compiles; otherwise as `ScriptableBags`."""
 
-    _pools = False
+    _RETURNS_BAGS = False
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
-        """Return a row per id by feature, as the collection does for valid ids."""
+        """Return the rows of each read's ids by output name, as the collection for valid ids."""
         vectors: dict[str, JaggedTensor] = {}
-        for index, block in enumerate(self.blocks_of(features)):
-            bags = features[self.features[index]]
+        for index, block in enumerate(self.look_up(features)):
+            bags = features[self.read_features[index]]
             ids: Tensor | None = bags.values() if self.need_indices else None
-            vectors[self.names[index]] = JaggedTensor(block, ids, bags.lengths(), None)
+            vectors[self.output_names[index]] = JaggedTensor(block, ids, bags.lengths(), None)
         return vectors
 
 
@@ -548,8 +551,8 @@ class KTRegroupAsDict(jagged.KTRegroupAsDict):
     Args:
         groups: the keys of each group.
         keys: the name of each group.
-        emb_dtype: data type of the results; None keeps theirs.
-        multi_device: ignored: the results are on the device of the tensors of a call.
+        emb_dtype: data type of the results; None keeps that of the tensors.
+        multi_device: ignored; the results are on the device of the tensors of a call.
     """
 
     is_leaf_of_traces: ClassVar[bool] = True
@@ -590,12 +593,13 @@ def is_fx_tracing() -> bool:
 
 
 class Tracer(torch.fx.Tracer):
-    """Tracer of `torch.fx` that leaves collections whole, quantised and sharded ones as well.
+    """Tracer of `torch.fx` that records a collection as one call, also if quantised or sharded.
 
-    Awaitables that a traced module returns are waited for.
+    As in `torch.fx`, modules that are recorded as calls are *leaves*. When a traced module returns
+    an awaitable, the tracer waits for its result.
 
     Args:
-        leaf_modules: names of further classes that are left whole.
+        leaf_modules: names of further classes whose modules are leaves; None has no others.
     """
 
     def __init__(self, leaf_modules: list[str] | None = None) -> None:
@@ -605,22 +609,24 @@ class Tracer(torch.fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether the graph has a call of module `m`, not the operations inside it."""
         is_named = type(m).__name__ in self._leaf_modules
-        return self.is_whole(m) or is_named or super().is_leaf_module(m, module_qualified_name)
+        return (
+            self.is_emblib_leaf(m) or is_named or super().is_leaf_module(m, module_qualified_name)
+        )
 
     @staticmethod
-    def is_whole(m: nn.Module) -> bool:
-        """Return whether `m` is a collection, or another module that is never traced."""
-        whole_classes = (
+    def is_emblib_leaf(m: nn.Module) -> bool:
+        """Return whether `m` is a collection, or another module that is a leaf of every trace."""
+        leaf_classes = (
             emblib_collections.EmbeddingBagCollection,
             emblib_collections.EmbeddingCollection,
             StateOfTables,
         )
-        return isinstance(m, whole_classes) or getattr(m, "is_leaf_of_traces", False)
+        return isinstance(m, leaf_classes) or getattr(m, "is_leaf_of_traces", False)
 
     def trace(
         self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None
     ) -> torch.fx.Graph:
-        """Trace a module or a function; a wrapped model is traced without its wrapper."""
+        """Return the graph of a module or a function; a wrapped model loses its wrapper."""
         if getattr(root, "wraps_module", False):
             wrapper: Any = root
             root = wrapper.module
@@ -633,25 +639,25 @@ class Tracer(torch.fx.Tracer):
         return graph
 
     def create_arg(self, a: Any) -> Any:
-        """Return the argument of a node; an awaitable is waited for and replaced by its result."""
+        """Return the argument of a node; wait for an awaitable, and return its result."""
         if isinstance(a, LazyAwaitable | ReadyAwaitable):
             return super().create_arg(a.wait())
         return super().create_arg(a)
 
 
-class _WholeModule(nn.Module):
-    """A module whose only child, which is never traced, does the work."""
+class _LeafParent(nn.Module):
+    """A root that calls its only child, a leaf; `torch.fx` would trace into a root that is a leaf."""
 
-    def __init__(self, whole: nn.Module) -> None:
+    def __init__(self, leaf: nn.Module) -> None:
         super().__init__()
-        self.whole = whole
+        self.whole = leaf  # a name in state dicts of graph modules
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         return self.whole(features)
 
 
 def _resolve_types(graph: torch.fx.Graph, root: Any) -> None:
-    """Replace types that are text, as in code with `from __future__ import annotations`."""
+    """Evaluate types that are strings, as in code with `from __future__ import annotations`."""
     nodes = [n for n in graph.nodes if isinstance(n.type, str)]
     if not nodes:
         return
@@ -669,13 +675,13 @@ def symbolic_trace(
     concrete_args: dict[str, Any] | None = None,
     leaf_modules: list[str] | None = None,
 ) -> torch.fx.GraphModule:
-    """Return the graph module of a model, with its collections whole.
+    """Return the graph module of a model, with its collections as leaves (`Tracer`).
 
-    A collection alone becomes the child `whole` of the graph module.
+    If the model is itself a collection, it becomes the child `whole` of the graph module.
     """
     tracer = Tracer(leaf_modules)
-    if isinstance(root, nn.Module) and tracer.is_whole(root):
-        root = _WholeModule(root)
+    if isinstance(root, nn.Module) and tracer.is_emblib_leaf(root):
+        root = _LeafParent(root)
     graph = tracer.trace(root, concrete_args)
-    owner: Any = root.module if getattr(root, "wraps_module", False) else root  # type: ignore[union-attr]
-    return torch.fx.GraphModule(owner if isinstance(owner, nn.Module) else nn.Module(), graph)
+    model: Any = root.module if getattr(root, "wraps_module", False) else root  # type: ignore[union-attr]
+    return torch.fx.GraphModule(model if isinstance(model, nn.Module) else nn.Module(), graph)
