@@ -646,7 +646,7 @@ class Tracer(torch.fx.Tracer):
 
 
 class _LeafParent(nn.Module):
-    """A root that calls its only child, a leaf; `torch.fx` would trace into a root that is a leaf."""
+    """A root whose only child is a leaf, since `torch.fx` traces into a root that is a leaf."""
 
     def __init__(self, leaf: nn.Module) -> None:
         super().__init__()

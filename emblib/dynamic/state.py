@@ -227,7 +227,7 @@ class DynamicState:
             ValueError: numbers that the optimizer cannot have; nothing is changed.
         """
         if (module := self.owner()) is not None:
-            hyperparameters.adopt(module, values)
+            hyperparameters.set_saved_fields(module, values)
         in_grad_mode(self.hyperparams.copy_, enabled=False)(values)
 
     def copy_times(self, table: int, source: DynamicState, source_table: int) -> None:

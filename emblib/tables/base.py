@@ -323,7 +323,7 @@ class FusedTables(nn.Module):
         Raises:
             ValueError: numbers that the optimizer cannot have; nothing is changed.
         """
-        hyperparameters.adopt(self, values)
+        hyperparameters.set_saved_fields(self, values)
         self.hyperparams.copy_(values)
 
     def initial_hyperparams(self) -> Tensor:
@@ -467,7 +467,7 @@ class FusedTables(nn.Module):
             return
         hyperparams = state_dict.get(f"{prefix}hyper")
         if isinstance(hyperparams, Tensor) and hyperparams.shape == self.hyperparams.shape:
-            hyperparameters.adopt(self, hyperparams)
+            hyperparameters.set_saved_fields(self, hyperparams)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._restore()
 

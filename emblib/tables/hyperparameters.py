@@ -1,9 +1,10 @@
 """Hyperparameters of tables: change them, restore saved ones, and notify observers.
 
 A module of tables has its hyperparameters twice. `module.optimizer` is a dataclass with fields.
-`module.hyperparams` is the tensor that kernels read, with the entries of `Hyper`. Functions here
-change both, or the first by saved values of the second. Parameter groups of `torch.optim` are a
-third form: `group_entries_of` and `changes_of_group` convert between fields and entries of a group.
+`module.hyperparams` is the tensor that kernels read, with the entries of `Hyper`. `set_fields`
+changes both; `set_saved_fields` changes the first, by saved values of the second. Parameter groups
+of `torch.optim` are a third form: `group_entries_of` and `changes_of_group` convert between fields
+and entries of a group.
 """
 
 from collections.abc import Mapping
@@ -41,26 +42,26 @@ class HasHyperparams(Protocol):
         """Return the learning rate (reads the device)."""
 
     def initial_hyperparams(self) -> Tensor:
-        """Return `hyperparams` as `optimizer` has them before its first step, on the CPU."""
+        """Return the `hyperparams` that `optimizer` has before its first step, on the CPU."""
 
 
 class Follower(Protocol):
     """Observer of the hyperparameters of modules, such as a parameter group; must be hashable."""
 
     def follow(self, module: HasHyperparams, lr: float | None) -> None:
-        """Take over the fields of `module.optimizer`, and the learning rate unless `lr` is None."""
+        """React to changed fields of `module.optimizer`, and a changed rate unless `lr` is None."""
 
 
 _followers: WeakKeyDictionary[HasHyperparams, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def add_follower(module: HasHyperparams, follower: Follower) -> None:
-    """Have `notify_followers` of a module call `follower.follow`; both are only weakly stored."""
+    """Have `notify_followers(module)` call `follower.follow`; both are referenced weakly."""
     _followers.setdefault(module, WeakSet()).add(follower)
 
 
 def notify_followers(module: HasHyperparams, lr: float | None = None) -> None:
-    """Call the followers of a module: its optimizer or, unless None, its rate `lr` has changed."""
+    """Tell the followers of a module that its optimizer or, unless None, its rate `lr` changed."""
     for follower in list(_followers.get(module, ())):
         follower.follow(module, lr)
 
@@ -70,8 +71,8 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
 
     Raises:
         TypeError: no such field.
-        ValueError: a value that the field cannot have, or that makes it another kind of optimizer:
-            with other states or kernels, or with another `deferred`.
+        ValueError: a field cannot have its value, or the changes would make another kind of
+            optimizer: with other states or kernels, or with another `deferred`.
     """
     changed = replace(optimizer, **changes)
     if (changed.name, changed.states) != (optimizer.name, optimizer.states):
@@ -80,9 +81,9 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
             f"{[state.name for state in changed.states]}; make a new module and load the "
             "weights into it"
         )
-    if changed.leaves_gradient != optimizer.leaves_gradient:
+    if changed.deferred != optimizer.deferred:
         raise ValueError(
-            "deferred is decided when a module is made, since it decides which parameters have "
+            "deferred is fixed when a module is made, since it decides which parameters have "
             "gradients: make a new module and load the weights into it"
         )
     return changed
@@ -91,9 +92,8 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
 def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     """Change fields of a module's optimizer and its `hyperparams`, and notify its followers.
 
-    Step and seed stay. Without `lr` among the changes the learning rate stays, too; it is then read
-    from the device, for which the host waits. Errors are those of `with_changes`, and change
-    nothing.
+    Step and seed stay. Without `lr` among the changes the learning rate stays, too; the host then
+    waits for the device to read it. Raises the errors of `with_changes`, before anything changes.
     """
     if "lr" not in changes:
         changes = {**changes, "lr": module.learning_rate}
@@ -101,24 +101,24 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     module.optimizer = changed
     values = module.initial_hyperparams()
     if isinstance(getattr(changed, "counter", None), Counter):
-        values = values[:-1]  # the last one, the largest row count, is measured, not set
-    # Neither the step, which another thread may be counting, nor the seed, which may be that of a
-    # checkpoint.
+        values = values[:-1]  # the last entry, the largest row count, is measured, not set
+    # Not copied: the step, which another thread may be counting, and the seed, which may come from
+    # a checkpoint.
     optimizer_args = slice(Hyper.OPTIMIZER_ARGS, len(values))
     for entries in (slice(Hyper.STEP), slice(Hyper.L2, Hyper.SEED), optimizer_args):
         module.hyperparams[entries].copy_(values[entries])
     notify_followers(module, changed.lr)
 
 
-def adopt(module: HasHyperparams, saved: Tensor) -> None:
-    """Set `module.optimizer` to saved `hyperparams`, and notify its followers.
+def set_saved_fields(module: HasHyperparams, saved: Tensor) -> None:
+    """Set the fields of `module.optimizer` to saved `hyperparams`, and notify its followers.
 
     `module.hyperparams` does not change: the caller copies `saved` there. `saved` is `[n]`, of any
-    dtype and device; the host waits for a GPU that has it. Nothing happens where
+    dtype and device; if it is on a GPU, the host waits. Nothing changes where
     `with_saved_hyperparams` returns None.
 
     Raises:
-        ValueError: values that the optimizer cannot have; nothing is changed.
+        ValueError: the optimizer cannot have the values; nothing changes.
     """
     if (changed := with_saved_hyperparams(module.optimizer, saved)) is not None:
         module.optimizer, lr = changed
@@ -128,32 +128,35 @@ def adopt(module: HasHyperparams, saved: Tensor) -> None:
 def with_saved_hyperparams(optimizer: Optimizer, saved: Tensor) -> tuple[Optimizer, float] | None:
     """Return an optimizer with the fields of saved `hyperparams`, and the saved learning rate.
 
-    The field `lr` of the result is that of `optimizer`. None if `saved` has no values (on meta, or
-    fake), or if the optimizer is `External`.
+    The field `lr` does not change. Return None if `saved` has no values (on meta, or fake), or if
+    the optimizer is `External`.
 
     Raises:
-        ValueError: values that the optimizer cannot have, or another number of them.
+        ValueError: the optimizer cannot have the values, or has another number of them.
     """
     if saved.is_meta or isinstance(saved, FakeTensor) or isinstance(optimizer, External):
         return None
-    count = optimizer.hyperparams().numel()
-    if saved.shape != (count,):
+    num_values = optimizer.hyperparams().numel()
+    if saved.shape != (num_values,):
         raise ValueError(
-            f"{type(optimizer).__name__} has {count} numbers, got shape {tuple(saved.shape)}"
+            f"{type(optimizer).__name__} has {num_values} hyperparameters, got shape "
+            f"{tuple(saved.shape)}"
         )
-    numbers = saved.tolist()
-    check_learning_rate(numbers[Hyper.LEARNING_RATE])
-    step = numbers[Hyper.STEP]
+    values = saved.tolist()
+    check_learning_rate(values[Hyper.LEARNING_RATE])
+    step = values[Hyper.STEP]
     if not (step >= 0 and step.is_integer()):
         raise ValueError(f"step must be an integer >= 0, got {step}")
     try:
-        return optimizer.with_hyperparams(numbers), numbers[Hyper.LEARNING_RATE]
-    except IndexError as error:  # the code of a kind of decay
-        raise ValueError(f"{numbers} are not of {type(optimizer).__name__}") from error
+        return optimizer.with_hyperparams(values), values[Hyper.LEARNING_RATE]
+    except IndexError as error:  # no kind of decay has the saved code
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot have the hyperparameters {values}"
+        ) from error
 
 
-# Entries of torch.optim that tables lack, with the value that requests no effect, as None does.
-# Entries such as `foreach` are missing: they only select an implementation, and are ignored.
+# Entries of torch.optim that tables do not support, and the value that asks for no effect; None
+# asks for none either. Entries that only select an implementation, such as `foreach`, are ignored.
 _UNSUPPORTED_ENTRIES: dict[str, Any] = {
     "amsgrad": False,
     "centered": False,
@@ -164,7 +167,7 @@ _UNSUPPORTED_ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("alpha", "etas", "lambd", "momentum_decay", "rho", "step_sizes", "t0")),
 }
 _DECAY_ENTRIES = frozenset({"decoupled_weight_decay", "weight_decay"})
-_FIELDS = frozenset(field.name for cls in FUSED.values() for field in fields(cls))  # of emblib
+_FIELDS = frozenset(field.name for cls in FUSED.values() for field in fields(cls))
 
 
 class GroupChanges(NamedTuple):
@@ -172,8 +175,8 @@ class GroupChanges(NamedTuple):
 
     Attributes:
         fields: new values of fields of the optimizer, by name.
-        entries: the same entries, as the group is to store them: numbers of Python where emblib or
-            `_UNSUPPORTED_ENTRIES` has the name, other values unchanged.
+        entries: the same entries, as the group must store them. Values of known names (`_is_known`)
+            are Python numbers or tuples of them; other values are unchanged.
     """
 
     fields: dict[str, Any]
@@ -183,36 +186,36 @@ class GroupChanges(NamedTuple):
 def group_entries_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return the entries of a parameter group of an optimizer, without `lr` and `max_gradient`.
 
-    They are its fields that are numbers, `betas`, and `maximize` and `weight_decay` as torch has
-    them; for SGD also `momentum`, which is 0.
+    Entries are its fields that are numbers, `betas`, and `maximize` and `weight_decay` as in torch.
+    SGD also has `momentum`, 0.
     """
-    numbers = {}
+    entries: dict[str, Any] = {}
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
         is_number = isinstance(value, float | int) and not isinstance(value, bool)
         if field.name not in ("lr", "max_gradient") and (is_number or field.name == "betas"):
-            numbers[field.name] = value
+            entries[field.name] = value
     if type(optimizer) is SGD:
-        numbers["momentum"] = 0.0  # torch's schedulers read it
-    numbers["maximize"] = optimizer.maximize
+        entries["momentum"] = 0.0  # torch's schedulers read it
+    entries["maximize"] = optimizer.maximize
     if optimizer.decays:
         decay = optimizer.weight_decay
-        numbers["weight_decay"] = 0.0 if decay is None else float(decay.rate)
-    return numbers
+        entries["weight_decay"] = 0.0 if decay is None else float(decay.rate)
+    return entries
 
 
-def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupChanges:
+def changes_of_group(optimizer: Optimizer, entries: Mapping[str, Any]) -> GroupChanges:
     """Convert some entries of a parameter group to changes of the optimizer of its tables.
 
-    Values of `fields` are not checked, except `lr`: `with_changes` checks them.
+    Of the values of fields only `lr` is checked here; `with_changes` checks the others.
 
     Raises:
         TypeError, ValueError: `lr` is no number.
-        ValueError: an entry that would have an effect in `torch.optim`, but none on these tables.
+        ValueError: an entry would have an effect in `torch.optim`, but has none on these tables.
     """
     changes = GroupChanges({}, {})
     field_names = {field.name for field in fields(optimizer)}
-    values = {name: _as_python_numbers(value) for name, value in options.items() if _is_known(name)}
+    values = {name: _as_python_numbers(value) for name, value in entries.items() if _is_known(name)}
     for name, value in values.items():
         if name in field_names and name not in _DECAY_ENTRIES:
             changes.fields[name] = float(value) if name == "lr" else value
@@ -225,9 +228,9 @@ def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupC
             )
     if values.keys() & _DECAY_ENTRIES:
         changes.fields["weight_decay"] = _convert_decay(optimizer, values)
-    for name, value in options.items():
+    for name, value in entries.items():
         changes.entries[name] = changes.fields.get(name, values.get(name, value))
-    if "weight_decay" in options:
+    if "weight_decay" in entries:
         decay = changes.fields["weight_decay"]
         changes.entries["weight_decay"] = 0.0 if decay is None else getattr(decay, "rate", decay)
     return changes
@@ -239,16 +242,20 @@ def _is_known(name: str) -> bool:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether an entry requests no effect by its value, e.g. None, False or 0."""
+    """Return whether the value of an entry asks for no effect, e.g. None, False or 0."""
     return value is None or value == _UNSUPPORTED_ENTRIES.get(name, 0.0)
 
 
 def _convert_decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
     """Return the field `weight_decay` for the entries of a group: L2, Decoupled or another kind.
 
-    It has the kind of the present decay; without one, the kind of the optimizer's namesake in
-    `torch.optim`. The entry `decoupled_weight_decay` selects between L2 and Decoupled. None is no
-    decay. An entry that is no number is returned as it is, and `with_changes` checks it.
+    The result has the kind of the current decay. Without one, it has the first kind in `decays` of
+    the optimizer, which is that of its namesake in `torch.optim`. The entry
+    `decoupled_weight_decay` selects between L2 and Decoupled. None is no decay. A decay that is no
+    number is returned unchanged; `with_changes` checks it.
+
+    Raises:
+        ValueError: the optimizer supports no decay, and the rate is not 0.
     """
     current_decay = optimizer.weight_decay
     decay = values.get("weight_decay", 0.0 if current_decay is None else current_decay.rate)
@@ -263,13 +270,13 @@ def _convert_decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
     if kind is None:
         raise ValueError(
             f"weight_decay={rate!r} has no effect on tables with {type(optimizer).__name__}: "
-            "leave it out, or choose an optimizer that has one"
+            "leave it out, or choose an optimizer that has a weight decay"
         )
     return kind(rate)
 
 
 def _as_python_numbers(value: Any) -> Any:
-    """Convert numbers of torch and numpy to Python's, and several of them to tuples."""
+    """Convert numbers of torch and numpy to Python numbers; return tensors and lists as tuples."""
     if hasattr(value, "tolist"):
         numbers = value.reshape(-1).tolist()
         value = numbers[0] if len(numbers) == 1 else numbers

@@ -136,7 +136,7 @@ def _run_ideal(
     if not row_probabilities:
         return samples, {}
     num_lookups = len(shapes) * workload.B * workload.L
-    lookup_hit_rate, row_hit_rate = cache_bounds.expected_top(
+    lookup_hit_rate, row_hit_rate = cache_bounds.expected_hit_rates(
         np.concatenate(row_probabilities) / len(shapes), cache_rows, num_lookups
     )
     return samples, {

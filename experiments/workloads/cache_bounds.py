@@ -1,14 +1,15 @@
 """Bounds on caches: hits that no policy can exceed on a trace, and the best fixed choice of rows.
 
 A trace is a sequence of batches; a batch is a set of distinct rows with a number of lookups each. A
-cache in front of a table probes all rows of a batch before any row moves, so a row is a hit or a
-miss with all its lookups. Then rows of the batch may be inserted and any rows evicted. A cache
-holds only rows that were looked up before, and need not insert the rows that it missed. The first
-`warm` batches fill the cache and are not counted.
+cache in front of a table probes all rows of a batch before it changes, so all lookups of a row hit
+or all miss. Then it may insert rows of the batch and evict any rows. A cache has only rows that
+were looked up before, and need not insert the rows that it missed. The first `num_warm` batches
+fill the cache and are not counted.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,62 +19,65 @@ import pandas as pd
 
 from experiments.workloads.distributions import Ids, Reals
 
-NEVER = np.iinfo(np.int64).max  # position of the next access to a row that has none
-# Subgradient step k of `max_lookup_hits` is FIRST_STEP / (1 + k / DECAY) × bound ÷ norm long.
-# Any values give a valid bound; how tight it is with others was not measured.
-FIRST_STEP, DECAY = 0.05, 20
+NEVER = np.iinfo(np.int64).max  # instead of a next access, for the last access to a row
+# Subgradient step k of `max_lookup_hits` has the length FIRST_STEP / (1 + k / DECAY_STEPS) × bound
+# ÷ norm. The bound is valid with any values; how tight it is with others was not measured.
+FIRST_STEP, DECAY_STEPS = 0.05, 20
 
 
 @dataclass(frozen=True)
 class RowTrace:
-    """Distinct rows per batch with their lookups; an access is a row of a batch.
+    """Accesses of a trace; an access is a distinct row of a batch, with all its lookups there.
+
+    Accesses are numbered over the trace, by batch and in a batch by row.
 
     Attributes:
-        rows: row of each access, int64 [accesses]; batch b has rows[starts[b]:starts[b + 1]].
+        rows: row of each access, int64 [accesses].
         lookups: number of lookups of each access, int64 [accesses].
-        starts: first access of each batch, and the end, int64 [batches + 1].
-        warm: number of first batches that are not counted.
-        positions: index in its batch of the first lookup of each access, int64 [accesses].
+        batch_starts: first access of each batch, and the number of accesses, int64 [batches + 1].
+        num_warm: number of first batches that are not counted.
+        first_lookups: index in its batch of the first lookup of each access, int64 [accesses].
     """
 
     rows: Ids
     lookups: Ids
-    starts: Ids
-    warm: int
-    positions: Ids
+    batch_starts: Ids
+    num_warm: int
+    first_lookups: Ids
 
     @classmethod
-    def of(cls, batches: Sequence[Ids], warm: int) -> RowTrace:
-        """Build from the ids >= 0 of each batch, at least one, which may repeat in any order."""
-        sets = [np.unique(ids, return_index=True, return_counts=True) for ids in batches]
-        starts = np.cumsum([0, *(len(rows) for rows, _, _ in sets)])
-        rows, positions, lookups = (
-            np.concatenate(parts).astype(np.int64) for parts in zip(*sets, strict=True)
+    def of(cls, batches: Sequence[Ids], num_warm: int) -> RowTrace:
+        """Build from one batch or more of ids >= 0, which may repeat and have any order."""
+        accesses = [np.unique(ids, return_index=True, return_counts=True) for ids in batches]
+        batch_starts = np.cumsum([0, *(len(rows) for rows, _, _ in accesses)])
+        rows, first_lookups, lookups = (
+            np.concatenate(blocks).astype(np.int64) for blocks in zip(*accesses, strict=True)
         )
-        return cls(rows, lookups, starts, warm, positions)
+        return cls(rows, lookups, batch_starts, num_warm, first_lookups)
 
     @property
-    def batch(self) -> Ids:
+    def access_batches(self) -> Ids:
         """Return the number of the batch of each access."""
-        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        return np.repeat(np.arange(len(self.batch_starts) - 1), np.diff(self.batch_starts))
 
-    def slices(self) -> Iterator[slice]:
-        """Yield the accesses of each counted batch."""
-        for b in range(self.warm, len(self.starts) - 1):
-            yield slice(int(self.starts[b]), int(self.starts[b + 1]))
+    def counted_batches(self) -> Iterator[slice]:
+        """Yield a slice per counted batch, which selects its accesses."""
+        for b in range(self.num_warm, len(self.batch_starts) - 1):
+            yield slice(int(self.batch_starts[b]), int(self.batch_starts[b + 1]))
 
-    def following(self) -> Ids:
-        """Return per access the position of the next access to its row; NEVER for the last one."""
-        return shifted_positions(self.rows, -1, NEVER)
+    def next_accesses(self) -> Ids:
+        """Return per access the next access to its row, or NEVER."""
+        return other_accesses(self.rows, -1, NEVER)
 
 
-def shifted_positions(rows: Ids, periods: int, fill: int) -> Ids:
-    """Return per access the position of the access to its row `periods` earlier, or `fill`.
+def other_accesses(rows: Ids, periods: int, fill: int) -> Ids:
+    """Return per access the access to its row that is `periods` accesses earlier, or `fill`.
 
-    Negative `periods` look ahead.
+    `rows` are the rows of all accesses, `periods` counts accesses to the same row; negative
+    `periods` look ahead.
     """
-    positions = pd.Series(np.arange(len(rows)))
-    return positions.groupby(rows).shift(periods, fill_value=fill).to_numpy()
+    accesses = pd.Series(np.arange(len(rows)))
+    return accesses.groupby(rows).shift(periods, fill_value=fill).to_numpy()
 
 
 @dataclass(frozen=True)
@@ -86,122 +90,125 @@ class Hits:
 
 def hits_per_batch(trace: RowTrace, is_hit: Reals | Ids) -> Hits:
     """Return the hits per counted batch; `is_hit` is 1 or 0 per access of the whole trace."""
-    pairs = [(is_hit[s], trace.lookups[s]) for s in trace.slices()]
+    pairs = [(is_hit[s], trace.lookups[s]) for s in trace.counted_batches()]
     return Hits([int(h.sum()) for h, _ in pairs], [int((h * n).sum()) for h, n in pairs])
 
 
 def offline_hits(trace: RowTrace, capacity: int) -> Hits:
     """Return the hits of Belady's MIN, which serves the most accesses with `capacity` rows.
 
-    After each batch the cache keeps the rows that are looked up again soonest, among its own rows
-    and the rows of the batch. If several rows recur in the same batch, it prefers those with more
-    lookups: that serves more lookups and equally many rows.
+    Of its rows and the rows of a batch, the cache keeps those that are looked up again soonest. If
+    several rows recur in the same batch, it prefers those with more lookups: that serves more
+    lookups and equally many rows.
     """
-    following = trace.following()
-    is_last = following == NEVER
-    next_access = np.where(is_last, 0, following)
-    # Combine both criteria in one number: the lowest is needed soonest, then has most lookups.
-    scale = int(trace.lookups.max(initial=0)) + 1
-    urgency = np.where(
-        is_last, NEVER, trace.batch[next_access] * scale - trace.lookups[next_access]
-    )
-    size = int(trace.rows.max(initial=0)) + 1
-    cached, urgency_of_row = np.zeros(size, bool), np.full(size, NEVER)
-    warm = slice(0, int(trace.starts[trace.warm]))
-    urgency_of_row[trace.rows[warm]] = urgency[warm]  # the last access to a row wins
-    cached_rows = _soonest_used(np.unique(trace.rows[warm]), urgency_of_row, capacity)
-    cached[cached_rows] = True
+    next_accesses = trace.next_accesses()
+    is_last = next_accesses == NEVER
+    next_accesses = np.where(is_last, 0, next_accesses)  # valid indices; `is_last` masks them
+    # A rank that has both criteria: the lowest is looked up soonest, then has the most lookups.
+    ranks_per_batch = int(trace.lookups.max(initial=0)) + 1
+    ranks = trace.access_batches[next_accesses] * ranks_per_batch - trace.lookups[next_accesses]
+    ranks = np.where(is_last, NEVER, ranks)
+    num_rows = int(trace.rows.max(initial=0)) + 1
+    is_row_cached, rank_of_row = np.zeros(num_rows, bool), np.full(num_rows, NEVER)
+    warm_accesses = slice(0, int(trace.batch_starts[trace.num_warm]))
+    warm_rows = trace.rows[warm_accesses]
+    rank_of_row[warm_rows] = ranks[warm_accesses]  # a later access to a row overwrites
+    cached_rows = _lowest_ranked(np.unique(warm_rows), rank_of_row, capacity)
+    is_row_cached[cached_rows] = True
     is_hit = np.zeros(len(trace.rows), np.int64)
-    for accesses in trace.slices():
+    for accesses in trace.counted_batches():
         rows = trace.rows[accesses]
-        is_cached = cached[rows]
+        is_cached = is_row_cached[rows]
         is_hit[accesses] = is_cached
-        urgency_of_row[rows] = urgency[accesses]
+        rank_of_row[rows] = ranks[accesses]
         candidates = np.concatenate([cached_rows, rows[~is_cached]])
-        cached[cached_rows] = False
-        cached_rows = _soonest_used(candidates, urgency_of_row, capacity)
-        cached[cached_rows] = True
+        is_row_cached[cached_rows] = False
+        cached_rows = _lowest_ranked(candidates, rank_of_row, capacity)
+        is_row_cached[cached_rows] = True
     return hits_per_batch(trace, is_hit)
 
 
-def _soonest_used(rows: Ids, urgency_of_row: Ids, capacity: int) -> Ids:
-    """Return the `capacity` rows of lowest urgency; drop rows whose urgency is NEVER."""
-    rows = rows[urgency_of_row[rows] != NEVER]
+def _lowest_ranked(rows: Ids, rank_of_row: Ids, capacity: int) -> Ids:
+    """Return up to `capacity` of the rows, those of lowest rank; drop rows whose rank is NEVER."""
+    rows = rows[rank_of_row[rows] != NEVER]
     if len(rows) <= capacity:
         return rows
     if not capacity:
         return rows[:0]
-    return rows[np.argpartition(urgency_of_row[rows], capacity - 1)[:capacity]]
+    return rows[np.argpartition(rank_of_row[rows], capacity - 1)[:capacity]]
 
 
 def static_top_hits(trace: RowTrace, capacity: int) -> Hits:
-    """Return the hits of a cache that holds the `capacity` most frequent rows of the trace.
+    """Return the hits of a cache of the `capacity` rows with the most lookups in the whole trace.
 
-    Each row is in the cache from its first lookup on.
+    Each of these rows is in the cache from its first access on.
     """
-    counts = np.bincount(trace.rows, trace.lookups)
-    is_cached = np.zeros(len(counts), bool)
-    is_cached[np.argsort(-counts, kind="stable")[:capacity]] = True
-    is_first_use = np.ones(len(trace.rows), bool)
-    next_use = trace.following()
-    is_first_use[next_use[next_use != NEVER]] = False
-    return hits_per_batch(trace, (is_cached[trace.rows] & ~is_first_use).astype(np.int64))
+    lookups_of_row = np.bincount(trace.rows, trace.lookups)
+    is_row_cached = np.zeros(len(lookups_of_row), bool)
+    is_row_cached[np.argsort(-lookups_of_row, kind="stable")[:capacity]] = True
+    is_first_access = np.ones(len(trace.rows), bool)
+    next_accesses = trace.next_accesses()
+    is_first_access[next_accesses[next_accesses != NEVER]] = False
+    return hits_per_batch(trace, (is_row_cached[trace.rows] & ~is_first_access).astype(np.int64))
 
 
-def max_lookup_hits(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
+def max_lookup_hits(trace: RowTrace, capacity: int, num_steps: int = 400) -> float:
     """Return an upper bound on the lookups that a cache of `capacity` rows can serve.
 
-    A lookup is a hit if the cache has held its row since the row's previous lookup. So a policy is
-    a choice of intervals between lookups, at most `capacity` of them at a time; the best choice is
-    the solution of a linear program. Its dual has a price per batch and slot. Any prices bound the
-    optimum from above; `rounds` subgradient steps find good ones.
+    An access hits if the cache has had its row since the previous access to it. So a policy is a
+    choice of intervals between accesses, at most `capacity` of them at a time; the best choice
+    solves a linear program. Its dual problem has a price per batch for a row of the cache. Any
+    prices bound the optimum from above; `num_steps` subgradient steps look for a low bound.
     """
-    begin, end, gain, counts = _intervals(trace)
-    batches = len(trace.starts) - 1 - trace.warm
-    price = np.zeros(batches)
-    best = bound = float((gain * counts).sum())
-    for step_index in range(rounds):
-        price_up_to = np.concatenate([[0.0], np.cumsum(price)])
-        profit = gain - (price_up_to[end] - price_up_to[begin])
-        served_rows = counts * (profit > 0)
-        bound = capacity * price.sum() + float((profit * served_rows).sum())
-        best = min(best, bound)
-        change = np.bincount(begin, served_rows, batches + 1) - np.bincount(
-            end, served_rows, batches + 1
+    begin, end, gain, num_rows = _intervals(trace)
+    num_batches = len(trace.batch_starts) - 1 - trace.num_warm
+    price = np.zeros(num_batches)
+    lowest_bound = float((gain * num_rows).sum())
+    for step_index in range(num_steps):
+        price_before = np.concatenate([[0.0], np.cumsum(price)])
+        profit = gain - (price_before[end] - price_before[begin])
+        cached_rows = num_rows * (profit > 0)
+        bound = capacity * price.sum() + float((profit * cached_rows).sum())
+        lowest_bound = min(lowest_bound, bound)
+        change = np.bincount(begin, cached_rows, num_batches + 1) - np.bincount(
+            end, cached_rows, num_batches + 1
         )
-        excess_rows = np.cumsum(change)[:batches] - capacity
+        excess_rows = np.cumsum(change)[:num_batches] - capacity
         squared_norm = float((excess_rows * excess_rows).sum())
         if squared_norm == 0.0:
             break
-        step_size = FIRST_STEP / (1.0 + step_index / DECAY)
-        price = np.maximum(price + excess_rows * step_size * max(best, 1.0) / squared_norm, 0.0)
-    return best
+        step_size = FIRST_STEP / (1.0 + step_index / DECAY_STEPS)
+        price = np.maximum(
+            price + excess_rows * step_size * max(lowest_bound, 1.0) / squared_norm, 0.0
+        )
+    return lowest_bound
 
 
 def _intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
-    """Return the distinct intervals [begin, end) of batches between two lookups of a row.
+    """Return the distinct intervals [begin, end) of batches between two accesses to a row.
 
     The four arrays are: begin, end, the lookups served if a row is cached through the interval, and
-    the number of rows with such an interval. Batches count from the first one after the warm-up.
+    the number of rows with such an interval. Batch 0 is the first counted one.
     """
-    next_use = trace.following()
-    uses = np.flatnonzero(next_use != NEVER)
-    next_uses = next_use[uses]
-    batch = trace.batch - trace.warm
-    is_counted = batch[next_uses] >= 0
-    begin = np.maximum(batch[uses[is_counted]] + 1, 0)
-    end = batch[next_uses[is_counted]] + 1
-    gain = trace.lookups[next_uses[is_counted]]
-    distinct, counts = np.unique(np.stack([begin, end, gain]), axis=1, return_counts=True)
-    begin, end, gain = distinct
-    return begin, end, gain.astype(np.float64), counts.astype(np.float64)
+    next_accesses = trace.next_accesses()
+    accesses = np.flatnonzero(next_accesses != NEVER)
+    next_accesses = next_accesses[accesses]
+    batch_of_access = trace.access_batches - trace.num_warm
+    is_counted = batch_of_access[next_accesses] >= 0
+    begin = np.maximum(batch_of_access[accesses[is_counted]] + 1, 0)
+    end = batch_of_access[next_accesses[is_counted]] + 1
+    gain = trace.lookups[next_accesses[is_counted]]
+    intervals, num_rows = np.unique(np.stack([begin, end, gain]), axis=1, return_counts=True)
+    begin, end, gain = intervals
+    return begin, end, gain.astype(np.float64), num_rows.astype(np.float64)
 
 
-def expected_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[float, float]:
-    """Return the expected hit rates, per lookup and per distinct row, of the most likely rows.
+def expected_hit_rates(probabilities: Reals, capacity: int, lookups: int) -> tuple[float, float]:
+    """Return the expected hit rates, per lookup and per distinct row, of a cache of likely rows.
 
-    A batch has n = `lookups` independent draws, so it has a row with probability 1 - (1 - p)^n.
-    `probabilities`, [rows], are those of a draw; the `capacity` largest ones are cached.
+    The cache has the `capacity` rows with the largest `probabilities`, [rows], of a draw. A batch
+    has n = `lookups` independent draws, so it has a row of probability p with probability
+    1 - (1 - p)^n.
     """
     descending = np.sort(probabilities)[::-1]
     batch_probability = -np.expm1(lookups * np.log1p(-np.minimum(descending, 1 - 1e-15)))
@@ -221,40 +228,40 @@ class Policy(Enum):
 def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
     """Run the trace through a fully associative cache; return the hits of the counted batches.
 
-    Rows of the present batch are not evicted. If not all new rows of a batch fit, the cache inserts
-    those that the batch looks up first.
+    The cache does not evict rows of the current batch, and breaks ties of rank by row. If not all
+    new rows of a batch fit, it inserts those that the batch looks up first.
     """
-    size = int(trace.rows.max(initial=0)) + 1
-    cached = np.zeros(size, bool)
-    rank = np.zeros(size, np.int64)
+    num_rows = int(trace.rows.max(initial=0)) + 1
+    is_row_cached = np.zeros(num_rows, bool)
+    rank_of_row = np.zeros(num_rows, np.int64)
     is_hit = np.zeros(len(trace.rows), np.int64)
-    for batch, (start, end) in enumerate(zip(trace.starts, trace.starts[1:], strict=False)):
+    for batch, (start, end) in enumerate(itertools.pairwise(trace.batch_starts)):
         rows, lookups = trace.rows[start:end], trace.lookups[start:end]
-        is_cached = cached[rows]
+        is_cached = is_row_cached[rows]
         is_hit[start:end] = is_cached
-        new_rows = rows[~is_cached][np.argsort(trace.positions[start:end][~is_cached])]
-        cached_rows = np.flatnonzero(cached)
+        new_rows = rows[~is_cached][np.argsort(trace.first_lookups[start:end][~is_cached])]
+        cached_rows = np.flatnonzero(is_row_cached)
         candidates = np.setdiff1d(cached_rows, rows, assume_unique=True)
-        excess_rows = len(cached_rows) + len(new_rows) - capacity
-        if excess_rows > 0:
-            num_evicted = min(excess_rows, len(candidates))
-            order = np.argsort(rank[candidates] * size + candidates)
-            cached[candidates[order[:num_evicted]]] = False
-            new_rows = new_rows[: len(new_rows) - (excess_rows - num_evicted)]
-        cached[new_rows] = True
+        num_excess = len(cached_rows) + len(new_rows) - capacity
+        if num_excess > 0:
+            num_evicted = min(num_excess, len(candidates))
+            order = np.argsort(rank_of_row[candidates] * num_rows + candidates)
+            is_row_cached[candidates[order[:num_evicted]]] = False
+            new_rows = new_rows[: len(new_rows) - (num_excess - num_evicted)]
+        is_row_cached[new_rows] = True
         if policy is Policy.exact_lru:
-            rank[rows] = batch
+            rank_of_row[rows] = batch
         else:
-            rank[rows] = np.where(is_cached, rank[rows], 0) + lookups
+            rank_of_row[rows] = np.where(is_cached, rank_of_row[rows], 0) + lookups
     return hits_per_batch(trace, is_hit)
 
 
 def counter_samples(trace: RowTrace, hits: Hits) -> dict[str, list[int]]:
-    """Return hits as the counters of a cache, {counter: value per counted batch}."""
-    accesses = list(trace.slices())
+    """Return lookups, rows and their hits as {counter of a cache: value per counted batch}."""
+    batches = list(trace.counted_batches())
     return {
-        "lookups": [int(trace.lookups[s].sum()) for s in accesses],
+        "lookups": [int(trace.lookups[s].sum()) for s in batches],
         "lookup_hits": hits.lookups,
-        "rows": [s.stop - s.start for s in accesses],
+        "rows": [s.stop - s.start for s in batches],
         "row_hits": hits.rows,
     }

@@ -59,10 +59,10 @@ def batch_distances(trace: RowTrace) -> Ids:
     The derivation is that of `stack_distances`, with j < (first access of the batch) in place of
     j < i. So the count over the trace is reduced by the accesses j < i of the batch itself.
     """
-    order = np.lexsort((trace.lookups, trace.batch))
+    order = np.lexsort((trace.lookups, trace.access_batches))
     previous = _previous_accesses(trace.rows[order])
     num_earlier = _count_earlier_at_most(previous)
-    for begin, end in itertools.pairwise(trace.starts):
+    for begin, end in itertools.pairwise(trace.batch_starts):
         num_earlier[begin:end] -= _count_earlier_at_most(previous[begin:end])
     distances = np.empty(len(previous), np.int64)
     distances[order] = np.where(previous < 0, NEVER, num_earlier - (previous + 1))
@@ -71,7 +71,7 @@ def batch_distances(trace: RowTrace) -> Ids:
 
 def _previous_accesses(rows: Ids) -> Ids:
     """Return per access the previous one to the same row, -1 for the first."""
-    return cache_bounds.shifted_positions(rows, 1, -1)
+    return cache_bounds.other_accesses(rows, 1, -1)
 
 
 def _count_earlier_at_most(values: Ids) -> Ids:
@@ -376,7 +376,7 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> IdealHitRates:
 
     Sizes are rounded, at least 1, and equal ones are listed once.
     """
-    counted = slice(int(trace.starts[trace.warm]), None)
+    counted = slice(int(trace.batch_starts[trace.num_warm]), None)
     distance, num_lookups = batch_distances(trace)[counted], trace.lookups[counted]
     total = int(num_lookups.sum())
 

@@ -49,7 +49,7 @@ def test_rows_are_in_a_store_of_the_caller(tmp_path: Path) -> None:
     for each in (module, plain):
         train(each)
     assert module.bags.backing is not None
-    assert module.bags.backing.store.behind is store
+    assert module.bags.backing.store.wrapped_store is store
     ids = torch.arange(-150, 150)
     assert torch.equal(rows_of(module, ids), rows_of(plain, ids))
     assert store.size(0) > 0
@@ -64,7 +64,7 @@ def test_results_are_those_of_one_tier(caching: bool, mode: TierMode) -> None:
     assert module.bags.backing is not None
     assert module.bags.backing.mode is mode
     assert module.bags.tables[0].capacity == 32
-    store = module.bags.backing.store.behind
+    store = module.bags.backing.store.wrapped_store
     assert isinstance(store, HostRows)
     assert store.capacity == (608,)
     for each in (module, plain):
@@ -160,7 +160,7 @@ def test_a_budget_below_a_bucket_is_rounded_up(caching: bool) -> None:
 def test_all_scores_order_both_tiers() -> None:
     """What leaves the lower tier is the least of it by the strategy of the table."""
     module = two_tiers(score_strategy=DynamicEmbScoreStrategy.LFU, max_capacity=64)
-    store = module.bags.backing.store.behind
+    store = module.bags.backing.store.wrapped_store
     assert store.eviction is Eviction.LFU
     look_up(module, [*range(30)] * 3)
     for start in range(100, 200, 20):

@@ -29,7 +29,7 @@ def _module(eviction: Eviction, mode: TierMode, store_rows: int) -> DynamicEmbed
 
 def _store(module: DynamicEmbeddingBags) -> HostRows:
     assert module.state.backing is not None
-    store = module.state.backing.store.behind
+    store = module.state.backing.store.wrapped_store
     assert isinstance(store, HostRows)
     return store
 
@@ -139,7 +139,7 @@ def test_the_op_leaves_a_store_alone_while_the_thread_prefetches(
     store, released = module.state.backing.store, threading.Event()
     for step in range(9):
         if step == 3:
-            store._futures.append(store._submit(lambda _: released.wait()))
+            store._prefetch_futures.append(store._submit(lambda _: released.wait()))
         if step == 6:
             released.set()
             store.wait()

@@ -356,7 +356,7 @@ def test_a_key_of_a_put_that_stored_a_part_expires_once() -> None:
     moves.demoted[0] = StoredRows(keys, stamps, keys, torch.zeros(3, 8, dtype=torch.uint8))
     with pytest.raises(MemoryError):
         store.apply_moves(moves)
-    assert store.behind.size(0) == 1
+    assert store.wrapped_store.size(0) == 1
     assert store.expire(0, 5).tolist() == [1, 2]
     assert store.size(0) == 1
 
@@ -368,7 +368,7 @@ def test_an_older_row_in_the_store_expires_without_the_newer_unstored_one() -> N
     store.add_unstored(0, StoredRows(keys, torch.tensor([9]), keys, values))
     assert not store.expire(0, 5).numel()
     assert store.read(0, keys).rows.stamps.tolist() == [9]
-    assert store.behind.size(0) == 0
+    assert store.wrapped_store.size(0) == 0
     assert store.expire(0, 10).tolist() == [1]
 
 
@@ -383,7 +383,7 @@ def test_prefetched_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(20):
         module.prefetch(*batch(step))
     module.backing.store.wait()
-    staged = module.backing.store._prefetched[0]
+    staged = module.backing.store._prefetched_blocks[0]
     assert 0 < sum(rows.keys.numel() for rows in staged) <= 100
     size = module.size(0)  # puts rows back that were served in place
     assert store.size(0) + module.index.size(0) == size

@@ -78,7 +78,7 @@ def writer(
         flushed = board.acknowledged
         board.write(flushed, Phase.OPENING)
         module = make(kind, directory, write_behind=write_behind)
-        store = module.backing.store.behind
+        store = module.backing.store.wrapped_store
         put, step = store.put, module.step
 
         def watched(table: int, rows: StoredRows) -> StoredRows:

@@ -290,7 +290,7 @@ class BackingTier:
 
         Not in an object of a subclass, which may have other methods.
         """
-        return type(self.store.behind) is HostRows and not self.store.has_rows_in_memory
+        return type(self.store.wrapped_store) is HostRows and not self.store.has_rows_in_memory
 
     def begin_batch(self) -> tuple[list[Tensor], list[Tensor], list[int], list[int], bool]:
         """Write overflow rows back, and return the last arguments of `tier_insert_batch_`.
@@ -300,7 +300,7 @@ class BackingTier:
         """
         self.write_back()
         self.generation += 1
-        store, changes = self.store.behind, not self._writes_behind and self.store.is_idle
+        store, changes = self.store.wrapped_store, not self._writes_behind and self.store.is_idle
         assert isinstance(store, HostRows)
         return *store.op_arguments(is_changed=changes), self._first_overflow, changes
 

@@ -1,8 +1,9 @@
 """PrefetchedRows: a store with a thread that reads rows in advance and moves rows between tiers.
 
-A training step produces `RowMoves`: keys to remove from the store, and rows to put into it. With
-`BackingStore.write_behind` the store's thread applies the moves (`start_moves`), otherwise the next
-call that depends on them (`apply_moves`). Likewise `start_prefetch` has the thread call `prefetch`.
+A training step produces `RowMoves`. Promoted rows are removed from the store (`lift`); demoted rows
+are added to it (`put`). With `BackingStore.write_behind`, the thread of `PrefetchedRows` applies
+the moves (`start_moves`); otherwise the next call that depends on them does (`apply_moves`).
+Likewise `start_prefetch` has the thread call `prefetch`.
 """
 
 import concurrent.futures
@@ -53,16 +54,17 @@ def _exclusive(
 class RowMoves:
     """Rows that are moving between the tiers, by number of the table.
 
-    `PrefetchedRows.apply_moves` removes each from here once the store has removed or taken it. So
-    it can be called again, by any thread, and applies the rest. Once the moves are started, only
-    the holder of the store's lock changes them.
+    `PrefetchedRows.apply_moves` deletes moves from this object as soon as the store has made them.
+    After an exception, any thread can therefore call it again for the remaining moves. Once the
+    moves are started, a thread must hold the lock of `PrefetchedRows` to change them.
 
     Attributes:
-        exchanged: promoted keys and demoted rows of tables in front of a `HostRows`.
+        exchanged: promoted keys and demoted rows of tables whose store is a `HostRows`.
         promoted: keys that have a slot and are still in the store, int64 `[n]`.
         demoted: rows that have no slot and are not yet in the store.
-        dropped: number of a table, and int64 `[n]`, keys that the store dropped for demoted rows.
-        errors: exceptions of the store that no caller has seen yet.
+        dropped: pairs of a table number and the keys, int64 `[n]`, of rows that the store dropped
+            to make room for demoted rows.
+        errors: exceptions of the store that were not raised to a caller yet.
     """
 
     def __init__(self) -> None:
@@ -78,31 +80,31 @@ class RowMoves:
 
 
 class PrefetchedRows:
-    """A `RowStore` in front of another that reads prefetched rows from memory.
+    """A `RowStore` that wraps another store, and reads prefetched rows from memory.
 
-    Another thread, started at first use, prefetches and moves rows. It changes nothing but the
-    store, this object and `RowMoves`. Both threads hold `_lock` around each call to the store,
-    except for `iterate`, `clear` and `close`. These three wait for prefetches first, and must not
-    be called while another thread uses the store, or before started moves are applied. The thread
-    has only a weak reference to this object; `stop` ends the thread.
+    Another thread, started at first use, prefetches and moves rows. It changes only the wrapped
+    store, this object and `RowMoves`. Both threads hold `_lock` around each call of the wrapped
+    store, except in `iterate`, `clear` and `close`. These three wait for prefetches first. They
+    must not be called while another thread uses the store, or before started moves are applied. The
+    thread has only a weak reference to this object; `stop` ends the thread.
 
-    Two kinds of rows are in memory in front of the store. *Prefetched* rows are copies of rows that
-    stay in the store, so prefetching changes no result. The newest blocks stay, of about
-    `MAX_PREFETCHED` rows per table, or one block. *Unstored* rows are those that the store could
-    not take, e.g. for want of disk space. They stay in memory until they are promoted, replaced or
-    removed; `flush` commits them like rows of the fast tier.
+    Two kinds of rows are in memory. *Prefetched* rows are copies of rows that stay in the wrapped
+    store, so prefetching changes no result. Per table, the newest blocks stay, with up to
+    `MAX_PREFETCHED` rows or a single larger block. *Unstored* rows are rows that the wrapped store
+    could not add, e.g. because a disk is full. They stay in memory until they are promoted,
+    replaced or removed; `flush` commits them like rows of the fast tier.
 
     Args:
-        store: the store behind, which is opened.
+        store: the store to wrap; the constructor opens it.
         tables: the tables to open it for.
 
     Attributes:
-        behind: the store behind.
+        wrapped_store: the store that has all rows but the unstored ones.
         note: note of the last commit.
         is_open: whether `close` was not called yet.
 
     Raises:
-        BlockingIOError: another object has the same store open.
+        BlockingIOError: another `PrefetchedRows` has the same store open.
         Exception: the store raised it, see `RowStore.open`.
     """
 
@@ -117,31 +119,31 @@ class PrefetchedRows:
                 )
         store.open(tables)
         self.is_open = True
-        self.behind = store
+        self.wrapped_store = store
         self.note = store.note
         self._row_bytes = [table.row_bytes for table in tables]
-        self._unstored: list[list[StoredRows]] = [[] for _ in tables]  # blocks by table
-        self._prefetched: list[list[StoredRows]] = [[] for _ in tables]  # blocks, oldest first
+        self._unstored_blocks: list[list[StoredRows]] = [[] for _ in tables]  # by table
+        self._prefetched_blocks: list[list[StoredRows]] = [[] for _ in tables]  # oldest first
         self._lock = threading.RLock()
         self._executor: ThreadPoolExecutor | None = None
-        self._futures: list[Future[None]] = []  # prefetches whose errors were not raised yet
-        self._started_moves: RowMoves | None = None  # for the thread; may not be applied yet
-        _stores.add(self)
+        self._prefetch_futures: list[Future[None]] = []  # errors not raised yet
+        self._started_moves: RowMoves | None = None  # maybe applied, maybe not
+        _instances.add(self)
         call_in_forks(self)
 
     def before_fork(self) -> None:
-        """Apply the moves that were started; no other thread is in the store until `release`."""
+        """Take the lock, so that no other thread uses the store, and apply started moves."""
         self._lock.acquire()
         if self._started_moves is not None:
             self.try_moves(self._started_moves)
 
     def release(self) -> None:
-        """Let other threads use the store again, after a fork, in either process."""
+        """Release the lock after a fork, in parent and child."""
         self._lock.release()
 
     def after_fork(self) -> None:
-        """Drop the thread of the parent, and its work."""
-        self._executor, self._futures = None, []
+        """Forget the thread and its prefetches in the child, which has only the forking thread."""
+        self._executor, self._prefetch_futures = None, []
 
     def start_moves(self, moves: RowMoves) -> None:
         """Have the thread apply moves.
@@ -149,13 +151,13 @@ class PrefetchedRows:
         The caller must call `apply_moves` before anything that depends on them.
         """
         self._started_moves = moves
-        # Without a thread (at exit, or since there are too many) the next call applies them.
+        # If no thread can start (at exit, or too many run), `apply_moves` applies them.
         with contextlib.suppress(RuntimeError):
             self._submit(_try_moves_in_thread, moves)
 
     @_exclusive
     def try_moves(self, moves: RowMoves) -> None:
-        """Apply moves; leave an error of the store in `moves`, for the next `apply_moves`."""
+        """Apply moves; store an error in `moves.errors`, which the next `apply_moves` raises."""
         try:
             self._apply_moves(moves)
         except Exception as error:
@@ -163,13 +165,13 @@ class PrefetchedRows:
 
     @_exclusive
     def apply_moves(self, moves: RowMoves) -> None:
-        """Apply moves, or the rest of them; wait for the thread if it is doing that.
+        """Apply the remaining moves; first wait for the thread if it is applying them.
 
-        After an error the next call removes promoted rows again. Demoted rows that the store cannot
-        take become unstored rows.
+        After an error the next call removes promoted rows again. Demoted rows that the wrapped
+        store cannot add become unstored rows.
 
         Raises:
-            Exception: the store raised it, in this call or in the thread.
+            Exception: the wrapped store raised it, in this call or in the thread.
         """
         try:
             self._apply_moves(moves)
@@ -184,15 +186,15 @@ class PrefetchedRows:
     @_exclusive
     def cancel_moves(self, moves: RowMoves) -> None:
         """Forget moves that are not applied yet."""
-        for rows in (moves.exchanged, moves.promoted, moves.demoted):
-            rows.clear()
+        for moves_by_table in (moves.exchanged, moves.promoted, moves.demoted):
+            moves_by_table.clear()
         moves.errors = []
 
     def _apply_moves(self, moves: RowMoves) -> None:
-        """Apply all moves of a step; those that are done are removed from `moves`."""
+        """Apply moves, and delete each from `moves` once it is made."""
         for t in list(moves.exchanged):
-            rows = moves.exchanged[t]
-            dropped = self.exchange(t, rows.promoted, rows.demoted, rows.demoted_rows)
+            misses = moves.exchanged[t]
+            dropped = self.exchange(t, misses.promoted, misses.demoted, misses.demoted_rows)
             moves.dropped.append((t, dropped))
             del moves.exchanged[t]
         try:
@@ -212,11 +214,11 @@ class PrefetchedRows:
                 raise last_error
 
     def _put_with_retry(self, table: int, moves: RowMoves) -> None:
-        """Put demoted rows; try once more after an error that is no OSError.
+        """Put demoted rows; try once more after an error other than OSError.
 
-        Such an error, e.g. a lack of memory, may have ended the `put` in the middle; a second call
-        completes it, or the first error is raised. The rows that the first call dropped are then
-        not in `moves.dropped`.
+        Such an error, e.g. a lack of memory, may have ended the `put` in the middle. A second call
+        completes it; if that fails too, the first error is raised. Rows that the first call dropped
+        are not in `moves.dropped`.
         """
         rows = moves.demoted[table]
         if not rows.keys.numel():
@@ -236,11 +238,13 @@ class PrefetchedRows:
         """Have the thread prefetch the rows of keys, int64 `[n]` on the CPU.
 
         Raises:
-            Exception: the store raised it in an earlier prefetch; this one is started.
+            Exception: the store raised it in an earlier prefetch; the new one is started anyway.
         """
-        finished = [future for future in self._futures if future.done()]
-        self._futures = [future for future in self._futures if future not in finished]
-        self._futures.append(self._submit(_prefetch_in_thread, table, keys))
+        finished = [future for future in self._prefetch_futures if future.done()]
+        self._prefetch_futures = [
+            future for future in self._prefetch_futures if future not in finished
+        ]
+        self._prefetch_futures.append(self._submit(_prefetch_in_thread, table, keys))
         _raise_first(finished)
 
     def _submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
@@ -253,185 +257,193 @@ class PrefetchedRows:
         """Wait until no prefetch is running.
 
         Raises:
-            Exception: the first one that the store raised in a prefetch, and no caller has seen.
+            Exception: the first one that the store raised in a prefetch, unless raised before.
         """
-        futures, self._futures = self._futures, []
+        futures, self._prefetch_futures = self._prefetch_futures, []
         concurrent.futures.wait(futures)
         _raise_first(futures)
 
     @_exclusive
     def add_unstored(self, table: int, rows: StoredRows) -> None:
-        """Keep rows in memory that the store behind could not take."""
+        """Keep rows in memory that the wrapped store could not add."""
         if rows.keys.numel():
             self._drop_from_memory(table, rows.keys)
-            self._unstored[table].append(rows)
+            self._unstored_blocks[table].append(rows)
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the thread prefetches nothing; it then does not use the store behind.
+        """Return whether no prefetch is running or waiting.
 
-        Call it after `apply_moves`.
+        After `apply_moves`, the thread then does not use the wrapped store.
         """
-        return all(future.done() for future in self._futures)
+        return all(future.done() for future in self._prefetch_futures)
 
     @property
     def has_rows_in_memory(self) -> bool:
         """Return whether there are unstored or prefetched rows."""
-        return any(self._unstored) or any(self._prefetched)
+        return any(self._unstored_blocks) or any(self._prefetched_blocks)
 
     @_exclusive
     def num_prefetched(self, table: int, keys: Tensor) -> int:
         """Return the number of `keys` whose rows are prefetched."""
-        return int(torch.isin(keys, _keys_of(self._prefetched[table])).sum())
+        return int(torch.isin(keys, _keys_of(self._prefetched_blocks[table])).sum())
 
     @_exclusive
     def prefetch(self, table: int, keys: Tensor) -> None:
-        """Read the rows of keys that are not prefetched yet; drop the oldest if too many."""
-        keys, prefetched = keys.unique(), self._prefetched[table]
-        prefetched_keys = _keys_of(prefetched)
-        rows = self.behind.read(table, keys[~torch.isin(keys, prefetched_keys)]).rows
+        """Read the rows of keys that are not prefetched yet; drop old blocks if they are too many.
+
+        A key that is not in the wrapped store has no row, and is read again by the next call.
+        """
+        keys, blocks = keys.unique(), self._prefetched_blocks[table]
+        prefetched_keys = _keys_of(blocks)
+        rows = self.wrapped_store.read(table, keys[~torch.isin(keys, prefetched_keys)]).rows
         num_prefetched = prefetched_keys.numel() + rows.keys.numel()
         if rows.keys.numel():
-            prefetched.append(rows)
-        while num_prefetched > MAX_PREFETCHED and len(prefetched) > 1:
-            num_prefetched -= prefetched.pop(0).keys.numel()
+            blocks.append(rows)
+        while num_prefetched > MAX_PREFETCHED and len(blocks) > 1:
+            num_prefetched -= blocks.pop(0).keys.numel()
 
     def _drop_from_memory(self, table: int, keys: Tensor) -> None:
         """Drop the prefetched and the unstored rows of keys."""
         self._drop_prefetched(table, keys)
-        if keys.numel() and self._unstored[table]:
-            self._unstored[table][:] = _drop_keys(self._unstored[table], keys)
+        if keys.numel() and self._unstored_blocks[table]:
+            self._unstored_blocks[table][:] = _drop_keys(self._unstored_blocks[table], keys)
 
     def _drop_prefetched(self, table: int, keys: Tensor) -> None:
-        if keys.numel() and self._prefetched[table]:
-            self._prefetched[table][:] = _drop_keys(self._prefetched[table], keys)
+        if keys.numel() and self._prefetched_blocks[table]:
+            self._prefetched_blocks[table][:] = _drop_keys(self._prefetched_blocks[table], keys)
 
     def open(self, tables: Sequence[StoredTable]) -> None:
-        """Do nothing, since the store behind is open already."""
+        """Do nothing: the constructor has opened the wrapped store."""
 
     @_exclusive
     def read(self, table: int, keys: Tensor) -> FoundRows:
-        """See `RowStore`."""
-        blocks = (*self._unstored[table], *self._prefetched[table])
+        """Return the rows of those keys that have one here; see `RowStore`."""
+        blocks = (*self._unstored_blocks[table], *self._prefetched_blocks[table])
         if not blocks:
-            return self.behind.read(table, keys)
+            return self.wrapped_store.read(table, keys)
         remaining = torch.arange(keys.numel())  # positions whose keys are in no block so far
-        all_found = []
+        found_in_turn = []
         for rows in blocks:
             found = match_keys(keys[remaining], rows)
-            all_found.append(FoundRows(remaining[found.positions], found.rows))
+            found_in_turn.append(FoundRows(remaining[found.positions], found.rows))
             is_remaining = torch.ones_like(remaining, dtype=torch.bool)
             is_remaining[found.positions] = False
             remaining = remaining[is_remaining]
-        found = self.behind.read(table, keys[remaining])
-        all_found.append(FoundRows(remaining[found.positions], found.rows))
-        rows = StoredRows.concatenate((found.rows for found in all_found), self._row_bytes[table])
-        return FoundRows(torch.cat([found.positions for found in all_found]), rows)
+        found = self.wrapped_store.read(table, keys[remaining])
+        found_in_turn.append(FoundRows(remaining[found.positions], found.rows))
+        rows = StoredRows.concatenate(
+            (found.rows for found in found_in_turn), self._row_bytes[table]
+        )
+        return FoundRows(torch.cat([found.positions for found in found_in_turn]), rows)
 
     @_exclusive
     def lift(self, table: int, keys: Tensor) -> None:
-        """See `RowStore`."""
+        """Remove promoted rows, of keys int64 `[n]`; see `RowStore`."""
         self._drop_from_memory(table, keys)
-        self.behind.lift(table, keys)
+        self.wrapped_store.lift(table, keys)
 
     @_exclusive
     def put(self, table: int, rows: StoredRows) -> StoredRows:
-        """See `RowStore`."""
+        """Add demoted rows; return the rows that were dropped for want of room; see `RowStore`."""
         # Copies of rows that are about to be replaced must not outlive an interruption.
         self._drop_prefetched(table, rows.keys)
-        dropped = self.behind.put(table, rows)
-        if self._unstored[table] or self._prefetched[table]:
+        dropped = self.wrapped_store.put(table, rows)
+        if self._unstored_blocks[table] or self._prefetched_blocks[table]:
             self._drop_from_memory(table, torch.cat([rows.keys, dropped.keys]))
         return dropped
 
     @_exclusive
-    def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
-        """Call `exchange` of the store behind, which must be a `HostRows`."""
+    def exchange(
+        self, table: int, promoted_keys: Tensor, demoted_entries: Tensor, demoted_rows: Tensor
+    ) -> Tensor:
+        """Call `HostRows.exchange` of the wrapped store, which must be a `HostRows`."""
         if self.has_rows_in_memory:
-            put_keys = entries[:, HashEntryColumn.KEY]
-            self._drop_from_memory(table, torch.cat([lifted, put_keys]))
-        assert isinstance(self.behind, HostRows)
-        dropped = self.behind.exchange(table, lifted, entries, values)
+            demoted_keys = demoted_entries[:, HashEntryColumn.KEY]
+            self._drop_from_memory(table, torch.cat([promoted_keys, demoted_keys]))
+        assert isinstance(self.wrapped_store, HostRows)
+        dropped = self.wrapped_store.exchange(table, promoted_keys, demoted_entries, demoted_rows)
         self._drop_from_memory(table, dropped)
         return dropped
 
     @_exclusive
     def erase(self, table: int, keys: Tensor) -> Tensor:
-        """See `RowStore`."""
+        """Remove keys; return which had a row, bool `[n]`; see `RowStore`."""
         is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
         is_erased[self.read(table, keys).positions] = True
         self._drop_prefetched(table, keys)
-        self.behind.erase(table, keys)
+        self.wrapped_store.erase(table, keys)
         self._drop_from_memory(table, keys)  # unstored rows stay if the store raises
         return is_erased
 
     @_exclusive
     def expire(self, table: int, before: int) -> Tensor:
-        """See `RowStore`."""
-        expired_keys = self.behind.expire(table, before)
+        """Remove rows with a stamp below `before`; return their keys; see `RowStore`."""
+        expired_keys = self.wrapped_store.expire(table, before)
         self._drop_prefetched(table, expired_keys)
-        if not self._unstored[table]:
+        if not self._unstored_blocks[table]:
             return expired_keys
-        # Of an unstored row the store may have a copy, or an older row: its own stamp decides.
-        unstored_keys = [rows.keys[rows.stamps < before] for rows in self._unstored[table]]
+        # The wrapped store may have an older row of an unstored key; the unstored stamp decides.
+        unstored_keys = [rows.keys[rows.stamps < before] for rows in self._unstored_blocks[table]]
         expired_keys = torch.cat([*unstored_keys, expired_keys]).unique()
         self._drop_from_memory(table, torch.cat(unstored_keys))
-        return expired_keys[~torch.isin(expired_keys, _keys_of(self._unstored[table]))]
+        return expired_keys[~torch.isin(expired_keys, _keys_of(self._unstored_blocks[table]))]
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
-        """See `RowStore`; unstored rows are views, no copies."""
+        """Yield all rows of a table; see `RowStore`. Unstored rows are views, not copies."""
         self.wait()
-        for rows in self._unstored[table]:
+        for rows in self._unstored_blocks[table]:
             yield from rows.split(batch)
-        unstored = _keys_of(self._unstored[table])
-        for rows in self.behind.iterate(table, batch):
-            # A `put` that raised may have stored some of the rows that are unstored here.
-            yield rows.at(~torch.isin(rows.keys, unstored)) if unstored.numel() else rows
+        unstored_keys = _keys_of(self._unstored_blocks[table])
+        for rows in self.wrapped_store.iterate(table, batch):
+            # A `put` that raised may have added some of the unstored rows.
+            yield rows.at(~torch.isin(rows.keys, unstored_keys)) if unstored_keys.numel() else rows
 
     @_exclusive
     def size(self, table: int) -> int:
-        """See `RowStore`."""
-        size, unstored = self.behind.size(table), _keys_of(self._unstored[table])
-        if not unstored.numel():
-            return size
-        return size + unstored.numel() - self.behind.read(table, unstored).positions.numel()
+        """Return the number of rows of a table, unstored rows included."""
+        num_stored = self.wrapped_store.size(table)
+        unstored_keys = _keys_of(self._unstored_blocks[table])
+        if not unstored_keys.numel():
+            return num_stored
+        num_in_both = self.wrapped_store.read(table, unstored_keys).positions.numel()
+        return num_stored + unstored_keys.numel() - num_in_both
 
     def clear(self, table: int) -> None:
-        """See `RowStore`."""
+        """Remove all rows of a table, in memory and in the wrapped store."""
         self.wait()
-        self._unstored[table], self._prefetched[table] = [], []
-        self.behind.clear(table)
+        self._unstored_blocks[table], self._prefetched_blocks[table] = [], []
+        self.wrapped_store.clear(table)
 
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
-        """See `RowStore`."""
+        """Commit the rows of both tiers, unstored rows included, and a note; see `RowStore`."""
         self.wait()
         self._flush(fast_rows, note)
 
     @_exclusive
     def _flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
-        """Commit the store with the unstored rows and the rows of the fast tier."""
         blocks_by_table = [
-            itertools.chain(*pair) for pair in zip(self._unstored, fast_rows, strict=True)
+            itertools.chain(*pair) for pair in zip(self._unstored_blocks, fast_rows, strict=True)
         ]
-        self.behind.flush(blocks_by_table, note)
+        self.wrapped_store.flush(blocks_by_table, note)
         self.note = note
 
     def stop(self) -> None:
-        """Let the thread finish its work, end it, and wait for that."""
+        """Wait until the thread has finished its work, and end it."""
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
 
     def close(self) -> None:
-        """See `RowStore`."""
+        """End the thread and close the wrapped store; see `RowStore`."""
         self.stop()
-        self.behind.close()
+        self.wrapped_store.close()
         self.is_open = False
 
 
 def _is_in_use(store: RowStore) -> bool:
-    """Return whether a `PrefetchedRows` has a store open."""
-    return any(other.behind is store and other.is_open for other in list(_stores))
+    """Return whether a store is wrapped by a `PrefetchedRows` that is open."""
+    return any(other.wrapped_store is store and other.is_open for other in list(_instances))
 
 
 def _keys_of(blocks: Sequence[StoredRows]) -> Tensor:
@@ -441,59 +453,60 @@ def _keys_of(blocks: Sequence[StoredRows]) -> Tensor:
 
 def _drop_keys(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
     """Return blocks without the rows of some keys, and without blocks that become empty."""
-    kept_blocks = []
+    remaining_blocks = []
     for rows in blocks:
-        is_kept = ~torch.isin(rows.keys, keys)
-        if is_kept.any():
-            kept_blocks.append(rows if is_kept.all() else rows.at(is_kept))
-    return kept_blocks
+        is_remaining = ~torch.isin(rows.keys, keys)
+        if is_remaining.any():
+            remaining_blocks.append(rows if is_remaining.all() else rows.at(is_remaining))
+    return remaining_blocks
 
 
 def _raise_first(futures: Sequence[Future[None]]) -> None:
-    """Raise the first exception of some calls that have ended."""
+    """Raise the first exception of calls that have ended, if any."""
     for future in futures:
         future.result()
 
 
-def _prefetch_in_thread(store: "weakref.ref[PrefetchedRows]", table: int, keys: Tensor) -> None:
-    """Prefetch rows, unless the store was deleted meanwhile."""
-    prefetched_rows = store()
+def _prefetch_in_thread(reference: "weakref.ref[PrefetchedRows]", table: int, keys: Tensor) -> None:
+    """Call `prefetch`, unless the referenced object was deleted meanwhile."""
+    prefetched_rows = reference()
     if prefetched_rows is not None:
         prefetched_rows.prefetch(table, keys)
 
 
-def _try_moves_in_thread(store: "weakref.ref[PrefetchedRows]", moves: RowMoves) -> None:
-    """Apply moves, unless the store was deleted meanwhile."""
-    prefetched_rows = store()
+def _try_moves_in_thread(reference: "weakref.ref[PrefetchedRows]", moves: RowMoves) -> None:
+    """Call `try_moves`, unless the referenced object was deleted meanwhile."""
+    prefetched_rows = reference()
     if prefetched_rows is not None:
         prefetched_rows.try_moves(moves)
 
 
-_stores: "weakref.WeakSet[PrefetchedRows]" = weakref.WeakSet()
+_instances: "weakref.WeakSet[PrefetchedRows]" = weakref.WeakSet()
 _fork_lock = threading.RLock()  # held by the forking thread
-_stores_at_fork: list[PrefetchedRows] = []  # stores whose locks the forking thread holds
-_collects_garbage: list[bool] = []  # empty, or whether the collector was enabled before the fork
+_locked_instances: list[PrefetchedRows] = []  # those whose locks the forking thread holds
+# During a fork: whether the garbage collector was enabled before it. Otherwise empty.
+_was_collector_enabled: list[bool] = []
 
 
 def _before_fork() -> None:
-    """Wait until no store is in a call, and keep their locks over the fork."""
+    """Take the locks of all stores, and hold them during the fork; then no store is in a call."""
     _fork_lock.acquire()
     # A collected `BackingTier` waits for its thread, which may wait for a lock taken below.
-    _collects_garbage.append(gc.isenabled())
+    _was_collector_enabled.append(gc.isenabled())
     gc.disable()
-    for store in list(_stores):
-        _stores_at_fork.append(store)
-        store.before_fork()
+    for instance in list(_instances):
+        _locked_instances.append(instance)
+        instance.before_fork()
 
 
 def _after_fork() -> None:
     """Release the locks that `_before_fork` took, in parent and child."""
-    if _collects_garbage and _collects_garbage.pop():
+    if _was_collector_enabled and _was_collector_enabled.pop():
         gc.enable()
-    releases = [_fork_lock.release, *(store.release for store in _stores_at_fork)]
-    _stores_at_fork.clear()
+    releases = [_fork_lock.release, *(instance.release for instance in _locked_instances)]
+    _locked_instances.clear()
     for release in reversed(releases):
-        with contextlib.suppress(RuntimeError):  # Ctrl-C has ended `_before_fork`
+        with contextlib.suppress(RuntimeError):  # not locked: Ctrl-C has ended `_before_fork`
             release()
 
 

@@ -52,7 +52,7 @@ def test_what_a_trace_counts_is_what_the_model_of_the_cache_counts(policy: str) 
     for record, fraction in zip(records[:2], CACHE.fractions, strict=True):
         model = CacheModel(cache_sets(shapes, fraction), policy, [(0, 400), (400, 400)])
         expected = []
-        for number, accesses in enumerate(trace.slices(), start=1):
+        for number, accesses in enumerate(trace.counted_batches(), start=1):
             rows = np.repeat(trace.rows[accesses], trace.lookups[accesses]).tolist()
             before = dict(model.totals)
             model.plan(rows, number, number)
@@ -180,5 +180,5 @@ def test_a_trace_knows_its_batches() -> None:
     trace = cache_bounds.RowTrace.of([np.array([4, 4, 2]), np.array([2])], 1)
     assert trace.rows.tolist() == [2, 4, 2]
     assert trace.lookups.tolist() == [1, 2, 1]
-    assert trace.batch.tolist() == [0, 0, 1]
-    assert trace.following().tolist() == [2, cache_bounds.NEVER, cache_bounds.NEVER]
+    assert trace.access_batches.tolist() == [0, 0, 1]
+    assert trace.next_accesses().tolist() == [2, cache_bounds.NEVER, cache_bounds.NEVER]

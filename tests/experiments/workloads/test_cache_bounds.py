@@ -89,7 +89,7 @@ def test_the_bound_is_close_to_what_offline_serves() -> None:
     rng = np.random.default_rng(3)
     batches = [distributions.zipf_ranks(rng, 3000, 5000, 1.05) for _ in range(40)]
     trace = cache_bounds.RowTrace.of(batches, 20)
-    lookups = sum(int(trace.lookups[s].sum()) for s in trace.slices())
+    lookups = sum(int(trace.lookups[s].sum()) for s in trace.counted_batches())
     for capacity in (50, 500, 2000):
         served = sum(cache_bounds.offline_hits(trace, capacity).lookups)
         most = cache_bounds.max_lookup_hits(trace, capacity)
@@ -103,10 +103,10 @@ def test_law_top_is_what_a_long_trace_gives() -> None:
     trace = cache_bounds.RowTrace.of(batches, 300)
     chosen = ((trace.rows >= 1) & (trace.rows <= capacity)).astype(np.int64)
     hits = cache_bounds.hits_per_batch(trace, chosen)
-    distinct = sum(s.stop - s.start for s in trace.slices())
-    by_lookup, by_row = cache_bounds.expected_top(
+    distinct = sum(s.stop - s.start for s in trace.counted_batches())
+    by_lookup, by_row = cache_bounds.expected_hit_rates(
         distributions.zipf_probabilities(rows, 1.0), capacity, lookups
     )
     assert sum(hits.lookups) / (300 * lookups) == pytest.approx(by_lookup, abs=0.01)
     assert sum(hits.rows) / distinct == pytest.approx(by_row, abs=0.01)
-    assert cache_bounds.expected_top(np.full(4, 0.25), 1, 10)[0] == pytest.approx(0.25)
+    assert cache_bounds.expected_hit_rates(np.full(4, 0.25), 1, 10)[0] == pytest.approx(0.25)

@@ -51,7 +51,7 @@ def recent_rows(trace: cache_bounds.RowTrace) -> list[int]:
     """For each access, how many rows were used after its own, before its batch."""
     order: list[int] = []  # least recent first
     found = []
-    for a, b in itertools.pairwise(trace.starts.tolist()):
+    for a, b in itertools.pairwise(trace.batch_starts.tolist()):
         rows = trace.rows[a:b].tolist()
         for row in rows:
             found.append(
