@@ -75,7 +75,7 @@ class TimedSteps:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the steps are predicted; else constants are fitted to them."""
+        """Return whether the steps are predicted; else constants are fitted to them."""
         return bool(self.facts)
 
     @property
