@@ -545,10 +545,11 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     ) -> None:
         """Read the rows of a later batch that are in the backing store, in another thread.
 
-        This changes no result and moves no row between the tiers. Without a store it does nothing,
-        and checks no argument; else arguments and errors are those of `forward`.
+        This changes no result and moves no row between the tiers. Arguments and errors are those of
+        `forward`. Without a store, or in front of `HostRows` on the CPU, whose rows a step reads in
+        less time than a prefetch takes, it does nothing and checks no argument.
         """
-        if self.state.backing is not None:
+        if self.state.backing is not None and self.state.backing.gains_from_prefetch:
             keys, _ = self._make_batch(as_keys(indices), offsets, batch_sizes, is_prefetch=True)
             self.state.backing.prefetch(keys)
 

@@ -28,6 +28,7 @@ from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
 from emblib.specs import CountMinSketch, ExactCounter, FrequencyAdmission
 from emblib.tables.changes import CompletingLock
 from tests import nightly
+from tests.dynamic.tier_cases import prefetched
 from tests.interrupts import interrupt_at_line, interrupting
 
 DIM, CAPACITY, KEYS, BATCH = 4, 32, 150, 20
@@ -59,6 +60,8 @@ class Trained:
         )
         spec = DynamicSpec(CAPACITY, DIM, name="t", initializer=init.KeyModulo(), **fields)
         self.module = DynamicEmbeddingBags([spec], optim.SGD(1.0), seed=1, backing=backing)
+        if self.module.state.backing is not None:
+            prefetched(self.module)
         self.keeps_keys = store != "none"
         self.rows: dict[int, float] = {}
         self._batches = itertools.count()

@@ -10,7 +10,7 @@ from emblib import BackingStore, DynamicEmbeddingBags, HostRows, TierMode, optim
 from emblib.dynamic import training
 from emblib.dynamic.hash_index import HashIndex
 from emblib.specs import Eviction
-from tests.dynamic.tier_cases import batch, specs
+from tests.dynamic.tier_cases import batch, prefetched, specs
 from tests.thread_cases import in_fork
 
 EVICTIONS = [Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU, Eviction.STEP]
@@ -114,12 +114,14 @@ def test_prefetched_rows_are_used() -> None:
     for step in range(6):
         ids, offsets = batch(step)
         if step:
-            module.prefetch(ids, offsets)
+            prefetched(module).prefetch(ids, offsets)
             assert module.state.backing is not None
             module.state.backing.store.wait()
+            other.prefetch(ids, offsets)  # does nothing on the CPU
+            assert other.weights.is_cuda or not other.state.backing.store.has_rows_in_memory
         assert torch.equal(module(ids, offsets), other(ids, offsets))
     assert module.tier_stats()["a"].prefetched > 20
-    assert other.tier_stats()["a"].prefetched == 0
+    assert other.weights.is_cuda or other.tier_stats()["a"].prefetched == 0
 
 
 def test_the_op_leaves_a_store_alone_while_the_thread_prefetches(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emblib import BackingStore, DynamicEmbeddingBags, TierMode, optim
 from emblib.specs import Eviction, ExactCounter, FrequencyAdmission
-from tests.dynamic.tier_cases import STORES, batch, specs
+from tests.dynamic.tier_cases import STORES, batch, prefetched, specs
 
 OPTIMIZERS = (optim.Adam(0.1), optim.SGD(0.1), optim.RowwiseAdagrad(0.1))
 CALLS = (
@@ -59,8 +59,10 @@ class Calls:
             tables = [replace(spec, initial_capacity=1) for spec in tables]
         store = STORES[self.kind](self.directory)
         tiers = BackingStore(store, self.mode, write_behind=self.write_behind)
-        return DynamicEmbeddingBags(
-            tables, self.optimizer, backing=tiers, feature_tables=(0, 1, 0), seed=3
+        return prefetched(
+            DynamicEmbeddingBags(
+                tables, self.optimizer, backing=tiers, feature_tables=(0, 1, 0), seed=3
+            )
         )
 
     def forward(self, lookups: int) -> list[Tensor]:

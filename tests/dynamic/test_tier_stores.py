@@ -20,7 +20,7 @@ from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.store import FoundRows, StoredRows, StoredTable
 from emblib.specs import DynamicSpec
 from tests.dynamic import tier_kills
-from tests.dynamic.tier_cases import STORES, Pair, batch, specs
+from tests.dynamic.tier_cases import STORES, Pair, batch, prefetched, specs
 from tests.tables.kills import run_alone
 
 
@@ -294,7 +294,7 @@ def test_prefetch_changes_nothing_of_a_last_tier_that_is_full() -> None:
         )
         for step in range(12):
             for coming in range(step + 1, step + 1 + ahead):
-                module.prefetch(*batch(coming))
+                prefetched(module).prefetch(*batch(coming))
                 module.backing.store.wait()
             module(*batch(step)).sum().backward()
         states.append(module.state_dict())
@@ -381,7 +381,7 @@ def test_prefetched_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(20):
         module(*batch(step)).sum().backward()
     for step in range(20):
-        module.prefetch(*batch(step))
+        prefetched(module).prefetch(*batch(step))
     module.backing.store.wait()
     staged = module.backing.store._prefetched_blocks[0]
     assert 0 < sum(rows.keys.numel() for rows in staged) <= 100

@@ -22,6 +22,7 @@ from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
 from emblib.dynamic.tiers.store import RowStore, StoredRows
 from emblib.init import KeyModulo
+from tests.dynamic.tier_cases import prefetched
 from tests.thread_cases import held_elsewhere, in_fork
 
 KEYS, DIM, LOOKUPS, STEP = 400, 4, 24, 1024.0
@@ -42,7 +43,7 @@ def make_tiered(store: RowStore, *, write_behind: bool = False) -> DynamicEmbedd
     """The same with most rows in the lower tier."""
     spec = DynamicSpec(64, DIM, name="t", initializer=KeyModulo())
     backing = BackingStore(store, write_behind=write_behind)
-    return DynamicEmbeddingBags([spec], optim.SGD(1.0), backing=backing)
+    return prefetched(DynamicEmbeddingBags([spec], optim.SGD(1.0), backing=backing))
 
 
 def one_each(keys: Tensor) -> tuple[Tensor, Tensor]:

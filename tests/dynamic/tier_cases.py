@@ -36,6 +36,13 @@ def batch(seed: int, lookups: int = 120, features: int = 3) -> tuple[Tensor, Ten
     return ids, torch.cat([torch.tensor([0]), cuts, torch.tensor([lookups])])
 
 
+def prefetched(module: DynamicEmbeddingBags) -> DynamicEmbeddingBags:
+    """Return a module after it was told to prefetch from `HostRows` on the CPU too."""
+    assert module.state.backing is not None
+    module.state.backing.gains_from_prefetch = True
+    return module
+
+
 class Pair:
     """One large module and a tiered one, which do the same."""
 
@@ -47,8 +54,10 @@ class Pair:
         made = {"feature_tables": (0, 1, 0), "seed": 3, **options}
         optimizer = made.pop("optimizer", optim.Adam(0.1))
         self.big = DynamicEmbeddingBags(specs((4096, 4096), **rules), optimizer, **made)
-        self.small = DynamicEmbeddingBags(
-            specs((32, 64), **rules), optimizer, backing=BackingStore(store, mode), **made
+        self.small = prefetched(
+            DynamicEmbeddingBags(
+                specs((32, 64), **rules), optimizer, backing=BackingStore(store, mode), **made
+            )
         )
 
     def forward(self, seed: int, **options: object) -> tuple[Tensor, Tensor]:

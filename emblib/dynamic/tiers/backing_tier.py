@@ -124,6 +124,7 @@ class BackingTier:
         mode: mode of `backing`.
         store: the store, which this object opens.
         generation: number of assignments of overflow rows to keys so far.
+        gains_from_prefetch: whether a read ahead may save time; not from `HostRows` to the CPU.
 
     Raises:
         ValueError: the store has other tables, rows of another optimizer or dtype, or another
@@ -138,6 +139,8 @@ class BackingTier:
             StoredTable(name, fast.layout.row_bytes(t)) for t, name in enumerate(fast.table_names)
         ]
         self.store = PrefetchedRows(backing.store, tables)
+        self._is_host_rows = type(backing.store) is HostRows  # a subclass may have other methods
+        self.gains_from_prefetch = not self._is_host_rows or fast.hyperparams.is_cuda
         self.generation = 0
         # By table: the keys in overflow rows, in row order; without values after a batch.
         self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
@@ -286,11 +289,8 @@ class BackingTier:
 
     @property
     def inserts_in_one_op(self) -> bool:
-        """Return whether `tier_insert_batch_` can read the store: all rows are in a `HostRows`.
-
-        Not in an object of a subclass, which may have other methods.
-        """
-        return type(self.store.wrapped_store) is HostRows and not self.store.has_rows_in_memory
+        """Return whether `tier_insert_batch_` can read the store: all rows are in a `HostRows`."""
+        return self._is_host_rows and not self.store.has_rows_in_memory
 
     def begin_batch(self) -> tuple[list[Tensor], list[Tensor], list[int], list[int], bool]:
         """Write overflow rows back, and return the last arguments of `tier_insert_batch_`.
