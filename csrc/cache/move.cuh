@@ -77,13 +77,6 @@ EMB_DEVICE void move_entry(const CacheMemory& memory, int tensor, const RowMove&
   if (move.fetched.dim > 0) write_columns(cache.data, cache.type, move.slot, 1, fetched_value);
 }
 
-// Return the number of lanes, 4 to 32, of a group that moves rows of `num_accesses` accesses each.
-EMB_DEVICE int lanes_for_row(int num_accesses) {
-  int lanes = 4;
-  while (lanes < kWarpLanes && lanes < num_accesses) lanes *= 2;
-  return lanes;
-}
-
 // A copy of the move of lane `source_lane` for the lanes of a group. The whole warp calls the
 // constructor, each lane with its own move. If `source_lane` is -1, both dims are 0.
 struct GroupMove {
@@ -138,7 +131,7 @@ EMB_DEVICE void copy_packs(const CacheMemory& memory, int tensor, const RowMove&
   constexpr int R = kMoveRows;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
   const int size = static_cast<int>(element_bytes(cache.type));
-  const LaneGroup lane(lanes_for_row(packs));
+  const LaneGroup lane(lanes_per_row(packs, 1));
   while (pending != 0) {
     int source_lanes[R];
     take_rows(&pending, lane, source_lanes);
@@ -184,7 +177,7 @@ EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const Row
                                 unsigned pending, int max_dim, const Rounding& rounding) {
   constexpr int N = kMoveColumns;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
-  const LaneGroup lane(lanes_for_row((max_dim + N - 1) / N));
+  const LaneGroup lane(lanes_per_row(max_dim, N));
   while (pending != 0) {
     int source_lanes[1];
     take_rows(&pending, lane, source_lanes);

@@ -231,12 +231,12 @@ struct LaneGroup {
   EMB_DEVICE int groups_in_warp() const { return kWarpLanes / lanes; }
 };
 
-// Return the number of lanes of a group that reads a row of `dim` columns at once, with
-// `columns_of_lane` columns per lane: the least power of two from 4 to 32 that suffices, 32 for a
-// wider row.
-inline int lanes_for(int64_t dim, int columns_of_lane) {
+// Return how many lanes a LaneGroup needs to cover a row of `dim` columns with `columns_per_lane`
+// columns each: a power of two from 4 to 32; 32 also for a wider row. Any other unit of a row may
+// stand for a column, such as a pack of 16 bytes.
+EMB_HD int lanes_per_row(int64_t dim, int columns_per_lane) {
   int lanes = 4;
-  while (lanes < 32 && static_cast<int64_t>(lanes) * columns_of_lane < dim) lanes *= 2;
+  while (lanes < kWarpLanes && static_cast<int64_t>(lanes) * columns_per_lane < dim) lanes *= 2;
   return lanes;
 }
 

@@ -392,7 +392,7 @@ void with_unit(const RowBytes& rows, const Body& body) {
   body(uint16_t{}, rows.row_bytes / 2);
 }
 
-inline RowUnits units_of_row(int64_t units) { return {units, lanes_for(units, 1)}; }
+inline RowUnits units_of_row(int64_t units) { return {units, lanes_per_row(units, 1)}; }
 
 template <class Unit>
 RowArray<Unit> row_array(void* data, int64_t stride_bytes, int64_t num_rows) {
@@ -463,7 +463,7 @@ void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype
     using T = typename decltype(tag)::type;
     constexpr int kColumns = 16 / static_cast<int>(sizeof(T));
     const int64_t dim = rows.row_bytes / static_cast<int64_t>(sizeof(T));
-    const int lanes = lanes_for(dim, kColumns);
+    const int lanes = lanes_per_row(dim, kColumns);
     launcher(hash_add_rows_kernel<T>,
              blocks_for(groups.n, kTileThreads / lanes, launcher.blocks(kFullBlocksPerSm)),
              kTileThreads, row_array<T>(rows.data, rows.stride, rows.num_rows), groups, dim, lanes,

@@ -514,8 +514,8 @@ inline constexpr int kQuantWaves = 8;
 template <int kFormat, class Launcher>
 void launch_quant_format(const Launcher& launcher, const QuantArgs& args) {
   const int64_t width = mean_output_columns(args);
-  const int lanes_of_row = lanes_for(width, kQuantColumns);
-  const int lanes = lanes_of_row < kMinQuantLanes ? kMinQuantLanes : lanes_of_row;
+  const int row_lanes = lanes_per_row(width, kQuantColumns);
+  const int lanes = row_lanes < kMinQuantLanes ? kMinQuantLanes : row_lanes;
   const unsigned stripes = blocks_for(width, lanes * kQuantColumns, kMaxStripes);
   const bool is_short = has_short_quant_bags(args);
   const int64_t items_of_block =

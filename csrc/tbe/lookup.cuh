@@ -584,7 +584,7 @@ template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   const int64_t num_items =
       args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.num_bags;
-  const int lanes = lanes_for(mean_output_columns(args), kMixedColumns);
+  const int lanes = lanes_per_row(mean_output_columns(args), kMixedColumns);
   launcher(mixed_lookup_kernel,
            blocks_for(num_items, kLookupThreads / lanes,
                       launcher.blocks(kLookupWaves * kResidentBlocksPerSm)),
@@ -599,7 +599,7 @@ template <class W, class Launcher>
 void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
   const int64_t mean_dim = mean_output_columns(args);
-  const int lanes = lanes_for(mean_dim, N), groups_per_warp = kWarpLanes / lanes;
+  const int lanes = lanes_per_row(mean_dim, N), groups_per_warp = kWarpLanes / lanes;
   const unsigned stripes = blocks_for(mean_dim, lanes * N, kMaxStripes);
   const auto launch = [&](auto kernel, int64_t num_items, int items_per_warp, int threads) {
     const int64_t items_per_block = items_per_warp * (threads / kWarpLanes);

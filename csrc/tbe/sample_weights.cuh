@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocksPerSm)
 // Add to args.out where rows are of two dtypes.
 template <class Launcher>
 void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
-  const int lanes = lanes_for(mean_output_columns(args.lookup), kMixedColumns);
+  const int lanes = lanes_per_row(mean_output_columns(args.lookup), kMixedColumns);
   launcher(mixed_sample_weight_kernel,
            blocks_for(args.lookup.bags.num_bags, kLookupThreads / lanes,
                       launcher.blocks(kLookupWaves * kResidentBlocksPerSm)),
@@ -163,7 +163,7 @@ void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWei
 // Add to args.out where all rows are of dtype W.
 template <class W, class Launcher>
 void launch_uniform_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
-  const int lanes = lanes_for(mean_output_columns(args.lookup), 16 / sizeof(W));
+  const int lanes = lanes_per_row(mean_output_columns(args.lookup), 16 / sizeof(W));
   const int64_t bags_per_block = kLookupThreads / lanes;
   launcher(sample_weight_kernel<W>,
            blocks_for(args.lookup.bags.num_bags, bags_per_block,

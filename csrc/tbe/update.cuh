@@ -662,7 +662,7 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
 // rows, but few enough to keep `num_warps` warps, which run at once, busy if there are enough rows.
 inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t num_warps) {
   RowTile tile{2, 0, static_cast<uint32_t>(num_warps)};
-  while ((1 << tile.log2_lanes) < lanes_for(mean_dim, kColumns)) ++tile.log2_lanes;
+  while ((1 << tile.log2_lanes) < lanes_per_row(mean_dim, kColumns)) ++tile.log2_lanes;
   tile.log2_rows = tile.log2_lanes;
   while (tile.log2_rows > 0 && num_rows < num_warps * tile.num_rows()) --tile.log2_rows;
   return tile;
@@ -676,7 +676,7 @@ template <class G, class Launcher>
 void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t mean_dim) {
   const int64_t num_slots = num_chunk_slots(args.num_lookups);
   if (num_slots == 0) return;
-  const int lanes = lanes_for(mean_dim, kColumns);
+  const int lanes = lanes_per_row(mean_dim, kColumns);
   const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, kMaxStripes);
   launcher(chunk_kernel<G>,
            simt::Dim3(blocks_for(num_slots, 1, launcher.blocks(kChunkBlocksPerSm)), stripes),
