@@ -20,7 +20,7 @@ from emblib.storage.initial_values import seeded
 from emblib.tables import TableBatchedTTEmbeddingBags, state_dicts
 from emblib.tables.tt import Cores
 from emblib.tt import layout_entry
-from emblib.tt.initializers import CoreLayout, find_initializer, row_std
+from emblib.tt.initializers import CoreLayout, dense_row_std, find_initializer
 from emblib.tt.shapes import check_ranks
 
 
@@ -126,7 +126,7 @@ class TTModule(TableBatchedTTEmbeddingBags):
             table_spec.row_factors, table_spec.dim_factors, table_spec.full_ranks, cpu
         )
         with seeded(cpu, self.seeds[table]):
-            values = find_initializer(storage.init)(layout, row_std(table_spec.rows))
+            values = find_initializer(storage.init)(layout, dense_row_std(table_spec.rows))
         cores: list[Tensor] = storage.cores_of(table_slice, values)
         return cores
 

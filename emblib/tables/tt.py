@@ -44,7 +44,7 @@ from emblib.tables.batches import (
 from emblib.tables.tt_calls import ShortTTCalls
 from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
-from emblib.tt.initializers import CoreLayout, find_initializer, row_std
+from emblib.tt.initializers import CoreLayout, dense_row_std, find_initializer
 from emblib.tt.shapes import check_ranks
 from emblib.tt.work import TTWork
 
@@ -344,7 +344,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """Draw the initial values of the cores of a table."""
         spec = self.tables[table]
         layout = _core_layout(spec, self.features.device)
-        return find_initializer(self.init)(layout, row_std(spec.rows))
+        return find_initializer(self.init)(layout, dense_row_std(spec.rows))
 
     def forward(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from emblib.specs import TTSpec
 from emblib.storage import TensorTrain
 from emblib.tables import TTEmbeddingBag
-from emblib.tt.initializers import INITIALIZERS, UNSCALED_INITIALIZERS, find_initializer
+from emblib.tt.initializers import FBTT_INITIALIZERS, INITIALIZERS, find_initializer
 
 SPEC = TTSpec(110, 8, (3, 4), (4, 5, 6), (2, 2, 2))
 
@@ -96,7 +96,7 @@ def half_a_digit(number: str) -> float:
     return 0.5 * 10.0 ** -len(number.partition(".")[2])
 
 
-@pytest.mark.parametrize("init", [*INITIALIZERS, *UNSCALED_INITIALIZERS])
+@pytest.mark.parametrize("init", [*INITIALIZERS, *FBTT_INITIALIZERS])
 def test_the_documentation_has_the_moments_of_initial_values(init: str) -> None:
     written = documented()[init]
     deviation, at_8, at_32, rank, cosine = map(float, written)
@@ -112,7 +112,7 @@ def test_the_documentation_has_the_moments_of_initial_values(init: str) -> None:
 
 
 def test_the_documentation_has_every_initialisation() -> None:
-    assert set(documented()) == {*INITIALIZERS, *UNSCALED_INITIALIZERS}
+    assert set(documented()) == {*INITIALIZERS, *FBTT_INITIALIZERS}
 
 
 def entries(init: str, ranks: tuple[int, ...]) -> tuple[TTSpec, list[Tensor]]:
@@ -208,7 +208,7 @@ def test_sampled_gaussian_entries_avoid_zero() -> None:
 
 
 def test_initial_values_follow_torchs_seed() -> None:
-    for init in (*INITIALIZERS, *UNSCALED_INITIALIZERS):
+    for init in (*INITIALIZERS, *FBTT_INITIALIZERS):
         tables = []
         for _ in range(2):
             torch.manual_seed(11)
