@@ -437,7 +437,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         segments = Keys(keys, starts, self.segment_tables)
         if not self._index_is_current:
             self._rebuild_index()
-        slots = self.index.find_slots(segments) if self._has_stored_rows() else None
+        slots = self.index.slots_of_batch(segments) if self._has_stored_rows() else None
         core_ids, rows, counted_ids = _ops.tt_stored(indices, ids, keys, slots, self.row_of_slot)
         core_ids = ids if slots is None else core_ids
         return _Lookups(core_ids, rows, segments._replace(ids=counted_ids))
@@ -460,7 +460,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         if num_spilled is not None and num_spilled_before is not None:
             num_spilled -= num_spilled_before
             calls.append(partial(counters[:, TT_COUNTERS.index("spill_hits")].add_, num_spilled))
-        self.counts.count(keys)
+        self.counts.count_uses(keys)
         in_one_call(*calls)
         if self.cache.every:
             self._lookups_since = [since + 1 for since in self._lookups_since]

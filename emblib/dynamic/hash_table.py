@@ -48,12 +48,12 @@ class Insertion(NamedTuple):
     """The result of inserting a batch of keys.
 
     Attributes:
-        slots: int64 `[n]`, row of `HashTable.values`; -1 for keys that found no slot.
+        slots: int64 `[n]`, row of `HashTable.values` of each key; -1 for refused keys.
         status: uint8 `[n]`: `emblib.ops.hash.HIT`, `NEW`, `EVICTING` (another key was evicted) or
             `REFUSED`.
         evicted: the evicted rows; None except from `insert_and_evict`.
-        num_evicted: int64 `[1]`, number of evicted rows; the rows of `evicted` behind them are
-            padding. None except from `insert_and_evict`.
+        num_evicted: int64 `[1]`, number of evicted rows; later rows of `evicted` are padding. None
+            except from `insert_and_evict`.
     """
 
     slots: Tensor
@@ -70,14 +70,14 @@ class Insertion(NamedTuple):
 
 
 class HashTable(SentAsCopy, nn.Module):
-    """Store vectors by key, any 64 bits; a key whose buckets are full evicts one or is refused.
+    """Store vectors by 64-bit key; a new key whose buckets are full evicts a key or is refused.
 
     Batches may repeat keys: the last value of a repeated key is stored. The meaning of `scores`
-    depends on `spec.eviction`. For LFU and LRU_LFU they are numbers of uses, which are added up
-    (None: 1 each). For CUSTOM they are stored, the last one of a repeated key. Insertions with LRU,
-    NONE and STEP take None; STEP scores with the number of the batch. Only CUSTOM takes scores
-    below 0, which a device assert checks on a GPU. Threads may share a table: methods are atomic,
-    except `export` (docs/threads.md).
+    depends on `spec.eviction`. For LFU and LRU_LFU scores are numbers of uses, which are added up;
+    None is one use per position. For CUSTOM they are stored, the last score of a repeated key. For
+    LRU, NONE and STEP they must be None; STEP stores the number of the batch as the score. Scores
+    below 0 are for CUSTOM only, which a device assert checks on a GPU. Threads may share a table:
+    methods are atomic, except `export` (docs/threads.md).
 
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
     its device and dtype, scores `[n]` to its device and int64, and neither gets a gradient. Methods
@@ -139,7 +139,7 @@ class HashTable(SentAsCopy, nn.Module):
         values = memory.reserve(spec.rows * spec.dim, dtype, device)
         self.register_buffer("values", values.view(spec.rows, spec.dim), persistent=False)
         self._advise_growth(0, 0, self.index.capacity(0))
-        self._initial_rule: tuple[Tensor, Tensor] | None = None  # result of `_make_initial_rule`
+        self._row_initializer: tuple[Tensor, Tensor] | None = None  # `_make_row_initializer()`
 
     @property
     def _has_scores(self) -> bool:
@@ -151,15 +151,15 @@ class HashTable(SentAsCopy, nn.Module):
         )
 
     def _row_buffers(self) -> RowBuffers | None:
-        """Return the rows that move when the table grows, None if it does not."""
+        """Return the buffers whose rows move when the table grows; None if it cannot grow."""
         if not self.index.grows:
             return None
         layout = torch.zeros(1, 1, 2, dtype=torch.int64, device=self.values.device)
-        layout[..., 1] = self.spec.dim * self.values.itemsize  # a kernel writes it: no wait
+        layout[..., 1] = self.spec.dim * self.values.itemsize  # a kernel fills it; no host wait
         return RowBuffers([self.values], layout, self._advise_growth)
 
     def _checked_keys(self, keys: Tensor) -> Keys:
-        """Return checked keys as a batch, see the class for the errors."""
+        """Return checked keys as a batch; see the class for the errors."""
         keys = as_keys(keys)
         device = self.values.device
         if keys.dim() != 1:
@@ -182,8 +182,11 @@ class HashTable(SentAsCopy, nn.Module):
             )
         return values.detach().to(self.values).contiguous()
 
-    def _insertion_counts(self, keys: Keys, scores: Tensor | int | None) -> Tensor | None:
-        """Return the counts to pass to the index, per position: uses, or the scores."""
+    def _uses_or_scores(self, keys: Keys, scores: Tensor | int | None) -> Tensor | None:
+        """Return int64 `[n]`: uses for LFU and LRU_LFU, scores for CUSTOM and STEP; else None.
+
+        None also for LFU and LRU_LFU without scores. See the class for the errors.
+        """
         eviction = self.spec.eviction
         if eviction is Eviction.CUSTOM:
             if scores is None:
@@ -194,9 +197,9 @@ class HashTable(SentAsCopy, nn.Module):
             )
         if eviction is Eviction.STEP:
             return (self.index.clock + 1).expand_as(keys.ids).contiguous()
-        return None if scores is None else self._per_position("scores", keys, scores)
+        return None if scores is None else self._expand_per_position("scores", keys, scores)
 
-    def _per_position(self, name: str, keys: Keys, values: Tensor | int) -> Tensor:
+    def _expand_per_position(self, name: str, keys: Keys, values: Tensor | int) -> Tensor:
         """Return scores or stamps per position, int64 `[n]`; see the class for the errors."""
         values = as_scores(values)
         if values.dim() and values.shape != keys.ids.shape:
@@ -214,7 +217,7 @@ class HashTable(SentAsCopy, nn.Module):
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return values `[n, dim]` and which keys are in the table, bool `[n]`; change nothing.
 
-        Missing keys read `spec.default_value`.
+        Values of missing keys are `spec.default_value`.
         """
         batch, index = self._checked_keys(keys), self.index.tensors()
         default_value = self.spec.default_value
@@ -226,9 +229,10 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def slots(self, keys: Tensor) -> Tensor:
-        """Return rows in `values`, int64 `[n]`, -1 for missing keys; valid until the keys change.
+        """Return the row of each key in `values`, int64 `[n]`, -1 for missing keys.
 
-        Writing to these rows of `values` changes the table.
+        Writing to these rows of `values` changes the table. The result is valid until keys are
+        inserted or removed.
         """
         return self.index.find(self._checked_keys(keys))
 
@@ -262,7 +266,8 @@ class HashTable(SentAsCopy, nn.Module):
             values: values `[n, dim]`.
             scores: scores of the keys, as the class describes.
             padded: whether `evicted` has n rows, of which only the first `num_evicted` are defined,
-                so that the host does not wait for their number; `Insertion.trimmed` drops the rest.
+                so that the host does not wait for their number; `Insertion.trimmed` drops the
+                others.
         """
         insertion = self._insert_values(keys, values, scores, returns_evicted=True)
         return insertion if padded else insertion.trimmed()
@@ -276,10 +281,11 @@ class HashTable(SentAsCopy, nn.Module):
         returns_evicted: bool = False,
     ) -> Insertion:
         batch, effects = self._checked_keys(keys), Effects()
-        values, counts = self._checked_values(batch, values), self._insertion_counts(batch, scores)
+        values = self._checked_values(batch, values)
+        uses_or_scores = self._uses_or_scores(batch, scores)
 
         def insert() -> Insertion:
-            inserted = self._insert(batch, counts, effects)
+            inserted = self._insert(batch, uses_or_scores, effects)
             insertion = Insertion(inserted.slots, self._status(inserted))
             if returns_evicted:
                 insertion = self._add_evicted(insertion, inserted)
@@ -295,8 +301,8 @@ class HashTable(SentAsCopy, nn.Module):
     ) -> tuple[Tensor, Insertion]:
         """Return the values `[n, dim]` of keys, inserting new ones.
 
-        A new key starts with the first of its `values`, or with a draw of `spec.initializer` if
-        `values` is None. Refused keys read `spec.default_value`.
+        A new key starts with its first row of `values`, or with a draw of `spec.initializer` if
+        `values` is None. Values of refused keys are `spec.default_value`.
         """
         return self._find_or_insert(keys, values, scores, reads=True)
 
@@ -313,17 +319,17 @@ class HashTable(SentAsCopy, nn.Module):
     ) -> tuple[Tensor, Insertion]:
         """Find or insert keys; return no values unless `reads`."""
         batch, effects = self._checked_keys(keys), Effects()
-        counts = self._insertion_counts(batch, scores)
+        uses_or_scores = self._uses_or_scores(batch, scores)
         values = None if values is None else self._checked_values(batch, values)
 
         def insert() -> tuple[Tensor, Insertion]:
-            inserted = self._insert(batch, counts, effects)
+            inserted = self._insert(batch, uses_or_scores, effects)
             slots, misses, result = inserted.slots, inserted.misses, inserted.result
             insertion = Insertion(slots, self._status(inserted))
             if values is not None and misses is not None:
                 default_value = self.spec.default_value
-                starting = (misses.groups, misses.first, values, default_value, reads)
-                return hash.hash_start_rows_(self.values, slots, *starting), insertion
+                start_arguments = (misses.groups, misses.first, values, default_value, reads)
+                return hash.hash_start_rows_(self.values, slots, *start_arguments), insertion
             if misses is not None and result is not None:
                 self._write_initial_rows(batch, misses, result.slots)
             return self._read_rows(slots if reads else slots[:0]), insertion
@@ -331,24 +337,25 @@ class HashTable(SentAsCopy, nn.Module):
         return self._lock.complete(insert, lambda: not effects.has_called(hash.hash_insert_))
 
     @atomic
-    def find_slots(self, keys: Keys) -> Tensor:
-        """Return the slots of a batch in segments of table 0, int64 `[L]`, -1 for missing keys.
+    def slots_of_batch(self, batch: Keys) -> Tensor:
+        """Return `slots` of a batch, int64 `[L]`, without the checks of keys.
 
-        Segments cover all keys; on a GPU keys may be outside of them, which have no slot. The batch
-        is not checked as keys of other methods are.
+        All segments must be of table 0. On a GPU, ids outside of all segments are missing keys; on
+        the CPU segments must cover all ids.
         """
-        return self.index.find(keys)
+        return self.index.find(batch)
 
     @without_gradients
     @atomic
-    def count(self, keys: Keys) -> None:
-        """Count a batch as in `find_slots`, one use per position, in a table that counts uses.
+    def count_uses(self, batch: Keys) -> None:
+        """Insert or touch the keys of a batch without writing rows, with one use per position.
 
-        This inserts or touches the keys, without writing new rows.
+        The batch is one as for `slots_of_batch`. The eviction must be LFU or LRU_LFU for uses to be
+        counted.
         """
         effects = Effects()
         self._lock.complete(
-            lambda: self._insert(keys, None, effects),
+            lambda: self._insert(batch, None, effects),
             lambda: not effects.has_called(hash.hash_insert_),
         )
 
@@ -358,28 +365,34 @@ class HashTable(SentAsCopy, nn.Module):
         return inserted.status
 
     def _write_initial_rows(self, batch: Keys, misses: Misses, slots: Tensor) -> None:
-        if self._initial_rule is None or self._initial_rule[0].device != self.values.device:
-            self._initial_rule = self._make_initial_rule()
-        layout, rule = self._initial_rule
+        if self._row_initializer is None or self._row_initializer[0].device != self.values.device:
+            self._row_initializer = self._make_row_initializer()
+        layout, rule = self._row_initializer
         buffers = [self.values.view(-1)]
         ids, first, offsets = batch.ids, misses.first, misses.offsets
         initial_rows_(buffers, layout, rule, ids, first, offsets, slots, self.seed)
 
-    def _make_initial_rule(self) -> tuple[Tensor, Tensor]:
-        """Return the location and the initializer of new rows; the host waits for a GPU."""
+    def _make_row_initializer(self) -> tuple[Tensor, Tensor]:
+        """Return the layout of `values` and the rule of new rows; the host waits for a GPU.
+
+        They are the arguments `layout` and `rules` of `emblib.ops.hash.initial_rows_`.
+        """
         spec, device = self.spec, self.values.device
         layout = torch.tensor([[[0, spec.dim, spec.rows, spec.dim, 0]]], device=device)
         rule = torch.tensor([[rule_of(spec.initializer, spec)]], dtype=torch.float64, device=device)
         return layout, rule
 
-    def _insert(self, batch: Keys, counts: Tensor | None, effects: Effects) -> InsertedBatch:
-        """Touch or insert keys, with the result of `_insertion_counts`."""
+    def _insert(
+        self, batch: Keys, uses_or_scores: Tensor | None, effects: Effects
+    ) -> InsertedBatch:
+        """Touch or insert keys, with the result of `_uses_or_scores`."""
         effects.restart()
-        if not self._assigns_scores or counts is None:
-            return self.index.insert(batch, counts, rows=self._row_buffers(), effects=effects)
-        assigned_scores, no_uses = counts, torch.zeros_like(counts)
+        if not self._assigns_scores or uses_or_scores is None:
+            uses, rows = uses_or_scores, self._row_buffers()
+            return self.index.insert(batch, uses, rows=rows, effects=effects)
+        assigned_scores, no_uses = uses_or_scores, torch.zeros_like(uses_or_scores)
 
-        # An `admit` that admits all: it replaces the summed counts of each miss by its last score.
+        # An `admit` that admits all keys, and replaces the summed counts of each by its last score.
         def use_last_scores(keys: Keys, misses: Misses) -> None:
             self._write_last(misses.counts, misses.groups.long(), assigned_scores)
 
@@ -399,14 +412,14 @@ class HashTable(SentAsCopy, nn.Module):
         self._write_last(self._entry_column(column), slots, values)
 
     def _write_last(self, target: Tensor, indices: Tensor, values: Tensor) -> None:
-        """Write `values[i]` to entry `indices[i]` (-1: none); of equal indices the last wins."""
+        """Write `values[i]` to `target[indices[i]]`, the last of equal indices; skip index -1."""
         hash.hash_write_rows_(target.unsqueeze(1), indices, values.unsqueeze(1))
 
     def _write_rows(self, slots: Tensor, values: Tensor) -> None:
         hash.hash_write_rows_(self.values, slots, values)
 
     def _add_evicted(self, insertion: Insertion, inserted: InsertedBatch) -> Insertion:
-        """Add the evicted rows to a result; call before their slots are overwritten."""
+        """Return an insertion with the evicted rows; call before their slots are overwritten."""
         result = inserted.result
         if result is None:
             zero = torch.zeros(1, dtype=torch.int64, device=self.values.device)
@@ -457,7 +470,7 @@ class HashTable(SentAsCopy, nn.Module):
     def set_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
         """Set the scores of keys that are in the table; return which are, bool `[n]`.
 
-        Of a key that repeats the last score counts.
+        A key that repeats gets its last score.
 
         Raises:
             ValueError: the eviction is LRU or NONE; or see the class.
@@ -465,14 +478,14 @@ class HashTable(SentAsCopy, nn.Module):
         if self.spec.eviction in (Eviction.LRU, Eviction.NONE):
             raise ValueError(f"a table with {self.spec.eviction} has no scores")
         batch = self._checked_keys(keys)
-        scores_of_keys = self._per_position("scores", batch, scores)
+        scores_by_position = self._expand_per_position("scores", batch, scores)
         slots = self.index.find(batch)
-        self._write_column(HashEntryColumn.SCORE, slots, scores_of_keys)
+        self._write_column(HashEntryColumn.SCORE, slots, scores_by_position)
         return slots >= 0
 
     @atomic
     def erase(self, keys: Tensor) -> Tensor:
-        """Remove keys; return which were present, bool `[n]`, once per key."""
+        """Remove keys; return which were present, bool `[n]`, True only once per repeated key."""
         return self.index.erase(self._checked_keys(keys)) >= 0
 
     @atomic
@@ -483,16 +496,16 @@ class HashTable(SentAsCopy, nn.Module):
     def export(self, batch: int = 1 << 16, since: int | None = None) -> Iterator[TableRows]:
         """Yield all rows, or those used at tick `since` or later, by ascending slot.
 
-        `batch` is the maximum number of rows per result, at least 1. The first step of the iterator
-        checks it and reads the device. The caller must not change the table until the iterator has
-        ended; not checked.
+        `batch` is the maximum number of rows per result, at least 1; the first step of the iterator
+        checks it, and reads the device. The caller must not change the table until the iterator
+        ends; that is not checked.
         """
         batch = check_count("batch", batch)
         exported = self.index.export(0, since)
         scores = torch.zeros_like(exported.keys) if exported.scores is None else exported.scores
         for slots in exported.slots.split(batch):
             if slots.numel():
-                i = torch.searchsorted(exported.slots, slots)
+                i = torch.searchsorted(exported.slots, slots)  # indices of exported rows
                 yield TableRows(exported.keys[i], self.values[slots], exported.stamps[i], scores[i])
 
     @without_gradients
@@ -500,17 +513,17 @@ class HashTable(SentAsCopy, nn.Module):
     def load(self, rows: TableRows) -> Insertion:
         """Insert exported rows with their stamps and scores; keys must be distinct (not checked).
 
-        They are inserted like the keys of one batch, so some may be rejected or evict other keys,
-        and keys that are in the table are overwritten. The tick of the table becomes at least the
-        newest stamp.
+        They are inserted like the keys of one batch: some may be refused or evict other keys, and
+        rows of keys that are in the table are overwritten. The tick of the table becomes at least
+        the newest stamp.
 
         Raises:
             ValueError: stamps are not in `[0, 2^62)`; or see the class.
         """
         batch = self._checked_keys(rows.keys)
         values = self._checked_values(batch, rows.values)
-        stamps = self._per_position("stamps", batch, rows.stamps)
-        scores = self._per_position("scores", batch, rows.scores)
+        stamps = self._expand_per_position("stamps", batch, rows.stamps)
+        scores = self._expand_per_position("scores", batch, rows.scores)
         if stamps.numel():
             oldest, newest = (int(stamp) for stamp in stamps.aminmax())
             if not 0 <= oldest <= newest < MAX_TICK:
@@ -520,12 +533,12 @@ class HashTable(SentAsCopy, nn.Module):
         def use_last_scores(keys: Keys, misses: Misses) -> None:
             self._write_last(misses.counts, misses.groups.long(), scores)
 
-        counts, effects = torch.zeros_like(scores), Effects()
+        no_uses, effects = torch.zeros_like(scores), Effects()
 
         def insert() -> Insertion:
             effects.restart()
             inserted = self.index.insert(
-                batch, counts, admit=use_last_scores, rows=self._row_buffers(), effects=effects
+                batch, no_uses, admit=use_last_scores, rows=self._row_buffers(), effects=effects
             )
             slots = inserted.slots
             self._write_rows(slots, values)
@@ -543,7 +556,7 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def capacity(self) -> int:
-        """Return the rows in use, which grow to `spec.capacity` rounded up (reads the device)."""
+        """Return the number of slots; it grows to `spec.capacity` rounded up (reads the device)."""
         return self.index.capacity(0)
 
     @atomic
@@ -553,7 +566,7 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def reserve(self, keys: int) -> None:
-        """Grow to the size that a number of keys >= 0 needs, at most to the capacity."""
+        """Grow to the size that a number of keys >= 0 needs, at most to `spec.capacity`."""
         self.index.reserve(0, check_count("keys", keys, minimum=0), self._row_buffers())
 
     @atomic
@@ -575,10 +588,10 @@ class HashTable(SentAsCopy, nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Replace the content by a saved table, which may be of another capacity.
+        """Replace the content by a saved table, which may have another capacity.
 
-        If there are too few rows, those that would be evicted last are kept; a warning counts the
-        others.
+        If there are too few slots, the keys that would be evicted last are loaded, and a warning
+        counts the others.
         """
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
@@ -613,8 +626,8 @@ class HashTable(SentAsCopy, nn.Module):
             if left_out:
                 name = f"hash table {prefix.rstrip('.')!r}" if prefix else "hash table"
                 warnings.warn(
-                    f"emblib: the {name} had no slot for {left_out} of the {len(entries)} keys it "
-                    "was loaded with, those that would have been evicted first",
+                    f"emblib: the {name} had no slot for {left_out} of the {len(entries)} keys "
+                    "that it was loaded with; these would have been evicted first",
                     stacklevel=caller_level(),
                 )
 
@@ -650,11 +663,11 @@ class HashTable(SentAsCopy, nn.Module):
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        """Return the state dict entries that are not parameters or buffers, as attributes."""
+        """Return an attribute per state dict entry that is no parameter or buffer."""
         return SimpleNamespace(**dict.fromkeys((*TableRows._fields, "tick")))
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
+        """Return the attribute of each key, for `torch.distributed.checkpoint.state_dict`."""
         return dict.fromkeys(vars(self._names_in_checkpoints), "_names_in_checkpoints")
 
     def _no_rows(self) -> TableRows:
@@ -682,11 +695,11 @@ class HashTable(SentAsCopy, nn.Module):
 
 def _check_uses(scores: Tensor, eviction: Eviction) -> None:
     """Raise ValueError for scores below 0; on a GPU a device assert checks it instead."""
-    rule = f"scores must be >= 0 for {eviction}; Eviction.CUSTOM takes any int64"
+    message = f"scores must be >= 0 for {eviction}; Eviction.CUSTOM takes any int64"
     if scores.is_cuda:
-        torch._assert_async((scores >= 0).all(), rule)
+        torch._assert_async((scores >= 0).all(), message)
     elif scores.numel() and bool((scores < 0).any()):
-        raise ValueError(f"{rule}, got {int(scores.min())}")
+        raise ValueError(f"{message}, got {int(scores.min())}")
 
 
 def _rebuild(
