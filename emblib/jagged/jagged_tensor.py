@@ -16,7 +16,7 @@ _MAX_VALUES_SHOWN = 16  # per bag
 
 
 class TracedClass(ProxyableClassMeta):
-    """Type of classes whose construction from traced values is a call in the graph."""
+    """Type of classes whose construction from values of a trace is one call in the graph."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Record the call if an argument is traced, else construct an object."""
@@ -29,14 +29,14 @@ class TracedClass(ProxyableClassMeta):
 class JaggedTensor(metaclass=TracedClass):
     """B bags of values: bag b is `values[offsets[b]:offsets[b + 1]]`.
 
-    Tensors are not copied. After lengths or offsets were computed from the other, do not change
-    either in place.
+    Tensors are not copied. Do not change lengths or offsets in place once one was computed from the
+    other.
 
     Args:
         values: `[L]` ids or `[L, ...]` rows of all bags, concatenated.
-        weights: `[L, ...]`, one per value.
-        lengths: int32 or int64 `[B]`. One of lengths and offsets suffices; the other is computed on
-            first use.
+        weights: `[L, ...]`, one weight per value; None for bags without weights.
+        lengths: int32 or int64 `[B]`. If lengths or offsets is None, it is computed from the other
+            on first use.
         offsets: int32 or int64 `[B + 1]`, from 0 to L.
 
     Raises:
@@ -90,7 +90,7 @@ class JaggedTensor(metaclass=TracedClass):
     def from_valid(
         cls, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """Construct without checks; `[B]` lengths or `[B + 1]` offsets may be None, not both."""
+        """Construct without checks; lengths `[B]` or offsets `[B + 1]` may be None, not both."""
         jagged = cls.__new__(cls)
         jagged._values = values
         jagged._weights = weights
@@ -121,7 +121,8 @@ class JaggedTensor(metaclass=TracedClass):
     ) -> "JaggedTensor":
         """Return an object without bags, with the dtypes of `jagged`.
 
-        With a `device`, return uninitialised tensors of its sizes there, as a target for `copy_`.
+        With a `device`, return instead uninitialised tensors there of the sizes of `jagged`, as a
+        target for `copy_`.
         """
         if device is not None:
             return jagged._map_tensors(lambda t: torch.empty_like(t, device=device))
@@ -137,12 +138,12 @@ class JaggedTensor(metaclass=TracedClass):
         Raises:
             ValueError: no bags, or bags of other lengths in `weights` than in `values`.
         """
-        joined, lengths = concatenate_bags(values)
+        all_values, lengths = concatenate_bags(values)
         if weights is None:
-            return JaggedTensor(joined, None, lengths)
+            return JaggedTensor(all_values, None, lengths)
         if [bag.size(0) for bag in weights] != [bag.size(0) for bag in values]:
             raise ValueError("weights must have the lengths of the values, bag by bag")
-        return JaggedTensor(joined, torch.cat(list(weights)), lengths)
+        return JaggedTensor(all_values, torch.cat(list(weights)), lengths)
 
     @staticmethod
     def from_dense_lengths(
@@ -151,7 +152,7 @@ class JaggedTensor(metaclass=TracedClass):
         """Take the first `lengths[b]` entries of `values[b]` as bag b; waits for a GPU.
 
         `values` and `weights` are `[B, N, ...]`, `lengths` int32 or int64 `[B]`. Lengths must be in
-        [0, N]; not checked. Raises ValueError if there are not B lengths.
+        [0, N], which is not checked. Raises ValueError if there are not B lengths.
         """
         return JaggedTensor(unpad(values, lengths), unpad(weights, lengths), lengths)
 
@@ -159,12 +160,12 @@ class JaggedTensor(metaclass=TracedClass):
     def from_nested(nested: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
         """Take the bags of a `torch.nested` tensor of jagged layout.
 
-        They share its memory, or are copied if it has holes between its bags. Waits for a GPU if
-        there are holes, or weights, whose lengths are compared.
+        The values share memory with `nested`, unless it has holes between its bags: then they are
+        copied. Waits for a GPU if there are holes, or weights, whose lengths are compared.
 
         Args:
             nested: `[B, j, ...]`.
-            weights: another nested tensor of the same lengths.
+            weights: another nested tensor of the same lengths; None for bags without weights.
 
         Raises:
             TypeError: not a nested tensor, another layout, or raggedness in another dimension.
@@ -174,7 +175,7 @@ class JaggedTensor(metaclass=TracedClass):
 
     @staticmethod
     def adopt(other: Any) -> "JaggedTensor":
-        """Convert an object with TorchRec's accessors, e.g. a torchrec.JaggedTensor, uncopied.
+        """Convert an object with TorchRec's accessors, e.g. a torchrec.JaggedTensor; copy nothing.
 
         Raises:
             TypeError: no `values()` or no `lengths()`.
@@ -205,7 +206,7 @@ class JaggedTensor(metaclass=TracedClass):
         return self._lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths `[B]`; None if neither passed to the constructor nor computed yet."""
+        """Return the lengths `[B]`; None if they were not passed and not computed yet."""
         return self._lengths
 
     def offsets(self) -> Tensor:
@@ -216,7 +217,7 @@ class JaggedTensor(metaclass=TracedClass):
         return self._offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets `[B + 1]`; None if neither passed to the constructor nor computed."""
+        """Return the offsets `[B + 1]`; None if they were not passed and not computed yet."""
         return self._offsets
 
     def device(self) -> torch.device:
@@ -224,18 +225,21 @@ class JaggedTensor(metaclass=TracedClass):
         return self._values.device
 
     def size_in_bytes(self) -> int:
-        """Return the bytes of all tensors, computed lengths or offsets included."""
+        """Return the bytes of all tensors, with lengths or offsets that were computed."""
         return sum(t.numel() * t.element_size() for t in self._tensors())
 
     def validate(self) -> "JaggedTensor":
-        """Read and check the content; return self, or raise ValueError."""
+        """Return self; raise ValueError unless the bags cover the values in order.
+
+        Reads the device.
+        """
         check_content(self._values, self._lengths, self._offsets)
         return self
 
     # Conversion
 
     def to_dense(self) -> list[Tensor]:
-        """Return one view of the values per bag; reads the lengths from the device."""
+        """Return one view of the values per bag; read the lengths from the device."""
         return bag_views(self._values, self.lengths())
 
     def to_dense_weights(self) -> list[Tensor] | None:
@@ -245,7 +249,7 @@ class JaggedTensor(metaclass=TracedClass):
     def to_padded_dense(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor:
-        """Return `[B, N, ...]`: each bag cut or padded to N = `desired_length`.
+        """Return the values `[B, N, ...]`, each bag cut or padded to N = `desired_length`.
 
         None is the length of the longest bag, which is read from the device.
         """
@@ -260,7 +264,7 @@ class JaggedTensor(metaclass=TracedClass):
         return self._pad_dense(self._weights, desired_length, padding_value)
 
     def _pad_dense(self, values: Tensor, num_columns: int | None, padding: float) -> Tensor:
-        """Return values as `[B, width, ...]`, padded or cut; None is the longest length."""
+        """Return `[B, num_columns, ...]`, bags padded or cut; None is the longest length."""
         lengths = self.lengths()
         if num_columns is None:
             num_columns = int(lengths.max()) if lengths.numel() else 0
@@ -271,7 +275,7 @@ class JaggedTensor(metaclass=TracedClass):
         return torch.nested.nested_tensor_from_jagged(self._values, self.offsets())
 
     def as_type(self, kind: Any) -> Any:
-        """Construct a `kind`, e.g. torchrec.JaggedTensor, of the same tensors, not copied."""
+        """Construct a `kind`, e.g. torchrec.JaggedTensor, of the same tensors; copy nothing."""
         return kind(
             values=self._values,
             weights=self._weights,
@@ -282,25 +286,25 @@ class JaggedTensor(metaclass=TracedClass):
     # Devices
 
     def to(self, device: torch.device | str, non_blocking: Any = False) -> "JaggedTensor":
-        """Return the bags on `device`, as `Tensor.to` does; tensors that are there are shared.
+        """Return the bags on `device`, as `Tensor.to` does; tensors already there are shared.
 
         Raises:
-            TypeError: a dtype in place of the device.
+            TypeError: `device` is a dtype.
         """
         refuse_dtype(device)
         return self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "JaggedTensor":
-        """Copy to page-locked memory, so that copies to a GPU can be asynchronous; needs a GPU."""
+        """Return copies in page-locked memory, for asynchronous copies to a GPU; needs a GPU."""
         return self._map_tensors(lambda t: t.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
-        """Keep the memory until the work queued on `stream` is done; for tensors on a GPU only."""
+        """Keep the memory until the work queued on `stream` is done; all tensors are on a GPU."""
         for tensor in self._tensors():
             tensor.record_stream(stream)
 
     def copy_(self, other: "JaggedTensor", *, non_blocking: bool = False) -> "JaggedTensor":
-        """Overwrite every tensor with that of `other`, which is computed if missing; return self.
+        """Overwrite every tensor with that of `other`, computed if it has none; return self.
 
         Raises:
             ValueError: other shapes of values or weights, weights in only one of them, or another
@@ -334,14 +338,14 @@ class JaggedTensor(metaclass=TracedClass):
         optional_tensors = (self._values, self._weights, self._lengths, self._offsets)
         return [tensor for tensor in optional_tensors if tensor is not None]
 
-    def _map_tensors(self, change: Any) -> "JaggedTensor":
-        """Return a jagged tensor in which `change` has replaced each tensor."""
+    def _map_tensors(self, function: Any) -> "JaggedTensor":
+        """Return a jagged tensor of the results of `function` for each tensor."""
         lengths, offsets = self._lengths, self._offsets
         return JaggedTensor.from_valid(
-            change(self._values),
-            None if self._weights is None else change(self._weights),
-            None if lengths is None else change(lengths),
-            None if offsets is None else change(offsets),
+            function(self._values),
+            None if self._weights is None else function(self._weights),
+            None if lengths is None else function(lengths),
+            None if offsets is None else function(offsets),
         )
 
     def __reduce__(self) -> Any:
@@ -349,16 +353,16 @@ class JaggedTensor(metaclass=TracedClass):
 
     def __str__(self) -> str:
         text = bags_text(self._values, self._weights, self.lengths())
-        return f"JaggedTensor({text if self._weights is not None else braces([text])})\n"
+        return f"JaggedTensor({text if self._weights is not None else in_braces([text])})\n"
 
     def __repr__(self) -> str:
         weighted = "" if self._weights is None else ", weighted"
-        values = f"{list(self._values.shape)} {self._values.dtype}{weighted}, {self.device()}"
-        return f"JaggedTensor({self.lengths().numel()} bags, {values})"
+        values_text = f"{list(self._values.shape)} {self._values.dtype}{weighted}, {self.device()}"
+        return f"JaggedTensor({self.lengths().numel()} bags, {values_text})"
 
 
 def bag_views(values: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Return the bags as views of `values`, one tensor each; reads `lengths` from the device."""
+    """Return one view of `values` per bag; read `lengths` from the device."""
     return list(values.split(lengths.tolist()))
 
 
@@ -368,7 +372,7 @@ def concatenate_bags(bags: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     The bags must have the same shape apart from dimension 0.
 
     Raises:
-        ValueError: no bags, so that the dtype is unknown.
+        ValueError: there are no bags, so the dtype is unknown.
     """
     if not bags:
         raise ValueError("a list of bags must not be empty: use JaggedTensor.empty()")
@@ -378,10 +382,10 @@ def concatenate_bags(bags: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def unpad(padded: Tensor | None, lengths: Tensor) -> Any:
-    """Return the first `lengths[b]` rows of each `padded[b]`, concatenated; waits for a GPU.
+    """Return the first `lengths[b]` entries of each `padded[b]`, concatenated; waits for a GPU.
 
-    `padded` is `[B, N, ...]`; None is returned as it is. Lengths beyond N count as N. Raises
-    ValueError if there are not B lengths.
+    `padded` is `[B, N, ...]`; for None return None. Lengths beyond N count as N. Raises ValueError
+    if there are not B lengths.
     """
     if padded is None:
         return None
@@ -397,24 +401,26 @@ def unpad(padded: Tensor | None, lengths: Tensor) -> Any:
 def pad(
     values: Tensor, lengths: Tensor, offsets: Tensor, num_columns: int, padding: float
 ) -> Tensor:
-    """Return `[B, num_columns, ...]`: bag b in row b, cut or padded; no wait for a GPU."""
+    """Return `[B, num_columns, ...]` with bag b in row b, cut or padded; no wait for a GPU."""
     shape = (lengths.numel(), num_columns, *values.shape[1:])
     if not values.size(0):
         return values.new_full(shape, padding)
     column = torch.arange(num_columns, device=values.device)
     positions = offsets[:-1].unsqueeze(1) + column
-    # Positions after the last value are padding.
+    # Positions beyond the last value are padding, so any valid value will do.
     padded = values[positions.clamp(max=values.size(0) - 1)]
     is_value = (column < lengths.unsqueeze(1)).reshape(*shape[:2], *([1] * (values.dim() - 1)))
     return torch.where(is_value, padded, padded.new_full((), padding))
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """Return offsets `[N + 1]` of bags with `lengths` `[...]` (flattened), in the same dtype.
+    """Return offsets `[N + 1]` of bags with N `lengths`, of any shape, in the same dtype.
+
+    Reads the device, for the checks.
 
     Raises:
-        ValueError: lengths of another dtype, negative ones, or int32 lengths whose sum is no int32.
-            The check reads the device.
+        ValueError: lengths that are not int32 or int64, negative lengths, or int32 lengths whose
+            sum is no int32.
 
     Example:
         >>> emblib.jagged.offsets_from_lengths(torch.tensor([2, 0, 1]))
@@ -422,12 +428,12 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     """
     if lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"lengths must be int32 or int64, got {lengths.dtype}")
-    flat = lengths.flatten()
-    if flat.numel() and int(flat.min()) < 0:
-        raise ValueError(f"lengths must be >= 0, got {int(flat.min())}")
-    if flat.dtype is _INT32:
-        check_int32_range(flat, int(flat.sum(dtype=_INT64)), "lengths")
-    return running_sums(flat)
+    lengths = lengths.flatten()
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise ValueError(f"lengths must be >= 0, got {int(lengths.min())}")
+    if lengths.dtype is _INT32:
+        check_int32_range(lengths, int(lengths.sum(dtype=_INT64)), "lengths")
+    return running_sums(lengths)
 
 
 def lengths_from_offsets(offsets: Tensor) -> Tensor:
@@ -442,7 +448,7 @@ def lengths_from_offsets(offsets: Tensor) -> Tensor:
 
 def running_sums(lengths: Tensor) -> Tensor:
     """Return offsets `[N + 1]` of unchecked `lengths` `[N]`, without reading the device."""
-    # One pass into the result: a third faster than cumsum and cat.
+    # Sums go directly into the result, which is a third faster than cumsum and cat.
     offsets = lengths.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
     return offsets
@@ -458,10 +464,10 @@ def refuse_dtype(device: Any) -> None:
 
 
 def flat_integers(tensor: Tensor, name: str) -> Tensor:
-    """Return a tensor as `[N]` of int32 or int64; an empty tensor of any dtype becomes int64.
+    """Return a tensor of N integers as `[N]`; an empty tensor of another dtype becomes int64.
 
     Raises:
-        TypeError: another dtype, with elements.
+        TypeError: the tensor has elements, and is neither int32 nor int64.
     """
     if tensor.dtype not in (_INT32, _INT64):
         if tensor.numel():
@@ -474,7 +480,7 @@ def flat_integers(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_int32_range(tensor: Tensor, num_values: int, name: str) -> None:
-    """Raise ValueError if int32 `tensor` cannot count `num_values`."""
+    """Raise ValueError if `tensor` is int32, which cannot count `num_values`."""
     if num_values > _MAX_INT32 and tensor.dtype is _INT32:
         raise ValueError(
             f"int32 {name} count up to {_MAX_INT32} values, got {num_values}: give {name}.long()"
@@ -509,9 +515,9 @@ def weights_error(values: Tensor, weights: Tensor) -> TypeError | ValueError:
 
 def offset_count_error(offsets: Tensor, lengths: Tensor | None) -> ValueError:
     """Return the error for a number of offsets other than the number of bags + 1."""
-    bags = "" if lengths is None else f" = {lengths.numel()} + 1"
+    expected = "" if lengths is None else f" = {lengths.numel()} + 1"
     return ValueError(
-        f"offsets must have one entry more than there are bags{bags}, got {offsets.numel()}"
+        f"offsets must have one entry more than there are bags{expected}, got {offsets.numel()}"
     )
 
 
@@ -548,24 +554,27 @@ def check_content(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
 
 
 def bags_text(values: Tensor, weights: Tensor | None, lengths: Tensor, indent: str = "") -> str:
-    """Format bags as `[[1, 2], [], [3]]`; with weights, format both by name."""
+    """Format bags as `[[1, 2], [], [3]]`; with weights, format values and weights by name.
+
+    `indent` precedes each line but the first.
+    """
     if weights is None:
         return nested_text(values, lengths)
     text_of_name = {
         "values": nested_text(values, lengths),
         "weights": nested_text(weights, lengths),
     }
-    return braces([f'"{name}": {text}' for name, text in text_of_name.items()], indent)
+    return in_braces([f'"{name}": {text}' for name, text in text_of_name.items()], indent)
 
 
 def keyed_text(name: str, entries: dict[str, str]) -> str:
-    """Format one line per key."""
+    """Format the entries of a `name`, one line per key."""
     lines = [f'"{key}": {text}' for key, text in entries.items()]
-    return f"{name}({braces(lines) if lines else ''})\n"
+    return f"{name}({in_braces(lines) if lines else ''})\n"
 
 
-def braces(lines: Sequence[str], indent: str = "") -> str:
-    """Format lines within braces."""
+def in_braces(lines: Sequence[str], indent: str = "") -> str:
+    """Format lines within braces; `indent` precedes each line but the first."""
     joined = ",\n".join(f"{indent}    {line}" for line in lines)
     return f"{{\n{joined}\n{indent}}}"
 
@@ -594,5 +603,5 @@ def _format_value(value: float | list[float]) -> str:
     return str(float(f"{value:.6g}") if isinstance(value, float) else value)
 
 
-# One call in a traced graph, because it decides by the sizes of its arguments.
+# `unpad` is one call in a traced graph, since its branches depend on sizes of its arguments.
 torch.fx.wrap("unpad")
