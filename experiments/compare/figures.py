@@ -17,7 +17,7 @@ from experiments.config.sweep import SWEEP, variants_of
 from experiments.report.charts import (
     DASHED,
     DOTTED,
-    SHORT,
+    SHORT_DASHED,
     Curve,
     LineStyle,
     Mark,
@@ -55,7 +55,7 @@ def figures(comparison: Comparison) -> list[Figure]:
 def rate_figure(comparison: Comparison, phase: str) -> Figure:
     """Return the figure of lookups per second over the machines.
 
-    A second panel shows shares of a bandwidth, if a bandwidth is known of every machine.
+    If a bandwidth is known of every machine, a second panel shows shares of that bandwidth.
     """
     points, role = comparison.points, comparison.headline
     ceiling_column = common_ceiling(points)
@@ -72,9 +72,9 @@ def rate_figure(comparison: Comparison, phase: str) -> Figure:
         drawing = _draw_over_machines(comparison, shares, f"% of {ceiling}")
         panels.append(Panel(f"Share of {ceiling}", drawing, 5.2, 4.2))
         note = (
-            "Right: distinct bytes per second of the task as plain tables would do it, as a share "
-            f"of the {ceiling} of the same machine. A level line: the kernel uses the same "
-            "share of a faster memory."
+            "Right: distinct bytes per second that plain tables would move for the task, as a "
+            f"share of the {ceiling} of the same machine. A level line means that the kernel uses "
+            "the same share of a faster memory."
         )
     title = role if role.startswith(SWEEP) else comparison.machines[0].run.title(role)
     return Figure(
@@ -92,7 +92,7 @@ def _draw_over_machines(
     comparison: Comparison, points: pd.DataFrame, label: str, marks: Sequence[Mark] = ()
 ) -> Drawing:
     """Draw a curve per contender over the machines: column `y`, with the interval `lo` to `hi`."""
-    lines = []
+    contender_curves = []
     for _, group in points.groupby("arm", sort=False):
         curve = contender_curve(
             group["contender"].iloc[0],
@@ -101,11 +101,11 @@ def _draw_over_machines(
             low=group["lo"],
             high=group["hi"],
         )
-        lines.append(dataclasses.replace(curve, edge_name=group["name"].iloc[0]))
+        contender_curves.append(dataclasses.replace(curve, edge_name=group["name"].iloc[0]))
     num_machines = len(comparison.machines)
     names = ["\n".join(textwrap.wrap(m.label, 15)) for m in comparison.machines]
     x_scale = Scale("", ticks=range(num_machines), names=names, low=-0.25, high=num_machines - 0.75)
-    return curves(lines, x_scale, Scale(label, log=10), name_position="", marks=marks)
+    return curves(contender_curves, x_scale, Scale(label, log=10), name_position="", marks=marks)
 
 
 def speedup_figure(comparison: Comparison) -> Figure:
@@ -121,10 +121,10 @@ def speedup_figure(comparison: Comparison) -> Figure:
     return Figure(
         "speedups",
         "Speed-up of a step against the ratio of bandwidths",
-        f"How many times the lookups per second of {first_label}. Vertical lines: how many "
-        "times its bandwidth, as measured (copies, gathers of rows of the base size) and as "
-        "the makers state it, where known. A dot on a line is what bandwidth alone would give; "
-        "hollow dots are work of different sizes on the two machines.",
+        f"Lookups per second ÷ those of {first_label}. Vertical lines: bandwidth ÷ that of "
+        f"{first_label}, as measured (copies, gathers of rows of the base size) and as the makers "
+        "state it, where known. A dot on a line: the speed-up is that of the bandwidth. Hollow "
+        "dots: the work has different sizes on the two machines.",
         "",
         panels,
         columns=1,
@@ -132,15 +132,15 @@ def speedup_figure(comparison: Comparison) -> Figure:
 
 
 def _draw_speedups(comparison: Comparison, machine_index: int) -> Drawing:
-    """Draw the gains of a machine by role, with its ratios of bandwidths as lines."""
+    """Draw the speed-ups of a machine by role, with its ratios of bandwidths as lines."""
     points = comparison.points
     points = points[(points["machine"] == machine_index) & (points["phase"] == "step")]
-    lines: list[Row] = []
+    dots: list[Row] = []
     legend_families: set[str] = set()
     for point in points.to_dict("records"):
         contender = point["contender"]
         family = contender if variants_of(contender) else point["name"]
-        lines.append(
+        dots.append(
             Row(
                 point["role"],
                 point["gain"],
@@ -159,7 +159,7 @@ def _draw_speedups(comparison: Comparison, machine_index: int) -> Drawing:
         if math.isfinite(ratio)
     ]
     scale = Scale("speed-up", log=10, format_tick=lambda v: f"{v:g}×")
-    return row_chart(lines, scale, marks=marks, shared=True)
+    return row_chart(dots, scale, marks=marks, shared=True)
 
 
 def baseline_figures(comparison: Comparison) -> list[Figure]:
@@ -180,9 +180,9 @@ def baseline_figures(comparison: Comparison) -> list[Figure]:
         Figure(
             "against_baseline",
             f"Time ÷ {baseline.label}, machine by machine",
-            f"How many times the time of {baseline.label} on the same machine, paired, with the "
-            "95 % confidence interval. A line that is not level: the choice between contenders "
-            "depends on the machine.",
+            f"Time ÷ that of {baseline.label} on the same machine, paired, with the 95 % "
+            "confidence interval. If a line is not level, the choice between contenders depends on "
+            "the machine.",
             "",
             panels,
             columns=2,
@@ -202,25 +202,27 @@ def working_set_figures(comparison: Comparison) -> list[Figure]:
         return []
     panels = []
     for _, group in points.groupby("arm", sort=False):
-        lines, marks = [], []
+        machine_curves, marks = [], []
         for index, machine in enumerate(comparison.machines):
             rows = group[group["machine"] == index].sort_values("dense_bytes")
             colour = MACHINE_COLOURS[index % len(MACHINE_COLOURS)]
             x, y = rows["dense_bytes"] / 1e6, 100 * rows[ceiling_column]
-            lines.append(Curve(x, y, colour, machine.label, "o"))
+            machine_curves.append(Curve(x, y, colour, machine.label, "o"))
             cache_bytes = machine.device.cache_bytes if machine.device else None
             if cache_bytes:
-                marks.append(Mark(cache_bytes / 1e6, colour, SHORT, upright=True))
+                marks.append(Mark(cache_bytes / 1e6, colour, SHORT_DASHED, upright=True))
         x_scale = Scale("MB of plain tables", log=10)
         y_scale = Scale(f"% of {CEILINGS[ceiling_column]}", log=10)
-        panels.append(Panel(group["name"].iloc[0], curves(lines, x_scale, y_scale, marks=marks)))
+        panels.append(
+            Panel(group["name"].iloc[0], curves(machine_curves, x_scale, y_scale, marks=marks))
+        )
     return [
         Figure(
             "working_set",
             "Share of the bandwidth by size of the tables",
             f"Distinct bytes per second as % of {CEILINGS[ceiling_column]}, against the bytes of "
-            "the uncompressed tables. Vertical lines: the last cache of each machine, where known; "
-            "what fits in it is served from there.",
+            "the uncompressed tables. Vertical lines: the size of each machine's last cache, where "
+            "known; tables that fit in this cache are read from it.",
             "",
             panels,
         )

@@ -25,7 +25,7 @@ from experiments.report.style import GRID, INK, WIDTH, Drawing, Panel
 LineStyle = str | tuple[int, tuple[float, ...]]
 DASHED: LineStyle = (0, (5, 2))
 DOTTED: LineStyle = (0, (1, 2))
-SHORT: LineStyle = (0, (2, 1.5))
+SHORT_DASHED: LineStyle = (0, (2, 1.5))
 Floats = Iterable[float]  # a sequence or Series: it is read several times
 NAME_LIFT = 9.0  # typographic points from a line to the middle of a name above or below it
 NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points

@@ -22,7 +22,7 @@ from experiments.contenders import registry
 from experiments.machine import ceilings
 from experiments.machine.ceilings import MeasuredCeilings
 from experiments.report import charts, ratios, text
-from experiments.report.charts import DASHED, SHORT, Curve, Mark, Row, Scale, curves
+from experiments.report.charts import DASHED, SHORT_DASHED, Curve, Mark, Row, Scale, curves
 from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.style import HEIGHT, WIDTH, Drawing, Figure, Panel, colour_of, marker_of
 from experiments.results.metrics import WEIGHT_BYTES, replicate_of, seconds
@@ -33,14 +33,14 @@ LOOKUP_UNIT = "us per lookup"  # published numbers in this unit share an axis wi
 PHASE_TITLES = {"step": "forward + backward + update", "forward": "forward"}
 LOG_AXES = ("T", "E", "D", "B", "L", "rank")  # swept axes that are drawn logarithmically
 BAR_HEIGHT = 0.4  # inches
-WORDS_ROOM = 1.35  # end of a linear scale ÷ the longest bar: room for the words at its end
-LOG_WORDS_ROOM = 1.6  # the same for a logarithmic scale
+# End of the scale ÷ the longest bar, which leaves room for the words at its end.
+LINEAR_SCALE_END, LOG_SCALE_END = 1.35, 1.6
 PUBLISHED = "published"  # style of numbers that others measured
-SAME_MEMORY = 1.05  # memories within this factor count as the same
+SAME_MEMORY_FACTOR = 1.05  # memories within this factor count as the same
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return every figure that this run of one mode has the data for, the main one first."""
+    """Return every figure for which this run of one mode has data, the main figure first."""
     candidates = [
         *cost_figures(run),
         *ratios.forest_figures(run),
@@ -55,7 +55,7 @@ def figures(run: Run) -> list[Figure]:
 
 
 def subtitle(run: Run) -> str:
-    """Return a line with machine, software, modes and processes, as a figure alone needs it."""
+    """Return a line with machine, software, modes and processes, for figures outside a report."""
     environment = run.environment
     driver = (environment.get("gpu") or {}).get("driver")
     parts = [environment.get("device"), f"torch {environment.get('torch')}"]
@@ -88,7 +88,7 @@ def _headline_rows(run: Run) -> pd.DataFrame:
 
 
 def cost_figures(run: Run) -> list[Figure]:
-    """Return the figure of time against memory, or of time alone if all need the same memory."""
+    """Return the figure of time against memory; of time alone if all contenders need the same."""
     rows = _headline_rows(run)
     if not len(rows):
         return []
@@ -96,9 +96,9 @@ def cost_figures(run: Run) -> list[Figure]:
     draw, height, quantity = _time_by_memory, HEIGHT, "Time against memory"
     caption = (
         "Each mark is one contender: parameters on the horizontal axis, median time of one "
-        "batch on the vertical one, with quartiles. Left and down is better."
+        "batch on the vertical axis, with quartiles. Left and down is better."
     )
-    if weights_bytes.max() <= SAME_MEMORY * weights_bytes.min():
+    if weights_bytes.max() <= SAME_MEMORY_FACTOR * weights_bytes.min():
         draw, height, quantity = _time_bars, 1.3 + BAR_HEIGHT * rows["arm"].nunique(), "Time"
         caption = (
             "Bars: median time of one batch; lines: quartiles; then the time ÷ that of "
@@ -114,7 +114,7 @@ def cost_figures(run: Run) -> list[Figure]:
 
 def _time_by_memory(rows: pd.DataFrame) -> Drawing:
     """Draw the time of each contender against the bytes of its parameters."""
-    lines = [
+    contender_curves = [
         contender_curve(
             str(name),
             group["weights_bytes"] / 1e6,
@@ -129,12 +129,12 @@ def _time_by_memory(rows: pd.DataFrame) -> Drawing:
         for group in [unsorted.sort_values("weights_bytes")]
     ]
     x_scale, y_scale = Scale("parameters (MB)", log=10), Scale("time per batch (ms)", log=10)
-    return curves(lines, x_scale, y_scale, name_position="points")
+    return curves(contender_curves, x_scale, y_scale, name_position="points")
 
 
 def _time_bars(rows: pd.DataFrame) -> Drawing:
     """Draw the time of each contender as a bar, the fastest first."""
-    lines = [
+    bars = [
         Row(
             str(row["label"]),
             1e3 * row["median_s"],
@@ -146,9 +146,9 @@ def _time_bars(rows: pd.DataFrame) -> Drawing:
         )
         for _, row in rows.sort_values("median_s").iterrows()
     ]
-    longest = max(max(line.value, line.high) for line in lines)
-    x_scale = Scale("time per batch (ms)", low=0, reach=(0, WORDS_ROOM * longest))
-    return charts.row_chart(lines, x_scale)
+    longest = max(max(bar.value, bar.high) for bar in bars)
+    x_scale = Scale("time per batch (ms)", low=0, reach=(0, LINEAR_SCALE_END * longest))
+    return charts.row_chart(bars, x_scale)
 
 
 MODE_WIDTH = 0.6  # width of the marks of one mode ÷ the distance between modes
@@ -166,7 +166,7 @@ def mode_figures(run: Run) -> list[Figure]:
     x_scale = Scale("", ticks=range(num_modes), names=run.modes, low=-0.5, high=num_modes - 0.5)
     for phase in PHASE_TITLES:
         groups = list(rows[rows["phase"] == phase].groupby("arm", sort=False))
-        lines = [
+        contender_curves = [
             contender_curve(
                 group["contender"].iloc[0],
                 group["mode"].map(run.modes.index)
@@ -179,14 +179,16 @@ def mode_figures(run: Run) -> list[Figure]:
             )
             for group_index, (_, group) in enumerate(groups)
         ]
-        drawing = curves(lines, x_scale, Scale("time per batch (ms)", log=10), name_position="ends")
+        drawing = curves(
+            contender_curves, x_scale, Scale("time per batch (ms)", log=10), name_position="ends"
+        )
         panels.append(Panel(phase.capitalize(), drawing))
     return [
         Figure(
             "modes",
             f"What the mode changes on {run.title(run.headline)}",
-            "The same work, measured in different ways (see 'How to read this'). A number of one "
-            "mode is never divided by one of another. Bars are quartiles; lower is better.",
+            "The same work, measured in different ways (see 'How to read this'). Numbers of "
+            "different modes are not divided by each other. Bars are quartiles; lower is better.",
             run.sizes(run.headline),
             panels,
         )
@@ -202,38 +204,38 @@ def published_figures(run: Run) -> list[Figure]:
         numbers = [p for p in case.published if p["unit"].startswith(LOOKUP_UNIT)] if case else []
         if not numbers or not len(steps):
             continue
-        lines = [
+        bars = [
             _lookup_bar(row["label"], row["contender"], row["ns_per_lookup"] / 1e3)
             for _, row in steps.sort_values("ns_per_lookup").iterrows()
         ]
         for number in numbers:
             name = f"{number['label']}\npublished, other machine"
-            lines.append(_lookup_bar(name, PUBLISHED, float(number["value"])))
-        longest = max(line.value for line in lines)
-        reach = (longest, LOG_WORDS_ROOM * longest)
+            bars.append(_lookup_bar(name, PUBLISHED, float(number["value"])))
+        longest = max(bar.value for bar in bars)
+        reach = (longest, LOG_SCALE_END * longest)
         scale = Scale("µs per lookup of a step (log scale)", log=10, reach=reach)
         published.append(
             Figure(
                 f"published_{section}",
                 text.capitalise(run.title(section)),
-                "Measured here (solid) and published elsewhere (hatched): another machine, so the "
-                "two kinds of bar are not divided by each other. Shorter is better.",
+                "Solid bars were measured here. Hatched bars were published, of another machine, "
+                "so the two kinds are not divided by each other. Shorter is better.",
                 run.sizes(section),
-                [Panel("Time per lookup", charts.row_chart(lines, scale), 1.2 * WIDTH)],
+                [Panel("Time per lookup", charts.row_chart(bars, scale), 1.2 * WIDTH)],
             )
         )
     return published
 
 
 def _lookup_bar(name: str, style: str, time_us: float) -> Row:
-    """Return the bar of a time per lookup; `style` is a contender or PUBLISHED: a hatched bar."""
+    """Return the bar of a time per lookup; `style` is a contender, or PUBLISHED (hatched)."""
     is_hollow = style == PUBLISHED
     return Row(name, time_us, colour_of(style), bar=True, hollow=is_hollow, words=f"{time_us:.3g}")
 
 
 CONTENDER_SHIFT = 0.055  # half the shift between contenders of one size, in powers of two
 SIZE_MARGIN = 1.6  # factor from the first and the last size to the ends of the axis
-BANDWIDTH_ROOM = 1.3  # top of the axis ÷ the highest limit
+BANDWIDTH_SCALE_END = 1.3  # top of the axis ÷ the highest limit
 
 
 def roofline_figures(run: Run) -> list[Figure]:
@@ -259,12 +261,11 @@ def roofline_figures(run: Run) -> list[Figure]:
             "roofline",
             "Achieved bandwidth and the memory's limits",
             f"Limits: {limit_names} bandwidth of memory, measured in the same run.{method}"
-            f"{theory_note} Hollow: every lookup counted, as most papers do; caches can lift it "
-            "above the limit. "
-            "Filled: each distinct row of a batch counted once, which is nearer to what memory "
-            "must deliver. The bytes are those of plain rows for every contender (formula below), "
-            "so a compressed table, which computes its rows, is low here by nature. Higher is "
-            "better.",
+            f"{theory_note} Hollow dots count every lookup, as most papers do; caches can lift "
+            "them above the limit. Filled dots count each distinct row of a batch once, which is "
+            "nearer to what memory must deliver. For every contender, the bytes are those of plain "
+            "rows (formula below). A compressed table computes its rows, so its dots are low. "
+            "Higher is better.",
             run.sizes(run.sections()[0]),
             [
                 Panel(p.capitalize(), _roofline(rows[rows["phase"] == p], measured, theory))
@@ -281,18 +282,20 @@ def _roofline(rows: pd.DataFrame, measured: MeasuredCeilings, theory: float | No
     sizes = sorted(int(size) for size in rows["row_bytes"].unique())
     low, high = sizes[0] / SIZE_MARGIN, sizes[-1] * SIZE_MARGIN
     names_at_size = rows.groupby("row_bytes")["contender"].unique()
-    lines = []
+    dots_and_limits = []
     for name, group in rows.groupby("contender", sort=False):
         shifts = [_shift_factor(list(names_at_size[size]), name) for size in group["row_bytes"]]
         points = contender_curve(
             str(name), group["row_bytes"] * shifts, group["distinct_gb_s"], line="", size=5
         )
-        lines.append(dataclasses.replace(points, y=group["useful_gb_s"], hollow=True, label=""))
-        lines.append(points)
+        dots_and_limits.append(
+            dataclasses.replace(points, y=group["useful_gb_s"], hollow=True, label="")
+        )
+        dots_and_limits.append(points)
     gather_by_size = {s: v for s, v in measured.gather_gb_s if low <= s <= high}
     if gather_by_size:
         rates = list(gather_by_size.values())
-        lines.append(Curve(list(gather_by_size), rates, line=DASHED, edge_name="gather"))
+        dots_and_limits.append(Curve(list(gather_by_size), rates, line=DASHED, edge_name="gather"))
     marks = []
     if math.isfinite(measured.copy_gb_s):
         marks.append(
@@ -301,14 +304,14 @@ def _roofline(rows: pd.DataFrame, measured: MeasuredCeilings, theory: float | No
     if theory:
         marks.append(Mark(theory, line=":", words=f"theory {_format_rate(theory)}"))
     limits = (measured.copy_gb_s, theory, *gather_by_size.values())
-    top = max((limit for limit in limits if limit and limit > 0), default=1.0)
+    highest_limit = max((limit for limit in limits if limit and limit > 0), default=1.0)
     x_scale = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=low, high=high)
-    y_scale = Scale("GB/s", log=10, reach=(top, BANDWIDTH_ROOM * top))
-    return curves(lines, x_scale, y_scale, name_position="below", columns=3, marks=marks)
+    y_scale = Scale("GB/s", log=10, reach=(highest_limit, BANDWIDTH_SCALE_END * highest_limit))
+    return curves(dots_and_limits, x_scale, y_scale, name_position="below", columns=3, marks=marks)
 
 
 def _shift_factor(names: Sequence[str], name: str) -> float:
-    """Return the factor on the x of `name` that sets it apart from the other `names`."""
+    """Return the factor on the x of `name` that separates it from the other `names`."""
     return 2.0 ** (CONTENDER_SHIFT * (2 * names.index(name) - len(names) + 1))
 
 
@@ -336,10 +339,10 @@ def sample_figures(run: Run) -> list[Figure]:
         Figure(
             "samples",
             f"Every sample on {run.title(run.headline)}",
-            "One dot is one timed execution (or the mean of a few, where one is too short to "
-            "time), in the order they were taken; each column is a fresh process. The line is the "
-            "process's median. Steps and drifts mean that the machine changed under the "
-            "measurement; nothing is left out.",
+            "One dot is one timed execution, or the mean of a few if one is too short to time, in "
+            "the order of measurement. Each column is a new process; its line is the median. Steps "
+            "and drifts mean that the machine changed during the measurement. All samples are "
+            "shown.",
             run.sizes(run.headline),
             [Panel(p.capitalize(), _samples(records, p)) for p in ("step", "forward")],
         )
@@ -349,7 +352,7 @@ def sample_figures(run: Run) -> list[Figure]:
 def _samples(records: Sequence[Record], phase: str) -> Drawing:
     """Draw every sample of a phase, a column per contender and process."""
     labels = {r["arm"]: _break_label(r["label"]) for r in records}
-    lines = []
+    process_curves = []
     for arm_index, arm in enumerate(labels):
         processes = sorted((r for r in records if r["arm"] == arm), key=replicate_of)
         width = CONTENDER_WIDTH / len(processes)
@@ -360,12 +363,14 @@ def _samples(records: Sequence[Record], phase: str) -> Drawing:
             x = [x_begin + x_width * (i + 0.5) / len(samples_ms) for i in range(len(samples_ms))]
             size = 3.2 if len(samples_ms) * len(processes) > MAX_LARGE_DOTS else 6
             colour = colour_of(record["contender"])
-            lines.append(Curve(x, samples_ms, colour, marker=".", line="", size=size, opacity=0.65))
-            lines.append(
+            process_curves.append(
+                Curve(x, samples_ms, colour, marker=".", line="", size=size, opacity=0.65)
+            )
+            process_curves.append(
                 Curve([x_begin, x_begin + x_width], [summarise(samples_ms).median] * 2, width=1.2)
             )
     x_scale = Scale("", ticks=range(len(labels)), names=list(labels.values()))
-    return curves(lines, x_scale, Scale("time (ms)", log=10))
+    return curves(process_curves, x_scale, Scale("time (ms)", log=10))
 
 
 def _break_label(label: str) -> str:
@@ -418,7 +423,7 @@ def sweep_figures(run: Run) -> list[Figure]:
         Figure(
             "sweep_memory",
             "Memory",
-            "Parameters, and the most that one step needs on top of them. Lower is better.",
+            "Parameters, and the maximum that one step needs besides them. Lower is better.",
             sizes,
             [
                 Panel(title, _memory(run, axis, column))
@@ -465,13 +470,16 @@ def _by_new_keys(run: Run, rows: pd.DataFrame) -> Drawing:
     """Draw time ÷ baseline against `x`, the new keys in percent of the lookups."""
     x, baseline = rows["x"], run.baseline.contender
     bounds = {"low": rows["ratio_lo"], "high": rows["ratio_hi"]}
-    lines = [
+    contender_curves = [
         contender_curve("dynamic", x, rows["ratio"], **bounds),
         contender_curve(baseline, x, [1.0] * len(rows), marker="", line=DASHED),
     ]
     x_scale = Scale("new keys (% of the lookups)", ticks=sorted({float(v) for v in x}))
     return curves(
-        lines, x_scale, Scale(f"time ÷ {run.baseline.label}", log=10), name_position="ends"
+        contender_curves,
+        x_scale,
+        Scale(f"time ÷ {run.baseline.label}", log=10),
+        name_position="ends",
     )
 
 
@@ -479,7 +487,7 @@ def _throughput(run: Run, axis: str) -> Drawing:
     """Draw the lookups per second of a step along `axis`, with quartiles as a band."""
     rows = run.results_along(axis)
     rows = rows[rows["phase"] == "step"]
-    lines = [
+    contender_curves = [
         contender_curve(
             name,
             group["x"],
@@ -490,17 +498,17 @@ def _throughput(run: Run, axis: str) -> Drawing:
         )
         for name, group in _by_contender(rows, axis)
     ]
-    lines += _level_lines(rows, axis, "lookups_per_s")
-    return _axis_chart(lines, rows, axis, "million lookups per second")
+    contender_curves += _constant_curves(rows, axis, "lookups_per_s")
+    return _axis_chart(contender_curves, rows, axis, "million lookups per second")
 
 
 def _ratio(run: Run, axis: str) -> Drawing:
     """Draw time ÷ baseline along `axis`: the step solid, the forward dashed, with intervals."""
     rows = run.results_along(axis)
     rows = rows[(rows["arm"] != run.baseline.key) & rows["ratio"].notna()]
-    lines = []
+    contender_curves = []
     for name, group in _by_contender(rows, axis):
-        for phase, style in (("step", "-"), ("forward", SHORT)):
+        for phase, style in (("step", "-"), ("forward", SHORT_DASHED)):
             phase_rows = group[group["phase"] == phase]
             if axis == "rank":
                 phase_rows = phase_rows[phase_rows["rank"] > 0]
@@ -508,51 +516,54 @@ def _ratio(run: Run, axis: str) -> Drawing:
                 bounds = {"low": phase_rows["ratio_lo"], "high": phase_rows["ratio_hi"]}
                 curve = {"label": f"{label_of(name)} {phase}", "line": style, "width": 1.8}
                 x, y = phase_rows["x"], phase_rows["ratio"]
-                lines.append(contender_curve(name, x, y, **curve, **bounds))
-    return _axis_chart(lines, rows, axis, f"time ÷ {run.baseline.label}", marks=[Mark(1.0)])
+                contender_curves.append(contender_curve(name, x, y, **curve, **bounds))
+    return _axis_chart(
+        contender_curves, rows, axis, f"time ÷ {run.baseline.label}", marks=[Mark(1.0)]
+    )
 
 
 def _memory(run: Run, axis: str, column: str) -> Drawing:
     """Draw the memory in a column of the steps along `axis`, in MB."""
     rows = run.results_along(axis)
     rows = rows[(rows["phase"] == "step") & (rows[column].fillna(0) > 0)]
-    lines = []
+    contender_curves = []
     for name, group in _by_contender(rows, axis):
         style = DASHED if name == "torch" and column == "weights_bytes" else "-"
-        lines.append(contender_curve(name, group["x"], group[column] / 1e6, line=style))
-    return _axis_chart([*lines, *_level_lines(rows, axis, column)], rows, axis, "MB")
+        contender_curves.append(contender_curve(name, group["x"], group[column] / 1e6, line=style))
+    return _axis_chart([*contender_curves, *_constant_curves(rows, axis, column)], rows, axis, "MB")
 
 
 def _axis_chart(
-    lines: Sequence[Curve], rows: pd.DataFrame, axis: str, label: str, marks: Sequence[Mark] = ()
+    axis_curves: Sequence[Curve],
+    rows: pd.DataFrame,
+    axis: str,
+    label: str,
+    marks: Sequence[Mark] = (),
 ) -> Drawing:
-    """Draw curves along a swept axis, named at their ends; `label` is that of the vertical axis."""
+    """Draw curves along a swept axis, named at their ends; `label` names the vertical axis."""
     values = sorted({float(v) for v in rows["x"] if axis != "rank" or v > 0})
     x_scale = Scale(AXIS_NAMES[axis], log=2 if axis in LOG_AXES else 0, ticks=values)
-    return curves(lines, x_scale, Scale(label, log=10), name_position="ends", marks=marks)
+    return curves(axis_curves, x_scale, Scale(label, log=10), name_position="ends", marks=marks)
 
 
 def _by_contender(rows: pd.DataFrame, axis: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield each contender with its rows in the order of `x`.
-
-    Along the axis of ranks, contenders without a rank are left out.
-    """
+    """Yield each contender with its rows in the order of `x`; for "rank" only those with a rank."""
     for name, group in rows.groupby("contender", sort=False):
         if axis != "rank" or (group["rank"] > 0).any():
             yield str(name), group.sort_values("x")
 
 
-def _level_lines(rows: pd.DataFrame, axis: str, column: str) -> list[Curve]:
-    """Return a level line of a column, in millions, per contender without a rank.
+def _constant_curves(rows: pd.DataFrame, axis: str, column: str) -> list[Curve]:
+    """Return a horizontal line of a column, in millions, per contender without a rank.
 
     [] for any axis but "rank".
     """
     if axis != "rank":
         return []
-    ends = [float(rows.loc[rows["rank"] > 0, "rank"].min()), float(rows["rank"].max())]
+    x_ends = [float(rows.loc[rows["rank"] > 0, "rank"].min()), float(rows["rank"].max())]
     return [
         contender_curve(
-            row["contender"], ends, [row[column] * 1e-6] * 2, marker="", line=DASHED, width=1.5
+            row["contender"], x_ends, [row[column] * 1e-6] * 2, marker="", line=DASHED, width=1.5
         )
         for _, row in rows[rows["rank"] == 0].iterrows()
     ]
