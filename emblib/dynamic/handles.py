@@ -356,7 +356,7 @@ class DynamicTable:
         """
 
         def shard_rows(state: DynamicState, index: int, number: int) -> dict[str, Tensor]:
-            return fallback.owned(fallback.rows_of(state, index), number, len(self.owners))
+            return fallback.rows_of_shard(fallback.rows_of(state, index), number, len(self.owners))
 
         shards = self._map_numbered_shards("fallback_rows", shard_rows)
         return {key: torch.cat([rows[key] for rows in shards]) for key in (shards or [{}])[0]}
@@ -398,7 +398,7 @@ class DynamicTable:
             (rows,) = change_set.fallback_rows.values()
             return change_set._replace(
                 tables={self.name: Changes(_on_cpu(changes.upserts), changes.removed)},
-                fallback_rows={self.name: fallback.owned(rows, number, len(self.owners))},
+                fallback_rows={self.name: fallback.rows_of_shard(rows, number, len(self.owners))},
             )
 
         shard_changes = self._map_numbered_shards("changes_since", shard_changes_since)
@@ -426,7 +426,7 @@ class DynamicTable:
             fallback_rows = next(iter(changes.changes.fallback_rows.values()), {})
             removed = table_changes.removed[self._is_owned(table_changes.removed, number)]
             owned_part = Changes(self._owned_entries(table_changes.upserts, number), removed)
-            rows = fallback.owned(fallback_rows, number, len(self.owners))
+            rows = fallback.rows_of_shard(fallback_rows, number, len(self.owners))
             name = state.table_names[index]
             return changes.changes._replace(tables={name: owned_part}, fallback_rows={name: rows})
 

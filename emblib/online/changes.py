@@ -342,7 +342,7 @@ class KeyedChanges:
             else:
                 since = None if lookups is None else tick + 1
                 entries = table_entries(module.state, index, since)
-            rows = fallback.owned(fallback.rows_of(module.state, index), number, num_shards)
+            rows = fallback.rows_of_shard(fallback.rows_of(module.state, index), number, num_shards)
             if not self._states:
                 rows = {key: rows[key] for key in ("keys", "weight") if key in rows}
             change = self._copy(location, entries, removed)._replace(fallback=rows)

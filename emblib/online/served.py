@@ -112,7 +112,7 @@ def _check_fallback(name: str, change: TableChange, count: int) -> None:
     """Raise LogError unless a change has the fallback rows of a table with `count` of them."""
     has_rows = bool(change.fallback)
     if has_rows != bool(count) or (
-        has_rows and not fallback.are_keys(change.fallback["keys"], count)
+        has_rows and not fallback.are_fallback_keys(change.fallback["keys"], count)
     ):
         raise LogError(
             f"table {name!r} has {count} fallback rows, and that of the log has "
@@ -464,7 +464,7 @@ class DynamicRows:
         state, table = self._location.module.state, self._location.index
         _check_dim(self._name, change, state.specs[table].dim)
         _check_fallback(self._name, change, state.specs[table].fallback_rows)
-        fallback.check(state, table, change.fallback)
+        fallback.check_rows(state, table, change.fallback)
         rows: dict[str, Rows] = dict(change.rows())
         if set(rows) != set(state.table_rows(table)):
             rows = {"weight": change.weight}
@@ -505,7 +505,7 @@ class DynamicRows:
         def write() -> None:
             state, table = self._location.module.state, self._location.index
             loaded = set_table_entries(state, table, entries, hash_key=change.hash_key)
-            fallback.write(state, table, change.fallback)
+            fallback.write_rows(state, table, change.fallback)
             if loaded.left_out:
                 raise LogError(
                     f"table {self._name!r} has no slot for {loaded.left_out} keys of the log: give "

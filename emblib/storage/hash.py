@@ -334,7 +334,7 @@ class Hash(Storage):
         in_block = (keys.owner(entries.keys, num_blocks) == block_number).nonzero().view(-1)
         set_table_entries(target.module, target.index, entries.take(in_block))
         rows = fallback.rows_of(source.module.state, source.index)
-        fallback.write(target.module.state, target.index, rows)
+        fallback.write_rows(target.module.state, target.index, rows)
         target.module.index.set_tick(source.module.index.tick)
         target.module.state.copy_times(target.index, source.module.state, source.index)
 
@@ -514,7 +514,7 @@ class HashHandle(TableHandle):
         set_table_entries(module, self.index, replace(entries, rows=rows), hash_key=hash_key)
         fallback_rows = fallback.rows_of(other.module.state, other.index)
         fallback_rows = {k: v for k, v in fallback_rows.items() if k in ("keys", "weight")}
-        fallback.write(module.state, self.index, fallback_rows)
+        fallback.write_rows(module.state, self.index, fallback_rows)
         module.state.copy_times(self.index, other.module.state, other.index)
         weight.grad = None
         if autograd.updates_in_backward(module.optimizer):

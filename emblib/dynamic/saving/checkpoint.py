@@ -292,7 +292,7 @@ def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[
                 saved[f"{name}.{LAST_USES}"], int64_vector, shape
             ):
                 yield f"{name}.{LAST_USES}: {problem}"
-        for problem in fallback.problems(state, t, fallback.select(saved, name)):
+        for problem in fallback.row_problems(state, t, fallback.rows_of_table(saved, name)):
             yield f"{name}.{problem}"
     if INDEX_HASH_KEYS in saved:
         problem = state_dicts.tensor_problem(saved[INDEX_HASH_KEYS], int64_vector)
@@ -401,7 +401,7 @@ def replace_tables(
             for t, new_entries in entries.items()
         }
         for t, name in enumerate(state.table_names):
-            fallback.write(state, t, fallback.select(fallback_rows, name))
+            fallback.write_rows(state, t, fallback.rows_of_table(fallback_rows, name))
         newest_stamps = [new_entries.newest_stamp() for new_entries in entries.values()]
         if len(entries) == len(state.specs):
             state.index.set_tick(max([clock, *newest_stamps]))

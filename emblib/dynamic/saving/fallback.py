@@ -1,9 +1,13 @@
-"""Fallback rows in checkpoints, in a form that is divided among shards and joined like entries.
+"""Fallback rows in checkpoints.
 
-Fallback row f of F serves the keys in the f-th of F equal ranges of routes. A shard of W has the
-keys in one of W ranges. So if F is a multiple of W, one shard uses each fallback row. A saved row
-has a key of its range, in `fallback.keys`, so readers find the row's shard like that of any key;
-another F has other keys. All shards have memory for all F rows.
+A route is a hash of a key (`emblib.dynamic.keys`). Of F fallback rows, row f serves the keys whose
+routes are in the f-th of F equal ranges; shard w of W has the keys of the w-th of W equal ranges.
+So if F is a multiple of W, exactly one shard uses each fallback row. All shards have memory for all
+F rows.
+
+A checkpoint has one key of the range with each row, in `fallback.keys`. So a reader finds the shard
+of a fallback row as it finds that of any key, and notices rows of a table with another F, whose
+keys are others.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,13 +53,13 @@ def names_of(state: DynamicState, table: int) -> list[str]:
     return [KEYS, *state.layout.buffer_names]
 
 
-def select(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the fallback rows of the table `name` among named tensors."""
+def rows_of_table(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the fallback rows of the table `name`, out of tensors named as by `named_rows`."""
     prefix = f"{name}.{FALLBACK}."
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
 
 
-def owned(rows: FallbackRows, shard: int, num_shards: int) -> dict[str, Tensor]:
+def rows_of_shard(rows: FallbackRows, shard: int, num_shards: int) -> dict[str, Tensor]:
     """Return the fallback rows whose keys shard `shard` of `num_shards` owns."""
     if not rows or num_shards == 1:
         return dict(rows)
@@ -63,26 +67,28 @@ def owned(rows: FallbackRows, shard: int, num_shards: int) -> dict[str, Tensor]:
     return {name: values[is_owned] for name, values in rows.items()}
 
 
-def owned_by_name(named: Mapping[str, Tensor], shard: int, num_shards: int) -> dict[str, Tensor]:
-    """Return named tensors without the fallback rows of other shards."""
+def without_other_shards(
+    named: Mapping[str, Tensor], shard: int, num_shards: int
+) -> dict[str, Tensor]:
+    """Return named tensors, of their fallback rows only those that a shard owns."""
     owned_tensors = dict(named)
     for key in named:
         if key.endswith(f".{FALLBACK}.{KEYS}"):
             name = key.removesuffix(f".{FALLBACK}.{KEYS}")
-            rows = owned(select(named, name), shard, num_shards)
+            rows = rows_of_shard(rows_of_table(named, name), shard, num_shards)
             owned_tensors.update({f"{name}.{FALLBACK}.{k}": v for k, v in rows.items()})
     return owned_tensors
 
 
-def are_keys(keys: Tensor, num_rows: int) -> bool:
-    """Return whether all keys are keys of fallback rows in a table with `num_rows` such rows."""
+def are_fallback_keys(keys: Tensor, num_rows: int) -> bool:
+    """Return whether all keys are those that checkpoints have with `num_rows` fallback rows."""
     keys = keys.cpu()
     row_indices = routing.range_indices(keys, num_rows)
     return torch.equal(routing.keys_of_ranges(num_rows)[row_indices], keys)
 
 
-def problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[str]:
-    """Yield messages of problems of rows that `write` would write to a table.
+def row_problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[str]:
+    """Yield messages of problems in rows that `write_rows` would write to a table.
 
     There are none if there are no rows, or if the table has no fallback rows.
     """
@@ -98,7 +104,7 @@ def problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[st
     if problem := state_dicts.tensor_problem(keys, torch.empty(0, dtype=torch.int64), (None,)):
         yield f"{FALLBACK}.{KEYS}: {problem}"
         return
-    if not are_keys(keys, num_rows):
+    if not are_fallback_keys(keys, num_rows):
         yield (
             f"{FALLBACK}.{KEYS}: the rows are of a table with another number of fallback rows than "
             f"{num_rows}: choose DynamicSpec.fallback_rows as there, or leave these entries out"
@@ -110,15 +116,15 @@ def problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[st
                 yield f"{FALLBACK}.{name}: {problem}"
 
 
-def check(state: DynamicState, table: int, rows: FallbackRows) -> None:
+def check_rows(state: DynamicState, table: int, rows: FallbackRows) -> None:
     """Raise ValueError for rows that do not fit a table."""
-    for problem in problems(state, table, rows):
+    for problem in row_problems(state, table, rows):
         raise ValueError(f"{state.table_names[table]}.{problem}")
 
 
 @without_gradients
-def write(state: DynamicState, table: int, rows: FallbackRows) -> None:
-    """Overwrite the fallback rows of a table that belong to `keys` by rows that `check` accepts.
+def write_rows(state: DynamicState, table: int, rows: FallbackRows) -> None:
+    """Overwrite fallback rows of a table, those of `keys`, by rows that `check_rows` accepts.
 
     Missing states get `DynamicSpec.initial_state`. Nothing happens if there are no rows, or if the
     table has no fallback rows.

@@ -92,7 +92,7 @@ def _write(
     dumped = [DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()]
     if header.since is not None:
         others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
-    others = {**others, **fallback.owned_by_name(fallback_rows, *part)}
+    others = {**others, **fallback.without_other_shards(fallback_rows, *part)}
     dump_tables.write(directory, dumped, header, part, report, others)
     return header.clock
 
@@ -141,7 +141,7 @@ def load(
     if dump.since is not None:
         changed = {n: Changes(t.entries, t.removed) for n, t in dump.tables.items()}
         hash_keys = dump.others.get(INDEX_HASH_KEYS)
-        rows = {name: fallback.select(dump.others, name) for name in changed}
+        rows = {name: fallback.rows_of_table(dump.others, name) for name in changed}
         changes = ChangeSet(dump.since, dump.clock, changed, hyperparameters, hash_keys, rows)
         return apply_changes(state, changes, report)
     return _load_whole(state, directory, dump, hyperparameters, report)
@@ -164,7 +164,7 @@ def _load_whole(
     entries = {state.table_number(n): table.entries for n, table in dump.tables.items()}
     for t, dumped_entries in entries.items():
         loading.check(target_of(state, t), dumped_entries)
-        fallback.check(state, t, fallback.select(dump.others, state.table_names[t]))
+        fallback.check_rows(state, t, fallback.rows_of_table(dump.others, state.table_names[t]))
     hash_keys = hash_keys_in(state, entries, dump.others.get(INDEX_HASH_KEYS))
     if state.expiry is not None:
         state.expiry.forget()  # a dump without times is of tables without a ttl that is a time
@@ -283,7 +283,7 @@ def check_changes(state: DynamicState, changes: ChangeSet) -> dict[int, int]:
     for t, entries in upserts.items():
         loading.check(target_of(state, t), entries)
     for name, rows in changes.fallback_rows.items():
-        fallback.check(state, state.table_number(name), rows)
+        fallback.check_rows(state, state.table_number(name), rows)
     return hash_keys_in(state, upserts, changes.hash_keys)
 
 
@@ -312,7 +312,7 @@ def apply_changes(
             if not size(state, t):
                 state.index.empty(t, hash_keys.get(t))
             loaded[state.table_names[t]] = _apply_to_table(state, t, table_changes, report_once)
-            fallback.write(state, t, changes.fallback_rows.get(name, {}))
+            fallback.write_rows(state, t, changes.fallback_rows.get(name, {}))
         state.index.counters.copy_(counters)
         state.index.set_tick(max(state.index.tick, changes.until))
         if state.expiry is not None:
@@ -451,11 +451,11 @@ def read_table(
         hash_keys = hash_keys[table_index : table_index + 1]
     hash_key = None if hash_keys is None else int(hash_keys[0])
     others = dump.others if len(dump.tables) == len(state.specs) == 1 else {}
-    rows = fallback.select(dump.others, name)
+    rows = fallback.rows_of_table(dump.others, name)
     changes = None
     if dump.since is None:
         loading.check(target_of(state, table), dumped_table.entries)
-        fallback.check(state, table, rows)
+        fallback.check_rows(state, table, rows)
         check_child_state(state, others, directory)
     else:
         tables = {state.table_names[table]: Changes(dumped_table.entries, dumped_table.removed)}
@@ -482,7 +482,7 @@ def set_table(state: DynamicState, table: int, dump: TableDump, report: Report |
         nonlocal report
         report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = set_table_entries(state, table, dump.entries, report_once, hash_key=dump.hash_key)
-        fallback.write(state, table, dump.fallback_rows)
+        fallback.write_rows(state, table, dump.fallback_rows)
         set_child_state(state, dump.others, dump.directory)
         state.index.set_tick(max(dump.clock, state.index.tick))
         if float(dump.hyperparameters[Hyper.STEP]) > float(state.hyperparams[Hyper.STEP]):

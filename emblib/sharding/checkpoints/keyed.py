@@ -55,7 +55,7 @@ def join_shards(
     }
     for number, rows_by_stem in by_key.items():
         if (stem := f"{fallback.FALLBACK}.") in rows_by_stem:
-            rows_by_stem[stem] = fallback.owned(rows_by_stem[stem], number, len(owners))
+            rows_by_stem[stem] = fallback.rows_of_shard(rows_by_stem[stem], number, len(owners))
     stems = {
         stem for stems_of_rank in ranks.gather_objects(_all_stems(by_key)) for stem in stems_of_rank
     }
