@@ -188,14 +188,14 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "tt_rows(Tensor[] cores, Tensor[] plan, int[] row_factors, int[] dim_factors,"
       " int[] num_cores, SymInt num_saved, int matmul_precision=0)"
-      " -> (Tensor rows, Tensor prefixes)");
+      " -> (Tensor rows, Tensor left_values)");
   m.def(
-      "tt_core_grads(Tensor[] cores, Tensor[] plan, Tensor prefixes, Tensor row_grads,"
+      "tt_core_grads(Tensor[] cores, Tensor[] plan, Tensor left_values, Tensor row_grads,"
       " int[] row_factors, int[] dim_factors, int[] num_cores, int matmul_precision=0)"
       " -> Tensor[]");
   m.def(
       "tt_update_(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor hyper, int optimizer,"
-      " Tensor[] plan, Tensor prefixes, Tensor row_grads, int[] row_factors, int[] dim_factors,"
+      " Tensor[] plan, Tensor left_values, Tensor row_grads, int[] row_factors, int[] dim_factors,"
       " int[] num_cores, int matmul_precision=0) -> ()");
   // Passes in one call, see csrc/tt/batch_cpu.cpp and forward_backward_cuda.cu. `features` has F
   // rows for keys, F for ids, which a check reads, and F for the rows that a GPU computes. The

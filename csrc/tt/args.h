@@ -2,10 +2,10 @@
 // of the CPU kernels.
 //
 // A row of a table is a product of one row of each of its 2 to 4 cores, G0[i0] G1[i1] ... The cores
-// are divided into a left and a right half of one or two cores each (a *pair*), so that a row is
-// always one product, row[jl, jr] = sum_r left[jl, r] * right[jr, r], whatever the number of cores.
-// The right half is stored mirrored (the axes of its cores reversed), so that both halves have the
-// same form and share all code. Rows of a batch with the same half share its *value*, a matrix.
+// form a left and a right half, of one core or of two (a *pair*). The *value* of a half is a
+// matrix, and a row is a product of two values: row[jl, jr] = sum_r left[jl, r] * right[jr, r].
+// Rows of a batch that have a half in common share its value. Code that handles both halves alike
+// takes the right half mirrored, with the axes of its cores reversed.
 #pragma once
 
 #include <cstddef>
@@ -16,27 +16,27 @@
 
 namespace emb {
 
-// A half has an id, and a row has a key made of the ids of its halves. An op works on all tables of
-// a module: keys and ids are numbered table after table, so that the keys or ids of a table are a
-// range of every sorted array. In names and shapes, u counts the U distinct left halves of a batch,
-// v its V distinct right halves, j its M distinct rows; L is the number of lookups, T the number of
-// tables. All structs hold pointers that they do not own.
+// A half has an id, and a row has a key, which is made of the ids of its halves. An op works on all
+// tables of a module. Keys and ids are numbered table after table, so that those of a table are a
+// range of a sorted array. In names and shapes, u is one of the U distinct left halves of a batch,
+// v one of its V distinct right halves, and j one of its M distinct rows. L is the number of
+// lookups, T the number of tables. The structs do not own the memory to which they point.
 
 inline constexpr int kMaxCores = 4;  // cores per table
 
-// The shape of one half. The outer core is [outer_rows][q_outer, inner_rank]; a pair also has an
-// inner core [inner_rows][inner_rank, q_inner, rank], which is the large one. The value of a half
-// is a matrix [q_outer q_inner, rank]. The id of a half is inner row * outer_rows + outer row, so
-// that in ascending order halves with the same inner row are neighbours. Without a pair inner_rows
-// and q_inner are 1 and inner_rank is the rank.
+// The shape of one half. The outer core is [outer_rows][q_outer, inner_rank]. A pair also has an
+// inner core, [inner_rows][inner_rank, q_inner, rank], usually the larger one. The value of a half
+// is a matrix [q_outer * q_inner, rank]. The id of a half is inner row * outer_rows + outer row, so
+// that halves with the same inner row are neighbours in the order of ids. If a half is no pair,
+// inner_rows and q_inner are 1, and inner_rank is the rank.
 struct TtHalf {
   bool is_pair;
   int64_t outer_rows, inner_rows;
   int q_outer, q_inner, inner_rank, rank;
 
-  EMB_HD int64_t ids() const { return outer_rows * inner_rows; }
+  EMB_HD int64_t num_ids() const { return outer_rows * inner_rows; }
   EMB_HD int columns() const { return q_outer * q_inner; }
-  // Elements of a value, of a row of the outer core, and of a row of the inner core.
+  // Return the elements of a value, of a row of the outer core, and of a row of the inner core.
   EMB_HD int64_t value_size() const { return int64_t{1} * columns() * rank; }
   EMB_HD int64_t outer_size() const { return int64_t{1} * q_outer * inner_rank; }
   EMB_HD int64_t inner_size() const { return int64_t{1} * inner_rank * q_inner * rank; }
@@ -46,16 +46,17 @@ struct TtHalf {
 // ids of its halves begin in the numbering of all tables. The key of a row within its table is
 // (id of its left half) * right_ids + (id of its right half).
 struct TtTableIds {
-  int64_t rows;                                // rows of the table
+  int64_t rows;                                // number of rows
   int64_t multiplier, offset;                  // id i has row (multiplier * i + offset) % rows
   int64_t left_outer_rows, left_inner_rows;    // outer_rows and inner_rows of the left TtHalf
-  int64_t right_ids;                           // ids of right halves
+  int64_t right_ids;                           // number of ids of right halves
   int64_t left_is_pair;                        // 1 or 0
   int64_t first_key, first_left, first_right;  // first key, first ids of left and right halves
 };
 
-// Return the row of an id in [0, rows). With fewer than 2^32 rows, 64 bits hold the product of an
-// id and a multiplier below `rows`, as emblib/tt/shapes.py draws it; this is not checked.
+// Return the row of an id in [0, rows). The multiplier must be below `rows`, as emblib/tt/shapes.py
+// draws it; this is not checked. With fewer than 2^32 rows, 64 bits then hold its product with an
+// id.
 EMB_HD int64_t tt_row(const TtTableIds& table, int64_t id) {
   if (table.multiplier == 1 && table.offset == 0) return id;
   const auto rows = static_cast<uint64_t>(table.rows);
@@ -102,22 +103,23 @@ struct TtShape {
   EMB_HD int dim() const { return left().columns() * right().columns(); }
 };
 
-// The plan of a batch: its distinct rows grouped by their halves, as the tensors that `tt_plan`
+// The plan of a batch: its distinct rows, grouped by their halves, as the tensors that `tt_plan`
 // returns. Rows j are in key order, so that the rows of left half u are [left_segments[u],
 // left_segments[u + 1]). The rows of right half v are right_rows[right_segments[v]], ...,
-// right_rows[right_segments[v + 1] - 1], ascending. Numbers u, v and j count those of all tables;
-// entries after the last existing one are unspecified.
+// right_rows[right_segments[v + 1] - 1], ascending. Rows and halves are numbered over all tables.
+// Entries after the last row, half or end of a segment are unspecified.
 struct TtPlan {
   int64_t capacity;  // rows for which the tensors have room: L
   int64_t tables;    // T
-  // Ids of the distinct left halves, ascending [L]; segments [L + 1]; left half u of each row [L].
+  // [L] ids of the distinct left halves, ascending; [L + 1] segments; [L] left half u of each row.
   const int32_t *lefts, *left_segments, *row_lefts;
-  // The same three arrays for right halves, and the rows sorted by right half [L].
+  // The same three arrays for right halves; [L] the rows sorted by right half.
   const int32_t *rights, *right_segments, *row_rights, *right_rows;
-  const int32_t* starts;  // [3, T + 1] first row, first left and first right half of each table
+  // [3, T + 1]: the first row (line 0), the first left half (line 1) and the first right half (line
+  // 2) of each table, and at the end of a line the number of all rows or halves.
+  const int32_t* starts;
 
-  // Return the index in `starts` of the last entry of a line: the number of all rows (line 0), left
-  // halves (1) or right halves (2).
+  // Return the index in `starts` of the last entry of a line.
   EMB_HD static int64_t total_index(int64_t line, int64_t num_tables) {
     return (line + 1) * (num_tables + 1) - 1;
   }
@@ -139,16 +141,16 @@ enum TtPlanTensor : int {
   kTtPlanTensors
 };
 
-// The CPU kernels. Each works on a range of halves or rows of one table on one thread; the
-// `*_cpu.cpp` files check, allocate and divide the work. Below, u and v count the distinct halves
-// of one table, j the distinct rows of all tables.
+// The CPU kernels. A call works on a range of halves or rows of one table, on one thread; the
+// `*_cpu.cpp` files check, allocate and divide the work. Below, u and v number the distinct halves
+// of one table, and j the distinct rows of all tables.
 
-// Maximum number of halves processed together: enough for the product that computes the gradient of
-// an inner row to run at full speed, few enough that their values stay in the first-level cache.
+// Maximum number of halves that a kernel processes together: enough for the product that computes
+// the gradient of an inner row to run at full speed, few enough that their values stay in the
+// first-level cache.
 inline constexpr int64_t kTtBlock = 16;
 
-// The distinct left halves, or right halves, of a table in a batch, and the cores that they are
-// made of.
+// The distinct left halves, or the distinct right halves, of a table in a batch, and their cores.
 struct TtHalfCores {
   TtHalf half;
   const float* outer;  // [outer_rows][q_outer, inner_rank]
@@ -156,89 +158,96 @@ struct TtHalfCores {
   const int32_t* ids;  // ids of the distinct halves, ascending
   int64_t first_id;    // the first id of the table
   bool is_mirrored;    // right halves: columns of a value are (inner, outer), not (outer, inner)
-  // [halves] each: the position of the row of each half in `outer` and in `inner`, if these are not
-  // whole cores but only the rows that the batch uses. Else null.
+  // If `outer` and `inner` have only the core rows that the batch uses: [halves] each, the position
+  // there of the row of each half. Null if they are whole cores.
   const int32_t *outer_positions = nullptr, *inner_positions = nullptr;
 
-  // Return the id of half u within the table, its inner row, and the elements of that row.
+  // Return the id of half u within the table, its inner row, and the address of that row.
   EMB_HD int64_t id(int64_t u) const { return ids[u] - first_id; }
   EMB_HD int64_t inner_row(int64_t u) const { return id(u) / half.outer_rows; }
-  EMB_HD const float* inner_of(int64_t u) const {
+  EMB_HD const float* inner_row_data(int64_t u) const {
     return inner +
            (inner_positions != nullptr ? inner_positions[u] : inner_row(u)) * half.inner_size();
   }
 };
 
-// The values of halves. The first `num_saved` are in a buffer that the forward pass saved. The
-// others are in `unsaved`: rows of a core if `ids` is not null, else a buffer that begins with half
-// `first_unsaved`.
+// The values of halves. Those of the first `num_saved` halves are in `saved_values`, a buffer that
+// the forward pass filled. The others are in `unsaved_values`: rows of a core, selected by the ids
+// of the halves, or, if `ids` is null, a buffer that begins with half `first_unsaved`.
 struct TtValues {
-  const float* saved = nullptr;  // [num_saved][size]
+  const float* saved_values = nullptr;  // [num_saved][size]
   int64_t num_saved = 0;
-  const float* unsaved = nullptr;  // [..][size]
-  const int32_t* ids = nullptr;    // ids of the halves, or null
-  int64_t first_id = 0;            // first id of the table
-  int64_t first_unsaved = 0;       // first half in `unsaved`
-  int64_t size = 0;                // floats per value
+  const float* unsaved_values = nullptr;  // [..][size]
+  const int32_t* ids = nullptr;           // ids of the halves, or null
+  int64_t first_id = 0;                   // first id of the table; read if `ids` is not null
+  int64_t first_unsaved = 0;              // read if `ids` is null
+  int64_t size = 0;                       // floats per value
 
   // Return the value of half u.
   EMB_HD const float* at(int64_t u) const {
-    if (u < num_saved) return saved + u * size;
-    return unsaved + (ids != nullptr ? ids[u] - first_id : u - first_unsaved) * size;
+    if (u < num_saved) return saved_values + u * size;
+    return unsaved_values + (ids != nullptr ? ids[u] - first_id : u - first_unsaved) * size;
   }
 };
 
-// The arguments that make the rows of left halves. M is the number of distinct rows of all tables.
+// The arguments of TtCpuKernels::rows.
 struct TtRowsArgs {
   TtHalfCores left;
-  int right_columns;       // columns of a right half
-  const float* right;      // [V][right_columns, rank] values of the right halves
-  TtValues right_natural;  // these values as [rank, right_columns]; read if lanes_along_right()
-  const int32_t *left_segments, *row_rights;  // of the plan, from the table's first half on
-  int64_t first_right;                        // the number of half v = 0 in row_rights
-  float* saved;  // [num_saved][value size], an output: values of the first left halves
-  int64_t num_saved;
+  int right_columns;          // columns of the value of a right half
+  const float* right_values;  // [V][right_columns, rank]
+  // The same values transposed, [rank, right_columns]; read if has_lanes_along_right().
+  TtValues transposed_right_values;
+  const int32_t* left_segments;  // of the plan, from the table's first left half on
+  const int32_t* row_rights;     // of the plan
+  int64_t first_right;           // the table's first right half, v = 0, in row_rights
+  // [num_left_values][value size], an output: the values of the first left halves. Used for pairs
+  // only; num_left_values is 0 for others.
+  float* left_values;
+  int64_t num_left_values;
   float* rows;         // [M][row_stride], an output
   int64_t row_stride;  // floats
 
-  // Return whether lanes run along the right half: they run along the wider one.
-  EMB_HD bool lanes_along_right() const { return right_columns >= left.half.columns(); }
+  // Return whether the lanes of a vector run along the columns of the right half, not of the left
+  // half: they run along the wider one.
+  EMB_HD bool has_lanes_along_right() const { return right_columns >= left.half.columns(); }
 };
 
-// The gradients of the core rows of one half that the batch uses, an output. The gradient of an
-// inner row is complete once all halves with that row have been processed. Gradients of outer rows
-// are stored per half, and summed afterwards by `sum_outer`.
+// Where kernels write the gradients of the core rows that halves of one side use. The gradient of
+// an inner row is complete once all halves with that row have been processed. The gradient of an
+// outer row is written per half; TtCpuKernels::sum_outer adds these up. If the half is no pair, its
+// outer core is its only core, and the first two members are null.
 struct TtHalfGrads {
-  float* inner;                    // [..][inner_size]; null if the half is no pair
-  const int32_t* inner_positions;  // [halves] the row in `inner` of each half
-  float* outer_values;             // [..][outer_size], of halves from `first` on
-  int64_t first;
+  float* inner_grads;  // [..][inner_size]
+  // [halves] the row in `inner_grads` of each half; with a TtInnerStep less those that have stepped
+  const int32_t* inner_positions;
+  float* outer_grads_by_half;  // [..][outer_size], from half `first_half` on
+  int64_t first_half;
 };
 
-// The optimizer step on inner rows as soon as their gradients are complete and still in the cache.
-// TtHalfGrads::inner then has room for `capacity` rows only, and a call must get all halves of each
-// of its inner rows; not checked.
+// An optimizer step on inner rows as soon as their gradients are complete, while these are still in
+// the cache. TtHalfGrads::inner_grads then has room for `max_rows` rows, and is reused after each
+// step. A call of the kernel must get all halves of each of its inner rows; this is not checked.
 struct TtInnerStep {
-  UpdateRowsFn update = nullptr;  // null: no step, all gradients are kept
+  UpdateRowsFn update = nullptr;  // null: no step, inner_grads has room for all rows
   UpdateRowsArgs args = {};       // `rows` is the core row at each position; apply sets `grads`
-  int64_t capacity = 0;
+  int64_t max_rows = 0;
   float* scratch = nullptr;  // [kMatrixScratchRows, inner_size], of this thread alone
 
-  // Apply the optimizer to the `count` inner rows from position `first` on, whose gradients are
-  // `grads`, [count, inner_size].
-  void apply(const float* grads, int64_t first, int64_t count) const {
+  // Apply the optimizer to the `num_rows` inner rows from position `first` on, whose gradients are
+  // `grads`, [num_rows, inner_size].
+  void apply(const float* grads, int64_t first, int64_t num_rows) const {
     UpdateRowsArgs update_args = args;
     update_args.grads = grads;
     update_args.rows += first;
-    update(update_args, scratch, 0, count);
+    update(update_args, scratch, 0, num_rows);
   }
 };
 
-// The arguments that make the gradients of the cores of left halves; members as in TtRowsArgs.
+// The arguments of TtCpuKernels::left_grads; members without a comment as in TtRowsArgs.
 struct TtLeftGradsArgs {
   TtHalfCores left;
   int right_columns;
-  const float* right;
+  const float* right_values;
   const int32_t *left_segments, *row_rights;
   int64_t first_right;
   const float* row_grads;  // [M][row_stride] gradients of the rows
@@ -247,32 +256,34 @@ struct TtLeftGradsArgs {
   TtInnerStep step = {};
 };
 
-// The arguments that compute the gradients of the values of right halves, in waves of left halves:
-// a call adds the rows before `row_end` that no earlier call has added.
+// The arguments of TtCpuKernels::right_grads and right_grads_by_row. They add the rows of a *wave*,
+// a range of left halves. The waves of a batch follow each other in the order of rows.
 struct TtRightGradsArgs {
-  TtValues left;  // values of the left halves
+  TtValues left_values;
   int left_columns, right_columns, rank;
-  // right_segments, right_rows, row_lefts and row_rights of the plan.
-  const int32_t *segments, *rows, *row_lefts, *row_rights;
-  int64_t first_left, first_right;  // numbers of halves u = 0 and v = 0 in these arrays
-  int32_t* cursors;                 // [V] index in `rows` of each half's next row, in and out
-  int64_t row_end;                  // the end of the rows of this wave
-  const float* row_grads;           // [M][row_stride]
+  // Arrays of the plan; right_segments begins with the table's first right half.
+  const int32_t *right_segments, *right_rows, *row_lefts, *row_rights;
+  int64_t first_left, first_right;  // the table's first halves, u = 0 and v = 0, in these arrays
+  // [V] index in right_rows of the next row of each right half, in and out. The caller sets them to
+  // the starts of the segments before the first wave.
+  int32_t* cursors;
+  int64_t row_end;         // the end of the rows of this wave
+  const float* row_grads;  // [M][row_stride]
   int64_t row_stride;
   float* grads;  // [V][right_columns, rank], an output; a half's first row sets it, others add
 };
 
-// The arguments that sum the gradients of outer rows: row i gets those of halves
-// members[starts[i]], ..., members[starts[i + 1] - 1], in this order.
+// The arguments of TtCpuKernels::sum_outer. To outer row i it adds the gradients of halves
+// halves[starts[i]], ..., halves[starts[i + 1] - 1], in this order.
 struct TtOuterSumArgs {
-  const float* outer_values;  // [halves][size]
-  int64_t size;               // floats per outer row
-  const int32_t *starts, *members;
-  float* grads;  // [rows][size], to which the sums are added
+  const float* outer_grads_by_half;  // [..][size]
+  int64_t size;                      // floats per outer row
+  const int32_t *starts, *halves;    // [rows + 1] and [halves]
+  float* grads;                      // [rows][size], to which the sums are added
 };
 
-// The arguments that reverse the axes of rows: row ids[i] - first_id of `from` becomes row i of
-// `to`. If `ids` is null, it is row i of `from`.
+// The arguments of TtCpuKernels::reverse. Row i of `to` is row ids[i] - first_id of `from`, or row
+// i if `ids` is null, with its axes reversed.
 struct TtReverseArgs {
   const float* from;  // [..][a, q, b]
   float* to;          // [..][b, q, a]
@@ -284,20 +295,20 @@ struct TtReverseArgs {
 // The kernels. [begin, end) is a range of halves unless a comment names other items; `scratch` is
 // tt_scratch_size floats of this thread alone. Calls for disjoint ranges may run at once unless a
 // comment excludes it.
-struct TtTable {
-  // Write the values of halves of a pair to `values`, which begins with half `begin`.
+struct TtCpuKernels {
+  // Write the values of halves that are pairs to `values`, which begins with half `begin`.
   void (*expand)(const TtHalfCores&, float* values, float* scratch, int64_t begin, int64_t end);
-  // Write the rows of left halves, and save the values of the halves below num_saved.
+  // Write the rows of left halves, and the values of the halves below num_left_values.
   void (*rows)(const TtRowsArgs&, float* scratch, int64_t begin, int64_t end);
-  // Write the gradients of the cores of left halves. With a step, apply it to the inner core
-  // instead of keeping the gradients of inner rows.
+  // Write the gradients of the cores of left halves. With a step, apply it to the inner rows; their
+  // gradients are then lost.
   void (*left_grads)(const TtLeftGradsArgs&, float* scratch, int64_t begin, int64_t end);
-  // Add rows to the gradients of the values of right halves.
+  // Add those rows of right halves that are in the wave to the gradients of the halves' values.
   void (*right_grads)(const TtRightGradsArgs&, int64_t begin, int64_t end);
-  // Add rows [begin, end) instead of the rows of right halves, with the same bits. Only one thread
-  // at a time may call it for a table.
+  // Do the same with the same bits for a range of rows, which must be the rows of the wave. Only
+  // one thread at a time may call it for a table.
   void (*right_grads_by_row)(const TtRightGradsArgs&, int64_t begin, int64_t end);
-  // Write the gradients of both cores of a pair from `value_grads`, which begins with half `begin`.
+  // Write the gradients of both cores of pairs from `value_grads`, which begins with half `begin`.
   void (*contract)(const TtHalfCores&, const TtHalfGrads&, const float* value_grads, float* scratch,
                    int64_t begin, int64_t end);
   // Sum the gradients of outer rows [begin, end).
@@ -306,26 +317,27 @@ struct TtTable {
   void (*reverse)(const TtReverseArgs&, int64_t begin, int64_t end);
 };
 
-// The scratch of a kernel on one thread: the floats at which its arrays begin, and their end.
+// The scratch of a kernel on one thread: the floats at which its arrays begin, and their end. A
+// block is kTtBlock halves.
 struct TtScratchLayout {
-  int64_t packed = 0;  // outer rows of a block
-  int64_t values;      // values of a block
-  int64_t permuted;    // these values with columns in another order
-  int64_t inner;       // an inner row
-  int64_t value;       // a value
-  int64_t row;         // a row of `dim` columns
+  int64_t outer_rows = 0;    // outer rows of a block
+  int64_t values;            // values of a block, or their gradients
+  int64_t permuted_values;   // the same with columns in another order
+  int64_t transposed_inner;  // an inner row
+  int64_t transposed_value;  // a value
+  int64_t transposed_row;    // a row of `dim` columns
   int64_t end;
 
   EMB_HD TtScratchLayout(const TtHalf& half, int64_t dim)
-      : values(packed + kTtBlock * half.outer_size()),
-        permuted(values + kTtBlock * half.value_size()),
-        inner(permuted + kTtBlock * half.value_size()),
-        value(inner + half.inner_size()),
-        row(value + half.value_size()),
-        end(row + dim) {}
+      : values(outer_rows + kTtBlock * half.outer_size()),
+        permuted_values(values + kTtBlock * half.value_size()),
+        transposed_inner(permuted_values + kTtBlock * half.value_size()),
+        transposed_value(transposed_inner + half.inner_size()),
+        transposed_row(transposed_value + half.value_size()),
+        end(transposed_row + dim) {}
 };
 
-// Return the floats of scratch that any kernel above needs on one thread, for rows of `dim`
+// Return the floats of scratch that suffice for each kernel above on one thread, for rows of `dim`
 // columns.
 inline int64_t tt_scratch_size(const TtHalf& half, int dim) {
   return TtScratchLayout(half, dim).end;

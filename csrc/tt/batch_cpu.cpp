@@ -1,8 +1,9 @@
-// Whole passes of tensor-train tables on the CPU. `tt_lookup_checked_` calls the ops for keys,
-// grouping, plan, rows and pooling; `tt_backward_` those for gradients of rows and the update. Rows
-// and their gradients, the largest tensors between these ops, are in scratch memory that the thread
-// keeps. The contents of a plan are checked only in the backward pass, to which the caller passes
-// the plan.
+// Whole passes of tensor-train tables on the CPU. `tt_lookup_checked_` computes keys, a grouping of
+// the lookups, a plan, the distinct rows and the pooled output. `tt_backward_` computes the
+// gradients of the rows and updates the cores. Rows and their gradients, the largest tensors
+// between these steps, are in scratch memory that the thread keeps. The backward pass checks the
+// contents of the plan, because the caller passes them; the forward pass makes the plan and trusts
+// it.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -20,59 +21,59 @@
 namespace emb {
 namespace {
 
-// Rows of floats, [rows, columns], in scratch memory, and a tensor that refers to this memory,
-// because entries take tensors. Both are valid as long as the object.
-struct ScratchRows {
+// A float32 matrix [rows, columns] in scratch memory, and a tensor that refers to this memory, for
+// functions that take a tensor. Both are valid as long as the object.
+struct ScratchMatrix {
   Floats memory;
   Tensor tensor;
 
-  ScratchRows(const Tensor& like, int64_t rows, int64_t columns)
+  ScratchMatrix(const Tensor& like, int64_t rows, int64_t columns)
       : memory(new_floats(rows * columns)),
         tensor(torch::stable::from_blob(memory.get(), {rows, columns}, {columns, 1}, like.device(),
                                         ScalarType::Float)) {}
 };
 
-// Throws unless `layout`, from which keys are computed, has `count` tables with the shapes of the
-// cores in `tables`.
-void check_layout_of(const char* op, const TtTableIds* layout, int64_t count,
-                     const TtTables& tables) {
-  bool equal = count == tables.size();
-  for (int64_t t = 0; equal && t < count; ++t) {
+// Check that `layout`, [num_tables], describes the same tables as `tables`; throw otherwise.
+void check_layout(const char* op, const TtTableIds* layout, int64_t num_tables,
+                  const TtTables& tables) {
+  bool is_equal = num_tables == tables.size();
+  for (int64_t t = 0; is_equal && t < num_tables; ++t) {
     const TtHalf left = tables.shapes[t].left(), right = tables.shapes[t].right();
-    equal = layout[t].left_outer_rows == left.outer_rows &&
-            layout[t].left_inner_rows == left.inner_rows && layout[t].right_ids == right.ids() &&
-            layout[t].left_is_pair == left.is_pair && layout[t].first_key == tables.first_keys[t] &&
-            layout[t].first_left == tables.first_lefts[t] &&
-            layout[t].first_right == tables.first_rights[t];
+    is_equal = layout[t].left_outer_rows == left.outer_rows &&
+               layout[t].left_inner_rows == left.inner_rows &&
+               layout[t].right_ids == right.num_ids() && layout[t].left_is_pair == left.is_pair &&
+               layout[t].first_key == tables.first_keys[t] &&
+               layout[t].first_left == tables.first_lefts[t] &&
+               layout[t].first_right == tables.first_rights[t];
   }
-  STD_TORCH_CHECK(equal, op,
+  STD_TORCH_CHECK(is_equal, op,
                   ": tables must be those of row_factors and num_cores, as emblib.ops.tt.layout_of "
                   "makes them");
 }
 
-// Return a copy of `features` for a lookup in the distinct rows of the batch, as one table of
-// `rows` rows. If tables differ in dim, all rows have the stride of the widest table. Only rows of
-// a cache can have a stride, so they are then looked up as rows of a cache, with the stride
-// `cache_stride`; it is 0 if tables have one dim.
-Tensor features_of_rows(const Tensor& features, int64_t rows, int64_t cache_stride) {
+// Return a copy of `features` that describes the distinct rows of the batch as one table of
+// `num_rows` rows. If tables differ in dim, rows have the stride of the widest table. tbe_lookup
+// takes a stride for cached rows alone, so the rows are then looked up as rows of a cache, with the
+// stride `cache_stride`. It is 0 if all tables have one dim.
+Tensor features_of_rows(const Tensor& features, int64_t num_rows, int64_t cache_stride) {
   Tensor copy = allocate(features, {features.size(0), features.size(1)});
   const Feature* from = feature_array(features);
   auto* to = static_cast<Feature*>(copy.mutable_data_ptr());
   for (int64_t f = 0; f < features.size(0); ++f) {
     to[f] = from[f];
     to[f].row_base = 0;
-    to[f].rows = rows;
+    to[f].rows = num_rows;
     to[f].cache_stride = cache_stride;
   }
   return copy;
 }
 
-// The tensors that a lookup returns for its backward pass: a grouping, a plan, the values of left
-// halves.
+// The number of tensors that a lookup returns for its backward pass: a grouping, a plan, and the
+// values of the first left halves.
 constexpr size_t kKeptTensors = size_t{kGroupTensors} + size_t{kTtPlanTensors} + 1;
 
-// Return whether all indices and offsets are valid. Invalid ones do not throw, whatever the mode;
-// a `mode` that is no code of BoundsMode throws.
+// Return whether all indices and offsets are valid. Throw if `mode` is no code of BoundsMode, but
+// not for invalid indices or offsets, whatever the mode.
 bool is_valid(const char* op, const Tensor& features, const Tensor& indices, const Tensor& offsets,
               const std::optional<Tensor>& bag_layout, int64_t mode) {
   parse_choice<BoundsMode>(op, "check", mode, kBoundsModes);
@@ -83,13 +84,14 @@ bool is_valid(const char* op, const Tensor& features, const Tensor& indices, con
   return counts[0] == 0 && counts[1] == 0;
 }
 
-// Look up a batch: return the pooled rows and, if num_saved >= 0, what tt_backward_ needs of this
-// pass (kKeptTensors tensors). With `check`, a code of BoundsMode, nothing is looked up in an
-// invalid batch, and no tensor is returned; without `check` indices and offsets are repaired.
+// Look up a batch. Return the output of tbe_lookup and, if num_saved >= 0, the kKeptTensors tensors
+// that tt_backward_ needs. With `check`, a code of BoundsMode, return no tensor if an index or
+// offset is invalid; without `check` they are repaired as they are read. Nothing is written to an
+// argument, and wrong dtypes, shapes and tables throw.
 //   cores, row_factors, dim_factors, num_cores   the tables, see TtTables
-//   tables, feature_tables    int64 [T, 10] and [F, 10] rows of TtTableIds, by table and by feature
+//   tables, feature_tables    int64 [T, 10] and [F, 10], rows of TtTableIds by table and by feature
 //   features                  int64 [3 F, 8], see TtFeatures
-//   num_saved                 left halves whose values are kept; below 0: a pass without backward
+//   num_saved                 left halves whose values are returned; below 0: no backward pass
 //   violations                not used on the CPU: the caller counts for an invalid batch
 // The other arguments are those of tbe_lookup.
 std::vector<Tensor> tt_lookup_checked_(
@@ -102,43 +104,46 @@ std::vector<Tensor> tt_lookup_checked_(
   const char* op = "tt_lookup_checked_";
   parse_matmul_precision(op, matmul_precision);
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
-  check_layout_of(op, tt_table_ids(op, "tables", tables), tables.size(0), shapes);
-  const Tensor of_keys = tt_features(op, features, kTtOfKeys);
+  check_layout(op, tt_table_ids(op, "tables", tables), tables.size(0), shapes);
+  const Tensor key_features = tt_features(op, features, kTtOfKeys);
   if (check && !is_valid(op, features, indices, offsets, bag_layout, *check)) return {};
   const Tensor keys = tt_keys(indices, offsets, bag_layout, feature_tables);
-  const auto [unique, segments, lookups, bags, count] =
-      tbe_group(of_keys, keys, offsets, bag_layout, shapes.first_keys.back(), check.has_value());
+  const auto [unique_keys, segments, lookups, bags, count] = tbe_group(
+      key_features, keys, offsets, bag_layout, shapes.first_keys.back(), check.has_value());
   const std::vector<Tensor> plan =
-      tt_plan(unique, count, tables, shapes.first_lefts.back(), shapes.first_rights.back());
-  const ScratchRows rows(cores[0], keys.numel(), shapes.dim);
-  const Tensor prefixes = allocate_output(
+      tt_plan(unique_keys, count, tables, shapes.first_lefts.back(), shapes.first_rights.back());
+  const ScratchMatrix rows(cores[0], keys.numel(), shapes.dim);
+  const Tensor left_values = allocate_output(
       cores[0], {std::max<int64_t>(num_saved, 0), shapes.value_size}, ScalarType::Float);
-  tt_make_rows(shapes, tt_plan_of(op, plan, shapes.size()), prefixes, rows.memory.get());
-  const Tensor inverse = group_inverse(segments, lookups, count);
-  const Tensor table = torch::stable::view(rows.tensor, {keys.numel() * shapes.dim});
+  tt_make_rows(shapes, tt_plan_of(op, plan, shapes.size()), left_values, rows.memory.get());
+  const Tensor row_of_lookup = group_inverse(segments, lookups, count);
+  const Tensor weight = torch::stable::view(rows.tensor, {keys.numel() * shapes.dim});
   bool has_one_dim = true;
   for (const TtShape& shape : shapes.shapes) has_one_dim &= shape.dim() == shapes.dim;
-  std::vector<Tensor> weights = {table};
+  std::vector<Tensor> weights = {weight};
   if (!has_one_dim) {
     const Tensor empty_tier = allocate(rows.tensor, {0});
-    weights = {table, empty_tier, empty_tier, table};
+    weights = {weight, empty_tier, empty_tier, weight};
   }
-  std::vector<Tensor> results{
-      tbe_lookup(weights, features_of_rows(of_keys, keys.numel(), has_one_dim ? 0 : shapes.dim),
-                 inverse, offsets, has_one_dim ? std::nullopt : std::optional<Tensor>(inverse),
-                 bag_layout, sample_weights, pooling, output_dim, output_dtype)};
+  std::vector<Tensor> results{tbe_lookup(
+      weights, features_of_rows(key_features, keys.numel(), has_one_dim ? 0 : shapes.dim),
+      row_of_lookup, offsets, has_one_dim ? std::nullopt : std::optional<Tensor>(row_of_lookup),
+      bag_layout, sample_weights, pooling, output_dim, output_dtype)};
   if (num_saved < 0) return results;
-  for (const Tensor& tensor : {unique, segments, lookups, bags, count}) results.push_back(tensor);
+  for (const Tensor& tensor : {unique_keys, segments, lookups, bags, count})
+    results.push_back(tensor);
   results.insert(results.end(), plan.begin(), plan.end());
-  results.push_back(prefixes);
+  results.push_back(left_values);
   return results;
 }
 
-// Count the step in `hyper` and update the cores and `states` (all states of the first core, then
-// all of the second, and so on) in place. `kept` must be the tensors that tt_lookup_checked_
-// returned for these indices after the output. `is_stale`: the cores have changed since, so that
-// kept values of left halves are not used. If `is_finite`, bool [1] or null, is false, nothing is
-// updated. `grad` is the gradient of the output. If the update throws, the step is not counted.
+// Count the step in `hyper`, and update the cores and `states` in place: all states of the first
+// core, then all of the second, and so on. If the update throws, the step is not counted. If
+// `is_finite`, bool [1] or null, is false, nothing is counted or updated.
+//   grad        the gradient of the output of tt_lookup_checked_
+//   kept        the other tensors that it returned for these indices
+//   is_stale    the cores have changed since that call, so that its left values are not used
+// The other arguments are those of tt_lookup_checked_.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
                   const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
@@ -154,18 +159,19 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
                   ": kept must be the ", kKeptTensors,
                   " tensors that tt_lookup_checked_ returns for these indices, got ", kept.size());
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
-  const Tensor of_keys = tt_features(op, features, kTtOfKeys);
-  const ScratchRows row_grads(grad, indices.numel(), shapes.dim);
-  sum_row_grads(op, grad, of_keys,
+  const Tensor key_features = tt_features(op, features, kTtOfKeys);
+  const ScratchMatrix row_grads(grad, indices.numel(), shapes.dim);
+  sum_row_grads(op, grad, key_features,
                 {kept[kGroupRows], kept[kGroupSegments], kept[kGroupLookups], kept[kGroupBags],
                  kept[kGroupCount]},
                 offsets, bag_layout, sample_weights, pooling, shapes.dim, row_grads.memory.get());
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
   const std::vector<Tensor> plan(kept.begin() + kGroupTensors, kept.end() - 1);
-  // Values that are not passed are computed as they are needed.
-  const Tensor prefixes = is_stale ? allocate(kept.back(), {0, shapes.value_size}) : kept.back();
+  // The update computes the left values that it does not get.
+  const Tensor left_values = is_stale ? allocate(kept.back(), {0, shapes.value_size}) : kept.back();
   count_step(hyper, [&] {
-    tt_update_rows(op, shapes, cores, states, hyper, optimizer, plan, prefixes, row_grads.tensor);
+    tt_update_rows(op, shapes, cores, states, hyper, optimizer, plan, left_values,
+                   row_grads.tensor);
   });
 }
 

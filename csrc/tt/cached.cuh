@@ -1,7 +1,8 @@
-// The kernels of cached tensor trains on the GPU: tt_stored_kernel splits the lookups of a batch
-// into lookups of stored rows and lookups of rows that the cores make; tt_count_kernel counts
-// lookups and hits per table. A thread takes a lookup. If all lookups of a warp belong to one
-// feature, which is usual, one lane adds their number; otherwise each lane adds its lookup.
+// The kernels of tensor trains that store some of their rows, on the GPU: tt_stored_kernel divides
+// the lookups of a batch into lookups of stored rows and lookups whose rows the cores compute, and
+// tt_count_kernel counts lookups and hits per table. A thread processes a lookup. If all lookups of
+// a warp belong to one feature, as most do, one lane adds their number; otherwise each lane adds
+// its own lookup.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -15,18 +16,18 @@ inline constexpr int kStoredThreads = 256;
 // Write the outputs of all lookups, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kStoredThreads)
     tt_stored_kernel(TtStoredArgs args) {
-  for (int64_t i = simt::global_thread(); i < args.n; i += simt::threads_in_grid()) args.split(i);
+  for (int64_t i = simt::global_thread(); i < args.n; i += simt::threads_in_grid())
+    args.write_outputs(i);
 }
 
-// Return the last feature that begins at or before lookup i, -1 if there is none or if i is after
-// the last lookup of all features.
-EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
+// Return the feature of lookup i, -1 if i is before or after the lookups of all features.
+EMB_DEVICE int64_t feature_of(const TtCountArgs& args, int64_t i) {
   int64_t low = -1, high = args.num_features;
   while (high - low > 1) {
     const int64_t middle = low + (high - low) / 2;
-    (args.starts[middle] <= i ? low : high) = middle;
+    (args.first_lookups[middle] <= i ? low : high) = middle;
   }
-  return i < args.starts[args.num_features] ? low : -1;
+  return i < args.first_lookups[args.num_features] ? low : -1;
 }
 
 // Add the lookups and hits of all features to args.counters, grid-stride over lookups.
@@ -36,21 +37,21 @@ EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
   for (int64_t first = simt::global_warp() * simt::kWarpLanes; first < args.n;
        first += simt::threads_in_grid()) {
     const int64_t i = first + lane;
-    const int64_t feature = i < args.n ? feature_at(args, i) : -1;
+    const int64_t feature = i < args.n ? feature_of(args, i) : -1;
     const bool is_lookup = feature >= 0 && args.is_lookup(i);
     const bool is_hit = is_lookup && args.is_hit(i);
-    const unsigned lookups = __ballot_sync(simt::kFullMask, is_lookup);
-    const unsigned hits = __ballot_sync(simt::kFullMask, is_hit);
-    if (lookups == 0) continue;
-    const int leader = __ffs(static_cast<int>(lookups)) - 1;
+    const unsigned lookup_bits = __ballot_sync(simt::kFullMask, is_lookup);
+    const unsigned hit_bits = __ballot_sync(simt::kFullMask, is_hit);
+    if (lookup_bits == 0) continue;
+    const int leader = __ffs(static_cast<int>(lookup_bits)) - 1;
     const int64_t leader_feature = __shfl_sync(simt::kFullMask, feature, leader);
     const bool has_one_feature =
         __all_sync(simt::kFullMask, !is_lookup || feature == leader_feature) != 0;
     if (!is_lookup || (has_one_feature && lane != leader)) continue;
     int64_t* counters = args.counters_of(feature);
     if (counters == nullptr) continue;
-    const int num_hits = has_one_feature ? __popc(hits) : int{is_hit};
-    simt::atomic_add(counters, has_one_feature ? __popc(lookups) : 1);
+    const int num_hits = has_one_feature ? __popc(hit_bits) : int{is_hit};
+    simt::atomic_add(counters, has_one_feature ? __popc(lookup_bits) : 1);
     if (num_hits > 0) simt::atomic_add(counters + 1, num_hits);
   }
 }

@@ -1,6 +1,6 @@
-// Lookups of tensor trains that *store* some of their rows: which lookups read a stored row, for
-// which lookups the cores compute the row, and the counts of lookups and hits per table. Pointers
-// are to memory of the device on which the op runs; n is the number of lookups.
+// Lookups of tensor trains that *store* some of their rows, shared by the CPU and the GPU: which
+// lookups read a stored row (a hit), for which lookups the cores compute the row, and the counts of
+// lookups and hits per table. Pointers are to memory of the device on which the op runs.
 #pragma once
 
 #include "core/dtype.h"
@@ -8,7 +8,7 @@
 
 namespace emb {
 
-// The arguments of `tt_stored`. Inputs and outputs are [n], by lookup.
+// The arguments of `tt_stored`. Arrays are [n], by lookup, except row_of_slot.
 struct TtStoredArgs {
   IndexArray indices;          // indices of the batch, as the caller passed them
   const int64_t* ids;          // the repaired indices; -1 for lookups to skip
@@ -18,13 +18,13 @@ struct TtStoredArgs {
   const int64_t* row_of_slot;  // [num_slots] stored row of each slot, -1 for none
   int64_t num_slots;
   int64_t n;
-  // Outputs. `cold` and `rows` are not written if `slots` is null.
-  int64_t* cold;     // the id if the cores compute the row, else -1
-  int64_t* rows;     // the stored row, -1 for none
+  // Outputs. If `slots` is null, `cold` and `rows` are not written.
+  int64_t* cold;  // the id if no row is stored for it, so that the cores compute the row; else -1
+  int64_t* rows;  // the stored row, -1 for none
   int64_t* counted;  // the key if the index was valid, else -1
 
   // Write the outputs of lookup i.
-  EMB_HD void split(int64_t i) const {
+  EMB_HD void write_outputs(int64_t i) const {
     const int64_t id = ids[i];
     counted[i] = indices[i] == id ? keys[i] : -1;
     if (slots == nullptr) return;
@@ -39,17 +39,19 @@ struct TtStoredArgs {
 struct TtCountArgs {
   const int64_t *counted, *rows;  // [n] outputs of `tt_stored`; `rows` is null if none are stored
   int64_t n;
-  const int64_t* starts;  // [F + 1] first lookup of each feature, ascending, then the end
-  const int64_t* tables;  // [F] table of each feature
+  const int64_t* first_lookups;     // [F + 1] first lookup of each feature, ascending, then the end
+  const int64_t* table_of_feature;  // [F]
   int64_t num_features, num_tables;
   int64_t* counters;  // [num_tables, columns]: column 0 counts lookups, column 1 hits
   int64_t columns;    // 2 or more
 
+  // Return whether lookup i is counted, and whether it reads a stored row.
   EMB_HD bool is_lookup(int64_t i) const { return counted[i] >= 0; }
   EMB_HD bool is_hit(int64_t i) const { return rows != nullptr && is_lookup(i) && rows[i] >= 0; }
-  // Return the counters of the table of a feature, null if its number is out of range.
+  // Return the counters of the table of feature f, null if there is no such table.
   EMB_HD int64_t* counters_of(int64_t f) const {
-    return tables[f] >= 0 && tables[f] < num_tables ? counters + tables[f] * columns : nullptr;
+    const int64_t table = table_of_feature[f];
+    return table >= 0 && table < num_tables ? counters + table * columns : nullptr;
   }
 };
 

@@ -1,5 +1,5 @@
-// `tt_stored` and `tt_count_` on the CPU: which lookups of cached tensor trains read a stored row,
-// and the counts of lookups and hits per table. See tt/cached.h.
+// `tt_stored` and `tt_count_` on the CPU: which lookups of tensor trains read a stored row, and the
+// counts of lookups and hits per table. tt/cached.h describes the arguments by their names.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -15,34 +15,39 @@ namespace {
 constexpr int64_t kCachedGrain = 1 << 15;  // grain of parallel_balanced, in lookups
 
 // Return (cold, rows, counted), int64 [n] each; `cold` and `rows` are empty if `slots` is null.
-// `ids`, `keys` and `slots` are int64 [n], row_of_slot int64 [slots].
+// `indices` are int32 or int64 [n], `ids`, `keys` and `slots` int64 [n], row_of_slot is int64
+// [num_slots]. Throw for other dtypes, numbers or devices, or if an argument but `indices` is not
+// contiguous.
 std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
                                              const Tensor& keys, std::optional<Tensor> slots,
                                              const Tensor& row_of_slot) {
   const Tensor input = as_contiguous(indices);
   const TtStored stored("tt_stored", input, ids, keys, slots, row_of_slot);
   parallel_balanced(stored.args.n, kCachedGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) stored.args.split(i);
+    for (int64_t i = begin; i < end; ++i) stored.args.write_outputs(i);
   });
   return {stored.cold, stored.rows, stored.counted};
 }
 
-// Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `rows` is
-// int64 [n], or empty if no rows are stored.
+// Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `counted` and
+// `rows` are results of tt_stored, or `rows` is empty if no rows are stored. `starts`, int64 [F +
+// 1], and `tables`, int64 [F], are first_lookups and table_of_feature of TtCountArgs. Throw for
+// other dtypes, numbers or devices, or if an argument is not contiguous. Lookups and tables that do
+// not exist are skipped; `starts` that do not ascend are not detected.
 void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
                const Tensor& tables, Tensor counters) {
   const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);
   for (int64_t f = 0; f < args.num_features; ++f) {
     int64_t* const table_counters = args.counters_of(f);
     if (table_counters == nullptr) continue;
-    int64_t lookups = 0, hits = 0;
-    const int64_t end = std::min(args.starts[f + 1], args.n);
-    for (int64_t i = std::max<int64_t>(args.starts[f], 0); i < end; ++i) {
-      lookups += args.is_lookup(i);
-      hits += args.is_hit(i);
+    int64_t num_lookups = 0, num_hits = 0;
+    const int64_t end = std::min(args.first_lookups[f + 1], args.n);
+    for (int64_t i = std::max<int64_t>(args.first_lookups[f], 0); i < end; ++i) {
+      num_lookups += args.is_lookup(i);
+      num_hits += args.is_hit(i);
     }
-    table_counters[0] += lookups;
-    table_counters[1] += hits;
+    table_counters[0] += num_lookups;
+    table_counters[1] += num_hits;
   }
 }
 

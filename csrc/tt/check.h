@@ -1,7 +1,8 @@
-// Checks of the tensor-train ops, shared by the CPU and the GPU: the shapes that cores and factors
-// imply, the layout of the tables, the plan of a batch, optimizer states. A failed check throws
-// with the name `op`; all checks run before anything is written. Checks that are marked "on the CPU
-// only" read the contents of tensors; on a GPU contents are trusted.
+// Checks of the arguments of the tensor-train ops, shared by the CPU and the GPU: cores and
+// factors, the layout of the tables, the plan of a batch, optimizer states. A failed check throws,
+// with the op's name `op` in the message; ops run the checks before they write to their arguments.
+// Functions marked "CPU only" read the contents of tensors; on a GPU contents are trusted.
+// tt/args.h explains halves, keys, ids and plans.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -17,40 +18,43 @@
 
 namespace emb {
 
-// The maximum number of rows of a core, and of ids of halves: they are int32 in the plan.
+// The maximum number of rows of a core, and of ids of halves, which are int32 in a plan.
 inline constexpr int64_t kMaxTtIds = (int64_t{1} << 31) - 1;
-// The maximum number of keys: they, and the product of all row factors, are int64, with a margin
-// for sums.
-inline constexpr double kMaxTtRows = 4.0e18;
+// The maximum number of keys, and the maximum product of the row factors of a table. Both are
+// int64; the limit leaves a margin for sums.
+inline constexpr double kMaxTtKeys = 4.0e18;
 
-// Check the row factors of a table, one per core, and return a shape that has nothing else set.
+// Check the row factors of a table, one per core. Return a shape with `cores` and `p` set and the
+// other members 0.
 inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_factors) {
   TtShape shape{};
   shape.cores = static_cast<int>(row_factors.size());
   STD_TORCH_CHECK(shape.cores >= 2 && shape.cores <= kMaxCores, op,
                   ": row_factors must have 2 to 4 entries, one per core, got ", row_factors.size());
-  double rows = 1.0;
+  double num_keys = 1.0;
   for (int k = 0; k < shape.cores; ++k) {
     STD_TORCH_CHECK(row_factors[k] >= 1, op, ": row factors must be >= 1, got ", row_factors[k]);
     shape.p[k] = row_factors[k];
-    rows *= static_cast<double>(row_factors[k]);
+    num_keys *= static_cast<double>(row_factors[k]);
   }
-  STD_TORCH_CHECK(rows <= kMaxTtRows, op, ": row_factors must multiply to at most 4e18, got ",
-                  rows);
+  STD_TORCH_CHECK(num_keys <= kMaxTtKeys, op, ": row_factors must multiply to at most 4e18, got ",
+                  num_keys);
   const TtHalf left = shape.left(), right = shape.right();
-  STD_TORCH_CHECK(left.ids() <= kMaxTtIds && right.ids() <= kMaxTtIds, op,
+  STD_TORCH_CHECK(left.num_ids() <= kMaxTtIds && right.num_ids() <= kMaxTtIds, op,
                   ": the row factors of either half must multiply to less than 2^31, got ",
-                  left.ids(), " and ", right.ids(), "; use more cores or more even factors");
+                  left.num_ids(), " and ", right.num_ids(),
+                  "; use more cores or more even factors");
   return shape;
 }
 
-// Return the precision with the number `code`; throws if there is none.
+// Return the precision with the number `code`; throw if there is none.
 inline MatmulPrecision parse_matmul_precision(const char* op, int64_t code) {
   return parse_choice<MatmulPrecision>(op, "matmul_precision", code, kMatmulPrecisions);
 }
 
-// Check the dtype and shape of the layout tensor `name`, int64 [T, 10] with a row per table or
-// [F, 10] with a row per feature, and contiguous. Return its rows.
+// Check the dtype and shape of the tensor `tables`, which messages call `name`: int64 [T, 10], a
+// row per table, or [F, 10], a row per feature, contiguous. Return its rows, on the tensor's
+// device.
 inline const TtTableIds* tt_table_ids(const char* op, const char* name, const Tensor& tables) {
   check_dtype(op, name, tables, ScalarType::Long, "int64");
   STD_TORCH_CHECK(tables.dim() == 2 && tables.size(1) == kTtTableColumns && tables.is_contiguous(),
@@ -58,7 +62,7 @@ inline const TtTableIds* tt_table_ids(const char* op, const char* name, const Te
   return reinterpret_cast<const TtTableIds*>(tables.const_data_ptr<int64_t>());
 }
 
-// Check the contents of a row of such a tensor, on the CPU only.
+// Check the contents of a row of such a tensor; CPU only.
 inline void check_table_ids(const char* op, const TtTableIds& table) {
   const bool positive = table.rows >= 1 && table.left_outer_rows >= 1 &&
                         table.left_inner_rows >= 1 && table.right_ids >= 1 &&
@@ -67,13 +71,14 @@ inline void check_table_ids(const char* op, const TtTableIds& table) {
       static_cast<double>(table.left_outer_rows) * static_cast<double>(table.left_inner_rows);
   const double keys = lefts * static_cast<double>(table.right_ids);
   STD_TORCH_CHECK(positive && lefts <= kMaxTtIds && table.right_ids <= kMaxTtIds &&
-                      static_cast<double>(table.rows) <= keys && keys <= kMaxTtRows,
+                      static_cast<double>(table.rows) <= keys && keys <= kMaxTtKeys,
                   op, ": a table must have rows in [1, ", keys, "] and factors >= 1, got ",
                   table.rows, " rows; make tables with emblib.ops.tt.layout_of");
 }
 
-// Check the cores of a table and return their shape. Cores are [p_k, R_k q_k R_{k+1}] of one dtype;
-// the ranks follow from their widths.
+// Check the cores of a table and return its shape. Core k is a contiguous matrix [p_k, R_k q_k
+// R_{k+1}], with p_k = row_factors[k] and q_k = dim_factors[k]; the ranks R follow from the widths.
+// All cores must have one dtype (float32, float16 or bfloat16) and one device.
 inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
                         const std::vector<int64_t>& row_factors,
                         const std::vector<int64_t>& dim_factors) {
@@ -124,8 +129,8 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
   return shape;
 }
 
-// The tensor-train tables of an op: shapes, cores, and where their cores, keys and ids begin among
-// those of all tables. The vectors first_* have an entry per table and one for the end.
+// The tensor-train tables of an op: their shapes and cores, and the numbers of their first core,
+// key and ids. The vectors first_* have an entry per table, and the total at the end.
 struct TtTables {
   std::vector<TtShape> shapes;             // [T]
   std::vector<std::vector<Tensor>> cores;  // [T][cores]
@@ -135,8 +140,8 @@ struct TtTables {
   int64_t dim = 0;             // columns of the widest table
   int64_t value_size = 0;      // floats of the largest left half
 
-  // Check the lists of cores and factors of all tables, one after the other; table t has
-  // num_cores[t] entries of each.
+  // Check the cores and factors of all tables. The first three lists are concatenated: table t has
+  // num_cores[t] entries in each.
   TtTables(const char* op, const std::vector<Tensor>& all_cores,
            const std::vector<int64_t>& row_factors, const std::vector<int64_t>& dim_factors,
            const std::vector<int64_t>& num_cores) {
@@ -174,25 +179,26 @@ struct TtTables {
   // Number the ids and keys of another table after the ids and keys of the earlier tables.
   void append(const char* op, const TtShape& shape) {
     const TtHalf left = shape.left(), right = shape.right();
-    const double keys = static_cast<double>(left.ids()) * static_cast<double>(right.ids());
+    const double keys = static_cast<double>(left.num_ids()) * static_cast<double>(right.num_ids());
     STD_TORCH_CHECK(
-        left.ids() <= kMaxTtIds - first_lefts.back() &&
-            right.ids() <= kMaxTtIds - first_rights.back() &&
-            keys <= kMaxTtRows - static_cast<double>(first_keys.back()),
+        left.num_ids() <= kMaxTtIds - first_lefts.back() &&
+            right.num_ids() <= kMaxTtIds - first_rights.back() &&
+            keys <= kMaxTtKeys - static_cast<double>(first_keys.back()),
         op,
         ": the halves of all tables must be fewer than 2^31, and their keys at most 4e18; "
         "use several modules");
-    first_lefts.push_back(first_lefts.back() + left.ids());
-    first_rights.push_back(first_rights.back() + right.ids());
-    first_keys.push_back(first_keys.back() + left.ids() * right.ids());
+    first_lefts.push_back(first_lefts.back() + left.num_ids());
+    first_rights.push_back(first_rights.back() + right.num_ids());
+    first_keys.push_back(first_keys.back() + left.num_ids() * right.num_ids());
     dim = dim < shape.dim() ? shape.dim() : dim;
     value_size = value_size < left.value_size() ? left.value_size() : value_size;
   }
 };
 
-// The thirds of the `features` of a whole pass, each [F, 8]: they describe the tables as tables of
-// keys (to group), of ids (to check bounds), and of rows that are made (to pool them on a GPU; the
-// CPU derives that third from the first).
+// The thirds of `features` of the ops for a whole pass. Each is [F, 8], rows of Feature, and
+// describes the tables for another step: as tables of keys (to group lookups), of ids (to check
+// bounds), and of the distinct rows that the op computes (to pool them on a GPU; the CPU derives
+// this third from the first).
 enum TtFeatures : int { kTtOfKeys, kTtOfIds, kTtOfRows, kTtFeatureKinds };
 
 // Return a third of `features`, [3 F, 8], as a tensor that shares its memory.
@@ -210,18 +216,18 @@ inline Tensor tt_features(const char* op, const Tensor& features, TtFeatures kin
 
 // Return the number of elements of each tensor of a plan, in the order of TtPlanTensor, for n
 // lookups.
-inline std::vector<int64_t> tt_plan_sizes(int64_t n, int64_t tables) {
-  return {n, n + 1, n, n, n + 1, n, n, 3 * (tables + 1)};
+inline std::vector<int64_t> tt_plan_sizes(int64_t n, int64_t num_tables) {
+  return {n, n + 1, n, n, n + 1, n, n, 3 * (num_tables + 1)};
 }
 
-// Check the number, dtypes and sizes of the tensors of a plan, in the order of TtPlanTensor, and
-// return the plan, which refers to their memory. Contents are not checked.
-inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int64_t tables) {
+// Check the number, dtypes and sizes of the tensors of a plan, in the order of TtPlanTensor. Return
+// the plan, which refers to their memory. Contents are not checked.
+inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int64_t num_tables) {
   STD_TORCH_CHECK(tensors.size() == kTtPlanTensors, op, ": plan must be the ",
                   static_cast<int>(kTtPlanTensors), " tensors that tt_plan returns, got ",
                   tensors.size());
   const int64_t capacity = tensors[kTtRowLefts].numel();
-  const std::vector<int64_t> sizes = tt_plan_sizes(capacity, tables);
+  const std::vector<int64_t> sizes = tt_plan_sizes(capacity, num_tables);
   const int32_t* data[kTtPlanTensors];
   for (int i = 0; i < kTtPlanTensors; ++i) {
     check_dtype(op, "each plan tensor", tensors[i], ScalarType::Int, "int32");
@@ -231,29 +237,29 @@ inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int
                     tensors[i].numel());
     data[i] = tensors[i].const_data_ptr<int32_t>();
   }
-  return {capacity,           tables,          data[kTtLefts],         data[kTtLeftSegments],
+  return {capacity,           num_tables,      data[kTtLefts],         data[kTtLeftSegments],
           data[kTtRowLefts],  data[kTtRights], data[kTtRightSegments], data[kTtRowRights],
           data[kTtRightRows], data[kTtStarts]};
 }
 
-// Return whether the ids of `count` distinct halves ascend and are in [0, num_ids), and whether
-// their segments of rows go from row 0 to row `rows` and none is empty.
-inline bool halves_fit(const int32_t* halves, const int32_t* segments, int64_t count,
-                       int64_t num_ids, int64_t rows) {
-  bool fit = count <= rows && (count > 0 || rows == 0) && segments[0] == 0;
-  if (!fit) return false;
+// Return whether the ids of `count` distinct halves, `halves`, ascend and are in [0, num_ids), and
+// whether their segments are not empty and together [0, rows).
+inline bool are_halves_valid(const int32_t* halves, const int32_t* segments, int64_t count,
+                             int64_t num_ids, int64_t rows) {
+  bool valid = count <= rows && (count > 0 || rows == 0) && segments[0] == 0;
+  if (!valid) return false;
   for (int64_t u = 0; u < count; ++u) {
-    fit &= halves[u] >= 0 && halves[u] < num_ids && segments[u] < segments[u + 1];
+    valid &= halves[u] >= 0 && halves[u] < num_ids && segments[u] < segments[u + 1];
   }
-  for (int64_t u = 1; u < count; ++u) fit &= halves[u - 1] < halves[u];
-  return fit && segments[count] == rows;
+  for (int64_t u = 1; u < count; ++u) valid &= halves[u - 1] < halves[u];
+  return valid && segments[count] == rows;
 }
 
-// Return whether the halves of every table are in its range of ids, and the first of them begins
-// with the table's first row.
-inline bool starts_fit(const TtPlan& plan, const TtTables& tables, const int32_t* starts,
-                       const int32_t* halves, const int32_t* segments,
-                       const std::vector<int64_t>& first_ids) {
+// Return whether the halves of each table are in its range of ids, and its first half begins with
+// its first row. starts[t] is the first half of table t.
+inline bool are_starts_valid(const TtPlan& plan, const TtTables& tables, const int32_t* starts,
+                             const int32_t* halves, const int32_t* segments,
+                             const std::vector<int64_t>& first_ids) {
   for (int64_t t = 0; t < tables.size(); ++t) {
     for (int32_t u = starts[t]; u < starts[t + 1]; ++u) {
       if (halves[u] < first_ids[t] || halves[u] >= first_ids[t + 1]) return false;
@@ -264,73 +270,77 @@ inline bool starts_fit(const TtPlan& plan, const TtTables& tables, const int32_t
 }
 
 // Return whether half_of(i) is v for all i in [segments[v], segments[v + 1]), for `count` halves v
-// whose segments have been checked and end with `rows`. This holds if half_of begins with 0, never
-// decreases, and grows by one exactly where a segment begins. The loop over rows has no branch,
-// since most segments have few rows.
+// with valid segments (see are_halves_valid). This holds if half_of begins with 0, does not
+// decrease, and grows by one where a segment begins but nowhere else. The loop over rows has no
+// branch, because segments with few rows would make a branch per segment slow.
 template <class HalfOf>
-bool segments_fit(const int32_t* segments, int64_t count, int64_t rows, const HalfOf& half_of) {
-  bool fit = rows == 0 || (half_of(0) == 0 && half_of(rows - 1) == count - 1);
+bool are_segments_valid(const int32_t* segments, int64_t count, int64_t rows,
+                        const HalfOf& half_of) {
+  bool valid = rows == 0 || (half_of(0) == 0 && half_of(rows - 1) == count - 1);
   for (int64_t i = 1; i < rows; ++i) {
-    fit &= static_cast<uint32_t>(half_of(i)) - static_cast<uint32_t>(half_of(i - 1)) <= 1;
+    valid &= static_cast<uint32_t>(half_of(i)) - static_cast<uint32_t>(half_of(i - 1)) <= 1;
   }
   for (int64_t v = 1; v < count; ++v) {
-    fit &= half_of(segments[v]) == v && half_of(segments[v] - 1) == v - 1;
+    valid &= half_of(segments[v]) == v && half_of(segments[v] - 1) == v - 1;
   }
-  return fit;
+  return valid;
 }
 
-// Throws unless the contents of a plan are consistent, on the CPU only: the kernels trust them.
-// This takes a few comparisons per row, compared to thousands of multiplications.
+// Check that the contents of a plan are consistent; CPU only. The kernels trust them. The check
+// takes a few comparisons per row, far less than the multiplications for the row.
 inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTables& tables) {
   const int64_t count = tables.size();
-  bool fit = true;
+  bool valid = true;
   for (const int32_t* starts : {plan.row_starts(), plan.left_starts(), plan.right_starts()}) {
-    fit &= starts[0] == 0 && starts[count] <= plan.capacity;
-    for (int64_t t = 0; t < count; ++t) fit &= starts[t] <= starts[t + 1];
+    valid &= starts[0] == 0 && starts[count] <= plan.capacity;
+    for (int64_t t = 0; t < count; ++t) valid &= starts[t] <= starts[t + 1];
   }
-  STD_TORCH_CHECK(fit, op, ": plan must be what tt_plan returned for these row_factors");
+  STD_TORCH_CHECK(valid, op, ": plan must be what tt_plan returned for these row_factors");
   const int64_t rows = plan.row_starts()[count], lefts = plan.left_starts()[count],
                 rights = plan.right_starts()[count];
-  fit = halves_fit(plan.lefts, plan.left_segments, lefts, tables.first_lefts.back(), rows) &&
-        halves_fit(plan.rights, plan.right_segments, rights, tables.first_rights.back(), rows) &&
-        starts_fit(plan, tables, plan.left_starts(), plan.lefts, plan.left_segments,
-                   tables.first_lefts) &&
-        starts_fit(plan, tables, plan.right_starts(), plan.rights, plan.right_segments,
-                   tables.first_rights);
-  fit = fit &&
-        segments_fit(plan.left_segments, lefts, rows, [&](int64_t j) { return plan.row_lefts[j]; });
-  for (int64_t t = 0; fit && t < count; ++t) {
+  valid =
+      are_halves_valid(plan.lefts, plan.left_segments, lefts, tables.first_lefts.back(), rows) &&
+      are_halves_valid(plan.rights, plan.right_segments, rights, tables.first_rights.back(),
+                       rows) &&
+      are_starts_valid(plan, tables, plan.left_starts(), plan.lefts, plan.left_segments,
+                       tables.first_lefts) &&
+      are_starts_valid(plan, tables, plan.right_starts(), plan.rights, plan.right_segments,
+                       tables.first_rights);
+  valid = valid && are_segments_valid(plan.left_segments, lefts, rows,
+                                      [&](int64_t j) { return plan.row_lefts[j]; });
+  for (int64_t t = 0; valid && t < count; ++t) {
     const int32_t begin = plan.row_starts()[t], end = plan.row_starts()[t + 1];
     for (int32_t i = begin; i < end; ++i) {
-      fit &= plan.right_rows[i] >= begin && plan.right_rows[i] < end;
+      valid &= plan.right_rows[i] >= begin && plan.right_rows[i] < end;
     }
   }
-  fit = fit && segments_fit(plan.right_segments, rights, rows,
-                            [&](int64_t i) { return plan.row_rights[plan.right_rows[i]]; });
-  for (int64_t i = 1; fit && i < rows; ++i) {
-    const int32_t row = plan.right_rows[i], before = plan.right_rows[i - 1];
-    fit &= row > before || plan.row_rights[row] != plan.row_rights[before];
+  valid = valid && are_segments_valid(plan.right_segments, rights, rows, [&](int64_t i) {
+            return plan.row_rights[plan.right_rows[i]];
+          });
+  for (int64_t i = 1; valid && i < rows; ++i) {
+    const int32_t row = plan.right_rows[i], previous = plan.right_rows[i - 1];
+    valid &= row > previous || plan.row_rights[row] != plan.row_rights[previous];
   }
-  STD_TORCH_CHECK(fit, op, ": plan must be what tt_plan returned for these row_factors");
+  STD_TORCH_CHECK(valid, op, ": plan must be what tt_plan returned for these row_factors");
 }
 
-// Check `prefixes`, the saved values of left halves, float32 [saved, value_size], and `row_grads`,
-// float32 [num_rows or more, dim].
+// Check the dtypes and shapes of `left_values`, float32 [any number, value_size], the values of the
+// first left halves, and of `row_grads`, float32 [num_rows or more, dim].
 inline void check_core_grad_inputs(const char* op, const TtTables& tables, int64_t num_rows,
-                                   const Tensor& prefixes, const Tensor& row_grads) {
+                                   const Tensor& left_values, const Tensor& row_grads) {
   check_dtype(op, "row_grads", row_grads, ScalarType::Float, "float32");
-  check_dtype(op, "prefixes", prefixes, ScalarType::Float, "float32");
+  check_dtype(op, "left_values", left_values, ScalarType::Float, "float32");
   STD_TORCH_CHECK(
       row_grads.dim() == 2 && row_grads.size(0) >= num_rows && row_grads.size(1) == tables.dim, op,
       ": row_grads must be [", num_rows, " rows or more, ", tables.dim, "], got ",
       row_grads.numel(), " values");
-  STD_TORCH_CHECK(
-      prefixes.dim() == 2 && prefixes.size(1) == tables.value_size && prefixes.is_contiguous(), op,
-      ": prefixes must be what tt_rows returned for these cores");
+  STD_TORCH_CHECK(left_values.dim() == 2 && left_values.size(1) == tables.value_size &&
+                      left_values.is_contiguous(),
+                  op, ": left_values must be what tt_rows returned for these cores");
 }
 
-// The checked arguments of `tt_stored` and its outputs, allocated here. `indices` must be
-// contiguous; `args` refers to the outputs and to the caller's tensors.
+// The outputs of `tt_stored`, allocated here, and its checked arguments, which refer to the outputs
+// and to the caller's tensors. `indices` must be contiguous; this is not checked.
 struct TtStored {
   Tensor cold, rows, counted;
   TtStoredArgs args{};
@@ -368,7 +378,8 @@ struct TtStored {
   }
 };
 
-// Check the arguments of `tt_count_`, all int64 and contiguous, and return them.
+// Check that the arguments of `tt_count_` are int64, contiguous, on one device, and of sizes that
+// fit each other; return them.
 inline TtCountArgs tt_count_args(const char* op, const Tensor& counted, const Tensor& rows,
                                  const Tensor& starts, const Tensor& tables, Tensor* counters) {
   const Tensor* inputs[] = {&counted, &rows, &starts, &tables, counters};
@@ -395,8 +406,8 @@ inline TtCountArgs tt_count_args(const char* op, const Tensor& counted, const Te
           counters->size(1)};
 }
 
-// Check `hyper` and the optimizer states of `tt_update_`: all states of the first core, then all of
-// the second, and so on. Return the weights and states of each core.
+// Check `hyper` and the optimizer states of `tt_update_` on the CPU: all states of the first core,
+// then all of the second, and so on. Return the memory of the weights and states of each core.
 inline std::vector<TierMemory> check_core_states(const char* op, int64_t optimizer,
                                                  const std::vector<Tensor>& cores,
                                                  const std::vector<Tensor>& states,

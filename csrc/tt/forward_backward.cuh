@@ -1,11 +1,12 @@
 // The forward and the backward pass of tensor-train tables on the GPU as sequences of kernels, for
-// any launcher: tests/simt runs the same code on an emulated machine. The numbers of distinct rows
-// and halves are known on the device only, so grids and buffers have the maximum size.
+// any launcher: tests/simt runs the same code on an emulated machine. tt/args.h explains halves,
+// pairs, values and plans. The numbers of distinct rows and halves are known on the device only, so
+// grids and buffers have the size of the largest case.
 //
-// Every kernel serves all tables in one launch, so that the number of launches of a pass depends on
-// the kinds of shapes among the tables (TtKernels), not on the number of tables. What differs
-// between tables is in arrays of arguments in device memory (TtTableRows, TtPair and others), which
-// the first launch writes (core/upload.cuh).
+// A launch serves all tables, so that the number of launches of a pass depends on the kinds of
+// shapes among the tables (TtKernels), not on the number of tables. What differs between tables is
+// in arrays of arguments in device memory (TtTableRows, TtPair and others), which core/upload.cuh
+// copies there.
 #pragma once
 
 #include <vector>
@@ -19,10 +20,10 @@
 
 namespace emb::cuda {
 
-// A pass builds a TtDeviceBatch (shapes, cores and plan), a TtMemory (which asks for the buffers)
-// and a TtArrays (from both). It calls TtArrays::upload, then `make_values` (not needed if an
-// earlier pass left all values), and then `make_rows` (forward) or `make_grads` and `update`
-// (backward). All refer to memory of the caller, who must keep it until the kernels have run.
+// A pass builds a TtDeviceBatch (shapes, cores and plan), a TtMemory (the buffers) and, from both,
+// a TtArrays. It calls TtArrays::upload, then make_values (unless the buffers have the values of an
+// earlier pass), and then make_rows (forward) or make_grads and update (backward). The memory
+// belongs to the caller, who must keep it until the kernels have run.
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -34,35 +35,36 @@ struct TtDeviceTable {
   const void* cores[kMaxCores];
   // Outer core and, for a pair, inner core of the left half as floats: the cores, or copies.
   const float* left[2];
-  float* mirrored[2];        // copies of outer and inner core of a right pair, axes reversed
+  float* mirrored[2];        // copies of outer and inner core of a right pair with axes reversed
   float* grads[kMaxCores];   // gradients of the cores; null in a forward pass
   float* mirrored_grads[2];  // gradients of `mirrored`, in a backward pass
 };
 
-// All tables of a batch. The values of halves of all tables have the same stride, left and right,
-// and so have rows and their gradients; strides are in floats.
+// All tables of a batch. Strides are in floats and hold for all tables: left_stride for the values
+// of left halves, right_stride for those of right halves, row_stride for rows and their gradients.
 struct TtDeviceBatch {
   std::vector<TtDeviceTable> tables;
   Dtype type;  // dtype of the cores
   TtPlan plan;
   MatmulPrecision precision;
-  int64_t left_ids = 0, right_ids = 0;  // ids of halves of all tables
+  int64_t num_left_ids = 0, num_right_ids = 0;  // ids of halves of all tables
   int64_t left_stride = 0, right_stride = 0, row_stride = 0;
   bool has_left_pairs = false, has_right_pairs = false;
 
-  // `cores` has the addresses of the cores, table after table.
+  // `cores` has the device addresses of the cores, table after table. The copies and gradients of
+  // cores are set later, by TtMemory and by the caller.
   TtDeviceBatch(const std::vector<TtShape>& shapes, const std::vector<const void*>& cores,
-                Dtype dtype, const TtPlan& batch_plan, MatmulPrecision matmul)
-      : type(dtype), plan(batch_plan), precision(matmul) {
+                Dtype core_type, const TtPlan& batch_plan, MatmulPrecision matmul_precision)
+      : type(core_type), plan(batch_plan), precision(matmul_precision) {
     const void* const* core = cores.data();
     for (const TtShape& shape : shapes) {
-      TtDeviceTable table{shape, left_ids, right_ids, {}, {}, {}, {}, {}};
+      TtDeviceTable table{shape, num_left_ids, num_right_ids, {}, {}, {}, {}, {}};
       for (int k = 0; k < shape.cores; ++k) table.cores[k] = *core++;
       for (int k = 0; k < 2; ++k) table.left[k] = static_cast<const float*>(table.cores[k]);
       tables.push_back(table);
       const TtHalf left = shape.left(), right = shape.right();
-      left_ids += left.ids();
-      right_ids += right.ids();
+      num_left_ids += left.num_ids();
+      num_right_ids += right.num_ids();
       left_stride = max_of(left_stride, left.value_size());
       right_stride = max_of(right_stride, right.value_size());
       row_stride = max_of(row_stride, shape.dim());
@@ -71,14 +73,14 @@ struct TtDeviceBatch {
     }
   }
 
-  // The maximum number of distinct halves, and the floats of their values.
-  int64_t lefts() const { return min_of(plan.capacity, left_ids); }
-  int64_t rights() const { return min_of(plan.capacity, right_ids); }
-  int64_t left_floats() const { return lefts() * left_stride; }
-  int64_t right_floats() const { return rights() * right_stride; }
+  // Return the maximum number of distinct halves, and the floats of their values.
+  int64_t max_lefts() const { return min_of(plan.capacity, num_left_ids); }
+  int64_t max_rights() const { return min_of(plan.capacity, num_right_ids); }
+  int64_t left_floats() const { return max_lefts() * left_stride; }
+  int64_t right_floats() const { return max_rights() * right_stride; }
 
-  // Return the maximum floats of a row of the outer core of a pair, of left or of right halves; 0
-  // if no half is a pair.
+  // Return the maximum floats of a row of the outer core of a pair; 0 if there is no pair. half_of
+  // is &TtShape::left or &TtShape::right.
   int64_t max_outer_floats(TtHalf (TtShape::*half_of)() const) const {
     int64_t floats = 0;
     for (const TtDeviceTable& table : tables) {
@@ -89,24 +91,24 @@ struct TtDeviceBatch {
   }
 };
 
-// The buffers of a pass in device memory. Buffers of length 0 are null. The functions add_* get
-// their memory from `allocate`, which must return memory for a number of floats that lives as long
-// as the pass.
+// The buffers of a pass in device memory. The functions assign_* get them from allocate(n), which
+// must return an address for n floats, valid as long as the pass; null for n = 0.
 struct TtMemory {
   float* right_values = nullptr;       // [rights, right_stride]
-  const float* left_values = nullptr;  // [lefts, left_stride] of pairs: saved or made
-  float* new_left_values = nullptr;    // left_values if this pass makes them, else null
-  // The others serve the backward pass only.
+  const float* left_values = nullptr;  // [lefts, left_stride] of pairs
+  float* new_left_values = nullptr;    // left_values if this pass computes them, else null
+  // The other buffers serve the backward pass only.
   float *left_grads = nullptr, *right_grads = nullptr;  // gradients of the values of pairs
-  float* partials = nullptr;                            // of right_grads.cuh: [slots, right_stride]
-  float *left_outer_values = nullptr, *right_outer_values = nullptr;  // TtPair::outer_values
+  float* partials = nullptr;                            // RightGradBuffers::partials
+  float *left_outer_grads = nullptr, *right_outer_grads = nullptr;  // TtPair::outer_grads_by_half
 
-  // Let this pass make the values of left pairs, in `values`, memory for left_floats().
+  // Let this pass compute the values of left pairs, to `values`, memory for left_floats() floats.
   void set_left_values(float* values) { left_values = new_left_values = values; }
 
-  // Take the buffers of a forward pass, except left_values, and set the copies of cores in `batch`.
+  // Assign the buffers that both passes need, except left_values, and the copies of cores in
+  // `batch`.
   template <class Allocate>
-  void add_forward(TtDeviceBatch* batch, Allocate& allocate) {
+  void assign_forward(TtDeviceBatch* batch, Allocate& allocate) {
     right_values = allocate(batch->right_floats());
     for (TtDeviceTable& table : batch->tables) {
       const TtHalf left = table.shape.left(), right = table.shape.right();
@@ -121,14 +123,14 @@ struct TtMemory {
     }
   }
 
-  // Take the additional buffers of a backward pass.
+  // Assign the other buffers of a backward pass, and the gradients of mirrored cores in `batch`.
   template <class Allocate>
-  void add_backward(TtDeviceBatch* batch, Allocate& allocate) {
+  void assign_backward(TtDeviceBatch* batch, Allocate& allocate) {
     left_grads = allocate(batch->has_left_pairs ? batch->left_floats() : 0);
     right_grads = allocate(batch->has_right_pairs ? batch->right_floats() : 0);
-    partials = allocate(chunk_slots(batch->plan.capacity) * batch->right_stride);
-    left_outer_values = allocate(batch->lefts() * batch->max_outer_floats(&TtShape::left));
-    right_outer_values = allocate(batch->rights() * batch->max_outer_floats(&TtShape::right));
+    partials = allocate(num_chunk_slots(batch->plan.capacity) * batch->right_stride);
+    left_outer_grads = allocate(batch->max_lefts() * batch->max_outer_floats(&TtShape::left));
+    right_outer_grads = allocate(batch->max_rights() * batch->max_outer_floats(&TtShape::right));
     for (TtDeviceTable& table : batch->tables) {
       const TtHalf right = table.shape.right();
       if (!right.is_pair) continue;
@@ -138,28 +140,27 @@ struct TtMemory {
   }
 };
 
-// The arrays of arguments of a pass, and the launches that use them. Refers to `batch`. The
-// constructor builds the arrays on the host; `upload` copies them to the device, and must be called
-// before any other launch.
+// The arrays of arguments of a pass, and its launches. The constructor builds the arrays on the
+// host; `upload` copies them to the device, and must be called before the other launches. No
+// function waits for the device. Refers to `batch`, which must outlive it.
 class TtArrays {
  public:
   TtArrays(const TtDeviceBatch& batch, const TtMemory& memory) : batch_(batch) {
-    const auto tables = static_cast<int64_t>(batch.tables.size());
-    for (int64_t t = 0; t < tables; ++t) {
+    const auto num_tables = static_cast<int64_t>(batch.tables.size());
+    for (int64_t t = 0; t < num_tables; ++t) {
       add_rows(batch.tables[t], memory);
       add_copies(batch.tables[t], t);
       add_left_pair(batch.tables[t], memory, t);
     }
     num_left_pairs_ = size_of(pairs_);
-    for (int64_t t = 0; t < tables; ++t) add_right_pair(batch.tables[t], memory, t);
+    for (int64_t t = 0; t < num_tables; ++t) add_right_pair(batch.tables[t], memory, t);
     args_.plan = batch.plan;
-    args_.right = memory.right_values;
+    args_.right_values = memory.right_values;
     args_.right_stride = batch.right_stride;
     args_.row_stride = batch.row_stride;
   }
 
-  // Add an optimizer step on the rows of a core, before `upload`; first_block of `step` is set
-  // here.
+  // Add an optimizer step on the rows of a core, before `upload`. first_block of `step` is ignored.
   void add_step(MatrixStep step) {
     step.first_block = update_blocks_;
     update_blocks_ += step.gradient.num_blocks();
@@ -170,30 +171,31 @@ class TtArrays {
   static int64_t max_words(const TtDeviceBatch& batch) {
     int64_t bytes = 0;
     for (const TtDeviceTable& table : batch.tables) {
-      bytes += sizeof(TtTableRows) + 2 * sizeof(TtPair) + 2 * sizeof(TtWiden) +
+      bytes += sizeof(TtTableRows) + 2 * sizeof(TtPair) + 2 * sizeof(WidenedCore) +
                4 * sizeof(TtReverse) + table.shape.cores * sizeof(MatrixStep);
     }
     return bytes / static_cast<int64_t>(sizeof(uint64_t));
   }
 
-  // Copy the arrays to `words`, device memory for max_words, and do what `begin` says: fill
-  // gradients with zeros, count the step of an update. The other functions need these addresses.
+  // Copy the arrays to `words`, device memory for max_words, and do the work of `step_start`: fill
+  // gradients with zeros, count the step of an update. Its first_step_word is ignored.
   template <class Launcher>
-  void upload(const Launcher& launcher, uint64_t* words, StepStart begin = {}) {
+  void upload(const Launcher& launcher, uint64_t* words, StepStart step_start = {}) {
     Upload upload;
     const int64_t rows = upload.add(rows_), pairs = upload.add(pairs_), widen = upload.add(widen_),
                   mirror = upload.add(mirror_), mirror_back = upload.add(mirror_back_);
-    begin.first_step_word = upload.add(steps_);
-    upload.start(launcher, words, begin);
+    step_start.first_step_word = upload.add(steps_);
+    upload.start(launcher, words, step_start);
     args_.tables = reinterpret_cast<const TtTableRows*>(words + rows);
     device_pairs_ = reinterpret_cast<const TtPair*>(words + pairs);
-    device_widen_ = reinterpret_cast<const TtWiden*>(words + widen);
+    device_widen_ = reinterpret_cast<const WidenedCore*>(words + widen);
     device_mirror_ = reinterpret_cast<const TtReverse*>(words + mirror);
     device_mirror_back_ = reinterpret_cast<const TtReverse*>(words + mirror_back);
-    device_steps_ = reinterpret_cast<const MatrixStep*>(words + begin.first_step_word);
+    device_steps_ = reinterpret_cast<const MatrixStep*>(words + step_start.first_step_word);
   }
 
-  // Make the values of right halves, and of left pairs where `memory` does not have them.
+  // Write the copies of cores, the values of right halves, and, if memory.new_left_values is not
+  // null, the values of left pairs. `memory` is that of the constructor.
   template <class Launcher>
   void make_values(const Launcher& launcher, const TtMemory& memory) const {
     if (!widen_.empty()) {
@@ -202,35 +204,36 @@ class TtArrays {
                device_widen_, size_of(widen_), widen_rows_, batch_.type);
     }
     if (has_last_cores_) {
-      launch_right_values(launcher, batch_.rights(), args_, batch_.type, memory.right_values);
+      launch_right_values(launcher, batch_.max_rights(), args_, batch_.type, memory.right_values);
     }
     reverse(launcher, device_mirror_, size_of(mirror_), batch_.type);
-    const bool makes_left = memory.new_left_values != nullptr;
-    launch_expand(launcher, batch_.precision, pairs_from(makes_left ? 0 : num_left_pairs_));
+    const int first_pair = memory.new_left_values != nullptr ? 0 : num_left_pairs_;
+    launch_expand(launcher, batch_.precision, pairs_from(first_pair));
   }
 
-  // Make the distinct rows, [capacity, row_stride]; rows and columns that do not exist are not
-  // written.
+  // Write the distinct rows to `rows`, [capacity, row_stride]. Rows and columns that do not exist
+  // are not written.
   template <class Launcher>
   void make_rows(const Launcher& launcher, float* rows) const {
-    launch_tt_rows(launcher, batch_.precision, kernels_, batch_.lefts(), args_, rows);
+    launch_tt_rows(launcher, batch_.precision, kernels_, batch_.max_lefts(), args_, rows);
   }
 
-  // Make the gradients of all cores from the gradients of the rows, [capacity, row_stride]. Of a
-  // core that is in no pair only the rows that the batch uses are written.
+  // Write the gradients of all cores from the gradients of the rows, [capacity, row_stride]. Of a
+  // core that is in no pair, rows that the batch does not use are not written.
   template <class Launcher>
   void make_grads(const Launcher& launcher, const TtMemory& memory, const float* row_grads) const {
-    launch_left_grads(launcher, batch_.precision, kernels_, batch_.lefts(), args_, row_grads);
-    const TtRightGrads right{row_grads, has_row_vectors(row_grads), memory.partials,
-                             memory.right_grads, max_right_tiles_};
-    launch_right_grads(launcher, kernels_.right_vectors && right.has_vectors,
-                       kernels_.right_scalars || !right.has_vectors, batch_.rights(), args_, right);
+    launch_left_grads(launcher, batch_.precision, kernels_, batch_.max_lefts(), args_, row_grads);
+    const RightGradBuffers buffers{row_grads, has_row_vectors(row_grads), memory.partials,
+                                   memory.right_grads, max_right_tiles_};
+    launch_right_grads(launcher, kernels_.right_vectors && buffers.has_vectors,
+                       kernels_.right_scalars || !buffers.has_vectors, batch_.max_rights(), args_,
+                       buffers);
     launch_contract(launcher, batch_.precision, pairs_from(0));
     reverse(launcher, device_mirror_back_, size_of(mirror_back_), Dtype::kFloat);
   }
 
-  // Apply the optimizer to the cores, by the steps of add_step; of `step` only the optimizer and
-  // its hyperparameters are read.
+  // Apply the optimizer to the cores of add_step. Of `step`, only the optimizer and the
+  // hyperparameters are read; they hold for all cores.
   template <class Launcher>
   void update(const Launcher& launcher, const OptimizerStepArgs& step) const {
     launch_update_matrices(launcher, device_steps_, size_of(steps_), update_blocks_, step);
@@ -242,15 +245,16 @@ class TtArrays {
     return static_cast<int>(items.size());
   }
 
-  // Return whether right_grads.cuh may read gradients and left values in vectors: 32 bits must hold
-  // their offsets in units of four floats.
+  // Return whether right_grads.cuh may read row gradients in vectors of four floats: 32 bits must
+  // hold the offsets of row gradients and left values in vectors.
   bool has_row_vectors(const float* row_grads) const {
     constexpr int64_t kMaxFloats = int64_t{1} << 34;
     return batch_.row_stride % 4 == 0 && is_aligned(row_grads, 16) &&
            max_left_floats_ < kMaxFloats && batch_.plan.capacity * batch_.row_stride < kMaxFloats;
   }
 
-  // Return the left halves, and the right pairs, of `table`, number table_index of the batch.
+  // Return the left halves of `table`, table number table_index of the batch, or its right halves,
+  // which must be pairs.
   TtHalves left_halves(const TtDeviceTable& table, int64_t table_index) const {
     const TtPlan& plan = batch_.plan;
     return {table.shape.left(),
@@ -274,7 +278,7 @@ class TtArrays {
             true};
   }
 
-  // Add `table`, number table_index of the batch, to the arrays.
+  // Add to the arrays what `table`, table number table_index of the batch, needs.
   void add_rows(const TtDeviceTable& table, const TtMemory& memory);
   void add_copies(const TtDeviceTable& table, int64_t table_index);
   void add_left_pair(const TtDeviceTable& table, const TtMemory& memory, int64_t table_index);
@@ -288,16 +292,16 @@ class TtArrays {
     pairs_.push_back(pair);
   }
 
-  // Return the pairs from pair `first` on: left pairs come first, then right pairs.
+  // Return the pairs from pair `first` on; right pairs follow the left pairs.
   TtPairs pairs_from(int first) const {
     TtPairs result;
     result.pairs = device_pairs_ + first;
-    result.count = size_of(pairs_) - first;
-    if (result.count > 0) result.first_inner = pairs_[first].first_inner;
+    result.num_pairs = size_of(pairs_) - first;
+    if (result.num_pairs > 0) result.first_inner = pairs_[first].first_inner;
     for (int i = first; i < size_of(pairs_); ++i) {
       const TtHalf& half = pairs_[i].halves.half;
-      result.equal_inner_rows =
-          i == first || result.equal_inner_rows == half.inner_rows ? half.inner_rows : 0;
+      result.inner_rows_per_pair =
+          i == first || result.inner_rows_per_pair == half.inner_rows ? half.inner_rows : 0;
       result.inner_rows += half.inner_rows;
       result.outer_rows += half.outer_rows;
       result.max_width = static_cast<int>(max_of(result.max_width, half.q_inner * half.rank));
@@ -306,13 +310,13 @@ class TtArrays {
     return result;
   }
 
-  // Reverse the axes of the rows of `matrix_count` matrices of dtype `type`.
+  // Reverse the axes of the rows of `num_matrices` matrices of dtype `type`.
   template <class Launcher>
-  void reverse(const Launcher& launcher, const TtReverse* matrices, int matrix_count,
+  void reverse(const Launcher& launcher, const TtReverse* matrices, int num_matrices,
                Dtype type) const {
-    if (matrix_count == 0) return;
+    if (num_matrices == 0) return;
     launcher(reverse_kernel, blocks_for(mirror_rows_, 1, launcher.blocks(2 * kResidentBlocksPerSm)),
-             kRowThreads, matrices, matrix_count, mirror_rows_, type);
+             kRowThreads, matrices, num_matrices, mirror_rows_, type);
   }
 
   const TtDeviceBatch& batch_;
@@ -320,17 +324,17 @@ class TtArrays {
   TtKernels kernels_;
   bool has_last_cores_ = false;
   int num_left_pairs_ = 0, max_right_tiles_ = 0;
-  int64_t max_left_floats_ = 0;  // maximum floats that a TtTableRows::left points to
-  // Totals over all pairs, copies of cores, mirrored cores and optimizer steps.
+  int64_t max_left_floats_ = 0;  // maximum size, in floats, of the array TtTableRows::left
+  // Totals: core rows of pairs, rows of float copies, rows of mirrored cores, blocks of the update.
   int64_t pair_inner_rows_ = 0, pair_outer_rows_ = 0;
   int64_t widen_rows_ = 0, mirror_rows_ = 0, update_blocks_ = 0;
   std::vector<TtTableRows> rows_;
   std::vector<TtPair> pairs_;
-  std::vector<TtWiden> widen_;
-  std::vector<TtReverse> mirror_, mirror_back_;
+  std::vector<WidenedCore> widen_;
+  std::vector<TtReverse> mirror_, mirror_back_;  // cores to mirrored cores; their gradients back
   std::vector<MatrixStep> steps_;
   const TtPair* device_pairs_ = nullptr;
-  const TtWiden* device_widen_ = nullptr;
+  const WidenedCore* device_widen_ = nullptr;
   const TtReverse *device_mirror_ = nullptr, *device_mirror_back_ = nullptr;
   const MatrixStep* device_steps_ = nullptr;
 };
@@ -342,7 +346,7 @@ inline void TtArrays::add_rows(const TtDeviceTable& table, const TtMemory& memor
   rows.left_columns = left.columns();
   rows.right_columns = right.columns();
   rows.rank = left.rank;
-  rows.has_pair = left.is_pair;
+  rows.has_left_pair = left.is_pair;
   rows.first_left = static_cast<int32_t>(table.first_left);
   rows.first_right = static_cast<int32_t>(table.first_right);
   rows.left = left.is_pair ? memory.left_values : table.left[0];
@@ -355,11 +359,11 @@ inline void TtArrays::add_rows(const TtDeviceTable& table, const TtMemory& memor
                      is_aligned(memory.right_values, 16);
   rows_.push_back(rows);
   has_last_cores_ |= !right.is_pair;
-  args_.max_fragments =
-      static_cast<int>(max_of(args_.max_fragments, fragments_of(rows.left_columns)));
-  args_.max_parts = static_cast<int>(max_of(args_.max_parts, (rows.rank + 31) / 32));
+  args_.max_column_groups =
+      static_cast<int>(max_of(args_.max_column_groups, num_column_groups(rows.left_columns)));
+  args_.max_rank_groups = static_cast<int>(max_of(args_.max_rank_groups, (rows.rank + 31) / 32));
   max_right_tiles_ =
-      static_cast<int>(max_of(max_right_tiles_, right_tiles(rows.right_columns, rows.rank)));
+      static_cast<int>(max_of(max_right_tiles_, num_right_tiles(rows.right_columns, rows.rank)));
   max_left_floats_ = max_of(
       max_left_floats_, left.is_pair ? batch_.left_floats() : left.outer_rows * left.value_size());
   (rows.has_mma_rows() ? kernels_.mma_rows : kernels_.plain_rows) = true;
@@ -368,8 +372,8 @@ inline void TtArrays::add_rows(const TtDeviceTable& table, const TtMemory& memor
   (has_right_vectors ? kernels_.right_vectors : kernels_.right_scalars) = true;
 }
 
-// Add the copies of cores: of 16-bit left cores as floats, of the cores of a right pair with their
-// axes reversed, and back from the gradients of these.
+// Add the copies of 16-bit left cores as floats, of the cores of a right pair with reversed axes,
+// and, back again, of the gradients of these cores.
 inline void TtArrays::add_copies(const TtDeviceTable& table, int64_t table_index) {
   const TtHalf left = table.shape.left(), right = table.shape.right();
   const int last = table.shape.cores - 1;
@@ -379,16 +383,16 @@ inline void TtArrays::add_copies(const TtDeviceTable& table, int64_t table_index
     widen_rows_ += rows;
   };
   if (batch_.type != Dtype::kFloat) {
-    // The rows of an outer core are few and spread over all halves of a pair.
+    // All rows of the outer core of a pair are copied: the halves that use a row are no range.
     widen(0, left.outer_rows, left.outer_size(), left.is_pair ? 0 : 1);
     if (left.is_pair) widen(1, left.inner_rows, left.inner_size(), left.outer_rows);
   }
   if (!right.is_pair) return;
-  const auto mirror = [&](int k, int mirrored, int64_t rows, int64_t a, int64_t q, int64_t b) {
-    mirror_.push_back({table.cores[k], table.mirrored[mirrored], mirror_rows_, a, q, b});
+  // Core k, of `rows` rows [a, q, b], has mirrored[i] as its copy.
+  const auto mirror = [&](int k, int i, int64_t rows, int64_t a, int64_t q, int64_t b) {
+    mirror_.push_back({table.cores[k], table.mirrored[i], mirror_rows_, a, q, b});
     if (table.grads[k] != nullptr) {
-      mirror_back_.push_back(
-          {table.mirrored_grads[mirrored], table.grads[k], mirror_rows_, b, q, a});
+      mirror_back_.push_back({table.mirrored_grads[i], table.grads[k], mirror_rows_, b, q, a});
     }
     mirror_rows_ += rows;
   };
@@ -403,7 +407,7 @@ inline void TtArrays::add_left_pair(const TtDeviceTable& table, const TtMemory& 
   pair.halves = left_halves(table, table_index);
   pair.values = memory.new_left_values;
   pair.value_grads = memory.left_grads;
-  pair.outer_values = memory.left_outer_values;
+  pair.outer_grads_by_half = memory.left_outer_grads;
   pair.outer_stride = batch_.max_outer_floats(&TtShape::left);
   pair.outer_grads = table.grads[0];
   pair.inner_grads = table.grads[1];
@@ -417,7 +421,7 @@ inline void TtArrays::add_right_pair(const TtDeviceTable& table, const TtMemory&
   pair.halves = right_halves(table, table_index);
   pair.values = memory.right_values;
   pair.value_grads = memory.right_grads;
-  pair.outer_values = memory.right_outer_values;
+  pair.outer_grads_by_half = memory.right_outer_grads;
   pair.outer_stride = batch_.max_outer_floats(&TtShape::right);
   pair.outer_grads = table.mirrored_grads[0];
   pair.inner_grads = table.mirrored_grads[1];

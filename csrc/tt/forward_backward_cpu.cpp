@@ -1,11 +1,11 @@
 // `tt_rows`, `tt_core_grads` and `tt_update_` on the CPU: compute rows from cores, compute the
 // gradients of cores from the gradients of rows, and update cores.
 //
-// To *expand* a half is to compute its value from its cores. The right halves of a batch are few
-// and are all expanded first; left halves are expanded when they are needed. Only core rows that
-// the batch uses are read, and only these have gradients and are updated. Tables are processed one
-// after another by all threads, or several at once by a thread each (for_tables). All arithmetic is
-// float32, which every `matmul_precision` allows.
+// tt/args.h defines halves, pairs, values and plans. To *expand* a pair is to compute its value
+// from its cores. The right halves of a table are expanded first, all of them; left halves are
+// expanded when they are needed. Core rows that the batch does not use are not read and not
+// updated. Tables are processed one after another by all threads, or several at once by a thread
+// each (for_tables). All arithmetic is float32, which every `matmul_precision` allows.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@
 
 namespace emb {
 
-EMB_SELECT_KERNELS(TtTable, kTtTable, tt_table)
+EMB_SELECT_KERNELS(TtCpuKernels, kTtCpuKernels, tt_kernels)
 EMB_SELECT_KERNELS(UpdateRowsTable, kUpdateRowsTable, tt_update_table)
 
 namespace {
@@ -35,8 +35,8 @@ namespace {
 // Grains of parallel_balanced: in multiplications, and in elements for updates and for reversals.
 constexpr int64_t kTtGrain = 1 << 21;
 constexpr int64_t kUpdateGrain = 1 << 15, kReverseGrain = 1 << 17;
-// The grain of parallel_balanced over whole tables, and the work of a row apart from its product,
-// both in multiplications.
+// Grain of parallel_balanced over whole tables, and work of a row besides its product, both in
+// multiplications.
 constexpr int64_t kTableGrain = 1 << 19, kRowWork = 256;
 // Tables get a thread each only if the work of the largest is at most this many percent of a
 // thread's share (not measured).
@@ -47,43 +47,44 @@ void tt_reverse(const TtReverseArgs& args, int64_t rows) {
   const int64_t size = args.a * args.q * args.b;
   parallel_balanced(
       rows, kReverseGrain, [&](int64_t row) { return row * size; },
-      [&](int64_t begin, int64_t end) { tt_table().reverse(args, begin, end); });
+      [&](int64_t begin, int64_t end) { tt_kernels().reverse(args, begin, end); });
 }
 
-// Float copies of the core rows that a batch uses, for cores stored in 16 bits.
+// Float copies of the core rows of a table that a batch uses, for cores stored in 16 bits.
 struct UsedCores {
-  std::vector<int32_t> rows[kMaxCores];  // the rows of each core that are used, ascending
+  std::vector<int32_t> rows[kMaxCores];  // the used rows of each core, ascending
   Floats values[kMaxCores];              // copies of these rows
-  std::vector<int32_t> lefts, rights;    // ids of the halves in a table of only these rows
+  std::vector<int32_t> lefts, rights;    // ids of the halves in a table of these rows alone
 };
 
-// One table of a batch, and its part of the plan. `plan` points to the table's first left and right
-// half; numbers of rows and halves in it count those of all tables, so first_row, first_left and
-// first_right must be subtracted. For 16-bit cores the table is replaced by a smaller one of
-// float32 copies of the core rows that the batch uses. Halves keep their order, so that all results
-// have the bits of float32 cores of equal values.
+// One table of a batch, and its part of the plan. A table with 16-bit cores is replaced by a
+// smaller one, of float32 copies of the core rows that the batch uses. Halves keep their order, so
+// that results have the bits that float32 cores of equal values would yield.
 struct TtTableBatch {
   TtShape shape;
-  int64_t first_core;  // number of the first core in the list of the cores of all tables
+  int64_t first_core;  // index of the first core in the list of the cores of all tables
+  // Its arrays by half (ids and segments) begin with the table's first left or right half. The rows
+  // and halves that they name are numbered over all tables, from first_row, first_left and
+  // first_right on for this table.
   TtPlan plan;
   int64_t first_row, first_left, first_right;
   int64_t num_rows, num_lefts, num_rights;  // distinct rows and halves of the table
-  int64_t first_left_id, first_right_id;
+  int64_t first_left_id, first_right_id;    // first ids of the table's halves in the plan
   TtHalf left, right;
   // The cores, or the copies in `used`; empty for 16-bit cores of which the batch has no row.
   std::vector<const float*> cores;
   UsedCores used;  // empty for float32 cores
 
-  TtTableBatch(const TtTables& tables, const TtPlan& all, int64_t t)
+  TtTableBatch(const TtTables& tables, const TtPlan& batch_plan, int64_t t)
       : shape(tables.shapes[t]),
         first_core(tables.first_cores[t]),
-        plan(all),
-        first_row(all.row_starts()[t]),
-        first_left(all.left_starts()[t]),
-        first_right(all.right_starts()[t]),
-        num_rows(all.row_starts()[t + 1] - first_row),
-        num_lefts(all.left_starts()[t + 1] - first_left),
-        num_rights(all.right_starts()[t + 1] - first_right),
+        plan(batch_plan),
+        first_row(plan.row_starts()[t]),
+        first_left(plan.left_starts()[t]),
+        first_right(plan.right_starts()[t]),
+        num_rows(plan.row_starts()[t + 1] - first_row),
+        num_lefts(plan.left_starts()[t + 1] - first_left),
+        num_rights(plan.right_starts()[t + 1] - first_right),
         first_left_id(tables.first_lefts[t]),
         first_right_id(tables.first_rights[t]),
         left(shape.left()),
@@ -99,7 +100,7 @@ struct TtTableBatch {
     for (const Tensor& core : tables.cores[t]) cores.push_back(core.const_data_ptr<float>());
   }
 
-  // Return the row of core k of the whole table that is row `row` of cores[k].
+  // Return the row of the table's core k that is row `row` of cores[k].
   int64_t core_row(int64_t k, int64_t row) const {
     return used.rows[k].empty() ? row : used.rows[k][row];
   }
@@ -108,13 +109,14 @@ struct TtTableBatch {
     return {left, cores[0], cores[1], plan.lefts, first_left_id, false};
   }
 
-  // Return the number of multiplications for the left halves [0, u) and their rows.
+  // Return the number of multiplications that expand the left halves [0, u) and compute their rows.
   int64_t cost(int64_t u) const {
     const int64_t per_left = left.is_pair ? left.q_outer * left.inner_size() : 0;
     return u * per_left + (plan.left_segments[u] - first_row) * shape.dim() * left.rank;
   }
 
-  Floats scratch() const { return new_floats(tt_scratch_size(left, shape.dim())); }
+  // Allocate the scratch of one call of a kernel on left halves.
+  Floats new_scratch() const { return new_floats(tt_scratch_size(left, shape.dim())); }
 
  private:
   void widen(const std::vector<Tensor>& narrow, Dtype type);
@@ -146,14 +148,15 @@ void TtTableBatch::widen(const std::vector<Tensor>& narrow, Dtype type) {
   first_left_id = first_right_id = 0;
 }
 
-// The right halves of a table of a batch, expanded. Refers to `batch`, which must outlive it.
-struct TtRights {
-  std::optional<PairRows> rows;           // of a pair: the core rows that are used
-  Floats mirrored_outer, mirrored_inner;  // these rows with their axes reversed
-  Floats values;                          // [V][columns, rank]
-  TtHalfCores cores;
+// The values of the right halves of a table of a batch. Refers to `batch`, which must outlive it.
+struct TtRightHalves {
+  // For pairs: the core rows that the batch uses, and these rows with their axes reversed.
+  std::optional<PairRows> pair_rows;
+  Floats mirrored_outer, mirrored_inner;
+  Floats values;      // [V][columns, rank]
+  TtHalfCores cores;  // for pairs: of the mirrored rows
 
-  explicit TtRights(const TtTableBatch& batch)
+  explicit TtRightHalves(const TtTableBatch& batch)
       : values(new_floats(batch.num_rights * batch.right.value_size())),
         cores{batch.right, nullptr, nullptr, batch.plan.rights, batch.first_right_id, true} {
     const TtHalf& half = batch.right;
@@ -169,89 +172,92 @@ struct TtRights {
                  batch.num_rights);
       return;
     }
-    rows.emplace(cores, batch.num_rights);
-    mirrored_outer = new_floats(rows->num_outer() * half.outer_size());
-    mirrored_inner = new_floats(rows->num_inner() * half.inner_size());
+    pair_rows.emplace(cores, batch.num_rights);
+    mirrored_outer = new_floats(pair_rows->num_outer() * half.outer_size());
+    mirrored_inner = new_floats(pair_rows->num_inner() * half.inner_size());
     tt_reverse({.from = batch.cores[last],
                 .to = mirrored_outer.get(),
-                .ids = rows->outer.data(),
+                .ids = pair_rows->outer_rows.data(),
                 .a = half.inner_rank,
                 .q = half.q_outer,
                 .b = 1},
-               rows->num_outer());
+               pair_rows->num_outer());
     tt_reverse({.from = batch.cores[last - 1],
                 .to = mirrored_inner.get(),
-                .ids = rows->inner.data(),
+                .ids = pair_rows->inner_rows.data(),
                 .a = half.rank,
                 .q = half.q_inner,
                 .b = half.inner_rank},
-               rows->num_inner());
+               pair_rows->num_inner());
     cores.outer = mirrored_outer.get();
     cores.inner = mirrored_inner.get();
-    cores.outer_positions = rows->outer_positions.data();
-    cores.inner_positions = rows->inner_positions.data();
+    cores.outer_positions = pair_rows->outer_positions.data();
+    cores.inner_positions = pair_rows->inner_positions.data();
     const int64_t per_half = half.q_outer * half.inner_size();
     parallel_balanced(
         batch.num_rights, kTtGrain, [&](int64_t v) { return v * per_half; },
         [&](int64_t begin, int64_t end) {
           const Floats scratch = new_floats(tt_scratch_size(half, batch.shape.dim()));
-          tt_table().expand(cores, values.get() + begin * half.value_size(), scratch.get(), begin,
-                            end);
+          tt_kernels().expand(cores, values.get() + begin * half.value_size(), scratch.get(), begin,
+                              end);
         });
   }
 };
 
-// The output of `tt_rows`: the rows of all tables, and the values of their first left halves.
-struct TtRowsOutput {
-  float *rows, *saved;  // [capacity][stride], [num_saved][value_stride]
-  int64_t stride, num_saved, value_stride;
+// The values of the first left halves of a table, in a tensor `left_values`, [number, value_size],
+// for the first left halves of all tables. The values of a table follow each other without gaps,
+// also if those of another table are larger.
+struct LeftValues {
+  float* values = nullptr;  // null if there are none
+  int64_t num_values;       // 0 if the left halves are no pairs
 
-  // Return where the values of a table are saved, one after the other without gaps, and how many
-  // are.
-  float* saved_of(const TtTableBatch& batch) const {
-    return saved + batch.first_left * value_stride;
-  }
-  int64_t num_saved_of(const TtTableBatch& batch) const {
-    return std::clamp<int64_t>(num_saved - batch.first_left, 0, batch.num_lefts);
+  LeftValues(const Tensor& left_values, const TtTableBatch& batch)
+      : num_values(batch.left.is_pair ? std::clamp<int64_t>(left_values.size(0) - batch.first_left,
+                                                            0, batch.num_lefts)
+                                      : 0) {
+    if (num_values == 0) return;
+    values = const_cast<float*>(left_values.const_data_ptr<float>()) +
+             batch.first_left * left_values.size(1);
   }
 };
 
-// Write the distinct rows of one table, in parallel; each left half is expanded once.
-void make_rows(const TtTableBatch& batch, const TtRowsOutput& out) {
-  const TtHalf &left = batch.left, &right = batch.right;
-  const TtRights rights(batch);
-  const int64_t num_saved = left.is_pair ? out.num_saved_of(batch) : 0;
+// Write the distinct rows of one table to `rows`, [M][row_stride] of all tables, and its left
+// values to `left_values`, as many as there is room for. Runs in parallel; each left half is
+// expanded once.
+void make_rows(const TtTableBatch& batch, const LeftValues& left_values, float* rows,
+               int64_t row_stride) {
+  const TtHalf& right = batch.right;
+  const TtRightHalves rights(batch);
   TtRowsArgs args{.left = batch.left_cores(),
                   .right_columns = right.columns(),
-                  .right = rights.values.get(),
-                  .right_natural = {.unsaved = batch.cores.back(),
-                                    .ids = batch.plan.rights,
-                                    .first_id = batch.first_right_id,
-                                    .size = right.value_size()},
+                  .right_values = rights.values.get(),
+                  .transposed_right_values = {.unsaved_values = batch.cores.back(),
+                                              .ids = batch.plan.rights,
+                                              .first_id = batch.first_right_id,
+                                              .size = right.value_size()},
                   .left_segments = batch.plan.left_segments,
                   .row_rights = batch.plan.row_rights,
                   .first_right = batch.first_right,
-                  .saved = num_saved > 0 ? out.saved_of(batch) : nullptr,
-                  .num_saved = num_saved,
-                  .rows = out.rows,
-                  .row_stride = out.stride};
-  Floats natural;
-  if (right.is_pair && args.lanes_along_right()) {
-    natural = new_floats(batch.num_rights * right.value_size());
+                  .left_values = left_values.values,
+                  .num_left_values = left_values.num_values,
+                  .rows = rows,
+                  .row_stride = row_stride};
+  Floats transposed;
+  if (right.is_pair && args.has_lanes_along_right()) {
+    transposed = new_floats(batch.num_rights * right.value_size());
     tt_reverse({.from = rights.values.get(),
-                .to = natural.get(),
+                .to = transposed.get(),
                 .a = right.columns(),
                 .q = 1,
                 .b = right.rank},
                batch.num_rights);
-    args.right_natural = {
-        .saved = natural.get(), .num_saved = batch.num_rights, .size = right.value_size()};
+    args.transposed_right_values = {.unsaved_values = transposed.get(), .size = right.value_size()};
   }
   parallel_balanced(
       batch.num_lefts, kTtGrain, [&](int64_t u) { return batch.cost(u); },
       [&](int64_t begin, int64_t end) {
-        const Floats scratch = batch.scratch();
-        tt_table().rows(args, scratch.get(), begin, end);
+        const Floats scratch = batch.new_scratch();
+        tt_kernels().rows(args, scratch.get(), begin, end);
       });
 }
 
@@ -265,25 +271,26 @@ std::vector<TtTableBatch> used_tables(const TtTables& tables, const TtPlan& plan
   return used;
 }
 
-// Call body(table, is_alone) for each table: for several tables at once, on one thread each
-// (is_alone), if that keeps all threads busy; otherwise for one table after another, each on all
-// threads. With a single thread is_alone is true.
+// Call body(table, is_single_threaded) for each table: for several tables at once, on one thread
+// each, if that keeps all threads busy; otherwise for one table after another, each on all threads.
+// is_single_threaded says that the table has one thread, also because there is only one.
 template <class Body>
 void for_tables(const std::vector<TtTableBatch>& tables, const Body& body) {
-  std::vector<int64_t> work = {0};  // of the tables before each, in multiplications
+  // Work of all tables before each table, in multiplications.
+  std::vector<int64_t> work_before = {0};
   int64_t max_work = 0;
   for (const TtTableBatch& table : tables) {
     const int64_t table_work = table.cost(table.num_lefts) + kRowWork * table.num_rows;
-    work.push_back(work.back() + table_work);
+    work_before.push_back(work_before.back() + table_work);
     max_work = std::max(max_work, table_work);
   }
   const auto count = static_cast<int64_t>(tables.size());
-  if (100 * max_work * num_threads() > kMaxSharePercent * work.back()) {
+  if (100 * max_work * num_threads() > kMaxSharePercent * work_before.back()) {
     for (const TtTableBatch& table : tables) body(table, num_threads() == 1);
     return;
   }
   parallel_balanced(
-      count, kTableGrain, [&](int64_t t) { return work[t]; },
+      count, kTableGrain, [&](int64_t t) { return work_before[t]; },
       [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) body(tables[t], true);
       });
@@ -292,20 +299,21 @@ void for_tables(const std::vector<TtTableBatch>& tables, const Body& body) {
 }  // namespace
 
 // The contract is in tt/entries.h.
-void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& prefixes, float* rows) {
-  const TtRowsOutput out{rows, prefixes.mutable_data_ptr<float>(), tables.dim, prefixes.size(0),
-                         tables.value_size};
-  for_tables(used_tables(tables, plan),
-             [&](const TtTableBatch& batch, bool) { make_rows(batch, out); });
+void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& left_values,
+                  float* rows) {
+  for_tables(used_tables(tables, plan), [&](const TtTableBatch& batch, bool) {
+    make_rows(batch, LeftValues(left_values, batch), rows, tables.dim);
+  });
 }
 
 namespace {
 
 // Return the distinct rows of all tables in key order, float32 [L, dim of the widest table], and
-// the values of the first num_saved left halves, float32 [num_saved, value_size]. Rows after the
-// last one, columns beyond the dim of a table, and values of halves that are no pair or do not
-// exist are unspecified. `plan_tensors` must be the result of tt_plan, and their contents are
-// checked; the lists are the arguments of TtTables.
+// the left values, those of the first `num_saved` left halves, float32 [num_saved, value_size].
+// Rows after the last one, columns beyond the dim of a table, and values of halves that are no pair
+// or do not exist are unspecified. The left values serve tt_core_grads and tt_update_ alone: see
+// LeftValues. `plan_tensors` must be the result of tt_plan; their contents are checked. The lists
+// are the arguments of TtTables.
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
                                    std::vector<int64_t> row_factors,
                                    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
@@ -317,52 +325,54 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   check_plan_contents(op, plan, tables);
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
   Tensor rows = allocate_output(cores[0], {plan.capacity, tables.dim}, ScalarType::Float);
-  const Tensor prefixes =
+  const Tensor left_values =
       allocate_output(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
-  tt_make_rows(tables, plan, prefixes, rows.mutable_data_ptr<float>());
-  return {rows, prefixes};
+  tt_make_rows(tables, plan, left_values, rows.mutable_data_ptr<float>());
+  return {rows, left_values};
 }
 
-// The backward pass. The left halves of pairs are processed in waves, so that the memory for values
-// that are expanded again does not grow with the batch: first those whose values the forward pass
-// saved, then the others, whose values the wave expands again. A wave has two parallel regions. The
-// first computes the gradient of every inner row of the wave, and one gradient of an outer row per
-// half. The second adds the wave's contributions to the gradients of right halves and of outer
-// rows. In an update, if no inner row has more halves than a wave, the optimizer runs inside the
-// first region, on inner rows whose gradients are complete: no other half reads these rows. Each
-// sum is computed by one thread in a fixed order, whatever the number of threads and the size of
-// the waves.
+// The backward pass. The left halves of pairs are processed in waves, first those whose values the
+// forward pass saved, then the others. A wave expands values that were not saved again, so that the
+// memory for them does not grow with the batch. A wave has two parallel regions. The first computes
+// the gradients of inner rows, and one gradient of an outer row per half. The second adds the
+// wave's contributions to the gradients of right halves and of outer rows. In an update, if no
+// inner row has more halves than a wave, the optimizer runs inside the first region, on inner rows
+// whose gradients are complete: no other half reads these rows. One thread computes a sum, in an
+// order that depends neither on the number of threads nor on the size of the waves.
 
-// Floats of left values in a wave that expands them again, if all threads run the wave, and if one
-// thread runs it alone. A thread alone does not wait for others between waves, so its waves can be
-// small enough for its second-level cache.
-constexpr int64_t kWaveFloats = 1 << 20, kWaveFloatsAlone = 1 << 18;
+// Floats of left values in a wave that expands them, if all threads run the wave, and if a single
+// thread runs it. A single thread does not wait for others between waves, so its waves can be small
+// enough for its second-level cache.
+constexpr int64_t kWaveFloats = 1 << 20, kSingleThreadWaveFloats = 1 << 18;
 constexpr int64_t kMinWave = 4 * kTtBlock;  // minimum number of left halves in a wave
 
-// The halves [begin, end) sorted by outer row, to sum their `outer_values`, [halves, size], into
-// the gradients of the outer rows of the batch, `grads` [outer rows, size].
+// The halves [begin, end) of `rows`, sorted by outer row, to add their gradients of outer rows,
+// `outer_grads_by_half`, [end - begin][size], to those of the batch, `grads`, [outer rows][size].
+// Refers to both arrays, which must outlive it.
 class OuterRowSums {
  public:
   OuterRowSums(const PairRows& rows, int64_t size, int64_t begin, int64_t end,
-               const float* outer_values, float* grads)
-      : num_rows_(rows.num_outer()), starts_(num_rows_ + 1, 0), members_(end - begin) {
+               const float* outer_grads_by_half, float* grads)
+      : num_rows_(rows.num_outer()), starts_(num_rows_ + 1, 0), halves_(end - begin) {
     const std::vector<int32_t>& row_of_half = rows.outer_positions;
     for (int64_t u = begin; u < end; ++u) ++starts_[row_of_half[u] + 1];
     for (int64_t i = 0; i < num_rows_; ++i) starts_[i + 1] += starts_[i];
-    std::vector<int32_t> cursor(starts_.begin(), starts_.end() - 1);
+    std::vector<int32_t> cursors(starts_.begin(), starts_.end() - 1);
     for (int64_t u = begin; u < end; ++u) {
-      members_[cursor[row_of_half[u]]++] = static_cast<int32_t>(u - begin);
+      halves_[cursors[row_of_half[u]]++] = static_cast<int32_t>(u - begin);
     }
-    args_ = {outer_values, size, starts_.data(), members_.data(), grads};
+    args_ = {outer_grads_by_half, size, starts_.data(), halves_.data(), grads};
   }
 
   int64_t num_rows() const { return num_rows_; }
+  // Return the additions for the outer rows [0, row), and `size` per row for its own work.
   int64_t cost(int64_t row) const { return (row + starts_[row]) * args_.size; }
-  void run(int64_t begin, int64_t end) const { tt_table().sum_outer(args_, begin, end); }
+  // Add the gradients of the outer rows [begin, end).
+  void run(int64_t begin, int64_t end) const { tt_kernels().sum_outer(args_, begin, end); }
 
  private:
   int64_t num_rows_;
-  std::vector<int32_t> starts_, members_;
+  std::vector<int32_t> starts_, halves_;
   TtOuterSumArgs args_;
 };
 
@@ -395,28 +405,29 @@ struct CoreGrads {
 // The backward pass of one table of a batch: call compute_left_half, then compute_right_half.
 class TtTableBackward {
  public:
-  // `saved` has the values of the first `num_saved` left halves of the table; `row_grads` has the
-  // gradients of the rows of all tables, `stride` floats each. `is_alone`: run on this thread only,
-  // because other threads process other tables. Refers to all arguments.
-  TtTableBackward(const TtTableBatch& batch, const TtRights& rights, const float* saved,
-                  int64_t num_saved, const float* row_grads, int64_t stride, bool is_alone)
+  // `row_grads`, [M][row_stride], has the gradients of the rows of all tables.
+  // `is_single_threaded`: run on this thread alone (see for_tables). `batch`, `rights` and
+  // `row_grads` must outlive it.
+  TtTableBackward(const TtTableBatch& batch, const TtRightHalves& rights,
+                  const LeftValues& left_values, const float* row_grads, int64_t row_stride,
+                  bool is_single_threaded)
       : batch_(batch),
         rights_(rights),
         row_grads_(row_grads),
-        stride_(stride),
-        is_alone_(is_alone),
-        rows_done_(batch.first_row),
+        row_stride_(row_stride),
+        is_single_threaded_(is_single_threaded),
+        added_rows_end_(batch.first_row),
         right_grads_(new_floats(batch.num_rights * batch.right.value_size())),
         cursors_(batch.plan.right_segments, batch.plan.right_segments + batch.num_rights),
-        left_{.saved = saved,
-              .num_saved = batch.left.is_pair ? num_saved : 0,
-              .ids = batch.plan.lefts,
-              .first_id = batch.first_left_id,
-              .size = batch.left.value_size()} {}
+        left_values_{.saved_values = left_values.values,
+                     .num_saved = left_values.num_values,
+                     .ids = batch.plan.lefts,
+                     .first_id = batch.first_left_id,
+                     .size = batch.left.value_size()} {}
 
   // Compute the gradients of the core or cores of the left half, and the gradients of the values of
-  // right halves. `inner` is not touched if the half is no pair. If `step` is not null, the inner
-  // core may be updated at once; `inner` then gets no rows.
+  // right halves. `inner` is not touched if the half is no pair. If `step`, a step of the inner
+  // core, is not null, that core may be updated here; `inner` then gets no rows.
   void compute_left_half(CoreGrads* outer, CoreGrads* inner, const CoreStep* step) {
     const TtHalf& left = batch_.left;
     const int64_t lefts = batch_.num_lefts;
@@ -424,54 +435,56 @@ class TtTableBackward {
     if (!left.is_pair) {
       outer->rows = core_rows(batch_.plan.lefts, lefts, batch_.first_left_id);
       outer->values = new_floats(lefts * outer->width);
-      left_.unsaved = batch_.cores[0];
+      left_values_.unsaved_values = batch_.cores[0];
       add_left_grads({nullptr, nullptr, outer->values.get(), 0}, 0, lefts);
       return add_right_grads(lefts, nullptr);
     }
-    left_.ids = nullptr;
+    left_values_.ids = nullptr;
     const PairRows rows(batch_.left_cores(), lefts);
-    outer->rows = rows.outer;
+    outer->rows = rows.outer_rows;
     outer->values = new_floats(rows.num_outer() * outer->width);
     std::fill_n(outer->values.get(), rows.num_outer() * outer->width, 0.0f);
     inner->width = left.inner_size();
-    const int64_t num_saved = left_.num_saved;
-    const int64_t max_wave = (is_alone_ ? kWaveFloatsAlone : kWaveFloats) / left_.size;  // halves
+    const int64_t num_saved = left_values_.num_saved;
+    const int64_t max_wave = (is_single_threaded_ ? kSingleThreadWaveFloats : kWaveFloats) /
+                             left_values_.size;  // halves
     const int64_t wave = std::max(std::min(max_wave, lefts), kMinWave);
-    // Saved values need no scratch, so that several threads process them all in one wave.
-    const int64_t saved_wave = is_alone_ ? wave : std::max(wave, num_saved);
+    // Saved values need no buffer, so that several threads process all of them in one wave.
+    const int64_t saved_wave = is_single_threaded_ ? wave : std::max(wave, num_saved);
     // If no inner row has more halves than a wave, waves end with an inner row. Then the gradient
     // of every inner row is complete within a wave, and the step is applied there.
-    const bool is_stepped = step != nullptr && rows.max_halves_of_inner() <= wave;
+    const bool steps_in_waves = step != nullptr && rows.max_halves_per_inner_row() <= wave;
     const auto wave_end = [&](int64_t max_end) {
-      return is_stepped ? rows.first_of_inner(max_end) : max_end;
+      return steps_in_waves ? rows.first_half_of_inner_row(max_end) : max_end;
     };
-    if (is_stepped) {
+    if (steps_in_waves) {
       step_ = step;
-      for (const int32_t row : rows.inner) {
+      for (const int32_t row : rows.inner_rows) {
         step_rows_.push_back(static_cast<int32_t>(batch_.core_row(1, row)));
       }
     } else {
-      inner->rows = rows.inner;
+      inner->rows = rows.inner_rows;
       inner->values = new_floats(rows.num_inner() * inner->width);
     }
     const int64_t saved_end = wave_end(num_saved);
-    recomputed_ = new_floats(num_saved < lefts ? wave * left_.size : 0);
-    const Floats outer_values = new_floats(saved_wave * left.outer_size());
-    left_.unsaved = recomputed_.get();
+    expanded_ = new_floats(num_saved < lefts ? wave * left_values_.size : 0);
+    const Floats outer_grads_by_half = new_floats(saved_wave * left.outer_size());
+    left_values_.unsaved_values = expanded_.get();
     for (int64_t begin = 0, end; begin < lefts; begin = end) {
       end = wave_end(begin < saved_end ? std::min(begin + saved_wave, saved_end)
                                        : std::min(begin + wave, lefts));
-      left_.first_unsaved = begin;
-      add_left_grads({inner->values.get(), rows.inner_positions.data(), outer_values.get(), begin},
-                     begin, end);
-      const OuterRowSums sums(rows, outer->width, begin, end, outer_values.get(),
+      left_values_.first_unsaved = begin;
+      add_left_grads(
+          {inner->values.get(), rows.inner_positions.data(), outer_grads_by_half.get(), begin},
+          begin, end);
+      const OuterRowSums sums(rows, outer->width, begin, end, outer_grads_by_half.get(),
                               outer->values.get());
       add_right_grads(end, &sums);
     }
   }
 
-  // Compute the gradients of the core or cores of the right half. `inner_core` is not touched if
-  // the half is no pair.
+  // Compute the gradients of the core or cores of the right half, after compute_left_half.
+  // `inner_core` is not touched if the half is no pair.
   void compute_right_half(CoreGrads* outer_core, CoreGrads* inner_core) const {
     const TtHalf& half = batch_.right;
     outer_core->width = half.outer_size();
@@ -485,32 +498,32 @@ class TtTableBackward {
                          .b = 1},
                         batch_.num_rights);
     }
-    const PairRows& rows = *rights_.rows;
+    const PairRows& rows = *rights_.pair_rows;
     const int64_t num_outer = rows.num_outer(), num_inner = rows.num_inner();
     const Floats outer = new_floats(num_outer * half.outer_size());
     const Floats inner = new_floats(num_inner * half.inner_size());
-    const Floats outer_values = new_floats(batch_.num_rights * half.outer_size());
+    const Floats outer_grads_by_half = new_floats(batch_.num_rights * half.outer_size());
     std::fill_n(outer.get(), num_outer * half.outer_size(), 0.0f);
-    const std::vector<int64_t> groups = inner_groups(rights_.cores, 0, batch_.num_rights);
-    const TtHalfGrads grads{inner.get(), rows.inner_positions.data(), outer_values.get(), 0};
+    const std::vector<int64_t> groups = inner_row_groups(rights_.cores, 0, batch_.num_rights);
+    const TtHalfGrads grads{inner.get(), rows.inner_positions.data(), outer_grads_by_half.get(), 0};
     const int64_t per_half = 2 * half.q_outer * half.inner_size();
     parallel_balanced(
         static_cast<int64_t>(groups.size()) - 1, kTtGrain,
         [&](int64_t i) { return groups[i] * per_half; },
         [&](int64_t begin, int64_t end) {
           const Floats scratch = new_floats(tt_scratch_size(half, batch_.shape.dim()));
-          tt_table().contract(rights_.cores, grads,
-                              right_grads_.get() + groups[begin] * half.value_size(), scratch.get(),
-                              groups[begin], groups[end]);
+          tt_kernels().contract(rights_.cores, grads,
+                                right_grads_.get() + groups[begin] * half.value_size(),
+                                scratch.get(), groups[begin], groups[end]);
         });
-    const OuterRowSums sums(rows, half.outer_size(), 0, batch_.num_rights, outer_values.get(),
-                            outer.get());
+    const OuterRowSums sums(rows, half.outer_size(), 0, batch_.num_rights,
+                            outer_grads_by_half.get(), outer.get());
     parallel_balanced(
         sums.num_rows(), kTtGrain, [&](int64_t row) { return sums.cost(row); },
         [&](int64_t begin, int64_t end) { sums.run(begin, end); });
-    outer_core->rows = rows.outer;
+    outer_core->rows = rows.outer_rows;
     outer_core->values = new_floats(num_outer * outer_core->width);
-    inner_core->rows = rows.inner;
+    inner_core->rows = rows.inner_rows;
     inner_core->width = half.inner_size();
     inner_core->values = new_floats(num_inner * inner_core->width);
     tt_reverse({.from = outer.get(),
@@ -528,59 +541,59 @@ class TtTableBackward {
   }
 
  private:
-  // Compute the gradients of the inner core, and the gradients of outer rows per half, for left
-  // halves [begin, end).
+  // Compute the gradients of the inner core, or apply step_ to it, and the gradients of outer rows
+  // per half, for left halves [begin, end), which are a wave. Expand the values that are not saved.
   void add_left_grads(const TtHalfGrads& grads, int64_t begin, int64_t end) {
     const TtLeftGradsArgs args{.left = batch_.left_cores(),
                                .right_columns = batch_.right.columns(),
-                               .right = rights_.values.get(),
+                               .right_values = rights_.values.get(),
                                .left_segments = batch_.plan.left_segments,
                                .row_rights = batch_.plan.row_rights,
                                .first_right = batch_.first_right,
                                .row_grads = row_grads_,
-                               .row_stride = stride_,
+                               .row_stride = row_stride_,
                                .grads = grads};
     std::vector<int64_t> groups;
     if (batch_.left.is_pair) {
-      groups = inner_groups(args.left, begin, end);
+      groups = inner_row_groups(args.left, begin, end);
     } else {
       for (int64_t u = begin; u <= end; ++u) groups.push_back(u);
     }
-    const int64_t base = batch_.cost(begin);
+    const int64_t cost_before = batch_.cost(begin);
     parallel_balanced(
         static_cast<int64_t>(groups.size()) - 1, kTtGrain,
-        [&](int64_t i) { return batch_.cost(groups[i]) - base; },
+        [&](int64_t i) { return batch_.cost(groups[i]) - cost_before; },
         [&](int64_t first, int64_t last) {
-          const Floats scratch = batch_.scratch();
+          const Floats scratch = batch_.new_scratch();
           const int64_t from = groups[first], to = groups[last];
-          const int64_t unsaved = std::max(from, left_.num_saved);
-          if (batch_.left.is_pair && unsaved < to) {
-            float* values = recomputed_.get() + (unsaved - begin) * left_.size;
-            tt_table().expand(args.left, values, scratch.get(), unsaved, to);
+          const int64_t first_unsaved = std::max(from, left_values_.num_saved);
+          if (batch_.left.is_pair && first_unsaved < to) {
+            float* values = expanded_.get() + (first_unsaved - begin) * left_values_.size;
+            tt_kernels().expand(args.left, values, scratch.get(), first_unsaved, to);
           }
-          if (step_ == nullptr) return tt_table().left_grads(args, scratch.get(), from, to);
+          if (step_ == nullptr) return tt_kernels().left_grads(args, scratch.get(), from, to);
           const int64_t width = batch_.left.inner_size();
-          const int64_t capacity = std::max<int64_t>(kStepFloats / width, 1);
-          const Floats inner = new_floats((capacity + kMatrixScratchRows) * width);
-          TtLeftGradsArgs stepping = args;
-          stepping.grads.inner = inner.get();
-          stepping.step = {step_->update, step_->args(nullptr, width, step_rows_.data()), capacity,
-                           inner.get() + capacity * width};
-          tt_table().left_grads(stepping, scratch.get(), from, to);
+          const int64_t max_rows = std::max<int64_t>(kStepFloats / width, 1);
+          const Floats inner_grads = new_floats((max_rows + kMatrixScratchRows) * width);
+          TtLeftGradsArgs step_args = args;
+          step_args.grads.inner_grads = inner_grads.get();
+          step_args.step = {step_->update, step_->args(nullptr, width, step_rows_.data()), max_rows,
+                            inner_grads.get() + max_rows * width};
+          tt_kernels().left_grads(step_args, scratch.get(), from, to);
         });
   }
 
-  // Add the rows of left halves below `end`, except rows that an earlier call added, to the
-  // gradients of right halves. Also run `sums`, if it is not null, in the same parallel region. If
-  // is_alone_, this thread takes the rows in their order.
+  // Add the rows of the left halves below `end` to the gradients of right halves, except rows that
+  // an earlier call added. Also run `sums`, if it is not null, in the same parallel region. If
+  // is_single_threaded_, take the rows in their order: see right_grads_by_row.
   void add_right_grads(int64_t end, const OuterRowSums* sums) {
     const TtPlan& plan = batch_.plan;
-    const TtRightGradsArgs args{.left = left_,
+    const TtRightGradsArgs args{.left_values = left_values_,
                                 .left_columns = batch_.left.columns(),
                                 .right_columns = batch_.right.columns(),
                                 .rank = batch_.left.rank,
-                                .segments = plan.right_segments,
-                                .rows = plan.right_rows,
+                                .right_segments = plan.right_segments,
+                                .right_rows = plan.right_rows,
                                 .row_lefts = plan.row_lefts,
                                 .row_rights = plan.row_rights,
                                 .first_left = batch_.first_left,
@@ -588,12 +601,12 @@ class TtTableBackward {
                                 .cursors = cursors_.data(),
                                 .row_end = plan.left_segments[end],
                                 .row_grads = row_grads_,
-                                .row_stride = stride_,
+                                .row_stride = row_stride_,
                                 .grads = right_grads_.get()};
     const int64_t rights = batch_.num_rights, outer_rows = sums != nullptr ? sums->num_rows() : 0;
-    if (is_alone_) {
-      tt_table().right_grads_by_row(args, rows_done_, args.row_end);
-      rows_done_ = args.row_end;
+    if (is_single_threaded_) {
+      tt_kernels().right_grads_by_row(args, added_rows_end_, args.row_end);
+      added_rows_end_ = args.row_end;
       if (sums != nullptr) sums->run(0, outer_rows);
       return;
     }
@@ -604,53 +617,50 @@ class TtTableBackward {
              (i > rights ? sums->cost(i - rights) : 0);
     };
     parallel_balanced(rights + outer_rows, kTtGrain, cost, [&](int64_t first, int64_t last) {
-      if (first < rights) tt_table().right_grads(args, first, std::min(last, rights));
+      if (first < rights) tt_kernels().right_grads(args, first, std::min(last, rights));
       if (last > rights) sums->run(std::max(first, rights) - rights, last - rights);
     });
   }
 
   const TtTableBatch& batch_;
-  const TtRights& rights_;
+  const TtRightHalves& rights_;
   const float* row_grads_;
-  int64_t stride_;
-  bool is_alone_;      // on one thread
-  int64_t rows_done_;  // rows that add_right_grads has added, if is_alone_
+  int64_t row_stride_;
+  bool is_single_threaded_;
+  int64_t added_rows_end_;  // if is_single_threaded_: end of the rows that add_right_grads added
   Floats right_grads_;
-  Floats recomputed_;               // values of left halves that the forward pass did not save
-  const CoreStep* step_ = nullptr;  // the step of the inner core, if it is updated at once
-  std::vector<int32_t> step_rows_;  // row of the inner core at each position
-  std::vector<int32_t> cursors_;
-  TtValues left_;
+  Floats expanded_;                 // values of the left halves of a wave that were not saved
+  const CoreStep* step_ = nullptr;  // the step of the inner core, if waves apply it
+  std::vector<int32_t> step_rows_;  // row of the inner core at each position, for step_
+  std::vector<int32_t> cursors_;    // TtRightGradsArgs::cursors
+  TtValues left_values_;
 };
 
 // The checked arguments of an op that computes the gradients of cores.
 struct GradInputs {
   const TtTables& tables;
   TtPlan plan;
-  const Tensor& prefixes;
-  const Tensor gradient;  // row_grads, contiguous
+  const Tensor& left_values;
+  const Tensor row_grads;  // contiguous
 
-  GradInputs(const char* op, const TtTables& all, const std::vector<Tensor>& plan_tensors,
-             const Tensor& prefixes_in, const Tensor& row_grads)
-      : tables(all),
+  GradInputs(const char* op, const TtTables& op_tables, const std::vector<Tensor>& plan_tensors,
+             const Tensor& op_left_values, const Tensor& op_row_grads)
+      : tables(op_tables),
         plan(tt_plan_of(op, plan_tensors, tables.size())),
-        prefixes(prefixes_in),
-        gradient(torch::stable::contiguous(row_grads)) {
+        left_values(op_left_values),
+        row_grads(torch::stable::contiguous(op_row_grads)) {
     check_plan_contents(op, plan, tables);
-    check_core_grad_inputs(op, tables, plan.row_starts()[tables.size()], prefixes, row_grads);
+    check_core_grad_inputs(op, tables, plan.row_starts()[tables.size()], left_values, row_grads);
   }
 
   // Return the gradients of the cores of a table that has rows in the batch. If `inner_step`, the
-  // step of the second core, is not null, that core may have been updated already: then it has no
-  // gradients here.
+  // step of the second core, is not null, this function may apply it; the second core then has no
+  // rows in the result.
   std::vector<CoreGrads> grads_of(const TtTableBatch& batch, const CoreStep* inner_step,
-                                  bool is_alone) const {
-    const TtRights rights(batch);
-    const TtRowsOutput saved{nullptr, const_cast<float*>(prefixes.const_data_ptr<float>()), 0,
-                             prefixes.size(0), tables.value_size};
-    const int64_t num_saved = saved.num_saved_of(batch);
-    TtTableBackward backward(batch, rights, num_saved > 0 ? saved.saved_of(batch) : nullptr,
-                             num_saved, gradient.const_data_ptr<float>(), tables.dim, is_alone);
+                                  bool is_single_threaded) const {
+    const TtRightHalves rights(batch);
+    TtTableBackward backward(batch, rights, LeftValues(left_values, batch),
+                             row_grads.const_data_ptr<float>(), tables.dim, is_single_threaded);
     std::vector<CoreGrads> grads(batch.shape.cores);
     const size_t last = grads.size() - 1;
     backward.compute_left_half(&grads[0], &grads[1], inner_step);
@@ -663,24 +673,26 @@ struct GradInputs {
 };
 
 // Return the gradients of all cores, float32 of the cores' shapes, zeros for rows that the batch
-// does not use. `prefixes` are the values that tt_rows saved for this batch, `row_grads` is float32
-// [rows or more, dim], the gradient of the rows that tt_rows returned.
+// does not use. `left_values` must be what tt_rows returned for this batch and these cores, with
+// any num_saved; values are not checked. `row_grads`, float32 [distinct rows or more, dim of the
+// widest table], is the gradient of the rows of tt_rows. The lists are the arguments of TtTables.
 std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
-                                  const Tensor& prefixes, const Tensor& row_grads,
+                                  const Tensor& left_values, const Tensor& row_grads,
                                   std::vector<int64_t> row_factors,
                                   std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
                                   int64_t matmul_precision) {
   const char* op = "tt_core_grads";
   parse_matmul_precision(op, matmul_precision);
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  const GradInputs inputs(op, tables, plan_tensors, prefixes, row_grads);
+  const GradInputs inputs(op, tables, plan_tensors, left_values, row_grads);
   std::vector<Tensor> grads;
   for (const Tensor& core : cores) {
     grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}, ScalarType::Float));
   }
   const std::vector<TtTableBatch> batches = used_tables(inputs.tables, inputs.plan);
-  for_tables(batches, [&](const TtTableBatch& batch, bool is_alone) {
-    const std::vector<CoreGrads> grads_of_cores = inputs.grads_of(batch, nullptr, is_alone);
+  for_tables(batches, [&](const TtTableBatch& batch, bool is_single_threaded) {
+    const std::vector<CoreGrads> grads_of_cores =
+        inputs.grads_of(batch, nullptr, is_single_threaded);
     for (size_t k = 0; k < grads_of_cores.size(); ++k) {
       const CoreGrads& core = grads_of_cores[k];
       float* out = grads[batch.first_core + k].mutable_data_ptr<float>();
@@ -698,21 +710,22 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
 // The contract is in tt/entries.h.
 void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
                     const std::vector<Tensor>& states, const Tensor& hyper, int64_t optimizer,
-                    const std::vector<Tensor>& plan_tensors, const Tensor& prefixes,
+                    const std::vector<Tensor>& plan_tensors, const Tensor& left_values,
                     const Tensor& row_grads) {
-  const GradInputs inputs(op, tables, plan_tensors, prefixes, row_grads);
+  const GradInputs inputs(op, tables, plan_tensors, left_values, row_grads);
   const std::vector<TierMemory> tiers = check_core_states(op, optimizer, cores, states, hyper);
   const UpdateRowsFn update = tt_update_table().find(static_cast<int>(optimizer));
   std::vector<int64_t> first_rows = {0};  // first row of each core among the rows of all cores
   for (const Tensor& core : cores) first_rows.push_back(first_rows.back() + core.size(0));
   const std::vector<TtTableBatch> batches = used_tables(inputs.tables, inputs.plan);
-  for_tables(batches, [&](const TtTableBatch& batch, bool is_alone) {
+  for_tables(batches, [&](const TtTableBatch& batch, bool is_single_threaded) {
     const auto step_of = [&](size_t k) {
       const size_t core = batch.first_core + k;  // among the cores of all tables
       return CoreStep{update, tiers[core], hyper.const_data_ptr<double>(), first_rows[core]};
     };
     const CoreStep inner_step = step_of(1);
-    const std::vector<CoreGrads> grads_of_cores = inputs.grads_of(batch, &inner_step, is_alone);
+    const std::vector<CoreGrads> grads_of_cores =
+        inputs.grads_of(batch, &inner_step, is_single_threaded);
     for (size_t k = 0; k < grads_of_cores.size(); ++k) {
       const CoreGrads& core = grads_of_cores[k];
       const UpdateRowsArgs args = step_of(k).args(core.values.get(), core.width, core.rows.data());
@@ -730,17 +743,17 @@ namespace {
 
 // Apply the optimizer, in place, to the core rows whose gradient is not zero throughout, as
 // `update_rows_` does with the gradients of tt_core_grads. The caller must have counted the step in
-// `hyper`; not checked. `states` are all states of the first core, then all states of the second
-// core, and so on.
+// `hyper`; this is not checked. `states` has all states of the first core, then all states of the
+// second core, and so on. The other arguments are those of tt_core_grads.
 void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
-                int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& prefixes,
+                int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& left_values,
                 const Tensor& row_grads, std::vector<int64_t> row_factors,
                 std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
                 int64_t matmul_precision) {
   const char* op = "tt_update_";
   parse_matmul_precision(op, matmul_precision);
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  tt_update_rows(op, tables, cores, states, hyper, optimizer, plan_tensors, prefixes, row_grads);
+  tt_update_rows(op, tables, cores, states, hyper, optimizer, plan_tensors, left_values, row_grads);
 }
 
 }  // namespace

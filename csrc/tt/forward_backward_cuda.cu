@@ -1,12 +1,13 @@
-// Tensor-train tables on the GPU: check the arguments, take memory from torch's allocator, launch.
-// Nothing waits for the device. The contracts of the ops are those of the CPU (plan_cpu.cpp,
-// forward_backward_cpu.cpp, batch_cpu.cpp), except that contents of device tensors are trusted.
+// The ops of tensor-train tables on the GPU: check the arguments, allocate memory, launch kernels.
+// tt/args.h explains keys, halves, values and plans. Nothing waits for the device, so the contents
+// of device tensors are trusted, and arrays have the length of the largest case. Otherwise the
+// contracts are those of the CPU (plan_cpu.cpp, forward_backward_cpu.cpp, batch_cpu.cpp).
 //
-// `tt_lookup_checked_` and `tt_backward_` are whole passes. The first stores what the second needs
-// too in one tensor (`ForwardState`): the grouping of the lookups, the plan, copies of cores and
-// the values of halves. The scratch of a pass is one more allocation; the sorts, sums and lookups
-// of tbe/ and group/ that it calls allocate their own. The other ops are parts of these passes, for
-// compiled graphs, and for gradients of sample weights and of whole cores.
+// `tt_lookup_checked_` and `tt_backward_` are whole passes. The first packs what the second needs
+// too into one tensor (`ForwardState`): the grouping of the lookups, the plan, copies of cores and
+// the values of halves. Each pass packs its other buffers into a second allocation. The other ops
+// are parts of these passes, for compiled graphs, and for gradients of sample weights and whole
+// cores.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -25,49 +26,53 @@
 namespace emb::cuda {
 namespace {
 
-// Buffers in one allocation, which torch frees in stream order after the object's end.
-// `take_all(memory)` takes the buffers, by calling `memory` for each, in the same order at every
-// call: the first call adds up the sizes and gets null addresses, the second gets the addresses (no
-// second call if all sizes are 0).
+// Buffers in one tensor. `assign_all(buffers)` must assign every buffer, by calls of `buffers(n)`,
+// `ints(n)` or `words(n)`. It is called twice and must ask for the same sizes in the same order:
+// the first call adds up the sizes and assigns null; the second, left out if all sizes are 0,
+// assigns the addresses. The memory is freed, in the order of the stream, after the last owner of
+// the tensor.
 class PackedBuffers {
  public:
-  template <class TakeAll>
-  PackedBuffers(const Tensor& like, const TakeAll& take_all) {
-    take_all(*this);
-    tensor_ = allocate(like, {floats_}, ScalarType::Float);
-    assign_addresses(take_all);
+  // Allocate the tensor on the device of `like`.
+  template <class AssignAll>
+  PackedBuffers(const Tensor& like, const AssignAll& assign_all) {
+    assign_all(*this);
+    tensor_ = allocate(like, {num_floats_}, ScalarType::Float);
+    assign_addresses(assign_all);
   }
 
-  // Take the buffers from `tensor`, which another object allocated for the same sizes. Throws
-  // unless it is float32 of this size, contiguous, aligned, and on the device of `like`.
-  template <class TakeAll>
-  PackedBuffers(const char* op, const Tensor& like, const Tensor& tensor, const TakeAll& take_all)
+  // Use `tensor`, which another object allocated for the same sizes. Throw unless it is float32 of
+  // this size, contiguous, aligned, and on the device of `like`.
+  template <class AssignAll>
+  PackedBuffers(const char* op, const Tensor& like, const Tensor& tensor,
+                const AssignAll& assign_all)
       : tensor_(tensor) {
-    take_all(*this);
+    assign_all(*this);
     check_dtype(op, "kept", tensor, ScalarType::Float, "float32");
     check_same_device(op, "kept", tensor, like);
-    STD_TORCH_CHECK(tensor.numel() == floats_ && tensor.is_contiguous(), op,
+    STD_TORCH_CHECK(tensor.numel() == num_floats_ && tensor.is_contiguous(), op,
                     ": kept must be what tt_lookup_checked_ returned for these tables and indices");
-    // The kernels read some buffers as words of 8 bytes without asking.
+    // Kernels read some buffers as words of 8 bytes, and do not check the alignment.
     STD_TORCH_CHECK(is_aligned(tensor.const_data_ptr(), 16), op,
                     ": kept must be aligned to 16 bytes, as the tensor of tt_lookup_checked_ is");
-    assign_addresses(take_all);
+    assign_addresses(assign_all);
   }
 
   const Tensor& tensor() const { return *tensor_; }
 
-  // Take a buffer of n floats, aligned to 256 bytes within the allocation; null for none.
+  // Return the next buffer, of n floats, at a multiple of 256 bytes within the tensor; null if n is
+  // 0 or in the first call of assign_all.
   float* operator()(int64_t n) {
     constexpr int64_t kAlignedFloats = 64;
     if (n == 0) return nullptr;
     const int64_t rounded = (n + kAlignedFloats - 1) / kAlignedFloats * kAlignedFloats;
-    floats_ += rounded;
+    num_floats_ += rounded;
     float* const buffer = next_;
     if (buffer != nullptr) next_ += rounded;
     return buffer;
   }
 
-  // Take a buffer of n int32, or of n numbers of 8 bytes.
+  // Return the next buffer, of n int32 or of n numbers of 8 bytes.
   int32_t* ints(int64_t n) { return reinterpret_cast<int32_t*>((*this)(n)); }
   template <class T>
   T* words(int64_t n) {
@@ -76,42 +81,43 @@ class PackedBuffers {
   }
 
  private:
-  template <class TakeAll>
-  void assign_addresses(const TakeAll& take_all) {
+  template <class AssignAll>
+  void assign_addresses(const AssignAll& assign_all) {
     next_ = const_cast<float*>(tensor_->const_data_ptr<float>());
-    if (floats_ > 0) take_all(*this);
+    if (num_floats_ > 0) assign_all(*this);
     next_ = nullptr;
   }
 
   std::optional<Tensor> tensor_;
-  float* next_ = nullptr;  // the next buffer, null while sizes are added up
-  int64_t floats_ = 0;
+  float* next_ = nullptr;  // address of the next buffer, null while sizes are added up
+  int64_t num_floats_ = 0;
 };
 
-// Write the keys of a batch to `keys`, [L] of device memory. The op must have called check_lookups.
-void make_keys(const char* op, const CudaLauncher& launcher, const Tensor& indices,
-               const Tensor& offsets, const std::optional<Tensor>& bag_layout,
-               const Tensor& feature_tables, int64_t* keys) {
-  const TtTableIds* tables = tt_table_ids(op, "feature_tables", feature_tables);
+// Check `feature_tables`, and write the key of each lookup within its table to `keys`, [L] of
+// device memory: see emb::tt_keys in tt/entries.h. The caller must have called check_lookups.
+void write_keys(const char* op, const CudaLauncher& launcher, const Tensor& indices,
+                const Tensor& offsets, const std::optional<Tensor>& bag_layout,
+                const Tensor& feature_tables, int64_t* keys) {
+  const TtTableIds* table_ids = tt_table_ids(op, "feature_tables", feature_tables);
   check_same_device(op, "feature_tables", feature_tables, indices);
   const Tensor input = as_contiguous(indices), input_offsets = as_contiguous(offsets);
-  const int64_t n = indices.numel(), features = feature_tables.size(0);
-  STD_TORCH_CHECK(n == 0 || features > 0, op,
+  const int64_t n = indices.numel(), num_features = feature_tables.size(0);
+  STD_TORCH_CHECK(n == 0 || num_features > 0, op,
                   ": feature_tables must have a row per feature, got none for ", n, " indices");
   const Bags bags{index_array(input_offsets), offsets.numel() - 1, n};
-  launch_tt_keys(launcher, {index_array(input), n, tables, static_cast<int>(features), bags,
-                            bag_map(op, features, input_offsets, bag_layout, 0), keys});
+  launch_tt_keys(launcher, {index_array(input), n, table_ids, static_cast<int>(num_features), bags,
+                            bag_map(op, num_features, input_offsets, bag_layout, 0), keys});
 }
 
-// Return the key of each lookup within its table, int64 [L]: see emb::tt_keys in tt/entries.h.
+// The contract is that of emb::tt_keys in tt/entries.h.
 Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
                const Tensor& feature_tables) {
   const char* op = "tt_keys";
   check_lookups(op, indices, offsets);
   const CudaLauncher launcher(indices);
   Tensor keys = allocate(indices, {indices.numel()}, ScalarType::Long);
-  make_keys(op, launcher, indices, offsets, bag_layout, feature_tables,
-            keys.mutable_data_ptr<int64_t>());
+  write_keys(op, launcher, indices, offsets, bag_layout, feature_tables,
+             keys.mutable_data_ptr<int64_t>());
   return keys;
 }
 
@@ -121,9 +127,9 @@ struct PlanArrays {
 
   int32_t* operator[](TtPlanTensor i) const { return arrays[i]; }
 
-  TtPlan plan(int64_t capacity, int64_t tables) const {
+  TtPlan plan(int64_t capacity, int64_t num_tables) const {
     return {capacity,
-            tables,
+            num_tables,
             arrays[kTtLefts],
             arrays[kTtLeftSegments],
             arrays[kTtRowLefts],
@@ -135,48 +141,49 @@ struct PlanArrays {
   }
 };
 
-// The scratch of `make_plan`.
+// The scratch of `write_plan`, for n lookups.
 struct PlanScratch {
-  int32_t* left_of_row = nullptr;  // [n] left id of each row, then [kTtRanges] counts per range
+  int32_t* left_id_of_row =
+      nullptr;  // [n] left id of each row, then [kMaxTtRanges] counts per range
   SortBuffers<uint32_t> right_buffers{};  // the sort of the rows by right id
 
-  void take(PackedBuffers& memory, int64_t n, int64_t right_ids) {
-    left_of_row = memory.ints(n + kTtRanges);
-    right_buffers.keys = reinterpret_cast<uint32_t*>(memory.ints(n));
-    right_buffers.sorted_keys = reinterpret_cast<uint32_t*>(memory.ints(n));
-    right_buffers.positions = memory.ints(n);
-    right_buffers.range_counts = memory.ints(2 * kMaxRanges);
+  void assign(PackedBuffers& buffers, int64_t n, int64_t num_right_ids) {
+    left_id_of_row = buffers.ints(n + kMaxTtRanges);
+    right_buffers.keys = reinterpret_cast<uint32_t*>(buffers.ints(n));
+    right_buffers.sorted_keys = reinterpret_cast<uint32_t*>(buffers.ints(n));
+    right_buffers.positions = buffers.ints(n);
+    right_buffers.range_counts = buffers.ints(2 * kMaxRanges);
     right_buffers.n = n;
-    right_buffers.no_group_key = static_cast<uint32_t>(right_ids);
+    right_buffers.no_group_key = static_cast<uint32_t>(num_right_ids);
   }
 };
 
-// Write the plan of the distinct rows of `keys` to `plan`, and the row of each lookup to
-// lookups.inverse, if that is not null. All pointers are to device memory; `like` is a tensor
-// there.
-void make_plan(const CudaLauncher& launcher, const Tensor& like, const int64_t* keys,
-               const int32_t* count, const TtTableIds* table, int64_t num_tables,
-               PlanScratch* scratch, const PlanArrays& plan, const InverseArgs& lookups) {
+// Write the plan of the rows of `keys`, the first *count of which are distinct and ascend, to
+// `plan`, and the row of each lookup to lookup_inverse.inverse, if that is not null. All pointers
+// are to device memory; `like` is a tensor there.
+void write_plan(const CudaLauncher& launcher, const Tensor& like, const int64_t* keys,
+                const int32_t* count, const TtTableIds* table_ids, int64_t num_tables,
+                PlanScratch* scratch, const PlanArrays& plan, const InverseArgs& lookup_inverse) {
   SortBuffers<uint32_t>& right_buffers = scratch->right_buffers;
   right_buffers.sorted_positions = plan[kTtRightRows];
   const int64_t n = right_buffers.n;
-  const int tables = static_cast<int>(num_tables);
-  int32_t *starts = plan[kTtStarts], *range_counts = scratch->left_of_row + n;
+  int32_t *starts = plan[kTtStarts], *range_counts = scratch->left_id_of_row + n;
   int32_t* num_rights = starts + TtPlan::total_index(2, num_tables);
   launch_tt_split(
       launcher,
-      {keys, count, table, tables, right_buffers, scratch->left_of_row, range_counts, starts},
-      {count, scratch->left_of_row, range_counts, n, plan[kTtLefts], plan[kTtLeftSegments],
+      {keys, count, table_ids, static_cast<int>(num_tables), right_buffers, scratch->left_id_of_row,
+       range_counts, starts},
+      {count, scratch->left_id_of_row, range_counts, n, plan[kTtLefts], plan[kTtLeftSegments],
        plan[kTtRowLefts], starts + TtPlan::total_index(1, num_tables)});
   sort_and_group(launcher, like, right_buffers,
                  {.unique = plan[kTtRights],
                   .unique_is_int64 = false,
                   .segments = plan[kTtRightSegments],
                   .num_groups = num_rights});
-  const InverseArgs rights{plan[kTtRightSegments], plan[kTtRightRows], num_rights, n,
-                           plan[kTtRowRights]};
-  launch_tt_finish(launcher,
-                   {rights, lookups, keys, plan[kTtLefts], plan[kTtRights], table, tables, starts});
+  const InverseArgs right_inverse{plan[kTtRightSegments], plan[kTtRightRows], num_rights, n,
+                                  plan[kTtRowRights]};
+  launch_tt_finish(launcher, {right_inverse, lookup_inverse, keys, plan[kTtLefts], plan[kTtRights],
+                              table_ids, static_cast<int>(num_tables), starts});
 }
 
 // The contract is that of emb::tt_plan in tt/entries.h.
@@ -186,7 +193,7 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
   check_dtype(op, "keys", keys, ScalarType::Long, "int64");
   check_dtype(op, "count", count, ScalarType::Int, "int32");
   check_same_device(op, "count", count, keys);
-  const TtTableIds* table = tt_table_ids(op, "tables", tables);
+  const TtTableIds* table_ids = tt_table_ids(op, "tables", tables);
   check_same_device(op, "tables", tables, keys);
   STD_TORCH_CHECK(count.numel() == 1 && keys.is_contiguous(), op,
                   ": keys and count must come from one call of tbe_group");
@@ -203,78 +210,92 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
     arrays.arrays[plan.size() - 1] = plan.back().mutable_data_ptr<int32_t>();
   }
   PlanScratch scratch;
-  const PackedBuffers memory(keys, [&](PackedBuffers& take) { scratch.take(take, n, right_ids); });
-  make_plan(launcher, keys, keys.const_data_ptr<int64_t>(), count.const_data_ptr<int32_t>(), table,
-            num_tables, &scratch, arrays, {});
+  const PackedBuffers scratch_memory(
+      keys, [&](PackedBuffers& buffers) { scratch.assign(buffers, n, right_ids); });
+  write_plan(launcher, keys, keys.const_data_ptr<int64_t>(), count.const_data_ptr<int32_t>(),
+             table_ids, num_tables, &scratch, arrays, {});
   return plan;
 }
 
-// Check the plan of a batch and return the batch.
-TtDeviceBatch make_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
-                         const std::vector<Tensor>& plan_tensors, int64_t matmul_precision) {
+// Return the addresses of cores.
+std::vector<const void*> core_addresses(const std::vector<Tensor>& cores) {
+  std::vector<const void*> addresses;
+  for (const Tensor& core : cores) addresses.push_back(core.const_data_ptr());
+  return addresses;
+}
+
+// Return the batch of checked tables and a plan, whose sizes, dtypes and device are checked.
+TtDeviceBatch planned_batch(const char* op, const TtTables& tables,
+                            const std::vector<Tensor>& cores,
+                            const std::vector<Tensor>& plan_tensors, int64_t matmul_precision) {
   const MatmulPrecision precision = parse_matmul_precision(op, matmul_precision);
   const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
   check_same_device(op, "the plan", plan_tensors[0], cores[0]);
-  std::vector<const void*> data;
-  for (const Tensor& core : cores) data.push_back(core.const_data_ptr());
-  return {tables.shapes, data, tables.type, plan, precision};
+  return {tables.shapes, core_addresses(cores), tables.type, plan, precision};
 }
 
-// Return the distinct rows of a plan, float32 [L, widest dim], and the values of its first
-// num_saved left halves, float32 [num_saved, value_size]. Rows and halves that do not exist,
-// columns beyond the dim of a table, and values of halves that are no pair are unspecified.
+// Return the distinct rows of a plan, float32 [L, dim of the widest table], and the left values,
+// those of its first `num_saved` left halves, float32 [num_saved, value_size]. Rows and halves that
+// do not exist, columns beyond the dim of a table, and values of halves that are no pair are
+// unspecified.
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                    std::vector<int64_t> row_factors,
                                    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
                                    int64_t num_saved, int64_t matmul_precision) {
   const char* op = "tt_rows";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  TtDeviceBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
+  TtDeviceBatch batch = planned_batch(op, tables, cores, plan, matmul_precision);
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
   const CudaLauncher launcher(cores[0]);
   Tensor rows = allocate(cores[0], {batch.plan.capacity, tables.dim}, ScalarType::Float);
-  Tensor prefixes = allocate(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
-  if (batch.plan.capacity == 0) return {rows, prefixes};
+  Tensor left_values = allocate(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
+  if (batch.plan.capacity == 0) return {rows, left_values};
   TtMemory memory;
-  float* const saved = prefixes.mutable_data_ptr<float>();
-  const bool saves_all = num_saved >= batch.lefts();
+  float* const returned_values = left_values.mutable_data_ptr<float>();
+  // The kernels write the values of as many left halves as the batch can have.
+  const bool has_room_for_all = num_saved >= batch.max_lefts();
   uint64_t* words = nullptr;
-  const PackedBuffers scratch(cores[0], [&](PackedBuffers& take) {
-    memory.add_forward(&batch, take);
-    if (batch.has_left_pairs) memory.set_left_values(saves_all ? saved : take(batch.left_floats()));
-    words = take.words<uint64_t>(TtArrays::max_words(batch));
+  const PackedBuffers scratch(cores[0], [&](PackedBuffers& buffers) {
+    memory.assign_forward(&batch, buffers);
+    if (batch.has_left_pairs) {
+      memory.set_left_values(has_room_for_all ? returned_values : buffers(batch.left_floats()));
+    }
+    words = buffers.words<uint64_t>(TtArrays::max_words(batch));
   });
   TtArrays arrays(batch, memory);
   arrays.upload(launcher, words);
   arrays.make_values(launcher, memory);
   arrays.make_rows(launcher, rows.mutable_data_ptr<float>());
-  if (batch.has_left_pairs && !saves_all && num_saved > 0) {
-    check_cuda(cudaMemcpyAsync(saved, memory.left_values, prefixes.numel() * sizeof(float),
-                               cudaMemcpyDeviceToDevice, launcher.stream()),
-               "copying the kept values");
+  if (batch.has_left_pairs && !has_room_for_all && num_saved > 0) {
+    check_cuda(
+        cudaMemcpyAsync(returned_values, memory.left_values, left_values.numel() * sizeof(float),
+                        cudaMemcpyDeviceToDevice, launcher.stream()),
+        "copying the left values");
   }
-  return {rows, prefixes};
+  return {rows, left_values};
 }
 
 // The layout of one tensor with the gradients of all cores. Cores that are no part of a pair come
-// first: only rows that the batch uses are written there, so they must be zeros before.
-struct GradMemory {
-  std::vector<int64_t> offsets;   // first float of each core
-  int64_t zeros = 0, floats = 0;  // floats that must be zeros, floats of the tensor
+// first, because they must be filled with zeros: the kernels write only the rows that the batch
+// uses.
+struct GradLayout {
+  std::vector<int64_t> offsets;  // first float of each core
+  // The number of floats, from the first on, to be filled with zeros, and of all floats.
+  int64_t num_zeros = 0, num_floats = 0;
 
-  explicit GradMemory(const TtTables& tables) {
+  explicit GradLayout(const TtTables& tables) {
     for (const bool in_pair : {false, true}) {
       size_t core = 0;  // among the cores of all tables
       for (const TtShape& shape : tables.shapes) {
         for (int k = 0; k < shape.cores; ++k, ++core) {
           if (offsets.size() <= core) offsets.push_back(0);
           if (is_in_pair(shape, k) != in_pair) continue;
-          offsets[core] = floats;
+          offsets[core] = num_floats;
           const int64_t width = int64_t{shape.ranks[k]} * shape.q[k] * shape.ranks[k + 1];
-          floats += (shape.p[k] * width + 3) / 4 * 4;
+          num_floats += (shape.p[k] * width + 3) / 4 * 4;  // 16 bytes, for vectors
         }
       }
-      if (!in_pair) zeros = floats;
+      if (!in_pair) num_zeros = num_floats;
     }
   }
 
@@ -284,9 +305,10 @@ struct GradMemory {
   }
 };
 
-// Return the matrix [rows, columns] that begins at element `first` of a flat tensor and shares its
-// memory. Not `torch::stable::view`: it fails in the schema check of opcheck on the pretend GPU.
-Tensor matrix_within(const Tensor& memory, int64_t first, int64_t rows, int64_t columns) {
+// Return the matrix [rows, columns] that begins at element `first` of the flat tensor `memory` and
+// shares its memory. Slices of a `torch::stable::view` fail in the schema check of opcheck on the
+// pretend GPU.
+Tensor matrix_at(const Tensor& memory, int64_t first, int64_t rows, int64_t columns) {
   const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
   AtenTensorHandle matrix = nullptr;
   STD_TORCH_CHECK(
@@ -296,200 +318,208 @@ Tensor matrix_within(const Tensor& memory, int64_t first, int64_t rows, int64_t 
 }
 
 // Point the tables of a batch to the gradients of their cores.
-void set_grads(const GradMemory& grad_memory, float* grads, TtDeviceBatch* batch) {
+void set_grads(const GradLayout& grad_layout, float* grads, TtDeviceBatch* batch) {
   size_t core = 0;  // among the cores of all tables
   for (TtDeviceTable& table : batch->tables) {
     for (int k = 0; k < table.shape.cores; ++k)
-      table.grads[k] = grads + grad_memory.offsets[core++];
+      table.grads[k] = grads + grad_layout.offsets[core++];
   }
 }
 
-// Take the buffers of a forward pass, and set the values of left pairs: `left_values`, if it is not
-// null, else a buffer that this pass fills.
-void take_values(const float* left_values, TtDeviceBatch* batch, PackedBuffers& take,
-                 TtMemory* memory) {
-  memory->add_forward(batch, take);
+// Assign the buffers of a forward pass to `memory` and `batch`. The values of left pairs are
+// `left_values`, or, if that is null, a buffer that this pass fills.
+void assign_values(const float* left_values, TtDeviceBatch* batch, PackedBuffers& buffers,
+                   TtMemory* memory) {
+  memory->assign_forward(batch, buffers);
   memory->left_values = left_values;
   if (left_values == nullptr && batch->has_left_pairs) {
-    memory->set_left_values(take(batch->left_floats()));
+    memory->set_left_values(buffers(batch->left_floats()));
   }
 }
 
-// Add an optimizer step per core to `arrays`; `grads` is the memory that `grad_memory` describes.
+// Add an optimizer step per core to `arrays`; `grads` is the memory that `grad_layout` describes.
 void add_steps(const std::vector<Tensor>& cores, const std::vector<OptimizerStepArgs>& steps,
-               const GradMemory& grad_memory, const float* grads, TtArrays* arrays) {
+               const GradLayout& grad_layout, const float* grads, TtArrays* arrays) {
   int64_t first_row = 0;  // first row of a core among the rows of all cores
   for (size_t k = 0; k < cores.size(); ++k) {
-    const MatrixGrad in{grads + grad_memory.offsets[k], cores[k].size(0), cores[k].size(1),
-                        first_row};
-    arrays->add_step({in, steps[k].tiers[0], 0});
+    const MatrixGrad matrix_grad{grads + grad_layout.offsets[k], cores[k].size(0), cores[k].size(1),
+                                 first_row};
+    arrays->add_step({matrix_grad, steps[k].tiers[0], 0});
     first_row += cores[k].size(0);
   }
 }
 
-// Write the gradients of the cores to `grads`, the memory that `grad_memory` describes, and apply
-// the optimizer to the cores, if `steps` (one per core) is not empty.
-void run_backward(TtDeviceBatch batch, const std::vector<Tensor>& cores, const Tensor& prefixes,
-                  const Tensor& row_grads, const GradMemory& grad_memory, float* grads,
+// Write the gradients of the cores to `grads`, the memory that `grad_layout` describes, and apply
+// `steps`, one per core, to the cores, unless it is empty. The plan must have room for a row.
+void run_backward(TtDeviceBatch batch, const std::vector<Tensor>& cores, const Tensor& left_values,
+                  const Tensor& row_grads, const GradLayout& grad_layout, float* grads,
                   const CudaLauncher& launcher, const std::vector<OptimizerStepArgs>& steps) {
   const Tensor gradient = as_contiguous(row_grads);
-  set_grads(grad_memory, grads, &batch);
+  set_grads(grad_layout, grads, &batch);
   TtMemory memory;
-  const bool has_values = !batch.has_left_pairs || prefixes.size(0) >= batch.lefts();
+  // Use the values if they suffice for any batch: the number of left halves is known on the device.
+  const bool has_all_values = !batch.has_left_pairs || left_values.size(0) >= batch.max_lefts();
   uint64_t* words = nullptr;
-  const PackedBuffers scratch(gradient, [&](PackedBuffers& take) {
-    take_values(has_values ? prefixes.const_data_ptr<float>() : nullptr, &batch, take, &memory);
-    memory.add_backward(&batch, take);
-    words = take.words<uint64_t>(TtArrays::max_words(batch));
+  const PackedBuffers scratch(gradient, [&](PackedBuffers& buffers) {
+    assign_values(has_all_values ? left_values.const_data_ptr<float>() : nullptr, &batch, buffers,
+                  &memory);
+    memory.assign_backward(&batch, buffers);
+    words = buffers.words<uint64_t>(TtArrays::max_words(batch));
   });
   TtArrays arrays(batch, memory);
-  if (!steps.empty()) add_steps(cores, steps, grad_memory, grads, &arrays);
-  arrays.upload(launcher, words, StepStart{grads, grad_memory.zeros});
+  if (!steps.empty()) add_steps(cores, steps, grad_layout, grads, &arrays);
+  arrays.upload(launcher, words, StepStart{grads, grad_layout.num_zeros});
   arrays.make_values(launcher, memory);
   arrays.make_grads(launcher, memory, gradient.const_data_ptr<float>());
+  // The first step has the optimizer and the hyperparameters, which are the same for all cores.
   if (!steps.empty()) arrays.update(launcher, steps[0]);
 }
 
-// Return the gradient of each core, float32 of its shape, from `row_grads`, float32 [L, dim], the
-// gradients of the rows of the plan. The results are views of one tensor. `prefixes` are the values
-// that tt_rows returned; if they are fewer than the left halves that L lookups can have, all values
-// are computed again.
+// Return the gradient of each core, float32 of its shape, from `row_grads`, float32 [L or more, dim
+// of the widest table], the gradients of the rows of tt_rows. The results are views of one tensor.
+// `left_values` must be what tt_rows returned for this plan and these cores. If they are fewer than
+// the left halves that L lookups can have, all values are computed again.
 std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan,
-                                  const Tensor& prefixes, const Tensor& row_grads,
+                                  const Tensor& left_values, const Tensor& row_grads,
                                   std::vector<int64_t> row_factors,
                                   std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
                                   int64_t matmul_precision) {
   const char* op = "tt_core_grads";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  const TtDeviceBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
-  check_core_grad_inputs(op, tables, batch.plan.capacity, prefixes, row_grads);
+  const TtDeviceBatch batch = planned_batch(op, tables, cores, plan, matmul_precision);
+  check_core_grad_inputs(op, tables, batch.plan.capacity, left_values, row_grads);
   check_same_device(op, "row_grads", row_grads, cores[0]);
-  check_same_device(op, "prefixes", prefixes, cores[0]);
+  check_same_device(op, "left_values", left_values, cores[0]);
   const CudaLauncher launcher(cores[0]);
-  const GradMemory grad_memory(tables);
-  Tensor memory = allocate(cores[0], {grad_memory.floats}, ScalarType::Float);
-  auto* data = memory.mutable_data_ptr<float>();
-  if (batch.plan.capacity == 0) {
-    torch::stable::zero_(memory);
+  const GradLayout grad_layout(tables);
+  Tensor all_grads = allocate(cores[0], {grad_layout.num_floats}, ScalarType::Float);
+  auto* data = all_grads.mutable_data_ptr<float>();
+  if (batch.plan.capacity == 0) {  // no kernel writes the gradients of pairs
+    torch::stable::zero_(all_grads);
   } else {
-    run_backward(batch, cores, prefixes, row_grads, grad_memory, data, launcher, {});
+    run_backward(batch, cores, left_values, row_grads, grad_layout, data, launcher, {});
   }
   std::vector<Tensor> grads;
   for (size_t k = 0; k < cores.size(); ++k) {
     grads.push_back(
-        matrix_within(memory, grad_memory.offsets[k], cores[k].size(0), cores[k].size(1)));
+        matrix_at(all_grads, grad_layout.offsets[k], cores[k].size(0), cores[k].size(1)));
   }
   return grads;
 }
 
-// Check `hyper` and the states of an optimizer: all states of the first core, then all of the
-// second, and so on. Return a step per core.
+// Check `hyper` and the states of an optimizer, all states of the first core, then all of the
+// second, and so on. Return an optimizer step per core.
 std::vector<OptimizerStepArgs> core_steps(const char* op, const std::vector<Tensor>& cores,
                                           const std::vector<Tensor>& states, const Tensor& hyper,
                                           int64_t optimizer) {
-  const size_t per_core = cores.empty() ? 0 : states.size() / cores.size();
-  STD_TORCH_CHECK(states.size() == per_core * cores.size(), op,
+  const size_t states_per_core = states.size() / cores.size();
+  STD_TORCH_CHECK(states.size() == states_per_core * cores.size(), op,
                   ": states must have the same number of tensors for each of ", cores.size(),
                   " cores, got ", states.size());
   check_same_device(op, "hyper", hyper, cores[0]);
   std::vector<OptimizerStepArgs> steps;
   for (size_t k = 0; k < cores.size(); ++k) {
-    const std::vector<Tensor> core_states(states.begin() + k * per_core,
-                                          states.begin() + (k + 1) * per_core);
+    const std::vector<Tensor> core_states(states.begin() + k * states_per_core,
+                                          states.begin() + (k + 1) * states_per_core);
     steps.push_back(
         optimizer_step_args(op, {cores[k]}, optimizer, core_states, hyper, cores[k].size(0)));
   }
   return steps;
 }
 
-// Apply the optimizer to the core rows whose gradient is not zero throughout, in place in `cores`
-// and `states` (see core_steps); the other arguments are those of tt_core_grads. Does not count the
-// step.
+// Apply the optimizer, in place in `cores` and `states`, to the core rows whose gradient is not
+// zero throughout. core_steps describes `states`; the other arguments are those of tt_core_grads.
+// Does not count the step in `hyper`.
 void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
-                int64_t optimizer, std::vector<Tensor> plan, const Tensor& prefixes,
+                int64_t optimizer, std::vector<Tensor> plan, const Tensor& left_values,
                 const Tensor& row_grads, std::vector<int64_t> row_factors,
                 std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
                 int64_t matmul_precision) {
   const char* op = "tt_update_";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  const TtDeviceBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
-  check_core_grad_inputs(op, tables, batch.plan.capacity, prefixes, row_grads);
+  const TtDeviceBatch batch = planned_batch(op, tables, cores, plan, matmul_precision);
+  check_core_grad_inputs(op, tables, batch.plan.capacity, left_values, row_grads);
   check_same_device(op, "row_grads", row_grads, cores[0]);
-  check_same_device(op, "prefixes", prefixes, cores[0]);
+  check_same_device(op, "left_values", left_values, cores[0]);
   const std::vector<OptimizerStepArgs> steps = core_steps(op, cores, states, hyper, optimizer);
   if (batch.plan.capacity == 0) return;
   const CudaLauncher launcher(cores[0]);
-  const GradMemory grad_memory(tables);
-  const Tensor memory = allocate(cores[0], {grad_memory.floats}, ScalarType::Float);
-  auto* grads = static_cast<float*>(memory.mutable_data_ptr());
-  run_backward(batch, cores, prefixes, row_grads, grad_memory, grads, launcher, steps);
+  const GradLayout grad_layout(tables);
+  const Tensor all_grads = allocate(cores[0], {grad_layout.num_floats}, ScalarType::Float);
+  auto* grads = static_cast<float*>(all_grads.mutable_data_ptr());
+  run_backward(batch, cores, left_values, row_grads, grad_layout, grads, launcher, steps);
 }
 
-// The memory that a forward pass keeps for its backward pass, in one tensor.
+// The buffers that a forward pass returns, in one tensor, for its backward pass.
 struct ForwardState {
   GroupArrays groups{};
   PlanArrays plan{};
-  TtMemory values;  // right values, copies of cores, left values
+  TtMemory memory;  // right and left values; the copies of cores are in the batch
 
-  // Take the buffers from `memory`, and set the plan of `batch` to them.
-  void take(TtDeviceBatch* batch, PackedBuffers& memory) {
+  // Assign the buffers, and the plan and the copies of cores in `batch`.
+  void assign(TtDeviceBatch* batch, PackedBuffers& buffers) {
     const int64_t n = batch->plan.capacity;
-    groups.rows = memory.words<int64_t>(n);
-    groups.segments = memory.ints(n + 1);
-    groups.sorted_lookups = memory.ints(n);
-    groups.sorted_bags = memory.ints(n);
-    groups.num_groups = memory.ints(1);
+    groups.rows = buffers.words<int64_t>(n);
+    groups.segments = buffers.ints(n + 1);
+    groups.sorted_lookups = buffers.ints(n);
+    groups.sorted_bags = buffers.ints(n);
+    groups.num_groups = buffers.ints(1);
     int i = 0;
-    for (const int64_t size : tt_plan_sizes(n, batch->plan.tables))
-      plan.arrays[i++] = memory.ints(size);
-    take_values(nullptr, batch, memory, &values);
+    for (const int64_t size : tt_plan_sizes(n, batch->plan.tables)) {
+      plan.arrays[i++] = buffers.ints(size);
+    }
+    assign_values(nullptr, batch, buffers, &memory);
     batch->plan = plan.plan(n, batch->plan.tables);
   }
 };
 
-// Check the lookups of a pass, and return its batch with the sizes of the plan but no memory.
-TtDeviceBatch new_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
-                        const Tensor& features, const Tensor& indices, const Tensor& offsets,
-                        int64_t matmul_precision) {
+// Check the lookups and the precision of a pass. Return its batch, whose plan has sizes but no
+// arrays yet: ForwardState::assign adds them.
+TtDeviceBatch unplanned_batch(const char* op, const TtTables& tables,
+                              const std::vector<Tensor>& cores, const Tensor& features,
+                              const Tensor& indices, const Tensor& offsets,
+                              int64_t matmul_precision) {
   check_features(op, features);
   check_lookups(op, indices, offsets);
   const Tensor* other_inputs[] = {&features, &indices, &offsets};
   for (const Tensor* tensor : other_inputs) check_same_device(op, "each core", *tensor, cores[0]);
-  std::vector<const void*> data;
-  for (const Tensor& core : cores) data.push_back(core.const_data_ptr());
   TtPlan plan{};
   plan.capacity = indices.numel();
   plan.tables = tables.size();
-  return {tables.shapes, data, tables.type, plan, parse_matmul_precision(op, matmul_precision)};
+  return {tables.shapes, core_addresses(cores), tables.type, plan,
+          parse_matmul_precision(op, matmul_precision)};
 }
 
-// Return the pooled output of a batch. `rows` are its distinct rows, [L, row_stride]; `inverse`,
-// [L], has the row of each lookup. `has_one_dim`: all tables have one dim.
-Tensor pool_rows(const TtDeviceBatch& batch, bool has_one_dim, float* rows, int32_t* inverse,
+// Return the pooled output of a batch. `rows` are its distinct rows, [L, row_stride], and
+// `row_of_lookup`, [L], is the row of each lookup. `has_one_dim`: all tables have the same dim.
+Tensor pool_rows(const TtDeviceBatch& batch, bool has_one_dim, float* rows, int32_t* row_of_lookup,
                  const Tensor& features, const Tensor& offsets,
                  const std::optional<Tensor>& bag_layout,
                  const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t output_dim,
                  ScalarType output_dtype) {
-  const auto tensor = [&](void* data, int64_t n, ScalarType type) {
+  const auto flat_tensor = [&](void* data, int64_t n, ScalarType type) {
     return torch::stable::from_blob(data, {n}, {1}, features.device(), type);
   };
   const int64_t n = batch.plan.capacity;
-  const Tensor row_tensor = tensor(rows, n * batch.row_stride, ScalarType::Float);
-  const Tensor row_of_lookup = tensor(inverse, n, ScalarType::Int);
-  std::vector<Tensor> weights{row_tensor};
+  const Tensor weight = flat_tensor(rows, n * batch.row_stride, ScalarType::Float);
+  const Tensor lookup_rows = flat_tensor(row_of_lookup, n, ScalarType::Int);
+  std::vector<Tensor> weights{weight};
   std::optional<Tensor> slots;
-  if (!has_one_dim) {  // rows have the stride of the widest, which only rows of a cache have
-    const Tensor empty_tier = tensor(rows, 0, ScalarType::Float);
-    weights = {row_tensor, empty_tier, empty_tier, row_tensor};
-    slots = row_of_lookup;
+  if (!has_one_dim) {
+    // Rows have the stride of the widest table. tbe_lookup takes a stride for cached rows alone, so
+    // the rows are passed as rows of a cache, in which the slot of a lookup is its row.
+    const Tensor empty_tier = flat_tensor(rows, 0, ScalarType::Float);
+    weights = {weight, empty_tier, empty_tier, weight};
+    slots = lookup_rows;
   }
-  return tbe_lookup(weights, tt_features("tt_lookup_checked_", features, kTtOfRows), row_of_lookup,
+  return tbe_lookup(weights, tt_features("tt_lookup_checked_", features, kTtOfRows), lookup_rows,
                     offsets, slots, bag_layout, sample_weights, pooling, output_dim, output_dtype);
 }
 
-// Return [output], then, if num_saved >= 0, the tensor for tt_backward_, then, with `check`, the
-// repaired offsets. Violations are added to `violations` in the mode "warning"; in the mode "fatal"
-// the kernel traps. The arguments are as on the CPU, see batch_cpu.cpp.
+// Look up a batch. Return the output, then, if num_saved >= 0, one tensor for tt_backward_, which
+// has the values of all left halves, then, with `check`, the repaired offsets. `check` acts as in
+// bounds_check_: the mode "warning" adds to `violations`, the mode "fatal" traps. The other
+// arguments are those of the CPU, see batch_cpu.cpp.
 std::vector<Tensor> tt_lookup_checked_(
     std::vector<Tensor> cores, const Tensor& tables, const Tensor& feature_tables,
     const Tensor& features, const Tensor& indices, const Tensor& offsets,
@@ -499,8 +529,9 @@ std::vector<Tensor> tt_lookup_checked_(
     std::optional<int64_t> check, Tensor violations, int64_t matmul_precision) {
   const char* op = "tt_lookup_checked_";
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
-  TtDeviceBatch batch = new_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
-  const TtTableIds* table = tt_table_ids(op, "tables", tables);
+  TtDeviceBatch batch =
+      unplanned_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
+  const TtTableIds* table_ids = tt_table_ids(op, "tables", tables);
   check_same_device(op, "tables", tables, indices);
   const Tensor key_features = tt_features(op, features, kTtOfKeys);
   STD_TORCH_CHECK(tables.size(0) == shapes.size() && feature_tables.size(0) == key_features.size(0),
@@ -509,50 +540,55 @@ std::vector<Tensor> tt_lookup_checked_(
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
   ForwardState state;
-  const PackedBuffers memory(indices, [&](PackedBuffers& take) { state.take(&batch, take); });
+  const PackedBuffers state_memory(indices,
+                                   [&](PackedBuffers& buffers) { state.assign(&batch, buffers); });
   PlanScratch plan_scratch;
   int64_t* keys = nullptr;
-  int32_t* inverse = nullptr;
+  int32_t* row_of_lookup = nullptr;
   float* rows = nullptr;
   uint64_t* words = nullptr;
-  const PackedBuffers scratch(indices, [&](PackedBuffers& take) {
-    plan_scratch.take(take, n, batch.right_ids);
-    keys = take.words<int64_t>(n);
-    inverse = take.ints(n);
-    rows = take(n * batch.row_stride);
-    words = take.words<uint64_t>(TtArrays::max_words(batch));
+  const PackedBuffers scratch(indices, [&](PackedBuffers& buffers) {
+    plan_scratch.assign(buffers, n, batch.num_right_ids);
+    keys = buffers.words<int64_t>(n);
+    row_of_lookup = buffers.ints(n);
+    rows = buffers(n * batch.row_stride);
+    words = buffers.words<uint64_t>(TtArrays::max_words(batch));
   });
   std::vector<Tensor> results;
-  Tensor checked = offsets;
+  Tensor valid_offsets = offsets;
   if (check) {
-    checked = bounds_check_(indices, offsets, tt_features(op, features, kTtOfIds), bag_layout,
-                            *check, violations);
+    valid_offsets = bounds_check_(indices, offsets, tt_features(op, features, kTtOfIds), bag_layout,
+                                  *check, violations);
   }
-  make_keys(op, launcher, indices, checked, bag_layout, feature_tables, keys);
+  write_keys(op, launcher, indices, valid_offsets, bag_layout, feature_tables, keys);
   group_lookups(op, key_features,
                 torch::stable::from_blob(keys, {n}, {1}, indices.device(), ScalarType::Long),
-                checked, bag_layout, shapes.first_keys.back(), check.has_value(), state.groups);
+                valid_offsets, bag_layout, shapes.first_keys.back(), check.has_value(),
+                state.groups);
   const GroupArrays& groups = state.groups;
-  make_plan(launcher, indices, groups.rows, groups.num_groups, table, shapes.size(), &plan_scratch,
-            state.plan, {groups.segments, groups.sorted_lookups, groups.num_groups, n, inverse});
+  write_plan(launcher, indices, groups.rows, groups.num_groups, table_ids, shapes.size(),
+             &plan_scratch, state.plan,
+             {groups.segments, groups.sorted_lookups, groups.num_groups, n, row_of_lookup});
   if (n > 0) {
-    TtArrays arrays(batch, state.values);
+    TtArrays arrays(batch, state.memory);
     arrays.upload(launcher, words);
-    arrays.make_values(launcher, state.values);
+    arrays.make_values(launcher, state.memory);
     arrays.make_rows(launcher, rows);
   }
   bool has_one_dim = true;
   for (const TtShape& shape : shapes.shapes) has_one_dim &= shape.dim() == shapes.dim;
-  results.push_back(pool_rows(batch, has_one_dim, rows, inverse, features, checked, bag_layout,
-                              sample_weights, pooling, output_dim, output_dtype));
-  if (num_saved >= 0) results.push_back(memory.tensor());
-  if (check) results.push_back(checked);
+  results.push_back(pool_rows(batch, has_one_dim, rows, row_of_lookup, features, valid_offsets,
+                              bag_layout, sample_weights, pooling, output_dim, output_dtype));
+  if (num_saved >= 0) results.push_back(state_memory.tensor());
+  if (check) results.push_back(valid_offsets);
   return results;
 }
 
-// Update as on the CPU; `kept` is the one tensor that tt_lookup_checked_ returned. With `is_stale`
-// the values of halves are computed again. Everything is checked and allocated before the launch
-// that counts the step, so that a call that throws does not count it.
+// Count the step in `hyper`, and update the cores and states in place: see batch_cpu.cpp. `kept` is
+// the one tensor that tt_lookup_checked_ returned for it. With `is_stale`, which says that the
+// cores have changed since, the values of halves are computed again. Arguments are checked and
+// buffers are allocated before the launch that counts the step, so that a call that throws there
+// does not count it. `is_finite` is read on the device.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
                   const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
@@ -562,7 +598,8 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
                   std::optional<Tensor> is_finite) {
   const char* op = "tt_backward_";
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
-  TtDeviceBatch batch = new_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
+  TtDeviceBatch batch =
+      unplanned_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
   check_has_step(op, hyper);
   check_is_finite(op, is_finite);
   if (is_finite) check_same_device(op, "is_finite", *is_finite, grad);
@@ -571,35 +608,38 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   const std::vector<OptimizerStepArgs> steps = core_steps(op, cores, states, hyper, optimizer);
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
-  const GradMemory grad_memory(shapes);
-  ForwardState from_forward;
-  const PackedBuffers memory(op, indices, kept[0],
-                             [&](PackedBuffers& take) { from_forward.take(&batch, take); });
-  TtMemory values = from_forward.values;
-  values.new_left_values = nullptr;
+  const GradLayout grad_layout(shapes);
+  ForwardState state;
+  const PackedBuffers state_memory(op, indices, kept[0],
+                                   [&](PackedBuffers& buffers) { state.assign(&batch, buffers); });
+  TtMemory memory = state.memory;
+  memory.new_left_values = nullptr;  // the forward pass has filled left_values
   float *row_grads = nullptr, *grads = nullptr;
   uint64_t* words = nullptr;
-  const PackedBuffers scratch(indices, [&](PackedBuffers& take) {
-    row_grads = take(n * batch.row_stride);
-    grads = take(grad_memory.floats);
-    if (is_stale) take_values(nullptr, &batch, take, &values);
-    values.add_backward(&batch, take);
-    words = take.words<uint64_t>(TtArrays::max_words(batch));
+  const PackedBuffers scratch(indices, [&](PackedBuffers& buffers) {
+    row_grads = buffers(n * batch.row_stride);
+    grads = buffers(grad_layout.num_floats);
+    // New buffers for the values and the copies of cores: `kept` must not change.
+    if (is_stale) assign_values(nullptr, &batch, buffers, &memory);
+    memory.assign_backward(&batch, buffers);
+    words = buffers.words<uint64_t>(TtArrays::max_words(batch));
   });
-  set_grads(grad_memory, grads, &batch);
-  TtArrays arrays(batch, values);
-  add_steps(cores, steps, grad_memory, grads, &arrays);
-  sum_row_grads(op, grad, tt_features(op, features, kTtOfKeys), indices, from_forward.groups,
-                offsets, bag_layout, sample_weights, pooling, batch.row_stride, row_grads);
-  StepStart begin{grads, grad_memory.zeros,
+  set_grads(grad_layout, grads, &batch);
+  TtArrays arrays(batch, memory);
+  add_steps(cores, steps, grad_layout, grads, &arrays);
+  sum_row_grads(op, grad, tt_features(op, features, kTtOfKeys), indices, state.groups, offsets,
+                bag_layout, sample_weights, pooling, batch.row_stride, row_grads);
+  StepStart begin{grads, grad_layout.num_zeros,
                   static_cast<double*>(hyper.mutable_data_ptr()) + Hyper::kStep,
                   is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
-  if (n == 0) begin.num_zeros = 0;
+  if (n == 0) begin.num_zeros = 0;  // nothing reads the gradients then
+  // If *is_finite is false, this launch clears the steps of the optimizer, so that `update` does
+  // nothing.
   arrays.upload(launcher, words, begin);
   if (n == 0) return;
-  if (is_stale) arrays.make_values(launcher, values);
-  arrays.make_grads(launcher, values, row_grads);
-  arrays.update(launcher, steps[0]);
+  if (is_stale) arrays.make_values(launcher, memory);
+  arrays.make_grads(launcher, memory, row_grads);
+  arrays.update(launcher, steps[0]);  // optimizer and hyperparameters, the same for all cores
 }
 
 }  // namespace

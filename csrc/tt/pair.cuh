@@ -1,13 +1,12 @@
-// Pairs of cores on the GPU: the values of their distinct halves (expand), and the gradients of
-// both cores from the gradients of these values (contract). Shapes and names are those of TtHalf in
-// tt/args.h.
+// Pairs of cores on the GPU: the values of their distinct halves (launch_expand), and the gradients
+// of both cores from the gradients of these values (launch_contract). Shapes and names are those of
+// TtHalf in tt/args.h.
 //
-// Halves are sorted by id, and so by the row of the inner core, the large one. A block takes one
-// inner row and a tile of columns, finds the halves that share the row, and computes one tiled
-// product for all of them on tensor cores. Operands are in shared memory, into which the next tiles
-// are copied during the product. Each tile of the gradient of an inner row is complete in the
-// registers of one block, so it needs no atomics and no partial sums. The gradient of an outer row
-// is written per half; sum_outer_kernel then sums it.
+// Halves are sorted by id, and so by inner row. A block processes one inner row and a tile of
+// columns: it finds the halves that share the row, and computes one tiled product for all of them
+// on tensor cores. Operands are in shared memory, into which the next tiles are copied during the
+// product. One block sums a tile of the gradient of an inner row, so it needs no atomics and no
+// partial sums. The gradient of an outer row is written per half, and summed by sum_outer_kernel.
 #pragma once
 
 #include "core/codes.h"
@@ -19,7 +18,8 @@
 
 namespace emb::cuda {
 
-// A *line* is one outer column of one half: a row of a product.
+// A *line* is one outer column of one half: a row of the products, [inner_rank] in the outer core
+// and [q_inner, rank] in a value.
 
 // The distinct left halves, or the distinct right halves, of a table: numbers [range[0], range[1])
 // among the halves of all tables. All pointers are to device memory.
@@ -28,39 +28,39 @@ struct TtHalves {
   const float* outer;    // [outer_rows][q_outer, inner_rank]
   const float* inner;    // [inner_rows][inner_rank, q_inner, rank]
   const int32_t* ids;    // ids of the distinct halves of all tables, ascending
-  const int32_t* range;  // [2], known on the device only
+  const int32_t* range;  // [2], in device memory, so not known to the host
   int64_t first_id;      // first id of the table
   int64_t value_stride;  // floats between the values of halves
   bool is_mirrored;      // right halves: columns of a value are (inner, outer)
 
   // Return the floats of a line.
   EMB_DEVICE int width() const { return half.q_inner * half.rank; }
-  // Return the first float of line (half u, outer column) in the values of halves.
+  // Return the offset of the line (half u, outer column) in the values of halves, in floats.
   EMB_DEVICE int64_t line_offset(int64_t u, int outer_column) const {
     return u * value_stride + int64_t{1} * outer_column * (is_mirrored ? half.rank : width());
   }
-  // Return the floats from the first float of a line to its element n.
+  // Return the offset of element n of a line from element 0, in floats.
   EMB_DEVICE int64_t element_offset(int n) const {
     if (!is_mirrored) return n;
     return n + int64_t{1} * (n / half.rank) * half.rank * (half.q_outer - 1);
   }
-  // Return whether four neighbours, from a multiple of four on, can move at once, in the cores and
-  // in the values of halves `values` (or their gradients).
+  // Return whether four neighbours, from a multiple of four on, can be copied at once, in the cores
+  // and in `values`, the values of halves or their gradients.
   EMB_DEVICE bool has_vectors(const float* values) const {
     return half.inner_rank % 4 == 0 && half.rank % 4 == 0 && value_stride % 4 == 0 &&
            is_aligned(outer, 16) && is_aligned(inner, 16) && is_aligned(values, 16);
   }
-  // Write elements n and n + 1 of the line of a value, where they exist.
-  EMB_DEVICE void store_pair_of(float* line, int n, bool uses_vectors, float first,
-                                float second) const;
-  // Return the first of the table's distinct halves whose id within the table is at least `id`,
+  // Write elements n and n + 1 of a line that begins at `line`, if they exist. n must be even.
+  EMB_DEVICE void store_two_of_line(float* line, int n, bool uses_vectors, float first,
+                                    float second) const;
+  // Return the number of the table's first half whose id within the table is at least `id`,
   // range[1] if there is none. All lanes of a warp call this with the same id.
   EMB_DEVICE int warp_lower_bound(int64_t id) const {
     const int first = range[0];
     const auto id_of = [&](int u) { return int64_t{ids[first + u]} - first_id; };
     return first + 1 + warp_search(id_of, range[1] - first, id - 1);
   }
-  // Return the same half, in one thread and in more steps.
+  // Return the same number; a single thread calls this, and it takes more steps.
   EMB_DEVICE int lower_bound(int64_t id) const {
     int low = range[0], high = range[1];
     while (low < high) {
@@ -75,45 +75,46 @@ struct TtHalves {
   }
 };
 
-// Elements of a row of a core or of a value, and lines of an inner row, fit an int (tt/check.h).
+// An int holds the number of elements of a core row or of a value, and of the lines of an inner row
+// (see tt_shape in tt/check.h).
 
 // A pair of cores of a batch, with its values and gradients, in device memory.
 struct TtPair {
   TtHalves halves;
-  int64_t first_inner, first_outer;  // numbers of its first core rows among the rows of all pairs
-  // [halves of all tables][value_stride], written by expand_kernel; null for left halves
-  // whose values an earlier pass saved.
+  int64_t first_inner, first_outer;  // numbers of its first core rows, over all pairs
+  // [halves of all tables][value_stride], written by expand_kernel. Null for left halves whose
+  // values an earlier pass has computed: their pairs are not launched.
   float* values;
   const float* value_grads;  // gradients of the values, of the same shape; null in a forward pass
-  // Scratch of a backward pass: the gradient of an outer row, per half. The rows of a table, of
-  // outer_size floats, follow each other without gaps from outer_values_of_table() on.
-  float* outer_values;
-  int64_t outer_stride;              // floats per half, the maximum over all tables
+  // Scratch of a backward pass, for all tables: the gradient of an outer row, per half. For this
+  // table these are [halves][outer_size] from outer_grads_of_table() on.
+  float* outer_grads_by_half;
+  int64_t outer_stride;              // maximum of outer_size over all tables
   float *outer_grads, *inner_grads;  // gradients of the cores of this pair, outputs
 
-  EMB_DEVICE float* outer_values_of_table() const {
-    return outer_values + halves.range[0] * outer_stride;
+  EMB_DEVICE float* outer_grads_of_table() const {
+    return outer_grads_by_half + halves.range[0] * outer_stride;
   }
 };
 
-// The pairs of a launch: the pairs of all tables, whatever their shapes, or only the right pairs.
-// Their inner rows are numbered pair after pair, and a block reads the arguments of its pair from
-// device memory. Sizes are totals and maxima over these pairs.
+// The pairs of a launch: the pairs of all tables, or only the right pairs. Inner rows are numbered
+// pair after pair. A block reads the arguments of its pair from device memory. Totals and maxima
+// are over the pairs of the launch.
 struct TtPairs {
-  const TtPair* pairs = nullptr;  // [count], in device memory
-  int count = 0;
+  const TtPair* pairs = nullptr;  // [num_pairs], in device memory
+  int num_pairs = 0;
   int64_t first_inner = 0;                 // number of the first inner row
   int64_t inner_rows = 0, outer_rows = 0;  // totals
-  int64_t equal_inner_rows = 0;            // inner rows of each pair, 0 if pairs differ
+  int64_t inner_rows_per_pair = 0;         // 0 if pairs differ
   int max_width = 0, max_inner_rank = 0;
 
-  // Return the pair of the inner row of that number. All lanes of a warp call this.
+  // Return the pair of inner row `row`, numbered over all pairs. All lanes of a warp call this.
   EMB_DEVICE int pair_of_inner(int64_t row) const {
-    if (equal_inner_rows > 0) return static_cast<int>((row - first_inner) / equal_inner_rows);
-    return warp_search([&](int i) { return pairs[i].first_inner; }, count, row);
+    if (inner_rows_per_pair > 0) return static_cast<int>((row - first_inner) / inner_rows_per_pair);
+    return warp_search([&](int i) { return pairs[i].first_inner; }, num_pairs, row);
   }
-  // Copy the pair of the block's inner row, which is row blockIdx.x of the launch, to shared
-  // memory, where it needs no registers. Return the number of that row within the pair. All threads
+  // Copy the pair of the block's inner row, row blockIdx.x of the launch, to `copy` in shared
+  // memory, where it takes no registers. Return the number of that row within the pair. All threads
   // of the block call this.
   EMB_DEVICE int start_block(TtPair* copy) const {
     const int64_t row = first_inner + blockIdx.x;
@@ -125,27 +126,27 @@ struct TtPairs {
     __syncthreads();
     return static_cast<int>(row - copy->first_inner);
   }
-  // Return the pair of the outer row of that number, if the launch has all pairs of the batch. All
-  // lanes of a warp call this.
+  // Return the pair of outer row `row`, numbered over all pairs. The launch must have all pairs of
+  // the batch. All lanes of a warp call this.
   EMB_DEVICE int pair_of_outer(int64_t row) const {
-    return warp_search([&](int i) { return pairs[i].first_outer; }, count, row);
+    return warp_search([&](int i) { return pairs[i].first_outer; }, num_pairs, row);
   }
 };
 
-inline constexpr int kPairThreads = 128;        // four warps: all tiles below have four parts
-inline constexpr int kPairBlocksPerSm = 5;      // they leave a thread 96 registers
-inline constexpr int kDepth = 32;               // depth, along k, of the tiles in shared memory
+inline constexpr int kPairThreads = 128;        // four warps, each of which computes 1/4 of a tile
+inline constexpr int kPairBlocksPerSm = 5;      // blocks per multiprocessor; 5 leave 96 registers
+inline constexpr int kDepth = 32;               // size, along k, of the tiles in shared memory
 inline constexpr int kWarpM = 32, kWarpN = 16;  // rows and columns of a tile that a warp computes
-// Rows and columns of the tile of a block: of expand_kernel and inner_grads_kernel, and of
-// outer_values_kernel.
+// Rows and columns of the tile of a block, in expand_kernel and inner_grads_kernel, and in
+// outer_grads_kernel.
 inline constexpr int kTileM = 32, kTileN = 64;
 inline constexpr int kOuterTileM = 64, kOuterTileN = 32;
-// Tiles of an operand in shared memory: one in use, one being copied. An inner row of at most so
-// many chunks stays there for all tiles.
+// Tiles of an operand in shared memory: one in use, one that is being copied. An inner row of
+// kStages chunks of kDepth or fewer stays there for all tiles.
 inline constexpr int kStages = 2;
 
-// A tile of one operand in shared memory: kCount indices of m or n by kDepth of k. Lines of the
-// tile run along k (kAlongDepth), or along m or n, as they do in global memory; they are padded so
+// A tile of one operand in shared memory: kCount indices of m or n by kDepth of k. The lines of the
+// tile run along k (kAlongDepth), or along m or n, as they do in global memory. They are padded, so
 // that the loads of a fragment touch all 32 banks.
 template <int kCount, bool kAlongDepth>
 struct OperandTile {
@@ -154,12 +155,14 @@ struct OperandTile {
   static constexpr int kStride = kLength + (kAlongDepth ? 4 : 8);
   alignas(16) float value[kLines * kStride];
 
+  // Return the element of index i, of m or n, and index k.
   EMB_DEVICE float at(int i, int k) const {
     return value[kAlongDepth ? i * kStride + k : k * kStride + i];
   }
 
-  // Start to copy from global memory: element e of line l from data[line_offset(l) + offset(e)],
-  // zeros where one of them is negative. Four neighbours are copied at once if `uses_vectors`.
+  // Start to copy from global memory: element e of line l is data[line_offset(l) + offset(e)], or
+  // zero if line_offset(l) or offset(e) is negative. If `uses_vectors`, four neighbours are copied
+  // at once, and offset is called for multiples of four.
   template <class LineOffset, class Offset>
   EMB_DEVICE void start_copies(const float* data, bool uses_vectors, const LineOffset& line_offset,
                                const Offset& offset) {
@@ -171,45 +174,45 @@ struct OperandTile {
   }
 
  private:
-  // A thread copies the same part of every line that it copies.
+  // Start the copies of packs of kPack elements. A thread copies the same pack of several lines.
   template <int kPack, class LineOffset, class Offset>
   EMB_DEVICE void start_copies_of(const float* data, const LineOffset& line_offset,
                                   const Offset& offset) {
-    constexpr int kPacks = kLength / kPack;
+    constexpr int kPacksPerLine = kLength / kPack;
     [[maybe_unused]] constexpr int kUnroll = kPack == 4 ? 4 : 1;
-    static_assert(kPairThreads % kPacks == 0);
-    const int thread = static_cast<int>(threadIdx.x), element = thread % kPacks * kPack;
-    const int64_t part = offset(element);
-    float* to = value + thread / kPacks * kStride + element;
+    static_assert(kPairThreads % kPacksPerLine == 0);
+    const int thread = static_cast<int>(threadIdx.x), element = thread % kPacksPerLine * kPack;
+    const int64_t pack_offset = offset(element);
+    float* to = value + thread / kPacksPerLine * kStride + element;
 #pragma unroll kUnroll
-    for (int l = thread / kPacks; l < kLines; l += kPairThreads / kPacks) {
-      const int64_t line = line_offset(l);
-      const bool inside = line >= 0 && part >= 0;
-      simt::copy_async<kPack * 4>(to, data + (inside ? line + part : 0), inside);
-      to += kPairThreads / kPacks * kStride;
+    for (int l = thread / kPacksPerLine; l < kLines; l += kPairThreads / kPacksPerLine) {
+      const int64_t first = line_offset(l);
+      const bool exists = first >= 0 && pack_offset >= 0;
+      simt::copy_async<kPack * 4>(to, data + (exists ? first + pack_offset : 0), exists);
+      to += kPairThreads / kPacksPerLine * kStride;
     }
   }
 };
 
-// Tables in shared memory of the addresses of the lines of an inner row's halves, kLines at a time.
-// Tile t uses table t % 3 of three: one table is written while the copies of the next tile and the
-// results of the current tile use the other two.
+// The offsets, in floats, of kLines lines of an inner row's halves, in shared memory; -1 after the
+// last line. Tile t uses list t % 3 of three: one list is written while the copies of the next tile
+// and the results of the current tile use the other two.
 template <int kLines>
-struct LineTables {
-  int64_t outer[3][kLines];  // elements into the outer core; -1 after the last line
-  int64_t value[3][kLines];  // elements into the values of halves; -1 after the last line
+struct LineOffsets {
+  int64_t outer[3][kLines];  // in the outer core
+  int64_t value[3][kLines];  // in the values of halves
 };
 
-// The shared memory of a block: two stages of tiles of both operands, and tables of lines.
+// The shared memory of a block: kStages tiles of both operands, and the offsets of lines.
 template <class A, class B, int kLines>
 struct PairMemory {
   A a[kStages];
   B b[kStages];
-  LineTables<kLines> lines;
+  LineOffsets<kLines> line_offsets;
   int range[2];  // for InnerGroup
 };
 
-// The position of a lane in the product of kN columns that its block computes.
+// The position of a lane in the tile of kN columns that its block computes.
 template <int kN>
 struct PairLane {
   int row, column;  // this lane's row and column of a fragment, see core/mma.cuh
@@ -255,10 +258,10 @@ struct PairSums {
     }
   }
 
-  // Call store(m, n, first, second) for each of this lane's pairs of sums, elements (m, n) and
-  // (m, n + 1) of the tile.
+  // Call store(m, n, first, second) for each two neighbouring sums of this lane, elements (m, n)
+  // and (m, n + 1) of the tile; n is even.
   template <class Lane, class Store>
-  EMB_DEVICE void for_pairs(const Lane& lane, const Store& store) const {
+  EMB_DEVICE void for_neighbours(const Lane& lane, const Store& store) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -273,52 +276,53 @@ struct PairSums {
   }
 };
 
-// Write two neighbours, of which the first `valid` exist (2 or more: both). `uses_vectors`: address
-// is a multiple of 8 bytes.
-EMB_DEVICE void store_pair(float* address, int valid, bool uses_vectors, float first,
-                           float second) {
-  if (uses_vectors && valid >= 2) {
-    struct alignas(8) Pair {
+// Write two neighbours; num_existing of them exist, 2 or more for both. If `uses_vectors`,
+// `address` must be a multiple of 8 bytes.
+EMB_DEVICE void store_two(float* address, int num_existing, bool uses_vectors, float first,
+                          float second) {
+  if (uses_vectors && num_existing >= 2) {
+    struct alignas(8) TwoFloats {
       float x, y;
     };
-    *reinterpret_cast<Pair*>(address) = {first, second};
+    *reinterpret_cast<TwoFloats*>(address) = {first, second};
     return;
   }
-  if (valid >= 1) address[0] = first;
-  if (valid >= 2) address[1] = second;
+  if (num_existing >= 1) address[0] = first;
+  if (num_existing >= 2) address[1] = second;
 }
 
-EMB_DEVICE void TtHalves::store_pair_of(float* line, int n, bool uses_vectors, float first,
-                                        float second) const {
-  if (uses_vectors) return store_pair(line + element_offset(n), width() - n, true, first, second);
+EMB_DEVICE void TtHalves::store_two_of_line(float* line, int n, bool uses_vectors, float first,
+                                            float second) const {
+  if (uses_vectors) return store_two(line + element_offset(n), width() - n, true, first, second);
   line[element_offset(n)] = first;
   if (n + 1 < width()) line[element_offset(n + 1)] = second;
 }
 
-// A step of a product: one chunk of kDepth along k of one tile; a tile has `chunks` of them.
+// A step of a product: a chunk of kDepth along k of a tile.
 struct TileStep {
   int tile = 0, chunk = 0;
 
-  EMB_DEVICE TileStep next(int chunks) const {
-    return chunk + 1 < chunks ? TileStep{tile, chunk + 1} : TileStep{tile + 1, 0};
+  // Return the next step, if tiles have num_chunks chunks.
+  EMB_DEVICE TileStep next(int num_chunks) const {
+    return chunk + 1 < num_chunks ? TileStep{tile, chunk + 1} : TileStep{tile + 1, 0};
   }
 };
 
-// Run all steps of `tiles` tiles, in order: prepare(step) writes the step's table of lines,
-// start(step, stage) starts its copies to shared memory, and compute(step, stage) uses them, while
-// the copies of the next step are in flight. All threads of the block call this.
+// Run the steps of num_tiles tiles of num_chunks chunks, in order: prepare(step) writes the step's
+// line offsets, start(step, stage) starts its copies to shared memory, and compute(step, stage)
+// uses the copies, while those of the next step are in flight. All threads of the block call this.
 template <class Prepare, class Start, class Compute>
-EMB_DEVICE void run_steps(int tiles, int chunks, const Prepare& prepare, const Start& start,
+EMB_DEVICE void run_steps(int num_tiles, int num_chunks, const Prepare& prepare, const Start& start,
                           const Compute& compute) {
-  if (tiles == 0) return;
-  TileStep now, next;
-  prepare(now);
+  if (num_tiles == 0) return;
+  TileStep step, next;
+  prepare(step);
   __syncthreads();
-  start(now, 0);
+  start(step, 0);
   simt::commit_copies();
-  for (int stage = 0; now.tile < tiles; now = next, stage ^= 1) {
-    next = now.next(chunks);
-    const bool is_last = next.tile == tiles;
+  for (int stage = 0; step.tile < num_tiles; step = next, stage ^= 1) {
+    next = step.next(num_chunks);
+    const bool is_last = next.tile == num_tiles;
     if (!is_last) prepare(next);
     simt::wait_for_copies<0>();
     __syncthreads();
@@ -326,49 +330,51 @@ EMB_DEVICE void run_steps(int tiles, int chunks, const Prepare& prepare, const S
       start(next, stage ^ 1);
       simt::commit_copies();
     }
-    compute(now, stage);
+    compute(step, stage);
   }
 }
 
 // The halves of an inner row.
 struct InnerGroup {
-  int inner;  // the inner row
-  int begin;  // the first half
-  int lines;  // lines of all these halves, q_outer for each
+  int inner_row;
+  int first_half;
+  int num_lines;  // q_outer for each half
 
   // Find the halves. All threads of the block call this; `range` is shared memory.
-  EMB_DEVICE InnerGroup(const TtHalves& halves, int inner_row, int (&range)[2]) : inner(inner_row) {
+  EMB_DEVICE InnerGroup(const TtHalves& halves, int inner, int (&range)[2]) : inner_row(inner) {
     const int warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
     if (warp < 2) {
-      const int half = halves.warp_lower_bound((int64_t{inner} + warp) * halves.half.outer_rows);
+      const int half =
+          halves.warp_lower_bound((int64_t{inner_row} + warp) * halves.half.outer_rows);
       if (threadIdx.x % simt::kWarpLanes == 0) range[warp] = half;
     }
     __syncthreads();
-    begin = range[0];
-    lines = (range[1] - begin) * halves.half.q_outer;
+    first_half = range[0];
+    num_lines = (range[1] - first_half) * halves.half.q_outer;
   }
 
-  // Write table `t` of `tables` for the kLines lines from `first` on.
+  // Write the offsets of the kLines lines from `first` on to list `list` of `offsets`. All threads
+  // of the block call this.
   template <int kLines>
-  EMB_DEVICE void locate(const TtHalves& halves, int first, int t,
-                         LineTables<kLines>* tables) const {
+  EMB_DEVICE void write_offsets(const TtHalves& halves, int first, int list,
+                                LineOffsets<kLines>* offsets) const {
     static_assert(kLines <= kPairThreads);
     const int i = static_cast<int>(threadIdx.x), line = first + i;
     if (i >= kLines) return;
-    tables->outer[t][i] = tables->value[t][i] = -1;
-    if (line >= lines) return;
-    const int u = begin + line / halves.half.q_outer, column = line % halves.half.q_outer;
-    const int64_t row = halves.ids[u] - halves.first_id - inner * halves.half.outer_rows;
-    tables->outer[t][i] = row * halves.half.outer_size() + column * halves.half.inner_rank;
-    tables->value[t][i] = halves.line_offset(u, column);
+    offsets->outer[list][i] = offsets->value[list][i] = -1;
+    if (line >= num_lines) return;
+    const int u = first_half + line / halves.half.q_outer, column = line % halves.half.q_outer;
+    const int64_t row = halves.ids[u] - halves.first_id - inner_row * halves.half.outer_rows;
+    offsets->outer[list][i] = row * halves.half.outer_size() + column * halves.half.inner_rank;
+    offsets->value[list][i] = halves.line_offset(u, column);
   }
 };
 
-// Return the number of tiles of `tile` elements that cover n.
-EMB_HD int tiles_of(int n, int tile) { return n / tile + (n % tile != 0); }
+// Return the number of tiles of `tile_size` elements that cover n elements.
+EMB_HD int num_tiles_of(int n, int tile_size) { return n / tile_size + (n % tile_size != 0); }
 
-// values[line, n] = sum over k of outer[line, k] * inner[k, n]. Block x takes inner row x of the
-// launch, block y kTileN columns.
+// Compute values[line, n] = sum over k of outer[line, k] * inner[k, n]. Block x processes inner row
+// x of the launch, block y kTileN columns n.
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm) expand_kernel(TtPairs pairs) {
   constexpr int kM = kTileM, kN = kTileN;
@@ -382,24 +388,24 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm) expand_kernel(
   if (column >= width) return;  // tables differ in width
   float* const values = pair.values;
   const InnerGroup group(halves, inner, memory.range);
-  const int chunks = tiles_of(depth, kDepth);
+  const int num_chunks = num_tiles_of(depth, kDepth);
   const bool uses_vectors = halves.has_vectors(values);
-  const float* row = halves.inner + group.inner * halves.half.inner_size();
+  const float* row = halves.inner + group.inner_row * halves.half.inner_size();
   PairSums sums;
   run_steps(
-      tiles_of(group.lines, kM), chunks,
+      num_tiles_of(group.num_lines, kM), num_chunks,
       [&](TileStep step) {
         if (step.chunk > 0) return;
-        group.locate(halves, step.tile * kM, step.tile % 3, &memory.lines);
+        group.write_offsets(halves, step.tile * kM, step.tile % 3, &memory.line_offsets);
       },
       [&](TileStep step, int stage) {
         const int k0 = step.chunk * kDepth;
-        const int64_t* lines = memory.lines.outer[step.tile % 3];
+        const int64_t* lines = memory.line_offsets.outer[step.tile % 3];
         memory.a[stage].start_copies(
             halves.outer, uses_vectors, [&](int m) { return lines[m]; },
             [&](int k) { return k0 + k < depth ? k0 + k : -1; });
-        // If the inner row has at most kStages chunks, they stay in shared memory for all tiles.
-        if (chunks <= kStages && step.tile * chunks + step.chunk >= kStages) return;
+        // If the inner row has kStages chunks or fewer, they stay in shared memory for all tiles.
+        if (num_chunks <= kStages && step.tile * num_chunks + step.chunk >= kStages) return;
         memory.b[stage].start_copies(
             row, uses_vectors, [&](int k) { return k0 + k < depth ? (k0 + k) * width : -1; },
             [&](int n) { return column + n < width ? column + n : -1; });
@@ -408,19 +414,19 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm) expand_kernel(
         const int remaining = depth - step.chunk * kDepth;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
                                     remaining < kDepth ? remaining : kDepth);
-        if (step.chunk + 1 < chunks) return;
-        const int64_t* lines = memory.lines.value[step.tile % 3];
-        sums.for_pairs(lane, [&](int m, int n, float first, float second) {
+        if (step.chunk + 1 < num_chunks) return;
+        const int64_t* lines = memory.line_offsets.value[step.tile % 3];
+        sums.for_neighbours(lane, [&](int m, int n, float first, float second) {
           if (lines[m] < 0 || column + n >= width) return;
-          halves.store_pair_of(values + lines[m], column + n, uses_vectors, first, second);
+          halves.store_two_of_line(values + lines[m], column + n, uses_vectors, first, second);
         });
         sums = {};
       });
 }
 
-// inner_grads[inner][m, n] = sum over lines of outer[line, m] * value_grads[line, n], zeros if no
-// half uses the row. Block x takes inner row x of the launch, block y kTileN columns n, block z
-// kTileM rows m.
+// Compute inner_grads[inner][m, n] = sum over lines of outer[line, m] * value_grads[line, n], zeros
+// if no half uses the row. Block x processes inner row x of the launch, block y kTileN columns n,
+// block z kTileM rows m.
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
     inner_grads_kernel(TtPairs pairs) {
@@ -431,26 +437,26 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
   const int inner = pairs.start_block(&pair);
   const TtHalves& halves = pair.halves;
   const int height = halves.half.inner_rank, width = halves.width();
-  const int column = static_cast<int>(blockIdx.y) * kN,
-            line_of_tile = static_cast<int>(blockIdx.z) * kM;
-  if (column >= width || line_of_tile >= height) return;
+  const int column = static_cast<int>(blockIdx.y) * kN, first_m = static_cast<int>(blockIdx.z) * kM;
+  if (column >= width || first_m >= height) return;
   const float* const value_grads = pair.value_grads;
   float* const grads = pair.inner_grads;
   const InnerGroup group(halves, inner, memory.range);
   const bool uses_vectors = halves.has_vectors(value_grads);
   PairSums sums;
-  // The sum runs over lines: each chunk of kDepth lines is a tile of one chunk, with a table.
+  // k is the line: kDepth lines are a step, which run_steps calls a tile of one chunk.
   run_steps(
-      tiles_of(group.lines, kDepth), 1,
+      num_tiles_of(group.num_lines, kDepth), 1,
       [&](TileStep step) {
-        group.locate(halves, step.tile * kDepth, step.tile % 3, &memory.lines);
+        group.write_offsets(halves, step.tile * kDepth, step.tile % 3, &memory.line_offsets);
       },
       [&](TileStep step, int stage) {
-        const int table = step.tile % 3;
-        const int64_t *outer = memory.lines.outer[table], *value = memory.lines.value[table];
+        const int list = step.tile % 3;
+        const int64_t *outer = memory.line_offsets.outer[list],
+                      *value = memory.line_offsets.value[list];
         memory.a[stage].start_copies(
             halves.outer, uses_vectors, [&](int k) { return outer[k]; },
-            [&](int m) { return line_of_tile + m < height ? line_of_tile + m : -1; });
+            [&](int m) { return first_m + m < height ? first_m + m : -1; });
         memory.b[stage].start_copies(
             value_grads, uses_vectors, [&](int k) { return value[k]; },
             [&](int n) -> int64_t {
@@ -458,25 +464,25 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
             });
       },
       [&](TileStep step, int stage) {
-        const int remaining = group.lines - step.tile * kDepth;
+        const int remaining = group.num_lines - step.tile * kDepth;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
                                     remaining < kDepth ? remaining : kDepth);
       });
-  float* row = grads + group.inner * halves.half.inner_size();
-  const bool has_pairs = uses_vectors && is_aligned(grads, 8);
-  sums.for_pairs(lane, [&](int m, int n, float first, float second) {
-    if (line_of_tile + m >= height) return;
-    store_pair(row + (line_of_tile + m) * width + column + n, width - column - n, has_pairs, first,
-               second);
+  float* row = grads + group.inner_row * halves.half.inner_size();
+  const bool stores_two = uses_vectors && is_aligned(grads, 8);
+  sums.for_neighbours(lane, [&](int m, int n, float first, float second) {
+    if (first_m + m >= height) return;
+    store_two(row + (first_m + m) * width + column + n, width - column - n, stores_two, first,
+              second);
   });
 }
 
-// outer_values[u - range[0]][jo, m] = sum over n of value_grads[line, n] * inner[m, n] for each
-// line (half u, outer column jo). Block x takes inner row x of the launch, block y kOuterTileN
-// columns m.
+// Compute outer_grads_by_half[u - range[0]][jo, m] = sum over n of value_grads[line, n] * inner[m,
+// n], for each line (half u, outer column jo). Block x processes inner row x of the launch, block y
+// kOuterTileN columns m.
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
-    outer_values_kernel(TtPairs pairs) {
+    outer_grads_kernel(TtPairs pairs) {
   constexpr int kM = kOuterTileM, kN = kOuterTileN;
   __shared__ PairMemory<OperandTile<kM, true>, OperandTile<kN, true>, kM> memory;
   const PairLane<kN> lane;
@@ -487,28 +493,29 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
   const int column = static_cast<int>(blockIdx.y) * kN;
   if (column >= height) return;
   const float* const value_grads = pair.value_grads;
-  if (threadIdx.x == 0) pair.outer_values = pair.outer_values_of_table();
+  // The barrier of `group` publishes this.
+  if (threadIdx.x == 0) pair.outer_grads_by_half = pair.outer_grads_of_table();
   const InnerGroup group(halves, inner, memory.range);
-  const int chunks = tiles_of(width, kDepth);
+  const int num_chunks = num_tiles_of(width, kDepth);
   const bool uses_vectors = halves.has_vectors(value_grads);
-  const float* row = halves.inner + group.inner * halves.half.inner_size();
-  const int64_t first_line = int64_t{group.begin - halves.range[0]} * halves.half.q_outer;
-  const bool has_pairs = uses_vectors && is_aligned(pair.outer_values, 8);
+  const float* row = halves.inner + group.inner_row * halves.half.inner_size();
+  const int64_t first_line = int64_t{group.first_half - halves.range[0]} * halves.half.q_outer;
+  const bool stores_two = uses_vectors && is_aligned(pair.outer_grads_by_half, 8);
   PairSums sums;
   run_steps(
-      tiles_of(group.lines, kM), chunks,
+      num_tiles_of(group.num_lines, kM), num_chunks,
       [&](TileStep step) {
         if (step.chunk > 0) return;
-        group.locate(halves, step.tile * kM, step.tile % 3, &memory.lines);
+        group.write_offsets(halves, step.tile * kM, step.tile % 3, &memory.line_offsets);
       },
       [&](TileStep step, int stage) {
         const int k0 = step.chunk * kDepth;
-        const int64_t* lines = memory.lines.value[step.tile % 3];
+        const int64_t* lines = memory.line_offsets.value[step.tile % 3];
         memory.a[stage].start_copies(
             value_grads, uses_vectors, [&](int m) { return lines[m]; },
             [&](int k) -> int64_t { return k0 + k < width ? halves.element_offset(k0 + k) : -1; });
-        // Chunks of the inner row stay, as in expand_kernel.
-        if (chunks <= kStages && step.tile * chunks + step.chunk >= kStages) return;
+        // The chunks of the inner row stay in shared memory, as in expand_kernel.
+        if (num_chunks <= kStages && step.tile * num_chunks + step.chunk >= kStages) return;
         memory.b[stage].start_copies(
             row, uses_vectors,
             [&](int n) { return column + n < height ? (column + n) * width : -1; },
@@ -518,42 +525,44 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
         const int remaining = width - step.chunk * kDepth;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
                                     remaining < kDepth ? remaining : kDepth);
-        if (step.chunk + 1 < chunks) return;
-        sums.for_pairs(lane, [&](int m, int n, float first, float second) {
+        if (step.chunk + 1 < num_chunks) return;
+        sums.for_neighbours(lane, [&](int m, int n, float first, float second) {
           const int line = step.tile * kM + m;
-          if (line >= group.lines) return;
-          float* const out = pair.outer_values + (first_line + line) * height;
-          store_pair(out + column + n, height - column - n, has_pairs, first, second);
+          if (line >= group.num_lines) return;
+          float* const out = pair.outer_grads_by_half + (first_line + line) * height;
+          store_two(out + column + n, height - column - n, stores_two, first, second);
         });
         sums = {};
       });
 }
 
-// outer_grads[outer row] = sum, in the order of the halves, of the outer values of the halves that
-// use it. A block takes an outer row, grid-stride, and searches its halves kPairThreads inner rows
-// at a time.
+// Write the gradients of outer rows: sums, in the order of the halves, of outer_grads_by_half over
+// the halves that use the row. A block processes an outer row, grid-stride, and searches its halves
+// kPairThreads inner rows at a time.
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
     sum_outer_kernel(TtPairs pairs) {
-  __shared__ int half_of[kPairThreads];  // the half with inner row `first` + i, -1 for none
+  // The half with inner row first_inner + i, counted from the table's first half; -1 for none.
+  __shared__ int half_of_inner[kPairThreads];
   for (int64_t global_row = blockIdx.x; global_row < pairs.outer_rows; global_row += gridDim.x) {
     const TtPair& pair = pairs.pairs[pairs.pair_of_outer(global_row)];
     const TtHalves halves = pair.halves;
-    const float* const outer_values = pair.outer_values_of_table();
+    const float* const outer_grads_by_half = pair.outer_grads_of_table();
     float* const grads = pair.outer_grads;
     const int64_t size = halves.half.outer_size(), rows = halves.half.outer_rows;
     const int64_t row = global_row - pair.first_outer;
     const int first_half = halves.range[0], halves_end = halves.range[1];
-    for (int64_t first = 0; first < halves.half.inner_rows; first += kPairThreads) {
-      const int64_t inner = first + threadIdx.x, id = inner * rows + row;
+    for (int64_t first_inner = 0; first_inner < halves.half.inner_rows;
+         first_inner += kPairThreads) {
+      const int64_t inner = first_inner + threadIdx.x, id = inner * rows + row;
       const int u = inner < halves.half.inner_rows ? halves.lower_bound(id) : halves_end;
       __syncthreads();
       const bool exists = u < halves_end && halves.ids[u] - halves.first_id == id;
-      half_of[threadIdx.x] = exists ? u - first_half : -1;
+      half_of_inner[threadIdx.x] = exists ? u - first_half : -1;
       __syncthreads();
       for (int64_t d = threadIdx.x; d < size; d += kPairThreads) {
-        float sum = first > 0 ? grads[row * size + d] : 0.0f;
+        float sum = first_inner > 0 ? grads[row * size + d] : 0.0f;
         for (int i = 0; i < kPairThreads; ++i) {
-          if (half_of[i] >= 0) sum += outer_values[half_of[i] * size + d];
+          if (half_of_inner[i] >= 0) sum += outer_grads_by_half[half_of_inner[i] * size + d];
         }
         grads[row * size + d] = sum;
       }
@@ -561,24 +570,26 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
   }
 }
 
-// A core stored in 16 bits, of which all rows, or those that halves of the batch use, are copied as
-// floats.
-struct TtWiden {
+// A core stored in 16 bits, of which all rows, or the rows that halves of the batch use, are copied
+// as floats.
+struct WidenedCore {
   TtHalves halves;    // the halves that use the core
   const void* from;   // [rows][width], the core
-  float* to;          // [rows][width], of which the copied rows are written
-  int64_t first_row;  // number of its first row among the rows of all cores of the launch
+  float* to;          // [rows][width]; rows that are not copied are not written
+  int64_t first_row;  // number of its first row, over all cores of the launch
   int64_t width;
-  int64_t ids_per_row;  // row r is used by halves with ids from r * ids_per_row; 0: copy all rows
+  // 0: copy all rows. Else row r is used by the halves with ids [r, r + 1) * ids_per_row.
+  int64_t ids_per_row;
 };
 
-// Copy the rows of `count` cores of dtype `type`, `rows` in all; a block per row, grid-stride.
+// Copy the rows of num_cores cores of dtype `type`, num_rows in all. A block processes a row,
+// grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads)
-    widen_cores_kernel(const TtWiden* cores, int count, int64_t rows, Dtype type) {
+    widen_cores_kernel(const WidenedCore* cores, int num_cores, int64_t num_rows, Dtype type) {
   __shared__ int range[2];
-  for (int64_t global_row = blockIdx.x; global_row < rows; global_row += gridDim.x) {
-    const TtWiden& core =
-        cores[warp_search([&](int i) { return cores[i].first_row; }, count, global_row)];
+  for (int64_t global_row = blockIdx.x; global_row < num_rows; global_row += gridDim.x) {
+    const WidenedCore& core =
+        cores[warp_search([&](int i) { return cores[i].first_row; }, num_cores, global_row)];
     const int64_t row = global_row - core.first_row;
     const int warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
     __syncthreads();
@@ -589,7 +600,7 @@ struct TtWiden {
       if (threadIdx.x % simt::kWarpLanes == 0) range[warp] = half;
     }
     __syncthreads();
-    if (range[0] == range[1]) continue;
+    if (range[0] == range[1]) continue;  // no half uses the row
     for (int64_t d = threadIdx.x; d < core.width; d += kPairThreads) {
       const int64_t i = row * core.width + d;
       core.to[i] = type == Dtype::kHalf ? to_float(static_cast<const half16*>(core.from)[i])
@@ -598,30 +609,32 @@ struct TtWiden {
   }
 }
 
-// Write the values of the halves of `pairs`. Does nothing without pairs.
+// Write the values of the halves of `pairs`, which may be none. In both launches `launcher` is a
+// CudaLauncher or, in tests, a simt::HostLauncher, and nothing waits for the device.
 template <class Launcher>
 void launch_expand(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
-  if (pairs.count == 0) return;
-  const simt::Dim3 grid(static_cast<unsigned>(pairs.inner_rows), tiles_of(pairs.max_width, kTileN));
+  if (pairs.num_pairs == 0) return;
+  const simt::Dim3 grid(static_cast<unsigned>(pairs.inner_rows),
+                        num_tiles_of(pairs.max_width, kTileN));
   with_product_type(precision, [&](auto products) {
     launcher(expand_kernel<decltype(products)>, grid, kPairThreads, pairs);
   });
 }
 
-// Write the gradients of both cores of `pairs`, which are all pairs of a batch, from the gradients
-// of the values of halves.
+// Write the gradients of both cores of `pairs` from the gradients of the values of halves. `pairs`
+// must be all pairs of a batch; they may be none.
 template <class Launcher>
 void launch_contract(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
-  if (pairs.count == 0) return;
+  if (pairs.num_pairs == 0) return;
   const auto inner_rows = static_cast<unsigned>(pairs.inner_rows);
   with_product_type(precision, [&](auto products) {
     using Products = decltype(products);
     launcher(inner_grads_kernel<Products>,
-             simt::Dim3(inner_rows, tiles_of(pairs.max_width, kTileN),
-                        tiles_of(pairs.max_inner_rank, kTileM)),
+             simt::Dim3(inner_rows, num_tiles_of(pairs.max_width, kTileN),
+                        num_tiles_of(pairs.max_inner_rank, kTileM)),
              kPairThreads, pairs);
-    launcher(outer_values_kernel<Products>,
-             simt::Dim3(inner_rows, tiles_of(pairs.max_inner_rank, kOuterTileN)), kPairThreads,
+    launcher(outer_grads_kernel<Products>,
+             simt::Dim3(inner_rows, num_tiles_of(pairs.max_inner_rank, kOuterTileN)), kPairThreads,
              pairs);
   });
   launcher(sum_outer_kernel,

@@ -1,6 +1,6 @@
-// `tt_keys` and `tt_plan` on the CPU: the keys of the lookups of a batch, and which halves its
-// distinct rows share. Rows are sorted by key, so that the rows of a left half are neighbours; for
-// right halves rows are grouped with the sort of group/.
+// `tt_keys` and `tt_plan` on the CPU: the keys of the lookups of a batch, and its distinct rows
+// grouped by their halves (TtPlan in tt/args.h). Rows are sorted by key, so that the rows of a left
+// half are neighbours. The sort of group/ then groups them by right half.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kPlanGrain = 1 << 14;  // grain of parallel_balanced, in lookups (not measured)
+constexpr int64_t kKeysGrain = 1 << 14;  // grain of parallel_balanced, in lookups (not measured)
 
 }  // namespace
 
@@ -44,7 +44,7 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
   }
   STD_TORCH_CHECK(n == 0 || feature_bags.num_features() > 0, op,
                   ": feature_tables must have a row per feature, got none for ", n, " indices");
-  parallel_balanced(n, kPlanGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(n, kKeysGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     int64_t f =
         std::upper_bound(feature_ends.begin(), feature_ends.end(), begin) - feature_ends.begin();
     for (; begin < end; ++f) {
@@ -63,44 +63,42 @@ struct PlanTensors {
   std::vector<Tensor> tensors;
   int32_t* data[kTtPlanTensors];
 
-  // Allocate a plan for as many rows as `like` has elements.
-  PlanTensors(const Tensor& like, int64_t tables) {
-    const int64_t n = like.numel();
-    for (const int64_t size : tt_plan_sizes(n, tables)) {
-      tensors.push_back(allocate_output(like, {size}, ScalarType::Int));
+  // Allocate a plan for as many rows as `keys` has elements.
+  PlanTensors(const Tensor& keys, int64_t num_tables) {
+    for (const int64_t size : tt_plan_sizes(keys.numel(), num_tables)) {
+      tensors.push_back(allocate_output(keys, {size}, ScalarType::Int));
     }
     for (int i = 0; i < kTtPlanTensors; ++i) data[i] = tensors[i].mutable_data_ptr<int32_t>();
   }
 };
 
-// The distinct keys of a batch, and the tables to which they belong.
+// The distinct keys of a batch, and its tables.
 struct SortedKeys {
   const int64_t* data;  // [count], ascending
   int64_t count;
   const TtTableIds* tables;  // [num_tables]
   int64_t num_tables;
 
-  // Return the first key of table t; for t = num_tables, a bound of all keys.
-  int64_t first(int64_t t) const { return t < num_tables ? tables[t].first_key : kUnlimited; }
+  // Return the first key of table t; for t = num_tables, a bound above all keys.
+  int64_t first_key(int64_t t) const { return t < num_tables ? tables[t].first_key : kUnlimited; }
 };
 
-// Write the tensors of `plan` about left halves, and where the rows and left halves of each table
-// begin.
-void find_lefts(const SortedKeys& keys, const PlanTensors& plan) {
+// Write the tensors of `plan` about left halves, and the first row and left half of each table.
+void write_lefts(const SortedKeys& keys, const PlanTensors& plan) {
   int32_t *lefts = plan.data[kTtLefts], *segments = plan.data[kTtLeftSegments],
           *row_lefts = plan.data[kTtRowLefts], *starts = plan.data[kTtStarts];
   int32_t* left_starts = starts + keys.num_tables + 1;
   int64_t num_lefts = 0, j = 0;
   for (int64_t t = 0; t < keys.num_tables; ++t) {
     const TtTableIds table = keys.tables[t];
-    const int64_t last_key = keys.first(t + 1);
-    int64_t run_end = 0;  // keys of the current left half are below it
+    const int64_t keys_end = keys.first_key(t + 1);
+    int64_t left_end = 0;  // end of the keys of the current left half
     starts[t] = static_cast<int32_t>(j);
     left_starts[t] = static_cast<int32_t>(num_lefts);
-    for (; j < keys.count && keys.data[j] < last_key; ++j) {
-      if (keys.data[j] >= run_end) {
+    for (; j < keys.count && keys.data[j] < keys_end; ++j) {
+      if (keys.data[j] >= left_end) {
         const int64_t left = (keys.data[j] - table.first_key) / table.right_ids;
-        run_end = table.first_key + (left + 1) * table.right_ids;
+        left_end = table.first_key + (left + 1) * table.right_ids;
         lefts[num_lefts] = static_cast<int32_t>(table.first_left + left);
         segments[num_lefts++] = static_cast<int32_t>(j);
       }
@@ -112,15 +110,18 @@ void find_lefts(const SortedKeys& keys, const PlanTensors& plan) {
   segments[num_lefts] = static_cast<int32_t>(keys.count);
 }
 
-// Write the tensors of `plan` about right halves, after find_lefts. `right_ids` is the number of
-// ids of right halves of all tables.
-void find_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& plan) {
+// Write the tensors of `plan` about right halves, and the first right half of each table, after
+// write_lefts. `right_ids` is the number of ids of right halves of all tables.
+void write_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& plan) {
   const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts],
                 *starts = plan.data[kTtStarts];
-  const int64_t m = keys.count;
-  std::vector<int64_t> part_begins(group_parts(m) + 1);
-  const int64_t parts = static_cast<int64_t>(part_begins.size()) - 1;
-  for (int64_t part = 0; part <= parts; ++part) part_begins[part] = m * part / parts;
+  const int64_t num_rows = keys.count;
+  std::vector<int64_t> part_begins(group_parts(num_rows) + 1);
+  const int64_t num_parts = static_cast<int64_t>(part_begins.size()) - 1;
+  for (int64_t part = 0; part <= num_parts; ++part) {
+    part_begins[part] = num_rows * part / num_parts;
+  }
+  // Call put(j, right id) for each row j of a part.
   const auto fill = [&](int64_t part, const auto& put) {
     int64_t j = part_begins[part];
     int64_t t = std::upper_bound(starts, starts + keys.num_tables + 1, j) - starts - 1;
@@ -139,7 +140,7 @@ void find_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& p
                         .segments = plan.data[kTtRightSegments],
                         .permutation = plan.data[kTtRightRows],
                         .num_groups = &num_rights};
-  group_items<Item32>(m, right_ids, part_begins, fill, out, [](int64_t, int64_t) {});
+  group_items<Item32>(num_rows, right_ids, part_begins, fill, out, [](int64_t, int64_t) {});
   const int32_t *rights = plan.data[kTtRights], *segments = plan.data[kTtRightSegments],
                 *rows = plan.data[kTtRightRows];
   for (int32_t v = 0; v < num_rights; ++v) {
@@ -156,26 +157,26 @@ void find_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& p
 
 }  // namespace
 
-// The contract is in tt/entries.h. Entries after the last row or half are set to 0.
+// The contract is in tt/entries.h. Sets entries after the last row or half to 0.
 std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tensor& tables,
                             int64_t left_ids, int64_t right_ids) {
   const char* op = "tt_plan";
   check_dtype(op, "keys", keys, ScalarType::Long, "int64");
   check_dtype(op, "count", count, ScalarType::Int, "int32");
-  const TtTableIds* table = tt_table_ids(op, "tables", tables);
+  const TtTableIds* table_ids = tt_table_ids(op, "tables", tables);
   const int64_t num_tables = tables.size(0);
   int64_t keys_end = 0, lefts_end = 0, rights_end = 0;
   for (int64_t t = 0; t < num_tables; ++t) {
-    check_table_ids(op, table[t]);
-    STD_TORCH_CHECK(table[t].first_key == keys_end && table[t].first_left == lefts_end &&
-                        table[t].first_right == rights_end,
+    const TtTableIds& table = table_ids[t];
+    check_table_ids(op, table);
+    STD_TORCH_CHECK(table.first_key == keys_end && table.first_left == lefts_end &&
+                        table.first_right == rights_end,
                     op, ": tables must follow each other, as emblib.ops.tt.layout_of makes them");
-    const int64_t lefts = table[t].left_outer_rows * table[t].left_inner_rows,
-                  rights = table[t].right_ids;
+    const int64_t lefts = table.left_outer_rows * table.left_inner_rows, rights = table.right_ids;
     const double num_keys = static_cast<double>(lefts) * static_cast<double>(rights);
     STD_TORCH_CHECK(
         lefts <= kMaxTtIds - lefts_end && rights <= kMaxTtIds - rights_end &&
-            num_keys <= kMaxTtRows - static_cast<double>(keys_end),
+            num_keys <= kMaxTtKeys - static_cast<double>(keys_end),
         op, ": the halves of all tables must be fewer than 2^31, and their keys at most 4e18");
     keys_end += lefts * rights;
     lefts_end += lefts;
@@ -189,20 +190,21 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
                   ": keys must be contiguous, and count, the number of distinct keys, in [0, ", n,
                   "], got ", m);
   PlanTensors plan(keys, num_tables);
-  const SortedKeys sorted{keys.const_data_ptr<int64_t>(), m, table, num_tables};
-  bool ascending = true;
-  for (int64_t j = 1; j < m; ++j) ascending &= sorted.data[j - 1] < sorted.data[j];
-  STD_TORCH_CHECK(m == 0 || (ascending && sorted.data[0] >= 0 && sorted.data[m - 1] < keys_end), op,
+  const SortedKeys sorted{keys.const_data_ptr<int64_t>(), m, table_ids, num_tables};
+  bool is_ascending = true;
+  for (int64_t j = 1; j < m; ++j) is_ascending &= sorted.data[j - 1] < sorted.data[j];
+  STD_TORCH_CHECK(m == 0 || (is_ascending && sorted.data[0] >= 0 && sorted.data[m - 1] < keys_end),
+                  op,
                   ": keys must be distinct and ascending, as tbe_group returns them, and in [0, ",
                   keys_end, ")");
-  find_lefts(sorted, plan);
-  find_rights(sorted, right_ids, plan);
+  write_lefts(sorted, plan);
+  write_rights(sorted, right_ids, plan);
   const int32_t* starts = plan.data[kTtStarts];
   const int64_t lefts = starts[TtPlan::total_index(1, num_tables)],
                 rights = starts[TtPlan::total_index(2, num_tables)];
-  const int64_t used[] = {lefts, lefts + 1, m, rights, rights + 1, m, m};
+  const int64_t num_used[] = {lefts, lefts + 1, m, rights, rights + 1, m, m};
   for (int i = 0; i < kTtStarts; ++i) {
-    std::fill(plan.data[i] + used[i], plan.data[i] + plan.tensors[i].numel(), 0);
+    std::fill(plan.data[i] + num_used[i], plan.data[i] + plan.tensors[i].numel(), 0);
   }
   return plan.tensors;
 }

@@ -11,8 +11,8 @@ namespace emb::EMB_ISA {
 // What a product does to the values of c: replace them, or add to them.
 enum class Store { kSet, kAdd };
 
-// c[m, n] = (kSet) or += (kAdd) the sum over k of a[m, k] * b[k, n]. Strides are in elements;
-// columns of b and c are contiguous. c must not overlap a or b.
+// The product c[m, n] = (kSet) or += (kAdd) the sum over k of a[m, k] * b[k, n]. Sizes may be 0.
+// Strides are in elements; columns of b and c are contiguous. c must not overlap a or b.
 struct Product {
   int64_t m, n, k;
   const float* a;
@@ -24,7 +24,8 @@ struct Product {
   Store store;
 };
 
-// A vector of kWidth floats, and the type of lane numbers for a shuffle of it.
+// A vector of kWidth floats, and the type of lane numbers for a shuffle of it; a single float is
+// not shuffled.
 template <int kWidth>
 struct VecOf {
   typedef float type __attribute__((vector_size(kWidth * sizeof(float))));
@@ -102,7 +103,7 @@ void multiply_columns(const Product& p, int64_t n) {
   if (m < p.m) multiply_tile<kWidth, 1, kVectors>(p, m, n);
 }
 
-// Compute a product.
+// Compute the product: write c.
 inline void multiply(const Product& p) {
   int64_t n = 0;
   if constexpr (kLanes == 16) {
@@ -139,7 +140,7 @@ EMB_HD typename VecOf<kWidth>::lanes exchange_lanes() {
   return lanes;
 }
 
-// Do the rounds of a transposition for blocks of kSpan lanes and of all smaller powers of two.
+// Do the rounds of a transposition for blocks of kSpan lanes, kSpan / 2 lanes, and so on to one.
 template <int kWidth, int kSpan>
 EMB_HD void exchange(typename VecOf<kWidth>::type (&rows)[kWidth]) {
   if constexpr (kSpan > 0) {
@@ -167,10 +168,10 @@ EMB_HD void transpose_block(const float* from, int64_t from_stride, float* to, i
   for (int i = 0; i < kWidth; ++i) __builtin_memcpy(to + i * to_stride, &rows[i], sizeof(V));
 }
 
-// A row-major matrix.
+// A row-major matrix; `stride` is the number of elements from a row to the next.
 struct Matrix {
   const float* data;
-  int64_t rows, columns, stride;  // elements between rows
+  int64_t rows, columns, stride;
 };
 
 // Transpose a matrix in blocks of kWidth x kWidth, and the elements outside them one by one.
@@ -190,8 +191,8 @@ EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_stride) {
   }
 }
 
-// to[j, i] = from[i, j]; `to_stride` is the stride between rows of `to`, in elements. `to` must not
-// overlap `from`.
+// Transpose a matrix: to[j, i] = from[i, j]. `to_stride` is the number of elements from a row of
+// `to` to the next. `to` must not overlap `from`.
 inline void transpose(const Matrix& from, float* to, int64_t to_stride) {
   const int64_t smaller = from.rows < from.columns ? from.rows : from.columns;
   if constexpr (kLanes >= 16) {

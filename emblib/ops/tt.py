@@ -18,7 +18,7 @@ csrc/tt/args.h. With L lookups, D the dim of the widest table, d cores, M distin
   distinct rows `[L, D]` in key order; rows from M on and columns beyond the dim of their table are
   unspecified. Also the values of the first `num_saved` left halves, `[num_saved, largest Q_l *
   rank]`, for backward
-- `tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors, num_cores,
+- `tt_core_grads(cores, plan, left_values, row_grads, row_factors, dim_factors, num_cores,
   matmul_precision=0)`: gradients of all cores
 - `tt_update_(cores, states, hyper, optimizer, plan, ...)`, then as `tt_core_grads`: computes these
   gradients and applies the optimizer to the core rows that the batch uses, as `update_rows_`;

@@ -393,20 +393,20 @@ def _tt_rows(draw: random.Random) -> Call:
 def _tt_core_grads(draw: random.Random) -> Call:
     case = _train(draw)
     grads = torch.randn(case.keys.numel(), math.prod(case.q))
-    _, prefixes = _ops.tt_rows(case.cores, case.plan, *case.factors, case.kept)
+    _, left_values = _ops.tt_rows(case.cores, case.plan, *case.factors, case.kept)
 
     def check(_: Arguments, got: Any) -> None:
         given = (case.ids, grads[: int(case.count)], case.p, case.q)
         for core, want in zip(got, tt.core_grads(case.cores, *given), strict=True):
             close(core / 20, want / 20)
 
-    return Call("tt_core_grads", (case.cores, case.plan, prefixes, grads, *case.factors), check)
+    return Call("tt_core_grads", (case.cores, case.plan, left_values, grads, *case.factors), check)
 
 
 def _tt_update(draw: random.Random) -> Call:
     case = _train(draw)
     grads = torch.randn(case.keys.numel(), math.prod(case.q))
-    _, prefixes = _ops.tt_rows(case.cores, case.plan, *case.factors, case.kept)
+    _, left_values = _ops.tt_rows(case.cores, case.plan, *case.factors, case.kept)
     hyper = OPTIMIZER_CASES["adagrad"].hyperparams()
     hyper[1] = 3.0
     states, before = [torch.ones_like(c) for c in case.cores], [c.clone() for c in case.cores]
@@ -418,7 +418,7 @@ def _tt_update(draw: random.Random) -> Call:
             tt.update_rows_(want, [state], hyper, "adagrad", grad.double())
             close(arguments[0][k] / 20, want / 20)
 
-    rest = (case.plan, prefixes, grads, *case.factors)
+    rest = (case.plan, left_values, grads, *case.factors)
     return Call("tt_update_", (case.cores, states, hyper, OPTIMIZER["adagrad"], *rest), check)
 
 
@@ -445,7 +445,7 @@ def _tt_backward(draw: random.Random) -> Call:
     offsets = torch.arange(keys.numel() + 1)
     groups = list(_ops.tbe_group(features[:1], keys, offsets, None, total))
     case.keys, case.count = groups[0], groups[4]
-    _, prefixes = _ops.tt_rows(case.cores, case.plan, *case.factors, case.kept)
+    _, left_values = _ops.tt_rows(case.cores, case.plan, *case.factors, case.kept)
     hyper = OPTIMIZER_CASES["sgd"].hyperparams()
     grad, before = torch.randn(keys.numel(), dim), [core.clone() for core in case.cores]
 
@@ -456,7 +456,7 @@ def _tt_backward(draw: random.Random) -> Call:
             close(arguments[0][k] / 20, (before[k] - hyper[0] * want) / 20)
 
     bags = (case.indices, offsets, None, None, POOLING["none"])
-    rest = ([*groups, *case.plan, prefixes], *case.factors)
+    rest = ([*groups, *case.plan, left_values], *case.factors)
     call = (case.cores, [], hyper.clone(), OPTIMIZER["sgd"], grad, features, *bags, *rest)
     hyper[1] += 1  # which the op counts
     return Call("tt_backward_", call, check)

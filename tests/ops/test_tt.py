@@ -458,8 +458,8 @@ def test_whole_passes_have_the_bits_of_their_parts(case: Case, weighted: bool) -
         parts, fused = [c.clone() for c in cores], [c.clone() for c in cores]
         numbers, is_made = hyper.clone(), is_finite is None or bool(is_finite)
         if is_made:
-            prefixes = ops.tt_rows(cores, made.plan, *shape, num_saved)[1]
-            ops.tt_update_(parts, [], hyper, sgd, made.plan, prefixes, row_grads, *shape)
+            left_values = ops.tt_rows(cores, made.plan, *shape, num_saved)[1]
+            ops.tt_update_(parts, [], hyper, sgd, made.plan, left_values, row_grads, *shape)
         rest = (grad, batch.features, ids, *bags, kept, *shape, is_stale, 0, is_finite)
         ops.tt_backward_(fused, [], numbers, sgd, *rest)
         assert all(torch.equal(a, b) for a, b in zip(parts, fused, strict=True))
@@ -598,7 +598,7 @@ WRONG = {
     "row_grads must be": lambda c: ops.tt_core_grads(
         c.cores, c.plan, c.left_values, torch.zeros(9, 7), [3, 4, 5], [2, 2, 2], [3]
     ),
-    "prefixes must be what": lambda c: ops.tt_core_grads(
+    "left_values must be what": lambda c: ops.tt_core_grads(
         c.cores, c.plan, torch.zeros(2, 3), torch.zeros(9, 8), [3, 4, 5], [2, 2, 2], [3]
     ),
     "the same number of tensors for each": lambda c: ops.tt_update_(

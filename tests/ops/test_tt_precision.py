@@ -307,13 +307,13 @@ def test_opcheck(name: str) -> None:
     run = make(cores, case, ids, 8)
     case = case._replace(lookups=40)
     shape = [list(part) for part in case.layout[:3]]
-    plan, prefixes, grads, *_ = gradients(case, run, cores, 4)
+    plan, left_values, grads, *_ = gradients(case, run, cores, 4)
     hyper = hyper_of(OPTIMIZERS["adam"], 3)
     moments = [torch.zeros_like(core) for core in cores for _ in range(2)]
     calls: dict[str, tuple[Any, ...]] = {
         "tt_rows": (cores, plan, *shape, 8),
-        "tt_core_grads": (cores, plan, prefixes, grads, *shape),
-        "tt_update_": (cores, moments, hyper, OPTIMIZER["adam"], plan, prefixes, grads, *shape),
+        "tt_core_grads": (cores, plan, left_values, grads, *shape),
+        "tt_update_": (cores, moments, hyper, OPTIMIZER["adam"], plan, left_values, grads, *shape),
         "update_rows_": (
             cores[0],
             moments[:2],

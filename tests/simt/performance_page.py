@@ -105,7 +105,7 @@ _TENSOR = """
 Products of the cores of tensor trains run on tensor cores as products of TF32 values, by default
 three for each, so that results are as exact as in float32 (`csrc/core/mma.cuh`, `Tf32x3`);
 `Precision(matmul="tf32")` and `"bf16"` take one (`Tf32`, `Bf16`). The kernels of pairs of cores
-(`expand_kernel`, `inner_grads_kernel`, `outer_values_kernel`) multiply tiles of 32 x 64 or 64 x 32
+(`expand_kernel`, `inner_grads_kernel`, `outer_grads_kernel`) multiply tiles of 32 x 64 or 64 x 32
 from shared memory, into which `cp.async` copies the next 32 values along k meanwhile; tiles of
 inner rows of up to 64 values along k stay there for all lines of a block. The kernels of rows
 (`mma_rows_kernel`, `mma_left_grads_kernel`) load operands into registers, 16 bytes per lane: no two

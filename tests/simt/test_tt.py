@@ -275,7 +275,7 @@ def test_halves_of_a_table_may_have_more_than_2_31_columns() -> None:
     outer_rows, columns = 2**19, 2**11  # inner rows 0 and 1 have 2^30 outer columns each
     grads, inner = torch.arange(float(columns)), torch.tensor([5.0, 7.0, 2.0])
     made = torch.empty(columns)
-    library().call("outer_values", 2 * outer_rows, outer_rows, columns, grads, inner, made)
+    library().call("outer_grads", 2 * outer_rows, outer_rows, columns, grads, inner, made)
     assert torch.equal(made, 2 * grads)
 
 

@@ -116,14 +116,14 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
     const int64_t n = words.number();
     int32_t* plan[emb::kTtPlanTensors];
     for (int32_t*& tensor : plan) tensor = words.pointer<int32_t>();
-    std::vector<int32_t> left_of_row(n), range_counts(kTtRanges);
+    std::vector<int32_t> left_id_of_row(n), range_counts(kMaxTtRanges);
     HostSort<uint32_t> right(n, right_ids, plan[6]);
     int32_t* starts = plan[7];
     launch_tt_split(launcher,
-                    {keys, count, tables, num_tables, right.buffers, left_of_row.data(),
+                    {keys, count, tables, num_tables, right.buffers, left_id_of_row.data(),
                      range_counts.data(), starts},
-                    {count, left_of_row.data(), range_counts.data(), n, plan[0], plan[1], plan[2],
-                     starts + emb::TtPlan::total_index(1, num_tables)});
+                    {count, left_id_of_row.data(), range_counts.data(), n, plan[0], plan[1],
+                     plan[2], starts + emb::TtPlan::total_index(1, num_tables)});
     if (n > 0) right.run();
     int32_t* num_rights = starts + emb::TtPlan::total_index(2, num_tables);
     launch_groups(launcher, right.buffers, {plan[3], false, plan[4], num_rights, nullptr, nullptr});
@@ -139,7 +139,7 @@ extern "C" const char* simt_tt_rows(const int64_t* call) {
     TtDeviceBatch batch = read_batch(&words);
     Memory memory;
     TtMemory buffers;
-    buffers.add_forward(&batch, memory);
+    buffers.assign_forward(&batch, memory);
     buffers.set_left_values(words.pointer<float>());
     TtArrays arrays(batch, buffers);
     arrays.upload(launcher, reinterpret_cast<uint64_t*>(memory(2 * TtArrays::max_words(batch))));
@@ -160,8 +160,8 @@ extern "C" const char* simt_tt_core_grads(const int64_t* call) {
     for (TtDeviceTable& table : batch.tables) {
       for (int k = 0; k < table.shape.cores; ++k) table.grads[k] = words.pointer<float>();
     }
-    buffers.add_forward(&batch, memory);
-    buffers.add_backward(&batch, memory);
+    buffers.assign_forward(&batch, memory);
+    buffers.assign_backward(&batch, memory);
     TtArrays arrays(batch, buffers);
     arrays.upload(launcher, reinterpret_cast<uint64_t*>(memory(2 * TtArrays::max_words(batch))));
     arrays.make_values(launcher, buffers);
@@ -172,14 +172,14 @@ extern "C" const char* simt_tt_core_grads(const int64_t* call) {
 // first half, outer rows, outer columns, gradients of one value, inner cores [3], outer values of
 // the halves from the first one on. A pair of rank 1, whose halves all exist up to one, the first
 // half of inner row 2; all values of halves are one, in the same memory.
-extern "C" const char* simt_outer_values(const int64_t* call) {
+extern "C" const char* simt_outer_grads(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
     const int64_t first = words.number(), outer_rows = words.number();
     const auto q_outer = static_cast<int>(words.number());
     const auto* value_grads = words.pointer<const float>();
     const auto* inner = words.pointer<const float>();
-    auto* outer_values = words.pointer<float>();
+    auto* outer_grads_by_half = words.pointer<float>();
     std::vector<int32_t> ids(first + 1);
     for (size_t u = 0; u < ids.size(); ++u) ids[u] = static_cast<int32_t>(u);
     const int32_t range[] = {0, static_cast<int32_t>(ids.size())};
@@ -187,10 +187,10 @@ extern "C" const char* simt_outer_values(const int64_t* call) {
     pair.halves = {
         {true, outer_rows, 3, q_outer, 1, 1, 1}, nullptr, inner, ids.data(), range, 0, 0, false};
     pair.value_grads = value_grads;
-    pair.outer_values = outer_values - first * q_outer;
+    pair.outer_grads_by_half = outer_grads_by_half - first * q_outer;
     pair.outer_stride = q_outer;
     TtPairs pairs{&pair, 1};
     pairs.first_inner = 2;
-    launcher(outer_values_kernel<Tf32x3>, 1, kPairThreads, pairs);
+    launcher(outer_grads_kernel<Tf32x3>, 1, kPairThreads, pairs);
   });
 }

@@ -37,9 +37,9 @@ def test_errors_are_within_the_stated_bounds(name: str, precision: str) -> None:
     run = make(cores, case, ids, 0)
     plan, code, count = list(run.made.plan), MATMUL_PRECISION[precision], run.count
     num_saved = 0 if len(case.p) == 2 else ids.numel()
-    rows, prefixes = ops.tt_rows(cores, plan, *case.layout[:3], num_saved, code)
+    rows, left_values = ops.tt_rows(cores, plan, *case.layout[:3], num_saved, code)
     grads = torch.randn(ids.numel(), case.layout.dim, generator=generator)
-    core_grads = ops.tt_core_grads(cores, plan, prefixes, grads, *case.layout[:3], code)
+    core_grads = ops.tt_core_grads(cores, plan, left_values, grads, *case.layout[:3], code)
     bound = 8 * 2.0 ** -BITS[precision]
     double = [core.double() for core in cores]
     exact = results(double, run.ids, grads[:count].double(), case.p, case.q)
