@@ -1,9 +1,8 @@
 // Whole passes of tensor-train tables on the CPU. `tt_lookup_checked_` computes keys, a grouping of
 // the lookups, a plan, the distinct rows and the pooled output. `tt_backward_` computes the
 // gradients of the rows and updates the cores. Rows and their gradients, the largest tensors
-// between these steps, are in scratch memory that the thread keeps. The backward pass checks the
-// contents of the plan, because the caller passes them; the forward pass makes the plan and trusts
-// it.
+// between these steps, are in scratch memory that the thread keeps. The forward pass trusts the
+// plan that it makes; the backward pass gets the plan from the caller, and checks its contents.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -86,8 +85,8 @@ bool is_valid(const char* op, const Tensor& features, const Tensor& indices, con
 
 // Look up a batch. Return the output of tbe_lookup and, if num_saved >= 0, the kKeptTensors tensors
 // that tt_backward_ needs. With `check`, a code of BoundsMode, return no tensor if an index or
-// offset is invalid; without `check` they are repaired as they are read. Nothing is written to an
-// argument, and wrong dtypes, shapes and tables throw.
+// offset is invalid; without `check` invalid ones are repaired as they are read. No argument is
+// written. Wrong dtypes, shapes and tables throw.
 //   cores, row_factors, dim_factors, num_cores   the tables, see TtTables
 //   tables, feature_tables    int64 [T, 10] and [F, 10], rows of TtTableIds by table and by feature
 //   features                  int64 [3 F, 8], see TtFeatures

@@ -19,8 +19,8 @@ struct TtStoredArgs {
   int64_t num_slots;
   int64_t n;
   // Outputs. If `slots` is null, `cold` and `rows` are not written.
-  int64_t* cold;  // the id if no row is stored for it, so that the cores compute the row; else -1
-  int64_t* rows;  // the stored row, -1 for none
+  int64_t* cold;     // the id if no row is stored for it: the cores must compute the row; else -1
+  int64_t* rows;     // the stored row, -1 for none
   int64_t* counted;  // the key if the index was valid, else -1
 
   // Write the outputs of lookup i.

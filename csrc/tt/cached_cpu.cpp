@@ -15,9 +15,8 @@ namespace {
 constexpr int64_t kCachedGrain = 1 << 15;  // grain of parallel_balanced, in lookups
 
 // Return (cold, rows, counted), int64 [n] each; `cold` and `rows` are empty if `slots` is null.
-// `indices` are int32 or int64 [n], `ids`, `keys` and `slots` int64 [n], row_of_slot is int64
-// [num_slots]. Throw for other dtypes, numbers or devices, or if an argument but `indices` is not
-// contiguous.
+// `indices` is int32 or int64 [n]; `ids`, `keys` and `slots`, int64 [n], and row_of_slot, int64
+// [num_slots], must be contiguous and on its device. Throw for other arguments.
 std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
                                              const Tensor& keys, std::optional<Tensor> slots,
                                              const Tensor& row_of_slot) {
@@ -30,10 +29,10 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
 }
 
 // Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `counted` and
-// `rows` are results of tt_stored, or `rows` is empty if no rows are stored. `starts`, int64 [F +
-// 1], and `tables`, int64 [F], are first_lookups and table_of_feature of TtCountArgs. Throw for
-// other dtypes, numbers or devices, or if an argument is not contiguous. Lookups and tables that do
-// not exist are skipped; `starts` that do not ascend are not detected.
+// `rows` are results of tt_stored, or `rows` is empty if no rows are stored. `starts` and `tables`,
+// int64, are first_lookups and table_of_feature of TtCountArgs. All arguments must be contiguous
+// and on one device. Throw for other dtypes, sizes and devices. Lookups and tables that do not
+// exist are skipped; it is not checked that `starts` ascends.
 void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
                const Tensor& tables, Tensor counters) {
   const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);

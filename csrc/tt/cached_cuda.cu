@@ -1,5 +1,5 @@
-// `tt_stored` and `tt_count_` on the GPU, one launch each. tt/cached.h describes the arguments by
-// their names. Arguments that the comments do not allow throw. Nothing waits for the device.
+// `tt_stored` and `tt_count_` on the GPU, one launch each, without waiting for the device.
+// tt/cached.h describes the arguments by their names.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -13,8 +13,8 @@ namespace emb::cuda {
 namespace {
 
 // Return (cold, rows, counted), int64 [n] each, see TtStoredArgs; `cold` and `rows` are empty if
-// `slots` is null. `indices` are int32 or int64 [n]; `ids`, `keys` and `slots`, int64 [n], and
-// row_of_slot, int64 [num_slots], must be contiguous and on their device.
+// `slots` is null. `indices` is int32 or int64 [n]; `ids`, `keys` and `slots`, int64 [n], and
+// row_of_slot, int64 [num_slots], must be contiguous and on its device. Throw for other arguments.
 std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
                                              const Tensor& keys, std::optional<Tensor> slots,
                                              const Tensor& row_of_slot) {
@@ -25,9 +25,10 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
 }
 
 // Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `counted` and
-// `rows` are results of tt_stored, or `rows` is empty if no rows are stored. `starts`, int64 [F +
-// 1], and `tables`, int64 [F], are first_lookups and table_of_feature of TtCountArgs. All arguments
-// must be contiguous and on one device.
+// `rows` are results of tt_stored, or `rows` is empty if no rows are stored. `starts` and `tables`,
+// int64, are first_lookups and table_of_feature of TtCountArgs. All arguments must be contiguous
+// and on one device. Throw for other dtypes, sizes and devices. Lookups and tables that do not
+// exist are skipped; it is not checked that `starts` ascends.
 void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
                const Tensor& tables, Tensor counters) {
   const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);

@@ -272,7 +272,7 @@ inline bool are_starts_valid(const TtPlan& plan, const TtTables& tables, const i
 // Return whether half_of(i) is v for all i in [segments[v], segments[v + 1]), for `count` halves v
 // with valid segments (see are_halves_valid). This holds if half_of begins with 0, does not
 // decrease, and grows by one where a segment begins but nowhere else. The loop over rows has no
-// branch, because segments with few rows would make a branch per segment slow.
+// branch: a loop per segment would be slow, because most segments have few rows.
 template <class HalfOf>
 bool are_segments_valid(const int32_t* segments, int64_t count, int64_t rows,
                         const HalfOf& half_of) {
@@ -289,15 +289,15 @@ bool are_segments_valid(const int32_t* segments, int64_t count, int64_t rows,
 // Check that the contents of a plan are consistent; CPU only. The kernels trust them. The check
 // takes a few comparisons per row, far less than the multiplications for the row.
 inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTables& tables) {
-  const int64_t count = tables.size();
+  const int64_t num_tables = tables.size();
   bool valid = true;
   for (const int32_t* starts : {plan.row_starts(), plan.left_starts(), plan.right_starts()}) {
-    valid &= starts[0] == 0 && starts[count] <= plan.capacity;
-    for (int64_t t = 0; t < count; ++t) valid &= starts[t] <= starts[t + 1];
+    valid &= starts[0] == 0 && starts[num_tables] <= plan.capacity;
+    for (int64_t t = 0; t < num_tables; ++t) valid &= starts[t] <= starts[t + 1];
   }
   STD_TORCH_CHECK(valid, op, ": plan must be what tt_plan returned for these row_factors");
-  const int64_t rows = plan.row_starts()[count], lefts = plan.left_starts()[count],
-                rights = plan.right_starts()[count];
+  const int64_t rows = plan.row_starts()[num_tables], lefts = plan.left_starts()[num_tables],
+                rights = plan.right_starts()[num_tables];
   valid =
       are_halves_valid(plan.lefts, plan.left_segments, lefts, tables.first_lefts.back(), rows) &&
       are_halves_valid(plan.rights, plan.right_segments, rights, tables.first_rights.back(),
@@ -308,7 +308,7 @@ inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTabl
                        tables.first_rights);
   valid = valid && are_segments_valid(plan.left_segments, lefts, rows,
                                       [&](int64_t j) { return plan.row_lefts[j]; });
-  for (int64_t t = 0; valid && t < count; ++t) {
+  for (int64_t t = 0; valid && t < num_tables; ++t) {
     const int32_t begin = plan.row_starts()[t], end = plan.row_starts()[t + 1];
     for (int32_t i = begin; i < end; ++i) {
       valid &= plan.right_rows[i] >= begin && plan.right_rows[i] < end;
@@ -324,8 +324,8 @@ inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTabl
   STD_TORCH_CHECK(valid, op, ": plan must be what tt_plan returned for these row_factors");
 }
 
-// Check the dtypes and shapes of `left_values`, float32 [any number, value_size], the values of the
-// first left halves, and of `row_grads`, float32 [num_rows or more, dim].
+// Check the dtypes, shapes and devices of `left_values`, float32 [any number, value_size], the
+// values of the first left halves, and of `row_grads`, float32 [num_rows or more, dim].
 inline void check_core_grad_inputs(const char* op, const TtTables& tables, int64_t num_rows,
                                    const Tensor& left_values, const Tensor& row_grads) {
   check_dtype(op, "row_grads", row_grads, ScalarType::Float, "float32");
@@ -337,6 +337,8 @@ inline void check_core_grad_inputs(const char* op, const TtTables& tables, int64
   STD_TORCH_CHECK(left_values.dim() == 2 && left_values.size(1) == tables.value_size &&
                       left_values.is_contiguous(),
                   op, ": left_values must be what tt_rows returned for these cores");
+  check_same_device(op, "row_grads", row_grads, tables.cores[0][0]);
+  check_same_device(op, "left_values", left_values, tables.cores[0][0]);
 }
 
 // The outputs of `tt_stored`, allocated here, and its checked arguments, which refer to the outputs

@@ -1,7 +1,8 @@
-// Functions of the tensor-train room on the CPU that files besides their own call, among them two
-// ops. TtTables are checked cores and factors (tt/check.h). `tables` and `feature_tables` are int64
-// [T, 10] and [F, 10], rows of TtTableIds (tt/args.h) by table and by feature. Wrong dtypes, shapes
-// and contents throw before anything is written.
+// Functions for tensor-train tables on the CPU that several files call: two ops, and the parts of
+// ops that batch_cpu.cpp combines. TtTables are checked cores and factors (tt/check.h). `tables`
+// and `feature_tables` are int64 [T, 10] and [F, 10], rows of TtTableIds (tt/args.h) by table and
+// by feature. Wrong arguments throw before anything is written, unless a comment calls them
+// trusted.
 #pragma once
 
 #include <optional>
@@ -30,9 +31,9 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
 
 // Write the distinct rows of all tables to `rows`, [capacity of the plan, dim of the widest table],
 // and the values of the first left halves, as many as fit, to `left_values`, float32 [any number,
-// value_size]. Elements of both that do not exist, and values of halves that are no pairs, are not
-// written. Contents of `plan` are trusted: tt_plan must have made it, or check_plan_contents
-// passed.
+// value_size]. Rows after the last one, columns beyond the dim of a table, and values of halves
+// that are no pairs are not written. The arguments are trusted: `plan` must be what tt_plan
+// returned, or have passed check_plan_contents.
 void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& left_values,
                   float* rows);
 

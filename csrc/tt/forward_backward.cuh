@@ -102,7 +102,7 @@ struct TtMemory {
   float* partials = nullptr;                            // RightGradBuffers::partials
   float *left_outer_grads = nullptr, *right_outer_grads = nullptr;  // TtPair::outer_grads_by_half
 
-  // Let this pass compute the values of left pairs, to `values`, memory for left_floats() floats.
+  // Let this pass write the values of left pairs to `values`, memory for left_floats() floats.
   void set_left_values(float* values) { left_values = new_left_values = values; }
 
   // Assign the buffers that both passes need, except left_values, and the copies of cores in
@@ -383,7 +383,7 @@ inline void TtArrays::add_copies(const TtDeviceTable& table, int64_t table_index
     widen_rows_ += rows;
   };
   if (batch_.type != Dtype::kFloat) {
-    // All rows of the outer core of a pair are copied: the halves that use a row are no range.
+    // Copy all rows of the outer core of a pair: the halves that use a row are no range of halves.
     widen(0, left.outer_rows, left.outer_size(), left.is_pair ? 0 : 1);
     if (left.is_pair) widen(1, left.inner_rows, left.inner_size(), left.outer_rows);
   }

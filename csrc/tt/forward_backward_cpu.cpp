@@ -204,9 +204,9 @@ struct TtRightHalves {
   }
 };
 
-// The values of the first left halves of a table, in a tensor `left_values`, [number, value_size],
-// for the first left halves of all tables. The values of a table follow each other without gaps,
-// also if those of another table are larger.
+// The values of the first left halves of a table, which are a part of a tensor `left_values`,
+// [number, value_size], of the first left halves of all tables. Within this part the values follow
+// each other without gaps, even if they are smaller than value_size.
 struct LeftValues {
   float* values = nullptr;  // null if there are none
   int64_t num_values;       // 0 if the left halves are no pairs

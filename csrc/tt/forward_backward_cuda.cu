@@ -143,8 +143,8 @@ struct PlanArrays {
 
 // The scratch of `write_plan`, for n lookups.
 struct PlanScratch {
-  int32_t* left_id_of_row =
-      nullptr;  // [n] left id of each row, then [kMaxTtRanges] counts per range
+  // [n] the left id of each row, then [kMaxTtRanges] the number of left halves of each range.
+  int32_t* left_id_of_row = nullptr;
   SortBuffers<uint32_t> right_buffers{};  // the sort of the rows by right id
 
   void assign(PackedBuffers& buffers, int64_t n, int64_t num_right_ids) {
@@ -306,8 +306,8 @@ struct GradLayout {
 };
 
 // Return the matrix [rows, columns] that begins at element `first` of the flat tensor `memory` and
-// shares its memory. Slices of a `torch::stable::view` fail in the schema check of opcheck on the
-// pretend GPU.
+// shares its memory. With `torch::stable::view` the schema check of opcheck fails on the pretend
+// GPU.
 Tensor matrix_at(const Tensor& memory, int64_t first, int64_t rows, int64_t columns) {
   const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
   AtenTensorHandle matrix = nullptr;
@@ -357,7 +357,8 @@ void run_backward(TtDeviceBatch batch, const std::vector<Tensor>& cores, const T
   const Tensor gradient = as_contiguous(row_grads);
   set_grads(grad_layout, grads, &batch);
   TtMemory memory;
-  // Use the values if they suffice for any batch: the number of left halves is known on the device.
+  // The number of left halves is known on the device only, so use the values if they are enough for
+  // the largest case, and compute all values otherwise.
   const bool has_all_values = !batch.has_left_pairs || left_values.size(0) >= batch.max_lefts();
   uint64_t* words = nullptr;
   const PackedBuffers scratch(gradient, [&](PackedBuffers& buffers) {
@@ -388,8 +389,6 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
   const TtDeviceBatch batch = planned_batch(op, tables, cores, plan, matmul_precision);
   check_core_grad_inputs(op, tables, batch.plan.capacity, left_values, row_grads);
-  check_same_device(op, "row_grads", row_grads, cores[0]);
-  check_same_device(op, "left_values", left_values, cores[0]);
   const CudaLauncher launcher(cores[0]);
   const GradLayout grad_layout(tables);
   Tensor all_grads = allocate(cores[0], {grad_layout.num_floats}, ScalarType::Float);
@@ -439,8 +438,6 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
   const TtDeviceBatch batch = planned_batch(op, tables, cores, plan, matmul_precision);
   check_core_grad_inputs(op, tables, batch.plan.capacity, left_values, row_grads);
-  check_same_device(op, "row_grads", row_grads, cores[0]);
-  check_same_device(op, "left_values", left_values, cores[0]);
   const std::vector<OptimizerStepArgs> steps = core_steps(op, cores, states, hyper, optimizer);
   if (batch.plan.capacity == 0) return;
   const CudaLauncher launcher(cores[0]);
@@ -585,10 +582,10 @@ std::vector<Tensor> tt_lookup_checked_(
 }
 
 // Count the step in `hyper`, and update the cores and states in place: see batch_cpu.cpp. `kept` is
-// the one tensor that tt_lookup_checked_ returned for it. With `is_stale`, which says that the
-// cores have changed since, the values of halves are computed again. Arguments are checked and
-// buffers are allocated before the launch that counts the step, so that a call that throws there
-// does not count it. `is_finite` is read on the device.
+// the one tensor that tt_lookup_checked_ returned for the backward pass. With `is_stale` the values
+// of halves are computed again. The launch that counts the step follows all checks and allocations,
+// so that a call that throws does not count it, unless a later launch fails. `is_finite` is read on
+// the device.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
                   const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,

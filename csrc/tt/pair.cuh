@@ -83,7 +83,7 @@ struct TtPair {
   TtHalves halves;
   int64_t first_inner, first_outer;  // numbers of its first core rows, over all pairs
   // [halves of all tables][value_stride], written by expand_kernel. Null for left halves whose
-  // values an earlier pass has computed: their pairs are not launched.
+  // values an earlier pass has written: expand_kernel then does not get this pair.
   float* values;
   const float* value_grads;  // gradients of the values, of the same shape; null in a forward pass
   // Scratch of a backward pass, for all tables: the gradient of an outer row, per half. For this

@@ -1,14 +1,13 @@
-// Gradients of the values of right halves on the GPU, of all tables in one launch: grads[v][jr, r]
-// = sum over the rows j of v and over jl of row_grads[j][jl, jr] * left_j[jl, r], where left_j is
-// the value of the left half of row j. tt/args.h explains halves and values.
+// Gradients of the values of right halves on the GPU, of all tables in one launch:
+//   grads[v][jr, r] = sum over the rows j of v and over jl of row_grads[j][jl, jr] * left_j[jl, r],
+// where left_j is the value of the left half of row j. tt/args.h explains halves and values.
 //
 // The rows of a half are divided into chunks of 64, counted from its first row, so that the sums do
 // not depend on the rest of the batch. A block of four warps sums a chunk for a tile of 128 ranks
-// and four right columns, over lanes and warps in a fixed order. The sum of a half with one chunk
-// is written to the gradient at once. A second kernel adds up the chunks of the other halves, in
-// order. Ranks and columns beyond those of a table count as zeros. Tables whose shape or stride
-// allows no vectors run on the second instantiation, whose sums have the same order, and so the
-// same bits.
+// and four right columns, over lanes and warps in a fixed order. If a half has one chunk, the sum
+// is its gradient. Otherwise a second kernel adds up the chunks, in order. The kernel for chunks
+// has two instantiations: with vectors, and without for tables whose shape or stride allows none.
+// Both sum in the same order, so that they yield the same bits.
 #pragma once
 
 #include "tt/rows.cuh"
@@ -104,10 +103,10 @@ struct RightGradDestination {
   }
 };
 
-// An iterator over the lines that a lane adds. The lines of up to 32 rows, one looked up by each
-// lane of a warp, are divided among groups of num_quads lanes of the block's four warps. Each lane
-// of a group adds another quad of the group's line. Lanes beyond the last whole group of a warp
-// have no lines.
+// An iterator over the lines that a lane adds, of up to 32 rows, one looked up by each lane of a
+// warp. A warp has groups of num_quads lanes. The groups of the block's four warps take the lines
+// in turn, and each lane of a group adds another quad of its line. Lanes after the last whole group
+// of a warp have no lines.
 class LineIterator {
  public:
   EMB_DEVICE LineIterator(int num_quads, int left_columns)
@@ -119,9 +118,8 @@ class LineIterator {
     step_columns_ = num_groups - step_rows_ * left_columns;
   }
 
-  // Go to the lane's first line of `num_rows` rows. Return the number of steps after which all
-  // lanes have visited all lines; lanes must call `advance` as often also if has_line() is false,
-  // because they take part in shuffles.
+  // Go to the lane's first line of `num_rows` rows. Return the number of lines that a lane must
+  // visit. A lane must visit lines for which has_line() is false too, and take part in shuffles.
   EMB_DEVICE int start(int num_rows) {
     const int line =
         static_cast<int>(threadIdx.x / simt::kWarpLanes) * groups_per_warp_ + group_in_warp_;

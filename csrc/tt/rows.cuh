@@ -64,8 +64,8 @@ struct TtTableRows {
   EMB_HD bool has_mma_grads() const { return rank % 4 == 0 && right_columns % 4 == 0; }
 };
 
-// Return the table of half `half`, numbered over all tables; `starts`, [num_tables], has the first
-// half of each table. All lanes of a warp call this with the same half.
+// Return the table of the half with number `half` over all tables; `starts`, [num_tables], has the
+// number of the first half of each table. All lanes of a warp call this with the same half.
 EMB_DEVICE int table_of(const int32_t* starts, int num_tables, int64_t half) {
   if (num_tables == 1) return 0;
   return warp_search([&](int t) { return int64_t{starts[t]}; }, num_tables, half);
@@ -106,11 +106,11 @@ struct TtDeviceRowsArgs {
   }
 };
 
-// Load four neighbours, or zeros if not `exist`. If `uses_vectors`, `address` must be a multiple of
-// 16 bytes.
-EMB_DEVICE void load_four(const float* address, bool exist, bool uses_vectors, float (&x)[4]) {
+// Load four neighbours, or zeros if `exists` is false. If `uses_vectors`, `address` must be a
+// multiple of 16 bytes.
+EMB_DEVICE void load_four(const float* address, bool exists, bool uses_vectors, float (&x)[4]) {
   RowSlice<float, 4> slice;
-  if (exist) {
+  if (exists) {
     if (uses_vectors) {
       slice.load_vector(address);
     } else {
@@ -161,13 +161,13 @@ struct LeftColumns {
         has_high(first + lane.row + 8 < left_columns) {}
 
   // Load four neighbours, from `element` on, of the lane's two lines of a matrix [left columns,
-  // width]; zeros if not `exist` or if there is no such line.
-  EMB_DEVICE void load(const float* matrix, int64_t width, int64_t element, bool exist,
+  // width]; zeros if `exists` is false or if the matrix has no such line.
+  EMB_DEVICE void load(const float* matrix, int64_t width, int64_t element, bool exists,
                        bool uses_vectors, const FragmentLane& lane, float (&low)[4],
                        float (&high)[4]) const {
     const float* line = matrix + (first + lane.row) * width + element;
-    load_four(line, exist && has_low, uses_vectors, low);
-    load_four(line + 8 * width, exist && has_high, uses_vectors, high);
+    load_four(line, exists && has_low, uses_vectors, low);
+    load_four(line + 8 * width, exists && has_high, uses_vectors, high);
   }
 };
 
