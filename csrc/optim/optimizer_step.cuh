@@ -1,9 +1,12 @@
-// One optimizer step on some columns of a row on the GPU, with the functors of optimizers.h. A
-// kernel is a template of its *Selection*: AtRunTime serves all optimizers, Compiled<Opt> serves
+// One optimizer step on some columns of a row on the GPU, with the functors of optimizers.h.
+//
+// A kernel is a template of its *Selection*: AtRunTime serves all optimizers, Compiled<Opt> serves
 // one of them, and GradientOnly has no optimizer, so that the summed gradient is the result. A
-// block builds a BlockStep, its copy of the arguments in shared memory. Then update_rows.cuh calls
-// load_columns, add_penalty, sum_columns, begin_row and step_columns, in this order. tbe/update.cuh
-// calls begin_row only; row_batch.cuh has the other steps for it.
+// block builds a BlockStep, its copy of the arguments in shared memory (build_step). Then
+// update_rows.cuh updates a row in two passes over its columns: load_columns, add_penalty and
+// sum_columns compute the sums for begin_row; then load_columns, add_penalty and step_columns
+// update the row. tbe/update.cuh calls only begin_row of these; row_batch.cuh has the other parts
+// for it.
 #pragma once
 
 #include <new>
@@ -17,18 +20,19 @@
 
 namespace emb::cuda {
 
-// Without an optimizer the summed gradient (float32) is stored as the weights of tier 0.
+// In place of the number of an optimizer: the summed gradient (float32) is stored as the weights of
+// tier 0.
 inline constexpr int kNoOptimizer = -1;
 
-// The number of columns that a lane owns in the backward pass, and of the random words of a
-// counter.
+// The number of columns that a lane updates together. It is also the number of words of a Random4,
+// so that stochastic rounding uses a word per column.
 inline constexpr int kColumns = 4;
 
-// The arguments of a kernel that updates weights. Pointers are to device memory (the host tier to
-// pinned memory), which must live until the kernel has run.
+// The arguments of a kernel that updates weights. Pointers are to memory that the device can access
+// (the host tier is pinned), and that must live until the kernel has run.
 struct OptimizerStepArgs {
   int optimizer = kNoOptimizer;  // number in Optimizers
-  // Set by find_optimizer; see functor.h.
+  // Constants of the functor (functor.h), set by find_optimizer.
   int num_stepped_states = 0;
   int num_row_states = 0;
   int num_row_sums = 0;
@@ -40,7 +44,8 @@ struct OptimizerStepArgs {
   EMB_HD bool has_row_factors() const { return num_row_sums > 0 || num_row_states > 0; }
 };
 
-// Set the optimizer of `args` and its properties. Return false if there is none of that number.
+// Set the number of the optimizer in `args`, and the constants of its functor. If there is no
+// optimizer of that number, return false; then `args` must not be used.
 inline bool find_optimizer(int optimizer, OptimizerStepArgs* args) {
   args->optimizer = optimizer;
   return Optimizers::visit(optimizer, [args](auto tag) {
@@ -52,31 +57,41 @@ inline bool find_optimizer(int optimizer, OptimizerStepArgs* args) {
   });
 }
 
-// The parts of the optimizer step that the rows of a block need, in shared memory: there the tiers
-// can be indexed, and the functor is built once per block (Adam's bias corrections take powers in
-// double). Without an optimizer only the tiers and `is_aligned` are set.
+// What the rows of a block need of the arguments, in shared memory: there the tiers can be indexed,
+// and the functor is built once per block (Adam's bias corrections take powers in double). Without
+// an optimizer only the tiers and `is_aligned` are set.
 struct BlockStep {
   WeightDecay decay;
   Rounding rounding;
   TierMemory tiers[kTiers];
-  bool is_aligned[kTiers];  // whether rows that start at a multiple of kColumns can be read in
-                            // vectors
-  alignas(16) unsigned char optimizer[Optimizers::max_bytes()];  // the functor
+  bool is_aligned[kTiers];  // TierMemory::is_aligned(kColumns) of each tier
+  // The functor, an object of the type of the optimizer; see Selection::visit_functor.
+  alignas(16) unsigned char functor_bytes[Optimizers::max_bytes()];
 };
 
-// Shared memory for a BlockStep: constructors do not run there, so build_step does.
+// Memory for a BlockStep in shared memory, where CUDA allows no constructors. build_step builds the
+// BlockStep in it; `get` is valid after that.
 struct alignas(16) BlockStepStorage {
   unsigned char bytes[sizeof(BlockStep)];
 
   EMB_DEVICE const BlockStep& get() const { return *reinterpret_cast<const BlockStep*>(bytes); }
 };
 
-// The Selection for an optimizer that is known only when the kernel runs. A Selection has these
-// members, of which GradientOnly has only those that kernels without an optimizer use:
-//   kHasOptimizer, kHasSums  whether there is an optimizer; whether it may have sums over a row
+// The members of a Selection. GradientOnly has only those that kernels without an optimizer use.
+//   kHasOptimizer            whether there is an optimizer
+//   kHasSums                 whether there may be sums over a row
 //   kScalesWeights           whether RowFactors::weight is used; if not, it must be 1
-//   num_stepped_states, ..   functions that return the constants of the functor (functor.h)
-//   build, visit             build the functor in memory of the block; call a visitor with it
+//   num_stepped_states(args), num_row_states(args), num_row_sums(args),
+//   sums_need_gradient_only(args)
+//                            return the constants of the functor (functor.h)
+//   has_row_factors(args)    return OptimizerStepArgs::has_row_factors
+//   build_functor(args, bytes)
+//                            build the functor of args.optimizer in `bytes`, which have room for
+//                            the largest one
+//   visit_functor(args, step, visitor)
+//                            call `visitor` with the functor that build_functor built in `step`
+
+// The Selection for an optimizer that is known only when the kernel runs.
 struct AtRunTime {
   static constexpr bool kHasOptimizer = true, kHasSums = true, kScalesWeights = true;
   EMB_DEVICE static int num_stepped_states(const OptimizerStepArgs& args) {
@@ -93,15 +108,13 @@ struct AtRunTime {
     return args.has_row_factors();
   }
 
-  // Call `visitor` with the functor of the block, which `build` made.
   template <class Visitor>
-  EMB_DEVICE static void visit(const OptimizerStepArgs& args, const BlockStep& step,
-                               const Visitor& visitor) {
-    visit_one_of(Optimizers{}, args.optimizer, step.optimizer, visitor);
+  EMB_DEVICE static void visit_functor(const OptimizerStepArgs& args, const BlockStep& step,
+                                       const Visitor& visitor) {
+    visit_one_of(Optimizers{}, args.optimizer, step.functor_bytes, visitor);
   }
 
-  // Build the functor in `bytes`.
-  EMB_DEVICE static void build(const OptimizerStepArgs& args, unsigned char* bytes) {
+  EMB_DEVICE static void build_functor(const OptimizerStepArgs& args, unsigned char* bytes) {
     build_one_of(Optimizers{}, args.optimizer, args.hyper, bytes);
   }
 
@@ -122,7 +135,7 @@ struct AtRunTime {
   }
 };
 
-// One optimizer, known when the kernel is compiled, over rows and states of any dtype.
+// The Selection for the optimizer Opt, over weights and states of any dtype.
 template <class Opt>
 struct Compiled {
   static constexpr bool kHasOptimizer = true, kHasSums = Opt::kNumRowSums > 0;
@@ -144,40 +157,40 @@ struct Compiled {
   }
 
   template <class Visitor>
-  EMB_DEVICE static void visit(const OptimizerStepArgs&, const BlockStep& step,
-                               const Visitor& visitor) {
-    visitor(*reinterpret_cast<const Opt*>(step.optimizer));
+  EMB_DEVICE static void visit_functor(const OptimizerStepArgs&, const BlockStep& step,
+                                       const Visitor& visitor) {
+    visitor(*reinterpret_cast<const Opt*>(step.functor_bytes));
   }
 
-  EMB_DEVICE static void build(const OptimizerStepArgs& args, unsigned char* bytes) {
+  EMB_DEVICE static void build_functor(const OptimizerStepArgs& args, unsigned char* bytes) {
     new (bytes) Opt(args.hyper);
   }
 };
 
-// No optimizer: the summed gradient itself is the result.
+// The Selection without an optimizer.
 struct GradientOnly {
   static constexpr bool kHasOptimizer = false, kHasSums = false;
   EMB_DEVICE static constexpr int num_row_sums(const OptimizerStepArgs&) { return 0; }
-  EMB_DEVICE static void build(const OptimizerStepArgs&, unsigned char*) {}
+  EMB_DEVICE static void build_functor(const OptimizerStepArgs&, unsigned char*) {}
 };
 
-// Whether an optimizer has a separately compiled kernel, as those that most models use. Such an
-// optimizer must leave RowFactors::weight at 1, which Compiled does not read.
+// Whether Compiled<Opt> is used, for the optimizers that most models use. Their functors must leave
+// RowFactors::weight at 1, which Compiled does not read.
 template <class Opt>
 inline constexpr bool kIsCommon = std::is_same_v<Opt, Sgd> || std::is_same_v<Opt, Adagrad> ||
                                   std::is_same_v<Opt, RowwiseAdagrad> || std::is_same_v<Opt, Adam>;
 
-// An optimizer for rows of at most kNarrowRow columns on average. It has a separate kernel with
-// fewer slices per lane: the update of a narrow row mostly waits for several loads, one after the
-// other, that locate the row. So more warps help more than more rows per warp.
+// The optimizer Opt, as the name of a separate kernel for rows of at most kNarrowRow columns on
+// average. The update of a narrow row mostly waits for several loads, one after the other, that
+// locate the row. So more warps help more than more slices per lane, which take registers.
 template <class Opt>
 struct Narrow : Opt {
   using Opt::Opt;
 };
 inline constexpr int64_t kNarrowRow = 16;
 
-// Call `visit` with the type tag of the Selection for these arguments. `is_narrow`: rows have at
-// most kNarrowRow columns on average; only SGD has a kernel for them.
+// Call `visit` with the type tag of the Selection for these arguments. `is_narrow`: whether rows
+// have at most kNarrowRow columns on average. Only Sgd has a kernel for narrow rows.
 template <class Visitor>
 void visit_selection(const OptimizerStepArgs& args, bool is_narrow, const Visitor& visit) {
   if (args.optimizer == kNoOptimizer) {
@@ -202,8 +215,8 @@ void visit_selection(const OptimizerStepArgs& args, bool is_narrow, const Visito
   if (!has_kernel) visit(TypeTag<AtRunTime>{});
 }
 
-// Build the BlockStep of the block. All threads of the block must call this once; it ends with a
-// barrier.
+// Build the BlockStep of the block in `storage`, which is in shared memory. All threads of the
+// block must call this, once; it ends with a barrier.
 template <class Selection>
 EMB_DEVICE void build_step(const OptimizerStepArgs& args, BlockStepStorage* storage) {
   if (threadIdx.x == 0) {
@@ -211,7 +224,7 @@ EMB_DEVICE void build_step(const OptimizerStepArgs& args, BlockStepStorage* stor
     if constexpr (Selection::kHasOptimizer) {
       new (&step->decay) WeightDecay(args.hyper);
       new (&step->rounding) Rounding(args.hyper);
-      Selection::build(args, step->optimizer);
+      Selection::build_functor(args, step->functor_bytes);
     }
 #pragma unroll
     for (int t = 0; t < kTiers; ++t) {
@@ -222,67 +235,71 @@ EMB_DEVICE void build_step(const OptimizerStepArgs& args, BlockStepStorage* stor
   __syncthreads();
 }
 
-// This lane's columns of a row and of its element-wise states.
+// A lane's columns of a row and of its element-wise states, as floats; 0 where the row has no
+// column and where the optimizer does not update a state.
 struct LaneColumns {
   float weights[kColumns] = {}, state0[kColumns] = {}, state1[kColumns] = {};
 };
 
-// Load the first `num_valid` of this lane's columns, at most kColumns and none if num_valid <= 0,
-// from `element` of the tier on. Only states that the optimizer updates are loaded.
+// Load the first `num_valid` of a lane's columns, from `element` of the weights and of the states
+// that the optimizer updates. None are loaded if num_valid <= 0, and at most kColumns. `columns`
+// must be 0 before.
 template <class Selection>
 EMB_DEVICE void load_columns(const OptimizerStepArgs& args, const TierMemory& tier, int64_t element,
-                             int num_valid, LaneColumns* x) {
+                             int num_valid, LaneColumns* columns) {
   if (num_valid <= 0) return;
-  read_columns(tier.weights, tier.weight_type, element, num_valid, x->weights);
+  read_columns(tier.weights, tier.weight_type, element, num_valid, columns->weights);
   if (Selection::num_stepped_states(args) > 0) {
-    read_columns(tier.element_states[0], tier.state_types[0], element, num_valid, x->state0);
+    read_columns(tier.element_states[0], tier.state_types[0], element, num_valid, columns->state0);
   }
   if (Selection::num_stepped_states(args) > 1) {
-    read_columns(tier.element_states[1], tier.state_types[1], element, num_valid, x->state1);
+    read_columns(tier.element_states[1], tier.state_types[1], element, num_valid, columns->state1);
   }
 }
 
-// Add this lane's terms to the sums of the row; the gradient includes the L2 penalty. Columns
-// beyond the end are zeros, which add nothing to any sum.
+// Add the terms of a lane's columns to the sums of the row. `gradient` includes the L2 penalty.
+// Columns beyond the end of the row must be 0: then they add nothing to any sum.
 template <class Selection>
 EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const BlockStep& step,
-                            const LaneColumns& x, const float (&gradient)[kColumns],
+                            const LaneColumns& columns, const float (&gradient)[kColumns],
                             float (&sums)[kMaxRowSums]) {
   if (Selection::sums_need_gradient_only(args)) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) sums[0] += gradient[k] * gradient[k];
     return;
   }
-  Selection::visit(args, step, [&](const auto& opt) {
+  Selection::visit_functor(args, step, [&](const auto& opt) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      opt.template add_sums<ScalarMath>(x.weights[k], gradient[k], x.state0[k], x.state1[k], sums);
+      opt.template add_sums<ScalarMath>(columns.weights[k], gradient[k], columns.state0[k],
+                                        columns.state1[k], sums);
     }
   });
 }
 
-// Add the L2 penalty to the gradient. Without a penalty nothing is added: 0 times an infinite
-// weight would be NaN.
-EMB_DEVICE void add_penalty(const BlockStep& step, const LaneColumns& x,
+// Add the L2 penalty to the gradient of a lane's columns. Without a penalty nothing is added: 0
+// times an infinite weight would be NaN.
+EMB_DEVICE void add_penalty(const BlockStep& step, const LaneColumns& columns,
                             float (&gradient)[kColumns]) {
   if (step.decay.l2 == 0.0f) return;
 #pragma unroll
-  for (int k = 0; k < kColumns; ++k) gradient[k] += step.decay.l2 * x.weights[k];
+  for (int k = 0; k < kColumns; ++k) gradient[k] += step.decay.l2 * columns.weights[k];
 }
 
 // The location of a lane's columns, at most kColumns of one row.
 struct ColumnLocation {
-  int64_t element;        // first element of the columns in the tier
-  int64_t row;            // linear row id, for random numbers
-  int column, num_valid;  // first column; columns from there to the end of the row
+  int64_t element;  // element of the tier's weights and states that is the first column
+  int64_t row;      // linear row id, for random words
+  int column;       // first column, a multiple of kColumns
+  int num_valid;    // columns from there to the end of the row
 };
 
-// Write a lane's columns to a tensor, `data` of dtype `type`, rounded as `rounding` says. `tensor`
-// (RoundedTensor) and the location select the random numbers. `values` may change.
+// Write a lane's columns to the tensor at `data`, of dtype `type`, rounded as `rounding` says. The
+// location and `tensor` (RoundedTensor) select the random words. Rounds `values` in place.
 EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& location,
                               uint32_t tensor, void* data, Dtype type, float (&values)[kColumns]) {
   if (rounding.is_stochastic && type != Dtype::kFloat) {
-    // Rounded first: rounding the result to nearest then changes nothing.
+    // write_columns rounds to nearest, which does not change values that are rounded already.
     const Random4 random =
         rounding.words(location.row, static_cast<uint32_t>(location.column) / kColumns, tensor);
 #pragma unroll
@@ -295,38 +312,41 @@ EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& lo
   write_columns(data, type, location.element, location.num_valid, values);
 }
 
-// Update a lane's columns and their states, in `x` and in memory. `gradient` includes the L2
+// Update a lane's columns and their states, in `columns` and in memory. `gradient` includes the L2
 // penalty, and `factors` is the result of begin_row.
 template <class Selection>
 EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const BlockStep& step,
                              const TierMemory& tier, const ColumnLocation& location,
                              const float (&gradient)[kColumns], RowFactors factors,
-                             LaneColumns* x) {
-  Selection::visit(args, step, [&](const auto& opt) {
+                             LaneColumns* columns) {
+  Selection::visit_functor(args, step, [&](const auto& opt) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      x->weights[k] = opt.template step<ScalarMath>(step.decay.factor * x->weights[k], gradient[k],
-                                                    &x->state0[k], &x->state1[k], factors);
+      columns->weights[k] =
+          opt.template step<ScalarMath>(step.decay.factor * columns->weights[k], gradient[k],
+                                        &columns->state0[k], &columns->state1[k], factors);
     }
   });
-  store_columns(step.rounding, location, kRoundWeights, tier.weights, tier.weight_type, x->weights);
+  store_columns(step.rounding, location, kRoundWeights, tier.weights, tier.weight_type,
+                columns->weights);
   if (Selection::num_stepped_states(args) > 0) {
     store_columns(step.rounding, location, kRoundState, tier.element_states[0], tier.state_types[0],
-                  x->state0);
+                  columns->state0);
   }
   if (Selection::num_stepped_states(args) > 1) {
     store_columns(step.rounding, location, kRoundState + 1, tier.element_states[1],
-                  tier.state_types[1], x->state1);
+                  tier.state_types[1], columns->state1);
   }
 }
 
-// Return the factors of a row from its sums and its row-wise states, and update those states.
+// Return the factors of a row of `dim` columns from its sums and its row-wise states, and update
+// `states`, which the caller loads before and stores after the call.
 template <class Selection>
 EMB_DEVICE RowFactors begin_row(const OptimizerStepArgs& args, const BlockStep& step,
                                 float (&states)[kMaxRowStates], const float (&sums)[kMaxRowSums],
                                 int dim) {
   RowFactors factors;
-  Selection::visit(args, step, [&](const auto& opt) {
+  Selection::visit_functor(args, step, [&](const auto& opt) {
     factors = opt.begin_row(states, sums, static_cast<float>(dim));
   });
   return factors;

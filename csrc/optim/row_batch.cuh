@@ -1,10 +1,15 @@
 // Slices of several rows in registers, for the fused update (tbe/update.cuh).
 //
-// A group of lanes processes a row in *slices* of kColumns columns per lane. A lane that updated
-// one slice at a time would wait for the loads of each slice. Instead it processes a *batch* of
-// kSlices slices, of one row or of several, and has all their loads in flight at once. The dtype of
-// a tensor is known at run time only. So values are loaded as they are stored and converted
-// afterwards, which takes one branch per tensor and batch, the same in all lanes.
+// A group of lanes divides a row into *slices*, of which each lane has kColumns columns. A lane
+// that loaded one slice at a time would wait for the loads of each slice. Instead it processes a
+// *batch* of kSlices slices, of one row or of several, and has all their loads in flight at once.
+// The dtype of a tensor is known at run time only. So the slices are loaded as they are stored and
+// converted afterwards (widen_slices): that takes one branch per tensor and batch, and all lanes
+// take the same one.
+//
+// RowLayout and SliceLocation say where the columns of a lane are. The functions after them load,
+// convert and store the slices of one tensor. RowBatch does so for weights and states, and applies
+// the optimizer.
 #pragma once
 
 #include "core/rounding.h"
@@ -13,16 +18,19 @@
 
 namespace emb::cuda {
 
-// The columns of a row that each lane processes. If rows can be read in vectors, the four columns
-// of a lane in a slice are neighbours; otherwise they are `lanes` apart, so that the lanes of a
-// group read neighbours at once. All members except `rank`, `lane_column` and `lanes_of_group` are
-// the same in all lanes of a warp.
+// The columns of a row that each lane processes. If rows can be read in vectors, the kColumns
+// columns of a lane in a slice are neighbours. Otherwise they are `lanes` apart, so that
+// neighbouring lanes read neighbouring columns at once. All members except `rank`, `lane_column`
+// and `lanes_of_group` are the same in all lanes of a warp.
 struct RowLayout {
-  int dim = 0, lanes = 4;
-  int log2_slices = 0;  // slices of a row in a batch
+  int dim = 0;          // columns of a row
+  int lanes = 4;        // lanes of a group: a power of two from 4 to 32
+  int log2_slices = 0;  // log2 of the number of slices of a row in a batch
   bool uses_vectors;    // whether rows are read in vectors
 
-  // Rows of `columns` columns, in batches of at most `max_slices` slices, a power of two.
+  // Lay out rows of `columns` columns, in batches of at most `max_slices` slices, a power of two.
+  // `can_use_vectors`: whether `columns` is a multiple of kColumns, and so is the address of every
+  // row of weights and element-wise states, counted in elements.
   EMB_DEVICE RowLayout(int columns, bool can_use_vectors, int max_slices)
       : dim(columns), uses_vectors(can_use_vectors) {
     while (lanes < kWarpLanes && lanes * kColumns < dim) lanes *= 2;
@@ -35,10 +43,11 @@ struct RowLayout {
   EMB_DEVICE int lane_column() const { return uses_vectors ? rank() * kColumns : rank(); }
   // Return the distance between the columns of a lane in a slice.
   EMB_DEVICE int column_distance() const { return uses_vectors ? 1 : lanes; }
-  // Return the number of columns of a slice, and of a row's columns in a batch.
+  // Return the number of columns of a slice, of all lanes together.
   EMB_DEVICE int slice_columns() const { return lanes * kColumns; }
+  // Return the number of columns of a row that a batch has, or would have if the row had them.
   EMB_DEVICE int batch_columns() const { return slice_columns() << log2_slices; }
-  // Return the number, within its row, of slice s of a batch.
+  // Return the number of slice s of a batch among the slices of its row in this batch.
   EMB_DEVICE int slice_of_row(int s) const { return s & ((1 << log2_slices) - 1); }
   EMB_DEVICE bool is_first_slice(int s) const { return slice_of_row(s) == 0; }
   EMB_DEVICE bool is_last_slice(int s) const { return slice_of_row(s + 1) == 0; }
@@ -50,22 +59,26 @@ struct RowLayout {
   }
 };
 
-// The location of a lane's columns of a slice. The functions below take `location_of(s)`, which
-// returns the location for slice s of the batch, so that locations are computed when they are used.
+// The location of a lane's columns of a slice in a tensor. With vectors `element` must be a
+// multiple of kColumns, and so must a positive `num_valid`. The functions below take
+// `location_of(s)`, which returns the location for slice s of the batch: so a location is computed
+// when it is used, and takes no registers before. It is called by all 32 lanes, once per slice and
+// call.
 struct SliceLocation {
-  int64_t element;  // element of the lane's first column in the tensor
-  int num_valid;    // columns from there to the end of the row; nothing is accessed if <= 0
+  int64_t element;  // element of the tensor that is the lane's first column
+  int num_valid;    // columns from there to the end of the row; if <= 0, nothing is accessed
 };
 
 // A lane's columns of the slices of a batch, as they are stored or as floats.
 template <int kSlices>
 using Slices = float[kSlices][kColumns];
 
-// Load four neighbouring columns as they are stored: four columns of 16 bits fill the first two
-// words of `columns`. If num_valid <= 0, `columns` does not change. kReadOnly must be false if a
-// thread of the kernel writes the memory. `address` must be a multiple of the size of four columns.
+// Load kColumns neighbouring columns as they are stored: columns of 16 bits fill the first two
+// words of `columns`. If num_valid <= 0, `columns` does not change; otherwise all kColumns must
+// exist, and `address` must be a multiple of their size. kReadOnly uses the read-only path: it must
+// be false if a thread of the kernel writes the memory.
 template <class T, bool kReadOnly>
-EMB_DEVICE void load_vector(const T* address, int num_valid, float (&columns)[kColumns]) {
+EMB_DEVICE void load_adjacent_columns(const T* address, int num_valid, float (&columns)[kColumns]) {
   using Pack = std::conditional_t<sizeof(T) == 4, simt::Pack16, simt::Pack8>;
   if (num_valid <= 0) return;
   const auto* packs = reinterpret_cast<const Pack*>(address);
@@ -75,11 +88,11 @@ EMB_DEVICE void load_vector(const T* address, int num_valid, float (&columns)[kC
     columns[i] = float_from_bits(pack.word[i]);
 }
 
-// Load four columns that are `distance` columns apart as they are stored, one by one. Columns
-// beyond the end of the row load as 0.
+// Load kColumns columns that are `distance` columns apart, one by one, in the format of
+// load_adjacent_columns. Columns beyond the end of the row become 0.
 template <class T>
-EMB_DEVICE void load_columns_apart(int distance, const T* address, int num_valid,
-                                   float (&columns)[kColumns]) {
+EMB_DEVICE void load_spaced_columns(int distance, const T* address, int num_valid,
+                                    float (&columns)[kColumns]) {
   uint32_t bits[kColumns] = {};
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) {
@@ -92,20 +105,24 @@ EMB_DEVICE void load_columns_apart(int distance, const T* address, int num_valid
   }
 #pragma unroll
   for (int i = 0; i < kColumns * static_cast<int>(sizeof(T)) / 4; ++i) {
-    columns[i] = float_from_bits(
-        sizeof(T) == 4 ? bits[i] : bits[(2 * i) % 4] | (bits[(2 * i + 1) % 4] << 16));
+    if constexpr (sizeof(T) == 4) {
+      columns[i] = float_from_bits(bits[i]);
+    } else {
+      columns[i] = float_from_bits(bits[2 * i] | bits[2 * i + 1] << 16);
+    }
   }
 }
 
-// Do what load_slices does, for elements of type T; half16 is used for both 16-bit dtypes.
+// Do what load_slices does for elements of type T. For both 16-bit dtypes T is half16, since their
+// bits are only moved.
 template <class T, bool kReadOnly, int kSlices, class LocationOf>
-EMB_DEVICE void load_slices_of(bool uses_vectors, int distance, const T* data,
+EMB_DEVICE void load_slices_as(bool uses_vectors, int distance, const T* data,
                                const LocationOf& location_of, Slices<kSlices>& slices) {
   if (uses_vectors) {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       const SliceLocation location = location_of(s);
-      load_vector<T, kReadOnly>(data + location.element, location.num_valid, slices[s]);
+      load_adjacent_columns<T, kReadOnly>(data + location.element, location.num_valid, slices[s]);
     }
   } else {
 #pragma unroll
@@ -113,28 +130,29 @@ EMB_DEVICE void load_slices_of(bool uses_vectors, int distance, const T* data,
       const SliceLocation location = location_of(s);
       // The branch keeps the compiler from computing the addresses of all slices at once.
       if (!__any_sync(simt::kFullMask, location.num_valid > 0)) continue;
-      load_columns_apart(distance, data + location.element, location.num_valid, slices[s]);
+      load_spaced_columns(distance, data + location.element, location.num_valid, slices[s]);
     }
   }
 }
 
 // Load the slices of a batch from `data`, of dtype `type`, as they are stored. A lane's columns of
-// a slice are neighbours if `uses_vectors`, else `distance` apart. All 32 lanes must call this.
+// a slice are neighbours if `uses_vectors`, else `distance` apart. `slices` must be 0 before: where
+// a lane has no column, its value becomes 0 or does not change. All 32 lanes must call this.
 template <bool kReadOnly, int kSlices, class LocationOf>
 EMB_DEVICE void load_slices(bool uses_vectors, int distance, const void* data, Dtype type,
                             const LocationOf& location_of, Slices<kSlices>& slices) {
   if (type == Dtype::kFloat) {
-    load_slices_of<float, kReadOnly, kSlices>(uses_vectors, distance,
+    load_slices_as<float, kReadOnly, kSlices>(uses_vectors, distance,
                                               static_cast<const float*>(data), location_of, slices);
   } else {
-    load_slices_of<half16, kReadOnly, kSlices>(
+    load_slices_as<half16, kReadOnly, kSlices>(
         uses_vectors, distance, static_cast<const half16*>(data), location_of, slices);
   }
 }
 
 // Convert slices that were loaded as 16-bit elements of type T to floats.
 template <class T, int kSlices>
-EMB_DEVICE void widen_from(Slices<kSlices>& slices) {
+EMB_DEVICE void widen_slices_as(Slices<kSlices>& slices) {
 #pragma unroll
   for (int s = 0; s < kSlices; ++s) {
     const uint32_t word[2] = {float_bits(slices[s][0]), float_bits(slices[s][1])};
@@ -147,14 +165,14 @@ EMB_DEVICE void widen_from(Slices<kSlices>& slices) {
 
 // Convert slices that were loaded from dtype `type` to floats; floats do not change.
 template <int kSlices>
-EMB_DEVICE void widen(Dtype type, Slices<kSlices>& slices) {
-  if (type == Dtype::kHalf) widen_from<half16, kSlices>(slices);
-  if (type == Dtype::kBfloat16) widen_from<bfloat16, kSlices>(slices);
+EMB_DEVICE void widen_slices(Dtype type, Slices<kSlices>& slices) {
+  if (type == Dtype::kHalf) widen_slices_as<half16, kSlices>(slices);
+  if (type == Dtype::kBfloat16) widen_slices_as<bfloat16, kSlices>(slices);
 }
 
 // Store the slices of a batch as elements of type T, rounded to nearest.
 template <class T, int kSlices, class LocationOf>
-EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const LocationOf& location_of,
+EMB_DEVICE void store_slices_as(const RowLayout& layout, T* data, const LocationOf& location_of,
                                 const Slices<kSlices>& slices) {
   struct alignas(sizeof(T) * kColumns) Block {
     T element[kColumns];
@@ -186,29 +204,31 @@ template <int kSlices, class LocationOf>
 EMB_DEVICE void store_slices(const RowLayout& layout, void* data, Dtype type,
                              const LocationOf& location_of, const Slices<kSlices>& slices) {
   if (type == Dtype::kFloat) {
-    store_slices_of<float, kSlices>(layout, static_cast<float*>(data), location_of, slices);
+    store_slices_as<float, kSlices>(layout, static_cast<float*>(data), location_of, slices);
   } else if (type == Dtype::kHalf) {
-    store_slices_of<half16, kSlices>(layout, static_cast<half16*>(data), location_of, slices);
+    store_slices_as<half16, kSlices>(layout, static_cast<half16*>(data), location_of, slices);
   } else {
-    store_slices_of<bfloat16, kSlices>(layout, static_cast<bfloat16*>(data), location_of, slices);
+    store_slices_as<bfloat16, kSlices>(layout, static_cast<bfloat16*>(data), location_of, slices);
   }
 }
 
-// Store `value`, column `column` of linear row `row`, at `data`, rounded stochastically. The row,
-// the column and `tensor` (RoundedTensor) select the random numbers.
+// Store `value` at `data` in 16 bits, rounded stochastically. It is column `column` of linear row
+// `row`; the row, the column and `tensor` (RoundedTensor) select the random word.
 template <class T>
-EMB_DEVICE void store_randomly(const Rounding& rounding, uint32_t tensor, int64_t row, int column,
-                               T* data, float value) {
+EMB_DEVICE void store_column_randomly(const Rounding& rounding, uint32_t tensor, int64_t row,
+                                      int column, T* data, float value) {
   const auto unsigned_column = static_cast<uint32_t>(column);
   const Random4 random = rounding.words(row, unsigned_column / kColumns, tensor);
-  const uint32_t low = (unsigned_column & 1) ? random.word[1] : random.word[0];
-  const uint32_t high = (unsigned_column & 1) ? random.word[3] : random.word[2];
-  *data = round_randomly<T>(value, (unsigned_column & 2) ? high : low);
+  // word[column % kColumns] would put the words in memory.
+  const uint32_t word_0_or_1 = (unsigned_column & 1) ? random.word[1] : random.word[0];
+  const uint32_t word_2_or_3 = (unsigned_column & 1) ? random.word[3] : random.word[2];
+  *data = round_randomly<T>(value, (unsigned_column & 2) ? word_2_or_3 : word_0_or_1);
 }
 
 // Store a lane's columns of a slice of linear row `row` in 16 bits, rounded stochastically. `data`
-// is the address of the first column; the row ends `num_valid` columns after it. The row and
-// `tensor` (RoundedTensor) select the random numbers.
+// is the address of the lane's first column, and `num_valid` is as in SliceLocation. The row, the
+// columns and `tensor` (RoundedTensor) select the random words. `#pragma unroll 1` below, because
+// random words take many registers.
 template <class T>
 EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& rounding,
                                      uint32_t tensor, int64_t row, T* data, int num_valid,
@@ -224,15 +244,17 @@ EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& ro
 #pragma unroll 1
     for (int k = 0; k * layout.column_distance() < num_valid; ++k) {
       if (k >= kColumns) break;
-      store_randomly(rounding, tensor, row, column + k * layout.column_distance(),
-                     data + k * layout.column_distance(), columns[k]);
+      store_column_randomly(rounding, tensor, row, column + k * layout.column_distance(),
+                            data + k * layout.column_distance(), columns[k]);
     }
   }
 }
 
 // This lane's weights and element-wise states of a batch. Call load, convert, sum_rows (if the
-// optimizer has sums), apply and store, in this order. All 32 lanes must call load and apply. The
-// first argument of a function only passes the type of a Selection.
+// optimizer has sums over a row), apply and store, in this order. The caller adds the L2 penalty to
+// `gradient`, the gradients of the batch as floats, before sum_rows. All 32 lanes must call load,
+// and apply and store as their last arguments require. The first argument only passes the type of a
+// Selection (optimizer_step.cuh).
 template <int kSlices>
 struct RowBatch {
   Slices<kSlices> weights = {}, state0 = {}, state1 = {};
@@ -256,13 +278,14 @@ struct RowBatch {
   // Convert the loaded values to floats.
   template <class Selection>
   EMB_DEVICE void convert(Selection, const OptimizerStepArgs& args, const TierMemory& tier) {
-    widen<kSlices>(tier.weight_type, weights);
-    if (Selection::num_stepped_states(args) > 0) widen<kSlices>(tier.state_types[0], state0);
-    if (Selection::num_stepped_states(args) > 1) widen<kSlices>(tier.state_types[1], state1);
+    widen_slices<kSlices>(tier.weight_type, weights);
+    if (Selection::num_stepped_states(args) > 0) widen_slices<kSlices>(tier.state_types[0], state0);
+    if (Selection::num_stepped_states(args) > 1) widen_slices<kSlices>(tier.state_types[1], state1);
   }
 
-  // Add this lane's terms of the sums over each row to `sums`, which is by slice. Then the entry of
-  // the last slice of a row has the lane's sums over all slices of the row in this batch.
+  // Add this lane's terms of the sums over each row to `sums`: those of slice s to sums[s]. Then
+  // add up the slices of each row, so that the entry of its last slice has the lane's sums over all
+  // slices of the row in this batch.
   template <class Selection>
   EMB_DEVICE void sum_rows(Selection, const OptimizerStepArgs& args, const BlockStep& step,
                            const RowLayout& layout, const Slices<kSlices>& gradient,
@@ -274,7 +297,7 @@ struct RowBatch {
         for (int k = 0; k < kColumns; ++k) sums[s][0] += gradient[s][k] * gradient[s][k];
       }
     } else {
-      Selection::visit(args, step, [&](const auto& opt) {
+      Selection::visit_functor(args, step, [&](const auto& opt) {
 #pragma unroll
         for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
@@ -295,15 +318,15 @@ struct RowBatch {
     }
   }
 
-  // Update the values in registers. All lanes call factors_of(s), which returns the factors of the
-  // row of slice s. `gradient` includes the L2 penalty.
+  // Update the values in registers. factors_of(s) returns the factors of the row of slice s. It is
+  // called for every s, so it may exchange values between lanes if all of them call `apply`.
   template <class Selection, class FactorsOf>
   EMB_DEVICE void apply(Selection, const OptimizerStepArgs& args, const BlockStep& step,
                         const Slices<kSlices>& gradient, const FactorsOf& factors_of) {
     RowFactors factors[kSlices];
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) factors[s] = factors_of(s);
-    Selection::visit(args, step, [&](const auto& opt) {
+    Selection::visit_functor(args, step, [&](const auto& opt) {
 #pragma unroll
       for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
@@ -316,16 +339,16 @@ struct RowBatch {
     });
   }
 
-  // Call `store(tensor, data, type, slices)` for the weights and each state that the optimizer
-  // updates; `tensor` is a RoundedTensor, `data` and `type` are those of the tier.
-  template <class Selection, class Store>
+  // Call `store_tensor(tensor, data, type, slices)` for the weights and each state that the
+  // optimizer updates. `tensor` is a RoundedTensor; `data` and `type` are those of the tier.
+  template <class Selection, class StoreTensor>
   EMB_DEVICE void store(Selection, const OptimizerStepArgs& args, const TierMemory& tier,
-                        const Store& store) const {
-    store(kRoundWeights, tier.weights, tier.weight_type, weights);
+                        const StoreTensor& store_tensor) const {
+    store_tensor(kRoundWeights, tier.weights, tier.weight_type, weights);
     if (Selection::num_stepped_states(args) > 0)
-      store(kRoundState, tier.element_states[0], tier.state_types[0], state0);
+      store_tensor(kRoundState, tier.element_states[0], tier.state_types[0], state0);
     if (Selection::num_stepped_states(args) > 1)
-      store(kRoundState + 1, tier.element_states[1], tier.state_types[1], state1);
+      store_tensor(kRoundState + 1, tier.element_states[1], tier.state_types[1], state1);
   }
 };
 

@@ -1,8 +1,8 @@
-// An optimizer over all rows of matrices with dense gradients on the GPU. A warp updates a row of
-// at most 128 columns, and a block updates a wider row; both compute the same bits. A row whose
-// gradient is zero throughout was not part of the batch and keeps its weights and states. A launch
-// updates one matrix, which is an argument of the kernel, or any number of matrices, which are
-// listed in device memory.
+// Applies an optimizer to all rows of matrices with dense gradients on the GPU. A warp updates a
+// row of at most 128 columns, and a block updates a wider row. A row whose gradient is zero
+// throughout was not part of the batch and keeps its weights and states. A launch updates one
+// matrix (launch_update_rows), which is an argument of the kernel, or any number of matrices
+// (launch_update_matrices), which are listed in device memory. Neither waits for the device.
 #pragma once
 
 #include "core/search.cuh"
@@ -11,22 +11,26 @@
 namespace emb::cuda {
 
 inline constexpr int kMatrixThreads = 128;  // threads per block
-// Blocks per multiprocessor: with six a thread may have 80 registers. Without the bound, ptxas uses
-// 64 registers and spills two (reports/LOG.md has no entry on this).
+// Blocks per multiprocessor that the registers of a thread must allow: with six a thread may have
+// 80. Without the bound, ptxas uses 64 registers and spills two (reports/LOG.md has no entry on
+// this).
 inline constexpr int kMatrixBlocksPerSm = 6;
-// The maximum number of blocks per multiprocessor of a grid over many matrices: twice as many as
-// run at once. More would take longer, because each block builds the functor of the optimizer, for
-// Adam with two powers in double.
+// The maximum numbers of blocks per multiprocessor of a grid. Over many matrices it is twice as
+// many as run at once: more would take longer, because each block builds the functor of the
+// optimizer, for Adam with two powers in double. reports/LOG.md has no measurement
+// of the number for one matrix.
 inline constexpr int kMaxMatrixBlocksPerSm = 2 * kMatrixBlocksPerSm;
+inline constexpr int kMaxSingleMatrixBlocksPerSm = 2 * kResidentBlocksPerSm;
 
 // The gradient of a matrix, in device memory.
 struct MatrixGrad {
-  const float* grad;  // [rows, width]
-  int64_t rows, width;
-  int64_t first_row;  // id of row 0 in the random numbers of stochastic rounding
+  const float* grad;    // [rows, width]
+  int64_t rows, width;  // width < 2^31
+  int64_t first_row;    // id of row 0 in the random numbers of stochastic rounding
 
-  // Return whether a warp updates a row; otherwise a block does.
+  // Return whether a warp updates a row; if not, a block does.
   EMB_HD bool has_row_per_warp() const { return width <= int64_t{simt::kWarpLanes} * kColumns; }
+  // Return the number of rows that a block updates.
   EMB_HD int rows_per_block() const { return has_row_per_warp() ? kMatrixThreads / kWarpLanes : 1; }
   // Return the number of blocks for all rows.
   EMB_HD int64_t num_blocks() const { return (rows + rows_per_block() - 1) / rows_per_block(); }
@@ -35,13 +39,13 @@ struct MatrixGrad {
 // One of the matrices of a launch.
 struct MatrixStep {
   MatrixGrad gradient;
-  TierMemory tier;      // its weights and states
-  int64_t first_block;  // number of its first block among the blocks of all matrices
+  TierMemory tier;      // weights and states of the matrix
+  int64_t first_block;  // number of the first block of the matrix among the blocks of all matrices
 };
 
 // Replace each of `values`, in every thread, by its sum over the block, added in the order of
 // warps. Return whether `flag` is true in any thread. All threads of the block must call this. It
-// has two barriers; after the second one the next call may use the shared memory again.
+// has two barriers, and may be called again at once.
 EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   constexpr int kWarps = kMatrixThreads / kWarpLanes;
   __shared__ float sum_of_warp[kWarps][kMaxRowSums];
@@ -69,7 +73,8 @@ EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
 }
 
 // Do what block_sums does, but within a warp and without a barrier. All 32 lanes must call this.
-// The result has the bits that block_sums returns if all other warps pass zeros.
+// The result has the bits that block_sums returns if all other warps pass zeros: adding 0.0f turns
+// -0 into 0, as block_sums does.
 EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 #pragma unroll
   for (int k = 0; k < kMaxRowSums; ++k) {
@@ -78,39 +83,39 @@ EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
   return __any_sync(simt::kFullMask, flag) != 0;
 }
 
-// Add the terms of this thread's columns to the sums of the row that begins at element `row_begin`.
-// Return whether the gradient of one of these columns is not zero. `num_threads` threads process
-// the row; `thread` is the number of this one.
+// Add the terms of a thread's columns to `sums`, the sums of the row that begins at element
+// `row_begin`. Return whether the gradient of one of these columns is not zero. `num_threads`
+// threads share the row, and `rank` is the number of this one among them.
 template <class Selection>
 EMB_DEVICE bool sum_row(const MatrixGrad& matrix, const OptimizerStepArgs& args,
                         const BlockStep& step, const TierMemory& tier, int64_t row_begin,
-                        unsigned thread, unsigned num_threads, float (&sums)[kMaxRowSums]) {
+                        unsigned rank, unsigned num_threads, float (&sums)[kMaxRowSums]) {
   bool is_nonzero = false;
-  for (int64_t column = thread * kColumns; column < matrix.width;
-       column += num_threads * kColumns) {
+  for (int64_t column = rank * kColumns; column < matrix.width; column += num_threads * kColumns) {
     const int num_valid = static_cast<int>(matrix.width - column);
     float gradient[kColumns];
     read_columns(matrix.grad + row_begin + column, num_valid, gradient);
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) is_nonzero = is_nonzero || gradient[k] != 0.0f;
     if (args.num_row_sums == 0) continue;
-    LaneColumns x;
+    LaneColumns columns;
     if (!args.sums_need_gradient_only || step.decay.l2 != 0.0f) {
-      load_columns<Selection>(args, tier, row_begin + column, num_valid, &x);
-      add_penalty(step, x, gradient);
+      load_columns<Selection>(args, tier, row_begin + column, num_valid, &columns);
+      add_penalty(step, columns, gradient);
     }
-    sum_columns<Selection>(args, step, x, gradient, sums);
+    sum_columns<Selection>(args, step, columns, gradient, sums);
   }
   return is_nonzero;
 }
 
-// Update the rows of block `block` of a matrix, except rows whose gradient is zero throughout. All
-// threads of the block must call this; it may have barriers.
+// Update the rows of block `block` of a matrix, whose weights and states are in `tier`, except rows
+// whose gradient is zero throughout. `block` is a number in [0, matrix.num_blocks()). All threads
+// of the block must call this; it may have barriers.
 template <class Selection>
 EMB_DEVICE void update_matrix_rows(const MatrixGrad& matrix, const OptimizerStepArgs& args,
                                    const BlockStep& step, const TierMemory& tier, int64_t block) {
   const bool has_row_per_warp = matrix.has_row_per_warp();
-  const unsigned thread = has_row_per_warp ? threadIdx.x % simt::kWarpLanes : threadIdx.x;
+  const unsigned rank = has_row_per_warp ? threadIdx.x % simt::kWarpLanes : threadIdx.x;
   const unsigned num_threads = has_row_per_warp ? simt::kWarpLanes : kMatrixThreads;
   const int64_t row =
       has_row_per_warp ? block * matrix.rows_per_block() + threadIdx.x / simt::kWarpLanes : block;
@@ -121,45 +126,43 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& matrix, const OptimizerStep
     if (s < args.num_row_states) states[s] = tier.row_states[s][row];
   }
   const bool is_nonzero =
-      sum_row<Selection>(matrix, args, step, tier, row_begin, thread, num_threads, sums);
+      sum_row<Selection>(matrix, args, step, tier, row_begin, rank, num_threads, sums);
   if (!(has_row_per_warp ? warp_sums(sums, is_nonzero) : block_sums(sums, is_nonzero))) return;
   const RowFactors factors =
       begin_row<Selection>(args, step, states, sums, static_cast<int>(matrix.width));
   for (int s = 0; s < kMaxRowStates; ++s) {
-    if (s < args.num_row_states && thread == 0) tier.row_states[s][row] = states[s];
+    if (s < args.num_row_states && rank == 0) tier.row_states[s][row] = states[s];
   }
-  for (int64_t column = thread * kColumns; column < matrix.width;
-       column += num_threads * kColumns) {
+  for (int64_t column = rank * kColumns; column < matrix.width; column += num_threads * kColumns) {
     const int num_valid = static_cast<int>(matrix.width - column);
     float gradient[kColumns];
-    LaneColumns x;
+    LaneColumns columns;
     read_columns(matrix.grad + row_begin + column, num_valid, gradient);
-    load_columns<Selection>(args, tier, row_begin + column, num_valid, &x);
-    add_penalty(step, x, gradient);
+    load_columns<Selection>(args, tier, row_begin + column, num_valid, &columns);
+    add_penalty(step, columns, gradient);
     const ColumnLocation location{row_begin + column, matrix.first_row + row,
                                   static_cast<int>(column), num_valid};
-    step_columns<Selection>(args, step, tier, location, gradient, factors, &x);
+    step_columns<Selection>(args, step, tier, location, gradient, factors, &columns);
   }
 }
 
-// The matrices of a launch: `matrices`, [num_matrices] in device memory, or `single` if that is
-// null.
+// The matrices of a launch: those that `matrices` lists in device memory or, if it is null, only
+// `single_matrix`.
 struct MatrixSteps {
-  MatrixStep single;
-  const MatrixStep* matrices = nullptr;
+  MatrixStep single_matrix;
+  const MatrixStep* matrices = nullptr;  // [num_matrices]
   int num_matrices = 1;
   int64_t num_blocks = 0;  // of all matrices together
 
   // Return the matrix to which a block belongs. All lanes of a warp call this.
   EMB_DEVICE const MatrixStep& matrix_of_block(int64_t block) const {
-    if (matrices == nullptr) return single;
+    if (matrices == nullptr) return single_matrix;
     const auto first_block = [&](int i) { return matrices[i].first_block; };
     return matrices[warp_search(first_block, num_matrices, block)];
   }
 };
 
-// Update the rows of all matrices, in a grid-stride loop over their blocks. There is one kernel for
-// one matrix and for many, because a copy is a hundred kilobytes of code (update_matrix.h).
+// Update the rows of all matrices, in a grid-stride loop over their blocks.
 template <class Selection>
 __global__ void __launch_bounds__(kMatrixThreads, kMatrixBlocksPerSm)
     update_matrices_kernel(const EMB_GRID_CONSTANT MatrixSteps matrices, OptimizerStepArgs args) {
@@ -173,27 +176,29 @@ __global__ void __launch_bounds__(kMatrixThreads, kMatrixBlocksPerSm)
   }
 }
 
-// Update the matrix with the gradient `gradient`; its weights and states are tier 0 of `step`.
-// `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
+// Update one matrix; its weights and states are tier 0 of `args`, and args.optimizer must be the
+// number of an optimizer. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class Launcher>
 void launch_update_rows(const Launcher& launcher, const MatrixGrad& gradient,
-                        const OptimizerStepArgs& step) {
+                        const OptimizerStepArgs& args) {
   if (gradient.rows * gradient.width == 0) return;
-  const MatrixSteps single{{gradient, step.tiers[0], 0}, nullptr, 1, gradient.num_blocks()};
+  const MatrixSteps matrix{{gradient, args.tiers[0], 0}, nullptr, 1, gradient.num_blocks()};
   launcher(update_matrices_kernel<AtRunTime>,
-           blocks_for(gradient.num_blocks(), 1, launcher.blocks(2 * kResidentBlocksPerSm)),
-           kMatrixThreads, single, step);
+           blocks_for(gradient.num_blocks(), 1, launcher.blocks(kMaxSingleMatrixBlocksPerSm)),
+           kMatrixThreads, matrix, args);
 }
 
-// Update `matrices`, [num_matrices] in device memory, which have num_blocks blocks in all. The
-// tiers of `step` are not used.
+// Update `matrices`, [num_matrices] in device memory, in ascending order of first_block. They have
+// `num_blocks` blocks in all. The tiers of `args` are not used, and args.optimizer must be the
+// number of an optimizer. It has the same kernel as launch_update_rows, because a copy is a hundred
+// kilobytes of code.
 template <class Launcher>
 void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices, int num_matrices,
-                            int64_t num_blocks, const OptimizerStepArgs& step) {
+                            int64_t num_blocks, const OptimizerStepArgs& args) {
   if (num_blocks == 0) return;
   launcher(update_matrices_kernel<AtRunTime>,
            blocks_for(num_blocks, 1, launcher.blocks(kMaxMatrixBlocksPerSm)), kMatrixThreads,
-           MatrixSteps{{}, matrices, num_matrices, num_blocks}, step);
+           MatrixSteps{{}, matrices, num_matrices, num_blocks}, args);
 }
 
 }  // namespace emb::cuda

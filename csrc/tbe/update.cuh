@@ -341,7 +341,7 @@ struct TileUpdate {
           false, layout.column_distance(), args.grad, args.grad_type,
           [&](int) { return SliceLocation{start + column, start < 0 ? 0 : layout.dim - column}; },
           values);
-      widen<1>(args.grad_type, values);
+      widen_slices<1>(args.grad_type, values);
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) sum[k] += factor * values[0][k];
     }
@@ -357,9 +357,9 @@ struct TileUpdate {
       float values[kColumns] = {};
       const float* columns = partial + c * args.chunk_sum_stride;
       if (layout.uses_vectors) {
-        load_vector<float, true>(columns, layout.dim - column, values);
+        load_adjacent_columns<float, true>(columns, layout.dim - column, values);
       } else {
-        load_columns_apart(layout.column_distance(), columns, layout.dim - column, values);
+        load_spaced_columns(layout.column_distance(), columns, layout.dim - column, values);
       }
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) sum[k] += values[k];
@@ -403,7 +403,7 @@ struct TileUpdate {
   EMB_DEVICE void convert_gradients(HoldersOfSlices holders, bool is_summed,
                                     Slices<kSlices>& gradient) const {
     if (is_summed) return;
-    widen<kSlices>(args.grad_type, gradient);
+    widen_slices<kSlices>(args.grad_type, gradient);
     if (args.pooling != Pooling::kMean && args.sample_weights == nullptr) return;
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
@@ -500,7 +500,7 @@ struct TileUpdate {
     if constexpr (!Selection::kHasOptimizer) {
       load_gradients(holders, is_summed, base, gradient);
       convert_gradients(holders, is_summed, gradient);
-      store_slices_of<float, kSlices>(layout, static_cast<float*>(tier.weights), location_of,
+      store_slices_as<float, kSlices>(layout, static_cast<float*>(tier.weights), location_of,
                                       gradient);
     } else {
       RowBatch<kSlices> batch;
