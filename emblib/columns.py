@@ -154,7 +154,7 @@ class HashCounter(IntEnum):
     REFUSED = 4  # missing keys that got no slot
     NOT_ADMITTED = 5  # missing keys that the admission policy rejected
     EXPIRED = 6  # keys removed because of their age
-    ERASED = 7  # keys removed by `hash_erase_`, except for their age
+    ERASED = 7  # keys removed for another reason than eviction and age
 
 
 class InsertStatus(IntEnum):

@@ -31,7 +31,7 @@ inline constexpr uint8_t kEmptyTag = 0;
 // the second bucket is not read. Source: simulated, reports/LOG.md, "Dynamic tables".
 inline constexpr int kPreferredFreeSlots = 16;
 inline constexpr int64_t kNoSlot = -1;
-inline constexpr int64_t kLoadUnits = 1024;  // HashTableColumn::kMaxLoad of a table that is full
+inline constexpr int64_t kLoadUnits = 1024;  // units of HashTableColumn::kMaxLoad in a full table
 // The number of misses per bucket that may choose in round 0 of an insertion, see max_choosers.
 // Source: hit rates of emulated streams, reports/LOG.md, "Gradients that are views, and the rest of
 // the list for CUDA kernels".
@@ -44,7 +44,7 @@ enum class HashTableColumn : int {
   kBuckets,      // buckets in use
   kMaxBuckets,   // buckets up to which the table may grow; it has memory for at least as many
   kSize,         // keys in the table
-  kMaxLoad,      // fraction of occupied slots above which the table grows, 1 to kLoadUnits
+  kMaxLoad,      // occupied slots above which the table grows, in 1/kLoadUnits of its slots
   kHashKey       // random number that the hash of the table's keys depends on
 };
 
@@ -65,7 +65,7 @@ enum class HashCounter : int {
   kRefused,      // missing keys that got no slot
   kNotAdmitted,  // missing keys that the admission policy rejected
   kExpired,      // keys removed because of their age
-  kErased        // keys removed by hash_erase_, except for their age
+  kErased        // keys removed for another reason than eviction and age
 };
 
 inline constexpr int kHashCounters = static_cast<int>(HashCounter::kErased) + 1;
@@ -73,14 +73,14 @@ inline constexpr int kHashCounters = static_cast<int>(HashCounter::kErased) + 1;
 // The result of an insertion for a miss, or for the key of a position.
 enum class InsertStatus : uint8_t {
   kMiss,  // not decided yet; in arrays by miss, also the value after the last miss
-  // Of a position: the key had a slot before the insertion. By miss, only after rows have moved
-  // from a store: the row came from there.
+  // By position: the key had a slot before the insertion. By miss: tier_swap_ has found the row of
+  // the key in the store; insertions do not write this.
   kHit,
   kNew,          // the key got an empty slot, or an overflow row if the table has a store
   kEvicting,     // the key got the slot of an evicted key
   kRefused,      // the key got no slot
   kNotAdmitted,  // the admission policy rejected the key
-  kStored        // of tier_insert_batch_, by position: the row of the key came from the store
+  kStored        // of tier_insert_batch_: the row of the key came from the store
 };
 
 // Return whether an order ranks entries by a score, so that entries have a third word.
@@ -157,10 +157,10 @@ EMB_HD int64_t max_choosers(int64_t buckets, int round) {
          << (kChooserGrowthLog2 * (round < kMaxRound ? round : kMaxRound));
 }
 
-// Return how many slots a bucket assigns in one round, if `usable` of its slots are empty or have
-// entries that may be evicted. Keys that choose in the same round do not see each other, so without
-// this limit they would fill some buckets while others stay empty.
-EMB_HD int slots_per_round(int usable) { return (usable + 1) / 2; }
+// Return how many slots a bucket may assign in one round. `usable_slots` are empty or have entries
+// that may be evicted. Keys that choose in the same round do not see each other, so without this
+// limit they would fill some buckets while others stay empty.
+EMB_HD int slots_per_round(int usable_slots) { return (usable_slots + 1) / 2; }
 
 // Return how many buckets a table with `buckets` <= `max_buckets` buckets should have for `keys`
 // keys: at least `buckets`, at most `max_buckets`. `load` is HashTableColumn::kMaxLoad.
@@ -171,7 +171,8 @@ EMB_HD int slots_per_round(int usable) { return (usable + 1) / 2; }
 // of them are split while the keys grow by a quarter. Then no bucket is split until the next level,
 // twice as many buckets, is filled to `load`. The last level ends at `max_buckets`.
 EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets, int64_t load) {
-  // Numbers of keys times kLoadUnits: keys per bucket at this load, and keys above the load.
+  // Numbers of keys are in units of 1/kLoadUnits: keys per bucket at this load, and the keys that
+  // exceed the load of the level.
   const int64_t bucket_keys = kBucketSlots * load;
   int64_t level = 1;
   while (4 * level <= max_buckets && 2 * level * bucket_keys < keys * kLoadUnits) level *= 2;
@@ -212,10 +213,10 @@ inline constexpr int kAgeCodes = 6;  // an EvictionQueue has the age codes 1 to 
 // EvictionQueue::assignable_slots before the bucket's second assignment of the round.
 inline constexpr uint8_t kUnknownAssignable = 255;
 
-// The eviction order that a bucket had at some time. With it an eviction reads one cache line of
-// queue and the evicted entry, but not all entries of the bucket. The queue is a cache: it never
-// changes a result, and an empty queue (all zeros) is always valid. insert_kernels.cpp describes
-// its use.
+// The eviction order that a bucket had at some time. With it most evictions read the queue, one
+// cache line, and the evicted entry, but not all entries of the bucket. The queue is a cache: it
+// changes no result, and an empty queue (all zeros) is valid for any bucket. insert_kernels.cpp
+// describes its use.
 //
 // An element refers to an entry. Its low five bits are the number of the entry's slot in the
 // bucket, called `way`, and its high three bits are an *age code*. The *known rank* of an element
@@ -269,8 +270,8 @@ struct HashInsertion {
   const int64_t* ids;   // keys, the missing ones among them
   const int64_t* first_positions;  // an index of the key in `ids`
   const int64_t* totals;           // uses of the key, in the batch and before
-  int64_t* slots;                  // output: the slot of the key; kNoSlot until it has one
-  uint8_t* status;                 // output: InsertStatus
+  int64_t* slots;                  // output: the slot of the key; the caller writes kNoSlot before
+  uint8_t* status;                 // output: InsertStatus; the caller writes kMiss before
   // Output, three words each: key, stamp and score of the evicted entry, written if the status is
   // kEvicting. Null if not wanted.
   int64_t* evicted;

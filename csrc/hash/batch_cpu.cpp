@@ -5,7 +5,7 @@
 //   (2) Find the keys, and touch the hits.
 //   (3) Insert the missing keys, and write the initial values of their rows.
 //   (4) Group the positions by key, for the backward pass. Step (1) has counted the positions of
-//       each key, so this is one pass, not a sort.
+//       each key, so this step needs no sort.
 // tier_insert_batch_ is for tables with backing stores in host memory. After the insertion it
 // copies the rows of evicted keys out of their slots, and rows of a store into the slots of their
 // keys. It can also change the store: remove the keys that have a slot now, and put the evicted
@@ -20,6 +20,8 @@
 #include <bit>
 #include <cstring>
 #include <numeric>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/feature_bags.h"
@@ -37,7 +39,8 @@ constexpr int64_t kPositionGrain = 4096;  // grain of parallel_balanced for posi
 // The maximum number of positions of a table, as a multiple of the average number per thread.
 constexpr int64_t kMaxImbalance = 4;
 
-// Copy `offsets`, [num_bags + 1], to `int32_offsets`. Return whether they ascend from 0 to n.
+// Copy `offsets` [num_bags + 1] to `int32_offsets`. Return whether the offsets ascend from 0 to n.
+// If they do not, the copy is unspecified.
 template <class I>
 bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* int32_offsets) {
   int64_t sign_bits = 0;  // negative if an offset is negative or less than the previous one
@@ -126,30 +129,31 @@ struct HashBatchCall {
   }
 };
 
-// The segments of a batch by table, in ascending order within a table.
+// The segments of a batch, sorted by table; those of a table are in ascending order.
 struct TableSegments {
-  std::vector<int64_t> segments;          // [segments], table by table
-  std::vector<int64_t> first_segments;    // [T + 1]: table t has segments[first_segments[t]] to
-                                          // segments[first_segments[t + 1] - 1]
+  std::vector<int64_t> sorted;            // [num_segments], the sorted segments
+  std::vector<int64_t> table_begins;      // [T + 1]: table t has sorted[table_begins[t]] to
+                                          // sorted[table_begins[t + 1] - 1]
   std::vector<int64_t> positions_before;  // [T + 1]: the number of positions of the tables before
                                           // each table, then of all tables
 
   TableSegments(const HashBatch& batch, int64_t num_tables)
-      : segments(batch.num_segments),
-        first_segments(num_tables + 1, 0),
+      : sorted(batch.num_segments),
+        table_begins(num_tables + 1, 0),
         positions_before(num_tables + 1, 0) {
     for (int64_t f = 0; f < batch.num_segments; ++f) {
-      ++first_segments[batch.tables[f] + 1];
+      ++table_begins[batch.tables[f] + 1];
       positions_before[batch.tables[f] + 1] += batch.starts[f + 1] - batch.starts[f];
     }
-    std::partial_sum(first_segments.begin(), first_segments.end(), first_segments.begin());
+    std::partial_sum(table_begins.begin(), table_begins.end(), table_begins.begin());
     std::partial_sum(positions_before.begin(), positions_before.end(), positions_before.begin());
-    std::vector<int64_t> next_indices(first_segments.begin(), first_segments.end() - 1);
-    for (int64_t f = 0; f < batch.num_segments; ++f) segments[next_indices[batch.tables[f]]++] = f;
+    std::vector<int64_t> next_indices(table_begins.begin(), table_begins.end() - 1);
+    for (int64_t f = 0; f < batch.num_segments; ++f) sorted[next_indices[batch.tables[f]]++] = f;
   }
 
-  // Return whether each table can be one task of a thread: no table has more than kMaxImbalance
-  // times the average positions per thread, so that no thread works much longer than the others.
+  // Return whether each table can be one task of a thread. Then no table has more than
+  // kMaxImbalance times the average number of positions per thread, so that no thread works much
+  // longer than the others.
   bool is_balanced() const {
     int64_t max_positions = 0;
     for (size_t t = 0; t + 1 < positions_before.size(); ++t) {
@@ -171,23 +175,25 @@ struct TableSegments {
   }
 };
 
-// The distinct keys of a batch, table by table. A key has a *number* among the keys of its table.
-// Its index in the arrays is first_keys[t] plus this number, for a key of table t.
+// The distinct keys of a batch, table by table. The keys of a table are numbered from 0, in the
+// order of their first positions. The key of table t with number k has the index first_keys[t] + k
+// in arrays by key.
 struct DistinctKeys {
-  Scratch<int64_t> keys, uses;      // by index: the key, and its number of positions
+  Scratch<int64_t> keys, uses;      // by key: the key, and the number of its positions
   Scratch<int32_t> key_numbers;     // [n], by position: the number of its key
   std::vector<int64_t> first_keys;  // [T + 1]: table t has the indices first_keys[t] to
                                     // first_keys[t + 1] - 1
 
-  DistinctKeys(const HashBatch& batch, const TableSegments& tables, const HashIndex& index)
+  DistinctKeys(const HashBatch& batch, const TableSegments& table_segments, const HashIndex& index)
       : keys(new_scratch<int64_t>(batch.n)),
         uses(new_scratch<int64_t>(batch.n)),
         key_numbers(new_scratch<int32_t>(batch.n)),
         first_keys(index.num_tables + 1, 0) {
-    tables.for_each_table(
-        [&](int64_t t) { first_keys[t + 1] = number_keys(batch, tables, index.table(t), t); });
+    table_segments.for_each_table([&](int64_t t) {
+      first_keys[t + 1] = number_keys(batch, table_segments, index.table(t), t);
+    });
     for (int64_t t = 0; t < index.num_tables; ++t) {  // close the gaps between tables
-      const int64_t count = first_keys[t + 1], from = tables.positions_before[t];
+      const int64_t count = first_keys[t + 1], from = table_segments.positions_before[t];
       std::memmove(keys.get() + first_keys[t], keys.get() + from, count * sizeof(int64_t));
       std::memmove(uses.get() + first_keys[t], uses.get() + from, count * sizeof(int64_t));
       first_keys[t + 1] += first_keys[t];
@@ -197,24 +203,26 @@ struct DistinctKeys {
   int64_t num_keys() const { return first_keys.back(); }
 
  private:
-  // Number the keys of table t. Return the number of keys. A cell of the scratch table has the
-  // number of a key, or -1. Cells are prefetched, because the cells of a large batch do not fit
-  // into the cache of a core. No branch depends on whether a key is new, because that is
-  // unpredictable. Instead, every key is written after the last known key. The next key overwrites
-  // it unless it is new.
-  int64_t number_keys(const HashBatch& batch, const TableSegments& tables, const HashTable& table,
-                      int64_t t) {
-    const int64_t num_positions = tables.positions_before[t + 1] - tables.positions_before[t];
+  // Number the keys of table t, and return how many there are. `keys` and `uses` of the table begin
+  // at positions_before[t]. A cell of the scratch table has the number of a key, or -1. Cells are
+  // prefetched, because the cells of a large batch do not fit into the cache of a core.
+  //
+  // No branch depends on whether a key is new, because that is unpredictable. Instead, every key is
+  // written after the last known key. If it is not new, the next key overwrites it.
+  int64_t number_keys(const HashBatch& batch, const TableSegments& table_segments,
+                      const HashTable& table, int64_t t) {
+    const int64_t num_positions =
+        table_segments.positions_before[t + 1] - table_segments.positions_before[t];
     const auto num_cells =
         static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(2 * num_positions + 1)));
     const uint64_t mask = static_cast<uint64_t>(num_cells) - 1;
     const Scratch<int32_t> cells = new_scratch<int32_t>(num_cells);
     std::memset(cells.get(), 0xff, num_cells * sizeof(int32_t));
-    int64_t* known_keys = keys.get() + tables.positions_before[t];
-    int64_t* known_uses = uses.get() + tables.positions_before[t];
+    int64_t* known_keys = keys.get() + table_segments.positions_before[t];
+    int64_t* known_uses = uses.get() + table_segments.positions_before[t];
     int32_t num_known = 0;
-    for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
-      const int64_t f = tables.segments[s];
+    for (int64_t s = table_segments.table_begins[t]; s < table_segments.table_begins[t + 1]; ++s) {
+      const int64_t f = table_segments.sorted[s];
       for (int64_t i = batch.starts[f]; i < batch.starts[f + 1]; ++i) {
         const int64_t key = batch.ids[i];
         const int64_t key_ahead = batch.ids[std::min(i + kKeysAhead, batch.starts[f + 1] - 1)];
@@ -242,12 +250,12 @@ struct DistinctKeys {
     return (number & ~is_negative) | (default_number & is_negative);
   }
 
-  // A cell depends on other bits than a bucket address, so that keys of a bucket have many cells.
+  // Cells skip the lowest bits of the hash, because the keys of a bucket have these in common.
   static constexpr int kCellShift = 16;
   static constexpr int64_t kKeysAhead = 16;  // keys between the prefetch of a cell and its use
 };
 
-// Return whether no table would have to grow even if all distinct keys of the batch were new.
+// Return whether all distinct keys of the batch could be inserted without growing a table.
 bool fits_without_growth(const HashIndex& index, const DistinctKeys& distinct) {
   for (int64_t t = 0; t < index.num_tables; ++t) {
     const int64_t keys = index.field(t, HashTableColumn::kSize) + distinct.first_keys[t + 1] -
@@ -281,7 +289,7 @@ void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t
 // The missing keys of a batch, and their insertion. All arrays are by miss.
 struct MissingKeys {
   std::vector<int64_t> key_indices;  // index of the key in DistinctKeys
-  // Number of positions of the key, to which StoredMisses adds the uses in the store.
+  // Number of positions of the key. StoredMisses adds the uses that a store has recorded.
   std::vector<int64_t> uses;
   // The results of `insert`: the slot of the key, kNoSlot if it was refused, and its InsertStatus.
   // TableMoves::swap changes both.
@@ -290,8 +298,8 @@ struct MissingKeys {
 
   // Collect the keys without a slot in `key_slots`, and count lookups and hits in the index. Write
   // `offsets` [1] to [T], see Misses; offsets[0] must be 0.
-  MissingKeys(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
-              const int64_t* key_slots, int64_t* offsets) {
+  MissingKeys(const HashBatchCall& call, const TableSegments& table_segments,
+              const DistinctKeys& distinct, const int64_t* key_slots, int64_t* offsets) {
     for (int64_t t = 0; t < call.index.num_tables; ++t) {
       int64_t missing_positions = 0;
       for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
@@ -301,7 +309,8 @@ struct MissingKeys {
         missing_positions += distinct.uses[k];
       }
       offsets[t + 1] = static_cast<int64_t>(key_indices.size());
-      const int64_t num_positions = tables.positions_before[t + 1] - tables.positions_before[t];
+      const int64_t num_positions =
+          table_segments.positions_before[t + 1] - table_segments.positions_before[t];
       call.index.counter(t, HashCounter::kLookups) += num_positions;
       call.index.counter(t, HashCounter::kHits) += num_positions - missing_positions;
     }
@@ -346,8 +355,8 @@ struct BatchGroups {
         next_lookup(new_scratch<int32_t>(num_keys)) {}
 
   // Write all results. `key_slots` has the slot of each distinct key, kNoSlot for none.
-  void write(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
-             const int64_t* key_slots) const {
+  void write(const HashBatchCall& call, const TableSegments& table_segments,
+             const DistinctKeys& distinct, const int64_t* key_slots) const {
     const int64_t num_tables = call.index.num_tables;
     // By table: the index in `lookups` of its next position without a group.
     std::vector<int32_t> next_ungrouped(num_tables + 1, 0);
@@ -375,22 +384,22 @@ struct BatchGroups {
     *count.mutable_data_ptr<int32_t>() = num_groups;
     next_ungrouped[0] = num_grouped;
     std::partial_sum(next_ungrouped.begin(), next_ungrouped.end(), next_ungrouped.begin());
-    tables.for_each_table([&](int64_t t) {
-      scatter(call, tables, distinct, key_slots, t, next_lookup.get(), &next_ungrouped[t]);
+    table_segments.for_each_table([&](int64_t t) {
+      scatter(call, table_segments, distinct, key_slots, t, next_lookup.get(), &next_ungrouped[t]);
     });
   }
 
  private:
   // Write the results of the positions of table t. `next_ungrouped` points to the entry of table t.
-  void scatter(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
-               const int64_t* key_slots, int64_t t, int32_t* next_lookup,
-               int32_t* next_ungrouped) const {
+  void scatter(const HashBatchCall& call, const TableSegments& table_segments,
+               const DistinctKeys& distinct, const int64_t* key_slots, int64_t t,
+               int32_t* next_lookup, int32_t* next_ungrouped) const {
     const auto* offset = call.offsets.const_data_ptr<int32_t>();
     auto* slot = slots.mutable_data_ptr<int64_t>();
     auto *lookup = lookups.mutable_data_ptr<int32_t>(), *bag_of = bags.mutable_data_ptr<int32_t>();
     const int64_t first_key = distinct.first_keys[t];
-    for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
-      const int64_t f = tables.segments[s];
+    for (int64_t s = table_segments.table_begins[t]; s < table_segments.table_begins[t + 1]; ++s) {
+      const int64_t f = table_segments.sorted[s];
       for (int64_t bag = call.bags.first_bags[f]; bag < call.bags.first_bags[f + 1]; ++bag) {
         for (int32_t i = offset[bag]; i < offset[bag + 1]; ++i) {
           const int64_t key = first_key + distinct.key_numbers[i];
@@ -404,24 +413,35 @@ struct BatchGroups {
   }
 };
 
-// Write the status of the key of each position to `status`, uint8 [n].
-void write_status(const HashBatchCall& call, const TableSegments& tables,
-                  const DistinctKeys& distinct, const MissingKeys& missing, Tensor status) {
-  std::vector<uint8_t> key_statuses(distinct.num_keys(), static_cast<uint8_t>(InsertStatus::kHit));
-  for (size_t miss = 0; miss < missing.key_indices.size(); ++miss) {
-    key_statuses[missing.key_indices[miss]] = missing.status[miss];
-  }
-  auto* out = static_cast<uint8_t*>(status.mutable_data_ptr());
-  tables.for_each_table([&](int64_t t) {
-    const uint8_t* table_statuses = key_statuses.data() + distinct.first_keys[t];
-    for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
-      const int64_t f = tables.segments[s];
-      for (int64_t i = call.batch.starts[f]; i < call.batch.starts[f + 1]; ++i) {
-        out[i] = table_statuses[distinct.key_numbers[i]];
-      }
+// The status of the key of each position. It must be constructed before the insertion, because a
+// lack of memory afterwards would lose the results.
+struct BatchStatus {
+  Tensor by_position;       // uint8 [n], the result of the op
+  Scratch<uint8_t> by_key;  // by distinct key, for `write`
+
+  BatchStatus(const Tensor& ids, int64_t n, int64_t num_keys)
+      : by_position(allocate(ids, {n}, ScalarType::Byte)), by_key(new_scratch<uint8_t>(num_keys)) {}
+
+  // Write both arrays: the status of `missing` for missing keys, kHit for the others.
+  void write(const HashBatchCall& call, const TableSegments& table_segments,
+             const DistinctKeys& distinct, const MissingKeys& missing) const {
+    std::fill_n(by_key.get(), distinct.num_keys(), static_cast<uint8_t>(InsertStatus::kHit));
+    for (size_t miss = 0; miss < missing.key_indices.size(); ++miss) {
+      by_key[missing.key_indices[miss]] = missing.status[miss];
     }
-  });
-}
+    auto* out = static_cast<uint8_t*>(by_position.mutable_data_ptr());
+    table_segments.for_each_table([&](int64_t t) {
+      const uint8_t* table_statuses = by_key.get() + distinct.first_keys[t];
+      for (int64_t s = table_segments.table_begins[t]; s < table_segments.table_begins[t + 1];
+           ++s) {
+        const int64_t f = table_segments.sorted[s];
+        for (int64_t i = call.batch.starts[f]; i < call.batch.starts[f + 1]; ++i) {
+          out[i] = table_statuses[distinct.key_numbers[i]];
+        }
+      }
+    });
+  }
+};
 
 // Insert a batch: change the index in `tensors` and the rows in `row_buffers`. `seed` selects the
 // random numbers of initial rows, as in hash_initial_rows_. Return [offsets, starts, slots, rows,
@@ -440,27 +460,27 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   const HashBatchCall call("hash_insert_batch_", tensors, row_buffers, features, ids, offsets,
                            tables, batch_scores, order, insert_policy, layout, rules);
   if (!call.has_valid_offsets) return {};
-  const TableSegments segments(call.batch, call.index.num_tables);
-  if (!segments.is_balanced()) return {};
-  const DistinctKeys distinct(call.batch, segments, call.index);
+  const TableSegments table_segments(call.batch, call.index.num_tables);
+  if (!table_segments.is_balanced()) return {};
+  const DistinctKeys distinct(call.batch, table_segments, call.index);
   if (!fits_without_growth(call.index, distinct)) return {};
   const BatchGroups groups(ids, call.n, distinct.num_keys());
   const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.num_keys());
   touch_keys(call, distinct, key_slots.get());
   int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
-  MissingKeys missing(call, segments, distinct, key_slots.get(), miss_offsets);
+  MissingKeys missing(call, table_segments, distinct, key_slots.get(), miss_offsets);
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
                               groups.segments, groups.lookups, groups.bags,  groups.count};
   if (!missing.key_indices.empty()) {
-    // Allocated before the insertion, so that a lack of memory does not lose its results.
-    results.push_back(allocate(ids, {call.n}, ScalarType::Byte));
+    const BatchStatus status(ids, call.n, distinct.num_keys());
+    results.push_back(status.by_position);
     missing.insert(call, distinct, miss_offsets, nullptr);
     call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets,
                     missing.slots.data(), seed);
     missing.write_slots(key_slots.get());
-    write_status(call, segments, distinct, missing, results.back());
+    status.write(call, table_segments, distinct, missing);
   }
-  groups.write(call, segments, distinct, key_slots.get());
+  groups.write(call, table_segments, distinct, key_slots.get());
   return results;
 }
 
@@ -548,23 +568,22 @@ constexpr int64_t kNumMissResults = 2, kNumMoveResults = 5;
 
 // The counts of a batch in one table; emblib/ops/tiers.py has the same columns.
 enum TierCount {
-  kStored,       // keys that are in the store
-  kNew,          // keys that are not
-  kPromoted,     // keys of the store that got a slot
-  kDemoted,      // keys that were evicted
-  kRefusedKeys,  // keys that got an overflow row
+  kStoredKeys,    // missing keys that are in the store
+  kNewKeys,       // missing keys that are not in the store
+  kPromotedKeys,  // keys of the store that got a slot
+  kDemotedKeys,   // keys that were evicted from the table
+  kRefusedKeys,   // missing keys that got an overflow row
   kNumTierCounts
 };
 
-// The rows and keys that a batch moves between a table and its store. Their memory and the memory
-// of the other large results must be allocated before the batch is inserted, because an error after
-// the insertion would lose evicted rows. Only small vectors are allocated later.
+// The rows and keys that a batch moves between a table and its store. It must be constructed before
+// the batch is inserted, because a lack of memory after the insertion would lose evicted rows.
 struct TableMoves {
-  // Results, see SwappedMisses of emblib/ops/tiers.py. If the store is changed here, the first
+  // Results, see SwappedMisses of emblib/ops/tiers.py. If the op changes the stores, the first
   // three are empty, otherwise `dropped` is. The others have room for all misses of the table.
   Tensor demoted, demoted_rows, promoted, refused, dropped;
   // The evicted entries, [misses, 3], and their rows, [misses, row_bytes]. They are in `change_` if
-  // the store is changed here, otherwise in `demoted` and `demoted_rows`.
+  // the op changes the stores, otherwise in `demoted` and `demoted_rows`.
   int64_t* entries;
   char* rows;
   std::vector<int64_t> demoted_numbers;  // by miss of the table: its evicted row, -1 for none
@@ -587,10 +606,10 @@ struct TableMoves {
     rows = change_->rows.get();
   }
 
-  // Swap the rows of a table whose first miss is `first_miss`: copy the rows of evicted keys out of
-  // their slots, and rows of the store to the slots of their keys. Refused misses get overflow
-  // rows. In `missing`, write the overflow rows to `slots`, and the new statuses: kStored for a key
-  // of the store, kNew for any other refused miss.
+  // Copy the rows of evicted keys out of their slots, and rows of the store to the slots of their
+  // keys. `first_miss` is the first miss of the table, and `evicted` has the evicted entries of all
+  // misses. Refused misses get overflow rows, which this writes to missing->slots. The status of a
+  // key of the store becomes kStored, that of any other refused miss kNew.
   void swap(const BatchStores::Store& store, const DistinctKeys& distinct,
             const StoredMisses& stored, int64_t first_miss, const int64_t* evicted,
             MissingKeys* missing) {
@@ -604,8 +623,8 @@ struct TableMoves {
       const int64_t key = distinct.keys[missing->key_indices[miss]];
       const auto status = static_cast<InsertStatus>(missing->status[miss]);
       const bool is_stored = stored.slots[miss] != kNoSlot;
-      ++counts[is_stored ? kStored : kNew];
-      if (status == InsertStatus::kEvicting) demoted_numbers[i] = counts[kDemoted]++;
+      ++counts[is_stored ? kStoredKeys : kNewKeys];
+      if (status == InsertStatus::kEvicting) demoted_numbers[i] = counts[kDemotedKeys]++;
       if (status == InsertStatus::kRefused) {
         const int64_t number = counts[kRefusedKeys]++;
         missing->slots[miss] = store.first_overflow + number;
@@ -613,7 +632,7 @@ struct TableMoves {
         refused_words[2 * number] = key;
         refused_words[2 * number + 1] = missing->uses[miss];
       } else if (is_stored) {
-        promoted_words[counts[kPromoted]++] = change_ ? stored.slots[miss] : key;
+        promoted_words[counts[kPromotedKeys]++] = change_ ? stored.slots[miss] : key;
       }
       if (is_stored) missing->status[miss] = static_cast<uint8_t>(InsertStatus::kStored);
     }
@@ -641,10 +660,11 @@ struct TableMoves {
     });
   }
 
-  // Remove the promoted keys from the store, and put the demoted rows into it.
+  // Remove the promoted keys from the store, put the demoted rows into it, and write the keys that
+  // it evicts or refuses to `dropped`. Only if the op changes the stores, and after `swap`.
   void change_store(const HostStore& store) {
-    store.erase(change_->promoted_slots.get(), counts[kPromoted]);
-    change_->put.insert(entries, counts[kDemoted]);
+    store.erase(change_->promoted_slots.get(), counts[kPromotedKeys]);
+    change_->put.insert(entries, counts[kDemotedKeys]);
     auto* const keys = dropped.mutable_data_ptr<int64_t>();
     change_->put.for_dropped(
         [&](int64_t, const int64_t* evicted) { keys[num_dropped++] = evicted[HashEntry::kKey]; },
@@ -652,11 +672,10 @@ struct TableMoves {
     change_->put.write(rows);
   }
 
-  // Append the tensors of the rows and keys that moved, or that the caller is to move, to the
-  // results of tier_insert_batch_.
+  // Append the five results, cut to the rows that were written.
   void append_to(std::vector<Tensor>* results) const {
-    const int64_t num_demoted = change_ ? 0 : counts[kDemoted];
-    const int64_t num_promoted = change_ ? 0 : counts[kPromoted];
+    const int64_t num_demoted = change_ ? 0 : counts[kDemotedKeys];
+    const int64_t num_promoted = change_ ? 0 : counts[kPromotedKeys];
     results->insert(results->end(),
                     {first_rows(demoted, num_demoted), first_rows(demoted_rows, num_demoted),
                      first_rows(promoted, num_promoted), first_rows(refused, counts[kRefusedKeys]),
@@ -677,15 +696,15 @@ struct TableMoves {
           rows(new_scratch<char>(misses * store.row_bytes)),
           promoted_slots(new_scratch<int64_t>(misses)) {}
   };
-  std::optional<StoreChange> change_;  // has a value if the store is changed here
+  std::optional<StoreChange> change_;  // has a value if the op changes the stores
 };
 
 // Insert a batch into tables with stores in host memory. If `changes_stores`, keys of a store that
 // got a slot are removed from it, and evicted rows are put into it. Otherwise the stores are only
 // read, and the results tell the caller what to move. The op declines a batch that
-// hash_insert_batch_ would decline. It also declines a batch with more distinct keys of a table
-// than the table has overflow rows. If the op does not decline, it returns the first eight results
-// of hash_insert_batch_ and, if keys were missing, these:
+// hash_insert_batch_ would decline, and a batch with more distinct keys of a table than the table
+// has overflow rows. Otherwise it returns the first eight results of hash_insert_batch_ and, if
+// keys were missing, these:
 //   - the status of the key of each position, uint8 [n], as TableMoves::swap leaves it
 //   - the counts of each table, int64 [T, kNumTierCounts]
 //   - the tensors of TableMoves, kNumMoveResults per table
@@ -701,16 +720,16 @@ std::vector<Tensor> tier_insert_batch_(
                            order, insert_policy, layout, rules);
   const BatchStores stores(op, call, store_indices, records, store_orders, first_overflow);
   if (!call.has_valid_offsets) return {};
-  const TableSegments segments(call.batch, call.index.num_tables);
-  if (!segments.is_balanced()) return {};
-  const DistinctKeys distinct(call.batch, segments, call.index);
+  const TableSegments table_segments(call.batch, call.index.num_tables);
+  if (!table_segments.is_balanced()) return {};
+  const DistinctKeys distinct(call.batch, table_segments, call.index);
   if (!fits_without_growth(call.index, distinct) || !stores.have_overflow_rows_for(distinct))
     return {};
   const BatchGroups groups(ids, call.n, distinct.num_keys());
   const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.num_keys());
   touch_keys(call, distinct, key_slots.get());
   int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
-  MissingKeys missing(call, segments, distinct, key_slots.get(), miss_offsets);
+  MissingKeys missing(call, table_segments, distinct, key_slots.get(), miss_offsets);
   std::vector<Tensor> miss_results;
   if (!missing.key_indices.empty()) {
     const StoredMisses stored(call, stores, distinct, miss_offsets, &missing);
@@ -722,7 +741,7 @@ std::vector<Tensor> tier_insert_batch_(
     }
     const auto num_misses = static_cast<int64_t>(missing.key_indices.size());
     const Scratch<int64_t> evicted = new_scratch<int64_t>(3 * num_misses);
-    Tensor status = allocate(ids, {call.n}, ScalarType::Byte);
+    const BatchStatus status(ids, call.n, distinct.num_keys());
     Tensor counts = allocate_words(ids, {num_tables, kNumTierCounts});
     std::vector<int64_t> new_slots(num_misses);  // by miss; kNoSlot for a key of the store
     miss_results.reserve(kNumMissResults + kNumMoveResults * num_tables);
@@ -739,12 +758,12 @@ std::vector<Tensor> tier_insert_batch_(
     call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets, new_slots.data(),
                     seed);
     missing.write_slots(key_slots.get());
-    write_status(call, segments, distinct, missing, status);
-    miss_results.push_back(status);
+    status.write(call, table_segments, distinct, missing);
+    miss_results.push_back(status.by_position);
     miss_results.push_back(counts);
     for (const TableMoves& table_moves : moves) table_moves.append_to(&miss_results);
   }
-  groups.write(call, segments, distinct, key_slots.get());
+  groups.write(call, table_segments, distinct, key_slots.get());
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
                               groups.segments, groups.lookups, groups.bags,  groups.count};
   results.insert(results.end(), miss_results.begin(), miss_results.end());

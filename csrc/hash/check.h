@@ -4,10 +4,11 @@
 // reads the tensors, so only the CPU entry calls it, before it writes anything. On a GPU contents
 // are trusted. Constructors and checks throw an error that states the rule.
 //
-// The structs hold pointers into the tensors of the caller and are used within one call. A pointer
-// has the name of the argument of the op, except first_positions (`first`) and evicted_words
-// (`evicted`); emblib/ops/hash.py describes the arguments. n is the number of positions of the
-// batch, T the number of tables, S the number of slots of all tables.
+// The structs point into the tensors of the caller and are used within one call. A pointer has the
+// name of the argument of the op, except first_positions (`first`) and evicted_words (`evicted`);
+// emblib/ops/hash.py describes the arguments. A constructor's parameter ends in `_` if it would
+// otherwise have the name of a member. n is the number of positions of the batch, T the number of
+// tables, S the number of slots of all tables.
 #pragma once
 
 #include <initializer_list>
@@ -173,7 +174,8 @@ struct HashBatch {
     tables = tables_.const_data_ptr<int64_t>();
   }
 
-  // A batch with one segment per table. `tables_` must be 0 to num_tables - 1; nothing is checked.
+  // A batch with one segment per table. `tables_` must be [0, 1, ..., num_tables - 1]; nothing is
+  // checked.
   HashBatch(const int64_t* ids_, const int64_t* starts_, const int64_t* tables_, int64_t num_tables)
       : ids(ids_),
         starts(starts_),
@@ -271,8 +273,8 @@ inline void check_window(const char* op, int64_t max_buckets, int64_t first_buck
       "), got ", first_bucket, " and ", num_buckets);
 }
 
-// The misses of a batch as `hash_touch_` returns them: table t has the misses offsets[t] to
-// offsets[t + 1] - 1. There are at most n misses, the number of ids.
+// The misses of a batch, as `hash_touch_` returns them: table t has the misses offsets[t] to
+// offsets[t + 1] - 1. There are at most as many misses as ids.
 class Misses {
  public:
   // `offsets` is int64 [T + 1]; `admitted` is bool [n], by miss, and may be omitted if all misses
@@ -471,8 +473,9 @@ struct RowBuffers {
   const RowBuffer* buffers_of(int64_t table) const { return buffers.data() + table * num_buffers; }
 };
 
-// The arguments of `hash_grow_`. The CUDA entry also checks the devices of the row buffers, and the
-// CPU entry the contents of `row_layout` (RowBuffers).
+// The arguments of `hash_grow_` except the row buffers, of which only dtypes and shapes are
+// checked. The CUDA entry also checks their devices, and the CPU entry the contents of `row_layout`
+// (RowBuffers).
 struct GrowCall : HashCall {
   Misses misses;   // the misses for which the tables grow
   int64_t* slots;  // [n], by position: the slot of the key, corrected when entries move
@@ -552,8 +555,9 @@ struct RowMatrix {
 
 // The ops on rows. Results are allocated but not written.
 
-// The arguments and results of `hash_find_rows`. The matrix has a row per slot of all tables: slot
-// s of table t has row kFirstBucket * kBucketSlots + s, with kFirstBucket of table t.
+// The arguments and results of `hash_find_rows`. The matrix has a row per slot of all tables. Slot
+// s of a table is row kFirstBucket * kBucketSlots + s, where HashTableColumn describes
+// kFirstBucket.
 struct FindRowsCall : HashCall {
   RowMatrix matrix;
   uint32_t default_word;  // the default value, see RowMatrix::default_word

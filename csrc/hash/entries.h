@@ -1,7 +1,7 @@
-// Steps and types that several hash ops on the CPU share. hash_cpu.cpp defines insert_misses and
-// initial_cpu.cpp defines InitialRows, for their own ops. Whole batches (batch_cpu.cpp) and moves
-// of rows to and from a store (host_store.h, tiers_cpu.cpp) use them too. insert_misses and
-// InitialRows::write check nothing: the caller must have checked the arguments.
+// Steps and types that several hash ops on the CPU share: the insertion of misses (defined in
+// hash_cpu.cpp), the initial rows of new keys (initial_cpu.cpp), and rows as bytes, for whole
+// batches (batch_cpu.cpp) and for moves of rows to and from a store (host_store.h, tiers_cpu.cpp).
+// insert_misses and InitialRows::write check nothing: the caller must have checked the arguments.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ struct MissArrays {
 
 // Insert the admitted misses of every table. This changes the index, with its counters and queues.
 // Write the slot and the status of every miss. Also write the evicted entries unless arrays.evicted
-// is null.
+// is null. Memory is allocated before anything changes.
 void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must_compete,
                    const Misses& misses, const MissArrays& arrays);
 

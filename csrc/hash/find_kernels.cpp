@@ -1,15 +1,15 @@
-// Finds keys on one CPU thread. Most searches read two cache lines at unpredictable addresses: the
-// tags of a bucket, and an entry. To hide the latency of these reads, each key is processed in four
-// steps, and many other keys are processed between two steps of a key:
+// Finds keys on one CPU thread; HashFindKernels in args.h describes `find` and `refresh`. Most
+// searches read two cache lines at unpredictable addresses: the tags of a bucket, and an entry. To
+// hide the latency of these reads, each key is processed in four steps, and many other keys are
+// processed between two steps of a key:
 //   prefetch_tags  prefetches the tags of the first bucket,
 //   probe_first    compares them and prefetches a candidate entry, or the tags of the second bucket
 //                  if there is none,
 //   probe_chosen   compares the tags of the chosen bucket and prefetches the candidate entry,
 //   compare        compares the key with that entry.
 // No step branches on its result. After the last step, a key is found, known to be missing, or
-// *unresolved*. Unresolved keys are collected and resolved together once per chunk of keys.
-//
-// HashFindKernels in args.h describes `find` and `refresh`.
+// *unresolved*. Unresolved keys are collected, and the rest of their search follows once per chunk
+// of keys (resolve).
 #include "hash/match.h"
 
 namespace emb::EMB_ISA {
@@ -37,14 +37,14 @@ struct Probes {
   static int ring_index(int64_t i) { return static_cast<int>(i & (kRingKeys - 1)); }
 };
 
-// The positions of the keys compared in one iteration of find_all that are not in their lowest
-// candidate, but may be in another slot.
+// The positions of the keys that one iteration of find_all has compared without finding them, and
+// that may be in another slot than their lowest candidate.
 struct Unresolved {
   int64_t positions[kChunkKeys];
   int count = 0;
 };
 
-// Return the slot of the lowest bit of `candidates` in a bucket, its last slot if there is none.
+// Return the slot of the lowest bit of `candidates` in a bucket, its last slot if no bit is set.
 EMB_HD int64_t lowest_slot(int64_t bucket, uint32_t candidates) {
   return bucket * kBucketSlots + lowest_bit(candidates | (uint32_t{1} << (kBucketSlots - 1)));
 }
@@ -135,8 +135,8 @@ EMB_HD void empty_queue(const HashTouch& touch, int64_t slot) {
   __atomic_store_n(&touch.queues[slot / kBucketSlots].size, uint8_t{0}, __ATOMIC_RELAXED);
 }
 
-// Update the entry of a hit. Other threads may update the same entry: all store the same stamp, and
-// counts add up in any order.
+// Update the entry of a hit at a position. Other threads may update the same entry: all store the
+// same stamp and assigned score, and counts add up in any order.
 EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, int64_t position) {
   __atomic_store_n(entry + HashEntry::kStamp, touch.stamp, __ATOMIC_RELAXED);
   if (!has_scores(touch.order)) return;
@@ -149,8 +149,8 @@ EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, in
   const int64_t count = touch.counts == nullptr ? 1 : touch.counts[position];
   if (count < 0) empty_queue(touch, slot);
   // The thread whose addition makes the sum wrap around sets it to the maximum afterwards.
-  const int64_t before = __atomic_fetch_add(entry + HashEntry::kScore, count, __ATOMIC_RELAXED);
-  if (count_overflows(before, count)) {
+  const int64_t old_uses = __atomic_fetch_add(entry + HashEntry::kScore, count, __ATOMIC_RELAXED);
+  if (count_overflows(old_uses, count)) {
     __atomic_store_n(entry + HashEntry::kScore, INT64_MAX, __ATOMIC_RELAXED);
   }
 }
@@ -179,8 +179,9 @@ EMB_HD int64_t resolve(const HashTable& table, int64_t position, int64_t key,
   return find_in_bucket(table, probes.second_bucket[i], probes.tag[i], key);
 }
 
-// Do what `find` does. kTouches must be true if `touch` is not null. Keys that are unresolved after
-// a chunk are resolved after the next chunk, when the lines that they need have been prefetched.
+// Find keys, see HashFindKernels::find. kTouches must be true if `touch` is not null. Keys that are
+// unresolved after a chunk are resolved after the next chunk, when the lines that they need have
+// been prefetched.
 template <bool kTouches>
 int64_t find_all(const HashTable& table_, const int64_t* ids, int64_t n, const HashTouch* touch,
                  int64_t* slots) {
@@ -198,17 +199,17 @@ int64_t find_all(const HashTable& table_, const int64_t* ids, int64_t n, const H
     Unresolved& current = unresolved[begin / kChunkKeys % 2];
     current.count = 0;
     if (begin < n) hash_keys(table, ids, begin, n, &probes);
-    // Whether all steps in this iteration process existing keys, so that positions need no check.
-    const bool is_inside = begin >= kKeysToCompare && begin + kChunkKeys <= n;
+    // Whether all steps of this iteration have keys to process, so that no position is checked.
+    const bool has_all_keys = begin >= kKeysToCompare && begin + kChunkKeys <= n;
     for (int64_t i = begin; i < begin + kChunkKeys; ++i) {
-      if (is_inside || is_position(i))
+      if (has_all_keys || is_position(i))
         prefetch_tags(table, probes.first_bucket[Probes::ring_index(i)]);
-      if (is_inside || is_position(i - kKeysToProbeFirst))
+      if (has_all_keys || is_position(i - kKeysToProbeFirst))
         probe_first(table, i - kKeysToProbeFirst, &probes);
-      if (is_inside || is_position(i - kKeysToProbeChosen))
+      if (has_all_keys || is_position(i - kKeysToProbeChosen))
         probe_chosen(table, i - kKeysToProbeChosen, &probes);
       const int64_t compared = i - kKeysToCompare;
-      if (is_inside || is_position(compared))
+      if (has_all_keys || is_position(compared))
         record(compared, compare(table, compared, ids[compared], probes, &current));
     }
     prefetch_unresolved(table, current, probes);

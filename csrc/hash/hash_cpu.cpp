@@ -1,8 +1,8 @@
 // The ops of the hash index on the CPU: find and touch keys, list the misses of a batch, grow
-// tables, insert new keys, erase and expire keys, and read, write and add rows by slot. Every op
-// checks its arguments before it changes anything. check.h has these checks and describes the
-// arguments and results. No result depends on the number of threads. The kernels are in
-// find_kernels.cpp and insert_kernels.cpp.
+// tables, insert new keys, erase and expire keys, and read, write and add rows by slot. The ops
+// throw for wrong arguments before they change anything; check.h describes arguments, checks and
+// results. No result depends on the number of threads. The kernels are in find_kernels.cpp and
+// insert_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -15,6 +15,7 @@
 
 #include "core/isa.h"
 #include "core/parallel.h"
+#include "core/scratch.h"
 #include "hash/args.h"
 #include "hash/entries.h"
 
@@ -57,12 +58,12 @@ class MissSet {
 
   void prefetch(int64_t key) const { __builtin_prefetch(&cells_[cell_of(key)], 1); }
 
-  // Return the number of `key`. A new key gets the number `new_number`, whose first position the
+  // Return the miss of `key`. A new key becomes the miss `new_miss`, whose first position the
   // caller must have written.
-  int32_t find_or_add(int64_t key, int32_t new_number) {
-    for (uint64_t i = cell_of(key);; i = (i + 1) & mask_) {
-      if (cells_[i] < 0) return cells_[i] = new_number;
-      if (ids_[first_positions_[cells_[i]]] == key) return cells_[i];
+  int32_t find_or_add(int64_t key, int32_t new_miss) {
+    for (uint64_t cell = cell_of(key);; cell = (cell + 1) & mask_) {
+      if (cells_[cell] < 0) return cells_[cell] = new_miss;
+      if (ids_[first_positions_[cells_[cell]]] == key) return cells_[cell];
     }
   }
 
@@ -84,11 +85,11 @@ struct MissOutput {
   int64_t* totals;
 };
 
-// Add the misses of a segment to `out`, which has `count` misses so far. Return the new number of
-// misses. `slots` and `counts` are by position. `set` has the misses of the segment's table that
-// are in `out`.
+// Add the misses of a segment to `out`, which has `num_misses` misses so far. Return the new number
+// of misses. `slots` and `counts` are by position; null `counts` are 1 each. `set` has the misses
+// of the segment's table that are in `out`.
 int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots,
-                   const int64_t* counts, int64_t count, const MissOutput& out, MissSet* set) {
+                   const int64_t* counts, int64_t num_misses, const MissOutput& out, MissSet* set) {
   constexpr int64_t kKeysAhead = 16;  // keys between a prefetch and the read
   const int64_t end = batch.starts[segment + 1];
   for (int64_t i = batch.starts[segment]; i < end; ++i) {
@@ -97,13 +98,13 @@ int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots
       out.groups[i] = -1;
       continue;
     }
-    out.first_positions[count] = i;  // replaced later unless the key is new
-    const int32_t number = set->find_or_add(batch.ids[i], static_cast<int32_t>(count));
-    if (number == count) out.totals[count++] = 0;
-    out.groups[i] = number;
-    out.totals[number] = add_uses(out.totals[number], counts == nullptr ? 1 : counts[i]);
+    out.first_positions[num_misses] = i;  // replaced later unless the key is new
+    const int32_t miss = set->find_or_add(batch.ids[i], static_cast<int32_t>(num_misses));
+    if (miss == num_misses) out.totals[num_misses++] = 0;
+    out.groups[i] = miss;
+    out.totals[miss] = add_uses(out.totals[miss], counts == nullptr ? 1 : counts[i]);
   }
-  return count;
+  return num_misses;
 }
 
 // Write the misses of a batch to the results of `call`. `slots` [n] has the slot of each position.
@@ -114,24 +115,25 @@ void list_misses(const TouchCall& call, const int64_t* slots) {
                        call.groups.mutable_data_ptr<int32_t>(),
                        call.totals.mutable_data_ptr<int64_t>()};
   int64_t* offsets = call.offsets.mutable_data_ptr<int64_t>();
-  std::vector<int64_t> num_missing(num_tables, 0);  // by table: positions whose key is missing
+  std::vector<int64_t> num_missing(num_tables, 0);  // by table: positions without a slot
   for (int64_t f = 0; f < batch.num_segments; ++f) {
     num_missing[batch.tables[f]] +=
         std::count_if(slots + batch.starts[f], slots + batch.starts[f + 1],
                       [](int64_t slot) { return slot < 0; });
   }
-  int64_t count = offsets[0] = 0;
+  int64_t num_misses = offsets[0] = 0;
   for (int64_t t = 0; t < num_tables; ++t) {
     MissSet set(batch.ids, out.first_positions, num_missing[t]);
     // This visits all segments for every table. A batch has about as many segments as features, few
     // compared with the keys.
     for (int64_t f = 0; f < batch.num_segments; ++f) {
-      if (batch.tables[f] == t) count = add_misses(batch, f, slots, call.counts, count, out, &set);
+      if (batch.tables[f] != t) continue;
+      num_misses = add_misses(batch, f, slots, call.counts, num_misses, out, &set);
     }
-    offsets[t + 1] = count;
+    offsets[t + 1] = num_misses;
   }
-  std::fill(out.first_positions + count, out.first_positions + batch.n, 0);
-  std::fill(out.totals + count, out.totals + batch.n, 0);
+  std::fill(out.first_positions + num_misses, out.first_positions + batch.n, 0);
+  std::fill(out.totals + num_misses, out.totals + batch.n, 0);
 }
 
 // Begin a training step: advance the clock, find the keys, update the entries of hits, count
@@ -234,21 +236,20 @@ void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n
 
 // Insert the admitted misses of a table, which has the misses [begin, end). In every round more
 // misses may choose (max_choosers), and misses that got no slot in earlier rounds choose again. The
-// rounds end when every admitted miss has a slot or is refused.
-void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t begin, int64_t end) {
-  std::vector<int64_t> pending;
-  std::vector<Choice> choices;
+// rounds end when every admitted miss has a slot or is refused. `pending` and `choices` are scratch
+// memory, [end - begin] each.
+void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t begin, int64_t end,
+                int64_t* pending, Choice* choices) {
+  int64_t n = 0;  // number of pending misses
   int64_t next_miss = begin;
-  for (int round = 0; next_miss < end || !pending.empty(); ++round) {
+  for (int round = 0; next_miss < end || n > 0; ++round) {
     const int64_t num_choosers =
         std::min(max_choosers(insertion.table.num_buckets, round), end - begin);
     for (; next_miss < begin + num_choosers; ++next_miss) {
-      if (misses.is_admitted(next_miss)) pending.push_back(next_miss);
+      if (misses.is_admitted(next_miss)) pending[n++] = next_miss;
     }
-    const auto n = static_cast<int64_t>(pending.size());
-    choices.resize(n);
-    run_round(insertion, pending.data(), n, choices.data());
-    size_t num_pending = 0;
+    run_round(insertion, pending, n, choices);
+    int64_t num_pending = 0;
     for (int64_t i = 0; i < n; ++i) {
       const int64_t miss = pending[i];
       if (choices[i].mode == Choice::kRefused) {
@@ -257,7 +258,7 @@ void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t be
         pending[num_pending++] = miss;
       }
     }
-    pending.resize(num_pending);
+    n = num_pending;
   }
 }
 
@@ -282,17 +283,26 @@ void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, in
 // The contract is in hash/entries.h.
 void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must_compete,
                    const Misses& misses, const MissArrays& arrays) {
+  int64_t max_misses = 0, max_buckets = 0;  // of a table with misses
+  for (int64_t t = 0; t < index.num_tables; ++t) {
+    if (misses.begin(t) == misses.end(t)) continue;
+    max_misses = std::max(max_misses, misses.end(t) - misses.begin(t));
+    max_buckets = std::max(max_buckets, index.field(t, HashTableColumn::kBuckets));
+  }
+  const Scratch<int64_t> pending = new_scratch<int64_t>(max_misses);
+  const Scratch<Choice> choices = new_scratch<Choice>(max_misses);
+  const Scratch<EvictionQueue> scratch_queues =  // for an index without queues
+      new_scratch<EvictionQueue>(index.queues == nullptr ? max_buckets : 0);
   std::fill(arrays.slots, arrays.slots + misses.count(), kNoSlot);
   std::fill(arrays.status, arrays.status + misses.count(),
             static_cast<uint8_t>(InsertStatus::kMiss));
-  std::vector<EvictionQueue> scratch_queues;  // for an index without queues
   for (int64_t t = 0; t < index.num_tables; ++t) {
     const int64_t begin = misses.begin(t), end = misses.end(t);
     if (begin == end) continue;
     EvictionQueue* queues = index.queues_of(t);
     if (queues == nullptr) {
-      scratch_queues.assign(index.field(t, HashTableColumn::kBuckets), {});
-      queues = scratch_queues.data();
+      queues = scratch_queues.get();
+      std::fill_n(queues, index.field(t, HashTableColumn::kBuckets), EvictionQueue{});
     }
     for (int64_t i = begin; i < end; ++i) {
       if (!misses.is_admitted(i)) {
@@ -311,7 +321,7 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must
                                   .status = arrays.status,
                                   .evicted = arrays.evicted,
                                   .queues = queues};
-    insert_all(insertion, misses, begin, end);
+    insert_all(insertion, misses, begin, end, pending.get(), choices.get());
     count_statuses(index, t, arrays.status + begin, end - begin);
   }
 }
@@ -392,20 +402,22 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   return slots;
 }
 
-// Remove the keys of table t whose stamp is less than `min_stamp` from its buckets [first_bucket,
-// first_bucket + num_buckets), which must lie below its kMaxBuckets. Return whether each slot of
-// these buckets was emptied, bool [num_buckets * 32]; false in buckets that are not in use.
-Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
+// Remove the keys of table `table_number` whose stamp is less than `min_stamp` from its buckets
+// [first_bucket, first_bucket + num_buckets), which must lie below its kMaxBuckets. Return whether
+// each slot of these buckets was emptied, bool [num_buckets * 32]; false in buckets that are not in
+// use.
+Tensor hash_expire_(std::vector<Tensor> tensors, int64_t table_number, int64_t first_bucket,
                     int64_t num_buckets, int64_t min_stamp) {
   const char* op = "hash_expire_";
   const HashIndex index(op, tensors);
   index.check_tables(op);
-  index.check_table(op, t);
-  check_window(op, index.field(t, HashTableColumn::kMaxBuckets), first_bucket, num_buckets);
+  index.check_table(op, table_number);
+  check_window(op, index.field(table_number, HashTableColumn::kMaxBuckets), first_bucket,
+               num_buckets);
   Tensor removed = allocate_zeros(tensors[0], {num_buckets * kBucketSlots}, ScalarType::Bool);
   bool* is_removed = static_cast<bool*>(removed.mutable_data_ptr());
-  const HashTable table = index.table(t);
-  EvictionQueue* queues = index.queues_of(t);
+  const HashTable table = index.table(table_number);
+  EvictionQueue* queues = index.queues_of(table_number);
   const int64_t begin = first_bucket * kBucketSlots;
   const int64_t end = std::min(first_bucket + num_buckets, table.num_buckets) * kBucketSlots;
   int64_t num_expired = 0;
@@ -417,8 +429,8 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
     is_removed[slot - begin] = true;
     ++num_expired;
   }
-  index.field(t, HashTableColumn::kSize) -= num_expired;
-  index.counter(t, HashCounter::kExpired) += num_expired;
+  index.field(table_number, HashTableColumn::kSize) -= num_expired;
+  index.counter(table_number, HashCounter::kExpired) += num_expired;
   return removed;
 }
 

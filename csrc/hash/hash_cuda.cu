@@ -1,8 +1,8 @@
 // The ops of the hash index on the GPU: checks and launches. check.h describes arguments and
 // results, and the `*.cuh` files have the kernels. The results are those of the CPU, except
-// elements that are unspecified. The contents of tensors stay on the device and are not checked:
-// `tables` and segments must come from the module that owns the index. No function here waits for
-// the device.
+// elements that are unspecified. No function here waits for the device. So the contents of tensors
+// are not checked: the tensors of the index and the segments must come from the module that owns
+// the index.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -23,7 +23,8 @@
 
 namespace emb::cuda {
 
-// The maximum number of slots of all tables, because kernels number buckets with 32 bits.
+// The maximum number of slots of all tables. Kernels number buckets with 32 bits, so their maximum
+// is that of lookups.
 inline constexpr int64_t kMaxSlots = int64_t{kMaxLookups} * kBucketSlots;
 
 // Return the index as an argument of kernels. Throws if the tags are not aligned to 16 bytes, or if
@@ -72,17 +73,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
     std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order) {
   const TouchCall call(tensors, ids, starts, tables, counts, batch_scores, order);
   const KeyTouch touch{call.scoring.order, call.counts, call.scoring.batch_scores};
-  const MissOutput out{
+  const MissOutput miss_output{
       call.first_positions.mutable_data_ptr<int64_t>(), call.totals.mutable_data_ptr<int64_t>(),
       call.offsets.mutable_data_ptr<int64_t>(), call.groups.mutable_data_ptr<int32_t>()};
   DeviceWork work(ids);
   launch_hash_touch(work, device_index(call), key_batch(call), touch,
-                    call.slots.mutable_data_ptr<int64_t>(), out);
+                    call.slots.mutable_data_ptr<int64_t>(), miss_output);
   return call.results();
 }
 
-// Return the row buffers as an argument of kernels. Throws for more than kMaxRowBuffers, or if one
-// is neither on the device of `like` nor in pinned host memory. The result points into the tensors.
+// Return the row buffers as an argument of kernels. Throws for more than kMaxRowBuffers, or for a
+// buffer that is neither on the device of `like` nor in pinned host memory. The result points into
+// the tensors.
 DeviceRowBuffers device_buffers(const char* op, std::vector<Tensor>& row_buffers,
                                 const Tensor& row_layout, const Tensor& like) {
   STD_TORCH_CHECK(row_buffers.size() <= kMaxRowBuffers, op, ": at most ", kMaxRowBuffers,
@@ -90,8 +92,8 @@ DeviceRowBuffers device_buffers(const char* op, std::vector<Tensor>& row_buffers
   DeviceRowBuffers buffers{};
   buffers.num_buffers = static_cast<int>(row_buffers.size());
   buffers.layout = row_layout.const_data_ptr<int64_t>();
-  for (int p = 0; p < buffers.num_buffers; ++p) {
-    buffers.data[p] = static_cast<uint8_t*>(kernel_address(op, row_buffers[p], like));
+  for (int i = 0; i < buffers.num_buffers; ++i) {
+    buffers.data[i] = static_cast<uint8_t*>(kernel_address(op, row_buffers[i], like));
   }
   return buffers;
 }
@@ -153,32 +155,32 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   return slots;
 }
 
-// Remove the keys of table t whose stamp is less than `min_stamp` from its buckets [first_bucket,
-// first_bucket + num_buckets). Return whether each slot of these buckets was emptied, bool
-// [num_buckets * 32]; false in buckets that table t does not use.
-Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
+// Remove the keys of table `table_number` whose stamp is less than `min_stamp` from its buckets
+// [first_bucket, first_bucket + num_buckets). Return whether each slot of these buckets was
+// emptied, bool [num_buckets * 32]; false in buckets that the table does not use.
+Tensor hash_expire_(std::vector<Tensor> tensors, int64_t table_number, int64_t first_bucket,
                     int64_t num_buckets, int64_t min_stamp) {
   const char* op = "hash_expire_";
   const HashIndex index(op, tensors);
-  index.check_table(op, t);
+  index.check_table(op, table_number);
   // Only the device knows the number of buckets of the table.
   check_window(op, index.num_slots / kBucketSlots, first_bucket, num_buckets);
   Tensor removed = allocate(tensors[0], {num_buckets * kBucketSlots}, ScalarType::Bool);
-  const ExpireWindow window{static_cast<int>(t), first_bucket, num_buckets, min_stamp};
+  const ExpireWindow window{static_cast<int>(table_number), first_bucket, num_buckets, min_stamp};
   launch_expire(CudaLauncher(tensors[0]), device_index(op, index), window,
                 static_cast<bool*>(removed.mutable_data_ptr()));
   return removed;
 }
 
-// Write the initial row of every miss i: row slots[i] of each row buffer, at most
-// kMaxInitialBuffers. A row buffer that has no row for the slot is skipped; a miss with slot -1 has
-// no row. InitialInputs describes the tensors. `seed` selects the random numbers.
+// Write the initial row of every miss i: row slots[i] of each row buffer. A row buffer that has no
+// row for the slot is skipped; a miss with slot -1 has no row. There are at most kMaxInitialBuffers
+// row buffers; InitialInputs describes the tensors. `seed` selects the random numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first_positions, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
   const char* op = "hash_initial_rows_";
-  const InitialInputs in{row_buffers, layout, rules, ids, first_positions, offsets, slots};
-  in.check(op);
+  const InitialInputs inputs{row_buffers, layout, rules, ids, first_positions, offsets, slots};
+  inputs.check(op);
   STD_TORCH_CHECK(row_buffers.size() <= kMaxInitialBuffers, op, ": at most ", kMaxInitialBuffers,
                   " row buffers on a GPU, got ", row_buffers.size());
   DeviceInitialRows rows{};
@@ -186,7 +188,7 @@ void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, c
     rows.buffers[rows.num_buffers++] = {buffer.mutable_data_ptr(),
                                         float_dtype(op, "each row buffer", buffer.scalar_type())};
   }
-  rows.num_tables = static_cast<int>(in.num_tables());
+  rows.num_tables = static_cast<int>(inputs.num_tables());
   rows.layout = static_cast<const InitialLayout*>(layout.const_data_ptr());
   rows.rules = static_cast<const InitialRule*>(rules.const_data_ptr());
   rows.ids = ids.const_data_ptr<int64_t>();
@@ -209,7 +211,7 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
   return {call.rows, call.found};
 }
 
-// Return the row in each slot, see ReadRowsCall.
+// Return the row in each slot, as ReadRowsCall describes it.
 Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_value) {
   const ReadRowsCall call("hash_read_rows", values, slots, default_value);
   void* out = call.rows.mutable_data_ptr();
@@ -218,8 +220,8 @@ Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_
   return call.rows;
 }
 
-// Write the starting rows of new keys, see StartRowsCall. Return the row of every position if
-// `returns_rows`, else [0, dim].
+// Write the starting rows of new keys; StartRowsCall describes the arguments. Return the row of
+// every position if `returns_rows`, else [0, dim].
 Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
                         const Tensor& first_positions, const Tensor& starting, double default_value,
                         bool returns_rows) {

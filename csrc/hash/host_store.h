@@ -89,8 +89,8 @@ struct HostStore {
 // Rows that enter a store: `insert` finds a slot for each of n keys, `write` then writes the
 // records. A row replaces the stored row of its key. A new key whose buckets are full evicts the
 // row of the lowest rank in them that the same object did not put; if there is none, the new row is
-// dropped. The memory for at most `max_rows` rows is allocated by the constructor, and `insert`
-// allocates small vectors only.
+// dropped. The constructor allocates the memory for at most `max_rows` rows. `insert` allocates
+// memory for new keys before it inserts any of them.
 class StorePut {
  public:
   StorePut(const HostStore& store, int64_t max_rows)

@@ -1,15 +1,16 @@
-// Inserts missing keys and splits buckets on one CPU thread: the steps of a round of `hash_insert_`
-// and of `hash_grow_` (hash_cpu.cpp). In a round every pending miss chooses a bucket or an entry,
-// and all misses see the same state of the table. Then the choices are executed in the order of
-// misses. A bucket assigns at most slots_per_round slots; the later misses that chose it stay
-// pending. HashInsertKernels in args.h describes the functions and their arguments.
+// Inserts missing keys and splits buckets on one CPU thread. HashInsertKernels in args.h describes
+// the three functions, `choose`, `commit` and `split`, and their arguments.
+//
+// Keys are inserted in rounds (hash_cpu.cpp). In a round every pending miss chooses a bucket or an
+// entry, and all misses see the same state of the table. Then the choices are executed in the order
+// of misses. A bucket assigns at most slots_per_round slots; the later misses that chose it stay
+// pending.
 //
 // The eviction queue of a full bucket (args.h) shows which entry the bucket evicts first: usually
 // the entry of the first element. If that entry was used after its element was added, the element
 // moves to the index that its present rank requires. If the queue is empty or its elements do not
 // decide, all entries of the bucket are sorted again. With any valid queue the result is the same:
 // the entry of the lowest rank that the batch does not use.
-
 #include <cstring>
 
 #include "hash/match.h"
@@ -17,13 +18,14 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Numbers of other keys that are hashed between the hash of a key and the later steps of its choice
-// (ChoosingBucket). They hide the latency of memory. No measurement of other numbers is recorded.
-constexpr int kKeysToPrefetchFirst = 10, kKeysToReadFirst = kKeysToPrefetchFirst + 10;
-constexpr int kKeysToFinish = kKeysToReadFirst + 8;
+// How many other keys are hashed after a key before a step of its choice (ChoosingBucket), so that
+// memory has time to answer a prefetch. No measurement of other numbers is recorded.
+constexpr int kKeysToPrefetchElement = 10;
+constexpr int kKeysToReadElement = kKeysToPrefetchElement + 10;
+constexpr int kKeysToFinish = kKeysToReadElement + 8;
 constexpr int kRingKeys = 32;  // keys whose buckets are kept, more than kKeysToFinish
-// Numbers of choices between a prefetch for a choice and its execution: kChoicesAhead for the
-// chosen entry, kChoicesToNeighbours for the entries that `add_element` compares.
+// How many choices are executed between a prefetch for a choice and its execution: kChoicesAhead
+// for the chosen entry, kChoicesToNeighbours for the entries that `add_element` compares.
 constexpr int kChoicesAhead = 12, kChoicesToNeighbours = 6;
 // Maximum number of elements, from the front of a queue, with which a new element is compared.
 constexpr int kMaxComparisons = 8;
@@ -50,11 +52,13 @@ struct QueuedBucket {
         first_slot(bucket * kBucketSlots),
         entries(insertion_.table.entry(first_slot)) {}
 
+  // Return the entry of an element, and its present rank.
   const int64_t* entry(uint8_t element) const {
     return entries + (element & kWayMask) * insertion.table.entry_words;
   }
   EntryRank rank(uint8_t element) const { return rank_of(insertion.order, entry(element)); }
-  // Return whether the entry of an element surely has its known rank.
+  // Return whether the stamp of an entry shows that it still has the known rank of its element. If
+  // not, its rank may have risen.
   bool is_current(uint8_t element) const {
     const int code = element >> kWayBits;
     const int64_t age = code == 0 || code > kAgeCodes ? 0 : queue->ages[code - 1];
@@ -63,10 +67,12 @@ struct QueuedBucket {
 };
 
 // Sort all entries of a bucket into its queue. For LRU the queue keeps only the entries that the
-// batch does not use. The *distance* of an entry is the first word that the order compares minus
-// the minimum of these words, clipped to 26 bits. The sort key of an entry is its distance, then
-// its `way`. The index of an entry in the queue is the number of entries with lesser sort keys.
-// Then entries with equal distances are sorted by their ranks.
+// batch does not use.
+//
+// The first sort compares 31 bits per entry, without branches. The *distance* of an entry is the
+// first word that the order compares, minus the minimum of these words, clipped to 26 bits. The
+// sort key of an entry is its distance, then its `way`. The index of an entry is the number of
+// entries with lesser sort keys. Then entries with equal distances are sorted by their ranks.
 EMB_HD void sort_queue(const QueuedBucket& bucket) {
   const HashInsertion& insertion = bucket.insertion;
   EvictionQueue& queue = *bucket.queue;
@@ -120,7 +126,7 @@ EMB_HD void remove_element(EvictionQueue* queue, int i) {
 }
 
 // Return an element for the entry in slot `way` of the bucket, which has the stamp `stamp`. This
-// may assign a free age code of the queue. Return -1 if no code can represent the stamp.
+// may assign an unused age code of the queue. Return -1 if no code can represent the stamp.
 EMB_HD int make_element(EvictionQueue* queue, int way, int64_t stamp) {
   const int64_t age = stamp - queue->sorted_at;
   if (age <= 0) return way;
@@ -142,16 +148,16 @@ EMB_HD int make_element(EvictionQueue* queue, int way, int64_t stamp) {
   return -1;
 }
 
-// Return whether the entry of an element surely ranks below `rank`: it has its known rank, and this
-// is lower.
+// Return whether the entry of an element is known to rank below `rank`: it still has its known
+// rank, and this is lower.
 EMB_HD bool is_below(const QueuedBucket& bucket, uint8_t element, const EntryRank& rank) {
   return bucket.is_current(element) && ranks_below(bucket.rank(element), rank);
 }
 
 // Add an element for the entry in slot `way`, which has no element because it is new or its rank
-// rose. If kMaxComparisons do not find the index of the element, the elements that were not
-// compared are dropped: entries without an element must rank above the last known rank. An empty
-// queue and the queue of LRU do not change.
+// rose. It is inserted before the first element of a higher known rank. If at most kMaxComparisons
+// do not find that element, the rest of the queue is dropped, because entries without an element
+// must rank above the last known rank. An empty queue and the queue of LRU do not change.
 EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   EvictionQueue& queue = *bucket.queue;
   const HashOrder order = bucket.insertion.order;
@@ -159,7 +165,8 @@ EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   // this entry ranks above them.
   if (queue.size == 0 || order == HashOrder::kLru) return;
   const EntryRank rank = bucket.rank(static_cast<uint8_t>(way));
-  // A new key mostly ranks above entries that are used as often, unless times are not compared.
+  // Orders that compare stamps rank a new key above entries with the same score, so it often ranks
+  // above the last element and needs none.
   if (order != HashOrder::kLfu && is_below(bucket, queue.elements[queue.size - 1], rank)) return;
   int index = 0;
   while (index < queue.size && index < kMaxComparisons &&
@@ -180,9 +187,9 @@ EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   queue.elements[index] = static_cast<uint8_t>(element);
 }
 
-// Find the entry of the lowest rank that this batch does not use. Return whether the elements of
-// the queue decide which entry that is. If so, `candidate` is that entry, or has kNoSlot if the
-// batch uses all entries; otherwise `candidate` is unspecified.
+// Find the entry of the lowest rank that this batch does not use, reading the queue and the entries
+// of its elements. Return whether these decide which entry that is. If so, write it to `candidate`,
+// or kNoSlot if the batch uses all entries; otherwise `candidate` is unspecified.
 EMB_HD bool scan_queue(const QueuedBucket& bucket, EvictionCandidate* candidate) {
   const EvictionQueue& queue = *bucket.queue;
   *candidate = {};
@@ -217,14 +224,14 @@ EMB_HD bool update_first(const QueuedBucket& bucket) {
   return true;
 }
 
-// Return whether the queue of a full bucket has recorded that no entry may be evicted. A batch
+// Return whether the queue of a full bucket has recorded that the batch uses all entries. A batch
 // gives no entry an older stamp, so this stays true until the next batch.
 EMB_HD bool is_exhausted(const HashInsertion& insertion, const EvictionQueue& queue) {
   return queue.exhausted_at == insertion.stamp;
 }
 
 // Return the entry of a full bucket that is evicted first: the entry of the lowest rank among the
-// entries that this batch does not use.
+// entries that this batch does not use. There is none for HashOrder::kNone. Updates the queue.
 EMB_HD EvictionCandidate candidate_of(const QueuedBucket& bucket) {
   EvictionQueue& queue = *bucket.queue;
   if (bucket.insertion.order == HashOrder::kNone || is_exhausted(bucket.insertion, queue))
@@ -240,9 +247,9 @@ EMB_HD EvictionCandidate candidate_of(const QueuedBucket& bucket) {
   return candidate;
 }
 
-// Call `body()` while this thread alone uses the queue of a bucket, and return true; if another
-// thread uses the queue, return false without the call. `is_shared` says whether there may be other
-// threads.
+// Call `body()` while no other thread uses the queue of a bucket, and return true. If another
+// thread uses the queue, return false without the call. If `is_shared` is false, there must be no
+// other thread, and the queue is not locked.
 template <class Body>
 EMB_HD bool with_queue(EvictionQueue* queue, bool is_shared, const Body& body) {
   if (is_shared && __atomic_exchange_n(&queue->is_locked, uint8_t{1}, __ATOMIC_ACQUIRE) != 0) {
@@ -274,13 +281,14 @@ EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
       candidate.rank);
 }
 
-// One of the two buckets of a key, and what the following steps have found out about it. Other keys
-// are processed between two steps of a key.
-//   begin           prefetches the queue.
-//   prefetch_first  prefetches the entry of the first element or, if the queue is empty, the tags.
-//   read_first      reads that entry, which is usually the candidate. Otherwise it prefetches the
-//                   entry of the next element, or all entries of a full bucket.
-//   finish          determines the candidate of a full bucket, or the number of empty slots.
+// One of the two buckets of a key that chooses, and what these steps have found out about it. Other
+// keys are processed between two steps of a key.
+//   begin             prefetches the queue.
+//   prefetch_element  prefetches the entry of the first element or, if the queue is empty, the
+//   tags. read_element      reads that entry, which is usually the candidate. Otherwise it
+//   prefetches the
+//                     entry of the new first element, or all entries of a full bucket.
+//   finish            determines the candidate of a full bucket, or the number of empty slots.
 // A bucket whose queue is not empty is full, so its tags are not read.
 struct ChoosingBucket {
   int64_t bucket;               // number of the bucket
@@ -306,7 +314,7 @@ struct ChoosingBucket {
 
   // The prefetches are not in the lambdas, because the compiler would remove a lambda that only
   // prefetches.
-  EMB_HD void prefetch_first(const HashInsertion& insertion, bool is_shared) const {
+  EMB_HD void prefetch_element(const HashInsertion& insertion, bool is_shared) const {
     EvictionQueue* queue = insertion.queues + bucket;
     int way = -1;
     with_queue(queue, is_shared, [&] {
@@ -316,7 +324,7 @@ struct ChoosingBucket {
     __builtin_prefetch(insertion.table.entry(bucket * kBucketSlots + way));
   }
 
-  EMB_HD void read_first(const HashInsertion& insertion, bool is_shared) {
+  EMB_HD void read_element(const HashInsertion& insertion, bool is_shared) {
     EvictionQueue* queue = insertion.queues + bucket;
     const QueuedBucket queued(insertion, bucket, queue);
     int way = -1;
@@ -368,14 +376,15 @@ EMB_HD Choice free_choice(const ChoosingBucket& bucket) {
 // have as many, or if the first has more than kPreferredFreeSlots. If both buckets are full, the
 // choice is the entry of the lowest rank in them, or kRefused if the miss may not evict that entry.
 EMB_HD Choice choose_one(const HashInsertion& insertion, bool is_shared, int64_t miss,
-                         ChoosingBucket* first, ChoosingBucket* second) {
-  first->finish(insertion, is_shared);
-  if (first->num_empty > kPreferredFreeSlots) return free_choice(*first);
-  second->finish(insertion, is_shared);
-  if (first->num_empty + second->num_empty > 0) {
-    return free_choice(first->num_empty >= second->num_empty ? *first : *second);
+                         ChoosingBucket& first_bucket, ChoosingBucket& second_bucket) {
+  first_bucket.finish(insertion, is_shared);
+  if (first_bucket.num_empty > kPreferredFreeSlots) return free_choice(first_bucket);
+  second_bucket.finish(insertion, is_shared);
+  if (first_bucket.num_empty + second_bucket.num_empty > 0) {
+    return free_choice(first_bucket.num_empty >= second_bucket.num_empty ? first_bucket
+                                                                         : second_bucket);
   }
-  const EvictionCandidate &a = first->candidate, &b = second->candidate;
+  const EvictionCandidate &a = first_bucket.candidate, &b = second_bucket.candidate;
   const bool takes_second = b.slot != kNoSlot && (a.slot == kNoSlot || ranks_below(b.rank, a.rank));
   const EvictionCandidate& candidate = takes_second ? b : a;
   if (!can_evict(insertion, miss, candidate)) return {0, Choice::kRefused, 0};
@@ -385,25 +394,25 @@ EMB_HD Choice choose_one(const HashInsertion& insertion, bool is_shared, int64_t
 // HashInsertKernels::choose.
 void choose(const HashInsertion& insertion, bool is_shared, const int64_t* pending, int64_t n,
             Choice* choices) {
-  ChoosingBucket first[kRingKeys], second[kRingKeys];
+  ChoosingBucket first_buckets[kRingKeys], second_buckets[kRingKeys];
   static_assert(kKeysToFinish < kRingKeys);
   for (int64_t i = 0; i < n + kKeysToFinish; ++i) {
     if (i < n) {
       const uint64_t full_hash = insertion.table.hash(insertion.key(pending[i]));
-      first[i % kRingKeys].begin(insertion, insertion.table.first_bucket(full_hash));
-      second[i % kRingKeys].begin(insertion, insertion.table.second_bucket(full_hash));
+      first_buckets[i % kRingKeys].begin(insertion, insertion.table.first_bucket(full_hash));
+      second_buckets[i % kRingKeys].begin(insertion, insertion.table.second_bucket(full_hash));
     }
-    if (const int64_t j = i - kKeysToPrefetchFirst; j >= 0 && j < n) {
-      first[j % kRingKeys].prefetch_first(insertion, is_shared);
-      second[j % kRingKeys].prefetch_first(insertion, is_shared);
+    if (const int64_t j = i - kKeysToPrefetchElement; j >= 0 && j < n) {
+      first_buckets[j % kRingKeys].prefetch_element(insertion, is_shared);
+      second_buckets[j % kRingKeys].prefetch_element(insertion, is_shared);
     }
-    if (const int64_t j = i - kKeysToReadFirst; j >= 0 && j < n) {
-      first[j % kRingKeys].read_first(insertion, is_shared);
-      second[j % kRingKeys].read_first(insertion, is_shared);
+    if (const int64_t j = i - kKeysToReadElement; j >= 0 && j < n) {
+      first_buckets[j % kRingKeys].read_element(insertion, is_shared);
+      second_buckets[j % kRingKeys].read_element(insertion, is_shared);
     }
     if (const int64_t j = i - kKeysToFinish; j >= 0) {
-      choices[j] = choose_one(insertion, is_shared, pending[j], &first[j % kRingKeys],
-                              &second[j % kRingKeys]);
+      choices[j] = choose_one(insertion, is_shared, pending[j], first_buckets[j % kRingKeys],
+                              second_buckets[j % kRingKeys]);
     }
   }
 }
@@ -439,8 +448,8 @@ EMB_HD void replace_entry(const QueuedBucket& bucket, int64_t miss, int64_t slot
   add_element(bucket, way);
 }
 
-// Execute a choice that is not kRefused, unless the bucket has assigned all slots of the round or
-// has no entry left that the miss may evict.
+// Execute a choice that is not kRefused. Do nothing if the bucket has assigned all slots of the
+// round, or has no entry left that the miss may evict.
 EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choice& choice) {
   const HashTable& table = insertion.table;
   const int64_t bucket = choice.slot / kBucketSlots;

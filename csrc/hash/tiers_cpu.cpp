@@ -39,14 +39,14 @@ struct SlotSwap {
 struct SwapCall {
   static constexpr const char* kOp = "tier_swap_";
 
-  PackedRows table;               // the rows of the table, by slot
-  int64_t n, num_found;           // numbers of misses, and of misses whose row is in the store
-  const int64_t* evicted;         // [n, 3], by miss: key, stamp and score of the evicted entry;
-                                  // read only where the status is kEvicting
-  const int64_t* found;           // [num_found], the misses whose row is in the store
-  const char* rows;               // [num_found, row_bytes], these rows
-  std::vector<SlotSwap> swaps;    // by miss
-  std::vector<int64_t> evicting;  // the misses that evict a key, ascending
+  PackedRows table;             // the rows of the table, by slot
+  int64_t n, num_found;         // numbers of misses, and of misses whose row is in the store
+  const int64_t* evicted;       // [n, 3], by miss: key, stamp and score of the evicted entry;
+                                // read only where the status is kEvicting
+  const int64_t* found;         // [num_found], the misses whose row is in the store
+  const char* rows;             // [num_found, row_bytes], these rows
+  std::vector<SlotSwap> swaps;  // by miss
+  std::vector<int64_t> evicting_misses;  // the misses that evict a key, ascending
   // Results for k evicted keys and r refused misses.
   Tensor slots;         // int64 [n], by miss: the slot, or the overflow row of a refused miss
   Tensor status;        // uint8 [n], by miss: kHit if the row is in the store, even if the miss
@@ -77,17 +77,17 @@ struct SwapCall {
                  first_overflow);
     add_stored_rows();
     for (SlotSwap& swap : swaps) {
-      if (swap.demoted_row >= 0) evicting.push_back(&swap - swaps.data());
+      if (swap.demoted_row >= 0) evicting_misses.push_back(&swap - swaps.data());
     }
-    const auto count = static_cast<int64_t>(evicting.size());
+    const auto count = static_cast<int64_t>(evicting_misses.size());
     demoted = allocate_words(slots_in, {3, count});
     demoted_rows = allocate_output(slots_in, {count, table.row_bytes}, ScalarType::Byte);
   }
 
  private:
-  // Write `slots`, `status` and `refused`, and begin `swaps`. Refused misses get overflow rows in
-  // order. `miss_slots` and `miss_status` are the results of the insertion. Throws for a slot
-  // outside the buffers, and for an evicting miss with slot -1.
+  // Write `slots`, `status` and `refused`, and all of `swaps` except stored rows. Refused misses
+  // get overflow rows in order. `miss_slots` and `miss_status` are the results of the insertion.
+  // Throws for a slot outside the buffers, and for an evicting miss with slot -1.
   void assign_slots(const int64_t* miss_slots, const uint8_t* miss_status, int64_t first_overflow) {
     int64_t* slot = slots.mutable_data_ptr<int64_t>();
     auto* new_status = static_cast<uint8_t*>(status.mutable_data_ptr());
@@ -135,11 +135,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
     std::vector<Tensor> buffers, const Tensor& slots, const Tensor& status, const Tensor& evicted,
     const Tensor& found, const Tensor& rows, int64_t first_overflow) {
   SwapCall call(buffers, slots, status, evicted, found, rows, first_overflow);
-  const auto count = static_cast<int64_t>(call.evicting.size());
+  const auto count = static_cast<int64_t>(call.evicting_misses.size());
   int64_t* words = call.demoted.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t word = 0; word < 3; ++word) {
-      words[word * count + i] = call.evicted[3 * call.evicting[i] + word];
+      words[word * count + i] = call.evicted[3 * call.evicting_misses[i] + word];
     }
   }
   auto* out = static_cast<char*>(call.demoted_rows.mutable_data_ptr());
@@ -269,8 +269,10 @@ int64_t copy_dropped(const HostStore& store, const StorePut& put, const int64_t*
 // stored row of its key. A new key whose buckets are full evicts the row of the lowest rank in them
 // that the same call did not put; if there is none, the new row is dropped. If n > 0, the clock of
 // the store advances beyond the stamps of `entries`. Return the entries, int64 [k, 3], and rows,
-// uint8 [k, row_bytes], that were evicted or dropped. Their memory has room for n rows: it is
-// allocated before the store changes, because an error afterwards would lose rows.
+// uint8 [k, row_bytes], that were evicted or dropped.
+//
+// If memory is short, the op throws before any row is inserted, evicted or replaced; the keys
+// `lifted` may have been removed. So the results have room for n rows and are allocated first.
 std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                                      const Tensor& lifted, const Tensor& entries_in,
                                      const Tensor& rows_in, int64_t order_code) {

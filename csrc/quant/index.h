@@ -1,7 +1,6 @@
-// The index of read-only rows: it maps ids to the rows that are stored for them.
-//
-// A pruned table has fewer rows than ids. Its index is an array with the row of each id, or a hash
-// table with the rows of the ids that are stored. A table of keys has a hash table.
+// The index of a read-only table: it maps ids to the rows that are stored for them. A pruned table
+// has fewer rows than ids. Its index is an array with the row of each id, or a hash table with the
+// rows of the ids that are stored. The index of a table of keys is a hash table.
 //
 // A hash table is built once and then only read. Its entries are sorted by the hash of their key,
 // and the entry of a key with hash h is at position h or after it. So a search begins at position
@@ -19,14 +18,16 @@ namespace emb {
 // How ids become rows: unchanged, by an array, or by a hash table.
 enum class IndexKind : int { kNone = 0, kArray = 1, kHash = 2 };
 
-// The mapping of the ids of a feature: a row of the `tables` tensor.
+// The index of a feature's table: a row of the tensor `tables`. Its array or hash table lies in the
+// tensor `index`, which all features share.
 struct IndexTable {
-  int64_t kind;       // an IndexKind; kNone uses no other member
-  int64_t begin;      // element of `index` at which its array or hash table begins
+  int64_t kind;       // an IndexKind; if it is kNone, the other members have no effect
+  int64_t begin;      // element of `index` at which the array or hash table begins
   int64_t entries;    // number of entries: int32 rows of an array, or IndexEntry of a hash table
   int64_t hash_bits;  // bits of the hash of a key; a hash table has at least 2^hash_bits entries
-  int64_t num_ids;    // the ids [0, num_ids) are mapped, others not; -1: every id is mapped
-  int64_t missing;    // the result for a mapped id without a row; -1, which lookups read as zeros
+  int64_t num_ids;    // ids in [0, num_ids) are mapped, other ids are not; -1: every id is mapped,
+                      // which an array does not allow. An array has at least num_ids entries
+  int64_t missing;    // the row of a mapped id for which none is stored; -1: lookups read zeros
 };
 
 inline constexpr int kIndexColumns = 6;
@@ -44,8 +45,8 @@ EMB_HD int64_t index_hash(int64_t key, int64_t bits) {
   return bits == 0 ? 0 : static_cast<int64_t>(x >> (64 - bits));
 }
 
-// Return the address at which the search for an id begins: the address of its entry in the array,
-// or of the IndexEntry at the position of its hash. Return null for an id that is not mapped. The
+// Return the address at which the search for an id begins: the address of its row in the array, or
+// of the IndexEntry at the position of its hash. Return null for an id that is not mapped. The
 // caller may prefetch the address.
 EMB_HD const void* index_address(const int64_t* index, const IndexTable& table, int64_t id) {
   const bool is_in_range = table.num_ids < 0 || (id >= 0 && id < table.num_ids);

@@ -49,12 +49,12 @@ int64_t format_of(const RowFormats& formats, const Feature& feature) {
 
 // Check the contents of `features`, so that reads and writes are safe whatever the caller passes.
 // Throws unless every feature has rows of a format among `formats` inside `packed`, and lies inside
-// the columns of the output. With pooling, return whether the features, one after the other, cover
-// all `columns` columns.
+// the `columns` columns of an output row. Without pooling, every dim must be `columns`. With
+// pooling, return whether the features, one after the other, cover all columns.
 bool check_packed_features(const char* op, const Tensor& features, const Tensor& packed,
                            const RowFormats& formats, Pooling pooling, int64_t columns) {
   const Feature* all_features = feature_array(features);
-  int64_t end = 0;  // of the columns of the features before
+  int64_t num_columns = 0;  // of the features so far
   bool is_gapless = true;
   for (int64_t f = 0; f < features.size(0); ++f) {
     const Feature& feature = all_features[f];
@@ -76,10 +76,10 @@ bool check_packed_features(const char* op, const Tensor& features, const Tensor&
     STD_TORCH_CHECK(pooling != Pooling::kNone || feature.dim == columns, op,
                     ": pooling none needs one dim for all features, got ", feature.dim, " and ",
                     columns);
-    is_gapless = is_gapless && column == end;
-    end += feature.dim;
+    is_gapless = is_gapless && column == num_columns;
+    num_columns += feature.dim;
   }
-  return is_gapless && end == columns;
+  return is_gapless && num_columns == columns;
 }
 
 // Return the output of a lookup whose bag layout has been checked; zeros where no bag writes.
@@ -91,7 +91,7 @@ Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature
                                                     is_variable ? Pooling::kSum : call.pooling,
                                                     is_variable ? kUnlimited : call.columns);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
-  // Whether bags are certain to write all of the output.
+  // Whether the bags write all of the output. In a variable batch this is not known: then false.
   const bool is_complete = bags.num_bags > 0 && (is_pooled ? covers_columns : bags.begin(0) == 0);
   if (!is_complete) torch::stable::zero_(out);
   if (bags.num_bags == 0) return out;
@@ -124,9 +124,10 @@ FeatureBags feature_bags_of(const char* op, const QuantCall& call) {
 
 // Pool the rows of every bag, as `tbe_lookup` does. `packed`, uint8, has the tables of the module;
 // `features`, int64 [F, 8], is that of dense tables, but weight_offset counts bytes of `packed`,
-// and column `tier` has the format of the rows where `format` names several (see RowFormats). In a
-// fixed batch the columns of features must not overlap; not checked. Return [B, columns], in a
-// variable batch [columns], without pooling [L, columns]; zeros where no bag writes.
+// and column `tier` has the format of the rows where `format` names several (see RowFormats).
+// Indices outside a table are repaired (repair_index): -1 reads no row. In a fixed batch the
+// columns of features must not overlap; not checked. Return [B, columns], in a variable batch
+// [columns], without pooling [L, columns]; zeros where no bag writes.
 Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
                     const Tensor& offsets, std::optional<Tensor> bag_layout,
                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t format,

@@ -1,5 +1,7 @@
 """The interface of the hash ops: opcheck, wrong input and constants."""
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +219,25 @@ def test_uses_stop_at_the_largest_number() -> None:
     counts = torch.tensor([2**63 - 1, 1, 2])
     totals = hash.hash_touch_(index, *keys, counts, None, HASH_ORDER["lru"])[3]
     assert totals.tolist() == [2**63 - 1, 1, 0]
+
+
+def test_an_insertion_without_memory_changes_nothing() -> None:
+    num_keys = 2**21
+    index = Tables().index()
+    keys, uses = torch.arange(num_keys), torch.ones(num_keys, dtype=torch.int64)
+    offsets = torch.full((len(index[2]) + 1,), num_keys)
+    offsets[0] = 0
+    codes = HASH_ORDER["lru"], INSERT_POLICY["wins"]
+    before = [tensor.clone() for tensor in index]
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 45 * num_keys, limits[1]))  # results: 33
+    try:
+        with pytest.raises(RuntimeError, match="hash_insert_: can't allocate memory"):
+            hash.hash_insert_(index, keys, keys, uses, offsets, None, None, *codes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert all(torch.equal(a, b) for a, b in zip(index, before, strict=True))
 
 
 def test_growth_into_buckets_that_are_not_empty_stays_inside() -> None:
