@@ -208,7 +208,7 @@ class RouteFeatureColumn(IntEnum):
 
     FIRST_BLOCK = 0  # the feature has rows [FIRST_BLOCK, FIRST_BLOCK + NUM_BLOCKS) of `blocks`
     NUM_BLOCKS = 1  # 0 drops all ids of the feature
-    ROWS = 2  # rows of the table
+    NUM_ROWS = 2  # rows of the table
     RULE = 3  # a `RouteRule`
 
 
@@ -237,7 +237,7 @@ class TargetColumn(IntEnum):
 
     OFFSET = 0  # first element in the output
     STRIDE = 1  # elements between rows
-    ROWS = 2
+    NUM_ROWS = 2
     WIDTH = 3  # columns
     FIRST_PIECE = 4  # the target is the sum of pieces [FIRST_PIECE, END_PIECE)
     END_PIECE = 5

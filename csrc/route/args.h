@@ -1,11 +1,12 @@
-// Routing: which rank gets which id of a batch, and how the rows that ranks return are combined.
-// This file has the layouts, which emblib/ops/route.py documents, as structs; the arithmetic that
-// CPU and GPU share; and the arguments and function tables of the CPU kernels.
+// Routing sends each id of a batch to a rank that stores its row. Combining adds the rows that the
+// ranks return. This file has the layouts of both as structs (emblib/ops/route.py documents their
+// tensors), then the arguments and function tables of the CPU kernels.
 //
-// A table is divided into *blocks* of rows. One rank stores a block, or several ranks store copies
-// of it. A *unit* is what one rank looks up in one copy of a block for one feature: for each bag of
-// the feature, the ids that fall into the block, in their order. An *output bag* is a bag of a
-// unit. Pointers are to memory of the device of the op, which the caller owns.
+// A table is divided into *blocks* of rows. A block is stored by one rank, or copies of it by
+// several ranks. A *unit* is the part of a batch that one rank looks up for one feature in one copy
+// of a block. It has as many bags as the feature, its *output bags*: each has the ids of one bag
+// that fall into the block, in their order. Pointers are to memory of the op's device, which the
+// caller owns.
 #pragma once
 
 #include "core/layout.h"
@@ -13,26 +14,27 @@
 
 namespace emb {
 
-// The rule that chooses the block of an id: by the range of rows that contains the id, by a hash of
-// the id, or by range for ids below the rows of the table and by remainder for the other ids.
+// The rule that selects the block of an id: the range of rows that contains the id; a hash of the
+// id; or the range for ids up to the last row of the table, and a remainder for larger ids.
 struct RouteRule {
   enum Code : int64_t { kByRange = 0, kByKey = 1, kByRangeElseSpread = 2 };
 };
 
-// A row of `features`: blocks [first_block, first_block + num_blocks) of a table of `rows` rows;
-// `rule` is a RouteRule::Code. The ids of a feature without blocks are dropped.
+// A row of the tensor `features`: a table of `num_rows` rows, in the blocks [first_block,
+// first_block + num_blocks). `rule` is a RouteRule::Code. The ids of a feature without blocks are
+// dropped.
 struct RouteFeature {
-  int64_t first_block, num_blocks, rows, rule;
+  int64_t first_block, num_blocks, num_rows, rule;
 };
 
-// A row of `blocks`: the first row of a block, which the rule kByKey does not read, and the units
-// copies[first_copy], ..., copies[first_copy + num_copies - 1] that get its ids.
+// A row of the tensor `blocks`: the first row of a block in its table (not read by kByKey), and the
+// units copies[first_copy], ..., copies[first_copy + num_copies - 1] that get its ids.
 struct RouteBlock {
   int64_t first_row, first_copy, num_copies;
 };
 
-// The five tensors of a routing. Feature f has the bags [first_bags[f], first_bags[f + 1]) of the
-// batch; unit u has the output bags [units[u], units[u + 1]).
+// The five tensors that describe a routing. Feature f has the bags [first_bags[f],
+// first_bags[f + 1]) of the batch. Unit u has the output bags [units[u], units[u + 1]).
 struct Routing {
   const int64_t* first_bags;     // [num_features + 1], ascending
   const RouteFeature* features;  // [num_features]
@@ -42,59 +44,60 @@ struct Routing {
   int64_t num_features, num_blocks, num_copies, num_units;
 };
 
-// Return the block in [0, blocks) that stores a key. `owner` of emblib/dynamic/keys.py must return
-// the same block.
-EMB_HD int64_t block_of_key(int64_t key, int64_t blocks) {
-  const uint64_t route = mix(mix(static_cast<uint64_t>(key)));
-  return static_cast<int64_t>(((route >> 32) * static_cast<uint64_t>(blocks)) >> 32);
+// Return the block in [0, num_blocks) that stores a key, for 1 to 2^31 blocks. `owner` of
+// emblib/dynamic/keys.py must return the same block.
+EMB_HD int64_t block_of_key(int64_t key, int64_t num_blocks) {
+  const uint64_t hash = mix(mix(static_cast<uint64_t>(key)));
+  return static_cast<int64_t>(((hash >> 32) * static_cast<uint64_t>(num_blocks)) >> 32);
 }
 
-// Return the last block in [0, count) that begins at or before `row`; block 0 if none does.
-// `blocks`, [count], must ascend.
-EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row) {
-  int64_t first = 0;
-  while (count > 1) {
-    const int64_t half = count / 2;
-    // A product instead of a branch, which would be unpredictable.
+// Return the position of the last of `blocks`, [num_blocks], that begins at or before `row`; 0 if
+// there is none. The blocks must ascend.
+EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t num_blocks, int64_t row) {
+  int64_t first = 0, num_left = num_blocks;  // the blocks in which to search
+  while (num_left > 1) {
+    const int64_t half = num_left / 2;
+    // A bit mask instead of a branch, which would be unpredictable.
     first += half & -int64_t{blocks[first + half].first_row <= row};
-    count -= half;
+    num_left -= half;
   }
   return first;
 }
 
 // The destination of an id.
 struct RoutedId {
-  int64_t block;  // index of the block among those of its feature
-  int64_t id;     // the id in the numbering of the rank that has the block
+  int64_t block;  // position of the block among the blocks of the feature
+  int64_t id;     // the id by which the rank with the block looks it up
 };
 
 // Return the destination of an id of a feature; `blocks` are the blocks of the feature, at least
-// one. By range, a pruned id (-1), and any other id that repair_index skips because the table has
-// no rows, goes to block 0 as -1. By key, every id keeps its number.
+// one. With kByKey an id keeps its number. With the other rules an id is counted from the first row
+// of its block, and an id that repair_index skips (-1, or any id of an empty table) goes to block 0
+// as -1.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
   if (feature.rule == RouteRule::kByKey) return {block_of_key(id, feature.num_blocks), id};
-  if (feature.rule == RouteRule::kByRangeElseSpread && id >= feature.rows) {
+  if (feature.rule == RouteRule::kByRangeElseSpread && id >= feature.num_rows) {
     return {id % feature.num_blocks, id / feature.num_blocks};
   }
-  const int64_t row = repair_index(id, feature.rows);
+  const int64_t row = repair_index(id, feature.num_rows);
   if (row < 0) return {0, -1};
   const int64_t block = block_of_row(blocks, feature.num_blocks, row);
-  // An id out of range goes unchanged to the rank with row 0, whose lookup repairs and reports it
-  // like any other.
+  // An id out of range goes unchanged to the rank with row 0, whose lookup repairs and reports it.
   return {block, row == id ? row - blocks[block].first_row : id};
 }
 
-// A row of `targets`: a matrix [rows, width] in the flat output, which begins at element `offset`
-// and has rows `stride` elements apart. It is the sum of pieces [first_piece, end_piece), 0 if
-// there are none. If `first_bag` is not negative, row i is divided by max(lengths[first_bag + i],
-// 1).
+// A row of the tensor `targets`: a matrix [num_rows, width] in the flat output. It begins at
+// element `offset`, and its rows are `stride` elements apart. It is the sum of pieces [first_piece,
+// end_piece), 0 if there are none. If `first_bag` is not negative, row i is divided by
+// max(lengths[first_bag + i], 1).
 struct Target {
-  int64_t offset, stride, rows, width, first_piece, end_piece, first_bag;
+  int64_t offset, stride, num_rows, width, first_piece, end_piece, first_bag;
 };
 
-// A row of `pieces`: a matrix in the flat source, of the width of its target. Row i of the target
-// adds row i of the piece, or, if `first_row` is not negative, row rows[first_row + i] of the
-// piece; if that number is negative, it adds nothing.
+// A row of the tensor `pieces`: a matrix in the flat source, as wide as its target, which begins at
+// element `offset` and has rows `stride` elements apart. If `first_row` is negative, row i of the
+// target adds row i of the piece. Otherwise it adds row rows[first_row + i] of the piece, or
+// nothing if that number is negative.
 struct SourcePiece {
   int64_t offset, stride, first_row;
 };
@@ -107,29 +110,31 @@ static_assert(sizeof(RouteBlock) == kRouteBlockColumns * sizeof(int64_t));
 static_assert(sizeof(Target) == kTargetColumns * sizeof(int64_t));
 static_assert(sizeof(SourcePiece) == kPieceColumns * sizeof(int64_t));
 
-// Entries of RouteArgs::scratch per block: WriteCursors has three arrays there.
-inline constexpr int64_t kRouteScratch = 3;
+// Numbers of RouteArgs::scratch per block: WriteCursors has three arrays there.
+inline constexpr int64_t kRouteScratchPerBlock = 3;
 
 // The arguments of the CPU kernels that count and move the ids of a range of bags.
 struct RouteArgs {
   Routing routing;  // its contents have been checked
   const void* ids;  // [L]
   Bags bags;        // of the batch
-  void* out;        // count: [output bags] lengths; move: [total] ids; of the dtype of `ids`
-  // The other members are read by `move` only.
-  IndexArray starts;     // [output bags + 1] sums of the lengths that `count` wrote
-  int64_t total;         // ids in the output
-  int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
-  const float* weights;  // [L], or null
-  float* out_weights;    // [total], an output: the weight of each id; not used without weights
-  // `count` and `move` use this: kRouteScratch numbers per block of the feature with the most
-  // blocks, of this thread alone.
+  // An output of the dtype of `ids`. `count` writes the length of each output bag, and `move` the
+  // ids, [num_output_ids].
+  void* out;
+  // Memory of this thread alone: kRouteScratchPerBlock numbers per block of the feature with the
+  // most blocks.
   int64_t* scratch;
+  // The members below are used by `move` only.
+  IndexArray starts;       // [output bags + 1] sums of the lengths that `count` wrote
+  int64_t num_output_ids;  // the last of `starts`
+  int64_t* positions;      // [num_output_ids], an output: the position of each output id in `ids`
+  const float* weights;    // [L], or null
+  float* out_weights;      // [num_output_ids], an output; not used if `weights` is null
 };
 
-// Count or move the ids of bags [begin, end) of the batch, all of feature f. Return false if the
-// arguments contradict each other: if `count` finds offsets that descend, or `move` finds that the
-// starts of the range are not those of its ids. Nothing outside the outputs is written in any case.
+// Count or move the ids of bags [begin, end) of the batch, all of feature f. Return false if
+// `count` finds offsets that descend, or if `move` finds that the starts are not those of the ids.
+// Then the outputs are incomplete, but nothing outside of them is written.
 using RouteFn = bool (*)(const RouteArgs&, int64_t f, int64_t begin, int64_t end);
 
 // The CPU kernels of `route_lengths` and `route_ids`. Calls for disjoint ranges may run at once.
@@ -137,8 +142,8 @@ struct RouteTable {
   RouteFn count[2], move[2];  // [ids are int64]
 };
 
-// The elements [begin, end) of a flat source that are in a separate tensor, `local`. The tensor of
-// the source has the other elements, without a gap. begin = end if no element is in `local`.
+// The part of a flat source that is in a separate tensor, `local`: its elements [begin, end), none
+// if begin = end. The tensor of the source has the other elements, without a gap.
 struct LocalPart {
   void* data;  // the memory of `local`, of the dtype of the source
   int64_t begin, end;
@@ -169,11 +174,11 @@ struct CombineArgs {
   const SourcePiece* pieces;  // of all targets
   IndexArray lengths;         // of bags, read for targets with a first_bag
   const int32_t* rows;        // rows of pieces, read for pieces with a first_row
-  float scale;                // factor of all sums
+  float scale;                // factor of every element
 };
 
-// Write rows [begin, end) of a target or, backward, the rows of its pieces that belong to them.
-// Calls for disjoint rows may run at once.
+// combine: write rows [begin, end) of a target. combine_backward: write the gradient of each piece
+// row that these rows add. Calls for disjoint rows may run at once.
 using CombineFn = void (*)(const CombineArgs&, const Target&, int64_t begin, int64_t end);
 
 // The CPU kernels of `combine` and `combine_backward`.

@@ -1,7 +1,7 @@
-// Checks of the routing ops, shared by the CPU and the GPU. The constructors below check the
-// dtypes, shapes and devices of tensors. The contents of layouts are checked on the CPU only, by
-// check_routing and check_targets; GPU kernels skip entries that lie outside the tensors. `op` is
-// the name of the op, for the message of the error.
+// Checks of the routing ops. The constructors below, for the CPU and the GPU, throw unless the
+// dtypes, shapes and devices of tensors are right. The functions after them, for the CPU, check the
+// contents of layouts; GPU kernels skip entries that lie outside the tensors. `op` is the name of
+// the op, for the message of the error.
 #pragma once
 
 #include <algorithm>
@@ -27,10 +27,11 @@ inline void check_int64_rows(const char* op, const char* name, const Tensor& ten
   check_same_device(op, name, tensor, like);
 }
 
-// The ids, bags and layout of a routing op. The object keeps contiguous ids and offsets; `routing`
-// points into tensors of the op's caller.
+// The ids, bags and layout of a routing op. `routing` points into tensors of the op's caller, who
+// must keep them alive.
 struct RouteInputs {
-  Tensor ids, offsets;  // int32 or int64 [L] and [bags + 1], at most kMaxLookups entries each
+  // int32 or int64 [L] and [bags + 1], contiguous, with at most kMaxLookups entries each.
+  Tensor ids, offsets;
   Routing routing;
 
   RouteInputs(const char* op, const Tensor& ids_in, const Tensor& offsets_in,
@@ -69,11 +70,11 @@ struct RouteInputs {
   Bags bags() const { return {index_array(offsets), offsets.numel() - 1, ids.numel()}; }
 };
 
-// The weights of ids, float32 [L], if there are any. Also checks the dtype and device of `starts`,
-// and that `total` is not negative.
+// The weights of ids, float32 [L], if there are any. The constructor also checks the dtype and
+// device of `starts`, and that `total` is not negative.
 struct RouteWeights {
-  Tensor tensor;                // holds the memory of `data`
-  const float* data = nullptr;  // [L], null without weights
+  Tensor tensor;                // owns the memory of `data`; the ids without weights
+  const float* data = nullptr;  // [L], null only without weights
 
   RouteWeights(const char* op, const RouteInputs& in, const Tensor& starts, int64_t total,
                const std::optional<Tensor>& weights)
@@ -88,7 +89,7 @@ struct RouteWeights {
   }
 };
 
-// The tensors of `gather_segments`, contiguous: values [N, ..], starts int32 or int64
+// The tensors of `gather_segments`, contiguous: values [N, ..] of any dtype, starts int32 or int64
 // [segments + 1], order int64 [M].
 struct SegmentInputs {
   Tensor values, starts, order;
@@ -118,12 +119,12 @@ struct SegmentInputs {
   }
 };
 
-// The tensors of `combine`, `combine_backward` and `combine_backward_`. The object keeps `flat`,
-// `rows` and `lengths`, made contiguous; `targets`, `pieces` and `local` point into tensors of the
-// op's caller.
+// The tensors of `combine`, `combine_backward` and `combine_backward_`. `targets`, `pieces` and
+// `local` point into tensors of the op's caller, who must keep them alive. The constructor does not
+// check the dtype of `flat`.
 struct CombineInputs {
-  Tensor flat;                          // the source, or the gradient of the output
-  std::optional<Tensor> rows, lengths;  // int32; int32 or int64; see SourcePiece and Target
+  Tensor flat;                          // contiguous: the source, or the gradient of the output
+  std::optional<Tensor> rows, lengths;  // contiguous: int32; int32 or int64
   const Target* targets;                // [num_targets]
   const SourcePiece* pieces;            // [num_pieces]
   int64_t num_targets, num_pieces;
@@ -153,9 +154,9 @@ struct CombineInputs {
     num_pieces = piece_rows.size(0);
   }
 
-  // Set the local part: `tensor`, flat and of the dtype of the source, has the elements of the
-  // source from `begin` on; num_outside elements are outside of it. Without a tensor no element is
-  // local, and `begin` must be 0.
+  // Set the local part: `tensor`, flat and contiguous, has the elements of the source from `begin`
+  // on. num_outside elements are outside of it, and `dtype` is the dtype of the source. Without a
+  // tensor no element is local, and `begin` must be 0.
   void set_local(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
                  int64_t num_outside, ScalarType dtype) {
     if (!tensor) {
@@ -175,8 +176,8 @@ struct CombineInputs {
     local = {data, begin, begin + tensor->numel()};
   }
 
-  // Set the local part of a source of `source_numel` elements in all. Return the number of elements
-  // outside of the local part. The other arguments are as in set_local.
+  // Do what set_local does, given the number of elements of the source with its local part. Return
+  // the number of elements outside of the local part.
   int64_t set_local_of_source(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
                               int64_t source_numel, ScalarType dtype) {
     STD_TORCH_CHECK(source_numel >= 0, op, ": source_numel must not be negative, got ",
@@ -198,11 +199,11 @@ struct CombineInputs {
 
 // Checks of contents, on the CPU only.
 
-// Check feature f: its blocks and their copies are in range, and its blocks ascend from row 0
-// unless its rule is kByKey.
+// Check feature f: its rule exists, its blocks and their copies are in range, and its blocks ascend
+// from row 0 unless its rule is kByKey.
 inline void check_blocks(const char* op, const Routing& routing, const RouteFeature& feature,
                          int64_t f) {
-  STD_TORCH_CHECK(feature.first_block >= 0 && feature.num_blocks >= 0 && feature.rows >= 0 &&
+  STD_TORCH_CHECK(feature.first_block >= 0 && feature.num_blocks >= 0 && feature.num_rows >= 0 &&
                       feature.num_blocks <= routing.num_blocks &&
                       feature.first_block <= routing.num_blocks - feature.num_blocks &&
                       (feature.rule == RouteRule::kByRange || feature.rule == RouteRule::kByKey ||
@@ -218,15 +219,16 @@ inline void check_blocks(const char* op, const Routing& routing, const RouteFeat
                     routing.num_copies, ")");
     const int64_t previous_row = k == 0 ? 0 : blocks[k - 1].first_row;
     STD_TORCH_CHECK(feature.rule == RouteRule::kByKey || (blocks[k].first_row >= previous_row &&
-                                                          blocks[k].first_row <= feature.rows &&
+                                                          blocks[k].first_row <= feature.num_rows &&
                                                           (k > 0 || blocks[k].first_row == 0)),
                     op, ": the blocks of feature ", f,
-                    " must begin at row 0 and ascend to at most ", feature.rows,
+                    " must begin at row 0 and ascend to at most ", feature.num_rows,
                     " rows, but block ", k, " of it begins at ", blocks[k].first_row);
   }
 }
 
-// Check that each unit is named once in `copies`, and has as many bags as the feature of its block.
+// Check that the copies of all blocks name each unit once, and that a unit has as many bags as the
+// feature of its block. The blocks must have been checked (check_blocks).
 inline void check_units(const char* op, const Routing& routing) {
   std::vector<bool> is_named(routing.num_units, false);
   STD_TORCH_CHECK(routing.units[0] == 0, op, ": units must begin at bag 0, got ", routing.units[0]);
@@ -252,8 +254,8 @@ inline void check_units(const char* op, const Routing& routing) {
   }
 }
 
-// Check the contents of a routing, and that offsets run from 0 to the number of ids. The kernels
-// check that offsets do not descend.
+// Check the contents of a routing, and that the first offset is 0 and the last the number of ids.
+// The kernels check that offsets do not descend.
 inline void check_routing(const char* op, const RouteInputs& in) {
   const Routing& routing = in.routing;
   const Bags bags = in.bags();
@@ -273,21 +275,24 @@ inline void check_routing(const char* op, const RouteInputs& in) {
   check_units(op, routing);
 }
 
-// Return whether `rows` rows of `width` elements, from `offset` on and `stride` apart, are inside
-// [0, numel) and do not overlap. Rows without elements fit if no argument but `stride` is negative.
-inline bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t width, int64_t numel) {
-  if (offset < 0 || rows < 0 || width < 0) return false;
-  if (rows == 0 || width == 0) return true;
+// Return whether `num_rows` rows of `width` elements, from `offset` on and `stride` apart, are
+// inside [0, numel) and do not overlap. Rows without elements fit if no argument but `stride` is
+// negative.
+inline bool rows_fit(int64_t offset, int64_t stride, int64_t num_rows, int64_t width,
+                     int64_t numel) {
+  if (offset < 0 || num_rows < 0 || width < 0) return false;
+  if (num_rows == 0 || width == 0) return true;
   if (width > numel || offset > numel - width) return false;
-  return rows == 1 || (stride >= width && (numel - width - offset) / stride >= rows - 1);
+  return num_rows == 1 || (stride >= width && (numel - width - offset) / stride >= num_rows - 1);
 }
 
-// Return whether `rows` rows of a piece lie in the source, all in one section of LocalPart.
-inline bool piece_rows_fit(const CombineInputs& in, const SourcePiece& piece, int64_t rows,
+// Return whether the first `num_rows` rows of a piece lie in the source, all in one section of
+// LocalPart.
+inline bool piece_rows_fit(const CombineInputs& in, const SourcePiece& piece, int64_t num_rows,
                            int64_t width, int64_t source_numel) {
-  if (!rows_fit(piece.offset, piece.stride, rows, width, source_numel)) return false;
-  if (rows == 0 || width == 0) return true;
-  const int64_t last_element = piece.offset + (rows - 1) * piece.stride + width - 1;
+  if (!rows_fit(piece.offset, piece.stride, num_rows, width, source_numel)) return false;
+  if (num_rows == 0 || width == 0) return true;
+  const int64_t last_element = piece.offset + (num_rows - 1) * piece.stride + width - 1;
   return in.local.section(piece.offset) == in.local.section(last_element);
 }
 
@@ -295,36 +300,38 @@ inline bool piece_rows_fit(const CombineInputs& in, const SourcePiece& piece, in
 inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const Target& target,
                        int64_t source_numel) {
   if (piece.first_row < 0) {
-    return piece_rows_fit(in, piece, target.rows, target.width, source_numel);
+    return piece_rows_fit(in, piece, target.num_rows, target.width, source_numel);
   }
-  if (piece.first_row > in.num_rows() || target.rows > in.num_rows() - piece.first_row)
+  if (piece.first_row > in.num_rows() || target.num_rows > in.num_rows() - piece.first_row)
     return false;
   // The address of a tensor costs a call into torch, so it is not taken per row.
   const int32_t* rows = in.row_data() + piece.first_row;
   int32_t max_row = -1;
-  for (int64_t i = 0; i < target.rows; ++i) max_row = std::max(max_row, rows[i]);
+  for (int64_t i = 0; i < target.num_rows; ++i) max_row = std::max(max_row, rows[i]);
   return piece_rows_fit(in, piece, max_row + int64_t{1}, target.width, source_numel);
 }
 
 // Check the contents of targets and pieces: they must lie inside the output of `out_numel` elements
-// and the source of `source_numel`, and targets must have as many elements as the output. It is not
-// checked that targets do not overlap, nor pieces: overlaps would be data races.
+// and the source of `source_numel` elements, and targets must have as many elements as the output.
+// Targets, and in combine_backward pieces, must not overlap, because that would be a data race;
+// this is not checked.
 inline void check_targets(const char* op, const CombineInputs& in, int64_t out_numel,
                           int64_t source_numel) {
   int64_t num_covered = 0;
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& target = in.targets[t];
-    STD_TORCH_CHECK(rows_fit(target.offset, target.stride, target.rows, target.width, out_numel),
-                    op, ": target ", t, " of ", target.rows, " rows of ", target.width, " from ",
-                    target.offset, ", ", target.stride, " apart, does not lie in the ", out_numel,
-                    " elements of the output");
+    STD_TORCH_CHECK(
+        rows_fit(target.offset, target.stride, target.num_rows, target.width, out_numel), op,
+        ": target ", t, " of ", target.num_rows, " rows of ", target.width, " from ", target.offset,
+        ", ", target.stride, " apart, does not lie in the ", out_numel, " elements of the output");
     STD_TORCH_CHECK(target.first_piece >= 0 && target.first_piece <= target.end_piece &&
                         target.end_piece <= in.num_pieces,
                     op, ": target ", t, " must name pieces in [0, ", in.num_pieces, ")");
-    STD_TORCH_CHECK(target.first_bag < 0 || (target.first_bag <= in.num_lengths() &&
-                                             target.rows <= in.num_lengths() - target.first_bag),
-                    op, ": target ", t, " divides by lengths from ", target.first_bag, " on, of ",
-                    in.num_lengths(), "; first_bag is -1 where nothing is divided");
+    STD_TORCH_CHECK(
+        target.first_bag < 0 || (target.first_bag <= in.num_lengths() &&
+                                 target.num_rows <= in.num_lengths() - target.first_bag),
+        op, ": target ", t, " divides by lengths from ", target.first_bag, " on, of ",
+        in.num_lengths(), "; first_bag is -1 where nothing is divided");
     for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
       STD_TORCH_CHECK(
           piece_fits(in, in.pieces[p], target, source_numel), op, ": piece ", p, " of target ", t,
@@ -332,7 +339,7 @@ inline void check_targets(const char* op, const CombineInputs& in, int64_t out_n
           " elements of the source, crosses an end of local, or names entries that rows ",
           "does not have");
     }
-    num_covered += target.rows * target.width;
+    num_covered += target.num_rows * target.width;
   }
   STD_TORCH_CHECK(num_covered == out_numel, op, ": targets must cover the output of ", out_numel,
                   " elements, but have ", num_covered);

@@ -18,14 +18,14 @@ EMB_SELECT_KERNELS(CombineTable, kCombineTable, combine_table)
 
 namespace {
 
-constexpr int64_t kRowsPerCall = 16;          // rows per call if all targets have as many rows
+constexpr int64_t kRowsPerCall = 16;          // rows per call if all targets have equally many rows
 constexpr int64_t kCombineGrain = 32 * 1024;  // grain of parallel_balanced, in elements
 
 // Return whether the columns of `next_target` and of its pieces continue those of `target`.
 bool continues_target(const CombineInputs& in, const Target& target, const Target& next_target) {
   const SourcePiece* pieces = in.pieces;
   const int64_t num_pieces = target.end_piece - target.first_piece;
-  if (target.rows != next_target.rows || target.stride != next_target.stride ||
+  if (target.num_rows != next_target.num_rows || target.stride != next_target.stride ||
       target.offset + target.width != next_target.offset || target.first_bag >= 0 ||
       next_target.first_bag >= 0 || next_target.end_piece - next_target.first_piece != num_pieces) {
     return false;
@@ -46,7 +46,7 @@ std::vector<Target> merge_neighbours(const CombineInputs& in) {
   targets.reserve(in.num_targets);
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& next_target = in.targets[t];
-    if (next_target.rows == 0 || next_target.width == 0) continue;
+    if (next_target.num_rows == 0 || next_target.width == 0) continue;
     if (!targets.empty() && continues_target(in, targets.back(), next_target)) {
       targets.back().width += next_target.width;
     } else {
@@ -56,26 +56,26 @@ std::vector<Target> merge_neighbours(const CombineInputs& in) {
   return targets;
 }
 
-// Return the number of those of the `count` rows of a target for which the piece has a row.
-int64_t count_named_rows(const CombineInputs& in, const SourcePiece& piece, int64_t count) {
-  if (piece.first_row < 0) return count;
+// Return the number of rows that a piece adds to a target of `num_rows` rows.
+int64_t count_added_rows(const CombineInputs& in, const SourcePiece& piece, int64_t num_rows) {
+  if (piece.first_row < 0) return num_rows;
   const int32_t* rows = in.row_data() + piece.first_row;
-  return std::count_if(rows, rows + count, [](int32_t row) { return row >= 0; });
+  return std::count_if(rows, rows + num_rows, [](int32_t row) { return row >= 0; });
 }
 
-// Run `kernel` over all rows of all targets, in parallel.
+// Call `kernel` for all rows of all targets, in parallel.
 void run_kernel(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& targets) {
   const auto num_targets = static_cast<int64_t>(targets.size());
   bool has_equal_rows = true;
   int64_t total_width = 0;  // of all targets together
   for (const Target& target : targets) {
-    has_equal_rows = has_equal_rows && target.rows == targets[0].rows;
+    has_equal_rows = has_equal_rows && target.num_rows == targets[0].num_rows;
     total_width += target.width;
   }
   if (has_equal_rows && num_targets > 0) {
     // Rows of all targets side by side: a thread writes one contiguous range of a [B, D] output.
     const auto cost = [&](int64_t row) { return row * total_width; };
-    parallel_balanced(targets[0].rows, kCombineGrain, cost, [&](int64_t begin, int64_t end) {
+    parallel_balanced(targets[0].num_rows, kCombineGrain, cost, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row += kRowsPerCall) {
         for (const Target& target : targets)
           kernel(args, target, row, std::min(row + kRowsPerCall, end));
@@ -86,7 +86,7 @@ void run_kernel(CombineFn kernel, const CombineArgs& args, const std::vector<Tar
   // first_elements[t] is the number of elements of all targets before target t.
   std::vector<int64_t> first_elements(num_targets + 1, 0);
   for (int64_t t = 0; t < num_targets; ++t)
-    first_elements[t + 1] = first_elements[t] + targets[t].rows * targets[t].width;
+    first_elements[t + 1] = first_elements[t] + targets[t].num_rows * targets[t].width;
   // Ranges may begin anywhere; a row belongs to the range of its first element.
   parallel_balanced(
       first_elements[num_targets], kCombineGrain, kUnitCost, [&](int64_t begin, int64_t end) {
@@ -97,15 +97,15 @@ void run_kernel(CombineFn kernel, const CombineArgs& args, const std::vector<Tar
             return (std::max(element - first_elements[t], int64_t{0}) + targets[t].width - 1) /
                    targets[t].width;
           };
-          const int64_t end_row = std::min(row_at_or_after(end), targets[t].rows);
+          const int64_t end_row = std::min(row_at_or_after(end), targets[t].num_rows);
           const int64_t first_row = row_at_or_after(begin);
           if (first_row < end_row) kernel(args, targets[t], first_row, end_row);
         }
       });
 }
 
-// Return the flat output, [out_numel] of `dtype`: each target is the sum of its pieces in `source`,
-// divided by lengths if it has a first_bag, times `scale`.
+// Return the flat output, [out_numel] of `dtype`: each target is the sum of its pieces in `source`
+// in float32, divided by lengths if it has a first_bag, times `scale`.
 //   source              flat; its dtype and `dtype` are float32, float16 or bfloat16 each
 //   targets, pieces     int64 [T, 7] and [P, 3], rows of Target and SourcePiece
 //   rows, lengths       int32, and int32 or int64; null if no piece or target names them
@@ -134,8 +134,8 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
 }
 
 // Compute the gradient of the source of `combine` from the gradient of its output, in.flat. Return
-// the elements outside of `local`, of `dtype`; write the elements inside to `local`, if there is
-// one. Elements of the source in no piece get 0. Pieces must not overlap; this is not checked.
+// the elements outside of `local`, of `dtype`; write the others to `local`, if there is one. The
+// gradient of an element in no piece is 0. Pieces must not overlap; this is not checked.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype in_type = float_dtype(op, "grad", in.flat.scalar_type());
@@ -143,14 +143,14 @@ Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarTyp
   const int64_t num_outside = in.set_local_of_source(op, local, local_begin, source_numel, dtype);
   check_targets(op, in, in.flat.numel(), source_numel);
   Tensor out = allocate_output(in.flat, {num_outside}, dtype);
-  int64_t num_named = 0;  // elements of the source that pieces name; pieces do not overlap
+  int64_t num_written = 0;  // elements of the source, because pieces do not overlap
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& target = in.targets[t];
     for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
-      num_named += count_named_rows(in, in.pieces[p], target.rows) * target.width;
+      num_written += count_added_rows(in, in.pieces[p], target.num_rows) * target.width;
     }
   }
-  if (num_named != source_numel) {
+  if (num_written != source_numel) {
     torch::stable::zero_(out);
     if (local) torch::stable::zero_(*local);
   }

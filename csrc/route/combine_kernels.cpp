@@ -1,7 +1,6 @@
 // `combine` and `combine_backward` for rows of one target on one CPU thread: the functions of
-// CombineTable (route/args.h). Rows of a piece without row numbers (first_row) are copied as bytes
-// if their values and dtype do not change. `combine` also requires that the target has no other
-// piece.
+// CombineTable (route/args.h). Rows whose values and dtype do not change are copied as bytes: those
+// of a piece without row numbers (first_row) which, in `combine`, is the only piece of its target.
 #include <type_traits>
 
 #include "core/pool_bag.h"
@@ -18,15 +17,15 @@ EMB_HD float row_divisor(const CombineArgs& args, const Target& target, int64_t 
   return length > 1 ? static_cast<float>(length) : 1.0f;
 }
 
-// Return the address of the row of a piece for row `row` of its target, null if there is none.
-// `data` is the source without its local part.
+// Return the address of the row that a piece adds to row `row` of its target, null if it adds none.
+// `data` is the source, or its gradient, without the local part.
 template <class T>
 EMB_HD T* piece_row(const CombineArgs& args, const SourcePiece& piece, T* data, int64_t row) {
   if (piece.first_row >= 0) row = args.rows[piece.first_row + row];
   return row < 0 ? nullptr : args.local.address(data, piece.offset) + row * piece.stride;
 }
 
-// Return whether values are neither divided nor scaled.
+// Return whether the rows of a target are neither divided nor scaled.
 EMB_HD bool keeps_values(const CombineArgs& args, const Target& target) {
   return target.first_bag < 0 && args.scale == 1.0f;
 }
@@ -44,64 +43,66 @@ void copy_rows(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64
   }
 }
 
-// The pieces of a target for its row `row`, as the `Rows` of pool_bag: row i of pool_bag is piece
-// i. core/pool_bag.h has the contract of the members.
-template <class S>
+// The rows that pieces add to row `row` of their target, as the `Rows` of pool_bag: its row i is of
+// piece i. core/pool_bag.h has the contract of the members.
+template <class In>
 struct PieceRows {
   const CombineArgs& args;
   int64_t width, row;
-  int64_t num_skipped = 0;  // columns
+  int64_t num_skipped_columns = 0;
 
   struct Values {
-    const S* address;
+    const In* address;
     EMB_HD Vec vector(int v) const { return load(address + v * kLanes); }
     EMB_HD Vec first(int n) const { return load_first(address, n); }
   };
 
   EMB_HD int64_t dim() const { return width; }
   EMB_HD static int64_t distance() { return 0; }
-  EMB_HD void skip_columns(int64_t count) { num_skipped += count; }
-  EMB_HD const S* at(int64_t piece) const {
-    const S* address = piece_row(args, args.pieces[piece], static_cast<const S*>(args.in), row);
-    return address == nullptr ? nullptr : address + num_skipped;
+  EMB_HD void skip_columns(int64_t count) { num_skipped_columns += count; }
+  EMB_HD const In* at(int64_t piece) const {
+    const In* address = piece_row(args, args.pieces[piece], static_cast<const In*>(args.in), row);
+    return address == nullptr ? nullptr : address + num_skipped_columns;
   }
-  EMB_HD static Values values(const S* address, int64_t) { return {address}; }
+  EMB_HD static Values values(const In* address, int64_t) { return {address}; }
   EMB_HD static void prefetch(int64_t, int64_t) {}  // rows of a target are neighbours
 };
 
-// Write a row of a target to `out`: the sum of its pieces, divided by `divisor`, times the scale.
-template <class S, class O>
-void add_pieces(const CombineArgs& args, const Target& target, int64_t row, float divisor, O* out) {
+// Write row `row` of a target to `out`: the sum of its pieces, divided by `divisor`, times
+// args.scale.
+template <class In, class Out>
+void add_pieces(const CombineArgs& args, const Target& target, int64_t row, float divisor,
+                Out* out) {
   const auto scale_sum = [&](Vec sum) {
     if (divisor != 1.0f) sum /= broadcast(divisor);
     return args.scale != 1.0f ? sum * broadcast(args.scale) : sum;
   };
-  const PieceRows<S> pieces{args, target.width, row};
+  const PieceRows<In> pieces{args, target.width, row};
   pool_bag(pieces, target.first_piece, target.end_piece, scale_sum, out);
 }
 
 // The CombineFn of `combine`.
-template <class S, class O>
+template <class In, class Out>
 void combine_rows(const CombineArgs& args, const Target& target, int64_t begin, int64_t end) {
-  O* out = static_cast<O*>(args.out) + target.offset;
+  Out* out = static_cast<Out*>(args.out) + target.offset;
   const SourcePiece* pieces = args.pieces + target.first_piece;
-  if constexpr (std::is_same_v<S, O>) {
+  if constexpr (std::is_same_v<In, Out>) {
     if (target.end_piece - target.first_piece == 1 && keeps_values(args, target) &&
         pieces->first_row < 0) {
-      const S* in = args.local.address(static_cast<const S*>(args.in), pieces->offset);
+      const In* in = args.local.address(static_cast<const In*>(args.in), pieces->offset);
       copy_rows(in + begin * pieces->stride, pieces->stride, out + begin * target.stride,
                 target.stride, end - begin, target.width);
       return;
     }
   }
   for (int64_t row = begin; row < end; ++row) {
-    add_pieces<S>(args, target, row, row_divisor(args, target, row), out + row * target.stride);
+    add_pieces<In>(args, target, row, row_divisor(args, target, row), out + row * target.stride);
   }
 }
 
-// Write scale(x) for the vectors x of a row of `width` elements.
-template <class S, class O, class Scale>
-void scale_row(const S* in, O* out, int64_t width, const Scale& scale) {
+// Write scale(x) to `out` for the vectors x of a row of `width` elements.
+template <class In, class Out, class Scale>
+void scale_row(const In* in, Out* out, int64_t width, const Scale& scale) {
   int64_t c = 0;
   for (; c + kLanes <= width; c += kLanes) store(out + c, scale(load(in + c)));
   const int num_remaining = static_cast<int>(width - c);
@@ -110,15 +111,15 @@ void scale_row(const S* in, O* out, int64_t width, const Scale& scale) {
 }
 
 // The CombineFn of `combine_backward`.
-template <class S, class O>
+template <class In, class Out>
 void combine_backward_rows(const CombineArgs& args, const Target& target, int64_t begin,
                            int64_t end) {
-  const S* grad = static_cast<const S*>(args.in) + target.offset;
+  const In* grad = static_cast<const In*>(args.in) + target.offset;
   const int64_t width = target.width;
   for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
     const SourcePiece& piece = args.pieces[p];
-    O* out = static_cast<O*>(args.out);
-    if constexpr (std::is_same_v<S, O>) {
+    Out* out = static_cast<Out*>(args.out);
+    if constexpr (std::is_same_v<In, Out>) {
       if (piece.first_row < 0 && keeps_values(args, target)) {
         copy_rows(grad + begin * target.stride, target.stride,
                   args.local.address(out, piece.offset) + begin * piece.stride, piece.stride,
@@ -127,9 +128,9 @@ void combine_backward_rows(const CombineArgs& args, const Target& target, int64_
       }
     }
     for (int64_t row = begin; row < end; ++row) {
-      O* out_row = piece_row(args, piece, out, row);
+      Out* out_row = piece_row(args, piece, out, row);
       if (out_row == nullptr) continue;
-      const S* in = grad + row * target.stride;
+      const In* in = grad + row * target.stride;
       const float divisor = row_divisor(args, target, row);
       if (divisor == 1.0f) {
         scale_row(in, out_row, width, [&](Vec v) { return v * broadcast(args.scale); });
@@ -143,10 +144,10 @@ void combine_backward_rows(const CombineArgs& args, const Target& target, int64_
 
 constexpr CombineTable make_table() {
   CombineTable table = {};
-  for_each_dtype([&]<class S>(TypeTag<S>, int in) {
-    for_each_dtype([&]<class O>(TypeTag<O>, int out) {
-      table.combine[in][out] = combine_rows<S, O>;
-      table.combine_backward[in][out] = combine_backward_rows<S, O>;
+  for_each_dtype([&]<class In>(TypeTag<In>, int in) {
+    for_each_dtype([&]<class Out>(TypeTag<Out>, int out) {
+      table.combine[in][out] = combine_rows<In, Out>;
+      table.combine_backward[in][out] = combine_backward_rows<In, Out>;
     });
   });
   return table;

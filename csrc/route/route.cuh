@@ -1,5 +1,5 @@
-// Counting and moving ids on the GPU. In a batch of short bags, a lane processes a bag of up to
-// kShortBag ids. A warp processes any other bag, 32 ids at a time: a match instruction finds the
+// Counting and moving ids on the GPU. If bags are short on average, a lane processes each bag of up
+// to kShortBag ids. A warp processes any other bag, 32 ids at a time: a match instruction finds the
 // lanes whose ids go to the same block, and the first of these lanes counts for all. No two threads
 // change the count of one output bag at a time, so that no atomics are needed and ids keep their
 // order. Layouts are on the device and have not been checked: entries that lie outside the tensors
@@ -22,21 +22,23 @@ inline constexpr int kShortMean = 8;  // mean ids per bag up to which lanes take
 // run.
 struct DeviceRoute {
   Routing routing;
-  const void* ids;   // [L]
-  Bags bags;         // of the batch
-  void* out;         // of the dtype of ids: [out_bags] lengths, 0 before; or [total] ids
-  int64_t out_bags;  // output bags
+  const void* ids;  // [L]
+  Bags bags;        // of the batch
+  void* out;  // of the dtype of ids: [num_output_bags] lengths, 0 before; or [num_output_ids] ids
+  int64_t num_output_bags;  // output bags
   // The other members are read by the move only.
-  IndexArray starts;     // [out_bags + 1] sums of the lengths
-  int64_t total;         // ids in the output
-  int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
+  IndexArray starts;  // [num_output_bags + 1] sums of the lengths
+  int64_t num_output_ids;
+  int64_t*
+      positions;  // [num_output_ids], an output: the position in `ids` of each id of the output
   const float* weights;  // [L], or null
-  float* out_weights;    // [total], an output, unless `weights` is null
-  int32_t* num_moved;    // [out_bags], 0 before: ids moved so far to each output bag of a copy 0
+  float* out_weights;    // [num_output_ids], an output, unless `weights` is null
+  int32_t*
+      num_moved;  // [num_output_bags], 0 before: ids moved so far to each output bag of a copy 0
 };
 
-// Return the last feature whose bags begin at or before `bag`, 0 if no feature does. There must be
-// at least one feature; the caller must check that the result has the bag.
+// Return the last feature whose bags begin at or before `bag`, 0 if there is none. There must be at
+// least one feature. The result need not have the bag: see BagRoute::is_valid.
 EMB_DEVICE int64_t feature_of_bag(const Routing& routing, int64_t bag) {
   int64_t low = 0, high = routing.num_features;
   while (high - low > 1) {
@@ -55,15 +57,16 @@ struct BagRoute {
   RouteFeature feature;
   const RouteBlock* blocks;  // of the feature
   int64_t bag_in_feature;    // index of the bag among those of the feature
-  // Whether a feature has the bag, its blocks exist and are in range, and `rows` is not negative.
+  // Whether the feature has the bag and a block, its blocks are in range, and its num_rows is not
+  // negative. If it is false, the bag is skipped.
   bool is_valid;
 
-  // `bag` counts the bags of the batch.
+  // `bag` is the number of the bag in the batch.
   EMB_DEVICE BagRoute(const Routing& routing, int64_t bag) : blocks(nullptr), is_valid(false) {
     const int64_t f = feature_of_bag(routing, bag);
     feature = routing.features[f];
     bag_in_feature = bag - routing.first_bags[f];
-    is_valid = (bag_in_feature | feature.rows) >= 0 && bag < routing.first_bags[f + 1] &&
+    is_valid = (bag_in_feature | feature.num_rows) >= 0 && bag < routing.first_bags[f + 1] &&
                feature.first_block >= 0 && feature.num_blocks > 0 &&
                feature.num_blocks <= routing.num_blocks &&
                feature.first_block <= routing.num_blocks - feature.num_blocks;
@@ -80,23 +83,25 @@ struct BagRoute {
   }
 
   // Return the output bag of this bag in copy `copy` of a block, -1 if the layout has none.
-  EMB_DEVICE int64_t out_bag(const DeviceRoute& in, int64_t block, int64_t copy) const {
-    const int64_t unit = in.routing.copies[blocks[block].first_copy + copy];
-    if (unit < 0 || unit >= in.routing.num_units) return -1;
+  EMB_DEVICE int64_t output_bag(const DeviceRoute& args, int64_t block, int64_t copy) const {
+    const int64_t unit = args.routing.copies[blocks[block].first_copy + copy];
+    if (unit < 0 || unit >= args.routing.num_units) return -1;
     // Unsigned, so that the sum cannot overflow.
-    const auto out_bag =
-        static_cast<uint64_t>(in.routing.units[unit]) + static_cast<uint64_t>(bag_in_feature);
-    return out_bag < static_cast<uint64_t>(in.out_bags) ? static_cast<int64_t>(out_bag) : -1;
+    const auto output_bag =
+        static_cast<uint64_t>(args.routing.units[unit]) + static_cast<uint64_t>(bag_in_feature);
+    return output_bag < static_cast<uint64_t>(args.num_output_bags)
+               ? static_cast<int64_t>(output_bag)
+               : -1;
   }
 };
 
-// The lanes of a warp whose ids go to the same block as this lane's id.
+// The peers of a lane: the lanes of its warp whose ids go to the same block as its own id.
 struct BlockPeers {
-  unsigned lanes;  // bit mask of these lanes
-  int leader;      // the first of them
-  int rank;        // how many of them come before this lane
+  unsigned lanes;  // bit mask of the peers, with this lane
+  int leader;      // the first peer
+  int rank;        // the number of peers before this lane
 
-  // All lanes of the warp call this, those without an id with -1.
+  // All lanes of the warp must call this, those without an id with block -1.
   EMB_DEVICE explicit BlockPeers(int block) {
     lanes = __match_any_sync(simt::kFullMask, block);
     leader = __ffs(static_cast<int>(lanes)) - 1;
@@ -107,24 +112,24 @@ struct BlockPeers {
   EMB_DEVICE int num_lanes() const { return __popc(lanes); }
 };
 
-// Counts the ids [begin, end) of a bag: adds their number per block to the lengths in in.out. I is
-// the dtype of ids and lengths.
+// Counts the ids [begin, end) of a bag: adds their number per block to the lengths in args.out. I
+// is the dtype of ids and lengths.
 template <class I>
 struct CountIds {
   // Called by one lane.
-  EMB_DEVICE static void process_in_lane(const DeviceRoute& in, const BagRoute& route,
+  EMB_DEVICE static void process_in_lane(const DeviceRoute& args, const BagRoute& route,
                                          int64_t begin, int64_t end) {
-    const I* ids = static_cast<const I*>(in.ids);
+    const I* ids = static_cast<const I*>(args.ids);
     for (int64_t i = begin; i < end; ++i) {
       const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
-      add(in, route, routed.block, 1);
+      add(args, route, routed.block, 1);
     }
   }
 
   // Called by all lanes of a warp with the same arguments.
-  EMB_DEVICE static void process_in_warp(const DeviceRoute& in, const BagRoute& route,
+  EMB_DEVICE static void process_in_warp(const DeviceRoute& args, const BagRoute& route,
                                          int64_t begin, int64_t end) {
-    const I* ids = static_cast<const I*>(in.ids);
+    const I* ids = static_cast<const I*>(args.ids);
     const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
     for (int64_t i = begin; i < end; i += simt::kWarpLanes) {
       int block = -1;
@@ -132,18 +137,18 @@ struct CountIds {
         block = static_cast<int>(route_id(route.feature, route.blocks, ids[i + lane]).block);
       }
       const BlockPeers peers(block);
-      if (block >= 0 && peers.is_leader()) add(in, route, block, peers.num_lanes());
+      if (block >= 0 && peers.is_leader()) add(args, route, block, peers.num_lanes());
       __syncwarp();  // the next ids of the block may have another leader
     }
   }
 
  private:
-  EMB_DEVICE static void add(const DeviceRoute& in, const BagRoute& route, int64_t block,
+  EMB_DEVICE static void add(const DeviceRoute& args, const BagRoute& route, int64_t block,
                              int count) {
-    const int64_t num_copies = route.num_copies(in.routing, block);
+    const int64_t num_copies = route.num_copies(args.routing, block);
     for (int64_t copy = 0; copy < num_copies; ++copy) {
-      const int64_t out_bag = route.out_bag(in, block, copy);
-      if (out_bag >= 0) static_cast<I*>(in.out)[out_bag] += static_cast<I>(count);
+      const int64_t output_bag = route.output_bag(args, block, copy);
+      if (output_bag >= 0) static_cast<I*>(args.out)[output_bag] += static_cast<I>(count);
     }
   }
 };
@@ -152,131 +157,135 @@ struct CountIds {
 template <class I>
 struct MoveIds {
   // Called by one lane.
-  EMB_DEVICE static void process_in_lane(const DeviceRoute& in, const BagRoute& route,
+  EMB_DEVICE static void process_in_lane(const DeviceRoute& args, const BagRoute& route,
                                          int64_t begin, int64_t end) {
-    const I* ids = static_cast<const I*>(in.ids);
+    const I* ids = static_cast<const I*>(args.ids);
     for (int64_t i = begin; i < end; ++i) {
       const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
-      const int64_t num_copies = route.num_copies(in.routing, routed.block);
-      const int64_t first_out_bag = num_copies > 0 ? route.out_bag(in, routed.block, 0) : -1;
-      const int num_moved = first_out_bag >= 0 ? in.num_moved[first_out_bag]++ : 0;
-      write_id(in, route, routed, num_copies, first_out_bag, num_moved, i);
+      const int64_t num_copies = route.num_copies(args.routing, routed.block);
+      const int64_t first_output_bag =
+          num_copies > 0 ? route.output_bag(args, routed.block, 0) : -1;
+      const int num_moved = first_output_bag >= 0 ? args.num_moved[first_output_bag]++ : 0;
+      write_id(args, route, routed, num_copies, first_output_bag, num_moved, i);
     }
   }
 
   // Called by all lanes of a warp with the same arguments.
-  EMB_DEVICE static void process_in_warp(const DeviceRoute& in, const BagRoute& route,
+  EMB_DEVICE static void process_in_warp(const DeviceRoute& args, const BagRoute& route,
                                          int64_t begin, int64_t end) {
-    const I* ids = static_cast<const I*>(in.ids);
+    const I* ids = static_cast<const I*>(args.ids);
     const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
     for (int64_t i = begin; i < end; i += simt::kWarpLanes) {
       const bool has_id = i + lane < end;
       RoutedId routed{-1, 0};
       if (has_id) routed = route_id(route.feature, route.blocks, ids[i + lane]);
       const BlockPeers peers(static_cast<int>(routed.block));
-      const int64_t num_copies = has_id ? route.num_copies(in.routing, routed.block) : 0;
-      const int64_t first_out_bag = num_copies > 0 ? route.out_bag(in, routed.block, 0) : -1;
+      const int64_t num_copies = has_id ? route.num_copies(args.routing, routed.block) : 0;
+      const int64_t first_output_bag =
+          num_copies > 0 ? route.output_bag(args, routed.block, 0) : -1;
       int num_moved = 0;
-      if (first_out_bag >= 0 && peers.is_leader()) {
-        num_moved = in.num_moved[first_out_bag];
-        in.num_moved[first_out_bag] = num_moved + peers.num_lanes();
+      if (first_output_bag >= 0 && peers.is_leader()) {
+        num_moved = args.num_moved[first_output_bag];
+        args.num_moved[first_output_bag] = num_moved + peers.num_lanes();
       }
       num_moved = __shfl_sync(simt::kFullMask, num_moved, peers.leader) + peers.rank;
-      write_id(in, route, routed, num_copies, first_out_bag, num_moved, i + lane);
+      write_id(args, route, routed, num_copies, first_output_bag, num_moved, i + lane);
       __syncwarp();
     }
   }
 
  private:
   // Write the id at `position` of the batch for each copy of its block, with its position and
-  // weight. first_out_bag is the output bag of copy 0, and `num_moved` is the number of ids that
+  // weight. first_output_bag is the output bag of copy 0, and `num_moved` is the number of ids that
   // have been moved there.
-  EMB_DEVICE static void write_id(const DeviceRoute& in, const BagRoute& route,
-                                  const RoutedId& routed, int64_t num_copies, int64_t first_out_bag,
-                                  int num_moved, int64_t position) {
+  EMB_DEVICE static void write_id(const DeviceRoute& args, const BagRoute& route,
+                                  const RoutedId& routed, int64_t num_copies,
+                                  int64_t first_output_bag, int num_moved, int64_t position) {
     for (int64_t copy = 0; copy < num_copies; ++copy) {
-      const int64_t out_bag = copy == 0 ? first_out_bag : route.out_bag(in, routed.block, copy);
-      if (out_bag < 0) continue;
-      const int64_t start = in.starts[out_bag];
-      if (start < 0 || num_moved >= in.total - start) continue;
+      const int64_t output_bag =
+          copy == 0 ? first_output_bag : route.output_bag(args, routed.block, copy);
+      if (output_bag < 0) continue;
+      const int64_t start = args.starts[output_bag];
+      if (start < 0 || num_moved >= args.num_output_ids - start) continue;
       const int64_t target = start + num_moved;
-      if (target >= in.starts[out_bag + 1]) continue;
-      static_cast<I*>(in.out)[target] = static_cast<I>(routed.id);
-      in.positions[target] = position;
-      if (in.weights != nullptr) in.out_weights[target] = in.weights[position];
+      if (target >= args.starts[output_bag + 1]) continue;
+      static_cast<I*>(args.out)[target] = static_cast<I>(routed.id);
+      args.positions[target] = position;
+      if (args.weights != nullptr) args.out_weights[target] = args.weights[position];
     }
   }
 };
 
-// Process all bags with `Work` (CountIds or MoveIds), grid-stride. A warp processes `bags_per_warp`
-// bags, 1 or 32. All lanes process a single bag together. Of 32 bags, each lane processes one if
-// the bag is short. Then all lanes process the long bags together, one after the other.
+// Process all bags with `Work` (CountIds or MoveIds), grid-stride. A warp takes `bags_per_warp`
+// bags at a time, 1 or 32. All lanes process a single bag together. Of 32 bags, each lane first
+// processes one if it is short, and then all lanes process the long ones together, one by one.
 template <class Work>
-EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_per_warp) {
+EMB_DEVICE void route_bags(const DeviceRoute& args, int bags_per_warp) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
   const bool has_bag_per_lane = bags_per_warp > 1;
-  for (int64_t first = simt::global_warp() * bags_per_warp; first < in.bags.num_bags;
+  for (int64_t first = simt::global_warp() * bags_per_warp; first < args.bags.num_bags;
        first += simt::warps_in_grid() * bags_per_warp) {
     bool is_long = lane == 0;  // a single bag counts as long
     if (has_bag_per_lane) {
       is_long = false;
       const int64_t bag = first + lane;
-      if (bag < in.bags.num_bags) {
-        const int64_t begin = in.bags.begin(bag), end = in.bags.end(bag);
+      if (bag < args.bags.num_bags) {
+        const int64_t begin = args.bags.begin(bag), end = args.bags.end(bag);
         is_long = end - begin > kShortBag;
-        const BagRoute route(in.routing, bag);
-        if (!is_long && route.is_valid) Work::process_in_lane(in, route, begin, end);
+        const BagRoute route(args.routing, bag);
+        if (!is_long && route.is_valid) Work::process_in_lane(args, route, begin, end);
       }
     }
     unsigned long_bags = __ballot_sync(simt::kFullMask, is_long);  // bit b: bag first + b
     for (; long_bags != 0; long_bags &= long_bags - 1) {
       const int64_t bag = first + __ffs(static_cast<int>(long_bags)) - 1;
-      const BagRoute route(in.routing, bag);
-      if (route.is_valid) Work::process_in_warp(in, route, in.bags.begin(bag), in.bags.end(bag));
+      const BagRoute route(args.routing, bag);
+      if (route.is_valid)
+        Work::process_in_warp(args, route, args.bags.begin(bag), args.bags.end(bag));
     }
   }
 }
 
-// Add the numbers of ids of every bag to the lengths in in.out, which must be 0 before.
+// Add the numbers of ids of every bag to the lengths in args.out, which must be 0 before.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, kRouteBlocksPerSm)
-    route_count_kernel(DeviceRoute in, int bags_per_warp) {
-  route_bags<CountIds<I>>(in, bags_per_warp);
+    route_count_kernel(DeviceRoute args, int bags_per_warp) {
+  route_bags<CountIds<I>>(args, bags_per_warp);
 }
 
-// Write the ids of every bag to in.out, from in.starts on; also in.positions and, with weights,
-// in.out_weights. in.num_moved must be 0 before.
+// Write the ids of every bag to args.out, from args.starts on; also args.positions and, with
+// weights, args.out_weights. args.num_moved must be 0 before.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, kRouteBlocksPerSm)
-    route_move_kernel(DeviceRoute in, int bags_per_warp) {
-  route_bags<MoveIds<I>>(in, bags_per_warp);
+    route_move_kernel(DeviceRoute args, int bags_per_warp) {
+  route_bags<MoveIds<I>>(args, bags_per_warp);
 }
 
 // Launch a kernel over all bags of the batch; nothing if there are no bags or no features.
 template <class Launcher, class Kernel>
-void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute& in) {
-  if (in.bags.num_bags == 0 || in.routing.num_features == 0) return;
-  const bool has_short_bags = in.bags.num_lookups <= in.bags.num_bags * kShortMean;
+void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute& args) {
+  if (args.bags.num_bags == 0 || args.routing.num_features == 0) return;
+  const bool has_short_bags = args.bags.num_lookups <= args.bags.num_bags * kShortMean;
   const int bags_per_warp = has_short_bags ? kWarpLanes : 1;
   const int64_t bags_per_block = int64_t{kRouteThreads / simt::kWarpLanes} * bags_per_warp;
   const unsigned blocks =
-      blocks_for(in.bags.num_bags, bags_per_block, launcher.blocks(kResidentBlocksPerSm));
-  launcher(kernel, blocks, kRouteThreads, in, bags_per_warp);
+      blocks_for(args.bags.num_bags, bags_per_block, launcher.blocks(kResidentBlocksPerSm));
+  launcher(kernel, blocks, kRouteThreads, args, bags_per_warp);
 }
 
-// Add the numbers of ids of all bags to the lengths in in.out, which must be 0 before. `is_int64`:
-// ids and lengths are int64, else int32. Does not wait for the device.
+// Add the numbers of ids of all bags to the lengths in args.out, which must be 0 before.
+// `is_int64`: ids and lengths are int64, else int32. Does not wait for the device.
 template <class Launcher>
-void launch_route_count(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
+void launch_route_count(const Launcher& launcher, const DeviceRoute& args, bool is_int64) {
   launch_over_bags(launcher, is_int64 ? route_count_kernel<int64_t> : route_count_kernel<int32_t>,
-                   in);
+                   args);
 }
 
-// Move the ids of all bags; in.num_moved must be 0 before. `is_int64`: ids are int64, else int32.
+// Move the ids of all bags; args.num_moved must be 0 before. `is_int64`: ids are int64, else int32.
 template <class Launcher>
-void launch_route_move(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
+void launch_route_move(const Launcher& launcher, const DeviceRoute& args, bool is_int64) {
   launch_over_bags(launcher, is_int64 ? route_move_kernel<int64_t> : route_move_kernel<int32_t>,
-                   in);
+                   args);
 }
 
 }  // namespace emb::cuda

@@ -20,8 +20,8 @@ namespace {
 
 constexpr int64_t kRouteGrain = 8192;  // grain of parallel_balanced, in ids plus bags
 
-// Run `kernel` over the bags of all features, in parallel; return false if one of its calls
-// returned false. Each range of bags gets separate scratch memory; throws without memory for it.
+// Call `kernel` for the bags of all features, in parallel, and return whether all calls returned
+// true. Each range of bags gets scratch memory of its own; throws if there is none.
 bool run_kernel(const RouteArgs& args, RouteFn kernel) {
   const Routing& routing = args.routing;
   if (routing.num_features == 0) return true;
@@ -39,7 +39,7 @@ bool run_kernel(const RouteArgs& args, RouteFn kernel) {
         const int64_t range_first_bag = first_bag + range_begin,
                       range_end_bag = first_bag + range_end;
         RouteArgs args_of_range = args;
-        const std::unique_ptr<int64_t[]> scratch(new int64_t[kRouteScratch * max_blocks]);
+        const std::unique_ptr<int64_t[]> scratch(new int64_t[kRouteScratchPerBlock * max_blocks]);
         args_of_range.scratch = scratch.get();
         const int64_t* next_feature = std::upper_bound(
             routing.first_bags, routing.first_bags + routing.num_features + 1, range_first_bag);
@@ -53,7 +53,7 @@ bool run_kernel(const RouteArgs& args, RouteFn kernel) {
   return is_consistent;
 }
 
-// Return the arguments that both ops have; the outputs are set afterwards.
+// Return the arguments that both ops share; the outputs are set afterwards.
 RouteArgs route_args(const RouteInputs& in) {
   RouteArgs args{};
   args.routing = in.routing;
@@ -85,8 +85,8 @@ Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& fir
 // Return the ids of all units, unit by unit and bag by bag: (ids [total], positions int64 [total],
 // weights float32 [total]). Output i is the id at position positions[i] of `ids`, in the numbering
 // of its rank. The argument `weights` is float32 [L] or null; if it is null, the returned weights
-// are empty. `starts`, [output bags + 1], are the sums of the lengths that route_lengths returned,
-// and `total` is the last of them.
+// are empty. `starts`, int32 or int64 [output bags + 1], are the sums of the lengths that
+// route_lengths returned, and `total` is the last of them; throws if they are not those of the ids.
 std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& offsets,
                                              const Tensor& first_bags, const Tensor& features,
                                              const Tensor& blocks, const Tensor& copies,
@@ -111,7 +111,7 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   RouteArgs args = route_args(in);
   args.out = out.mutable_data_ptr();
   args.starts = start_array;
-  args.total = total;
+  args.num_output_ids = total;
   args.positions = positions.mutable_data_ptr<int64_t>();
   args.weights = route_weights.data;
   args.out_weights = out_weights.mutable_data_ptr<float>();

@@ -1,7 +1,7 @@
-// The routing ops on the GPU: check dtypes and shapes, allocate, launch. Nothing waits for the
-// device. The results are those of the CPU, but contents of layouts are not checked: entries that
-// lie outside the tensors are skipped, and output elements that nothing writes are unspecified (or
-// 0, where a function clears its output first).
+// The routing ops on the GPU: check dtypes, shapes and devices, allocate, launch. Nothing waits for
+// the device. Contents of layouts are not checked: entries that lie outside the tensors are
+// skipped. For valid layouts the results are those of the CPU; for others, output elements that
+// nothing writes are 0 where a comment below says so, else unspecified.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -15,13 +15,13 @@
 namespace emb::cuda {
 namespace {
 
-// Return the arguments that counting and moving have; the outputs are set afterwards.
-DeviceRoute device_route(const RouteInputs& in, int64_t out_bags) {
+// Return the arguments that both routing ops share; the outputs are set afterwards.
+DeviceRoute device_route(const RouteInputs& in, int64_t num_output_bags) {
   DeviceRoute route{};
   route.routing = in.routing;
   route.ids = in.ids.const_data_ptr();
   route.bags = in.bags();
-  route.out_bags = out_bags;
+  route.num_output_bags = num_output_bags;
   return route;
 }
 
@@ -46,8 +46,8 @@ Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& fir
 // Return the ids of all units, unit by unit and bag by bag: (ids [total], positions int64 [total],
 // weights float32 [total]). Output i is the id at position positions[i] of `ids`, in the numbering
 // of its rank. The argument `weights` is float32 [L] or null; if it is null, the returned weights
-// are empty. `starts`, [output bags + 1], should be the sums of the lengths that route_lengths
-// returned, and `total` the last of them.
+// are empty. `starts`, int32 or int64 [output bags + 1], should be the sums of the lengths that
+// route_lengths returned, and `total` the last of them.
 std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& offsets,
                                              const Tensor& first_bags, const Tensor& features,
                                              const Tensor& blocks, const Tensor& copies,
@@ -64,13 +64,13 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   Tensor positions = allocate(in.ids, {total}, ScalarType::Long);
   Tensor out_weights =
       allocate(in.ids, {route_weights.data != nullptr ? total : 0}, ScalarType::Float);
-  const int64_t bags = start_tensor.numel() - 1;
-  Tensor num_moved = allocate(in.ids, {bags}, ScalarType::Int);
+  const int64_t num_output_bags = start_tensor.numel() - 1;
+  Tensor num_moved = allocate(in.ids, {num_output_bags}, ScalarType::Int);
   torch::stable::zero_(num_moved);
-  DeviceRoute route = device_route(in, bags);
+  DeviceRoute route = device_route(in, num_output_bags);
   route.out = out.mutable_data_ptr();
   route.starts = index_array(start_tensor);
-  route.total = total;
+  route.num_output_ids = total;
   route.positions = positions.mutable_data_ptr<int64_t>();
   route.weights = route_weights.data;
   route.out_weights = out_weights.mutable_data_ptr<float>();
@@ -82,7 +82,7 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
 // Return the segments values[starts[s]:starts[s + 1]] for s in `order`, one after the other:
 // [total, ..] of the dtype of `values`, which may be any. `values` is [N, ..], `starts` int32 or
 // int64 [segments + 1], `order` int64 [M]. `total` should be the number of rows of these segments:
-// further rows are left out, missing ones are 0.
+// rows after the first `total` are left out, and missing rows are 0.
 Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor& order,
                        int64_t total) {
   const char* op = "gather_segments";
@@ -147,8 +147,8 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
 }
 
 // Compute the gradient of the source of `combine` from the gradient of its output, in.flat. Return
-// the elements outside of `local`, of `dtype`; write the elements inside to `local`, if there is
-// one. Elements of the source in no piece get 0. Pieces must not overlap; this is not checked.
+// the elements outside of `local`, of `dtype`; write the others to `local`, if there is one. The
+// gradient of an element in no piece is 0. Pieces must not overlap; this is not checked.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype in_type = float_dtype(op, "grad", in.flat.scalar_type());

@@ -1,12 +1,14 @@
 // Counting and moving the ids of a range of bags of one feature on one CPU thread: the functions of
 // RouteTable (route/args.h).
 //
-// The work is to find the block of each id. With few blocks, an id is compared with the start of
-// every block, which vectorises. With many blocks of equal size, of which the last may be smaller,
-// an id is multiplied by the reciprocal of the size. Otherwise route_id finds the block of one id
-// after the other, by a binary search or a hash. Counting processes long bags one by one, with a
-// loop over the ids per block, and short bags in chunks of ids. Moving writes the ids of each block
-// at the block's cursor, and copies the result for further copies of the block.
+// Most of the work is to find the block of each id. With few blocks, an id is compared with the
+// start of every block, which vectorises. With many blocks of equal size, of which the last may be
+// smaller, an id is multiplied by the reciprocal of the size. Otherwise route_id finds the block of
+// one id after the other, by a binary search or a hash.
+//
+// Counting processes long bags one by one, with a loop over the ids per block, and short bags in
+// chunks of ids. Moving writes the ids of each block at the block's cursor, and then copies them
+// for further copies of the block.
 #include <cstdint>
 
 #include "route/args.h"
@@ -19,7 +21,7 @@ constexpr int64_t kFewBlocks = 12;
 // Up to this number of rows, products of doubles find the block of a row (see
 // find_in_equal_blocks).
 constexpr int64_t kMaxExactRows = int64_t{1} << 52;
-constexpr int64_t kLongBag = 8;  // mean ids per bag from which a loop per block pays
+constexpr int64_t kLongBag = 8;  // mean ids per bag from which bags are counted one by one
 constexpr int64_t kChunk = 512;  // ids whose blocks are found before they are counted or moved
 
 // Return whether an id of type I can be as large as `bound`, which must not be negative.
@@ -55,14 +57,15 @@ struct FeatureRoute {
         begin(first - batch_routing.first_bags[f]),
         end(last - batch_routing.first_bags[f]),
         rows_per_block(has_few_blocks() || feature.rule == RouteRule::kByKey ||
-                               feature.rows > kMaxExactRows
+                               feature.num_rows > kMaxExactRows
                            ? 0
                            : blocks[1].first_row) {
     for (int64_t k = 2; k < feature.num_blocks && rows_per_block > 0; ++k) {
       const int64_t start = k * rows_per_block;
-      if (blocks[k].first_row != (start < feature.rows ? start : feature.rows)) rows_per_block = 0;
+      if (blocks[k].first_row != (start < feature.num_rows ? start : feature.num_rows))
+        rows_per_block = 0;
     }
-    if (rows_per_block > 0 && (feature.rows - 1) / rows_per_block >= feature.num_blocks) {
+    if (rows_per_block > 0 && (feature.num_rows - 1) / rows_per_block >= feature.num_blocks) {
       rows_per_block = 0;  // the last block is larger
     }
   }
@@ -72,15 +75,15 @@ struct FeatureRoute {
     return feature.rule != RouteRule::kByKey && feature.num_blocks <= kFewBlocks;
   }
   // Return the output bag of the range's first bag, for copy `copy` of block k.
-  int64_t out_bag(int64_t k, int64_t copy) const {
+  int64_t output_bag(int64_t k, int64_t copy) const {
     return routing.units[routing.copies[blocks[k].first_copy + copy]] + begin;
   }
 };
 
-// Return how many of n ids are not pruned: after repair they are rows of a table of `rows` rows.
+// Return how many of n ids repair_index does not skip, for a table of num_rows rows.
 template <class I>
-int64_t count_not_pruned(const I* ids, int64_t n, int64_t rows) {
-  if (rows == 0) return 0;
+int64_t count_not_skipped(const I* ids, int64_t n, int64_t num_rows) {
+  if (num_rows == 0) return 0;
   I count = 0;
   for (int64_t i = 0; i < n; ++i) count += ids[i] != -1;
   return count;
@@ -91,13 +94,13 @@ int64_t count_not_pruned(const I* ids, int64_t n, int64_t rows) {
 template <class I>
 void count_in_few_blocks(const FeatureRoute& route, const I* ids, int64_t n, int64_t* counts) {
   const int64_t num_blocks = route.feature.num_blocks;
-  const int64_t num_beyond = count_at_least(ids, n, route.feature.rows);
+  const int64_t num_beyond = count_at_least(ids, n, route.feature.num_rows);
   int64_t num_after_block = 0;  // ids of the blocks after this one
   for (int64_t k = num_blocks - 1; k > 0; --k) {
     const int64_t first = route.blocks[k].first_row;
     const int64_t num_from_block =  // ids of this block and of later blocks
         first > 0 ? count_at_least(ids, n, first) - num_beyond
-                  : count_not_pruned(ids, n, route.feature.rows);
+                  : count_not_skipped(ids, n, route.feature.num_rows);
     counts[k] = num_from_block - num_after_block;
     num_after_block = num_from_block;
   }
@@ -107,11 +110,11 @@ void count_in_few_blocks(const FeatureRoute& route, const I* ids, int64_t n, int
 // The functions find_*() write the block of each of n ids to `block`, [n], and the id in the
 // numbering of the block's rank to `rank_id`, [n]. The results are those of route_id.
 
-// Find the blocks of ids of at most kMaxBlocks blocks. The rule must be kByRange, or
+// Find the blocks of ids of a feature with at most kMaxBlocks blocks. The rule must be kByRange, or
 // kByRangeElseSpread without ids beyond the rows.
 template <class I, int kMaxBlocks>
 void find_in_max_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
-  const int64_t rows = route.feature.rows;
+  const int64_t rows = route.feature.num_rows;
   const I typed_rows = can_reach<I>(rows) ? static_cast<I>(rows) : INT32_MAX;
   const bool is_never_beyond = !can_reach<I>(rows);  // no id is too large
   const bool is_empty = rows == 0;
@@ -137,7 +140,7 @@ void find_in_max_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* b
   }
 }
 
-// Find the blocks of ids of few blocks.
+// Find the blocks of ids of a feature with at most kFewBlocks blocks; the rule as above.
 template <class I>
 void find_in_few_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   static_assert(kFewBlocks == 12);
@@ -149,7 +152,7 @@ void find_in_few_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* b
   find(route, ids, n, block, rank_id);
 }
 
-// Find the blocks of ids for any blocks and rule.
+// Find the blocks of ids of any feature.
 template <class I>
 void find_one_by_one(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   for (int64_t i = 0; i < n; ++i) {
@@ -159,13 +162,14 @@ void find_one_by_one(const FeatureRoute& route, const I* ids, int64_t n, I* bloc
   }
 }
 
-// Find the blocks of ids of many blocks of equal size (FeatureRoute::rows_per_block). The product
-// of a row with the reciprocal, rounded down, is the block or off by one, which is corrected. Ids
-// that are no rows go unchanged to block 0.
+// Find the blocks of ids of a feature with many blocks of equal size
+// (FeatureRoute::rows_per_block); the rule as above. The product of a row with the reciprocal of
+// the size, rounded down, is the block or off by one, which is corrected. Ids that are no rows go
+// unchanged to block 0.
 template <class I>
 void find_in_equal_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* block,
                           I* rank_id) {
-  const int64_t rows_per_block = route.rows_per_block, rows = route.feature.rows;
+  const int64_t rows_per_block = route.rows_per_block, rows = route.feature.num_rows;
   const double blocks_per_row = 1.0 / static_cast<double>(rows_per_block);
   for (int64_t i = 0; i < n; ++i) {
     const int64_t id = ids[i];
@@ -183,7 +187,8 @@ void find_in_equal_blocks(const FeatureRoute& route, const I* ids, int64_t n, I*
 template <class I>
 void find_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   const RouteFeature& feature = route.feature;
-  if (feature.rule == RouteRule::kByRangeElseSpread && count_at_least(ids, n, feature.rows) > 0) {
+  if (feature.rule == RouteRule::kByRangeElseSpread &&
+      count_at_least(ids, n, feature.num_rows) > 0) {
     find_one_by_one(route, ids, n, block, rank_id);
   } else if (route.has_few_blocks()) {
     find_in_few_blocks(route, ids, n, block, rank_id);
@@ -194,12 +199,12 @@ void find_blocks(const FeatureRoute& route, const I* ids, int64_t n, I* block, I
   }
 }
 
-// Write the lengths of `num_bags` bags from bag `begin` of the batch on, by adding every id to the
-// length of its bag in its block. The lengths of block k begin at out[out_bags[k]], and are 0
-// before; out_bags[k] is negative for a block without copies. Return false for offsets that
-// descend.
+// Count the ids of `num_bags` bags from bag `begin` of the batch on, one after the other: add each
+// to the length of its bag in its block. The lengths of block k begin at out[output_bags[k]] and
+// must be 0 before; output_bags[k] is negative for a block without copies. Return false for offsets
+// that descend.
 template <class I>
-bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const int64_t* out_bags,
+bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const int64_t* output_bags,
                       int64_t begin, int64_t num_bags) {
   I* out = static_cast<I*>(args.out);
   const I* ids = static_cast<const I*>(args.ids);
@@ -216,8 +221,8 @@ bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const in
         if (next_end < bag_end) return false;
         bag_end = next_end;
       }
-      const int64_t out_bag = out_bags[block[j]];
-      if (out_bag >= 0) ++out[out_bag + bag - 1];
+      const int64_t output_bag = output_bags[block[j]];
+      if (output_bag >= 0) ++out[output_bag + bag - 1];
     }
   }
   for (; bag < num_bags; ++bag) {
@@ -228,10 +233,10 @@ bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const in
   return true;
 }
 
-// Write the same lengths as count_one_by_one, but bag by bag; the lengths need not be 0 before. The
-// feature must have one block, or few blocks and the rule kByRange.
+// Do what count_one_by_one does, bag by bag. The lengths need not be 0 before. The feature must
+// have one block, or few blocks and the rule kByRange.
 template <class I>
-bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const int64_t* out_bags,
+bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const int64_t* output_bags,
                       int64_t begin, int64_t num_bags) {
   const int64_t num_blocks = route.feature.num_blocks;
   const I* ids = static_cast<const I*>(args.ids);
@@ -247,7 +252,7 @@ bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const in
       count_in_few_blocks(route, ids + bag_begin, n, counts);
     }
     for (int64_t k = 0; k < num_blocks; ++k) {
-      if (out_bags[k] >= 0) out[out_bags[k] + bag] = static_cast<I>(counts[k]);
+      if (output_bags[k] >= 0) out[output_bags[k] + bag] = static_cast<I>(counts[k]);
     }
     bag_begin = bag_end;
   }
@@ -261,9 +266,9 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   const int64_t num_blocks = route.feature.num_blocks, num_bags = end - begin;
   if (num_blocks == 0) return true;
   I* out = static_cast<I*>(args.out);
-  int64_t* out_bags = args.scratch;  // of the first copy of each block
+  int64_t* output_bags = args.scratch;  // of the first copy of each block
   for (int64_t k = 0; k < num_blocks; ++k) {
-    out_bags[k] = route.blocks[k].num_copies > 0 ? route.out_bag(k, 0) : -1;
+    output_bags[k] = route.blocks[k].num_copies > 0 ? route.output_bag(k, 0) : -1;
   }
   const int64_t n = args.bags.offsets[end] - args.bags.offsets[begin];
   const bool is_bag_by_bag =
@@ -271,21 +276,22 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
                           n >= kLongBag * num_bags);
   if (!is_bag_by_bag) {
     for (int64_t k = 0; k < num_blocks; ++k) {
-      if (out_bags[k] >= 0) __builtin_memset(out + out_bags[k], 0, num_bags * sizeof(I));
+      if (output_bags[k] >= 0) __builtin_memset(out + output_bags[k], 0, num_bags * sizeof(I));
     }
   }
   const auto kernel = is_bag_by_bag ? count_bag_by_bag<I> : count_one_by_one<I>;
-  if (!kernel(args, route, out_bags, begin, num_bags)) return false;
+  if (!kernel(args, route, output_bags, begin, num_bags)) return false;
   for (int64_t k = 0; k < num_blocks; ++k) {
     for (int64_t copy = 1; copy < route.blocks[k].num_copies; ++copy) {
-      __builtin_memcpy(out + route.out_bag(k, copy), out + out_bags[k], num_bags * sizeof(I));
+      __builtin_memcpy(out + route.output_bag(k, copy), out + output_bags[k], num_bags * sizeof(I));
     }
   }
   return true;
 }
 
 // The outputs of each block's first copy: its ids are written to [start, end), the next id to
-// `cursor`. The arrays, with one entry per block, are the kRouteScratch arrays of args.scratch.
+// `cursor`. The arrays, with one entry per block, are the kRouteScratchPerBlock arrays of
+// args.scratch.
 struct WriteCursors {
   int64_t *cursor, *end, *start;
 
@@ -299,10 +305,10 @@ struct WriteCursors {
     for (int64_t k = 0; k < num_blocks; ++k) {
       start[k] = cursor[k] = end[k] = 0;
       for (int64_t copy = 0; copy < route.blocks[k].num_copies; ++copy) {
-        const int64_t out_bag = route.out_bag(k, copy);
-        const int64_t first = args.starts[out_bag];
-        const int64_t last = args.starts[out_bag + route.end - route.begin];
-        if (first < 0 || last < first || last > args.total) return false;
+        const int64_t output_bag = route.output_bag(k, copy);
+        const int64_t first = args.starts[output_bag];
+        const int64_t last = args.starts[output_bag + route.end - route.begin];
+        if (first < 0 || last < first || last > args.num_output_ids) return false;
         if (copy > 0 && last - first != end[k] - start[k]) return false;
         if (copy == 0) {
           start[k] = cursor[k] = first;
@@ -314,8 +320,8 @@ struct WriteCursors {
   }
 };
 
-// Move n ids, at most kChunk, from position `first` on. Return false if the output of a block with
-// copies is full before all of its ids are written.
+// Move n ids, at most kChunk, from position `first` of args.ids on. Return false if the output of a
+// block with copies is full before all of its ids are written.
 template <class I>
 bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const WriteCursors& cursors,
                 int64_t first, int64_t n) {
@@ -338,8 +344,8 @@ bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const WriteCur
   return has_room;
 }
 
-// Move all n ids, from position `first` on, of a feature with one block, in which all ids stay in
-// order. Return false if the block does not have room for exactly n ids.
+// Move all n ids, from position `first` of args.ids on, of a feature with one block, in which ids
+// stay in order. Return false if the block has copies, but not room for exactly n ids.
 template <class I>
 bool move_all(const RouteArgs& args, const FeatureRoute& route, const WriteCursors& cursors,
               int64_t first, int64_t n) {
@@ -389,7 +395,7 @@ bool move(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
     is_consistent = is_consistent && cursors.cursor[k] == cursors.end[k];
     const int64_t first = cursors.start[k], n = cursors.end[k] - first;
     for (int64_t copy = 1; copy < route.blocks[k].num_copies && is_consistent; ++copy) {
-      const int64_t copy_begin = args.starts[route.out_bag(k, copy)];
+      const int64_t copy_begin = args.starts[route.output_bag(k, copy)];
       __builtin_memcpy(out + copy_begin, out + first, n * sizeof(I));
       __builtin_memcpy(args.positions + copy_begin, args.positions + first, n * sizeof(int64_t));
       if (args.weights != nullptr) {

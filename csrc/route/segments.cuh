@@ -1,7 +1,7 @@
-// The concatenation of segments of rows on the GPU. The first output row of each segment comes from
-// a scan: one kernel sums the rows of the segments within tiles of kScanThreads segments, and a
-// second kernel turns the sums of tiles into sums of all earlier tiles. A third kernel adds both
-// sums, and copies the rows in the widest words that the alignment allows.
+// The concatenation of segments of rows on the GPU. A scan over the sizes of the segments gives the
+// first output row of each: one kernel scans the sizes within tiles of kScanThreads segments, and a
+// second one scans the sizes of the tiles. A third kernel adds both results, and copies the rows in
+// the widest words that the alignment allows.
 #pragma once
 
 #include "core/dtype.h"
@@ -11,20 +11,20 @@
 
 namespace emb::cuda {
 
-inline constexpr int kScanThreads = 256;  // threads of a block, and segments of a tile
-inline constexpr int kSegmentCopyBlocksPerSm = 4;
+inline constexpr int kScanThreads = 256;           // threads of a block, and segments of a tile
+inline constexpr int kSegmentCopyBlocksPerSm = 4;  // so that a thread may have 64 registers
 
-// The segments values[starts[s]:starts[s + 1]] for s in `order`, in device memory. Contents need
-// not be checked: starts are clamped to the rows of the values, and a segment that does not exist,
-// or whose starts descend, is empty.
+// The segments values[starts[s]:starts[s + 1]] for s in `order`, at most 2^31 - 1, in device
+// memory. Contents need not be checked: starts are clamped to the rows of the values, and a segment
+// that does not exist, or whose starts descend, is empty.
 struct Segments {
   IndexArray starts;     // [num_segments + 1]
-  const int64_t* order;  // [num_wanted] the wanted segments
+  const int64_t* order;  // [num_wanted] the numbers of the wanted segments
   int64_t num_segments, num_wanted;
   int64_t num_rows;  // rows of the values
-  // Scratch, [num_wanted]: rows of the segment and of the segments before it in its tile.
+  // Scratch, [num_wanted]: the rows of the wanted segment and of those before it in its tile.
   int64_t* sums_in_tile;
-  int64_t* rows_before_tile;  // scratch, [tiles + 1]: rows of all segments before the tile
+  int64_t* rows_before_tile;  // scratch, [tiles + 1]: the rows of all earlier tiles
 
   // Return the first row, in the values, of the m-th wanted segment.
   EMB_DEVICE int64_t begin(int64_t m) const {
@@ -54,8 +54,8 @@ inline int64_t num_scan_tiles(int64_t num_segments) {
   return (num_segments + kScanThreads - 1) / kScanThreads;
 }
 
-// Return the sum of `value` over this thread and the earlier threads of the block. All threads must
-// call it; it has barriers. `warp_sums` is shared memory for one number per warp.
+// Return the sum of `value` over this thread and the earlier threads of the block. All threads of
+// the block must call this; it has barriers. `warp_sums` is shared memory for one number per warp.
 EMB_DEVICE int64_t block_scan(int64_t value, int64_t* warp_sums) {
   const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
   for (unsigned step = 1; step < simt::kWarpLanes; step *= 2) {
@@ -103,14 +103,15 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* warp_sums) {
   }
 }
 
-// Copy rows of `words` words of type Word to `out`, [total, words]. Rows that no segment fills
-// become 0.
+// Copy the wanted segments, as rows of Word, to `out`, [num_output_rows, words_per_row]. Rows that
+// no segment fills become 0.
 template <class Word>
 __global__ void __launch_bounds__(kTileThreads, kSegmentCopyBlocksPerSm)
-    segment_copy_kernel(Segments in, const Word* values, Word* out, int64_t total, int64_t words) {
+    segment_copy_kernel(Segments in, const Word* values, Word* out, int64_t num_output_rows,
+                        int64_t words_per_row) {
   __shared__ int search_range[2];
-  const auto start = [&](int m) { return in.first_output_row(m) * words; };
-  const int64_t n = total * words;
+  const auto start = [&](int m) { return in.first_output_row(m) * words_per_row; };
+  const int64_t n = num_output_rows * words_per_row;
   for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < n;
        tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
     const int64_t end = tile + kTileSize < n ? tile + kTileSize : n;
@@ -118,30 +119,32 @@ __global__ void __launch_bounds__(kTileThreads, kSegmentCopyBlocksPerSm)
     for (int64_t i = tile + threadIdx.x; i < end; i += kTileThreads) {
       const int m = search.find(start, i);
       const int64_t word_in_segment = m < 0 ? 0 : i - start(m);
-      const bool is_filled = m >= 0 && word_in_segment < in.size(m) * words;
-      out[i] = is_filled ? values[in.begin(m) * words + word_in_segment] : Word{};
+      const bool is_filled = m >= 0 && word_in_segment < in.size(m) * words_per_row;
+      out[i] = is_filled ? values[in.begin(m) * words_per_row + word_in_segment] : Word{};
     }
   }
 }
 
-// Launch the copy in words of type Word; row_nbytes and both addresses are multiples of their size.
+// Launch segment_copy_kernel; row_nbytes and both addresses must be multiples of the size of Word.
 template <class Word, class Launcher>
 void launch_segment_copy(const Launcher& launcher, const Segments& in, const void* values,
-                         void* out, int64_t total, int64_t row_nbytes) {
-  const int64_t words = row_nbytes / static_cast<int64_t>(sizeof(Word));
+                         void* out, int64_t num_output_rows, int64_t row_nbytes) {
+  const int64_t words_per_row = row_nbytes / static_cast<int64_t>(sizeof(Word));
   launcher(segment_copy_kernel<Word>,
-           blocks_for(total * words, kTileSize, launcher.blocks(kResidentBlocksPerSm / 2)),
-           kTileThreads, in, static_cast<const Word*>(values), static_cast<Word*>(out), total,
-           words);
+           blocks_for(num_output_rows * words_per_row, kTileSize,
+                      launcher.blocks(kResidentBlocksPerSm / 2)),
+           kTileThreads, in, static_cast<const Word*>(values), static_cast<Word*>(out),
+           num_output_rows, words_per_row);
 }
 
-// Write the wanted segments of `values`, [in.num_rows] rows, one after the other to `out`, [total]
-// rows, of row_nbytes bytes each: rows beyond the segments become 0, and rows beyond `total` are
-// not written. All arrays are in device memory and must live until the kernels have run.
+// Write the wanted segments of `values`, in.num_rows rows, one after the other to `out`,
+// num_output_rows rows, of row_nbytes bytes each. Output rows after the last segment become 0; rows
+// of segments that do not fit are left out. All arrays are in device memory and must live until the
+// kernels have run. Does not wait for the device.
 template <class Launcher>
 void launch_gather_segments(const Launcher& launcher, const Segments& in, const void* values,
-                            void* out, int64_t total, int64_t row_nbytes) {
-  if (total * row_nbytes == 0) return;
+                            void* out, int64_t num_output_rows, int64_t row_nbytes) {
+  if (num_output_rows * row_nbytes == 0) return;
   const int64_t num_tiles = num_scan_tiles(in.num_wanted);
   launcher(segment_sums_kernel, blocks_for(num_tiles, 1, launcher.blocks(kResidentBlocksPerSm / 2)),
            kScanThreads, in, num_tiles);
@@ -149,15 +152,15 @@ void launch_gather_segments(const Launcher& launcher, const Segments& in, const 
   const auto alignment_bits = reinterpret_cast<uintptr_t>(values) |
                               reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(row_nbytes);
   if (alignment_bits % 16 == 0) {
-    launch_segment_copy<simt::Pack16>(launcher, in, values, out, total, row_nbytes);
+    launch_segment_copy<simt::Pack16>(launcher, in, values, out, num_output_rows, row_nbytes);
   } else if (alignment_bits % 8 == 0) {
-    launch_segment_copy<uint64_t>(launcher, in, values, out, total, row_nbytes);
+    launch_segment_copy<uint64_t>(launcher, in, values, out, num_output_rows, row_nbytes);
   } else if (alignment_bits % 4 == 0) {
-    launch_segment_copy<uint32_t>(launcher, in, values, out, total, row_nbytes);
+    launch_segment_copy<uint32_t>(launcher, in, values, out, num_output_rows, row_nbytes);
   } else if (alignment_bits % 2 == 0) {
-    launch_segment_copy<uint16_t>(launcher, in, values, out, total, row_nbytes);
+    launch_segment_copy<uint16_t>(launcher, in, values, out, num_output_rows, row_nbytes);
   } else {
-    launch_segment_copy<uint8_t>(launcher, in, values, out, total, row_nbytes);
+    launch_segment_copy<uint8_t>(launcher, in, values, out, num_output_rows, row_nbytes);
   }
 }
 

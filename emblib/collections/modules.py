@@ -651,7 +651,7 @@ class _ColumnOrder:
                 route.TargetRow(
                     offset=column,
                     stride=columns,
-                    rows=0,
+                    num_rows=0,
                     width=dim,
                     first_piece=u,
                     end_piece=u + 1,
@@ -671,7 +671,7 @@ class _ColumnOrder:
         descriptors = self._last_descriptors
         if descriptors is None or descriptors[0] != batch or descriptors[1].device != device:
             targets = self._targets.clone()
-            targets[:, TargetColumn.ROWS] = batch
+            targets[:, TargetColumn.NUM_ROWS] = batch
             is_mean = targets[:, TargetColumn.FIRST_BAG] >= 0
             targets[:, TargetColumn.FIRST_BAG] = torch.where(
                 is_mean, targets[:, TargetColumn.FIRST_BAG] * batch, -1

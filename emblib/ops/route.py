@@ -77,7 +77,7 @@ class TargetRow(NamedTuple):
 
     offset: int
     stride: int
-    rows: int
+    num_rows: int
     width: int
     first_piece: int
     end_piece: int

@@ -503,7 +503,7 @@ class PooledOutputDist(nn.Module):
                 route.TargetRow(
                     offset=span.column,
                     stride=self._layout.columns,
-                    rows=0,
+                    num_rows=0,
                     width=span.width,
                     first_piece=first_piece,
                     end_piece=len(pieces),
@@ -549,7 +549,7 @@ class PooledOutputDist(nn.Module):
                 route.TargetRow(
                     offset=offset,
                     stride=stride,
-                    rows=count,
+                    num_rows=count,
                     width=span.width,
                     first_piece=first_piece,
                     end_piece=len(pieces),

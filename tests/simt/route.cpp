@@ -29,7 +29,7 @@ DeviceRoute read_route(Words* words, bool* is_int64) {
   routing.num_copies = words->number();
   routing.num_units = words->number();
   route.out = words->pointer<void>();
-  route.out_bags = words->number();
+  route.num_output_bags = words->number();
   return route;
 }
 
@@ -54,7 +54,7 @@ extern "C" const char* simt_route_ids(const int64_t* call) {
     bool is_int64;
     DeviceRoute route = read_route(&words, &is_int64);
     route.starts = words.indices();
-    route.total = words.number();
+    route.num_output_ids = words.number();
     route.positions = words.pointer<int64_t>();
     route.weights = words.pointer<const float>();
     route.out_weights = words.pointer<float>();
