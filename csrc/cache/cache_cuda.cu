@@ -211,7 +211,7 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
                                     const Tensor& tables, int64_t policy, int64_t lag,
                                     bool postpones, const Tensor& features, const Tensor& indices,
                                     const Tensor& offsets_in, std::optional<Tensor> bag_layout,
-                                    int64_t total_rows, bool repaired,
+                                    int64_t total_rows, bool has_valid_offsets,
                                     std::optional<int64_t> check_mode, Tensor violations) {
   const char* op = "cache_prefetch_";
   const bool is_checked = check_mode.has_value();
@@ -233,8 +233,8 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
   if (is_checked) {
     offsets = bounds_check_(indices, offsets, features, bag_layout, *check_mode, violations);
   }
-  const auto [rows, segments, lookups, bags, count] =
-      tbe_group(features, indices, offsets, bag_layout, total_rows, repaired || is_checked);
+  const auto [rows, segments, lookups, bags, count] = tbe_group(
+      features, indices, offsets, bag_layout, total_rows, has_valid_offsets || is_checked);
   call.set_rows(rows, segments, count);
   const PostponedFetches fetches = postponed_fetches(op, postponed, rows);
   DevicePlan plan(call);

@@ -60,7 +60,7 @@ std::tuple<Tensor, Tensor> plan_next_batch(const PlanCall& call, int64_t lag) {
 //   offsets     int32 or int64 [F * B + 1], [bags + 1] with a bag_layout
 //   bag_layout  int64 [bags, 2], see BagLayout; none if all features have B bags
 //   total_rows  rows of all tables, above every linear row id
-//   repaired    whether `offsets` has been repaired
+//   has_valid_offsets  whether `offsets` are a result of `bounds_check` (`repaired` in the schema)
 //   check_mode  a code of BoundsMode, if the batch is to be checked. The modes do not differ here:
 //               the caller applies the mode when it reports the violations
 //   violations  int64 [2], neither read nor written here
@@ -69,7 +69,7 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
                                     const Tensor& tables, int64_t policy, int64_t lag,
                                     bool postpones, const Tensor& features, const Tensor& indices,
                                     const Tensor& offsets, std::optional<Tensor> bag_layout,
-                                    int64_t total_rows, bool repaired,
+                                    int64_t total_rows, bool has_valid_offsets,
                                     std::optional<int64_t> check_mode, Tensor violations) {
   const char* op = "cache_prefetch_";
   const bool is_checked = check_mode.has_value();
@@ -82,8 +82,8 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
                 cache[CacheTensor::kClock], tables, policy);
   const CacheMemory memory = host_memory(op, weights, states, hyper, tables);
   if (is_checked && !is_batch_valid(op, features, indices, offsets, bag_layout)) return {};
-  const auto [rows, segments, lookups, bags, count] =
-      tbe_group(features, indices, offsets, bag_layout, total_rows, repaired || is_checked);
+  const auto [rows, segments, lookups, bags, count] = tbe_group(
+      features, indices, offsets, bag_layout, total_rows, has_valid_offsets || is_checked);
   call.set_rows(rows, segments, count);
   const auto [row_slots, evicted] = plan_next_batch(call, lag);
   move_batch(memory,

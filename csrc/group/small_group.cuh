@@ -69,9 +69,9 @@ struct SmallGroupMemory {
 
   // The counts of a block in `tallies`.
   enum Tally {
-    kGroups,       // groups that begin in this block
-    kGroupedKeys,  // keys of this block that belong to groups
-    kBadIndices,   // invalid indices, see Source::Tile::num_bad
+    kGroups,          // groups that begin in this block
+    kGroupedKeys,     // keys of this block that belong to groups
+    kInvalidIndices,  // invalid indices, see Source::Tile::num_invalid
     // Violations of the offsets: the offsets that Source::prepare changed, plus the lost indices
     // (indices other than -1 before the first bag) that make_keys found.
     kOffsetViolations,
@@ -168,7 +168,7 @@ inline SmallGroupArgs small_group_args(int64_t n, uint32_t no_group_key, int32_t
 //   tile.key(source, i, no_group_key, &bag)
 //                    Return the key of position i, or no_group_key; write its bag. Count a
 //                    violation in the tile.
-//   tile.num_bad()   Return the number of invalid indices that the tile has counted.
+//   tile.num_invalid()   Return the number of invalid indices that the tile has counted.
 //   tile.num_lost()  Return how many indices other than -1 before the first bag it has counted.
 //   report(memory)   Write the sums of the tallies of violations, by one thread. All threads call
 //                    it after the cluster_sync that completes the tallies.
@@ -188,7 +188,7 @@ struct GivenKeys {
       const int64_t key = source.keys[i];
       return key >= 0 && key < no_group_key ? static_cast<uint32_t>(key) : no_group_key;
     }
-    EMB_DEVICE uint32_t num_bad() const { return 0; }
+    EMB_DEVICE uint32_t num_invalid() const { return 0; }
     EMB_DEVICE uint32_t num_lost() const { return 0; }
   };
   EMB_DEVICE void report(const SmallGroupMemory&) const {}
@@ -249,7 +249,7 @@ struct SmallGroupSort {
       payload[i] = static_cast<uint32_t>(position(i)) | bag << kPositionBits;
     }
     if constexpr (Source::kHasBags) {
-      count_in_block(memory, SmallGroupMemory::kBadIndices, tile.num_bad());
+      count_in_block(memory, SmallGroupMemory::kInvalidIndices, tile.num_invalid());
       count_in_block(memory, SmallGroupMemory::kOffsetViolations, tile.num_lost());
     }
   }

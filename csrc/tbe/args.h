@@ -2,10 +2,11 @@
 //
 // An entry (`*_cpu.cpp`) checks its tensors and fills one of these structs. Then several threads
 // call a kernel (`*_kernels.cpp`), each for its own range of bags or of unique rows. The structs
-// own nothing: all pointers are to host memory of the op's tensors or of the entry's scratch, and
-// are valid until the op returns. Kernels of the forward repair indices and clamp offsets as they
-// read them. A row without a valid slot counts as not cached. Nothing else is checked. L is the
-// number of lookups, U the number of unique rows.
+// own nothing: their pointers are to host memory of the op's tensors or of the entry's scratch,
+// which is valid until the op returns. The kernels of the forward and of the sample weights repair
+// indices, clamp offsets, and take a row without a valid slot as not cached. They check nothing
+// else. F is the number of features, B the bags per feature of a fixed batch, L the number of
+// lookups, D the dim of a table, and U the number of unique rows.
 #pragma once
 
 #include "core/dtype.h"
@@ -15,15 +16,16 @@
 
 namespace emb {
 
-// The cache in front of a table: none, one of the table's dtype, or one of another dtype.
+// The cache in front of a table: none, one of the table's dtype (kSame), or one of another dtype
+// (kMixed).
 enum class Caching : int { kNone = 0, kSame = 1, kMixed = 2 };
 
 // The rows that the lookups of one feature read. A cached row is read from the cache in front of
 // the feature's table, any other row from the table.
 struct TableRows {
-  const void* table;      // [num_rows, dim], row-major: the feature's table
+  const void* table;      // [num_rows, dim], row-major
   int64_t num_rows, dim;  // num_rows may be 0: then every lookup is skipped
-  IndexArray indices;     // [L] of all features, not checked: see repair_index
+  IndexArray indices;     // [L] of all features; to be read through repair_index
   Caching caching = Caching::kNone;
   // The other members are set only if `caching` is not kNone.
   Dtype table_type = Dtype::kFloat, cache_type = Dtype::kFloat;  // of `table` and of `cache`
@@ -36,15 +38,16 @@ struct TableRows {
 struct LookupArgs {
   TableRows rows;
   BagItems bags;
-  const float* sample_weights;  // [L] or null; null with Pooling::kNone
+  const float* sample_weights;  // [L], or null for weights of 1; null with Pooling::kNone
   void* out;                    // the base of the output (see BagItems), of the output dtype
   float* scratch = nullptr;     // [dim], of this thread alone; null unless caching is kMixed
-  // Store the output past the CPU's caches, if the kernel can. Output rows must then be whole and
-  // aligned cache lines.
+  // Whether the kernel should store the output past the CPU's caches; a kernel that cannot do so
+  // ignores it. If it is true, output rows must be whole and aligned cache lines.
   bool bypasses_caches = false;
 };
 
-// Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature.
+// Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature;
+// without pooling the rows of their lookups. Calls for disjoint ranges may run at once.
 using LookupFn = void (*)(const LookupArgs&, int64_t first_bag, int64_t last_bag);
 
 // The CPU kernels of the forward.
@@ -63,7 +66,8 @@ struct SampleWeightArgs {
   float* scratch = nullptr;  // [dim], of this thread alone; null unless caching is kMixed
 };
 
-// Write `out` for the lookups of bags [first_bag, last_bag), at least one, of the same feature.
+// Write `out` for the lookups of bags [first_bag, last_bag), at least one, all of the same feature.
+// Calls for disjoint ranges may run at once.
 using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int64_t last_bag);
 
 // The CPU kernels of the gradient of the sample weights.
@@ -75,12 +79,12 @@ struct SampleWeightTable {
 // Backward: sum the gradients of each unique row, and update it. A *group* is the lookups of one
 // unique row; `tbe_group` sorts lookups by row, so that a group is a segment of sorted lookups.
 
-// Sorted lookups that are summed at once. A longer segment is divided into chunks of this length
-// (the last may be shorter), whose sums are added in order. The length is fixed, so that a sum
-// never depends on the number of threads.
+// Lookups that are summed at once. A longer segment is divided into chunks of this length (the last
+// may be shorter), whose sums are added in order. The length is fixed, so that a sum does not
+// depend on the number of threads.
 inline constexpr int64_t kChunkLookups = 1024;
 
-// Where the gradients of sorted lookups are, and by which factors they are multiplied.
+// The gradients of sorted lookups, and the factors by which they are multiplied.
 struct GradArgs {
   const void* grad;         // [B, columns]; [columns] of a variable batch; [L, D] without pooling
   int64_t grad_stride;      // elements between rows of `grad`
@@ -91,8 +95,8 @@ struct GradArgs {
   // The grouping, as tbe_group returns it: group g is sorted lookups [segments[g],
   // segments[g + 1]); sorted lookup j is lookup sorted_lookups[j] of bag sorted_bags[j].
   const int32_t *segments, *sorted_lookups, *sorted_bags;
-  const float* bag_scale;       // [bags] 1 / length for MEAN, 0 for an empty bag; else null
-  const float* sample_weights;  // [L] by lookup, or null
+  const float* bag_scale;       // [bags] for the mean: 1 / length, 0 for an empty bag; else null
+  const float* sample_weights;  // [L] by lookup, or null for weights of 1
   bool is_unpooled;             // no pooling: row i of `grad` belongs to lookup i
   bool prefetches_grads;        // whether to prefetch gradients: `grad` exceeds the caches
 
@@ -108,21 +112,22 @@ struct LongSegments {
   int64_t stride;           // floats per chunk sum, at least the dim of every group
 };
 
-// The rows of one table without a cache. `first_row` and `num_rows` count linear row ids. Row r, a
-// linear row id, is at element `element_base + r * dim` and row-wise state `state_base + r` of
-// `tier`.
+// The rows of one table without a cache: linear row ids [first_row, first_row + num_rows). The row
+// with linear row id r is at element `element_base + r * dim` of the weights of `tier`, and at
+// entry `state_base + r` of its row-wise states; both bases may be negative.
 struct TableSpan {
   int64_t first_row, num_rows, dim, tier, element_base, state_base;
   int64_t feature;  // the only feature that reads the table, -1 if there are several
 };
 
-// The arguments of the update of unique rows. The caller must have checked the contents.
+// The arguments of the update of unique rows. The caller must have checked the contents, with the
+// exception of `row_slots`.
 struct UpdateArgs {
   GradArgs grads;
   LongSegments long_segments = {};
-  const TableSpan* tables = nullptr;   // [num_tables], disjoint, in the order of their groups
-  int64_t num_tables = 0;              // if 0, `tables` is not set: use UpdateTable::update
-  const int64_t* rows = nullptr;       // [U] linear row id of each group, in any order
+  const TableSpan* tables = nullptr;   // [num_tables], by ascending rows and disjoint
+  int64_t num_tables = 0;              // 0 if only UpdateTable::update may be used
+  const int64_t* rows = nullptr;       // [U] linear row id of each group
   const int32_t* row_slots = nullptr;  // [U] cache slot of each row, -1 for none; null: no cache
   TierMemory tiers[kTiers] = {};       // weights and states, which the kernels write
   const double* hyper = nullptr;       // the optimizer's numbers, see optim/functor.h
@@ -130,8 +135,8 @@ struct UpdateArgs {
   explicit UpdateArgs(const GradArgs& gradients) : grads(gradients) {}
 };
 
-// Write the sum of the gradients of sorted lookups [begin, end), all of tables of `dim` columns, to
-// sum[0, dim).
+// Write the sum of the scaled gradients of sorted lookups [begin, end), all of tables of `dim`
+// columns, to sum[0, dim).
 using SumFn = void (*)(const GradArgs&, int64_t begin, int64_t end, int64_t dim, float* sum);
 
 // Unique rows processed together while the next ones are prefetched. Four rows of 256 to 512 bytes
@@ -141,20 +146,23 @@ inline constexpr int kRowBatch = 4;
 // Rows of scratch per unique row: its gradient, and weights and states stored in 16 bits.
 inline constexpr int kScratchRows = 2 + kMaxElementStates;
 
-// Update the rows of groups [begin, end), whose gradients SumFn sums. No row has more than
-// `max_dim` columns; `scratch`, of this thread alone, is kRowBatch * kScratchRows * max_dim floats.
+// Update the rows of groups [begin, end), at least one; SumFn sums their gradients. No row has more
+// than `max_dim` columns. `scratch`, of this thread alone, has kRowBatch * kScratchRows * max_dim
+// floats.
 using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t max_dim, int64_t begin,
                           int64_t end);
 
 // The CPU kernels of the backward. Calls for disjoint ranges may run at once.
 struct UpdateTable {
   SumFn sum[kNumDtypes];  // [gradient dtype]
-  // Return the kernel of an optimizer, null if there is no optimizer with this number. The kernel
-  // of `update` locates every row by its first lookup. The kernel of `update_tables` locates rows
-  // by args.tables, which is faster.
+  // Return the kernel of an optimizer (a code of core/codes.h), null for another number. A kernel
+  // of `update` locates every row by its first lookup. A kernel of `update_tables` locates rows by
+  // args.tables, which is faster: there must be a table, every group must belong to one, and the
+  // groups must be in the order of their tables.
   UpdateFn (*update)(int optimizer);
   UpdateFn (*update_tables)(int optimizer);
-  // Write the sum of the gradients of a group to sum[0, dim), from chunk sums if it is long.
+  // Write the sum of the scaled gradients of a group to sum[0, dim). The sum of a group of more
+  // than kChunkLookups lookups is the sum of its chunk sums in args.long_segments.
   void (*segment_sum)(const UpdateArgs&, SumFn, int64_t group, int64_t dim, float* sum);
 };
 

@@ -1,6 +1,6 @@
-// `bounds_check` and `bounds_check_` on the CPU. They read every index and offset of every batch.
-// Branch-free loops, which vectorise, find out whether all are valid, as they usually are. If some
-// are not, violations are counted one by one, and located for the error message.
+// `bounds_check` and `bounds_check_` on the CPU. Branch-free loops, which vectorise, find out
+// whether all indices and offsets are valid, as they usually are. Otherwise violations are counted
+// one by one, and in the mode "fatal" located for the error message.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 namespace emb {
 namespace {
 
-// Return how many of indices [begin, end) are neither rows of a table of `rows` rows nor -1.
+// Return how many of the indices [begin, end) are neither -1 nor rows of a table of `rows` rows.
 template <class I>
 int64_t count_invalid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
   if (indices_are_valid(indices, begin, end, rows)) return 0;
@@ -32,7 +32,8 @@ int64_t count_invalid(IndexArray indices, int64_t begin, int64_t end, int64_t ro
              : count_invalid(static_cast<const int32_t*>(indices.data), begin, end, rows);
 }
 
-// Throw an error for the first invalid index. `offsets`, [bags + 1], must have been repaired.
+// Throw an error for the first invalid index; the caller has found one. `offsets`, [bags + 1], must
+// have been repaired.
 [[noreturn]] void throw_for_index(const Feature* features, IndexArray indices,
                                   const int32_t* offsets, const FeatureBags& bags) {
   for (int64_t f = 0; f < bags.num_features(); ++f) {
@@ -54,9 +55,9 @@ int64_t count_invalid(IndexArray indices, int64_t begin, int64_t end, int64_t ro
 // The contract is in tbe/entries.h.
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
-                                        int64_t mode_code) {
+                                        int64_t check_mode) {
   const char* op = "bounds_check";
-  const auto mode = parse_choice<BoundsMode>(op, "mode", mode_code, kBoundsModes);
+  const auto mode = parse_choice<BoundsMode>(op, "mode", check_mode, kBoundsModes);
   check_features(op, features);
   check_lookups(op, indices, offsets);
   const FeatureBags bags(op, features, offsets, bag_layout, Pooling::kNone, kUnlimited);
@@ -94,14 +95,13 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
 namespace {
 
 // Return the repaired offsets, int32 [bags + 1], as `bounds_check` does. In the mode "warning" add
-// the numbers of invalid indices and offsets to `violations`, int64 [2], which no other mode
-// writes.
+// its two numbers of violations to `violations`, int64 [2]; the other modes do not write it.
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
-                     std::optional<Tensor> bag_layout, int64_t mode, Tensor violations) {
+                     std::optional<Tensor> bag_layout, int64_t check_mode, Tensor violations) {
   const bool is_counted =
-      check_bounds_arguments("bounds_check_", mode, violations) == BoundsMode::kWarning;
+      check_bounds_arguments("bounds_check_", check_mode, violations) == BoundsMode::kWarning;
   const auto [repaired, violations_of_batch] =
-      bounds_check(indices, offsets, features, bag_layout, mode);
+      bounds_check(indices, offsets, features, bag_layout, check_mode);
   for (int kind = 0; is_counted && kind < 2; ++kind) {
     violations.mutable_data_ptr<int64_t>()[kind] +=
         violations_of_batch.const_data_ptr<int64_t>()[kind];

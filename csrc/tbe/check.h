@@ -1,14 +1,14 @@
-// Checks of the lookup ops on the CPU, and the repair of offsets. Repaired offsets have the form
-// that the kernels need: int32, clamped to [0, L], never decreasing, the last equal to L. One
-// branch-free loop finds out whether all offsets are valid, as they usually are. The repair runs
-// only if they are not.
+// The repair of offsets on the CPU, then the checks that the lookup ops share. Valid offsets begin
+// with 0, do not decrease, and end with L, the number of lookups. Repaired offsets are int32,
+// clamped to [0, L], do not decrease, and end with L. A branch-free loop finds out whether offsets
+// are valid, as they usually are; the repair runs only if they are not.
 //
 // Lookups before the first offset, if that is above 0, belong to no bag. An index of -1 there is
 // padding: with it, batches of different sizes can have the shape of one captured step. Any other
 // index there is *lost*. In a fixed batch of one feature, a last offset below L probably means that
-// the caller's format omits the last offset. The repair would then lose a bag. In both cases the
-// format is wrong rather than a single number, so the mode "warning" throws instead of repairing.
-// The mode "fatal" throws for every violation; "ignore" repairs all of them.
+// the caller's format omits the last offset, and the repair would put two bags into one. In both
+// cases the format is wrong rather than a single number, so the mode "warning" throws instead of
+// repairing. The mode "fatal" throws for every violation; "ignore" repairs all of them.
 #pragma once
 
 #include <algorithm>
@@ -27,30 +27,31 @@ namespace emb {
 // Minimum number of indices per thread, if several threads check them (not measured).
 inline constexpr int64_t kCheckGrain = 65536;
 
-// The remedy for a missing last offset, for messages.
+// The remedy for an omitted last offset, for messages.
 inline constexpr const char* kLastOffsetRemedy =
     "; append it where it is left out (in a KeyedJaggedTensor it never is), or make the module "
     "with include_last_offset=False, which takes offsets in the form of nn.EmbeddingBag (are they "
     "offsets, not lengths?)";
 
-// Copy offsets, [num_bags + 1], to `repaired`, and return whether they begin with 0, do not
-// decrease, and end with num_lookups. If they do not, the copy is meaningless. A negative offset or
-// difference of neighbours sets the sign bit, so that the loop needs only subtraction and or.
+// Copy offsets, [num_bags + 1], to `repaired_offsets`, and return whether they are valid (without
+// bags: whether the only one is 0). The copy of invalid offsets is meaningless. A negative offset
+// or difference of neighbours sets the sign bit, so that the loop needs only subtraction and or.
 template <class I>
-bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups, int32_t* repaired) {
+bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups,
+                   int32_t* repaired_offsets) {
   using U = std::make_unsigned_t<I>;
   U sign_bits = 0;
   for (int64_t i = 0; i < num_bags; ++i) {
     sign_bits |= static_cast<U>(offsets[i + 1]) |
                  (static_cast<U>(offsets[i + 1]) - static_cast<U>(offsets[i]));
-    repaired[i] = static_cast<int32_t>(offsets[i]);
+    repaired_offsets[i] = static_cast<int32_t>(offsets[i]);
   }
-  repaired[num_bags] = static_cast<int32_t>(offsets[num_bags]);
+  repaired_offsets[num_bags] = static_cast<int32_t>(offsets[num_bags]);
   return static_cast<I>(sign_bits) >= 0 && offsets[0] == 0 &&
          (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
 }
 
-// Return what copy_if_valid returns, without a copy.
+// Return whether offsets, [num_bags + 1], are valid, as copy_if_valid does.
 template <class I>
 bool offsets_are_valid(const I* offsets, int64_t num_bags, int64_t num_lookups) {
   using U = std::make_unsigned_t<I>;
@@ -70,8 +71,8 @@ inline bool offsets_are_valid(IndexArray offsets, int64_t num_bags, int64_t num_
 }
 
 // Return whether indices [begin, end) are all rows of a table of `rows` rows, or -1. An invalid
-// index sets the sign of (index + 1) or of (rows - 1 - index). A loop with 64-bit comparisons would
-// not vectorise.
+// index sets the sign bit of (index + 1) or of (rows - 1 - index). A loop with 64-bit comparisons
+// would not vectorise.
 template <class I>
 bool indices_are_valid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
   uint64_t sign_bits = 0;
@@ -88,7 +89,7 @@ inline bool indices_are_valid(IndexArray indices, int64_t begin, int64_t end, in
              : indices_are_valid(static_cast<const int32_t*>(indices.data), begin, end, rows);
 }
 
-// Return how many indices before the first bag are lost: those that are not -1.
+// Return how many indices are lost: those before the first bag that are not -1.
 inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_bags,
                           int64_t num_lookups) {
   if (num_bags == 0) return 0;
@@ -98,18 +99,18 @@ inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_ba
   return num_lost;
 }
 
-// Write the repaired offsets to `repaired`, [num_bags + 1]. Return how many of them differ from
-// `offsets`, plus `num_lost`, the result of count_lost. kFatal throws for the first invalid offset
-// and for lost indices. kWarning throws for lost indices and for an omitted last offset. The latter
-// is detected only in a fixed batch of one feature (`has_one_feature`). With several features an
-// earlier check refuses it, because the number of offsets is not F * B + 1.
+// Write the repaired offsets to `repaired_offsets`, [num_bags + 1]. Return how many of them differ
+// from `offsets`, plus `num_lost`, the result of count_lost (or 0 to ignore lost indices). kFatal
+// throws for the first invalid offset and for lost indices. kWarning throws for lost indices and
+// for an omitted last offset, the latter only in a fixed batch of one feature (`has_one_feature`).
+// With several features the number of offsets would not be F * B + 1, which batch_size refuses.
 inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_lookups,
-                              BoundsMode mode, bool has_one_feature, int32_t* repaired,
+                              BoundsMode mode, bool has_one_feature, int32_t* repaired_offsets,
                               int64_t num_lost = 0) {
   const bool is_valid = offsets.is_int64 ? copy_if_valid(static_cast<const int64_t*>(offsets.data),
-                                                         num_bags, num_lookups, repaired)
+                                                         num_bags, num_lookups, repaired_offsets)
                                          : copy_if_valid(static_cast<const int32_t*>(offsets.data),
-                                                         num_bags, num_lookups, repaired);
+                                                         num_bags, num_lookups, repaired_offsets);
   if (is_valid) return 0;
   const bool is_fatal = mode == BoundsMode::kFatal, is_warning = mode == BoundsMode::kWarning;
   STD_TORCH_CHECK(!is_warning || num_lost == 0, "bounds_check: offsets must begin with 0, got ",
@@ -131,14 +132,14 @@ inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_
                     "indices = ",
                     num_lookups, "; got ", offsets[i], " at position ", i, kLastOffsetRemedy);
     num_changed += !is_unchanged;
-    repaired[i] = static_cast<int32_t>(maximum);
+    repaired_offsets[i] = static_cast<int32_t>(maximum);
   }
   return num_changed + num_lost;
 }
 
-// The checked arguments that the lookup ops share on the CPU. The object keeps the (contiguous)
-// tensors alive that `bags` and `rows_of` refer to, but not the weights and `bag_layout`, to which
-// feature_bags.map points: the op's caller must keep these alive.
+// The checked arguments that the lookup ops share on the CPU. The object keeps its tensors alive,
+// to which `bags` and `rows_of` refer. The op's caller must keep alive the weights, and
+// `bag_layout`, to which feature_bags.map points.
 struct LookupInputs {
   TierWeights weights;
   Pooling pooling;
@@ -147,11 +148,11 @@ struct LookupInputs {
   FeatureBags feature_bags;
   Bags bags;
 
-  // Check what the kernels rely on: shapes and dtypes, that each feature lies within its tier of
-  // the weights, and that the output rows lie within `columns`. `columns` is the number of columns
-  // of a row of the output or its gradient; in a variable batch it is the number of elements of all
-  // rows together. The contents of indices, offsets and slots are not checked: kernels repair them
-  // as they read them.
+  // Throws unless shapes and dtypes are as the kernels need them, each feature lies within the
+  // weights of its tier, and the output rows lie within `columns`. `columns` is the number of
+  // columns of the output or of its gradient, with pooling in a variable batch the number of
+  // elements of all rows together. The contents of indices, offsets and slots are not checked:
+  // kernels repair them as they read them.
   LookupInputs(const char* op, const std::vector<Tensor>& weights_in, const Tensor& features_in,
                const Tensor& indices_in, const Tensor& offsets_in,
                const std::optional<Tensor>& slots_in, const std::optional<Tensor>& bag_layout,
@@ -170,8 +171,8 @@ struct LookupInputs {
                  is_variable ? Pooling::kNone : pooling);
   }
 
-  // Return the rows that `feature`, one of `features`, reads. The result is valid as long as this
-  // object and the weights.
+  // Return the rows that the lookups of `feature`, one of `features`, read. The result is valid as
+  // long as this object and the weights.
   TableRows rows_of(const Feature& feature) const {
     const auto* table = static_cast<const char*>(weights.data[feature.tier]);
     TableRows rows{table + feature.weight_offset * element_bytes(weights.type), feature.rows,
@@ -189,8 +190,8 @@ struct LookupInputs {
   }
 
  private:
-  // In a variable batch every bag is checked against the columns, so that a feature without bags
-  // may be wider than the whole output.
+  // Return the columns for check_layout. In a variable batch FeatureBags checks each bag instead,
+  // so that a feature without bags may be wider than the whole output.
   static int64_t columns_of(bool is_variable, int64_t columns) {
     return is_variable ? kUnlimited : columns;
   }

@@ -1,9 +1,9 @@
 // `tbe_group` on the CPU: turn the lookups of all features into linear row ids, sort and group
 // them, and return the bag of every sorted lookup for the backward pass.
 //
-// Each table is grouped separately (group_runs) if find_runs finds a run per table and no lookup is
-// skipped or repaired. The lookups of a table are then neighbours and its keys small. Otherwise all
-// lookups are grouped together (group_items). Both give the same result.
+// Each table is grouped separately (group_by_table) if its lookups are neighbours and no lookup is
+// skipped or repaired; the keys of one table are small numbers, which sort faster. Otherwise all
+// lookups are grouped together (group_all_tables). Both give the same result.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -21,16 +21,17 @@
 namespace emb {
 namespace {
 
-// The lookups of each table, a run of neighbouring lookups per table.
+// The lookups of each table: a run of neighbouring lookups and its bags.
 struct TableRuns {
   std::vector<KeyRun> runs;
   std::vector<int64_t> first_bag;  // [runs + 1]: the bags of run r begin with first_bag[r]
 };
 
-// Return a run per table. Return none if features do not read tables in the order of their rows, if
-// there is only one table, if a table has 2^32 rows or more, or if a run is too large. A run may
-// have at most kSmallInput lookups and, with several threads, at most twice the lookups per thread.
-// `offsets`, [bags + 1], must have been repaired.
+// Return a run per table. Return none if tables cannot be grouped separately, or if that would be
+// slow: if features do not read tables in the order of their rows, if there is only one table, if a
+// table has 2^32 rows or more, or if a run has more than kSmallInput lookups or, with several
+// threads, more than twice the mean number of lookups per thread. `offsets`, [bags + 1], must have
+// been repaired.
 TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
                     std::span<const int32_t> offsets) {
   TableRuns tables;
@@ -58,9 +59,9 @@ TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
   return tables;
 }
 
-// Return whether all lookups belong to bags and all indices are rows of their table, so that no
-// lookup is skipped or repaired. `offsets` must have been repaired. A number that is out of range
-// sets the sign bit of `sign_bits`. It is unsigned, because the difference may overflow.
+// Return whether no lookup is skipped or repaired: all lookups belong to bags, and all indices are
+// rows of their table. `offsets` must have been repaired. A number that is out of range sets the
+// sign bit of `sign_bits`, which is unsigned because the difference may overflow.
 template <class I>
 bool skips_no_lookup(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                      std::span<const int32_t> offsets) {
@@ -104,9 +105,9 @@ bool group_by_table(const Feature* features, const FeatureBags& feature_bags, co
 // to no group. `Item` must be Item64 unless total_rows is below 2^32. `offsets` must have been
 // repaired. The bag of each sorted lookup is written to `sorted_bags`, [L].
 template <class Item>
-void group_lookups(const Feature* features, const FeatureBags& feature_bags, IndexArray indices,
-                   std::span<const int32_t> offsets, int64_t total_rows, const GroupOutput& out,
-                   int32_t* sorted_bags) {
+void group_all_tables(const Feature* features, const FeatureBags& feature_bags, IndexArray indices,
+                      std::span<const int32_t> offsets, int64_t total_rows, const GroupOutput& out,
+                      int32_t* sorted_bags) {
   const int64_t num_bags = static_cast<int64_t>(offsets.size()) - 1;
   const int64_t n = num_bags > 0 ? offsets[num_bags] : 0;
   const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
@@ -143,11 +144,11 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
 
 }  // namespace
 
-// The contract is in tbe/entries.h. `repaired` is ignored: the offsets are copied to int32 in any
-// case, and the copy repairs them.
+// The contract is in tbe/entries.h. `has_valid_offsets` is ignored: the offsets are copied to int32
+// in any case, and the copy repairs them.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
     const Tensor& features, const Tensor& indices, const Tensor& offsets,
-    std::optional<Tensor> bag_layout, int64_t total_rows, bool /*repaired*/) {
+    std::optional<Tensor> bag_layout, int64_t total_rows, bool /*has_valid_offsets*/) {
   const char* op = "tbe_group";
   check_features(op, features);
   check_lookups(op, indices, offsets);
@@ -174,7 +175,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
                               : try_by_table(static_cast<const int32_t*>(index_values.data));
   if (!is_grouped) {
     const auto group_all =
-        total_rows < int64_t{1} << 32 ? group_lookups<Item32> : group_lookups<Item64>;
+        total_rows < int64_t{1} << 32 ? group_all_tables<Item32> : group_all_tables<Item64>;
     group_all(feature, feature_bags, index_values, repaired_offsets, total_rows, output, bags);
   }
   return {result.unique, result.segments, result.permutation, sorted_bags, result.num_groups};

@@ -1,6 +1,6 @@
-// The grouping of lookups on the GPU as a function, for `tbe_group` and for ops that group as a
-// part of a training step. The kernels are compiled in group_cuda.cu only. The function does not
-// wait for the device.
+// The grouping of lookups on the GPU without checks of arguments, for entries that have checked
+// them: `tbe_group`, and ops that group as a part of a training step. The kernels are compiled in
+// group_cuda.cu only.
 #pragma once
 
 #include "core/device_arrays.h"
@@ -11,27 +11,28 @@
 
 namespace emb::cuda {
 
-// A batch whose lookups are to be grouped. All pointers are to device memory, which must live until
-// the kernels have run; shapes have been checked.
-struct GroupBatch {
+// The batch whose lookups are grouped. All pointers are to device memory, which must live until the
+// kernels have run. Shapes have been checked, contents have not.
+struct GroupInput {
   const Feature* features;  // [F]
   IndexArray indices;       // [L], repaired as they are read
   Bags bags;
   BagMap map;
-  int64_t total_rows;      // above all linear row ids: at least row_base + rows of every feature
-  bool has_valid_offsets;  // bags.offsets are a result of `bounds_check`, so they are not checked
-                           // again
+  int64_t total_rows;      // lookups of linear row ids from this number on are skipped
+  bool has_valid_offsets;  // whether bags.offsets, a result of `bounds_check`, need no repair
 };
 
-// Write the grouping of a batch to `out`, and count the step of its update in `step`; with `{}` as
-// `step` no step is counted. `like` is a tensor on the device. Scratch memory is one allocation of
-// torch, made before the first launch, so that a failure launches nothing.
+// Launch the kernels that write the grouping of a batch to `out`; this does not wait for the
+// device. They count the step of the update in `step`; with `{}` they count none. If the value at
+// step.is_finite is false, out.num_groups becomes 0 and no step is counted. `like` is a tensor on
+// the device. Scratch memory is one allocation of torch before the first launch, so that a call
+// that fails to allocate has launched nothing.
 //
 // A small batch is grouped in one launch of a cluster of blocks (group/small_group.cuh). It has up
 // to kMaxSmallGroup lookups, or up to 2,048 on GPUs without clusters, and up to kMaxSmallBags bags.
-// Larger batches, and any with total_rows of 2^32 - 1 or more, need a kernel that makes keys, CUB's
-// sort, and two kernels over the sorted keys. The last kernel counts the step.
+// Larger batches, and those with total_rows of 2^32 - 1 or more, need a kernel that makes keys,
+// CUB's sort, and two kernels over the sorted keys.
 void group_lookups(const CudaLauncher& launcher, const torch::stable::Tensor& like,
-                   const GroupBatch& batch, const GroupArrays& out, const StepCount& step);
+                   const GroupInput& batch, const DeviceGrouping& out, const StepCount& step);
 
 }  // namespace emb::cuda

@@ -1,6 +1,7 @@
-// The keys by which the lookups of a batch are grouped: every lookup gets its linear row id and its
-// bag. Skipped lookups (index -1, a table without rows, or before the first bag) get a key that
-// belongs to no group. The same kernel can check indices and offsets.
+// The keys by which the lookups of a batch are grouped: the key of a lookup is its linear row id.
+// Skipped lookups (index -1, a table without rows, or before the first bag) get `no_group_key`,
+// which belongs to no group. The same kernel writes the bag of each lookup, and can check indices
+// and offsets.
 //
 // A block processes tiles of lookups. For each bag that begins in a tile, the number of the bag is
 // written at its first lookup. The running maximum of these numbers is then the bag of each lookup.
@@ -15,8 +16,7 @@
 
 namespace emb::cuda {
 
-// The lookups of a batch, in device memory. There are no lookups without bags: check_lookups
-// rejects such a batch.
+// The lookups of a batch, in device memory. A batch without bags has no lookups (check_lookups).
 struct LookupKeys {
   const Feature* features;  // [F]
   IndexArray indices;       // [L]
@@ -25,26 +25,26 @@ struct LookupKeys {
   int32_t* bag_of;  // [L], an output: the bag of each lookup, 0 before the first; null: not written
 };
 
-// The counts of a thread. `num_invalid` counts indices of a bag that are neither rows of its table
-// nor -1. `num_lost` counts indices before the first bag that are not -1.
-struct BadIndices {
+// The numbers of bad indices that a thread has seen. `num_invalid` counts indices in bags that are
+// neither -1 nor rows of their table. `num_lost` counts indices before the first bag other than -1.
+struct IndexCounts {
   int num_invalid = 0, num_lost = 0;
 };
 
-// Return the key of lookup i: its linear row id, or `no_group_key` for a skipped lookup or an id of
-// `no_group_key` or more. `bag` is the bag of the lookup, -1 before the first bag. If the index is
-// invalid or lost, count it in `bad`.
+// Return the key of lookup i: its linear row id, or `no_group_key` for a skipped lookup or an id
+// that is not below `no_group_key`. `bag` is the bag of the lookup, -1 before the first bag. If the
+// index is invalid or lost, count it in `counts`.
 template <class Key>
 EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key no_group_key,
-                          BadIndices* bad) {
+                          IndexCounts* counts) {
   const int64_t index = in.indices[i];
   if (bag < 0) {
-    bad->num_lost += index != -1;
+    counts->num_lost += index != -1;
     return no_group_key;
   }
   const Feature& feature = in.features[in.map.feature(static_cast<uint32_t>(bag))];
   const int64_t row = repair_index(index, feature.rows);
-  bad->num_invalid += !((index >= 0 && index < feature.rows) || index == -1);
+  counts->num_invalid += !((index >= 0 && index < feature.rows) || index == -1);
   if (row < 0 || row >= feature.rows) return no_group_key;
   const auto id = static_cast<uint64_t>(feature.row_base + row);
   return id < no_group_key ? static_cast<Key>(id) : no_group_key;
@@ -60,8 +60,8 @@ struct KeyTile {
   int range[2];                                       // for TileSearch
 };
 
-// Write the bag of each lookup of tile [tile, end), -1 for none, to shared.bags. All threads of the
-// block must call this; it has barriers, the last one at its end.
+// Write the bag of each lookup in [tile, end) to shared.bags, -1 for a lookup before the first bag.
+// All threads of the block must call this; it has barriers, the last one at its end.
 EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& shared) {
   const auto start = [&](int bag) { return bags.begin(bag); };
   const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
@@ -96,11 +96,11 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
 
 // Write the keys, positions and bags of the kKeyTile lookups from `tile` on, or fewer at the end.
 // `bags` is in.bags, or the same bags with repaired offsets. A null array in `buffers` or `in` is
-// not written. Count this thread's violations in `bad`. All threads of the block must call this; it
-// has barriers.
+// not written. Count this thread's violations in `counts`. All threads of the block must call this;
+// it has barriers.
 template <class Key>
 EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuffers<Key>& buffers,
-                          int64_t tile, KeyTile& shared, BadIndices* bad) {
+                          int64_t tile, KeyTile& shared, IndexCounts* counts) {
   const int64_t end = tile + kKeyTile < bags.num_lookups ? tile + kKeyTile : bags.num_lookups;
   find_bags(bags, tile, end, shared);
 #pragma unroll
@@ -109,7 +109,7 @@ EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuff
     const int64_t i = tile + tile_position;
     if (i >= end) continue;
     const int bag = shared.bags[tile_position];
-    const Key key = lookup_key(in, i, bag, buffers.no_group_key, bad);
+    const Key key = lookup_key(in, i, bag, buffers.no_group_key, counts);
     if (buffers.keys != nullptr) buffers.keys[i] = key;
     if (buffers.positions != nullptr) buffers.positions[i] = static_cast<int32_t>(i);
     if (in.bag_of != nullptr) in.bag_of[i] = bag < 0 ? 0 : bag;
@@ -117,11 +117,11 @@ EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuff
   __syncthreads();
 }
 
-// The violations that the blocks of a grid counted. They are complete only in the block that
+// The violations that the blocks of a grid counted. The numbers are set only in the block that
 // finishes last, where `is_last` is true.
 struct GridCounts {
-  int64_t bad_indices, lost_indices;
-  int64_t bad_offsets;  // invalid offsets; after the repair, offsets that it changed
+  int64_t num_invalid, num_lost;  // indices, see IndexCounts
+  int64_t num_offsets;            // invalid offsets; after the repair, offsets that it changed
   bool is_last;
 };
 
@@ -136,94 +136,97 @@ struct GridCounts {
 // the keys that the block wrote before its arrival, because the last block may overwrite them. The
 // second orders its counts of indices before its arrival. The third orders all arrivals before the
 // last block reads the counts of indices.
-EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& bad,
-                                   int bad_offsets) {
+EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const IndexCounts& block_counts,
+                                   int num_invalid_offsets) {
   constexpr int kLostShift = 32, kFinishedShift = 40;
-  __shared__ GridCounts counts;
+  __shared__ GridCounts totals;
   __threadfence();
-  const int bad_indices = block_sum(bad.num_invalid), num_lost = block_sum(bad.num_lost);
-  bad_offsets = block_sum(bad_offsets);
-  if (gridDim.x == 1) return {bad_indices, num_lost, bad_offsets, true};
+  const int num_invalid = block_sum(block_counts.num_invalid),
+            num_lost = block_sum(block_counts.num_lost);
+  num_invalid_offsets = block_sum(num_invalid_offsets);
+  if (gridDim.x == 1) return {num_invalid, num_lost, num_invalid_offsets, true};
   if (threadIdx.x == 0) {
     const unsigned long long lost_bits = static_cast<unsigned>(num_lost);
-    atomicAdd(&check.progress[0], static_cast<unsigned>(bad_indices) + (lost_bits << kLostShift));
+    atomicAdd(&check.progress[0], static_cast<unsigned>(num_invalid) + (lost_bits << kLostShift));
     __threadfence();
     const unsigned long long one_block = 1ull << kFinishedShift;
-    const unsigned long long own_offsets = static_cast<unsigned>(bad_offsets);
+    const unsigned long long offsets_of_block = static_cast<unsigned>(num_invalid_offsets);
     const unsigned long long earlier_counts =
-        atomicAdd(&check.progress[1], one_block + own_offsets);
+        atomicAdd(&check.progress[1], one_block + offsets_of_block);
     __threadfence();
     const bool is_last = (earlier_counts >> kFinishedShift) == gridDim.x - 1;
-    counts = {0, 0, 0, is_last};
+    totals = {0, 0, 0, is_last};
     if (is_last) {
       const unsigned long long index_counts = atomicAdd(&check.progress[0], 0ull);
-      counts.bad_indices = static_cast<int64_t>(index_counts & ((1ull << kLostShift) - 1));
-      counts.lost_indices = static_cast<int64_t>(index_counts >> kLostShift);
-      counts.bad_offsets = static_cast<int64_t>((earlier_counts & (one_block - 1)) + own_offsets);
+      totals.num_invalid = static_cast<int64_t>(index_counts & ((1ull << kLostShift) - 1));
+      totals.num_lost = static_cast<int64_t>(index_counts >> kLostShift);
+      totals.num_offsets =
+          static_cast<int64_t>((earlier_counts & (one_block - 1)) + offsets_of_block);
     }
   }
   __syncthreads();
-  return counts;
+  return totals;
 }
 
 // Blocks per multiprocessor: six leave a thread 40 registers. Without the bound the compiler uses
 // 32 registers and spills (reports/LOG.md has no entry on this).
 inline constexpr int kKeyBlocksPerSm = 6;
 
-// Make the keys of all lookups, check the batch as described by `check`, and report its violations.
-// Both are optional. Without arrays in `buffers` no keys are written. If check.repaired is null,
-// nothing is checked or reported.
+// Write the keys, positions and bags of all lookups to those arrays of `buffers` and `in` that are
+// not null. Unless check.repaired_offsets is null, check the batch and report its violations.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads, kKeyBlocksPerSm)
     lookup_keys_kernel(LookupKeys in, BatchCheck check, SortBuffers<Key> buffers) {
   __shared__ KeyTile shared;
   const int64_t n = in.bags.num_lookups;
   Bags bags = in.bags;
-  int bad_offsets = 0;
-  if (check.repaired != nullptr) {
-    bad_offsets =
+  int num_invalid_offsets = 0;
+  if (check.repaired_offsets != nullptr) {
+    num_invalid_offsets =
         count_invalid_offsets(bags, check, simt::global_thread(), simt::threads_in_grid());
   }
   int64_t first = static_cast<int64_t>(blockIdx.x) * kKeyTile;
   int64_t step = static_cast<int64_t>(gridDim.x) * kKeyTile;
-  GridCounts counts{};
+  GridCounts totals{};
   // One loop runs both passes, so that the kernel contains the code of make_keys once.
 #pragma unroll 1
   for (bool is_repaired = false;; is_repaired = true) {
-    BadIndices bad;
+    IndexCounts counts;
     for (int64_t tile = first; tile < n; tile += step) {
-      make_keys(in, bags, buffers, tile, shared, &bad);
+      make_keys(in, bags, buffers, tile, shared, &counts);
     }
-    if (check.repaired == nullptr) return;
+    if (check.repaired_offsets == nullptr) return;
     if (is_repaired) {
-      counts.bad_indices = block_sum(bad.num_invalid);
-      counts.lost_indices = block_sum(bad.num_lost);
+      totals.num_invalid = block_sum(counts.num_invalid);
+      totals.num_lost = block_sum(counts.num_lost);
       break;
     }
-    counts = finish_block(check, bad, bad_offsets);
-    if (!counts.is_last) return;
-    if (counts.bad_offsets == 0) break;
-    counts.bad_offsets = block_sum(repair_offsets(bags, check.repaired, shared.warp_scratch));
-    bags.offsets = IndexArray{check.repaired, false};
+    totals = finish_block(check, counts, num_invalid_offsets);
+    if (!totals.is_last) return;
+    if (totals.num_offsets == 0) break;
+    totals.num_offsets =
+        block_sum(repair_offsets(bags, check.repaired_offsets, shared.warp_scratch));
+    bags.offsets = IndexArray{check.repaired_offsets, false};
     first = 0;
     step = kKeyTile;
   }
   if (threadIdx.x == 0)
-    report_violations(check, counts.bad_indices, counts.bad_offsets + counts.lost_indices);
+    report_violations(check, totals.num_invalid, totals.num_offsets + totals.num_lost);
 }
 
 // Launch lookup_keys_kernel, which uses keys, positions and no_group_key of `buffers`. If several
-// blocks need check.progress, clear it first. `launcher` is a CudaLauncher or, in tests, a
-// simt::HostLauncher.
+// blocks check the batch, clear check.progress first, which must then not be null. A grid without
+// lookups to process and offsets to check is not launched. `launcher` is a CudaLauncher or, in
+// tests, a simt::HostLauncher. Does not wait for the device.
 template <class Key, class Launcher>
 void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const BatchCheck& check,
                         const SortBuffers<Key>& buffers) {
-  const int64_t num_offsets = check.repaired != nullptr ? in.bags.num_bags + 1 : 0;
+  const int64_t num_offsets = check.repaired_offsets != nullptr ? in.bags.num_bags + 1 : 0;
   const int64_t num_items = num_offsets < in.bags.num_lookups ? in.bags.num_lookups : num_offsets;
   if (num_items == 0) return;
   const unsigned num_blocks =
       blocks_for(num_items, kKeyTile, launcher.blocks(kResidentBlocksPerSm));
-  if (num_blocks > 1 && check.repaired != nullptr) {
+  if (num_blocks > 1 && check.repaired_offsets != nullptr) {
     launcher.zero(check.progress, 2 * sizeof(*check.progress));
   }
   launcher(lookup_keys_kernel<Key>, num_blocks, kTileThreads, in, check, buffers);
@@ -237,10 +240,10 @@ struct SmallLookups {
   BatchCheck check;
 
   // Check the offsets with all blocks of the cluster, and repair them with one block if necessary.
-  // Return the lookups with valid offsets. If check.repaired is null, nothing is checked. All
-  // threads of the cluster must call this; it has cluster barriers.
+  // Return the lookups with valid offsets. If check.repaired_offsets is null, nothing is checked.
+  // All threads of the cluster must call this; it has cluster barriers.
   EMB_DEVICE SmallLookups prepare(const SmallGroupMemory& memory) const {
-    if (check.repaired == nullptr) return *this;
+    if (check.repaired_offsets == nullptr) return *this;
     const unsigned rank = simt::cluster_rank(), step = simt::cluster_size() * blockDim.x;
     const int num_invalid =
         count_invalid_offsets(in.bags, check, rank * blockDim.x + threadIdx.x, step);
@@ -249,20 +252,20 @@ struct SmallLookups {
     if (cluster_total(memory, SmallGroupMemory::kOffsetsToRepair) == 0) return *this;
     if (rank == 0) {
       auto* scratch = reinterpret_cast<int32_t*>(memory.warp_scratch);
-      const int num_changed = repair_offsets(in.bags, check.repaired, scratch);
+      const int num_changed = repair_offsets(in.bags, check.repaired_offsets, scratch);
       count_in_block(memory, SmallGroupMemory::kOffsetViolations,
                      static_cast<uint32_t>(num_changed));
     }
     simt::cluster_sync();
     SmallLookups repaired = *this;
-    repaired.in.bags.offsets = IndexArray{check.repaired, false};
+    repaired.in.bags.offsets = IndexArray{check.repaired_offsets, false};
     return repaired;
   }
 
-  // The lookups [begin, end) of a block; `range` is shared memory for TileSearch.
+  // The lookups [begin, end) of a block; `range` is shared memory for the TileSearch.
   struct Tile {
     TileSearch search;
-    BadIndices bad;
+    IndexCounts counts;
 
     EMB_DEVICE Tile(const SmallLookups& source, int64_t begin, int64_t end, int* range)
         : search([&](int bag) { return source.in.bags.begin(bag); },
@@ -272,17 +275,17 @@ struct SmallLookups {
                             uint32_t* bag_of_lookup) {
       const int bag = search.find([&](int b) { return source.in.bags.begin(b); }, i);
       *bag_of_lookup = bag < 0 ? 0 : static_cast<uint32_t>(bag);
-      return lookup_key(source.in, i, bag, no_group_key, &bad);
+      return lookup_key(source.in, i, bag, no_group_key, &counts);
     }
-    EMB_DEVICE uint32_t num_bad() const { return static_cast<uint32_t>(bad.num_invalid); }
-    EMB_DEVICE uint32_t num_lost() const { return static_cast<uint32_t>(bad.num_lost); }
+    EMB_DEVICE uint32_t num_invalid() const { return static_cast<uint32_t>(counts.num_invalid); }
+    EMB_DEVICE uint32_t num_lost() const { return static_cast<uint32_t>(counts.num_lost); }
   };
 
-  // Report the violations (report_violations) unless check.repaired is null. All threads must call
-  // this after the cluster_sync that completes the tallies; one thread reports.
+  // Report the violations (report_violations) unless check.repaired_offsets is null. All threads
+  // must call this after the cluster_sync that completes the tallies; one thread reports.
   EMB_DEVICE void report(const SmallGroupMemory& memory) const {
-    if (check.repaired == nullptr || simt::cluster_rank() > 0 || threadIdx.x > 0) return;
-    report_violations(check, cluster_total(memory, SmallGroupMemory::kBadIndices),
+    if (check.repaired_offsets == nullptr || simt::cluster_rank() > 0 || threadIdx.x > 0) return;
+    report_violations(check, cluster_total(memory, SmallGroupMemory::kInvalidIndices),
                       cluster_total(memory, SmallGroupMemory::kOffsetViolations));
   }
 };

@@ -7,8 +7,8 @@
 // lockstep for as many steps as the longest bag needs, so that collectives name the full warp. A
 // bag's rows are added in float, in the order of its lookups.
 //
-// There are four variants: short_bags_kernel, long_bags_kernel (which adds stretches of a bag
-// separately), sequence_kernel (no pooling) and mixed_lookup_kernel (a cache of another dtype).
+// There are four variants: short_bags_kernel (several bags per group), long_bags_kernel (several
+// groups per bag), sequence_kernel (no pooling) and mixed_lookup_kernel (a cache of another dtype).
 // launch_lookup selects the kernel.
 #pragma once
 
@@ -21,8 +21,8 @@
 namespace emb::cuda {
 
 inline constexpr int kLookupThreads = 256;  // threads per block, except for short bags
-// Blocks per multiprocessor bound the registers of a thread: 4 blocks leave 64, which the rows in
-// flight need; 3 leave 80.
+// Blocks per multiprocessor. They bound the registers of a thread: 4 blocks leave 64, which the
+// rows in flight need; 3 leave 80.
 inline constexpr int kLookupBlocksPerSm = 4, kLongBagBlocksPerSm = 3;
 // The maximum number of blocks of a grid, as a multiple of the blocks that run at once. Bags differ
 // in length, so new blocks replace those that end early.
@@ -33,9 +33,9 @@ inline constexpr int kLookupWaves = 8;
 // shapes and dtypes; nothing has checked the contents of device tensors, so kernels repair indices,
 // offsets and slots as they read them. `features` and `map` are trusted.
 struct DeviceLookupArgs {
-  // The memory of the tier with the lowest address. A row begins at element `distance` of its tier
-  // plus its element in the tier; both count elements of weight_type. `distance` is 0 for an unused
-  // tier, and is not used for a cache of another dtype.
+  // The lowest address of the tiers, and the distance of each tier from it in elements of
+  // weight_type: element e of tier t is element distance[t] + e of `weights`. distance[t] is 0 for
+  // an unused tier. A cache of another dtype has no part in this; its distance is not used.
   const void* weights;
   int64_t distance[kTiers];
   Dtype weight_type;
@@ -49,16 +49,15 @@ struct DeviceLookupArgs {
   int64_t columns;  // columns of `output`
   Pooling pooling;
   const float* sample_weights;  // [L]; null if all are 1
-  const int32_t* slots;         // [L] cache slot of each row, -1 for none; null if none is cached
+  const int32_t* slots;         // [L] cache slot of each row, -1 for none; null if no row is cached
   const void* cache;            // of cache_type; null if there is no cache
   int64_t cache_elements;       // elements of the cache, 0 if there is none
   Dtype cache_type;
 };
 
-// Set `weights`, `distance`, `cache` and `cache_elements`. The tiers are at the addresses `data`
-// and have `elements` elements each. The dtypes must be set before. Only a cache of the tables'
-// dtype can be addressed by its distance; mixed_lookup_kernel reads the rows of a cache of another
-// dtype.
+// Set `weights`, `distance`, `cache` and `cache_elements` of `args`, whose dtypes must be set
+// before. Tier t has elements[t] elements at the address data[t]. Only a cache of the tables' dtype
+// has a distance; mixed_lookup_kernel reads the rows of a cache of another dtype.
 inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&elements)[kTiers],
                       DeviceLookupArgs* args) {
   const int64_t size = element_bytes(args->weight_type);
@@ -78,8 +77,8 @@ inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&element
   args->cache_elements = elements[kCacheTier];
 }
 
-// Return `slot`, or -1 if the cache has no such slot. The result is meaningless for a table without
-// a cache.
+// Return `slot`, or -1 if it is not a slot of the cache. For a feature without a cache
+// (cache_stride 0) the result is meaningless, and locate_row ignores it.
 EMB_DEVICE int64_t valid_slot(const DeviceLookupArgs& args, const Feature& feature, int64_t slot) {
   return slot >= 0 && (slot + 1) * feature.cache_stride <= args.cache_elements ? slot : -1;
 }
@@ -96,8 +95,8 @@ struct IndexAndSlot {
   }
 };
 
-// Return the distance of the row of a lookup from args.weights in elements, -1 for a lookup to
-// skip.
+// Return the first element of the row of a lookup, counted from args.weights; -1 for a lookup to
+// skip. A cache must have the tables' dtype.
 EMB_DEVICE int64_t row_offset(const DeviceLookupArgs& args, const Feature& feature,
                               const IndexAndSlot& lookup) {
   const int64_t row = repair_index(lookup.index, feature.rows);
@@ -106,7 +105,8 @@ EMB_DEVICE int64_t row_offset(const DeviceLookupArgs& args, const Feature& featu
   return args.distance[location.tier] + location.element;
 }
 
-// Return whether all rows of a feature begin and end at multiples of 16 bytes.
+// Return whether all rows of a feature begin at multiples of 16 bytes and consist of whole 16-byte
+// vectors.
 template <class W>
 EMB_DEVICE bool has_whole_vectors(const DeviceLookupArgs& args, const Feature& feature) {
   constexpr int N = 16 / sizeof(W);
@@ -119,9 +119,10 @@ EMB_DEVICE bool has_whole_vectors(const DeviceLookupArgs& args, const Feature& f
   return has_vectors;
 }
 
-// Add columns [column, column + N) of the rows of a bag, times their weights, to `sum`.
-// `max_length`, the same in all lanes, is at least the length of every bag in the warp; kVector:
-// rows can be read in whole 16-byte vectors. Called by all lanes of a warp.
+// Add columns [column, column + N) of the rows of a bag, times their sample weights, to `sum`.
+// `max_length`, the same in all lanes, is at least the length of every bag in the warp. With
+// kVector has_whole_vectors must be true for the features of all lanes. All lanes of a warp must
+// call this.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_bag(const DeviceLookupArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int max_length, float (&sum)[N]) {
@@ -141,8 +142,8 @@ EMB_DEVICE void sum_bag(const DeviceLookupArgs& args, const BagTask& task, const
   }
 }
 
-// Write columns [column, column + N) of the output of a bag; for MEAN, first divide `sum` by the
-// length of the bag. Columns beyond the row are not written.
+// Write columns [column, column + N) of the output of a bag; columns beyond the row are not
+// written. For MEAN, first multiply `sum` by 1 / length of the bag.
 template <int N>
 EMB_DEVICE void write_bag(const DeviceLookupArgs& args, const BagTask& task, uint32_t bag,
                           int column, float (&sum)[N]) {
@@ -157,7 +158,8 @@ EMB_DEVICE void write_bag(const DeviceLookupArgs& args, const BagTask& task, uin
 }
 
 // Pooled lookup of bags of any length, grid-stride over bags; `lanes` is the number of lanes per
-// bag. The grid's second dimension divides the columns of rows wider than a group.
+// bag. The grid's second dimension divides the columns of rows that are wider than a group reads at
+// once.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
     pool_kernel(DeviceLookupArgs args, int lanes) {
@@ -187,7 +189,7 @@ __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
 }
 
 // Copy columns [column, column + N) of the rows of the warp's 32 lookups from `first` on, four per
-// group at a time. Each lane passes the `offset` of the row of its lookup, -1 for zeros.
+// group at a time. Each lane passes the row_offset of its lookup, -1 for zeros.
 template <class W, int N, bool kVector>
 EMB_DEVICE void copy_rows(const DeviceLookupArgs& args, const LaneGroup& lane, int64_t offset,
                           int64_t first, int column) {
@@ -259,8 +261,8 @@ inline constexpr int kShortBagThreads = 128;
 template <class W>
 inline constexpr int kShortBagBlocksPerSm = sizeof(W) == 4 ? 7 : 5;
 
-// Row `step` of a lane's bag: its distance from args.weights in elements, -1 if there is no row,
-// and its weight.
+// The row of lookup `step` of a lane's bag: its row_offset, -1 if there is none, and its sample
+// weight.
 struct StepRow {
   int64_t offset = -1;
   float weight = 0.0f;
@@ -274,9 +276,9 @@ struct StepRow {
   }
 };
 
-// Sum this lane's columns of the four bags of its group; bag s of a group is located by lane
-// s * groups + group of the warp. `task` is the bag that this lane locates, `max_length` the
-// maximum length in the warp.
+// Add this lane's columns, from `column` on, of the four bags of its group to `sum`. Bag s of group
+// g is located by lane s * groups_in_warp() + g of the warp. `task` is the bag that this lane
+// locates, `max_length` the maximum length in the warp. All lanes of a warp must call this.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_short_bags(const DeviceLookupArgs& args, const BagTask& task,
                                const LaneGroup& lane, int column, int max_length,
@@ -308,8 +310,8 @@ EMB_DEVICE void sum_short_bags(const DeviceLookupArgs& args, const BagTask& task
   }
 }
 
-// Write this lane's columns of the four bags of its group, divided by the length for MEAN. `bag` is
-// the bag that this lane locates.
+// Write this lane's columns of the outputs of the four bags of its group: `sum`, for MEAN times
+// 1 / length. `bag` is the number of the bag that this lane locates, and `task` the bag.
 template <int N>
 EMB_DEVICE void write_short_bags(const DeviceLookupArgs& args, const BagTask& task,
                                  const LaneGroup& lane, uint32_t bag, int column,
@@ -329,7 +331,7 @@ EMB_DEVICE void write_short_bags(const DeviceLookupArgs& args, const BagTask& ta
   }
 }
 
-// Grid-stride over the bags of a warp; `lanes` is the number of lanes per group.
+// Pooled lookup of short bags, grid-stride; `lanes` is the number of lanes per group.
 template <class W>
 __global__ void __launch_bounds__(kShortBagThreads, kShortBagBlocksPerSm<W>)
     short_bags_kernel(DeviceLookupArgs args, int lanes) {
@@ -361,8 +363,8 @@ __global__ void __launch_bounds__(kShortBagThreads, kShortBagBlocksPerSm<W>)
   }
 }
 
-// Return whether to use short_bags_kernel: bags have at most four lookups on average. The bound is
-// not measured.
+// Return whether bags have at most four lookups on average, so that short_bags_kernel is used. The
+// bound is not measured.
 inline bool has_short_bags(const DeviceLookupArgs& args) {
   constexpr int64_t kMaxShortBag = 4;  // lookups
   return args.bags.num_lookups <= kMaxShortBag * args.bags.num_bags;
@@ -382,7 +384,8 @@ EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int stretch_lengt
   return result;
 }
 
-// A block pools a bag, in a grid-stride loop; `lanes` is the number of lanes per stretch.
+// Pooled lookup of long bags: a block pools a bag, in a grid-stride loop. `lanes` is the number of
+// lanes per stretch.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, kLongBagBlocksPerSm)
     long_bags_kernel(DeviceLookupArgs args, int lanes) {
@@ -434,7 +437,7 @@ inline bool has_long_bags(const DeviceLookupArgs& args, int lanes) {
 // pooling. A group of lanes processes a bag, or a lookup, as in pool_kernel. Each lane locates one
 // row, and four rows are in flight in their storage formats.
 
-// Return whether rows may be of two dtypes.
+// Return whether the cache has another dtype than the tables.
 inline bool has_mixed_rows(const DeviceLookupArgs& args) {
   return args.slots != nullptr && args.cache_type != args.weight_type;
 }
@@ -470,9 +473,9 @@ struct MixedSlice {
   }
 };
 
-// Return the address of the row of lookup i as one word, which lanes can pass by a shuffle. Bit 0
-// is set if the row is in the cache. This bit is free, because addresses of rows are even. Return 0
-// for a lookup to skip.
+// Return the address of the row of lookup i as an integer, which lanes can pass by a shuffle; 0 for
+// a lookup to skip. Bit 0 is set if the row is in the cache. This bit is free, because addresses of
+// rows are even. args.slots must not be null.
 EMB_DEVICE int64_t mixed_address(const DeviceLookupArgs& args, const Feature& feature, int64_t i) {
   const int64_t row = repair_index(args.indices[i], feature.rows);
   if (row < 0 || row >= feature.rows) return 0;
@@ -518,8 +521,8 @@ EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, i
   }
 }
 
-// Read the rows in vectors if all rows of the warp allow it; `dim` is the number of columns of a
-// row.
+// Do the same, and read in vectors if all rows of the warp allow it. `dim` is the number of columns
+// of the rows of a group.
 template <class Use>
 EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, int dim, int column,
                                 int lanes, int num_steps, const Use& use) {
@@ -530,8 +533,8 @@ EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, i
   }
 }
 
-// Add columns [column, column + 4) of a bag over all of its lookups; `max_length` is the maximum
-// length in the warp.
+// Add columns [column, column + 4) of the rows of a bag, times their sample weights, to `sum`.
+// `max_length` is the maximum length in the warp, all lanes of which must call this.
 EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
                               const LaneGroup& lane, int column, int max_length,
                               float (&sum)[kMixedColumns]) {
@@ -553,7 +556,8 @@ EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
   }
 }
 
-// Grid-stride over `items`: bags, or lookups without pooling.
+// Lookup with a cache of another dtype, grid-stride over items: bags, or lookups without pooling.
+// `lanes` is the number of lanes per item.
 [[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
     mixed_lookup_kernel(DeviceLookupArgs args, int64_t num_items, int lanes) {
   constexpr int N = kMixedColumns;
@@ -579,7 +583,7 @@ EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
   }
 }
 
-// Launch a lookup over rows of two dtypes.
+// Launch a lookup with a cache of another dtype than the tables.
 template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   const int64_t num_items =
@@ -591,10 +595,10 @@ void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args)
            kLookupThreads, args, num_items, lanes);
 }
 
-// Select the kernel of a lookup, the lanes per row and the blocks of the grid, and launch it. The
-// width of each feature is known on the device only, so the number of lanes depends on the mean
-// width. The sums do not depend on this number, except in long bags, where it determines the
-// stretches. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
+// Select the kernel of a lookup over rows of dtype W, the lanes per row and the blocks of the grid,
+// and launch it. The width of each feature is known on the device only, so the number of lanes
+// depends on the mean width. The sums do not depend on this number, except in long bags, where it
+// determines the stretches.
 template <class W, class Launcher>
 void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
@@ -620,9 +624,9 @@ void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args
   }
 }
 
-// Write args.output: the row of every bag or, without pooling, of every lookup. Elements that no
-// bag has are not written. The batch must have at least one bag; not checked. This does not wait
-// for the device.
+// Write args.output: a row per bag or, without pooling, per lookup. With pooling, elements that no
+// bag covers are not written. The batch must have at least one bag; not checked. `launcher` is a
+// CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   if (args.columns == 0) return;

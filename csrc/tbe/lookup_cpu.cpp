@@ -20,7 +20,7 @@ EMB_SELECT_KERNELS(LookupTable, kLookupTable, lookup_table)
 
 namespace {
 
-// Return the kernel for rows of dtype `weights` and an output of dtype `output`.
+// Return the kernel for `rows`, tables of dtype `weights`, and an output of dtype `output`.
 LookupFn lookup_kernel(const TableRows& rows, Dtype weights, Dtype output) {
   const LookupTable& table = lookup_table();
   if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(output)];
@@ -28,9 +28,9 @@ LookupFn lookup_kernel(const TableRows& rows, Dtype weights, Dtype output) {
                       [static_cast<int>(output)][rows.indices.is_int64];
 }
 
-// An output of at least this many bytes is stored past the caches if the kernel can do that,
-// because it would be evicted from the caches before it is read. An ordinary store would also read
-// each cache line of the output first, and evict rows.
+// An output of at least this many bytes is stored past the caches if the kernel can do that: it
+// would be evicted from the caches before it is read. An ordinary store would also read each cache
+// line of the output first, and evict rows.
 constexpr int64_t kBypassBytes = int64_t{2} << 20;
 
 int64_t num_bytes(const Tensor& tensor) {
@@ -44,15 +44,14 @@ bool has_whole_lines(const void* out, int64_t columns, int64_t dim) {
          dim % kLineFloats == 0;
 }
 
-// Check that the bags cover the output, because kernels write no other elements. Throws unless each
-// of the `columns` columns belongs to exactly one feature or, in a variable batch, each of the
-// `columns` elements to exactly one bag. Usually these columns or elements are a few runs of
-// neighbours, in order.
+// Throws unless each of the `columns` columns of the output belongs to exactly one feature or, in a
+// variable batch, each of its `columns` elements to exactly one bag. Kernels write no other
+// elements. Usually features or bags are in the order of their columns, so that there are few runs.
 void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
   const FeatureBags& bags = in.feature_bags;
   const BagLayout* layout = bags.map.layout;
   const Feature* feature = feature_array(in.features);
-  std::vector<std::pair<int64_t, int64_t>> runs;  // begin and end
+  std::vector<std::pair<int64_t, int64_t>> runs;  // begin and end of neighbouring columns
   const auto add = [&](int64_t begin, int64_t dim) {
     if (!runs.empty() && runs.back().second == begin) {
       runs.back().second += dim;
@@ -81,9 +80,10 @@ void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
   }
 }
 
-// Allocate the output. Clear it if kernels do not write all of it: without bags they write nothing,
-// and without pooling they do not write rows of lookups before the first bag. Without pooling,
-// throws if a feature's dim is not `columns`; with pooling and bags, if check_coverage throws.
+// Allocate the output: [columns] with pooling in a variable batch, else [rows, columns]. Clear it
+// if kernels do not write all of it: without bags they write nothing, and without pooling they do
+// not write rows of lookups before the first bag. Without pooling, throws if a feature's dim is not
+// `columns`. With pooling and bags, throws unless they cover the output (check_coverage).
 Tensor new_output(const char* op, const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const int64_t num_features = in.feature_bags.num_features();
   const bool is_variable = in.feature_bags.map.layout != nullptr;
@@ -105,7 +105,8 @@ Tensor new_output(const char* op, const LookupInputs& in, int64_t columns, Scala
   return out;
 }
 
-// Return the output of a lookup whose arguments have been checked; `sample_weights` is contiguous.
+// Allocate the output of a lookup, pool the bags into it and return it. `in` and sample_weights,
+// contiguous float32 [L] or null, have been checked; new_output and float_dtype check the rest.
 Tensor look_up(const char* op, const LookupInputs& in, const std::optional<Tensor>& sample_weights,
                int64_t columns, ScalarType output_dtype) {
   const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
@@ -173,19 +174,19 @@ bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags
 
 namespace {
 
-// Check a fixed batch and look it up: return [output], as `tbe_lookup` returns it. If
-// is_valid_batch is false, return no tensor, with or without a `mode`. The caller must then repair
-// and report the batch with `bounds_check`, or call `tbe_lookup`. `mode` and `violations` are
-// validated but not used: no violation is counted here.
+// Look up a fixed batch and return [output], as `tbe_lookup` returns it. Return no tensor, with or
+// without a `check_mode`, if the batch is not valid (is_valid_batch). The caller must then repair
+// and report it with `bounds_check`, or call `tbe_lookup`. `check_mode` and `violations` are
+// checked but not used: no violation is counted here.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,
                                         int64_t columns, ScalarType output_dtype,
-                                        std::optional<int64_t> mode, Tensor violations,
+                                        std::optional<int64_t> check_mode, Tensor violations,
                                         std::optional<Tensor> slots) {
   const char* op = "tbe_lookup_checked_";
   float_dtype(op, "output_dtype", output_dtype);
-  check_bounds_arguments(op, mode, violations);
+  check_bounds_arguments(op, check_mode, violations);
   const LookupInputs in(op, weights, features, indices, offsets, slots, std::nullopt, pooling,
                         columns);
   check_sample_weights(op, sample_weights, indices);

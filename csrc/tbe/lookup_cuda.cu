@@ -1,6 +1,7 @@
-// `tbe_lookup`, `bounds_check`, both in one op, and `tbe_sample_weight_grad` on the GPU: check the
-// arguments, allocate, launch. The contents of device tensors (`features`, `bag_layout`, offsets)
-// are not read here, so that the host does not wait for the GPU.
+// On the GPU: `tbe_lookup`, `bounds_check` and `bounds_check_`, the lookup with a check in one op
+// (`tbe_lookup_checked_`), and `tbe_sample_weight_grad`. Each checks its arguments, allocates and
+// launches. The contents of device tensors (`features`, `bag_layout`, offsets) are not read here,
+// so that the host does not wait for the GPU.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -25,9 +26,9 @@ extern template void launch_lookup_keys(const CudaLauncher&, const LookupKeys&, 
 
 namespace {
 
-// The checked arguments of a lookup. `args` points into the (contiguous) tensors that the object
-// keeps alive, and into `features`, `slots`, `bag_layout` and the weights, which the op's caller
-// holds. The output, the sample weights and the dtype of the output are set afterwards.
+// The checked arguments of a lookup. `args` points into the tensors of this object, and into
+// `features`, `slots`, `bag_layout` and the weights, which the op's caller keeps alive. The sample
+// weights, the output and its dtype are set afterwards, by set_sample_weights and new_output.
 struct LookupCall {
   Tensor indices, offsets;
   std::optional<Tensor> sample_weights;
@@ -72,7 +73,8 @@ struct LookupCall {
   }
 };
 
-// Check the sample weights, float32 [L] or null, and set them in a lookup.
+// Set the sample weights of a lookup. Throws unless they are float32 [L] on the device of the
+// indices and the lookup pools, or null.
 void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weights,
                         LookupCall* lookup) {
   check_sample_weights(op, sample_weights, lookup->indices);
@@ -83,7 +85,8 @@ void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weig
   lookup->args.sample_weights = lookup->sample_weights->const_data_ptr<float>();
 }
 
-// Allocate the output of a lookup, uninitialised, and set it in the lookup.
+// Allocate the output of a lookup, of `dtype`, and set it in the lookup. Its elements are not
+// initialised.
 Tensor new_output(const char* op, ScalarType dtype, bool is_variable, LookupCall* lookup) {
   DeviceLookupArgs& args = lookup->args;
   const bool is_unpooled = args.pooling == Pooling::kNone;
@@ -123,11 +126,11 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
 
 namespace {
 
-// Check a batch and return its repaired offsets, int32 [bags + 1]. `args` has the batch; its other
-// members are set here. In the mode "warning" violations are added to `violations`, int64 [2]; in
-// the mode "fatal" the kernel traps.
-Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, BoundsArgs args,
-                        BoundsMode mode, Tensor* violations) {
+// Launch the check of a batch and return its repaired offsets, int32 [bags + 1]. `args` has the
+// batch; its other members are set here. `like` is a tensor on the device. In the mode "warning"
+// violations are added to `violations`, int64 [2]; in the mode "fatal" the kernel traps at them.
+Tensor check_batch(const CudaLauncher& launcher, const Tensor& like, BoundsArgs args,
+                   BoundsMode mode, Tensor* violations) {
   Tensor repaired = allocate(like, {args.num_bags + 1}, ScalarType::Int);
   DeviceArrays scratch;
   if (!is_small_batch(args)) {
@@ -135,7 +138,7 @@ Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, Bounds
     scratch.allocate(like);
   }
   args.is_fatal = mode == BoundsMode::kFatal;
-  args.repaired = repaired.mutable_data_ptr<int32_t>();
+  args.repaired_offsets = repaired.mutable_data_ptr<int32_t>();
   if (mode == BoundsMode::kWarning) {
     args.violations = static_cast<unsigned long long*>(violations->mutable_data_ptr());
   }
@@ -147,9 +150,9 @@ Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, Bounds
 
 // The contract is in tbe/entries.h.
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
-                     std::optional<Tensor> bag_layout, int64_t mode_code, Tensor violations) {
+                     std::optional<Tensor> bag_layout, int64_t check_mode, Tensor violations) {
   const char* op = "bounds_check_";
-  const BoundsMode mode = *check_bounds_arguments(op, mode_code, violations);
+  const BoundsMode mode = *check_bounds_arguments(op, check_mode, violations);
   check_features(op, features);
   check_lookups(op, indices, offsets);
   check_same_device(op, "features", features, indices);
@@ -159,23 +162,23 @@ Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor&
   const BoundsArgs args{index_array(index_tensor), index_array(offset_tensor),
                         feature_array(features),   indices.numel(),
                         offsets.numel() - 1,       map};
-  return repaired_offsets(CudaLauncher(indices), offsets, args, mode, &violations);
+  return check_batch(CudaLauncher(indices), offsets, args, mode, &violations);
 }
 
 namespace {
 
-// Check a fixed batch and look it up. Return [output], and with a mode [output, repaired offsets].
-// Unlike on the CPU, the result is complete for an invalid batch too, unless the mode "fatal"
-// traps: the kernels repair what is invalid. So the host need not wait to learn whether the batch
-// is valid. In the mode "warning" violations are added to `violations`.
+// Look up a fixed batch. Without a `check_mode` return [output]. With one, check the batch first,
+// as `bounds_check_` does, and return [output, repaired offsets]. Unlike on the CPU, an invalid
+// batch has a complete output too (unless the mode "fatal" traps), because the kernels repair what
+// is invalid. So the host need not wait to learn whether the batch is valid.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,
                                         int64_t columns, ScalarType output_dtype,
-                                        std::optional<int64_t> mode_code, Tensor violations,
+                                        std::optional<int64_t> check_mode, Tensor violations,
                                         std::optional<Tensor> slots) {
   const char* op = "tbe_lookup_checked_";
-  const std::optional<BoundsMode> mode = check_bounds_arguments(op, mode_code, violations);
+  const std::optional<BoundsMode> mode = check_bounds_arguments(op, check_mode, violations);
   float_dtype(op, "output_dtype", output_dtype);
   check_same_device(op, "violations", violations, indices);
   LookupCall lookup(op, weights, features, indices, offsets, slots, std::nullopt, pooling, columns);
@@ -187,15 +190,14 @@ std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tenso
     const DeviceLookupArgs& in = lookup.args;
     const BoundsArgs bounds{in.indices,          in.bags.offsets,  in.features,
                             in.bags.num_lookups, in.bags.num_bags, in.map};
-    results.push_back(repaired_offsets(launcher, offsets, bounds, *mode, &violations));
+    results.push_back(check_batch(launcher, offsets, bounds, *mode, &violations));
     lookup.args.bags.offsets = index_array(results.back());
   }
   look_up(launcher, lookup.args, &out);
   return results;
 }
 
-// Return the gradient of the sample weights, float32 [L], as on the CPU: see
-// sample_weights_cpu.cpp.
+// The contract is that of the CPU, in sample_weights_cpu.cpp.
 Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               const Tensor& features, const Tensor& indices, const Tensor& offsets,
                               std::optional<Tensor> slots, std::optional<Tensor> bag_layout,
@@ -220,9 +222,9 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
 // The contract is that of emb::bounds_check in tbe/entries.h.
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
-                                        int64_t mode_code) {
+                                        int64_t check_mode) {
   const char* op = "bounds_check";
-  const auto mode = parse_choice<BoundsMode>(op, "mode", mode_code, kBoundsModes);
+  const auto mode = parse_choice<BoundsMode>(op, "mode", check_mode, kBoundsModes);
   check_features(op, features);
   check_lookups(op, indices, offsets);
   check_same_device(op, "features", features, indices);
@@ -237,7 +239,7 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   if (!checks_with_one_block(indices.numel(), num_bags)) {
     progress = allocate(offsets, {2}, ScalarType::Long);
   }
-  const auto words = [](const std::optional<Tensor>& tensor) {
+  const auto counters_of = [](const std::optional<Tensor>& tensor) {
     return static_cast<unsigned long long*>(tensor ? tensor->mutable_data_ptr() : nullptr);
   };
   const BoundsArgs args{.indices = index_array(index_tensor),
@@ -247,10 +249,10 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
                         .num_bags = num_bags,
                         .map = map,
                         .is_fatal = mode == BoundsMode::kFatal,
-                        .progress = words(progress),
-                        .repaired = repaired.mutable_data_ptr<int32_t>(),
-                        .violations = words(violations),
-                        .adds_counts = false};
+                        .progress = counters_of(progress),
+                        .repaired_offsets = repaired.mutable_data_ptr<int32_t>(),
+                        .violations = counters_of(violations),
+                        .adds_violations = false};
   launch_bounds_check(launcher, args);
   return {repaired, violations};
 }

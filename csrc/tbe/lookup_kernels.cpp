@@ -1,6 +1,6 @@
-// Forward of table-batched embeddings on one CPU thread. Most of its time is cache misses on random
-// rows, so it must keep enough of them in flight. Rows are prefetched some lookups ahead, also
-// across bags; the number depends on the size of a row.
+// Forward of table-batched embeddings on one CPU thread: the functions of LookupTable (tbe/args.h).
+// Most of its time is cache misses on random rows, so it must keep enough of them in flight. Rows
+// are prefetched some lookups ahead, also across bags; how many depends on the size of a row.
 //
 // There are two paths, whose results have the same bits. `pool_valid` is for the usual case: the
 // offsets of the range of bags ascend, all its indices are rows of the table, and there is no
@@ -16,8 +16,8 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Bytes of rows in flight. A larger number did not help (measured, reports/LOG.md). The unit is
-// bytes, because a row of 512 bytes is 8 requests.
+// Bytes of rows in flight. More did not help (measured, reports/LOG.md). The limit is in bytes, not
+// rows, because a row of 512 bytes is 8 requests.
 constexpr int64_t kPrefetchBytes = 4096;
 
 // Return how many lookups ahead to prefetch rows of `row_bytes` bytes.
@@ -57,7 +57,7 @@ struct WeightedRows {
   }
 };
 
-// Pool bags [first_bag, last_bag) with any indices; O is the dtype of the output.
+// Pool bags [first_bag, last_bag) with any offsets and indices; O is the dtype of the output.
 template <class O, class Reader>
 EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag,
                  int64_t last_bag) {
@@ -69,8 +69,8 @@ EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag
 
 // The path for valid indices.
 
-// Rows of a table whose indices are all valid. A row has kVectors vector registers, or any length
-// if kVectors is 0.
+// The rows of lookups whose indices are all valid. A row has kVectors vector registers, or any
+// length if kVectors is 0.
 template <int kVectors, class W, class I>
 struct ValidRows {
   const W* table;
@@ -89,7 +89,7 @@ struct ValidRows {
   EMB_HD int64_t dim() const { return kVectors > 0 ? kVectors * kLanes : runtime_dim; }
   EMB_HD int64_t row_bytes() const { return dim() * static_cast<int64_t>(sizeof(W)); }
   EMB_HD const W* at(int64_t i) const { return table + static_cast<int64_t>(indices[i]) * dim(); }
-  // Prefetch the row that is read `distance` lookups after lookup i. Near the end, where there is
+  // Prefetch the row of the lookup `distance` lookups after lookup i. Near the end, where there is
   // none, prefetch the last row again.
   EMB_HD void prefetch_after(int64_t i) const {
     prefetch_row<false>(at(i + distance < end ? i + distance : end - 1), row_bytes());
@@ -102,7 +102,7 @@ struct ValidRows {
 };
 
 // Store a vector of the output. With kStream, which only float outputs use, the store bypasses the
-// caches: `out` must be aligned to a vector. Without AVX2 it is an ordinary store.
+// caches, and `out` must be aligned to a vector; without AVX2 it is an ordinary store.
 template <bool kStream, class O>
 EMB_HD void store_output(O* out, Vec values) {
   store(out, values);
@@ -128,7 +128,7 @@ EMB_HD void end_stream() {
 // Write the output of a bag of one lookup, or of a lookup without pooling: its row times `weight`.
 // Zero is added, as in the sum of a longer bag, because this turns -0 into 0.
 template <int kVectors, bool kStream, class W, class O>
-EMB_HD void copy_row(const W* row, int64_t dim, float weight, O* out) {
+EMB_HD void write_one_row(const W* row, int64_t dim, float weight, O* out) {
   const Vec factor = broadcast(weight);
   if constexpr (kVectors > 0) {
     for (int v = 0; v < kVectors; ++v) {
@@ -144,9 +144,9 @@ EMB_HD void copy_row(const W* row, int64_t dim, float weight, O* out) {
   }
 }
 
-// Write columns [column, column + kVectors * kLanes) of the output of a bag: the sum of the rows of
-// lookups [begin, end), each times its weight in `weights` ([L]; null: 1), times `scale`. Only the
-// first block of a bag (`kFirst`) prefetches.
+// Write columns [column, column + kVectors * kLanes) of the output of a bag: `scale` times the sum
+// of the rows of lookups [begin, end), each times its sample weight in `weights` ([L]; null: 1).
+// With kFirst, for the first block of a bag, also prefetch the rows of later lookups.
 template <int kVectors, bool kFirst, bool kStream, class Source, class O>
 EMB_HD void sum_block(const Source& rows, const float* weights, int64_t column, int64_t begin,
                       int64_t end, float scale, O* out) {
@@ -170,8 +170,8 @@ EMB_HD void sum_block(const Source& rows, const float* weights, int64_t column, 
     store_output<kStream>(out + column + v * kLanes, sums[v] * factor);
 }
 
-// Write the output of a bag of rows of any length. Rows are prefetched whole: by the first block,
-// or by a loop before rows of less than two registers.
+// Write the output of a bag as sum_block does, for rows of any length. Rows are prefetched whole:
+// by the first block, or by a separate loop if a row has less than two registers.
 template <class Source, class O>
 EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int64_t end,
                     float scale, O* out) {
@@ -243,7 +243,7 @@ void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int
   if (bags.pooling == Pooling::kNone) {
     for (int64_t i = first; i < end; ++i) {
       rows.prefetch_after(i);
-      copy_row<kVectors, kStream>(rows.at(i), rows.dim(), 1.0f, out + i * bags.stride);
+      write_one_row<kVectors, kStream>(rows.at(i), rows.dim(), 1.0f, out + i * bags.stride);
     }
     return;
   }
@@ -252,7 +252,7 @@ void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int
     for (int64_t bag = first_bag, i = first; bag < last_bag; ++bag, ++i) {
       rows.prefetch_after(i);
       const float weight = weights != nullptr ? weights[i] : 1.0f;
-      copy_row<kVectors, kStream>(rows.at(i), rows.dim(), weight, output_row(bag));
+      write_one_row<kVectors, kStream>(rows.at(i), rows.dim(), weight, output_row(bag));
     }
     return;
   }
@@ -306,7 +306,7 @@ void pool_valid_of_dim(const LookupArgs& args, const I* indices, int64_t first_b
 #endif
 }
 
-// Return whether indices [begin, end) are all rows of a table.
+// Return whether indices [begin, end) are all rows of a table of num_rows rows; -1 is not.
 template <class I>
 bool are_valid_rows(const I* indices, int64_t begin, int64_t end, int64_t num_rows) {
   // The loop collects signs of 64-bit differences, because with a bool result it would not

@@ -1,7 +1,7 @@
 // Validation and repair of the offsets of a batch on the GPU. Repaired offsets are a running
-// maximum: they are clamped to [0, L], never decrease, and end with L. Lookups before the first
-// offset, if that is above 0, belong to no bag. An index of -1 there is padding. Any other index
-// there is *lost*, which counts as a violation of the offsets.
+// maximum of the offsets, clamped to [0, L], where L is the number of lookups; the last one is L.
+// Lookups before the first offset, if that is above 0, belong to no bag. An index of -1 there is
+// padding. Any other index there is *lost*, which counts as a violation of the offsets.
 //
 // Nearly every batch is valid, so all threads first check the offsets, without a scan. If a thread
 // finds an invalid offset, a single block repairs all offsets in the same launch
@@ -15,16 +15,17 @@
 
 namespace emb::cuda {
 
-// How a kernel over the lookups of a batch also checks the batch. If `repaired` is null, it does
-// not. Pointers are to device memory, which must live until the kernel has run.
+// The check of a batch by a kernel over its lookups. If `repaired_offsets` is null, the kernel
+// checks nothing and reads no other member. Pointers are to device memory, which must live until
+// the kernel has run.
 struct BatchCheck {
-  int32_t* repaired = nullptr;  // [bags + 1], an output, written if an offset is invalid
-  bool copies_valid = false;    // write `repaired` for valid offsets too
-  bool is_fatal = false;        // trap at a violation, as an assert does
-  // [2]: the number of invalid indices, and the number of offsets that the repair changed plus lost
-  // indices. Null if they are not counted.
+  int32_t* repaired_offsets = nullptr;  // [bags + 1], an output, written if an offset is invalid
+  bool copies_valid_offsets = false;    // write `repaired_offsets` for valid offsets too
+  bool is_fatal = false;                // trap at a violation, as an assert does
+  // [2]: the number of invalid indices, and the number of offsets that the repair changed plus that
+  // of lost indices. Null if violations are not counted.
   unsigned long long* violations = nullptr;
-  bool adds_counts = true;  // add to `violations`, else overwrite it
+  bool adds_violations = true;  // add to `violations`, else overwrite it
   // [2], scratch of a launch of several blocks: packed counts, see finish_block in tbe/keys.cuh.
   // launch_lookup_keys sets it to 0; unspecified after the kernel. May be null for one block.
   unsigned long long* progress = nullptr;
@@ -43,7 +44,7 @@ EMB_DEVICE int32_t clamped_offset(const Bags& bags, int64_t i) {
 // is invalid if it is below its predecessor (offset 0: below 0), if it is above L, or if it is the
 // last of a batch with bags and not L. The offsets are valid if the result is 0 in all threads. The
 // repair may change a different number of offsets, because a repaired offset depends on all offsets
-// before it. If check.copies_valid, also copy these offsets to check.repaired.
+// before it. If check.copies_valid_offsets, also copy these offsets to check.repaired_offsets.
 EMB_DEVICE int count_invalid_offsets(const Bags& bags, const BatchCheck& check, int64_t first,
                                      int64_t step) {
   int num_invalid = 0;
@@ -52,17 +53,16 @@ EMB_DEVICE int count_invalid_offsets(const Bags& bags, const BatchCheck& check, 
     const int64_t offset = bags.offsets[i], previous = i == 0 ? 0 : bags.offsets[i - 1];
     num_invalid += offset < previous || offset > bags.num_lookups ||
                    (i == bags.num_bags && i > 0 && offset != bags.num_lookups);
-    if (check.copies_valid) check.repaired[i] = static_cast<int32_t>(offset);
+    if (check.copies_valid_offsets) check.repaired_offsets[i] = static_cast<int32_t>(offset);
   }
   return num_invalid;
 }
 
-// Write the repaired offsets to `repaired`, [bags + 1]. Return how many of the offsets that this
-// thread wrote differ from bags.offsets. Exactly one block, which consists of whole warps, must
-// call this with all of its threads; it has barriers. `warp_scratch` is shared memory for an int
-// per warp. `repaired` must not be bags.offsets, and there must be fewer than 2^31 lookups; not
-// checked.
-EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp_scratch) {
+// Write the repaired offsets to `repaired_offsets`, [bags + 1], which must not be the memory of
+// bags.offsets. Return how many of the offsets that this thread wrote differ from bags.offsets. All
+// threads of one block of whole warps must call this; it has barriers. `warp_scratch` is shared
+// memory for an int per warp. There must be fewer than 2^31 lookups; not checked.
+EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired_offsets, int32_t* warp_scratch) {
   constexpr int kOffsetsPerThread = 4;  // neighbouring offsets per thread and tile
   const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
   int32_t maximum_before = 0;  // of all tiles before this one
@@ -92,7 +92,7 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp
       // Without bags there are no lookups, and the only offset is 0.
       if (i == bags.num_bags && i > 0) running_max = static_cast<int32_t>(bags.num_lookups);
       num_changed += running_max != bags.offsets[i];
-      repaired[i] = running_max;
+      repaired_offsets[i] = running_max;
     }
     __syncthreads();
   }
@@ -113,23 +113,24 @@ EMB_DEVICE void fail_for_indices() {
       "BoundsCheck.WARNING reads row 0 instead");
 }
 
-// Report the violations of a batch: `num_bad_indices` invalid indices, and `num_bad_offsets` lost
-// indices and offsets that the repair changed. If check.is_fatal, trap unless both are 0. Add them
-// to check.violations, or overwrite it if not check.adds_counts. One thread of the grid must call
-// this. The additions are atomic because kernels on other streams may add to the same counts.
-EMB_DEVICE void report_violations(const BatchCheck& check, int64_t num_bad_indices,
-                                  int64_t num_bad_offsets) {
-  if (check.is_fatal && num_bad_offsets > 0) fail_for_offsets();
-  if (check.is_fatal && num_bad_indices > 0) fail_for_indices();
+// Report the violations of a batch: the number of invalid indices, and the number of offsets that
+// the repair changed plus that of lost indices. If check.is_fatal, trap unless both are 0. Unless
+// check.violations is null, add them to it, or overwrite it if not check.adds_violations. One
+// thread of the grid must call this. The additions are atomic because kernels on other streams
+// may add to the same counts.
+EMB_DEVICE void report_violations(const BatchCheck& check, int64_t num_invalid_indices,
+                                  int64_t num_offset_violations) {
+  if (check.is_fatal && num_offset_violations > 0) fail_for_offsets();
+  if (check.is_fatal && num_invalid_indices > 0) fail_for_indices();
   if (check.violations == nullptr) return;
-  const auto bad_indices = static_cast<unsigned long long>(num_bad_indices);
-  const auto bad_offsets = static_cast<unsigned long long>(num_bad_offsets);
-  if (!check.adds_counts) {
-    check.violations[0] = bad_indices;
-    check.violations[1] = bad_offsets;
-  } else if (bad_indices + bad_offsets > 0) {
-    atomicAdd(&check.violations[0], bad_indices);
-    atomicAdd(&check.violations[1], bad_offsets);
+  const auto index_violations = static_cast<unsigned long long>(num_invalid_indices);
+  const auto offset_violations = static_cast<unsigned long long>(num_offset_violations);
+  if (!check.adds_violations) {
+    check.violations[0] = index_violations;
+    check.violations[1] = offset_violations;
+  } else if (index_violations + offset_violations > 0) {
+    atomicAdd(&check.violations[0], index_violations);
+    atomicAdd(&check.violations[1], offset_violations);
   }
 }
 

@@ -1,8 +1,8 @@
-// Readers of the row of a lookup, for CPU kernels. Each kind of table has a reader, so that loops
-// over lookups do not test for the kind. PlainRows reads rows of a table, CachedRows rows of a
-// table or of its cache. MixedRows is for a table and a cache of two dtypes, whose rows it copies
-// as floats. All have Element, `dim` and the functions of PlainRows. Only `*_kernels.cpp` may
-// include this file.
+// Readers of rows for CPU kernels: given a lookup, a reader returns its row. Each kind of table has
+// a reader, so that loops over lookups do not test for the kind. PlainRows reads the rows of a
+// table without a cache, CachedRows those of a table with a cache of its dtype, and MixedRows those
+// of a table with a cache of another dtype, which it copies as floats. All have Element, `dim` and
+// the functions that PlainRows documents. Only `*_kernels.cpp` may include this file.
 #pragma once
 
 #include "core/vec.h"
@@ -27,12 +27,12 @@ struct PlainRows {
 
   // Let `at` and `prefetch` begin `num_columns` columns later in each row.
   EMB_HD void skip_columns(int64_t num_columns) { table += num_columns; }
-  // Return the first column of the row of lookup i, or null for a lookup to skip.
+  // Return the address of the row of lookup i, behind skipped columns; null for a lookup to skip.
   EMB_HD const W* at(int64_t i) const {
     const int64_t row = repair_index(indices[i], num_rows);
     return row < 0 ? nullptr : table + row * dim;
   }
-  // Prefetch the first `num_columns` values of the row of lookup i.
+  // Prefetch `num_columns` columns from at(i) on; nothing for a lookup to skip.
   EMB_HD void prefetch(int64_t i, int64_t num_columns) const {
     const W* row = at(i);
     if (row == nullptr) return;
@@ -40,7 +40,7 @@ struct PlainRows {
   }
 };
 
-// Rows of a table, or of its cache if slots[i] of the lookup is a slot of the cache.
+// Rows of a table and its cache. Lookup i reads the cache if slots[i] is in [0, num_slots).
 template <class W, class Indices>
 struct CachedRows {
   using Element = W;
@@ -75,9 +75,9 @@ struct CachedRows {
   }
 };
 
-// Rows of a table or of a cache of another dtype. `at` copies a row as floats to `scratch`, [dim],
-// and returns an address in it, valid until the next call. `prefetch` does nothing. `table_rows`
-// and `scratch` must outlive the reader.
+// Rows of a table and its cache of another dtype. `at` copies a row as floats to `scratch`, [dim],
+// and returns an address in it, whose contents the next call overwrites. `prefetch` does nothing.
+// `table_rows` and `scratch` must outlive the reader.
 struct MixedRows {
   using Element = float;
   const TableRows& table_rows;

@@ -1,12 +1,11 @@
-// Gradients of rows on the GPU, as sums of the gradients of bags, for the fused update
-// (update.cuh).
+// Gradients of rows on the GPU for the fused update (update.cuh): sums over the lookups of a row.
 //
-// Lookups are sorted by row; a segment is the lookups of one row. The lanes that update a row sum
-// its segment if the segment has at most kShortSegment lookups, or if the row is wider than a chunk
-// sum (only in a variable batch, see kMaxVariableColumns). Any other segment is divided into
-// chunks. Blocks sum the chunks beforehand, so that one hot row occupies the whole device, and the
-// lanes then add the chunk sums in order. The chunks depend on the length of the segment only, so
-// that the sums of the same gradients always have the same bits.
+// Lookups are sorted by row; a *segment* is the lookups of one row. Usually the lanes that update a
+// row also sum its segment. A segment of more than kShortSegment lookups is divided into chunks,
+// unless the row is wider than a chunk sum (only in a variable batch, see kMaxVariableColumns).
+// Blocks sum the chunks beforehand, so that one hot row occupies the whole device, and the lanes
+// then add the chunk sums in order. The chunks depend only on the length of the segment, so that
+// equal gradients in the same order give sums of the same bits.
 #pragma once
 
 #include "core/dtype.h"
@@ -39,16 +38,17 @@ EMB_HD int num_chunks(int segment_length) {
   return static_cast<int>((static_cast<int64_t>(segment_length) + length - 1) / length);
 }
 
-// The memory of a chunk sum is determined by the position of its segment, so no counter is needed.
-// There is a *chunk slot* for every kShortSegment sorted lookups. The slots of a segment are those
-// whose first lookup lies in the segment. A long segment has at least as many slots as chunks.
+// Chunk sums are stored in *chunk slots*, one per kShortSegment sorted lookups: slot s stands at
+// sorted lookup s * kShortSegment, and belongs to the segment of that lookup. So the position of a
+// segment determines its slots, without a counter. A segment that is divided into chunks has at
+// least as many slots as chunks, and chunk c is in its slot c.
 //
 // Return the number of chunk slots of a batch, 0 if no segment can be long.
 EMB_HD int64_t num_chunk_slots(int64_t num_lookups) {
   return num_lookups > kShortSegment ? (num_lookups + kShortSegment - 1) / kShortSegment : 0;
 }
 
-// Return the first chunk slot of a segment that starts at sorted lookup `begin`.
+// Return the first chunk slot at or after sorted lookup `begin`.
 EMB_HD int64_t first_chunk_slot(int64_t begin) {
   return (begin + kShortSegment - 1) / kShortSegment;
 }
@@ -63,8 +63,8 @@ inline int64_t chunk_sum_stride(int64_t columns) {
 // the widest row. Segments of wider rows are not divided into chunks.
 inline constexpr int64_t kMaxVariableColumns = 1024;
 
-// The chunk of a chunk slot: the number of a segment and the number of its chunk. The slot has no
-// chunk if `segment` is negative.
+// The chunk of a chunk slot: the number of its segment, and its number in the segment. The slot has
+// no chunk if `segment` is negative.
 struct ChunkTask {
   int32_t segment, chunk;
 };
@@ -73,7 +73,7 @@ struct ChunkTask {
 // pointers are to device memory that must live until the kernels have run. The entry has checked
 // shapes; the contents (grouping, features, bag layout) are trusted.
 struct DeviceGradArgs {
-  const void* grad;  // rows at the elements of `map`; without pooling [L, grad_stride]
+  const void* grad;  // [B, columns], [columns] of a variable batch, or [L, D] without pooling
   Dtype grad_type;
   int64_t grad_stride;      // elements between rows of `grad`
   const Feature* features;  // [F]
@@ -87,13 +87,13 @@ struct DeviceGradArgs {
   const int32_t *segments, *sorted_lookups, *sorted_bags, *num_groups;
   const int32_t* row_slots;  // [L] cache slot of the row of each group, -1 for none; null: no cache
   int64_t num_lookups;       // L
-  // Scratch, by chunk slot: the chunk of the slot, and its sum, [slots, chunk_sum_stride]. Null if
+  // Scratch: the chunk of each chunk slot, and its sum, [slots, chunk_sum_stride]. Null if
   // num_chunk_slots(L) is 0.
   ChunkTask* chunk_tasks;
   float* chunk_sums;
   int64_t chunk_sum_stride;
-  // Used without an optimizer only, when the gradients of rows are written to the weights of tier
-  // 0: the number of floats from one gradient to the next.
+  // The number of floats from one gradient to the next in the result, the weights of tier 0. Used
+  // only without an optimizer.
   int64_t result_stride;
 };
 
@@ -107,15 +107,16 @@ EMB_DEVICE const Feature& feature_of(const DeviceGradArgs& args, int j) {
   return args.features[args.map.feature(bag_of(args, j))];
 }
 
-// Return the first element, in `grad`, of the gradient of sorted lookup j, which is of bag `bag`.
+// Return the first element, in args.grad, of the gradient of sorted lookup j, which is in bag
+// `bag`.
 EMB_DEVICE int64_t grad_offset(const DeviceGradArgs& args, int j, uint32_t bag) {
   if (args.pooling == Pooling::kNone) return args.sorted_lookups[j] * args.grad_stride;
   if (args.map.layout != nullptr) return args.map.layout[bag].element;
   return args.map.output_element(bag, args.features[args.map.feature(bag)].column);
 }
 
-// Return the factor of the gradient of sorted lookup j, of bag `bag`: its sample weight (1 without
-// sample weights), times 1 / length of the bag for MEAN.
+// Return the factor of the gradient of sorted lookup j, which is in bag `bag`: its sample weight (1
+// without sample weights), for MEAN times 1 / length of the bag.
 EMB_DEVICE float grad_weight(const DeviceGradArgs& args, int j, uint32_t bag) {
   float weight = 1.0f;
   if (args.pooling == Pooling::kMean) {
@@ -126,15 +127,15 @@ EMB_DEVICE float grad_weight(const DeviceGradArgs& args, int j, uint32_t bag) {
   return weight;
 }
 
-// Return whether a segment of `length` lookups of a row of `dim` columns is summed in chunks: it
-// must be long, and its row must fit a chunk sum.
+// Return whether a segment of `length` lookups of a row of `dim` columns is summed in chunks.
 EMB_DEVICE bool has_chunks(const DeviceGradArgs& args, int length, int dim) {
   return length > kShortSegment && dim <= args.chunk_sum_stride;
 }
 
 // Add columns [column, column + kColumns) of the gradients of sorted lookups [begin, begin +
-// length), times their weights, to `sum`. The row has `dim` columns; `max_length` is the maximum
-// length in the warp. Called by all lanes of a warp.
+// length), times their factors, to `sum`. The row has `dim` columns, and `length` may be negative
+// for none. `max_length` is at least the length of every group of the warp, all lanes of which must
+// call this.
 template <class G>
 EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int begin, int length,
                           int max_length, int column, int dim, float (&sum)[kColumns]) {
@@ -158,9 +159,9 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
   }
 }
 
-// Set the tasks of the chunk slots of all groups, if args.chunk_tasks is not null. If
-// `num_updated`, [1], is not null, the grouping has not counted the step. Then count it and write
-// the number of groups to update. If the gradient is not finite, count nothing and write 0. The
+// Set the tasks of the chunk slots of all groups, unless args.chunk_tasks is null. If the grouping
+// has not counted the step, `num_updated`, [1], must not be null: then count the step, and write
+// the number of groups to update; if the gradient is not finite, count nothing and write 0. The
 // loop over groups is grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
     plan_chunks_kernel(DeviceGradArgs args, StepCount step, int32_t* num_updated) {
@@ -200,9 +201,9 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
   }
 }
 
-// Write the sum of chunk `task`, the chunk of slot `slot`, to row `slot` of args.chunk_sums. Every
-// group of lanes sums a stretch of the chunk, then the sums of the stretches are added in order.
-// The grid's second dimension divides the columns of wide rows. `stretch_sum` is shared memory,
+// Write the sum of `task`, the chunk of slot `slot`, to row `slot` of args.chunk_sums. Every group
+// of lanes sums a stretch of the chunk, then the sums of the stretches are added in order. The
+// grid's second dimension divides the columns of wide rows. `stretch_sum` is shared memory,
 // [kChunkThreads]. All threads of a block must call this; it has barriers.
 template <class G>
 EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, ChunkTask task,

@@ -1,31 +1,34 @@
 // Gradient of the sample weights on the GPU: for each lookup the dot product of its row with the
-// gradient of its bag (divided by the bag's length for MEAN). As in the forward (tbe/lookup.cuh), a
-// group of lanes processes a bag with four rows in flight. The gradient of the bag stays in
-// registers.
+// gradient of its bag's output row, for MEAN divided by the length of the bag. As in the forward
+// (tbe/lookup.cuh), a group of lanes processes a bag with four rows in flight. The gradient of the
+// output row stays in registers.
 #pragma once
 
 #include "tbe/lookup.cuh"
 
 namespace emb::cuda {
 
-// The arguments of the kernels; all pointers are to device memory.
+// The arguments of the kernels. All pointers are to memory that the device can read, and that must
+// live until the kernel has run.
 struct DeviceSampleWeightArgs {
   // The lookup to whose sample weights the gradient belongs. `output` is not used; map.columns is
   // the row stride of `grad`.
   DeviceLookupArgs lookup;
-  const void* grad;  // [B, columns]; flat [map size] in a variable batch, see BagMap
+  const void* grad;  // [B, columns], or [columns] of a variable batch
   Dtype grad_type;
   // [L], to which dot products are added: must be zeros before. Lookups without a row or without a
   // bag are not written.
   float* out;
 };
 
-// Blocks per multiprocessor bound the registers of a thread: 3 leave 80, 4 leave 64.
+// Blocks per multiprocessor. They bound the registers of a thread: 3 leave 80, 4 leave 64.
 inline constexpr int kSampleWeightBlocksPerSm = 3, kMixedSampleWeightBlocksPerSm = 4;
 
-// Return the dot product of N columns of each lane's row with `grad`, for the first `num_steps`
-// lanes of a group. The row is at distance `offset` from `weights`; a missing row, -1, is zeros.
-// `columns_left` is the number of columns to the end of the row. Called by all lanes of a warp.
+// Return the dot product of a part of the row of this lane with `grad`; 0 if the rank of this lane
+// in its group is not below `num_steps`, rounded up to a multiple of kRowsInFlight. The lanes of a
+// group multiply one row after the other together, N columns per lane. Each lane passes the
+// `offset` of its row from `weights` in elements, -1 for zeros. `columns_left` is the number of
+// columns from the lane's first one to the end of the row. All lanes of a warp must call this.
 template <class W, int N, bool kVector>
 EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int columns_left, const LaneGroup& lane,
                           int num_steps, const float (&grad)[N]) {
@@ -52,7 +55,8 @@ EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int columns_left, co
 
 // Add the dot products of `grad`, columns [column, column + N) of the gradient of a bag, with the
 // rows of all its lookups to args.out. `max_length` is the maximum length of a bag in the warp, all
-// lanes of which call this. kVector: rows can be read in whole 16-byte vectors.
+// lanes of which must call this. With kVector has_whole_vectors must be true for the features of
+// all lanes.
 template <class W, int N, bool kVector>
 EMB_DEVICE void dot_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
                         const LaneGroup& lane, int column, int max_length, const float (&grad)[N]) {
@@ -69,7 +73,7 @@ EMB_DEVICE void dot_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
   }
 }
 
-// Do what dot_bag does, for rows of which some are in a cache of another dtype than the tables.
+// Do what dot_bag does, for tables with a cache of another dtype.
 EMB_DEVICE void dot_mixed_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
                               const LaneGroup& lane, int column, int max_length,
                               const float (&grad)[kMixedColumns]) {
@@ -91,9 +95,10 @@ EMB_DEVICE void dot_mixed_bag(const DeviceSampleWeightArgs& args, const BagTask&
   }
 }
 
-// Call `dot(task, column, max_length, grad)` for each bag, with columns [column, column + N) of its
-// gradient at a time; for MEAN these are divided by the length of the bag. `max_length` is the
-// maximum length of a bag in the warp. All lanes of the warp call `dot`.
+// Call `dot(task, column, max_length, grad)` for each bag and its columns [column, column + N), N
+// per lane at a time. `grad` is these columns of the gradient of the bag's output row, for MEAN
+// divided by the length of the bag. `max_length` is the maximum length of a bag in the warp. All
+// lanes of the warp call `dot` together.
 template <int N, class Dot>
 EMB_DEVICE void for_each_bag_gradient(const DeviceSampleWeightArgs& args, const LaneGroup& lane,
                                       const Dot& dot) {
@@ -121,8 +126,8 @@ EMB_DEVICE void for_each_bag_gradient(const DeviceSampleWeightArgs& args, const 
   }
 }
 
-// Add to args.out, grid-stride over bags; `lanes` is the number of lanes per bag, W the dtype of
-// all rows.
+// Add the gradient of the sample weights to args.out, grid-stride over bags. `lanes` is the number
+// of lanes per bag, W the dtype of all rows.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocksPerSm)
     sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
@@ -138,7 +143,7 @@ __global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocksPerSm)
   for_each_bag_gradient<N>(args, lane, dot);
 }
 
-// Do the same for tables and a cache of two dtypes.
+// Do what sample_weight_kernel does, for tables with a cache of another dtype.
 [[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads,
                                                           kMixedSampleWeightBlocksPerSm)
     mixed_sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
@@ -150,7 +155,7 @@ __global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocksPerSm)
   for_each_bag_gradient<kMixedColumns>(args, lane, dot);
 }
 
-// Add to args.out where rows are of two dtypes.
+// Launch mixed_sample_weight_kernel.
 template <class Launcher>
 void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_per_row(mean_output_columns(args.lookup), kMixedColumns);
@@ -160,7 +165,7 @@ void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWei
            kLookupThreads, args, lanes);
 }
 
-// Add to args.out where all rows are of dtype W.
+// Launch sample_weight_kernel for rows of dtype W.
 template <class W, class Launcher>
 void launch_uniform_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_per_row(mean_output_columns(args.lookup), 16 / sizeof(W));
@@ -171,7 +176,8 @@ void launch_uniform_sample_weights(const Launcher& launcher, const DeviceSampleW
            kLookupThreads, args, lanes);
 }
 
-// Add to args.out. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
+// Add the gradient of the sample weights to args.out. `launcher` is a CudaLauncher or, in tests, a
+// simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   if (args.lookup.bags.num_bags == 0) return;

@@ -15,7 +15,7 @@ EMB_SELECT_KERNELS(SampleWeightTable, kSampleWeightTable, sample_weight_table)
 
 namespace {
 
-// Return the kernel for rows of dtype `weights` and a gradient of dtype `grad`.
+// Return the kernel for `rows`, tables of dtype `weights`, and a gradient of dtype `grad`.
 SampleWeightFn sample_weight_kernel(const TableRows& rows, Dtype weights, Dtype grad) {
   const SampleWeightTable& table = sample_weight_table();
   if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(grad)];
@@ -23,10 +23,11 @@ SampleWeightFn sample_weight_kernel(const TableRows& rows, Dtype weights, Dtype 
       .kernels[rows.caching == Caching::kSame][static_cast<int>(weights)][static_cast<int>(grad)];
 }
 
-// Return the gradient of the sample weights, float32 [L]. It is 0 for lookups that are skipped or
-// that no bag has. `grad` is the gradient of the pooled output, [B, columns] or, with bag_layout,
-// [columns]. A view with adjacent columns but distant rows is not copied. `pooling` must be sum or
-// mean. The other arguments are those of `tbe_lookup`.
+// Return the gradient of the sample weights of `tbe_lookup`, float32 [L]. It is 0 for lookups that
+// are skipped or before the first bag. `grad` is the gradient of the pooled output, [B, columns]
+// or, with bag_layout, [columns], of float32, float16 or bfloat16. A view with adjacent columns but
+// distant rows is not copied. `pooling` must be the code of sum or mean. The other arguments are
+// those of `tbe_lookup`.
 Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               const Tensor& features, const Tensor& indices, const Tensor& offsets,
                               std::optional<Tensor> slots, std::optional<Tensor> bag_layout,

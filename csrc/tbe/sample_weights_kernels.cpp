@@ -1,5 +1,6 @@
-// Gradient of the sample weights on one CPU thread: for each lookup the dot product of its row with
-// the gradient of its bag, divided by the bag's length for MEAN. Rows are prefetched across bags.
+// Gradient of the sample weights on one CPU thread, the functions of SampleWeightTable
+// (tbe/args.h): for each lookup the dot product of its row with the gradient of its bag's output
+// row, for MEAN divided by the length of the bag. Rows are prefetched across bags.
 #include "tbe/args.h"
 #include "tbe/read_rows.h"
 
@@ -8,7 +9,7 @@ namespace {
 
 constexpr int64_t kRowsAhead = 8;  // lookups between the prefetch of a row and its use
 
-// Return the dot product of a row and a gradient.
+// Return the dot product of a row and a gradient, both of `dim` columns.
 template <class T, class G>
 EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
   Vec products = {};
@@ -19,8 +20,8 @@ EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
   return sum(products);
 }
 
-// Write args.out for the lookups of bags [first_bag, last_bag), 0 for lookups to skip. `rows` is a
-// reader of tbe/read_rows.h, G the dtype of the gradient.
+// Write args.out for the lookups of bags [first_bag, last_bag), 0 for lookups to skip. `Reader` is
+// a reader of tbe/read_rows.h, G the dtype of the gradient.
 template <class G, class Reader>
 EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t first_bag,
                      int64_t last_bag) {
@@ -38,20 +39,21 @@ EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t f
   }
 }
 
-// The SampleWeightFn for tables without a cache. The functions after it are for tables with a cache
-// of their dtype (cached_grads) and of another dtype (mixed_grads).
+// The SampleWeightFn for tables without a cache.
 template <class W, class G>
-void sample_weight_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
+void plain_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
   const PlainRows<W, IndexArray> rows(args.rows, args.rows.indices);
   dot_bags<G>(args, rows, first_bag, last_bag);
 }
 
+// The SampleWeightFn for tables with a cache of their dtype.
 template <class W, class G>
 void cached_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
   const CachedRows<W, IndexArray> rows(args.rows, args.rows.indices);
   dot_bags<G>(args, rows, first_bag, last_bag);
 }
 
+// The SampleWeightFn for tables with a cache of another dtype.
 template <class G>
 void mixed_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
   dot_bags<G>(args, MixedRows(args.rows, args.scratch), first_bag, last_bag);
@@ -62,7 +64,7 @@ constexpr SampleWeightTable make_table() {
   for_each_dtype([&]<class G>(TypeTag<G>, int grad) {
     table.mixed[grad] = mixed_grads<G>;
     for_each_dtype([&]<class W>(TypeTag<W>, int weights) {
-      table.kernels[0][weights][grad] = sample_weight_grads<W, G>;
+      table.kernels[0][weights][grad] = plain_grads<W, G>;
       table.kernels[1][weights][grad] = cached_grads<W, G>;
     });
   });

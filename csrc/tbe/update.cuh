@@ -3,13 +3,14 @@
 // A warp updates a tile of up to 32 unique rows. A lane *holds* at most one of them: it reads the
 // row's entry in the grouping and its row-wise states into shared memory, once per row instead of
 // once per lane of a group. Then each group of 4 to 32 lanes updates the rows that its lanes hold,
-// a batch of rows at a time. Weights, states and gradients of a batch are in registers at once
-// (row_batch.cuh). Rows of one lookup come first. Their gradient is read in place, unless it is not
-// aligned like the row. For all other rows the group sums the gradients into shared memory before
-// their batch starts; each lane sums the columns that it updates. The lane that holds a row
-// computes its factors, so that the roots and divisions of a batch run in parallel. No kernel adds
-// to weights or states with atomics. Without an optimizer (GradientOnly) the sums are the result:
-// they are stored, not applied.
+// a *batch* of a few rows at a time, whose weights, states and gradients are in registers together
+// (row_batch.cuh).
+//
+// Rows with one lookup come first: their gradient is read in place, unless it is not aligned like
+// the row. For other rows the group sums the gradients into shared memory before their batch
+// starts; each lane sums the columns that it updates. The lane that holds a row computes its
+// factors, so that the roots and divisions of a batch run in parallel. No kernel adds to weights or
+// states with atomics. Without an optimizer (GradientOnly) the sums are stored as the result.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +30,8 @@ inline constexpr int kUpdateWarps = kUpdateThreads / kWarpLanes;
 inline constexpr int kLog2Columns = 2;
 static_assert(1 << kLog2Columns == kColumns);
 
-// Blocks per multiprocessor bound the registers of a thread: 6 blocks leave 80, 5 leave 96, 4 leave
-// 128. The compiler needs the most registers for Blackwell.
+// Blocks per multiprocessor. They bound the registers of a thread: 6 blocks leave 80, 5 leave 96, 4
+// leave 128. The compiler needs the most registers for Blackwell (1000).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr int kMaxBlocksPerSm = 4;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -38,11 +39,11 @@ inline constexpr int kMaxBlocksPerSm = 5;
 #else
 inline constexpr int kMaxBlocksPerSm = 6;
 #endif
+// The shape of the update kernel of a selection of optimizers: kSlices, the number of slices (four
+// columns of a row each) in the registers of a lane, and kBlocksPerSm.
 struct DefaultUpdateShape {
   static constexpr int kSlices = 2, kBlocksPerSm = kMaxBlocksPerSm < 5 ? kMaxBlocksPerSm : 5;
 };
-// For each selection of optimizers: kSlices, the slices (four columns of a row) in the registers of
-// a lane, and kBlocksPerSm.
 template <class Selection>
 struct UpdateShape : DefaultUpdateShape {};
 template <>
@@ -67,32 +68,32 @@ struct UpdateShape<AtRunTime> : DefaultUpdateShape {
   static constexpr int kSlices = 1;
 };
 
-// A grid has at most this many times the blocks that run at once.
+// The maximum number of blocks of a grid, as a multiple of the blocks that run at once.
 inline constexpr int kUpdateWaves = 8;
-// There are at least this many tiles for each warp that runs at once, if there are enough rows:
-// with fewer tiles, the warps whose rows have the most lookups would end long after the others.
+// The number of tiles, at least, for each warp that runs at once, if there are enough rows. With
+// fewer tiles, the warps whose rows have the most lookups would end long after the others.
 inline constexpr int kMinTilesPerWarp = 3;
-// Lookups of a row that a lane locates at once; two would spill on Ampere.
+// Lookups of a row that a lane locates at once; more than one would spill on Ampere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 inline constexpr int kLookupsPerLane = 1;
 #else
 inline constexpr int kLookupsPerLane = 3;
 #endif
 
-// The tile of a warp. 2^log2_lanes lanes form a group, enough for a row of mean width, at most a
-// warp. A group holds 2^log2_rows rows: as many as it has lanes in large batches, fewer in small
-// batches, so that all warps are busy.
+// The shape of the tiles. 2^log2_lanes lanes form a group: enough for a row of mean width, at most
+// a warp. The lanes of a group hold 2^log2_rows rows: as many rows as lanes if there are many rows,
+// else fewer, so that all warps are busy.
 struct RowTile {
   int log2_lanes, log2_rows;
   uint32_t num_warps;  // warps that run at once
 
   // Return the number of rows in a tile.
   EMB_HD uint32_t num_rows() const { return (simt::kWarpLanes >> log2_lanes) << log2_rows; }
-  // Return the tile for `count` rows, a number that the host does not know. The tile has at most as
-  // many rows as this one.
-  EMB_DEVICE RowTile for_rows(uint32_t count) const {
+  // Return the shape for `num_unique` unique rows, a number that the host does not know. Its tiles
+  // have at most as many rows as those of this shape.
+  EMB_DEVICE RowTile for_rows(uint32_t num_unique) const {
     RowTile tile = *this;
-    while (tile.log2_rows > 0 && count < kMinTilesPerWarp * num_warps * tile.num_rows())
+    while (tile.log2_rows > 0 && num_unique < kMinTilesPerWarp * num_warps * tile.num_rows())
       --tile.log2_rows;
     return tile;
   }
@@ -104,14 +105,14 @@ struct RowTile {
   }
 };
 
-// Return whether gradients that start at a multiple of kColumns can be read in vectors.
+// Return whether gradients that begin at an element divisible by kColumns can be read in vectors.
 EMB_DEVICE bool reads_vectors(const DeviceGradArgs& args) {
   return is_aligned(args.grad, kColumns * static_cast<int>(element_bytes(args.grad_type)));
 }
 
-// A row of a tile. It is in shared memory, because a batch needs it for a few instructions only,
-// and registers would be occupied all the time. Offsets are in *units* of four elements if the row
-// is read in vectors, else of one element.
+// A row of a tile, in shared memory: a batch needs it for a few instructions only, and in registers
+// it would occupy them all the time. Offsets are in *units*: four elements if the row is read in
+// vectors, else one element.
 struct TileRow {
   uint32_t row_offset_low;   // low word of the offset of the row in its tier
   uint32_t grad_offset_low;  // low word of the offset of its gradient, if it has one lookup
@@ -119,20 +120,21 @@ struct TileRow {
   uint32_t offsets_high;
   float scale;        // factor of its gradient, if it has one lookup
   int begin, length;  // its sorted lookups [begin, begin + length); length 0: nothing to update
-  bool is_summed;     // gradient goes through shared memory: several lookups, or not aligned like
-                      // the row
-  int64_t id;         // linear row id; 0 without an optimizer
-  int64_t state;      // entry of the row-wise states in its tier
+  // Whether its gradient is summed into shared memory first: it has several lookups, or its
+  // gradient is not aligned like the row.
+  bool is_summed;
+  int64_t id;     // linear row id; 0 without an optimizer
+  int64_t state;  // entry of the row-wise states in its tier
   float states[kMaxRowStates];
-  // Three fields that the rows of one batch share: kVectorBit is set if rows are read in vectors,
-  // the tier begins with bit kTierShift, and dim with bit kDimShift. dim must be below 2^29
-  // (MAX_DIM in emblib/specs is less). `update_tile` unpacks them.
+  // Three fields in which the rows of one batch agree: kVectorBit is set if rows are read in
+  // vectors, the tier begins with bit kTierShift, and dim with bit kDimShift. dim must be below
+  // 2^29 (MAX_DIM in emblib/specs is less). `update_tile` unpacks them.
   uint32_t packed_layout;
 
   static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;
   static_assert(kTiers <= 1 << (kDimShift - kTierShift));
 
-  // Read row u of the grouping. Without an optimizer, the row is row u of the result.
+  // Read the row of group u. Without an optimizer, the row to write is row u of the result.
   template <class Selection>
   EMB_DEVICE void read(Selection, const DeviceGradArgs& args, const OptimizerStepArgs& optimizer,
                        const BlockStep& step, uint32_t u) {
@@ -178,8 +180,10 @@ struct TileRow {
   }
 };
 
-// The update of the rows of a tile that have one layout. References are to the kernel's arguments,
-// pointers to shared memory.
+// The update of the rows of a tile that have one packed_layout. References are to the kernel's
+// arguments or to shared memory, pointers to shared memory. All lanes of a warp must call these
+// members together, because they use warp collectives: add_lookups, add_vectors, add_elements,
+// sum_lookups, start_rows, update_columns and update_batch.
 template <class Selection>
 struct TileUpdate {
   static constexpr int kSlices = UpdateShape<Selection>::kSlices;
@@ -224,25 +228,26 @@ struct TileUpdate {
     return holders;
   }
 
-  // Return the row that lane `holder` holds; any row for -1.
+  // Return the row that lane `holder` holds, an arbitrary row for -1.
   EMB_DEVICE const TileRow& row_of(int holder) const { return rows[holder < 0 ? 0 : holder]; }
 
   // Return the number of columns from this lane's part of slice s to the end of the row that lane
-  // `holder` holds; 0 or less if there are none. The slices begin with column `base`.
+  // `holder` holds; 0 or less if there are none. The slices of a row begin at column `base`.
   EMB_DEVICE int columns_left(int s, int holder, int base) const {
     return holder < 0 ? 0
                       : layout.dim - base - layout.slice_of_row(s) * layout.slice_columns() -
                             layout.lane_column();
   }
 
-  // Return the element at `column` of a row that starts at `units` units, low and high word.
+  // Return the element at `column` of a row. The row begins at an offset in units, whose low word
+  // is `units`, and whose high word is the lower 16 bits of `high`.
   EMB_DEVICE int64_t first_element(uint32_t units, uint32_t high, int column) const {
     const uint64_t offset = has_high_words ? (uint64_t{high & 0xffffu} << 32) | units : units;
     return static_cast<int64_t>(offset << (layout.uses_vectors ? kLog2Columns : 0)) + column;
   }
 
-  // Locate this lane's part of slice s, of the columns from `base` on: in its row, and in the only
-  // gradient of the row.
+  // Locate this lane's part of slice s, of the columns from `base` on: in the row, or in the
+  // gradient of the row's only lookup.
   EMB_DEVICE SliceLocation locate_row(HoldersOfSlices holders, int s, int base) const {
     const TileRow& row = row_of(holders[s]);
     const int valid = columns_left(s, holders[s], base);
@@ -255,7 +260,7 @@ struct TileUpdate {
   }
 
   // Add this lane's columns, from `column` on, of the gradients of sorted lookups [begin, begin +
-  // length) to `sum`. All lanes of the warp must call it, each group for one row.
+  // length), times their factors, to `sum`. The lanes of a group pass the same row.
   EMB_DEVICE void add_lookups(int begin, int length, int column, float (&sum)[kColumns]) const {
     const int max_length = __reduce_max_sync(simt::kFullMask, length);
 #pragma unroll 1
@@ -489,10 +494,11 @@ struct TileUpdate {
   };
 
   // Do `pass` for the columns of a batch from `base` on. `factors` are the factors of the row that
-  // this lane holds: written if pass.computes_factors, else read. sum_rows writes the sums of a row
-  // to its last slice. A row with several passes fills all slices, so its sums are carried in at
-  // slice 0 and out at the last slice. Without an optimizer the gradients are stored and `pass` is
-  // ignored.
+  // this lane holds: written if pass.computes_factors, else read. Without an optimizer, store the
+  // gradients instead; `pass` and `factors` are then ignored.
+  //
+  // RowBatch::sum_rows writes the sums of a row to its last slice. A row that needs several passes
+  // fills all slices, so its sums are carried in at slice 0 and out at the last slice.
   EMB_DEVICE void update_columns(HoldersOfSlices holders, bool is_summed, int base, Pass pass,
                                  RowFactors* factors) {
     const auto location_of = [&](int s) { return locate_row(holders, s, base); };
@@ -548,11 +554,11 @@ struct TileUpdate {
     }
   }
 
-  // Update a batch of the rows that the lanes of `lane_mask` hold, and return the lanes whose rows
-  // are left. All 32 lanes must call this together, each with the mask of its group. `is_summed`
-  // must be TileRow::is_summed of all these rows. If the optimizer has sums over a row, they must
-  // be complete before the first column is updated. So rows wider than a batch need two passes, of
-  // which the second reads from the cache.
+  // Update one batch of the rows that the lanes of `lane_mask` hold, and return the lanes whose
+  // rows are left. Each lane passes the mask of its group. `is_summed` must be TileRow::is_summed
+  // of all these rows. If the optimizer has sums over a row, they must be complete before the first
+  // column is updated. So rows wider than a batch need two passes, of which the second reads from
+  // the caches.
   EMB_DEVICE uint32_t update_batch(uint32_t lane_mask, bool is_summed) {
     const HoldersOfSlices holders = assign_slices(lane_mask);
     const bool has_sums = Selection::num_row_sums(optimizer) > 0;
@@ -585,8 +591,9 @@ struct TileUpdate {
   }
 };
 
-// Update the rows of a tile, `rows` [32], one layout after the other. Called by all lanes of a
-// warp; sets the length of each row to 0.
+// Update the rows of a tile, `rows` [32], one packed_layout after the other, and set the length of
+// each row to 0. All lanes of a warp must call this. row_gradient and row_sums are the scratch of
+// TileUpdate.
 template <class Selection>
 EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs& optimizer,
                             const BlockStep& step, TileRow* rows,
@@ -658,8 +665,9 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
   }
 }
 
-// Return the tile for at most `num_rows` rows of `mean_dim` columns on average. It has up to 32
-// rows, but few enough to keep `num_warps` warps, which run at once, busy if there are enough rows.
+// Return the shape of the tiles for at most `num_rows` rows of `mean_dim` columns on average. A
+// tile has up to 32 rows, but so few that each of the `num_warps` warps that run at once gets one
+// if there are enough rows.
 inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t num_warps) {
   RowTile tile{2, 0, static_cast<uint32_t>(num_warps)};
   while ((1 << tile.log2_lanes) < lanes_per_row(mean_dim, kColumns)) ++tile.log2_lanes;
@@ -671,7 +679,8 @@ inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t num_warps
 // Blocks per multiprocessor of the kernels that plan and sum chunks, which are grid-stride.
 inline constexpr int kChunkBlocksPerSm = 8;
 
-// Sum the chunks of long segments, if there can be any; G is the dtype of the gradient.
+// Launch the sums of the chunks of long segments, if there can be any; G is the dtype of the
+// gradient. plan_chunks_kernel must have been launched.
 template <class G, class Launcher>
 void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t mean_dim) {
   const int64_t num_slots = num_chunk_slots(args.num_lookups);
@@ -685,11 +694,11 @@ void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t
 
 // Update all rows of the grouping in `args`; without an optimizer, write their gradients to the
 // weights of tier 0 of `optimizer`. `mean_dim`, the mean width of the features, determines the
-// lanes per row. If the grouping has not counted the step, the caller must pass `num_updated` ([1],
-// scratch on the device) and `step`. The step is then counted here, also without lookups; if the
-// gradient is not finite, nothing is counted or updated. If `num_updated` is null, `step` is
-// ignored: the step must have been counted, and *args.num_groups must be 0 if the gradient is not
-// finite.
+// lanes per row. If the grouping has not counted the step, pass `num_updated` ([1], scratch on the
+// device) and `step`: the step is counted here, also without lookups, and if the gradient is not
+// finite, nothing is counted or updated. If `num_updated` is null, `step` is ignored: the step must
+// have been counted, and *args.num_groups must be 0 if the gradient is not finite. `launcher` is a
+// CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_update(const Launcher& launcher, DeviceGradArgs args,
                    const OptimizerStepArgs& optimizer, int64_t mean_dim, const StepCount& step = {},

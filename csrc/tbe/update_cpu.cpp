@@ -1,10 +1,10 @@
-// The backward ops of table-batched embeddings on the CPU: `tbe_update_` (gradients summed per row
-// and applied by the optimizer), `tbe_backward_` (the same with grouping and counting of the step)
-// and `tbe_row_grads` (the gradients of rows as a tensor).
+// The backward ops of table-batched embeddings on the CPU: `tbe_update_` sums the gradients of each
+// unique row, and the optimizer applies them; `tbe_backward_` also groups the lookups and counts
+// the step; `tbe_row_grads` returns the sums.
 //
 // An op checks its arguments, including the grouping, because the kernels of update_kernels.cpp
 // trust them. Segments longer than kChunkLookups are summed in chunks first, in parallel. Then the
-// threads update ranges of groups of equal cost.
+// threads process ranges of groups of equal cost.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -30,23 +30,24 @@ namespace {
 constexpr int64_t kGroupGrain = 512;  // grain of parallel_balanced, in the cost of parallel_groups
 constexpr int64_t kGroupsAhead = 16;  // groups of `tbe_row_grads` whose gradients are prefetched
 
-// Scratch aligned to cache lines, so that no vector register of 64 bytes touches two lines.
+// The unit of scratch memory. It is aligned to cache lines, so that no vector of 64 bytes touches
+// two lines.
 constexpr int64_t kLineFloats = kCacheLineBytes / sizeof(float);
 struct alignas(kCacheLineBytes) CacheLine {
   float values[kLineFloats];
 };
 
-// An update does not prefetch gradients of at most this many bytes (together). They are in the
-// caches anyway, most of them in the core's private caches, because every lookup of a bag uses the
-// bag's gradient. Prefetching cost 8 % of the time of an update at 1.3 MB with 20 lookups per bag,
-// and saved 2 to 7 % at 2 MB.
+// If the gradient of a batch has at most this many bytes, an update does not prefetch it. It is in
+// the caches anyway, most of it in the core's private caches, because every lookup of a bag uses
+// the bag's gradient. Prefetching cost 8 % of the time of an update at 1.3 MB with 20 lookups per
+// bag, and saved 2 to 7 % at 2 MB.
 constexpr int64_t kCacheBytes = int64_t{3} << 19;
 
-// The gradient and the grouping of a batch, checked and converted for the kernels. The object keeps
-// the tensors alive that `args` points into. The constructor checks the grouping. `set_pooling`
-// checks what depends on the pooling, and sets `columns`. It must be called before `args` and
-// feature_columns().
-struct Gradient {
+// The gradient and the grouping of a batch, checked and converted for the kernels. `args` points
+// into the tensors of this object and into `bag_layout`, which the op's caller keeps alive. The
+// constructor checks the grouping. `set_pooling` checks what depends on the pooling, and sets
+// `columns`; call it before `args` and feature_columns.
+struct GroupedGradient {
   Tensor grad, features, segments, lookups, bags, offsets;
   std::optional<Tensor> sample_weights;
   Floats bag_scale;         // [bags] for the mean, else null: see GradArgs
@@ -57,8 +58,9 @@ struct Gradient {
   Dtype type;
   Pooling pooling;
 
-  Gradient(const char* op, const Tensor& grad_in, const Tensor& features_in, const Grouping& groups,
-           const Tensor& offsets_in, const std::optional<Tensor>& bag_layout)
+  GroupedGradient(const char* op, const Tensor& grad_in, const Tensor& features_in,
+                  const Grouping& groups, const Tensor& offsets_in,
+                  const std::optional<Tensor>& bag_layout)
       : grad(with_adjacent_columns(grad_in)),
         features(features_in),
         segments(groups.segments),
@@ -81,9 +83,10 @@ struct Gradient {
     check_grouping(op, groups.rows, groups.num_groups);
   }
 
-  // Set num_groups. Throws unless sizes match, segments ascend and are not empty, and lookups and
-  // bags are in range: the kernels trust these. The values of `rows` are not read. This reads up to
-  // 12 bytes per lookup, compared to rows of hundreds of bytes.
+  // Set num_groups. Throws unless the sizes of the tensors match, segments ascend and are not
+  // empty, and lookups and bags are in range: the kernels trust these. The values of `rows` are not
+  // read. This costs little: it reads up to 12 bytes per lookup, compared to gradients of hundreds
+  // of bytes.
   void check_grouping(const char* op, const Tensor& rows, const Tensor& count) {
     bool is_valid = rows.numel() == num_lookups && segments.numel() == num_lookups + 1 &&
                     bags.numel() == num_lookups && count.numel() == 1;
@@ -110,8 +113,9 @@ struct Gradient {
                     "tbe_group for these features and offsets");
   }
 
-  // Check the code of the pooling, the sample weights (float32 [L] or null), the shape of the
-  // gradient and, in a variable batch, that its rows lie inside the gradient.
+  // Set the pooling, the sample weights, the bag scale and `columns`. Throws unless `code` is a
+  // code of Pooling, `weights` are float32 [L] or null, the gradient has the shape of the output,
+  // and in a variable batch the output rows of `bag_layout` lie inside it.
   void set_pooling(const char* op, int64_t code, const std::optional<Tensor>& weights,
                    const std::optional<Tensor>& bag_layout) {
     pooling = parse_pooling(op, code);
@@ -129,8 +133,7 @@ struct Gradient {
     }
   }
 
-  // Check the shape of the gradient and set `columns`: of a row, or in a variable batch of all rows
-  // together.
+  // Check the shape of the gradient and set `columns`.
   void check_shape(const char* op) {
     if (layout != nullptr && pooling != Pooling::kNone) {
       columns = check_pooled_grad(op, grad, true);
@@ -145,8 +148,8 @@ struct Gradient {
     columns = grad.size(1);
   }
 
-  // Return the number of columns within which the columns of each feature must lie. In a variable
-  // batch any number will do, since set_pooling has checked bag_layout.
+  // Return the number of columns within which the columns of each feature must lie, for
+  // check_layout; unlimited in a variable batch, because set_pooling has checked bag_layout.
   int64_t feature_columns() const {
     return layout != nullptr && pooling != Pooling::kNone ? kUnlimited : columns;
   }
@@ -168,8 +171,8 @@ struct Gradient {
   }
 
   // Throws unless the lookups of each group are of tables of one dim, and the table of the first
-  // lookup has rows and, if `rows` is not null, row rows[group]. Nothing is checked if all tables
-  // have rows and one dim. Then no access can be outside a table, because kernels use the table's
+  // lookup has rows and, if `rows` is not null, row rows[group]. If all tables have rows and one
+  // dim, nothing is checked, because then no access can be outside a table: kernels use the table's
   // first row instead of a row outside the table.
   void check_groups(const char* op, const GradArgs& args, const int64_t* rows) const {
     const Feature* feature = feature_array(features);
@@ -217,8 +220,9 @@ int64_t dim_of(const GradArgs& args, int64_t j) {
   return args.features[feature].dim;
 }
 
-// The chunk sums of all segments longer than kChunkLookups, computed by all threads, so that one
-// hot row is not the work of a single thread. No group may have a dim above `dim`.
+// The chunk sums of all segments longer than kChunkLookups, which the constructor computes with all
+// threads, so that one hot row is not the work of a single thread. No group may have more than
+// `dim` columns.
 struct ChunkSums {
   std::vector<int64_t> groups, first_chunks = {0};
   Floats sums;
@@ -258,8 +262,8 @@ void parallel_groups(const GradArgs& args, int64_t num_groups, const Body& body)
   parallel_balanced(num_groups, kGroupGrain, cost, body);
 }
 
-// Prefetch the gradient, `dim` columns, of the first lookup of a group of a fixed batch. Inlined,
-// since the compiler drops calls of functions that only prefetch.
+// Prefetch the gradient, `dim` columns, of the first lookup of a group; only for a fixed batch. The
+// function is inlined because the compiler drops calls of functions that only prefetch.
 EMB_HD void prefetch_first_grad(const GradArgs& args, int64_t group, int64_t dim) {
   const int64_t j = args.segments[group];
   int64_t element = 0;
@@ -284,7 +288,7 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const std::optional<Tensor>& bag_layout,
                    const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t dim,
                    float* out) {
-  Gradient gradient(op, grad, features, groups, offsets, bag_layout);
+  GroupedGradient gradient(op, grad, features, groups, offsets, bag_layout);
   gradient.set_pooling(op, pooling, sample_weights, bag_layout);
   check_layout(op, features, kUnlimited, gradient.feature_columns(), kUnlimited, gradient.pooling);
   const Feature* feature = feature_array(features);
@@ -313,9 +317,10 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
 
 namespace {
 
-// Return the gradient of each unique row, float32 [L, dim]. Elements that sum_row_grads does not
-// write are unspecified. `rows` to `count` are the grouping that tbe_group returned for these
-// features and offsets. `grad` is [B, columns], with bag_layout [columns], without pooling [L, D].
+// Return the gradient of each unique row, float32 [L, dim]: row g is that of group g. Rows after
+// the last group, and columns beyond the dim of a group's table, are unspecified. `rows` to `count`
+// are the grouping that tbe_group returned for these features and offsets. `grad` is [B, columns],
+// with bag_layout [columns], without pooling [L, D].
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
@@ -326,10 +331,11 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   return out;
 }
 
-// Set args->tiers to the weights and states. Throws unless the weights and states of each tier have
-// room for the rows of all features in the tier.
+// Set args->tiers to the weights and states. Throws unless they fit the optimizer, and those of
+// each tier have room for the rows of all features in the tier.
 void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
-                  const std::vector<Tensor>& states, const Gradient& gradient, UpdateArgs* args) {
+                  const std::vector<Tensor>& states, const GroupedGradient& gradient,
+                  UpdateArgs* args) {
   check_layout(op, gradient.features, TierWeights(op, weights), gradient.feature_columns(),
                kUnlimited, gradient.pooling);
   const Feature* feature = feature_array(gradient.features);
@@ -342,9 +348,9 @@ void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& 
 }
 
 // Return the tables that have rows, by ascending rows, each once. Return none if rows may be in a
-// cache (`has_cache`), or if features disagree about where a table is: then UpdateTable::update
-// locates every row by its first lookup.
-std::vector<TableSpan> table_spans(const Gradient& gradient, bool has_cache) {
+// cache (`has_cache`), or if features disagree about the memory of a table: then
+// UpdateTable::update must locate every row by its first lookup.
+std::vector<TableSpan> table_spans(const GroupedGradient& gradient, bool has_cache) {
   std::vector<TableSpan> spans;
   if (has_cache) return spans;
   const Feature* feature = feature_array(gradient.features);
@@ -399,8 +405,8 @@ bool groups_follow_tables(const int64_t* rows, int64_t num_groups,
 //   rows..count      the grouping that tbe_group returned for these features and offsets
 //   row_slots        int32 [U or more] cache slot of each unique row; null: nothing is cached
 //   grad             [B, columns], with bag_layout [columns], without pooling [L, D]
-// The grouping is checked: a grouping that passes the checks, even a wrong one, leads to no access
-// outside the tensors.
+// Throws for a grouping that does not fit the other arguments. A wrong grouping that passes the
+// checks updates wrong rows, but leads to no access outside the tensors.
 void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  int64_t optimizer, const Tensor& grad, const Tensor& features, const Tensor& rows,
                  const Tensor& segments, const Tensor& lookups, const Tensor& bags,
@@ -411,8 +417,8 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   check_dtype(op, "rows", rows, ScalarType::Long, "int64");
   STD_TORCH_CHECK(rows.is_contiguous(), op, ": grouping tensors must be contiguous");
   check_hyper(op, optimizer_shape(op, optimizer), hyper);
-  Gradient gradient(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
-                    bag_layout);
+  GroupedGradient gradient(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
+                           bag_layout);
   gradient.set_pooling(op, pooling, sample_weights, bag_layout);
   UpdateArgs args(gradient.args());
   check_memory(op, optimizer, weights, states, gradient, &args);
@@ -445,13 +451,13 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 // `located`, and then do what tbe_update_ does. `located` is [rows, segments, lookups, bags, count,
 // row_slots] from a cache's prefetch, or the same without row_slots from the insertion of a batch
 // of keys. If `is_finite`, bool [1] or null, is false, do nothing. `indices`, `total_rows` and
-// `repaired` are arguments of tbe_group, ignored with `located`. If the update throws, the step is
-// not counted.
+// `has_valid_offsets` are the arguments of tbe_group, which are not used with `located`. If the
+// update throws, the step is not counted.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,
                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows,
-                   bool repaired, std::optional<Tensor> is_finite,
+                   bool has_valid_offsets, std::optional<Tensor> is_finite,
                    std::optional<std::vector<Tensor>> located) {
   check_has_step("tbe_backward_", hyper);
   check_is_finite("tbe_backward_", is_finite);
@@ -462,7 +468,7 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
     if (located->size() > kLocatedRowSlots) row_slots = (*located)[kLocatedRowSlots];
   } else {
     const auto [rows, segments, lookups, bags, count] =
-        tbe_group(features, indices, offsets, std::nullopt, total_rows, repaired);
+        tbe_group(features, indices, offsets, std::nullopt, total_rows, has_valid_offsets);
     located = {rows, segments, lookups, bags, count};
   }
   count_step(hyper, [&] {

@@ -2,7 +2,8 @@
 // scratch memory, launch. The number of unique rows is known on the device only, so grids and
 // scratch are sized by the number of lookups. The contracts are those of update_cpu.cpp, with these
 // differences: the contents of device tensors are trusted, row_slots must be [L], `located` must
-// have row_slots and as many lookups as `indices`, and `is_finite` is read on the device.
+// have row_slots and as many lookups as `indices`, and `is_finite` is read on the device. No op
+// waits for the device.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -20,13 +21,13 @@
 namespace emb::cuda {
 namespace {
 
-// The checked arguments of a backward op. `args_` points into the (contiguous) tensors that the
-// object keeps alive and into those of the op's caller. Use: construct, set_groups, set_slots or
-// set_result_stride if needed, then one of the functions run*.
+// The checked arguments of a backward op. `args_` points into tensors of this object and of the
+// op's caller. Use: construct; set_groups; set_slots if rows may be in a cache, or
+// set_result_stride without an optimizer; then one of the three functions that launch.
 class BackwardCall {
  public:
-  // Check the arguments and set all but the groups. `lookups` has one element per lookup: the
-  // lookups of the grouping, or the indices. Its values are not used.
+  // Check the arguments and set all members except those of the groups. `lookups` has one entry per
+  // lookup: the sorted lookups of the grouping, or the indices. Only its size and device are used.
   BackwardCall(const char* op, const Tensor& grad, const Tensor& features, const Tensor& lookups,
                const Tensor& offsets, const std::optional<Tensor>& bag_layout,
                const std::optional<Tensor>& sample_weights, int64_t pooling)
@@ -59,8 +60,8 @@ class BackwardCall {
     }
   }
 
-  // Set the groups: tensors of the caller, whose dtypes, sizes and devices are checked, or arrays,
-  // of which nothing is checked.
+  // Set the groups. Throws unless the tensors have the dtypes and sizes of a grouping of as many
+  // lookups as the object has, and are on one device. The second overload checks nothing.
   void set_groups(const char* op, const Grouping& groups) {
     check_groups(op, groups);
     STD_TORCH_CHECK(groups.sorted_lookups.numel() == args_.num_lookups, op,
@@ -73,7 +74,7 @@ class BackwardCall {
     args_.num_groups = groups.num_groups.const_data_ptr<int32_t>();
   }
 
-  void set_groups(const GroupArrays& groups) {
+  void set_groups(const DeviceGrouping& groups) {
     args_.rows = groups.rows;
     args_.segments = groups.segments;
     args_.sorted_lookups = groups.sorted_lookups;
@@ -81,7 +82,7 @@ class BackwardCall {
     args_.num_groups = groups.num_groups;
   }
 
-  // Set the cache slots of the unique rows, int32 [L]; none if nothing is cached.
+  // Set the cache slots of the unique rows, int32 [L]; null if nothing is cached.
   void set_slots(const char* op, const std::optional<Tensor>& row_slots) {
     if (!row_slots) return;
     check_row_slots(op, *row_slots, 0);
@@ -95,8 +96,8 @@ class BackwardCall {
   // Without an optimizer: set the number of floats from one gradient of a row to the next.
   void set_result_stride(int64_t stride) { args_.result_stride = stride; }
 
-  // Reserve the scratch of `run`. Call scratch->allocate() before `run`: it writes the addresses
-  // into this object, which therefore may not move in between.
+  // Reserve the scratch of `launch`. Then call scratch->allocate(), which writes the addresses into
+  // this object, so that it must not move in between.
   void add_scratch(DeviceArrays* scratch) {
     const int64_t num_slots = num_chunk_slots(args_.num_lookups);
     if (num_slots == 0) return;
@@ -105,27 +106,27 @@ class BackwardCall {
   }
 
   // Launch the update, in scratch that add_scratch reserved. Does not count the step.
-  void run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
-    launch_update(launcher, args_, step, mean_dim_);
+  void launch(const CudaLauncher& launcher, const OptimizerStepArgs& optimizer) {
+    launch_update(launcher, args_, optimizer, mean_dim_);
   }
 
   // Allocate scratch and launch the update. Does not count the step.
-  void allocate_and_run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
+  void allocate_and_launch(const CudaLauncher& launcher, const OptimizerStepArgs& optimizer) {
     DeviceArrays scratch;
     add_scratch(&scratch);
     if (num_chunk_slots(args_.num_lookups) > 0) scratch.allocate(grad_);
-    run(launcher, step);
+    launch(launcher, optimizer);
   }
 
   // Allocate scratch, launch the update, and count the step; the grouping must not have counted it.
-  void run_and_count(const CudaLauncher& launcher, const OptimizerStepArgs& step,
-                     const StepCount& count) {
+  void launch_and_count(const CudaLauncher& launcher, const OptimizerStepArgs& optimizer,
+                        const StepCount& count) {
     int32_t* num_updated = nullptr;
     DeviceArrays scratch;
     scratch.add(&num_updated, 1);
     add_scratch(&scratch);
     scratch.allocate(grad_);
-    launch_update(launcher, args_, step, mean_dim_, count, num_updated);
+    launch_update(launcher, args_, optimizer, mean_dim_, count, num_updated);
   }
 
  private:
@@ -139,7 +140,8 @@ class BackwardCall {
     return grad.size(1);
   }
 
-  // Set the mean width of a row, and the maximum width of rows whose lookups are summed in chunks.
+  // Set the mean width of a row, and chunk_sum_stride from the width of the widest row whose
+  // lookups are summed in chunks.
   void set_widths(int64_t num_features, int64_t num_bags, int64_t columns, bool is_variable) {
     const bool is_pooled = args_.pooling != Pooling::kNone;
     const int64_t rows_per_sample = is_variable ? num_bags : num_features;  // of all, if variable
@@ -150,9 +152,9 @@ class BackwardCall {
     args_.chunk_sum_stride = chunk_sum_stride(max_dim);
   }
 
-  // Check the dtypes, sizes and devices of a grouping; its contents are trusted.
   static constexpr const char* kMustBeContiguous = ": grouping tensors must be contiguous";
 
+  // Check the dtypes, sizes and devices of a grouping; its contents are trusted.
   static void check_groups(const char* op, const Grouping& groups) {
     check_dtype(op, "rows", groups.rows, ScalarType::Long, "int64, as tbe_group returns it");
     STD_TORCH_CHECK(groups.rows.is_contiguous(), op, kMustBeContiguous);
@@ -197,18 +199,18 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   backward.set_groups(op, {rows, segments, lookups, bags, count});
   backward.set_slots(op, row_slots);
   const OptimizerStepArgs step = optimizer_step_args(op, weights, optimizer, states, hyper, 0);
-  backward.allocate_and_run(CudaLauncher(grad), step);
+  backward.allocate_and_launch(CudaLauncher(grad), step);
 }
 
 // Count the step in `hyper`, and update a fixed batch: group its lookups, or use the grouping
 // `located` (check_located), and then do what tbe_update_ does. If `is_finite`, bool [1] or null,
-// is false, nothing is counted or updated. All checks and allocations are made before the kernel
-// that counts the step is launched, so that a call that throws counts no step.
+// is false, nothing is counted or updated. All checks and allocations come before the kernel that
+// counts the step, so that a call that fails one of them counts no step.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,
                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows,
-                   bool repaired, std::optional<Tensor> is_finite,
+                   bool has_valid_offsets, std::optional<Tensor> is_finite,
                    std::optional<std::vector<Tensor>> located) {
   const char* op = "tbe_backward_";
   check_lookups(op, indices, offsets);
@@ -229,11 +231,11 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
     backward.set_groups(op, {groups[kGroupRows], groups[kGroupSegments], groups[kGroupLookups],
                              groups[kGroupBags], groups[kGroupCount]});
     backward.set_slots(op, groups[kLocatedRowSlots]);
-    return backward.run_and_count(launcher, step, step_count);
+    return backward.launch_and_count(launcher, step, step_count);
   }
   const Tensor index_tensor = as_contiguous(indices), offset_tensor = as_contiguous(offsets);
   const int64_t n = indices.numel();
-  GroupArrays groups{};
+  DeviceGrouping groups{};
   DeviceArrays scratch;
   scratch.add(&groups.rows, n);
   scratch.add(&groups.segments, n + 1);
@@ -243,27 +245,28 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   backward.add_scratch(&scratch);
   scratch.allocate(grad);
   backward.set_groups(groups);
-  const GroupBatch batch{
+  const GroupInput batch{
       feature_array(features),
       index_array(index_tensor),
       Bags{index_array(offset_tensor), std::max<int64_t>(offsets.numel() - 1, 0), n},
       bag_map(op, features.size(0), offset_tensor, std::nullopt, 0),
       total_rows,
-      repaired};
+      has_valid_offsets};
   group_lookups(launcher, grad, batch, groups, step_count);
-  backward.run(launcher, step);
+  backward.launch(launcher, step);
 }
 
-// Write the gradient of each group's row to `out`, [L, dim] of device memory; rows after the last
-// group and columns beyond the dim of a row are not written.
+// Write the gradient of each group's row to `out`, float32 [L, dim] of device memory. Rows after
+// the last group and columns beyond the dim of a row are not written. The groups must be set.
 void sum_row_grads(BackwardCall* backward, const Tensor& grad, int64_t dim, float* out) {
   backward->set_result_stride(dim);
   OptimizerStepArgs step;
   step.tiers[0].weights = out;
-  backward->allocate_and_run(CudaLauncher(grad), step);
+  backward->allocate_and_launch(CudaLauncher(grad), step);
 }
 
-// Return the gradient of each unique row, float32 [L, dim]; rows and columns that have none are 0.
+// Return the gradient of each unique row, float32 [L, dim]: row g is that of group g. Other rows,
+// and columns beyond the dim of a group's table, are 0. That no dim exceeds `dim` is not checked.
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
@@ -281,7 +284,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
 
 // The contract is in tbe/entries.h.
 void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
-                   const Tensor& indices, const GroupArrays& groups, const Tensor& offsets,
+                   const Tensor& indices, const DeviceGrouping& groups, const Tensor& offsets,
                    const std::optional<Tensor>& bag_layout,
                    const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t dim,
                    float* out) {

@@ -1,11 +1,12 @@
-// Backward of table-batched embeddings on one CPU thread: the gradients of a unique row are summed
-// in registers, then the optimizer reads and writes the row once. As in the forward, most of the
-// time is cache misses on random rows, so the rows of the next groups are prefetched for writing.
+// Backward of table-batched embeddings on one CPU thread: the functions of UpdateTable
+// (tbe/args.h). The gradients of a unique row are summed in registers, then the optimizer reads and
+// writes the row once. As in the forward, most of the time is cache misses on random rows, so the
+// rows of the next groups are prefetched for writing.
 //
 // A group is the lookups of one unique row. There are two drivers with the same results. `update`
-// locates each row by its first lookup, which is always possible. `update_tables` processes the
-// groups table by table, which needs little computation per row. It requires args.tables: tables
-// without a cache, for which all features give the same memory.
+// locates each row by its first lookup, and works for any tables. `update_tables` processes the
+// groups table by table, which needs less computation per row. It requires args.tables: tables
+// without a cache, for which all features agree about the memory.
 #include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"
 #include "tbe/args.h"
@@ -13,7 +14,8 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Lookups at the beginning of a group whose gradients are prefetched before the group is summed.
+// The number of lookups at the beginning of a group whose gradients are prefetched before the group
+// is summed.
 constexpr int64_t kGradsAhead = 4;
 // Cache lines of gradients in flight while a group is summed.
 constexpr int64_t kGradLinesAhead = 32;
@@ -34,14 +36,14 @@ EMB_HD int64_t grad_offset(const GradArgs& args, int64_t j) {
 }
 
 // Return the factor of the gradient of sorted lookup j: its sample weight (1 without sample
-// weights), times 1 / length of its bag for MEAN.
+// weights), for MEAN times 1 / length of its bag.
 EMB_HD float grad_scale(const GradArgs& args, int64_t j) {
   const float scale = args.bag_scale ? args.bag_scale[args.sorted_bags[j]] : 1.0f;
   return args.sample_weights ? scale * args.sample_weights[args.sorted_lookups[j]] : scale;
 }
 
-// Write columns [column, column + kVectors * kLanes) of the sum of the gradients of sorted lookups
-// [begin, end) to `sum`, which begins with column 0.
+// Write columns [column, column + kVectors * kLanes) of the sum of the scaled gradients of sorted
+// lookups [begin, end) to `sum`, which begins with column 0.
 template <int kVectors, class G>
 EMB_HD void sum_block(const GradArgs& args, int64_t begin, int64_t end, int64_t column,
                       float* sum) {
@@ -85,8 +87,8 @@ void sum_lookups(const GradArgs& args, int64_t begin, int64_t end, int64_t dim, 
   store_first(sum + column, total, remaining);
 }
 
-// Write the sum of the gradients of a group to sum[0, dim): from its lookups, or, if the group is
-// longer than kChunkLookups, from its chunk sums in args.long_segments.
+// UpdateTable::segment_sum: write the sum of the scaled gradients of a group to sum[0, dim). If the
+// group is longer than kChunkLookups, add its chunk sums in args.long_segments, else its gradients.
 void segment_sum(const UpdateArgs& args, SumFn sum_fn, int64_t group, int64_t dim, float* sum) {
   const int64_t begin = args.grads.segments[group], end = args.grads.segments[group + 1];
   if (end - begin <= kChunkLookups) return sum_fn(args.grads, begin, end, dim, sum);
@@ -115,7 +117,7 @@ EMB_HD void prefetch_grads(const GradArgs& args, int64_t group, int64_t dim) {
   }
 }
 
-// A row during its update.
+// A row during its update by `update`.
 struct RowUpdate {
   const TierMemory* tier;  // its memory tier
   RowLocation location;
@@ -125,13 +127,13 @@ struct RowUpdate {
   RowFactors factors;       // of the row, from Opt::begin_row
 };
 
-// Set tier, location, id and dim of the row of a group. The feature of any of its lookups
-// determines the table; this uses the first lookup.
+// Set tier, location, id and dim of the row of a group. The features of its lookups read the same
+// table; this uses that of the first lookup.
 EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
   const int64_t bag = args.grads.sorted_bags[args.grads.segments[group]];
   const Feature& feature = args.grads.features[feature_of(args.grads, bag)];
-  // Row 0 is used instead of a row outside the table, which tbe_group never makes, so that no
-  // memory outside the table is written.
+  // tbe_group makes no row outside the table. Row 0 is used instead of one, so that no memory
+  // outside the table is written.
   const int64_t row_in_table = args.rows[group] - feature.row_base;
   const int64_t row = row_in_table >= 0 && row_in_table < feature.rows ? row_in_table : 0;
   const int64_t slot = args.row_slots != nullptr ? args.row_slots[group] : -1;
@@ -141,7 +143,8 @@ EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
   target->dim = feature.dim;
 }
 
-// Prefetch all parts of a row that Opt writes: weights, element-wise states and row-wise states.
+// Prefetch all parts of a row that Opt updates, for writing: weights, element-wise states and
+// row-wise states.
 template <class Opt>
 EMB_HD void prefetch_target(const RowUpdate& target) {
   const auto prefetch_tensor = [&](const void* data, Dtype type) {
@@ -158,16 +161,16 @@ EMB_HD void prefetch_target(const RowUpdate& target) {
   }
 }
 
-// Return the row in tensor `data` (weights or an element-wise state) of dtype `type` as floats: in
-// place, or as a copy in `scratch`, [dim], if it is stored in 16 bits.
+// Return the row in `data`, weights or an element-wise state of dtype `type`, as floats: in place,
+// or as a copy in `scratch`, [dim], if it is stored in 16 bits.
 EMB_HD float* row_as_floats(void* data, Dtype type, const RowUpdate& target, float* scratch) {
   if (type == Dtype::kFloat) return static_cast<float*>(data) + target.location.element;
   widen_row(data, type, target.location.element, target.dim, scratch);
   return scratch;
 }
 
-// Store the copy that row_as_floats made; does nothing for a row in place. `tensor` selects the
-// random numbers of stochastic rounding.
+// Store the copy that row_as_floats made, or do nothing for a row in place. `tensor`
+// (RoundedTensor) selects the random numbers of stochastic rounding.
 EMB_HD void store_copy(const float* values, void* data, Dtype type, const RowUpdate& target,
                        const Rounding& rounding, uint32_t tensor) {
   if (type == Dtype::kFloat) return;
@@ -207,7 +210,7 @@ EMB_HD void store_copies(const RowUpdate& target, const Rounding& rounding) {
   }
 }
 
-// Update the row-wise states of a row from its sums, and set its factors.
+// Update the row-wise states of a row from target->sums, and set target->factors.
 template <class Opt>
 EMB_HD void begin_target(const Opt& opt, RowUpdate* target) {
   float states[kMaxRowStates];
@@ -220,9 +223,9 @@ EMB_HD void begin_target(const Opt& opt, RowUpdate* target) {
   }
 }
 
-// The UpdateFn of any table. Rows are processed in batches of kRowBatch: a row-wise optimizer has a
-// chain of reduction, square root and division before it can write. A few independent chains take
-// little longer than one. The rows of the next batch are prefetched meanwhile.
+// The UpdateFn for any tables. Rows are processed in batches of kRowBatch: a row-wise optimizer has
+// a chain of reduction, square root and division before it can write, and a few independent chains
+// take little longer than one. The rows of the next batch are prefetched meanwhile.
 template <class Opt>
 void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t max_dim, int64_t begin,
             int64_t end) {
@@ -264,8 +267,8 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t max_di
   }
 }
 
-// Tables without a cache. All rows of a table have one dim and one memory tier, and usually one
-// feature reads the table. So little is left to compute per row.
+// The update table by table. All rows of a table without a cache have one dim and one memory tier,
+// and usually one feature reads the table. So little is left to compute per row.
 
 // Cache lines of rows and states in flight.
 constexpr int64_t kLinesAhead = 32;
@@ -281,17 +284,17 @@ struct TableUpdate {
   WeightDecay decay;
   Rounding rounding;
   int64_t groups_ahead;  // groups between the prefetch of a row and its update
-  int64_t end;           // end of the range of groups
+  int64_t end;           // end of the range of groups to update
   int64_t grads_ahead;   // lookups between the prefetch of a gradient and its use
   int64_t last_lookup;   // last sorted lookup of the groups
-  // If one feature reads the table, in a fixed batch with pooling: bag first_bag + b has its
-  // gradient at byte `grad + b * stride`. Otherwise `grad` is null.
+  // If one feature reads the table, in a fixed batch with pooling: the gradient of bag first_bag +
+  // b is at `grad + b * stride`. The stride is in bytes. Otherwise `grad` is null.
   const char* grad;
   int64_t stride, first_bag;
   bool is_unscaled;     // gradients have no factors
   bool reads_in_place;  // the gradient of a group of one lookup is read where it is, not copied
 
-  // Groups from end_group on are not prefetched.
+  // `span` is the table; the groups of this call end before end_group.
   TableUpdate(const UpdateArgs& args_, const TableSpan& span, int64_t end_group)
       : args(args_),
         table(span),
@@ -321,21 +324,22 @@ struct TableUpdate {
   }
 
   EMB_HD int64_t dim() const { return kDim > 0 ? kDim : table.dim; }
-  // Return the cache lines of a row that begins with a line.
+  // Return the number of cache lines of a row that begins at a line.
   EMB_HD int64_t num_lines_of(Dtype type) const {
     return (dim() * element_bytes(type) + kCacheLineBytes - 1) / kCacheLineBytes;
   }
 
-  // Return the linear row id of a group. If it is outside the table, which tbe_group never makes,
-  // return the table's first row.
+  // Return the linear row id of a group; the table's first row instead of a row outside the table,
+  // which tbe_group does not make.
   EMB_HD int64_t row_of(int64_t group) const {
     const int64_t row = args.rows[group];
     const auto row_in_table = static_cast<uint64_t>(row - table.first_row);
     return row_in_table < static_cast<uint64_t>(table.num_rows) ? row : table.first_row;
   }
 
-  // Return the address of the gradient of sorted lookup j. If its bag is of another feature, which
-  // tbe_group never makes, return the address for the feature's first bag.
+  // Return the address of the gradient of sorted lookup j. If one feature reads the table, but the
+  // bag is of another one, return the address for the feature's first bag; a result of tbe_group
+  // has no such lookup.
   EMB_HD const char* grad_of(int64_t j) const {
     if (grad != nullptr) {
       const int64_t bag = args.grads.sorted_bags[j] - first_bag;
@@ -372,8 +376,8 @@ struct TableUpdate {
     }
   }
 
-  // Write the sum of the gradients of sorted lookups [begin, stop), as `sum_lookups` does, for
-  // unscaled gradients of kDim floats.
+  // Do what `sum_lookups` does for sorted lookups [begin, stop), for unscaled gradients of kDim
+  // floats.
   EMB_HD void sum_unscaled(int64_t begin, int64_t stop, float* sum) const {
     constexpr int kVectors = kDim / kLanes > 0 ? kDim / kLanes : 1;
     Vec sums[kVectors] = {};
@@ -385,8 +389,9 @@ struct TableUpdate {
     for (int v = 0; v < kVectors; ++v) store(sum + v * kLanes, sums[v]);
   }
 
-  // Return the gradient, weights and states of a group's row as floats. They are in place if they
-  // are stored as floats, else copies in `scratch`, which has room for kScratchRows rows.
+  // Return the gradient, weights and states of a group's row as floats. Weights and states are in
+  // place if they are stored as floats. All else is in `scratch`, which has room for kScratchRows
+  // rows, except the gradient of one lookup with reads_in_place, which must not be written.
   EMB_HD RowViews make_views(int64_t group, int64_t row, SumFn sum_fn, float* scratch) const {
     const int64_t element = table.element_base + row * dim();
     const int32_t begin = args.grads.segments[group], stop = args.grads.segments[group + 1];
@@ -498,8 +503,9 @@ void update_table(const UpdateArgs& args, const TableSpan& table, SumFn sum_fn, 
   }
 }
 
-// The UpdateFn for args.tables: update groups [begin, end) table by table. Groups must follow the
-// order of the tables. Within a table they may have any order, as those of hash_insert_batch_ do.
+// The UpdateFn for args.tables: update groups [begin, end) table by table. Each group must belong
+// to a table, and the groups must follow the order of the tables. Within a table they may have any
+// order, as those of hash_insert_batch_ do.
 template <class Opt>
 void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t, int64_t begin,
                    int64_t end) {
@@ -524,7 +530,7 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
   }
 }
 
-// Return a driver for an optimizer, null if no optimizer has this number.
+// Return the driver for an optimizer, null if no optimizer has this number.
 UpdateFn find_update_tables(int optimizer) {
   UpdateFn kernel = nullptr;
   Optimizers::visit(optimizer,

@@ -69,7 +69,7 @@ Tensor features_of_rows(const Tensor& features, int64_t num_rows, int64_t cache_
 
 // The number of tensors that a lookup returns for its backward pass: a grouping, a plan, and the
 // values of the first left halves.
-constexpr size_t kKeptTensors = size_t{kGroupTensors} + size_t{kTtPlanTensors} + 1;
+constexpr size_t kKeptTensors = size_t{kNumGroupTensors} + size_t{kTtPlanTensors} + 1;
 
 // Return whether all indices and offsets are valid. Throw if `mode` is no code of BoundsMode, but
 // not for invalid indices or offsets, whatever the mode.
@@ -165,7 +165,7 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
                  kept[kGroupCount]},
                 offsets, bag_layout, sample_weights, pooling, shapes.dim, row_grads.memory.get());
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
-  const std::vector<Tensor> plan(kept.begin() + kGroupTensors, kept.end() - 1);
+  const std::vector<Tensor> plan(kept.begin() + kNumGroupTensors, kept.end() - 1);
   // The update computes the left values that it does not get.
   const Tensor left_values = is_stale ? allocate(kept.back(), {0, shapes.value_size}) : kept.back();
   count_step(hyper, [&] {

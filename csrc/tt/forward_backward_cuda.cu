@@ -449,7 +449,7 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
 
 // The buffers that a forward pass returns, in one tensor, for its backward pass.
 struct ForwardState {
-  GroupArrays groups{};
+  DeviceGrouping groups{};
   PlanArrays plan{};
   TtMemory memory;  // right and left values; the copies of cores are in the batch
 
@@ -562,7 +562,7 @@ std::vector<Tensor> tt_lookup_checked_(
                 torch::stable::from_blob(keys, {n}, {1}, indices.device(), ScalarType::Long),
                 valid_offsets, bag_layout, shapes.first_keys.back(), check.has_value(),
                 state.groups);
-  const GroupArrays& groups = state.groups;
+  const DeviceGrouping& groups = state.groups;
   write_plan(launcher, indices, groups.rows, groups.num_groups, table_ids, shapes.size(),
              &plan_scratch, state.plan,
              {groups.segments, groups.sorted_lookups, groups.num_groups, n, row_of_lookup});

@@ -87,8 +87,8 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     const int64_t total_rows = words.number(), wide = words.number();
     const int64_t max_cluster_blocks = words.number();
     BatchCheck check{};
-    check.repaired = words.pointer<int32_t>();
-    check.copies_valid = words.number() != 0;
+    check.repaired_offsets = words.pointer<int32_t>();
+    check.copies_valid_offsets = words.number() != 0;
     check.violations = words.pointer<unsigned long long>();
     unsigned long long progress[2];
     check.progress = progress;

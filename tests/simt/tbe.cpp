@@ -85,7 +85,7 @@ const char* check_bounds(const int64_t* call, const Check& check) {
     args.num_bags = words.number();
     args.map = read_map(&words);
     args.is_fatal = words.number() != 0;
-    args.repaired = words.pointer<int32_t>();
+    args.repaired_offsets = words.pointer<int32_t>();
     args.violations = words.pointer<unsigned long long>();
     unsigned long long progress[2];
     args.progress = progress;
