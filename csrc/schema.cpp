@@ -1,13 +1,18 @@
-// The schema of every native operation of emblib. `*_cpu.cpp` and `*_cuda.cu` register the kernels,
-// emblib/ops describes the shapes, dtypes and gradients, and emblib/reference defines the results.
+// The schema of every native operation of emblib. `*_cpu.cpp` and `*_cuda.cu` register the kernels.
+// emblib/ops describes shapes, dtypes, errors and gradients, and emblib/reference defines the
+// results; the comments here say what an op is for where its name does not.
+//
 // Notation: F features, L lookups. core/layout.h describes `features`, int64 [F, 8] (Feature);
-// `bag_layout`, int64 [bags, 2] (BagLayout); `weights`, a list of memory tiers (Tier); and `slots`
-// of cached rows. Integers such as `pooling`, `policy` and `order` are codes of core/codes.h.
+// `bag_layout`, int64 [bags, 2] (BagLayout); `weights`, a list of one tensor per memory tier
+// (Tier); and `slots`, the cache slots of rows. `pooling`, `policy`, `order`, `optimizer` and the
+// like are codes of core/codes.h; `mode` and `check` are codes of its BoundsMode, and a `check` of
+// None means no check. `repaired` says that the offsets are a result of `bounds_check`. An op
+// changes the arguments that are marked with `!`, and no others.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(emblib, m) {
-  // Group positions by key. Returns the distinct keys, where each group starts, the stable order of
-  // positions by key, and the number of groups.
+  // Group positions by key. Return the distinct keys, the start of each group, the positions in a
+  // stable order by key, and the number of groups.
   m.def(
       "group(Tensor keys, SymInt num_keys)"
       " -> (Tensor unique, Tensor segments, Tensor permutation, Tensor count)");
@@ -18,8 +23,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "bounds_check(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout, int mode)"
       " -> (Tensor offsets, Tensor violations)");
-  // Return the repaired offsets only. In the mode "warning", add the number of invalid indices and
-  // the number of offset violations to `violations`. `check` is the mode.
+  // Check a batch and return only the repaired offsets. In the mode "warning", add the numbers of
+  // invalid indices and of offset violations to `violations`.
   m.def(
       "bounds_check_(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout,"
       " int check, Tensor(a!) violations) -> Tensor");
@@ -28,17 +33,16 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
   // A lookup that checks its batch in the same call. The CPU returns [output], or [] for an invalid
-  // batch, whatever `check` is. A GPU checks nothing if `check` is None, and returns [output]; else
-  // it repairs the offsets and adds to `violations` as `bounds_check_` does, and returns [output,
-  // repaired offsets].
+  // batch, with or without `check`. A GPU returns [output] without `check`. With it, the GPU does
+  // what `bounds_check_` does before the lookup, and returns [output, repaired offsets].
   m.def(
       "tbe_lookup_checked_(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? sample_weights, int pooling, SymInt output_dim, ScalarType output_dtype,"
       " int? check, Tensor(a!) violations, Tensor? slots=None) -> Tensor[]");
   // A backward pass in one call: group the lookups, count the step in `hyper`, and update the
-  // weights and states. If `is_finite`, a bool scalar, is false, nothing changes. `located` is
-  // [rows, segments, lookups, bags, count, row_slots] of `cache_prefetch_` and replaces the
-  // grouping; the CPU also takes it without row_slots.
+  // weights and states. If `is_finite`, a bool tensor of one element, is false, nothing changes.
+  // `located`, [rows, segments, lookups, bags, count, row_slots] of `cache_prefetch_`, replaces the
+  // grouping; the CPU also takes a list without row_slots.
   m.def(
       "tbe_backward_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!) hyper, int optimizer,"
       " Tensor grad, Tensor features, Tensor indices, Tensor offsets, Tensor? sample_weights,"
@@ -66,7 +70,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!) counts, Tensor(d!) counters,"
       " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy)"
       " -> (Tensor row_slots, Tensor evicted)");
-  // Return the rows that `cache_plan_` would evict. On the CPU only, for DISK tables, whose rows
+  // Return the rows that `cache_plan_` would evict. On the CPU only, for DISK tables: their rows
   // must be journaled before they are written back.
   m.def(
       "cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters, Tensor clock,"
@@ -79,12 +83,12 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "cache_move_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
       " Tensor rows, Tensor count, Tensor row_slots, Tensor evicted, Tensor(c!)[] postponed)"
       " -> ()");
-  // A prefetch in one call: check the batch as `tbe_lookup_checked_` does, group it, advance the
-  // clock to it, plan, and move the rows. The oldest batch in flight is `lag` batches before this
-  // one. `cache` is [tags, stamps, counts, counters, clock, conflicts]. The CPU returns [] for an
-  // invalid batch. Otherwise the result is [rows, segments, lookups, bags, count, row_slots,
-  // slots], then, if `postpones`, the postponed fetches [rows, slots, count], then, on a GPU with
-  // `check`, the repaired offsets.
+  // A prefetch in one call: check the batch, group it, advance the clock to it, plan, and move the
+  // rows. The oldest batch in flight is `lag` batches before this one. `cache` is [tags, stamps,
+  // counts, counters, clock, conflicts]. With `check` the CPU returns [] for an invalid batch.
+  // Otherwise the result is [rows, segments, lookups, bags, count, row_slots, slots], then, if
+  // `postpones`, the postponed fetches [rows, slots, count], then, on a GPU with `check`, the
+  // repaired offsets.
   m.def(
       "cache_prefetch_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper,"
       " Tensor(c!)[] cache, Tensor tables, int policy, int lag, bool postpones, Tensor features,"
@@ -109,11 +113,11 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor? admitted, Tensor? batch_scores, int order, int insert_policy, Tensor? slots=None,"
       " Tensor? groups=None) -> (Tensor inserted, Tensor status, Tensor evicted,"
       " Tensor key_slots, Tensor key_status)");
-  // The insertion of a training batch in one call, on the CPU, and the groups of its lookups.
-  // csrc/hash/batch_cpu.cpp lists the batches that it supports; for others it returns [] and
-  // changes nothing. Returns [offsets, starts, slots, rows, segments, lookups, bags, count], then,
-  // if keys were missing, the status of every position. The groups are like those of `tbe_group`,
-  // but not in ascending order of rows; entries after the last group are unspecified.
+  // Insert the keys of a training batch and group its lookups in one call, on the CPU. Return
+  // [offsets, starts, slots, rows, segments, lookups, bags, count], then, if keys were missing, the
+  // status of every position. The groups are like those of `tbe_group`, but not in ascending order
+  // of rows; entries after the last group are unspecified. csrc/hash/batch_cpu.cpp lists the
+  // batches that it supports; for others it returns [] and changes nothing.
   m.def(
       "hash_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
       " Tensor ids,"
@@ -123,8 +127,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "hash_expire_(Tensor(a!)[] index, SymInt table, SymInt first_bucket, SymInt num_buckets,"
       " SymInt before) -> Tensor");
-  // The ops on rows by slot. `values` is [slots, dim]; slots outside of it, such as -1, have no
-  // row.
+  // Ops on rows by slot. `values` is [slots, dim]; a slot outside of it, such as -1, has no row.
   m.def(
       "hash_find_rows(Tensor[] index, Tensor ids, Tensor starts, Tensor tables, Tensor values,"
       " float default_value) -> (Tensor rows, Tensor found)");
@@ -143,8 +146,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "hash_initial_rows_(Tensor(a!)[] row_buffers, Tensor layout, Tensor rules, Tensor ids,"
       " Tensor first, Tensor offsets, Tensor slots, int seed) -> ()");
 
-  // Rows that move between a dynamic table and its backing store, on the CPU. In `tier_swap_`,
-  // `slots`, `status` and `evicted` are results of `hash_insert_` for the misses of one table.
+  // Move rows between a dynamic table and its backing store, on the CPU. In `tier_swap_`, `slots`,
+  // `status` and `evicted` are results of `hash_insert_` for the misses of one table.
   m.def(
       "tier_swap_(Tensor(a!)[] row_buffers, Tensor slots, Tensor status, Tensor evicted,"
       " Tensor found, Tensor rows, SymInt first_overflow) -> (Tensor slots, Tensor status,"
@@ -165,7 +168,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " -> (Tensor positions, Tensor words, Tensor values)");
   m.def("tier_write_(Tensor(a!) records, Tensor slots, Tensor words, Tensor values) -> ()");
 
-  // Pages of the files of a store, which are mapped into memory, on the CPU.
+  // Ops on the pages of the files of a store, which are mapped into memory, on the CPU.
   m.def("page_crc32(Tensor data, Tensor pages, SymInt page_bytes) -> Tensor");
   m.def(
       "pages_without_mark(Tensor marks, Tensor rows, SymInt width, SymInt first_byte,"
@@ -197,13 +200,13 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tt_update_(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor hyper, int optimizer,"
       " Tensor[] plan, Tensor left_values, Tensor row_grads, int[] row_factors, int[] dim_factors,"
       " int[] num_cores, int matmul_precision=0) -> ()");
-  // Passes in one call, see csrc/tt/batch_cpu.cpp and forward_backward_cuda.cu. `features` has F
-  // rows for keys, F for ids, which a check reads, and F for the rows that a GPU computes. The
-  // lookup checks its batch unless `check` is None. The CPU returns [] for an invalid batch.
+  // Forward and backward pass in one call each, see csrc/tt/batch_cpu.cpp and
+  // forward_backward_cuda.cu. `features` has F rows for keys, F for ids, which a check reads, and F
+  // for the rows that a GPU computes. With `check` the CPU returns [] for an invalid batch.
   // Otherwise the result is the output; then, if num_saved >= 0, the tensors `kept` of the backward
   // pass, 14 on the CPU and one on a GPU; then, on a GPU with `check`, the repaired offsets.
-  // `is_stale` means that the cores have changed since the lookup. If `is_finite`, a bool scalar,
-  // is false, the backward pass changes nothing.
+  // `is_stale` means that the cores have changed since the lookup. If `is_finite`, a bool tensor of
+  // one element, is false, the backward pass changes nothing.
   m.def(
       "tt_lookup_checked_(Tensor[] cores, Tensor tables, Tensor feature_tables, Tensor features,"
       " Tensor indices, Tensor offsets, Tensor? bag_layout, Tensor? sample_weights, int pooling,"
@@ -217,7 +220,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " int[] num_cores, bool is_stale=False, int matmul_precision=0, Tensor? is_finite=None)"
       " -> ()");
 
-  // Tensor trains with a cache of rows. Divide the lookups between the cores and the stored rows;
+  // Tensor trains with stored rows: divide the lookups between the cores and the stored rows.
   // TtStoredArgs in csrc/tt/cached.h describes the arguments and results.
   m.def(
       "tt_stored(Tensor indices, Tensor ids, Tensor keys, Tensor? slots, Tensor row_of_slot)"
@@ -241,8 +244,9 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "combine(Tensor source, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt out_numel, ScalarType dtype, float scale, Tensor? local=None, SymInt local_begin=0)"
       " -> Tensor");
-  // The adjoint of `combine`. `combine_backward_` writes a part of the result to `local`; it is a
-  // separate op because inductor does not compile an optional argument that is written.
+  // The adjoint of `combine`. `combine_backward_` writes the part of the result that is in `local`
+  // there; it is a separate op because inductor does not compile an optional argument that is
+  // written.
   m.def(
       "combine_backward(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt source_numel, ScalarType dtype, float scale) -> Tensor");
@@ -256,15 +260,15 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "quant_lookup(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, int format, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
-  // quant_lookup that checks its batch in the same call unless `check` is None. The CPU returns
-  // [output], or [] for an invalid batch. A GPU repairs the offsets, adds to `violations` as
-  // `bounds_check_` does, and returns [output].
+  // quant_lookup that with `check` checks its batch in the same call. Then the CPU returns [] for
+  // an invalid batch, and a GPU does what `bounds_check_` does before the lookup. Otherwise the
+  // result is [output].
   m.def(
       "quant_lookup_checked_(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? sample_weights, int pooling, int format, SymInt output_dim,"
       " ScalarType output_dtype, int? check, Tensor(a!) violations) -> Tensor[]");
 
-  // Return the row that `index` has for each id, int64 [L].
+  // Return the row of each id in `index`, int64 [L].
   m.def(
       "map_ids(Tensor index, Tensor tables, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? bag_layout) -> Tensor");

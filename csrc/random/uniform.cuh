@@ -1,5 +1,5 @@
-// Uniform random numbers on the GPU: a thread takes one Philox counter at a time and writes the
-// four elements that it determines.
+// Uniform random numbers on the GPU. A Philox counter gives four random words; a thread takes one
+// counter at a time and writes the four elements of its words. random/args.h has the formula.
 #pragma once
 
 #include "core/dtype.h"
@@ -11,7 +11,7 @@
 
 namespace emb::cuda {
 
-// Fill a tensor of dtype T by a grid-stride loop over counters.
+// Fill the tensor args.out of dtype T, by a grid-stride loop over counters.
 template <class T>
 __global__ void fill_uniform_kernel(UniformArgs args) {
   const int64_t num_counters = (args.numel + 3) / 4;
@@ -27,7 +27,8 @@ __global__ void fill_uniform_kernel(UniformArgs args) {
   }
 }
 
-// Launch the kernel for a tensor of dtype `type`.
+// Fill args.out, device memory of dtype `type` that must live until the kernel has run. `launcher`
+// is a CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_fill_uniform(const Launcher& launcher, const UniformArgs& args, Dtype type) {
   if (args.numel == 0) return;

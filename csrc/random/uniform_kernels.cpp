@@ -14,7 +14,8 @@ void fill_blocks(const UniformArgs& args, int64_t first_block, int64_t last_bloc
   T* out = static_cast<T*>(args.out);
   for (int64_t block = first_block; block < last_block; ++block) {
     uint32_t words[kBlockWords];
-    // The low word of a counter does not overflow within a block.
+    // The block's first counter is a multiple of kBlockCounters, a power of two, so the low word of
+    // the counters does not overflow within the block.
     philox_block<0>(args.seed, stream_counter(static_cast<uint64_t>(block) * kBlockCounters),
                     kBlockCounters, words);
     const int64_t begin = block * kUniformBlock;
