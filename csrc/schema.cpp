@@ -4,10 +4,11 @@
 //
 // Notation: F features, L lookups. core/layout.h describes `features`, int64 [F, 8] (Feature);
 // `bag_layout`, int64 [bags, 2] (BagLayout); `weights`, a list of one tensor per memory tier
-// (Tier); and `slots`, the cache slots of rows. `pooling`, `policy`, `order`, `optimizer` and the
-// like are codes of core/codes.h; `mode` and `check` are codes of its BoundsMode, and a `check` of
-// None means no check. `repaired` says that the offsets are a result of `bounds_check`. An op
-// changes the arguments that are marked with `!`, and no others.
+// (Tier); and `slots`, the cache slots of rows. `pooling`, `policy`, `order` and the like are codes
+// of core/codes.h. `mode` and `check` are codes of its BoundsMode; a `check` of None means no
+// check. `optimizer` is the number of an optimizer in optim/optimizers.h. `repaired` says that the
+// offsets are a result of `bounds_check`. An op changes the arguments that are marked with `!`, and
+// no others.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(emblib, m) {

@@ -17,8 +17,9 @@ namespace {
 constexpr int64_t kBlockGrain = 256;  // grain of parallel_balanced, in blocks
 
 // Fill `tensor`, contiguous and float32, float16 or bfloat16, with low + (high - low) * u for
-// uniform u in [0, 1). Rounding can make an element as large as `high`. check.h has the limits of
-// `low` and `high`. The result depends on neither the device nor the number of threads.
+// uniform u in [0, 1), rounded to its dtype, which can give `high` or the next number above it.
+// random/check.h has the limits of `low` and `high`. The result depends on neither the device nor
+// the number of threads.
 void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
   const Dtype type = check_uniform_fill("fill_uniform_", tensor, low, high);
   const UniformArgs args{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),

@@ -71,9 +71,9 @@ struct RoutedId {
 };
 
 // Return the destination of an id of a feature; `blocks` are the blocks of the feature, at least
-// one. With kByKey an id keeps its number. With the other rules an id is counted from the first row
-// of its block, and an id that repair_index skips (-1, or any id of an empty table) goes to block 0
-// as -1.
+// one. With kByKey an id keeps its number. By range, it is counted from the first row of its block;
+// -1, and any id of an empty table, goes to block 0 as -1. An id that kByRangeElseSpread spreads
+// goes to block id % num_blocks as id / num_blocks.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
   if (feature.rule == RouteRule::kByKey) return {block_of_key(id, feature.num_blocks), id};
   if (feature.rule == RouteRule::kByRangeElseSpread && id >= feature.num_rows) {

@@ -130,7 +130,7 @@ struct UpdateArgs {
   const int64_t* rows = nullptr;       // [U] linear row id of each group
   const int32_t* row_slots = nullptr;  // [U] cache slot of each row, -1 for none; null: no cache
   TierMemory tiers[kTiers] = {};       // weights and states, which the kernels write
-  const double* hyper = nullptr;       // the optimizer's numbers, see optim/functor.h
+  const double* hyper = nullptr;       // entries of the optimizer, see optim/functor.h
 
   explicit UpdateArgs(const GradArgs& gradients) : grads(gradients) {}
 };
@@ -155,10 +155,10 @@ using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t max_
 // The CPU kernels of the backward. Calls for disjoint ranges may run at once.
 struct UpdateTable {
   SumFn sum[kNumDtypes];  // [gradient dtype]
-  // Return the kernel of an optimizer (a code of core/codes.h), null for another number. A kernel
-  // of `update` locates every row by its first lookup. A kernel of `update_tables` locates rows by
-  // args.tables, which is faster: there must be a table, every group must belong to one, and the
-  // groups must be in the order of their tables.
+  // Return the kernel of an optimizer, by its number in optim/optimizers.h; null for others. A
+  // kernel of `update` locates every row by its first lookup. A kernel of `update_tables` locates
+  // rows by args.tables, which is faster: there must be a table, every group must belong to one,
+  // and the groups must be in the order of their tables.
   UpdateFn (*update)(int optimizer);
   UpdateFn (*update_tables)(int optimizer);
   // Write the sum of the scaled gradients of a group to sum[0, dim). The sum of a group of more

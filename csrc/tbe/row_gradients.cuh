@@ -20,7 +20,7 @@ namespace emb::cuda {
 inline constexpr int kChunkThreads = 256;
 // Blocks per multiprocessor of chunk_kernel: with four, a thread has 64 registers.
 inline constexpr int kChunkSumBlocksPerSm = 4;
-// The three lengths are not measured.
+// The three limits below are not measured.
 inline constexpr int kShortSegment = 256;   // lookups of the longest segment without chunks
 inline constexpr int kChunkLookups = 1024;  // lookups per chunk; a multiple in very long segments
 inline constexpr int kMaxChunks = 256;      // maximum number of chunks of a segment
@@ -53,8 +53,8 @@ EMB_HD int64_t first_chunk_slot(int64_t begin) {
   return (begin + kShortSegment - 1) / kShortSegment;
 }
 
-// Return the number of floats from one chunk sum to the next, for rows of up to `columns` columns.
-// It is a multiple of 16 bytes.
+// Return the number of floats from one chunk sum to the next, for rows of up to `columns` columns:
+// a multiple of kColumns, so that chunk sums are aligned to 16 bytes.
 inline int64_t chunk_sum_stride(int64_t columns) {
   return (columns + kColumns - 1) / kColumns * kColumns;
 }

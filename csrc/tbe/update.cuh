@@ -83,7 +83,7 @@ inline constexpr int kLookupsPerLane = 3;
 // The shape of the tiles. 2^log2_lanes lanes form a group: enough for a row of mean width, at most
 // a warp. The lanes of a group hold 2^log2_rows rows: as many rows as lanes if there are many rows,
 // else fewer, so that all warps are busy.
-struct RowTile {
+struct TileShape {
   int log2_lanes, log2_rows;
   uint32_t num_warps;  // warps that run at once
 
@@ -91,11 +91,11 @@ struct RowTile {
   EMB_HD uint32_t num_rows() const { return (simt::kWarpLanes >> log2_lanes) << log2_rows; }
   // Return the shape for `num_unique` unique rows, a number that the host does not know. Its tiles
   // have at most as many rows as those of this shape.
-  EMB_DEVICE RowTile for_rows(uint32_t num_unique) const {
-    RowTile tile = *this;
-    while (tile.log2_rows > 0 && num_unique < kMinTilesPerWarp * num_warps * tile.num_rows())
-      --tile.log2_rows;
-    return tile;
+  EMB_DEVICE TileShape for_rows(uint32_t num_unique) const {
+    TileShape shape = *this;
+    while (shape.log2_rows > 0 && num_unique < kMinTilesPerWarp * num_warps * shape.num_rows())
+      --shape.log2_rows;
+    return shape;
   }
   // Return the number of the row that this lane holds in the tile; kWarpLanes, which is not below
   // num_rows(), if it holds none.
@@ -116,15 +116,15 @@ EMB_DEVICE bool reads_vectors(const DeviceGradArgs& args) {
 struct TileRow {
   uint32_t row_offset_low;   // low word of the offset of the row in its tier
   uint32_t grad_offset_low;  // low word of the offset of its gradient, if it has one lookup
-  // Lower 16 bits of the high words of both offsets: of the row, then of the gradient.
+  // The high words of both offsets, 16 bits each: the row's in the lower half, then the gradient's.
   uint32_t offsets_high;
   float scale;        // factor of its gradient, if it has one lookup
   int begin, length;  // its sorted lookups [begin, begin + length); length 0: nothing to update
   // Whether its gradient is summed into shared memory first: it has several lookups, or its
   // gradient is not aligned like the row.
   bool is_summed;
-  int64_t id;     // linear row id; 0 without an optimizer
-  int64_t state;  // entry of the row-wise states in its tier
+  int64_t id;         // linear row id; 0 without an optimizer
+  int64_t state_row;  // entry of the row in the row-wise states of its tier
   float states[kMaxRowStates];
   // Three fields in which the rows of one batch agree: kVectorBit is set if rows are read in
   // vectors, the tier begins with bit kTierShift, and dim with bit kDimShift. dim must be below
@@ -173,7 +173,7 @@ struct TileRow {
     begin = segment_begin;
     length = segment_end - segment_begin;
     id = row;
-    state = location.state_row;
+    state_row = location.state_row;
     packed_layout = (static_cast<uint32_t>(feature.dim) << kDimShift) |
                     (static_cast<uint32_t>(location.tier) << kTierShift) |
                     (uses_vectors ? kVectorBit : 0);
@@ -250,13 +250,14 @@ struct TileUpdate {
   // gradient of the row's only lookup.
   EMB_DEVICE SliceLocation locate_row(HoldersOfSlices holders, int s, int base) const {
     const TileRow& row = row_of(holders[s]);
-    const int valid = columns_left(s, holders[s], base);
-    return {first_element(row.row_offset_low, row.offsets_high, layout.dim - valid), valid};
+    const int num_valid = columns_left(s, holders[s], base);
+    return {first_element(row.row_offset_low, row.offsets_high, layout.dim - num_valid), num_valid};
   }
   EMB_DEVICE SliceLocation locate_gradient(HoldersOfSlices holders, int s, int base) const {
     const TileRow& row = row_of(holders[s]);
-    const int valid = columns_left(s, holders[s], base);
-    return {first_element(row.grad_offset_low, row.offsets_high >> 16, layout.dim - valid), valid};
+    const int num_valid = columns_left(s, holders[s], base);
+    return {first_element(row.grad_offset_low, row.offsets_high >> 16, layout.dim - num_valid),
+            num_valid};
   }
 
   // Add this lane's columns, from `column` on, of the gradients of sorted lookups [begin, begin +
@@ -352,7 +353,7 @@ struct TileUpdate {
     }
   }
 
-  // Add the sums of a long segment's chunks, in order.
+  // Add this lane's columns, from `column` on, of the chunk sums of a segment to `sum`, in order.
   EMB_DEVICE void add_chunk_sums(int begin, int length, int column, float (&sum)[kColumns]) const {
     const float* partial =
         args.chunk_sums + first_chunk_slot(begin) * args.chunk_sum_stride + column;
@@ -404,7 +405,7 @@ struct TileUpdate {
         [&](int s) { return locate_gradient(holders, s, base); }, gradient);
   }
 
-  // Turn loaded gradients into scaled floats. Sums are scaled floats already.
+  // Turn loaded gradients into floats and multiply them by their factors; sums are so already.
   EMB_DEVICE void convert_gradients(HoldersOfSlices holders, bool is_summed,
                                     Slices<kSlices>& gradient) const {
     if (is_summed) return;
@@ -419,7 +420,8 @@ struct TileUpdate {
   }
 
   // Complete the sums of the rows of a batch over the lanes of their groups. If this lane holds a
-  // row of the batch, update its row-wise states and return its factors.
+  // row of the batch, update its row-wise states and return its factors, else return factors that
+  // nothing uses.
   EMB_DEVICE RowFactors start_rows(HoldersOfSlices holders, float (&sums)[kSlices][kMaxRowSums]) {
     const int this_lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
     float held_sums[kMaxRowSums] = {};  // the sums of the row that this lane holds
@@ -451,7 +453,7 @@ struct TileUpdate {
 #pragma unroll
     for (int s = 0; s < kMaxRowStates; ++s) {
       if (s < Selection::num_row_states(optimizer) && holds_row)
-        tier.row_states[s][row.state] = states[s];
+        tier.row_states[s][row.state_row] = states[s];
     }
     return factors;
   }
@@ -470,16 +472,16 @@ struct TileUpdate {
 #pragma unroll 1
     for (int s = 0; s < kSlices; ++s) {
       const TileRow& row = row_of(holders[s]);
-      const int valid = columns_left(s, holders[s], base);
+      const int num_valid = columns_left(s, holders[s], base);
       const int64_t element =
-          first_element(row.row_offset_low, row.offsets_high, layout.dim - valid);
+          first_element(row.row_offset_low, row.offsets_high, layout.dim - num_valid);
       if (type == Dtype::kHalf) {
         store_slice_randomly(layout, step.rounding, tensor, row.id,
-                             static_cast<half16*>(data) + element, valid,
+                             static_cast<half16*>(data) + element, num_valid,
                              row_gradient[s][threadIdx.x]);
       } else {
         store_slice_randomly(layout, step.rounding, tensor, row.id,
-                             static_cast<bfloat16*>(data) + element, valid,
+                             static_cast<bfloat16*>(data) + element, num_valid,
                              row_gradient[s][threadIdx.x]);
       }
     }
@@ -634,7 +636,7 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
 // columns of wide rows, only for optimizers without states or sums per row.
 template <class Selection>
 __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlocksPerSm)
-    update_kernel(DeviceGradArgs args, OptimizerStepArgs optimizer, RowTile max_tile) {
+    update_kernel(DeviceGradArgs args, OptimizerStepArgs optimizer, TileShape max_shape) {
   __shared__ BlockStepStorage storage;
   __shared__ TileRow rows_of_warps[kUpdateThreads];
   __shared__ uint32_t num_rows;  // not a local: takes no register while rows are updated
@@ -642,23 +644,23 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
       __shared__ float row_gradient[UpdateShape<Selection>::kSlices][kUpdateThreads][kColumns];
   __shared__ float row_sums[Selection::kHasSums ? kUpdateThreads : 1][kMaxRowSums];
   const auto count = static_cast<uint32_t>(*args.num_groups);
-  const RowTile tile = max_tile.for_rows(count);
+  const TileShape shape = max_shape.for_rows(count);
   // The grid is sized by lookups, so with repeated rows some blocks have no tile: they return
   // before they build their step.
-  if (blockIdx.x * kUpdateWarps * tile.num_rows() >= count) return;
+  if (blockIdx.x * kUpdateWarps * shape.num_rows() >= count) return;
   if (threadIdx.x == 0) num_rows = count;
   build_step<Selection>(optimizer, &storage);
   const BlockStep& step = storage.get();
   const unsigned warp = threadIdx.x / simt::kWarpLanes;
   TileRow* const rows = rows_of_warps + warp * simt::kWarpLanes;
-  for (uint32_t t = blockIdx.x * kUpdateWarps + warp; t * tile.num_rows() < num_rows;
+  for (uint32_t t = blockIdx.x * kUpdateWarps + warp; t * shape.num_rows() < num_rows;
        t += gridDim.x * kUpdateWarps) {
     __syncwarp();  // all lanes are done with the rows of the last tile
     TileRow* const lane_row = rows + threadIdx.x % simt::kWarpLanes;
-    const uint32_t row = tile.row_of_lane(), u = t * tile.num_rows() + row;
+    const uint32_t row = shape.row_of_lane(), u = t * shape.num_rows() + row;
     lane_row->length = 0;
     lane_row->packed_layout = 0;
-    if (row < tile.num_rows() && u < num_rows)
+    if (row < shape.num_rows() && u < num_rows)
       lane_row->read(Selection{}, args, optimizer, step, u);
     __syncwarp();
     update_tile<Selection>(args, optimizer, step, rows, row_gradient, row_sums);
@@ -668,12 +670,12 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
 // Return the shape of the tiles for at most `num_rows` rows of `mean_dim` columns on average. A
 // tile has up to 32 rows, but so few that each of the `num_warps` warps that run at once gets one
 // if there are enough rows.
-inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t num_warps) {
-  RowTile tile{2, 0, static_cast<uint32_t>(num_warps)};
-  while ((1 << tile.log2_lanes) < lanes_per_row(mean_dim, kColumns)) ++tile.log2_lanes;
-  tile.log2_rows = tile.log2_lanes;
-  while (tile.log2_rows > 0 && num_rows < num_warps * tile.num_rows()) --tile.log2_rows;
-  return tile;
+inline TileShape max_tile_shape(int64_t num_rows, int64_t mean_dim, int64_t num_warps) {
+  TileShape shape{2, 0, static_cast<uint32_t>(num_warps)};
+  while ((1 << shape.log2_lanes) < lanes_per_row(mean_dim, kColumns)) ++shape.log2_lanes;
+  shape.log2_rows = shape.log2_lanes;
+  while (shape.log2_rows > 0 && num_rows < num_warps * shape.num_rows()) --shape.log2_rows;
+  return shape;
 }
 
 // Blocks per multiprocessor of the kernels that plan and sum chunks, which are grid-stride.
@@ -720,8 +722,8 @@ void launch_update(const Launcher& launcher, DeviceGradArgs args,
   visit_selection(optimizer, mean_dim <= kNarrowRow, [&](auto tag) {
     using Selection = typename decltype(tag)::type;
     const int64_t num_resident = launcher.blocks(UpdateShape<Selection>::kBlocksPerSm);
-    const RowTile tile = divide_rows(args.num_lookups, mean_dim, num_resident * kUpdateWarps);
-    const int64_t rows_per_block = int64_t{kUpdateWarps} * tile.num_rows();
+    const TileShape shape = max_tile_shape(args.num_lookups, mean_dim, num_resident * kUpdateWarps);
+    const int64_t rows_per_block = int64_t{kUpdateWarps} * shape.num_rows();
     const unsigned num_blocks =
         blocks_for(args.num_lookups, rows_per_block, kUpdateWaves * num_resident);
     // Row-wise states are read and written once per row, so one stripe takes all columns.
@@ -731,7 +733,7 @@ void launch_update(const Launcher& launcher, DeviceGradArgs args,
         int64_t{UpdateShape<Selection>::kSlices} * simt::kWarpLanes * kColumns;
     launcher(update_kernel<Selection>,
              simt::Dim3(num_blocks, blocks_for(mean_dim, batch_columns, max_stripes)),
-             kUpdateThreads, args, optimizer, tile);
+             kUpdateThreads, args, optimizer, shape);
   });
 }
 

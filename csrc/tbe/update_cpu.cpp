@@ -401,7 +401,7 @@ bool groups_follow_tables(const int64_t* rows, int64_t num_groups,
 // optimizer to it.
 //   weights, states  one tensor per memory tier, and the optimizer's states of all tiers; written
 //   hyper            float64 [..], read only: the caller has counted the step
-//   optimizer        a code of core/codes.h
+//   optimizer        the number of an optimizer, see optim/optimizers.h
 //   rows..count      the grouping that tbe_group returned for these features and offsets
 //   row_slots        int32 [U or more] cache slot of each unique row; null: nothing is cached
 //   grad             [B, columns], with bag_layout [columns], without pooling [L, D]

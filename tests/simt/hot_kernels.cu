@@ -24,16 +24,17 @@ template __global__ void long_bags_kernel<bfloat16>(DeviceLookupArgs, int);
 template __global__ void sequence_kernel<float>(DeviceLookupArgs, int);
 template __global__ void sequence_kernel<half16>(DeviceLookupArgs, int);
 template __global__ void sequence_kernel<bfloat16>(DeviceLookupArgs, int);
-template __global__ void update_kernel<AtRunTime>(DeviceGradArgs, OptimizerStepArgs, RowTile);
-template __global__ void update_kernel<GradientOnly>(DeviceGradArgs, OptimizerStepArgs, RowTile);
-template __global__ void update_kernel<Compiled<Sgd>>(DeviceGradArgs, OptimizerStepArgs, RowTile);
+template __global__ void update_kernel<AtRunTime>(DeviceGradArgs, OptimizerStepArgs, TileShape);
+template __global__ void update_kernel<GradientOnly>(DeviceGradArgs, OptimizerStepArgs, TileShape);
+template __global__ void update_kernel<Compiled<Sgd>>(DeviceGradArgs, OptimizerStepArgs, TileShape);
 template __global__ void update_kernel<Compiled<Narrow<Sgd>>>(DeviceGradArgs, OptimizerStepArgs,
-                                                              RowTile);
+                                                              TileShape);
 template __global__ void update_kernel<Compiled<Adagrad>>(DeviceGradArgs, OptimizerStepArgs,
-                                                          RowTile);
+                                                          TileShape);
 template __global__ void update_kernel<Compiled<RowwiseAdagrad>>(DeviceGradArgs, OptimizerStepArgs,
-                                                                 RowTile);
-template __global__ void update_kernel<Compiled<Adam>>(DeviceGradArgs, OptimizerStepArgs, RowTile);
+                                                                 TileShape);
+template __global__ void update_kernel<Compiled<Adam>>(DeviceGradArgs, OptimizerStepArgs,
+                                                       TileShape);
 template __global__ void update_matrices_kernel<AtRunTime>(const __grid_constant__ MatrixSteps,
                                                            OptimizerStepArgs);
 template __global__ void chunk_kernel<float>(DeviceGradArgs, int);
