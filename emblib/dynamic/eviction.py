@@ -1,4 +1,8 @@
-"""Eviction from dynamic tables: scores of batches, expiry by age, and a log of evicted keys."""
+"""Eviction from dynamic tables: scores of batches, expiry by age, and a log of evicted keys.
+
+A *step* trains one batch. A *tick* is the number of a step; the stamp of a key is the tick of its
+last use.
+"""
 
 import math
 import time
@@ -23,10 +27,10 @@ from emblib.tables import state_dicts
 class EvictionScores(nn.Module):
     """Scores that each table assigns to the keys of its next training batch.
 
-    Tables with `Eviction.STEP` count their training batches from 1 on. Tables with
-    `Eviction.CUSTOM` assign the number that was last passed to `set_custom`. The owner must hold
-    its lock around every call, and pass numbers of tables that exist. `by_table` and loading wait
-    for the device.
+    Tables with `Eviction.STEP` assign a count of training batches, from 1 or `set_steps` on. Tables
+    with `Eviction.CUSTOM` assign the number that was last passed to `set_custom`. The owner must
+    hold its lock around every call, and pass numbers of tables that exist. `by_table` and loading
+    wait for the device.
 
     Args:
         specs: the tables.
@@ -35,18 +39,18 @@ class EvictionScores(nn.Module):
 
     values: Tensor  # int64 `[T]`, scores of the next batch; 0 for tables that assign none
     is_set: Tensor  # bool `[T]`, whether a score was set; true for tables with STEP
-    steps: Tensor  # int64 `[T]`, 1 for tables with STEP, else 0
+    increments: Tensor  # int64 `[T]`, per training batch: 1 for tables with STEP, else 0
 
     def __init__(self, specs: Sequence[DynamicSpec], device: torch.device) -> None:
         super().__init__()
         self._names = [spec.name or str(t) for t, spec in enumerate(specs)]
         self._evictions = [spec.eviction for spec in specs]
         self._unset_tables = {t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM}
-        steps = [int(e is Eviction.STEP) for e in self._evictions]
-        step_increments = torch.tensor(steps, dtype=torch.int64, device=device)
-        self.register_buffer("steps", step_increments, persistent=False)
-        self.register_buffer("values", step_increments.clone())
-        self.register_buffer("is_set", step_increments.bool())
+        is_step_table = [e is Eviction.STEP for e in self._evictions]
+        increments = torch.tensor(is_step_table, dtype=torch.int64, device=device)
+        self.register_buffer("increments", increments, persistent=False)
+        self.register_buffer("values", increments.clone())
+        self.register_buffer("is_set", increments.bool())
 
     def batch_scores(self) -> Tensor:
         """Return a copy of the scores of the next batch, int64 `[T]`.
@@ -63,21 +67,23 @@ class EvictionScores(nn.Module):
         return self.values.clone()
 
     def advance(self, effects: Effects | None = None) -> None:
-        """Count one training batch; with `effects` of an interrupted batch, not again."""
+        """Count one training batch, unless `effects` of an interrupted batch has counted it."""
         effects = Effects() if effects is None else effects
-        effects.call_once(torch.ops.aten.add_.Tensor, self.values, self.steps)
+        effects.call_once(torch.ops.aten.add_.Tensor, self.values, self.increments)
 
     def set_custom(self, scores: int | Mapping[int, int]) -> None:
-        """Set the scores of CUSTOM tables: one for all of them, or by number of the table.
+        """Set the scores of CUSTOM tables: one score for all of them, or by number of the table.
 
         Raises:
-            ValueError: not a CUSTOM table, or a score that is not an int64.
-            TypeError: a score that is not an int.
+            ValueError: a table is not CUSTOM, there is none, or a score does not fit into int64.
+            TypeError: a score is not an int.
         """
         if not isinstance(scores, Mapping):
             scores = {t: scores for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM}
             if not scores:
-                raise ValueError("scores are set for tables with Eviction.CUSTOM, and none has it")
+                raise ValueError(
+                    "scores are set for tables with Eviction.CUSTOM, and no table has it"
+                )
         for table in scores:
             if self._evictions[table] is not Eviction.CUSTOM:
                 raise ValueError(
@@ -91,11 +97,11 @@ class EvictionScores(nn.Module):
         self._unset_tables -= set(scores)
 
     def set_steps(self, steps: Mapping[int, int]) -> None:
-        """Set the step of STEP tables, by number, which is the score of their next batch.
+        """Set the counts of STEP tables, by number of the table: the scores of their next batch.
 
         Raises:
-            ValueError: not a STEP table, or a step that is not an int64.
-            TypeError: a step that is not an int.
+            ValueError: a table is not STEP, or a step does not fit into int64.
+            TypeError: a step is not an int.
         """
         for table in steps:
             if self._evictions[table] is not Eviction.STEP:
@@ -108,13 +114,16 @@ class EvictionScores(nn.Module):
             self.values[table].fill_(step)
 
     def restart_steps(self) -> None:
-        """Restart the steps at 1; scores that were set stay."""
+        """Restart the counts of STEP tables at 1; scores of CUSTOM tables stay."""
         for t, eviction in enumerate(self._evictions):
             if eviction is Eviction.STEP:
                 self.values[t].fill_(1)
 
     def by_table(self) -> list[int | None]:
-        """Return the next batch's score per table (reads the device); None if unset or unused."""
+        """Return the score of the next batch per table; None if unset or unused.
+
+        Reads the device.
+        """
         return [
             None if t in self._unset_tables or eviction.order != "assigned" else value
             for t, (eviction, value) in enumerate(
@@ -139,11 +148,11 @@ class EvictionScores(nn.Module):
 
 _SWEEPS_PER_TTL = 8  # sweeps over a table per ttl in steps
 _PAIRS_PER_TTL = 16  # (tick, time) pairs, and sweeps over a table, per ttl that is a time
-# At least 2 * _PAIRS_PER_TTL + 3, which a list has at most unless the clock was set back.
+# Without a clock that was set back, a list has at most 2 * _PAIRS_PER_TTL + 3 pairs.
 _MAX_PAIRS = 40
 _MICROSECOND = timedelta(microseconds=1)
-_NO_PAIR = MAX_TICK + 1, 0  # an unused element of `Expiry.times`
-_MAX_SECONDS = 1e12  # in microseconds below 2^62
+_NO_PAIR = MAX_TICK + 1, 0  # unused element of `Expiry.times`
+_MAX_SECONDS = 1e12  # exclusive; in microseconds it is below 2^62
 
 
 class Sweep(NamedTuple):
@@ -167,29 +176,29 @@ class Sweep(NamedTuple):
 class Expiry(nn.Module):
     """Choose the keys that expire: which buckets a step searches, and for which age.
 
-    The ages of keys are known in ticks, the numbers of training batches. For a table whose `ttl` is
-    a time, a list of (tick, time) pairs converts times to ticks: keys with a stamp up to the tick
-    of a pair were last used at the time of the pair or earlier. The list is short: a pair and the
-    next but one are at least a 16th of the ttl apart, unless the clock was set back. Of the pairs
-    older than the ttl only the newest is kept. `times`, int64 `[N, 40, 2]`, has the pairs with
-    ticks as 2^62 - tick, so that the element-wise maximum over ranks holds for the keys of all
-    ranks. A table whose features have different times has one list per time (`lifetimes`).
+    Stamps are ticks. For a table whose `ttl` is a time, a list of (tick, time) pairs converts times
+    to ticks: keys with a stamp up to the tick of a pair were last used at the time of the pair or
+    earlier. The list is short: a pair and the next but one are at least a 16th of the ttl apart,
+    unless the clock was set back. Of the pairs older than the ttl only the newest is kept. A table
+    whose features have different times to live has one list per time (`lifetimes`). `times` has the
+    pairs of all lists, with 2^62 - tick in place of the tick. The element-wise maximum of `times`
+    over ranks is then valid for the keys of all ranks.
 
     Every bucket of a table is searched at least once per eighth of its shortest ttl in steps, or
     16th of its shortest ttl in time, or in every step if steps are longer. So a key that is not
     evicted stays for at least its ttl after its last use. It stays at most an eighth of the ttl or
     one step longer; where the ttl is a time, an eighth and the pause between two steps longer.
-    Until then lookups find the key, and a use resets its age. A clock that was set back makes keys
-    look younger, never older.
+    Until then lookups find the key, and a use resets its age. If the clock was set back, keys look
+    younger, not older.
 
-    Before a step the owner sets `now` from `read_clock`; it holds its lock around every call.
+    Before a step the owner sets `now_us` from `read_clock`; it holds its lock around every call.
 
     Args:
         specs: the tables.
 
     Attributes:
         clock: function that returns the time in seconds.
-        now: time of the current step in microseconds.
+        now_us: time of the current step in microseconds.
     """
 
     times: Tensor  # int64 `[N, 40, 2]` on the CPU, N lists of pairs
@@ -197,33 +206,33 @@ class Expiry(nn.Module):
     def __init__(self, specs: Sequence[DynamicSpec]) -> None:
         super().__init__()
         self.clock: Callable[[], float] = time.time
-        self.now = 0
+        self.now_us = 0
         self._max_buckets = [spec.max_buckets for spec in specs]
         self._lifetimes = [spec.lifetimes for spec in specs]
-        # The lists of (tick, time) pairs: durations in microseconds, and their tables.
+        # For each list of pairs, the table and the ttl in microseconds.
         self._timed_ttls = [
             (t, ttl // _MICROSECOND)
             for t, lifetimes in enumerate(self._lifetimes)
             for ttl in lifetimes
             if isinstance(ttl, timedelta)
         ]
-        # By table with a ttl that is a time: the next bucket to search, and the time by which the
-        # buckets before it were due, in microseconds times 16 times the buckets of the table: in
-        # this unit no time is rounded.
+        # For each table with a ttl that is a time: the next bucket to search, and the time by which
+        # the buckets before it were due. The unit of that time is a microsecond ÷ (16 × buckets of
+        # the table), so that no time is rounded.
         self._progress: dict[int, tuple[int, int]] = {}
         times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(self._timed_ttls), dtype=torch.int64)
         self.register_buffer("times", times.view(-1, _MAX_PAIRS, 2))
 
     @property
-    def has_times(self) -> bool:
+    def has_timed_ttls(self) -> bool:
         """Return whether the ttl of a table is a time."""
         return bool(self._timed_ttls)
 
     def read_clock(self) -> int:
-        """Return the time of the clock in microseconds; 0 without asking it if no ttl is a time.
+        """Return the time of the clock in microseconds; 0 without a call of it if no ttl is a time.
 
         Raises:
-            ValueError: the clock returned a number that is no time.
+            ValueError: the clock returned a number outside of [0, 1e12).
             Exception: the clock raised it, or returned no number.
         """
         if not self._timed_ttls:
@@ -237,18 +246,19 @@ class Expiry(nn.Module):
         return int(seconds * 1e6)
 
     def first_alive_ticks(self, table: int, tick: int) -> tuple[int, ...]:
-        """Return per lifetime the first tick of use with which a key is alive at `tick` and `now`.
+        """Return, per lifetime of a table, the lowest stamp of keys that are alive at `tick`.
 
-        The ticks of the second and later lifetimes are at least 1, since 0 means no use.
+        For lifetimes that are times, it is the lowest stamp of keys alive at `now_us`. Results of
+        the second and later lifetimes are at least 1, since stamp 0 means no use.
         """
         list_indices = self._list_indices(table)
         ticks = []
         for ttl in self._lifetimes[table]:
             if isinstance(ttl, timedelta):
                 list_index = list_indices.pop(0)
-                latest_us = self.now - self._timed_ttls[list_index][1]
+                expired_us = self.now_us - self._timed_ttls[list_index][1]
                 pairs = self._pairs(list_index)
-                first_ticks = (stamp + 1 for stamp, time_us in pairs if time_us <= latest_us)
+                first_ticks = (t + 1 for t, time_us in pairs if time_us <= expired_us)
                 ticks.append(max(first_ticks, default=0))
             else:
                 ticks.append(0 if ttl is None else tick - ttl)
@@ -264,7 +274,7 @@ class Expiry(nn.Module):
         return {t: ttl for t, ttl in shortest.items() if ttl is not None}
 
     def sweeps(self, tick: int) -> list[Sweep]:
-        """Return the sweeps of a training step, to be run after the insertion of its batch."""
+        """Return the sweeps of step `tick`, to be run after the insertion of its batch."""
         sweeps = []
         for table, ttl in self._shortest_lifetimes().items():
             max_buckets = self._max_buckets[table]
@@ -283,24 +293,24 @@ class Expiry(nn.Module):
         return sweeps
 
     def all_sweeps(self, tick: int) -> list[Sweep]:
-        """Return sweeps of all buckets of all tables with a ttl."""
+        """Return sweeps at `tick` of all buckets of the tables with a ttl."""
         return [
             Sweep(table, 0, self._max_buckets[table], self.first_alive_ticks(table, tick))
             for table in self._shortest_lifetimes()
         ]
 
     def advance(self, tick: int) -> None:
-        """Record that the sweeps of a training step are done; a repeated call changes nothing."""
+        """Record that the sweeps of step `tick` are done; a repeated call changes nothing."""
         for table, ttl in self._shortest_lifetimes().items():
             if isinstance(ttl, timedelta):
                 first_bucket, due_time, num_buckets = self._due_buckets(table, ttl)
                 max_buckets = self._max_buckets[table]
                 if num_buckets == max_buckets:
-                    due_time = self.now * _PAIRS_PER_TTL * max_buckets
+                    due_time = self.now_us * _PAIRS_PER_TTL * max_buckets
                 else:  # the time by which these buckets were due
                     due_time += num_buckets * (ttl // _MICROSECOND)
                 self._progress[table] = (first_bucket + num_buckets) % max_buckets, due_time
-        self.record(tick)
+        self.record_time(tick)
 
     def _due_buckets(self, table: int, ttl: timedelta) -> tuple[int, int, int]:
         """Return the next bucket to search, the time by which it was due, and how many are due.
@@ -308,62 +318,62 @@ class Expiry(nn.Module):
         The time has the unit of `_progress`.
         """
         max_buckets = self._max_buckets[table]
-        now = self.now * _PAIRS_PER_TTL * max_buckets
+        now = self.now_us * _PAIRS_PER_TTL * max_buckets
         first_bucket, due_time = self._progress.get(table, (0, now))
         due_time = min(due_time, now)
         num_due = (now - due_time) // (ttl // _MICROSECOND)
         return first_bucket, due_time, min(num_due, max_buckets)
 
-    def record(self, tick: int) -> None:
-        """Record that keys with stamps up to `tick` were used no later than `now`."""
+    def record_time(self, tick: int) -> None:
+        """Record that keys with stamps up to `tick` were used no later than `now_us`."""
         if not self._timed_ttls:
             return
-        now, lists = self.now, self.times.tolist()
+        now_us, lists = self.now_us, self.times.tolist()
         for list_index, (_, ttl_us) in enumerate(self._timed_ttls):
-            # A clock that was set back makes later times now.
+            # If the clock was set back, times after `now_us` are lowered to it.
             pairs = [
-                (stamp, min(time_us, now))
-                for stamp, time_us in self._pairs(list_index)
-                if stamp <= tick
+                (t, min(time_us, now_us)) for t, time_us in self._pairs(list_index) if t <= tick
             ]
             if not pairs or pairs[-1][0] < tick:
-                # The new pair replaces the last one, unless the one before is a 16th of ttl ago.
-                if len(pairs) > 1 and (now - pairs[-2][1]) * _PAIRS_PER_TTL < ttl_us:
+                # The new pair replaces the last one if the last but one is less than a 16th of the
+                # ttl ago.
+                if len(pairs) > 1 and (now_us - pairs[-2][1]) * _PAIRS_PER_TTL < ttl_us:
                     pairs.pop()
-                pairs.append((tick, now))
-            while len(pairs) > 1 and pairs[1][1] <= now - ttl_us:
+                pairs.append((tick, now_us))
+            while len(pairs) > 1 and pairs[1][1] <= now_us - ttl_us:
                 pairs.pop(0)
-            newest_pairs = [(MAX_TICK - stamp, time_us) for stamp, time_us in pairs[-_MAX_PAIRS:]]
+            newest_pairs = [(MAX_TICK - t, time_us) for t, time_us in pairs[-_MAX_PAIRS:]]
             lists[list_index] = [_NO_PAIR] * (_MAX_PAIRS - len(newest_pairs)) + newest_pairs
         self.times = torch.tensor(lists)  # another tensor: state dicts have the old one
 
     def _pairs(self, list_index: int) -> list[tuple[int, int]]:
         """Return the (tick, time in microseconds) pairs of a list, both ascending."""
-        codes_and_times = self.times[list_index].tolist()
-        return [(MAX_TICK - code, time_us) for code, time_us in codes_and_times if code <= MAX_TICK]
+        coded_pairs = self.times[list_index].tolist()
+        return [(MAX_TICK - code, time_us) for code, time_us in coded_pairs if code <= MAX_TICK]
 
-    def skip(self, duration: timedelta | None) -> None:
-        """Leave a pause >= 0 out of the ages of all keys; None is the time since the last step.
+    def skip_pause(self, duration: timedelta | None) -> None:
+        """Subtract a pause >= 0 from the ages of all keys; None is the time since the last step.
 
-        The ttl of a table must be a time (`has_times`).
+        The ttl of some table must be a time (`has_timed_ttls`).
 
         Raises:
             ValueError, Exception: see `read_clock`.
         """
-        codes, times_us = self.times.unbind(-1)
+        tick_codes, times_us = self.times.unbind(-1)
         if duration is None:
             pause_us = max(self.read_clock() - int(times_us.max()), 0)
         else:
             pause_us = min(duration // _MICROSECOND, MAX_TICK)
-        # At most 2^62: repeated pauses must not wrap around.
-        shifted = times_us.clamp(max=MAX_TICK - pause_us) + pause_us
-        self.times = torch.stack([codes, torch.where(codes <= MAX_TICK, shifted, 0)], dim=-1)
+        # At most 2^62, so that repeated pauses do not overflow.
+        shifted_us = times_us.clamp(max=MAX_TICK - pause_us) + pause_us
+        shifted_us = torch.where(tick_codes <= MAX_TICK, shifted_us, 0)
+        self.times = torch.stack([tick_codes, shifted_us], dim=-1)
 
-    def forget(self, table: int | None = None) -> None:
-        """Forget the times of use: for a ttl that is a time, keys count as used at the next step.
+    def forget_times(self, table: int | None = None) -> None:
+        """Forget the times of a table, or (None) of all tables.
 
-        Ages in steps stay, since the entries have them. `table` is the number of a table; None
-        forgets the times of all tables.
+        For a ttl that is a time, keys then count as used at the next step. Ages in steps stay,
+        since they follow from stamps.
         """
         times = self.times.clone()
         times[slice(None) if table is None else self._list_indices(table)] = torch.tensor(_NO_PAIR)
@@ -372,7 +382,7 @@ class Expiry(nn.Module):
     def copy_times(self, table: int, source: "Expiry", source_table: int) -> None:
         """Copy the times of a table of another module, whose entries the caller copies.
 
-        If the tables differ in the number of ttls, the surplus ones of this table keep their times.
+        If this table has more ttls, the times of its surplus ttls stay.
         """
         times = self.times.clone()
         list_indices = self._list_indices(table)
@@ -399,23 +409,23 @@ class Expiry(nn.Module):
 
 
 class _LoggedKeys(NamedTuple):
-    """Keys that left a table at one tick, and the number of keys logged up to these, included."""
+    """Keys that left a table at one tick, int64 `[n]` on the CPU."""
 
     tick: int
     keys: Tensor
-    num_logged: int
+    num_logged: int  # keys of the table that were logged up to and including these
 
 
 class EvictionLog:
     """Record the keys that left each table, by tick.
 
-    Beyond `max_keys` per table the keys of the oldest ticks are dropped. Keys stay in the log when
-    they are inserted again: a reader checks which of them are in the table. Recording keys of a
-    CUDA table waits for the device.
+    Beyond `max_keys` per table, the log drops the keys of the oldest ticks. Keys stay in the log
+    when they are inserted again, so a reader must check which of them are in the table. Recording
+    keys of a CUDA table waits for the device.
 
-    `expect` announces a call that removes keys, and `record` logs the keys after it. If an
-    exception comes in between, the log lacks keys, so it counts as complete only from the next tick
-    on. The owner of the tables holds its lock around every call.
+    `expect` announces a call that removes keys, and `record` logs the keys after it. After an
+    exception in between, the log lacks keys, so it counts as complete only from the next tick on.
+    The owner of the tables holds its lock around every call.
 
     Args:
         num_tables: the number of tables.
@@ -423,7 +433,7 @@ class EvictionLog:
         max_keys: maximum number of keys per table, 8 bytes each in host memory.
 
     Attributes:
-        is_returned: whether `track_evictions` has returned it to the program.
+        is_returned: whether `track_evictions` has returned the log to the program.
 
     Raises:
         TypeError: `max_keys` is no int.
@@ -435,27 +445,27 @@ class EvictionLog:
     def __init__(self, num_tables: int, tick: int, max_keys: int = 1 << 24) -> None:
         self._max_keys = check_count("max_keys", max_keys)
         self._logs: list[deque[_LoggedKeys]] = [deque() for _ in range(num_tables)]
-        self._complete_from = [tick] * num_tables
-        # By table the tick of keys that are not recorded yet.
+        self._complete_from_ticks = [tick] * num_tables
+        # By table, the tick of an expected call whose keys are not recorded yet.
         self._expected_ticks: dict[int, int] = {}
 
     def restart(self, tick: int) -> None:
         """Clear the log; it is complete from this tick on."""
-        self._complete_from = [tick] * len(self._logs)
+        self._complete_from_ticks = [tick] * len(self._logs)
         for log in self._logs:
             log.clear()
         self._expected_ticks = {}
 
     def expect(self, table: int, tick: int) -> None:
-        """Announce a call that removes keys at a tick; `record` must follow it."""
-        self._complete_from[table] = self.complete_from(table)
+        """Announce a call that removes keys at `tick`; a call of `record` must follow."""
+        self._complete_from_ticks[table] = self.complete_from(table)
         self._expected_ticks[table] = tick
 
     def record(self, table: int, keys: Tensor, tick: int) -> None:
         """Record keys, int64 `[n]`, that left a table at `tick`.
 
-        Ticks must not decrease from record to record; not checked. Call it also if an expected call
-        removed no keys.
+        Ticks must not decrease from call to call, which is not checked. After `expect`, call it
+        even if no keys were removed.
         """
         log = self._logs[table]
         if keys.numel():
@@ -463,11 +473,13 @@ class EvictionLog:
             log.append(_LoggedKeys(tick, keys.detach().cpu().clone(), num_before + keys.numel()))
         self._expected_ticks.pop(table, None)
         while log and log[-1].num_logged - log[0].num_logged + log[0].keys.numel() > self._max_keys:
-            self._complete_from[table] = max(self._complete_from[table], log[0].tick + 1)
+            self._complete_from_ticks[table] = max(
+                self._complete_from_ticks[table], log[0].tick + 1
+            )
             log.popleft()
 
     def record_all(self, keys: Tensor, ends: Sequence[int], tick: int) -> None:
-        """Record keys of all tables, concatenated as int64 `[n]`: table t's end at `ends[t]`."""
+        """Record keys of all tables, concatenated as int64 `[n]`; `ends` has the end per table."""
         begin = 0
         for table, end in enumerate(ends):
             self.record(table, keys[begin:end], tick)
@@ -477,15 +489,17 @@ class EvictionLog:
         """Record the keys that the insertion of a batch with misses evicted."""
         assert inserted.misses is not None
         assert inserted.result is not None
-        evicted = inserted.result.status == hash.EVICTING
-        num_before = torch.cat([evicted.new_zeros(1, dtype=torch.int64), evicted.cumsum(0)])
+        is_evicting = inserted.result.status == hash.EVICTING
+        num_before = torch.cat([is_evicting.new_zeros(1, dtype=torch.int64), is_evicting.cumsum(0)])
         ends = num_before[inserted.misses.offsets[1:]].tolist()
-        self.record_all(inserted.result.evicted[evicted, HashEntryColumn.KEY], ends, tick)
+        self.record_all(inserted.result.evicted[is_evicting, HashEntryColumn.KEY], ends, tick)
 
     def complete_from(self, table: int) -> int:
-        """Return the first tick from which on all evictions of a table are in the log."""
+        """Return the lowest tick from which on the log has all evictions of a table."""
         expected_tick = self._expected_ticks.get(table)
-        return max(self._complete_from[table], -1 if expected_tick is None else expected_tick + 1)
+        return max(
+            self._complete_from_ticks[table], -1 if expected_tick is None else expected_tick + 1
+        )
 
     def since(self, table: int, tick: int) -> Tensor:
         """Return the distinct keys that left at `tick` or later, ascending, int64 on the CPU.
@@ -495,8 +509,8 @@ class EvictionLog:
         """
         if tick < self.complete_from(table):
             raise ValueError(
-                f"evictions are known from tick {self.complete_from(table)} on, asked for is "
-                f"{tick}; save a whole dump, and save changes more often or keep a longer log"
+                f"the log has evictions from tick {self.complete_from(table)} on, not from {tick} "
+                "on; save a whole dump, and save changes more often or keep a longer log"
             )
         keys = [logged.keys for logged in self._logs[table] if logged.tick >= tick]
         return torch.cat(keys).unique() if keys else torch.empty(0, dtype=torch.int64)

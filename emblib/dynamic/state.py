@@ -187,7 +187,9 @@ class DynamicState:
             "row_initializer": self.row_initializer,
             "admission": self.admission,
             "scores": self.scores,
-            "expiry": self.expiry if self.expiry is not None and self.expiry.has_times else None,
+            "expiry": self.expiry
+            if self.expiry is not None and self.expiry.has_timed_ttls
+            else None,
         }
         return {name: child for name, child in children.items() if child is not None}
 
@@ -568,7 +570,7 @@ def assign_key_scores(state: DynamicState, table: int, keys: Tensor, scores: Ten
 
 def _timed_expiry(state: DynamicState) -> Expiry:
     """Return the expiry by time; raise ValueError if no ttl is a time."""
-    if state.expiry is None or not state.expiry.has_times:
+    if state.expiry is None or not state.expiry.has_timed_ttls:
         raise ValueError(
             f"the tables {state.table_names} have no ttl that is a time: a clock and pauses have "
             "no effect; give one DynamicSpec(ttl=datetime.timedelta(...))"
@@ -613,7 +615,7 @@ def skip_pause(state: DynamicState, duration: timedelta | None = None) -> None:
         raise TypeError(f"a pause is a datetime.timedelta, or None, got {duration!r}")
     if duration is not None and duration < timedelta(0):
         raise ValueError(f"a pause must not be negative, got {duration}")
-    _timed_expiry(state).skip(duration)
+    _timed_expiry(state).skip_pause(duration)
 
 
 # The backing store

@@ -298,7 +298,7 @@ class BatchInsertion:
         self._has_begun = True
         state, keys = self._state, self._keys
         if state.expiry is not None:
-            state.expiry.now = self._time_us
+            state.expiry.now_us = self._time_us
         if self._inserted is None:
             self._inserted = self._insert()
         inserted = self._inserted
@@ -437,8 +437,8 @@ def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str
     table_number = None if table is None else state.table_number(table)
     expiry, tick, effects, sweeps = state.expiry, state.index.tick, Effects(), list[Sweep]()
     if expiry is not None:
-        expiry.now = expiry.read_clock()
-        expiry.record(tick)
+        expiry.now_us = expiry.read_clock()
+        expiry.record_time(tick)
         sweeps = expiry.all_sweeps(tick)
     sweeps = [sweep for sweep in sweeps if table_number in (None, sweep.table)]
     if expiry is None or not sweeps:
@@ -510,7 +510,7 @@ def _clear(state: DynamicState, tick: int) -> None:
     if state.scores is not None:
         state.scores.restart_steps()
     if state.expiry is not None:
-        state.expiry.forget()
+        state.expiry.forget_times()
     state.advise_initial_rows()
     state.row_initializer.write_fallback_(state.row_buffers)
     if state.backing is not None:

@@ -1,7 +1,7 @@
 """Compare old and new modules: outputs, one training step, and time on recorded lookups.
 
-Both are copies. `Replaced.sample` copies the old module with its current rows and states, twice;
-`migrate` then migrates the second copy, so the comparison includes the migration itself.
+The compared modules are copies: `Replaced.sample` copies the old module twice, with its current
+rows and states, and `migrate` migrates the second copy. So a comparison includes the migration.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from emblib.grad_mode import without_gradients
 from emblib.migration.base import Bags, Replaced, TrainingMemory
 from emblib.trace import LookupTrace
 
-_CHECKED_ROWS = 64  # rows per table in copies that are compared
-_CHECKED_BAGS, _IDS_PER_BAG = 16, 4  # the batch that both look up, per feature
-_WARM_UP_ROUNDS = 2  # rounds that are called, but not timed
+_CHECKED_ROWS = 64  # rows per table in copies whose outputs are compared
+_CHECKED_BAGS, _IDS_PER_BAG = 16, 4  # per feature of the batch that both copies look up
+_WARM_UP_ROUNDS = 2  # first rounds, which are not timed
 Migrate = Callable[[nn.Module, Sequence[Any]], Any]
-"""Function that migrates a module and its optimizers in place, see `migrate`."""
+"""Function that migrates the tables in a module, and its optimizers, in place."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per call of the old and the new module, which were called alternately.
+    """Times per call of the old and the new module, which were called alternately.
 
     Attributes:
-        old_s, new_s: medians.
-        ratio: median of old ÷ new per pair of calls; above 1, the new module is faster.
-        low, high: quartiles of these quotients.
+        old_s, new_s: medians in seconds.
+        ratio: median of old ÷ new over pairs of calls; above 1, the new module is faster.
+        low, high: first and third quartile of old ÷ new over pairs of calls.
     """
 
     old_s: float
@@ -83,12 +83,12 @@ class Speed:
 
     @property
     def lookup(self) -> float:
-        """Return the old module's time ÷ the new one's, of a lookup."""
+        """Return the time of a lookup in the old module ÷ in the new module."""
         return self.lookup_times.ratio
 
     @property
     def step(self) -> float | None:
-        """Return the old module's time ÷ the new one's, of a training step."""
+        """Return the time of a training step of the old module ÷ of the new module, or None."""
         return None if self.step_times is None else self.step_times.ratio
 
 
@@ -117,12 +117,12 @@ class MigrationCost:
         return "\n".join(lines)
 
 
-class _OldAndNew:
-    """Two copies of an old module, of which "new" is migrated, with optimizers in equal states.
+class _Copies:
+    """Two copies of an old module, with optimizers in equal states: "old", and "new", migrated.
 
     Args:
-        replaced: the swapped module.
-        migrate: function that migrates one copy.
+        replaced: the old module and its features.
+        migrate: function that migrates the copy "new".
         max_rows: number of rows per table, see `Replaced.sample`; None copies all.
         seed: seed of the selection of rows.
     """
@@ -133,43 +133,45 @@ class _OldAndNew:
         self.replaced = replaced
         self.modules: dict[str, nn.ModuleDict] = {}
         self.optimizers: dict[str, list[Any]] = {}
-        for side in ("old", "new"):
+        for name in ("old", "new"):
             module, optimizers = replaced.sample(max_rows, seed)
-            self.modules[side] = nn.ModuleDict({"table": module})
-            self.optimizers[side] = optimizers
+            self.modules[name] = nn.ModuleDict({"table": module})
+            self.optimizers[name] = optimizers
         migrate(self.modules["new"], self.optimizers["new"])
         self.device = replaced.rows(self.modules["old"]["table"])[0].device
 
     @without_gradients
-    def look_up(self, side: str, bags: Sequence[Bags]) -> Tensor:
-        """Return the output of a module, without gradients."""
-        return self.replaced.call(self.modules[side]["table"], bags)
+    def look_up(self, name: str, bags: Sequence[Bags]) -> Tensor:
+        """Return the output of the copy `name` for a batch, without gradients."""
+        return self.replaced.call(self.modules[name]["table"], bags)
 
-    def step(self, side: str, bags: Sequence[Bags]) -> Tensor:
-        """Make a training step of a module; return its output."""
-        for optimizer in self.optimizers[side]:
+    def step(self, name: str, bags: Sequence[Bags]) -> Tensor:
+        """Make a training step of the copy `name`, with random gradients; return its output."""
+        for optimizer in self.optimizers[name]:
             optimizer.zero_grad()
-        out = self.replaced.call(self.modules[side]["table"], bags)
+        output = self.replaced.call(self.modules[name]["table"], bags)
         generator = torch.Generator().manual_seed(1)
-        out.backward(torch.randn(out.shape, generator=generator).to(out))
-        for optimizer in self.optimizers[side]:
+        output.backward(torch.randn(output.shape, generator=generator).to(output))
+        for optimizer in self.optimizers[name]:
             optimizer.step()
-        return out.detach()
+        return output.detach()
 
-    def rows(self, side: str) -> list[Tensor]:
-        """Return the rows of each table of a module."""
-        return self.replaced.rows(self.modules[side]["table"])
+    def rows(self, name: str) -> list[Tensor]:
+        """Return the rows of each table of the copy `name`."""
+        return self.replaced.rows(self.modules[name]["table"])
 
 
 def compare(replaced: Replaced, migrate: Migrate, seed: int) -> Difference:
-    """Return the largest differences between the two modules, on samples of their rows.
+    """Return the largest differences between the old and the new module, on a sample of rows.
 
-    A training step is compared if the old module was trained, else a lookup.
+    If the old module was trained, its training step is compared, else its lookup. `seed` selects
+    the rows and the ids.
     """
-    copies = _OldAndNew(replaced, migrate, _CHECKED_ROWS, seed)
+    copies = _Copies(replaced, migrate, _CHECKED_ROWS, seed)
     generator = torch.Generator().manual_seed(seed)
     rows, bags = copies.rows("old"), []
-    num_ids: dict[tuple[str, ...], int] = {}  # the least, since a feature may read several tables
+    # Ids must be rows of each table that the feature reads, so the smallest table counts.
+    num_ids: dict[tuple[str, ...], int] = {}
     for names, table in replaced.features():
         num_ids[names] = min(len(rows[table]), num_ids.get(names, len(rows[table])))
     for names, _ in replaced.features():
@@ -177,12 +179,12 @@ def compare(replaced: Replaced, migrate: Migrate, seed: int) -> Difference:
         ids = torch.randint(num_ids[names], (num_lookups,), generator=generator)
         lengths = torch.full((_CHECKED_BAGS,), _IDS_PER_BAG, device=copies.device)
         bags.append((ids.to(copies.device), lengths))
-    call = copies.step if replaced.is_trained else copies.look_up
-    output = _max_difference([(call("old", bags), call("new", bags))])
+    run = copies.step if replaced.is_trained else copies.look_up
+    output_difference = _max_difference([(run("old", bags), run("new", bags))])
     if not replaced.is_trained:
-        return Difference(replaced.paths[0], output, None)
-    pairs = list(zip(copies.rows("old"), copies.rows("new"), strict=True))
-    return Difference(replaced.paths[0], output, _max_difference(pairs))
+        return Difference(replaced.paths[0], output_difference, None)
+    row_pairs = list(zip(copies.rows("old"), copies.rows("new"), strict=True))
+    return Difference(replaced.paths[0], output_difference, _max_difference(row_pairs))
 
 
 def _max_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -198,27 +200,28 @@ def time_modules(
 ) -> Speed | None:
     """Time the old and the new module; return None if the trace has no full batch of the module.
 
-    `rounds` is the number of timed lookups of each, and of timed training steps. The modules are
-    called in turn, and begin in turn.
+    Training steps are timed if the old module was trained, then lookups. In each of `rounds` timed
+    rounds both modules are called once; they take turns in being called first. `batch_size` is the
+    number of bags per feature of a batch.
     """
     batches = _full_batches(trace, replaced, batch_size)
     if not batches:
         return None
-    copies = _OldAndNew(replaced, migrate, None, 0)
+    copies = _Copies(replaced, migrate, None, 0)
 
-    def time_alternately(call: Callable[..., Any]) -> Times:
+    def time_alternately(run: Callable[[str, Sequence[Bags]], Tensor]) -> Times:
         seconds: dict[str, list[float]] = {"old": [], "new": []}
         for round_index in range(-_WARM_UP_ROUNDS, rounds):
-            for side in ("old", "new") if round_index % 2 else ("new", "old"):
+            for name in ("old", "new") if round_index % 2 else ("new", "old"):
                 start = time.perf_counter()
-                call(side, batches[round_index % len(batches)])
+                run(name, batches[round_index % len(batches)])
                 if copies.device.type == "cuda":
                     torch.cuda.synchronize(copies.device)
                 if round_index >= 0:
-                    seconds[side].append(time.perf_counter() - start)
+                    seconds[name].append(time.perf_counter() - start)
         ratios = [old / new for old, new in zip(seconds["old"], seconds["new"], strict=True)]
         quartiles = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
-        old_s, new_s = (statistics.median(seconds[side]) for side in ("old", "new"))
+        old_s, new_s = (statistics.median(seconds[name]) for name in ("old", "new"))
         return Times(old_s, new_s, statistics.median(ratios), quartiles[0], quartiles[2])
 
     step_times = time_alternately(copies.step) if replaced.is_trained else None
@@ -226,12 +229,17 @@ def time_modules(
 
 
 def _full_batches(trace: LookupTrace, replaced: Replaced, batch_size: int) -> list[list[Bags]]:
-    """Return the full batches of a trace, for all features of a module; [] if one is missing."""
-    names = [feature.name for feature in trace.features]
+    """Return the full batches of a trace for all features of a module, on its device.
+
+    Return [] if the trace lacks a feature of the module.
+    """
+    traced_names = [feature.name for feature in trace.features]
     device = replaced.rows(replaced.old)[0].device
     bags_by_feature: list[list[Bags]] = []
     for names_in_trace, _ in replaced.features():
-        feature_index = next((names.index(name) for name in names_in_trace if name in names), None)
+        feature_index = next(
+            (traced_names.index(name) for name in names_in_trace if name in traced_names), None
+        )
         if feature_index is None:
             return []
         lengths = trace.lengths[feature_index].long()
@@ -245,6 +253,6 @@ def _full_batches(trace: LookupTrace, replaced: Replaced, batch_size: int) -> li
 
 
 def describe_machine(device: torch.device) -> str:
-    """Describe processor, threads and device of a measurement."""
+    """Return processor, number of threads and device of a measurement as text."""
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return f"{torch.cuda.get_device_name(device)}, {cpu}" if device.type == "cuda" else cpu

@@ -270,7 +270,7 @@ def test_changes_do_not_reach_back_to_an_exchanged_table() -> None:
     since = module.num_training_steps
     train(module, 1)
     set_table_entries(module, "users", table_entries(other, "users"))
-    with pytest.raises(ValueError, match="evictions are known from tick"):
+    with pytest.raises(ValueError, match="the log has evictions from tick"):
         changes_since(module, since)
 
 

@@ -272,7 +272,7 @@ def test_a_gap_is_told_and_so_is_what_is_forgotten(tmp_path: Path) -> None:
     train(module, 0)
     copy.load_state_dict(module.state_dict())
     train(module, *range(1, 7), distinct=4000)
-    with pytest.raises(ValueError, match="evictions are known from tick"):
+    with pytest.raises(ValueError, match="the log has evictions from tick"):
         changes_since(module, 1)
     train(module, 7, distinct=20)
     changes = changes_since(module, module.index.tick)

@@ -58,7 +58,7 @@ def test_a_repeated_advance_skips_no_buckets() -> None:
         ttl = timedelta(microseconds=ttl_us)
         once, twice = (Expiry([DynamicSpec(32 * 7, 4, ttl=ttl)]) for _ in range(2))
         for tick, now in enumerate(range(0, 4 * ttl_us, 5), start=1):
-            once.now = twice.now = now
+            once.now_us = twice.now_us = now
             assert once.sweeps(tick) == twice.sweeps(tick)
             for expiry in (once, twice, twice):
                 expiry.advance(tick)
@@ -66,10 +66,10 @@ def test_a_repeated_advance_skips_no_buckets() -> None:
 
 def test_repeated_pauses_do_not_wrap_around() -> None:
     expiry = Expiry([DynamicSpec(32, 4, ttl=timedelta(hours=1))])
-    expiry.now = 1
-    expiry.record(1)
+    expiry.now_us = 1
+    expiry.record_time(1)
     for _ in range(3):
-        expiry.skip(timedelta.max)
+        expiry.skip_pause(timedelta.max)
     assert int(expiry.times.min()) >= 0
     expiry.load_state_dict(expiry.state_dict())
 
@@ -123,7 +123,7 @@ def test_scores_are_set_where_they_are_used(device: torch.device) -> None:
         scores.set_custom({1: 2**63})
     with pytest.raises(ValueError, match=r"only tables with Eviction.STEP.*'b'"):
         scores.set_steps({1: 3})
-    with pytest.raises(ValueError, match="none has it"):
+    with pytest.raises(ValueError, match="no table has it"):
         EvictionScores(SPECS[:1], device).set_custom(3)
     assert scores.by_table() == [1, None, None]
 
@@ -416,15 +416,15 @@ def test_the_maximum_over_ranks_is_true_of_each() -> None:
     ranks = [Expiry([DynamicSpec(32, 4, ttl=HOUR)]) for _ in range(3)]
     for tick in range(1, 200):
         for delay, rank in enumerate(ranks):
-            rank.now += int(torch.randint(0, 100_000_000, (), generator=generator))
+            rank.now_us += int(torch.randint(0, 100_000_000, (), generator=generator))
             if (tick + delay) % (delay + 1) == 0 or tick > 190:
-                rank.record(tick)
+                rank.record_time(tick)
     joined = Expiry([DynamicSpec(32, 4, ttl=HOUR)])
     joined.times = torch.stack([rank.times for rank in ranks]).amax(0)
-    now = max(rank.now for rank in ranks)
+    now = max(rank.now_us for rank in ranks)
     for later in range(0, 2 * 3600, 60):
         for expiry in (joined, *ranks):
-            expiry.now = now + later * 1_000_000
+            expiry.now_us = now + later * 1_000_000
         first_alive = [rank.first_alive_ticks(0, 200)[0] for rank in ranks]
         assert joined.first_alive_ticks(0, 200)[0] <= min(first_alive)
     assert joined.first_alive_ticks(0, 200) == (200,)

@@ -122,7 +122,7 @@ def test_scores(device: torch.device) -> None:
         40,
     )
     plain = module(device)
-    with pytest.raises(ValueError, match=r"none has it"):
+    with pytest.raises(ValueError, match=r"no table has it"):
         plain.table_handles()["user"].set_score(1)
 
 

@@ -197,9 +197,9 @@ def test_scores_are_set_by_table(device: torch.device) -> None:
         module.eviction_score(2)
     plain = module_of(DynamicSpec(32, 2), device=device)
     assert plain.eviction_score(0) is None
-    with pytest.raises(ValueError, match="none has it"):
+    with pytest.raises(ValueError, match="no table has it"):
         plain.set_eviction_score(1)
-    with pytest.raises(ValueError, match="none has it"):
+    with pytest.raises(ValueError, match="no table has it"):
         plain.set_eviction_step(0, 1)
 
 

@@ -22,7 +22,7 @@ def test_the_oldest_are_forgotten_and_asking_for_them_is_an_error() -> None:
         log.record(0, torch.tensor([tick]), tick)
     assert log.complete_from(0) == 3
     assert log.since(0, 3).tolist() == [3, 4, 5]
-    with pytest.raises(ValueError, match="known from tick 3 on, asked for is 2"):
+    with pytest.raises(ValueError, match="evictions from tick 3 on, not from 2 on"):
         log.since(0, 2)
 
 

@@ -127,7 +127,7 @@ def set_table_entries(
             state.index.empty(table, hash_key)
             loaded = state.backing.load_entries(table, entries, report_once)
         if state.expiry is not None and not keeps_times:
-            state.expiry.forget(table)
+            state.expiry.forget_times(table)
         state.restart_eviction_log()
         return loaded
 
@@ -237,7 +237,7 @@ def read_state(
     )
     entries = _entries_in(state, saved)
     if state.expiry is not None:
-        state.expiry.forget()  # torch loads the saved times after this
+        state.expiry.forget_times()  # torch loads the saved times after this
     replace_tables(
         state,
         entries,

@@ -85,7 +85,7 @@ def _restore_parts(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
     if state.scores is not None:
         state.scores.load_state_dict(snapshot["scores"])
     if state.expiry is not None:
-        state.expiry.forget()
+        state.expiry.forget_times()
         if "expiry" in snapshot:
             state.expiry.load_state_dict(snapshot["expiry"])
     state.restart_eviction_log()

@@ -167,7 +167,7 @@ def _load_whole(
         fallback.check_rows(state, t, fallback.rows_of_table(dump.others, state.table_names[t]))
     hash_keys = hash_keys_in(state, entries, dump.others.get(INDEX_HASH_KEYS))
     if state.expiry is not None:
-        state.expiry.forget()  # a dump without times is of tables without a ttl that is a time
+        state.expiry.forget_times()  # a dump has no times if no ttl is a time
     set_child_state(state, dump.others, directory)
     return replace_tables(
         state,
@@ -316,8 +316,8 @@ def apply_changes(
         state.index.counters.copy_(counters)
         state.index.set_tick(max(state.index.tick, changes.until))
         if state.expiry is not None:
-            state.expiry.now = state.expiry.read_clock()
-            state.expiry.record(state.index.tick)
+            state.expiry.now_us = state.expiry.read_clock()
+            state.expiry.record_time(state.index.tick)
         state.load_hyperparams(changes.hyperparameters)
         state.restart_eviction_log()
         return loaded

@@ -715,7 +715,7 @@ class BackingTier:
             "tick": fast.index.tick,
             "hyper": fast.hyperparams.tolist(),
         }
-        if fast.expiry is not None and fast.expiry.has_times:
+        if fast.expiry is not None and fast.expiry.has_timed_ttls:
             note["times"] = fast.expiry.times.tolist()
         if fast.layout.has_fallback:
             note["fallback"] = [
