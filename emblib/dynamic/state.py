@@ -503,7 +503,7 @@ def set_eviction_score(
         TypeError: the score is not an int.
     """
     if state.scores is None:
-        raise ValueError("scores are set for tables with Eviction.CUSTOM, and none has it")
+        raise ValueError("scores are set for tables with Eviction.CUSTOM, and no table has it")
     if isinstance(score, Mapping):
         score = {state.table_number(table): value for table, value in score.items()}
     state.scores.set_custom(score)
@@ -519,7 +519,7 @@ def set_eviction_step(state: DynamicState, table: int | str, step: int) -> None:
         TypeError: the step is not an int.
     """
     if state.scores is None:
-        raise ValueError("steps are counted by tables with Eviction.STEP, and none has it")
+        raise ValueError("steps are counted by tables with Eviction.STEP, and no table has it")
     state.scores.set_steps({state.table_number(table): step})
 
 
