@@ -1,14 +1,14 @@
 // Grouping on the CPU: a parallel sort of items (key, position) by key, which also finds the groups
-// of equal keys. group_items takes four parallel loops, whatever the number of key bits:
+// of equal keys. group_items makes four parallel loops, whatever the number of key bits:
 //   (1) for every part of the input, write its items and count them by the top bits of the key,
 //   (2) scatter the items of every part into buckets, one bucket per value of the top bits,
-//   (3) radix-sort every bucket, which usually fits into the cache, by the remaining bits, and
-//       count its groups,
+//   (3) sort every bucket, which usually fits into the cache, by the remaining bits, and count its
+//       groups,
 //   (4) write the groups of every bucket.
 // Every step is stable, so the result does not depend on the number of threads. Two kinds of input
 // need no buckets. group_items sorts an input of one part and at most kSmallInput items directly.
-// group_runs sorts consecutive runs whose key ranges ascend and do not overlap, such as one run per
-// table, run by run. The caller must keep n, the number of items, below 2^31; not checked.
+// group_runs sorts runs of items one by one; the key ranges of consecutive runs must ascend and not
+// overlap, such as one run per table. n, the number of items, must be below 2^31; not checked.
 #pragma once
 
 #include <algorithm>
@@ -59,10 +59,10 @@ struct GroupOutput {
 
 // One stable pass of a radix sort, in two steps: counting and scattering. The input is divided into
 // kStreams equal streams (the last also has the remainder), and both steps take one item of each
-// stream in turn. Each stream has separate counters. Where many keys share a digit, increments of
-// one counter must wait for each other, but increments of different counters overlap. Stream s has
-// the items [begin(s), begin(s + 1)). Counters are an array [kStreams, stride], of which the first
-// `mask` + 1 columns are used.
+// stream in turn. Each stream has separate counters, because increments of one counter, as for many
+// keys with one digit, must wait for each other, but increments of different counters overlap.
+// Stream s has the items [stream_begin(s), stream_begin(s + 1)). Counters are an array [kStreams,
+// stride], of which the first `mask` + 1 columns are used.
 template <int kStreams, class Item>
 struct RadixPass {
   const Item* items;  // [n]
@@ -70,43 +70,44 @@ struct RadixPass {
   int shift;      // the digit of a key is (key >> shift) & mask
   uint32_t mask;  // number of digits - 1, a mask of ones
 
-  int64_t begin(int stream) const { return stream == kStreams ? n : n / kStreams * stream; }
-  // 64 bits, because a shift by all 32 bits of a key is undefined.
-  uint32_t digit(int64_t i) const { return (uint64_t{items[i].key} >> shift) & mask; }
+  int64_t stream_begin(int stream) const { return stream == kStreams ? n : n / kStreams * stream; }
+  // In 64 bits, because a shift of 32 bits by 32 is undefined.
+  uint32_t digit_of(int64_t i) const { return (uint64_t{items[i].key} >> shift) & mask; }
 
   // Add the number of items of each digit to counters[stream * stride + digit].
   void count(uint32_t* counters, int64_t stride) const {
     for (int64_t i = 0; i < n / kStreams; ++i) {
-      for (int s = 0; s < kStreams; ++s) ++counters[s * stride + digit(begin(s) + i)];
+      for (int s = 0; s < kStreams; ++s) ++counters[s * stride + digit_of(stream_begin(s) + i)];
     }
-    uint32_t* last_counters = counters + (kStreams - 1) * stride;
-    for (int64_t i = n / kStreams * kStreams; i < n; ++i) ++last_counters[digit(i)];
+    uint32_t* last_counters = counters + (kStreams - 1) * stride;  // of the last stream
+    for (int64_t i = n / kStreams * kStreams; i < n; ++i) ++last_counters[digit_of(i)];
   }
 
-  // Copy the items to `out`. counters[stream * stride + digit] must be the offset in `out` of the
-  // stream's first item of that digit. Every item increments its counter.
-  void scatter(uint32_t* counters, int64_t stride, Item* out) const {
+  // Copy the items to `sorted`. counters[stream * stride + digit] must be the offset in `sorted` of
+  // the stream's first item of that digit. Every item increments its counter.
+  void scatter(uint32_t* counters, int64_t stride, Item* sorted) const {
     for (int64_t i = 0; i < n / kStreams; ++i) {
       for (int s = 0; s < kStreams; ++s) {
-        const int64_t item = begin(s) + i;
-        out[counters[s * stride + digit(item)]++] = items[item];
+        const int64_t item = stream_begin(s) + i;
+        sorted[counters[s * stride + digit_of(item)]++] = items[item];
       }
     }
     uint32_t* last_counters = counters + (kStreams - 1) * stride;
-    for (int64_t i = n / kStreams * kStreams; i < n; ++i) out[last_counters[digit(i)]++] = items[i];
+    for (int64_t i = n / kStreams * kStreams; i < n; ++i)
+      sorted[last_counters[digit_of(i)]++] = items[i];
   }
 };
 
-// Replace each count in `counters` [streams, digits] by the sum of the counts before it, in the
-// order of digits and, within a digit, of streams: the offset at which the stream writes its first
-// item of the digit. Call `visit(digit, offset)` with the offset at which each digit starts.
+// Replace the counts in `counters` [num_streams, num_digits] by offsets: those at which each stream
+// writes its first item of each digit. Items are ordered by digit, then by stream. Call
+// `visit(digit, offset)` with the offset of the first item of each digit.
 template <class Visitor>
-void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t num_digits,
+void counts_to_offsets(uint32_t* counters, int64_t num_streams, int64_t num_digits,
                        const Visitor& visit) {
   uint32_t sum = 0;
   for (int64_t digit = 0; digit < num_digits; ++digit) {
     visit(digit, sum);
-    for (int64_t s = 0; s < streams; ++s)
+    for (int64_t s = 0; s < num_streams; ++s)
       sum += std::exchange(counters[s * num_digits + digit], sum);
   }
 }
@@ -116,18 +117,18 @@ void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t num_digits,
 // Three of them were measured, see reports/LOG.md: kCounterStreams ("Table-batched embeddings on
 // the CPU against FBGEMM"), kUnbucketedDigitBits ("The CPU path") and kSmallInput ("Large
 // batches"). No comparison is recorded for the others.
-inline constexpr int64_t kInsertionSortItems = 24;  // maximum size for an insertion sort
+inline constexpr int64_t kInsertionSortItems = 24;  // maximum of an insertion sort
 // Streams of counters (RadixPass): one for a bucket of at most kOneStreamItems, kCounterStreams for
 // larger buckets and to fill the buckets, and kUnbucketedStreams for a sort without buckets.
 inline constexpr int64_t kOneStreamItems = 2048;
 inline constexpr int kCounterStreams = 4, kUnbucketedStreams = 2;
 // Maximum size of an input of one part, or of a run of tbe_group, that is sorted without buckets.
 inline constexpr int64_t kSmallInput = int64_t{1} << 19;
-inline constexpr int kBucketDigitBits = 8;       // maximum width in a bucket
-inline constexpr int kUnbucketedDigitBits = 11;  // maximum width without buckets
+inline constexpr int kBucketDigitBits = 8;       // maximum width of a digit in a bucket
+inline constexpr int kUnbucketedDigitBits = 11;  // maximum width of a digit without buckets
 inline constexpr int kMaxBucketBits = 11;        // maximum number of top bits that select a bucket
 inline constexpr int kBucketItemsLog2 = 6;       // log2 of the minimum mean size of a bucket
-// Minimum mean size of a part, one per thread, and grain of parallel_balanced for buckets.
+// Minimum mean size of the parts of an input, and grain of parallel_balanced for buckets.
 inline constexpr int64_t kPartItems = 8192;
 inline constexpr int64_t kRunGrain = 4096;  // grain of parallel_balanced for runs
 
@@ -144,7 +145,7 @@ void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) 
     std::memset(counters, 0, (sizeof(uint32_t) * kStreams) << width);
     const RadixPass<kStreams, Item> radix{source, n, shift, static_cast<uint32_t>(num_digits - 1)};
     radix.count(counters, num_digits);
-    exclusive_offsets(counters, kStreams, num_digits, [](int64_t, uint32_t) {});
+    counts_to_offsets(counters, kStreams, num_digits, [](int64_t, uint32_t) {});
     radix.scatter(counters, num_digits, target);
     std::swap(source, target);
   }
@@ -189,18 +190,18 @@ void sort_bucket(Item* items, Item* scratch, int64_t n, int bits) {
 template <class Item>
 int64_t count_groups(const Item* items, int64_t n, uint64_t no_group_key) {
   while (n > 0 && items[n - 1].key >= no_group_key) --n;
-  int64_t groups = n > 0;
-  for (int64_t i = 1; i < n; ++i) groups += items[i].key != items[i - 1].key;
-  return groups;
+  int64_t num_groups = n > 0;
+  for (int64_t i = 1; i < n; ++i) num_groups += items[i].key != items[i - 1].key;
+  return num_groups;
 }
 
 // Write the groups and the permutation of items [begin, end) of `sorted`, which has all items in
-// order. No group may extend beyond the range; not checked. `group` is the number of the last group
-// before the range, -1 for none. Return the number of the last group in the range, or `group` if no
-// item of the range belongs to a group. `key_base` is added to the keys in `out.unique`. Call
-// `emit(j, position)` for every item j, also for items without a group.
+// order. No group may extend beyond the range; not checked. `last_group` is the number of the last
+// group before the range, -1 for none. Return the number of the last group up to the end of the
+// range: `last_group` if no item of the range belongs to a group. `key_base` is added to the keys
+// in `out.unique`. Call `emit(j, position)` for every item j, also for items without a group.
 template <class Item, class Emit>
-int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t group,
+int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t last_group,
                      uint64_t no_group_key, const GroupOutput& out, const Emit& emit,
                      uint64_t key_base = 0) {
   // Every item writes the end of its group, and the last write remains. A branch on whether an item
@@ -211,12 +212,12 @@ int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t gro
     out.permutation[j] = static_cast<int32_t>(item.position);
     emit(j, static_cast<int64_t>(item.position));
     if (item.key >= no_group_key) continue;
-    group += item.key != previous_key;
+    last_group += item.key != previous_key;
     previous_key = item.key;
-    out.write_unique(group, key_base + item.key);
-    out.segments[group + 1] = static_cast<int32_t>(j + 1);
+    out.write_unique(last_group, key_base + item.key);
+    out.segments[last_group + 1] = static_cast<int32_t>(j + 1);
   }
-  return group;
+  return last_group;
 }
 
 // Complete the output when all of its `num_groups` groups are written: write segments[0], fill
@@ -249,10 +250,10 @@ void group_items(int64_t n, uint64_t no_group_key, const std::vector<int64_t>& p
   using ItemWord = decltype(Item::key);
   const Scratch<Item> items = new_scratch<Item>(n), sorted = new_scratch<Item>(n);
   const int bits = std::bit_width(no_group_key);
-  const int target_bits =
+  const int wanted_bucket_bits =
       static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - kBucketItemsLog2 - 1;
-  const int bucket_bits = std::clamp(target_bits, 0, std::min(bits, kMaxBucketBits));
-  const int shift = bits - bucket_bits;
+  const int bucket_bits = std::clamp(wanted_bucket_bits, 0, std::min(bits, kMaxBucketBits));
+  const int low_bits = bits - bucket_bits;  // by which a bucket is sorted
   const int64_t num_buckets = int64_t{1} << bucket_bits;
   const int64_t num_parts = static_cast<int64_t>(part_begins.size()) - 1;
   if (num_parts == 1 && n <= kSmallInput) {
@@ -267,7 +268,7 @@ void group_items(int64_t n, uint64_t no_group_key, const std::vector<int64_t>& p
   std::vector<uint32_t> counters(num_parts * kCounterStreams * num_buckets, 0);
   const auto radix_pass = [&](int64_t part) {
     return RadixPass<kCounterStreams, Item>{items.get() + part_begins[part],
-                                            part_begins[part + 1] - part_begins[part], shift,
+                                            part_begins[part + 1] - part_begins[part], low_bits,
                                             static_cast<uint32_t>(num_buckets - 1)};
   };
   parallel_tasks(num_parts, [&](int64_t part) {
@@ -276,29 +277,29 @@ void group_items(int64_t n, uint64_t no_group_key, const std::vector<int64_t>& p
     });
     radix_pass(part).count(counters.data() + part * kCounterStreams * num_buckets, num_buckets);
   });
-  std::vector<int64_t> starts(num_buckets + 1, n);
-  exclusive_offsets(counters.data(), num_parts * kCounterStreams, num_buckets,
-                    [&](int64_t bucket, uint32_t offset) { starts[bucket] = offset; });
+  std::vector<int64_t> bucket_starts(num_buckets + 1, n);
+  counts_to_offsets(counters.data(), num_parts * kCounterStreams, num_buckets,
+                    [&](int64_t bucket, uint32_t offset) { bucket_starts[bucket] = offset; });
   parallel_tasks(num_parts, [&](int64_t part) {
     radix_pass(part).scatter(counters.data() + part * kCounterStreams * num_buckets, num_buckets,
                              sorted.get());
   });
 
-  const auto cost = [&](int64_t bucket) { return starts[bucket] + bucket; };
+  const auto cost_before = [&](int64_t bucket) { return bucket_starts[bucket] + bucket; };
   std::vector<int64_t> groups_before(num_buckets + 1, 0);
-  parallel_balanced(num_buckets, kPartItems, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(num_buckets, kPartItems, cost_before, [&](int64_t begin, int64_t end) {
     for (int64_t bucket = begin; bucket < end; ++bucket) {
-      const int64_t start = starts[bucket], length = starts[bucket + 1] - start;
-      sort_bucket(sorted.get() + start, items.get() + start, length, shift);
+      const int64_t start = bucket_starts[bucket], length = bucket_starts[bucket + 1] - start;
+      sort_bucket(sorted.get() + start, items.get() + start, length, low_bits);
       groups_before[bucket + 1] = count_groups(sorted.get() + start, length, no_group_key);
     }
   });
   for (int64_t bucket = 0; bucket < num_buckets; ++bucket)
     groups_before[bucket + 1] += groups_before[bucket];
 
-  parallel_balanced(num_buckets, kPartItems, cost, [&](int64_t begin, int64_t end) {
-    write_groups(sorted.get(), starts[begin], starts[end], groups_before[begin] - 1, no_group_key,
-                 out, emit);
+  parallel_balanced(num_buckets, kPartItems, cost_before, [&](int64_t begin, int64_t end) {
+    write_groups(sorted.get(), bucket_starts[begin], bucket_starts[end], groups_before[begin] - 1,
+                 no_group_key, out, emit);
   });
   finish_groups(sorted.get(), n, groups_before[num_buckets], no_group_key, out);
 }
@@ -312,8 +313,8 @@ struct KeyRun {
 };
 
 // Group n items of consecutive runs whose key ranges ascend and do not overlap; not checked. Every
-// item belongs to a group. Every run is sorted alone, on the bits of its key range only, and
-// usually in the cache of a core. `fill(r, put)` must call `put(position, key - key_base)` once for
+// item belongs to a group. Each run is sorted alone, by the bits of its key range, and usually in
+// the cache of a core. `fill(r, put)` must call `put(position, key - key_base)` once for
 // each position of run r. `emit(j, position)` is called once for every item, as by group_items. One
 // thread makes all calls if num_threads() is 1; otherwise several threads may call both at once,
 // for different runs. A thread sorts whole runs, so all threads wait for the longest run. Throws
@@ -339,22 +340,22 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
     radix_sort<kUnbucketedStreams, kUnbucketedDigitBits>(
         begin, scratch, length, bits, unbucketed_digit_bits(length, kWideRunItems));
   };
-  const auto write_run = [&](int64_t run, int64_t group) {
-    return write_groups(items.get(), run_begin(run), run_begin(run + 1), group, kUnusedKey, out,
-                        emit, runs[run].key_base);
+  const auto write_run = [&](int64_t run, int64_t last_group) {
+    return write_groups(items.get(), run_begin(run), run_begin(run + 1), last_group, kUnusedKey,
+                        out, emit, runs[run].key_base);
   };
   std::vector<int64_t> groups_before(num_runs + 1, 0);
   if (num_threads() == 1) {
     const Scratch<Item32> scratch = new_scratch<Item32>(longest_run);
     for (int64_t run = 0; run < num_runs; ++run) {
       sort_run(run, scratch.get());
-      // While the items of the run are in the cache.
+      // Written at once, while the items of the run are in the cache.
       groups_before[run + 1] = write_run(run, groups_before[run] - 1) + 1;
     }
   } else {
-    const auto cost = [&](int64_t run) { return run_begin(run) + run; };
+    const auto cost_before = [&](int64_t run) { return run_begin(run) + run; };
     const Scratch<Item32> scratch = new_scratch<Item32>(n);
-    parallel_balanced(num_runs, kRunGrain, cost, [&](int64_t begin, int64_t end) {
+    parallel_balanced(num_runs, kRunGrain, cost_before, [&](int64_t begin, int64_t end) {
       // All runs of the range use the same memory, which has room for all of its items.
       Item32* const scratch_of_range = scratch.get() + run_begin(begin);
       for (int64_t run = begin; run < end; ++run) {
@@ -364,7 +365,7 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
       }
     });
     for (int64_t run = 0; run < num_runs; ++run) groups_before[run + 1] += groups_before[run];
-    parallel_balanced(num_runs, kRunGrain, cost, [&](int64_t begin, int64_t end) {
+    parallel_balanced(num_runs, kRunGrain, cost_before, [&](int64_t begin, int64_t end) {
       for (int64_t run = begin; run < end; ++run) write_run(run, groups_before[run] - 1);
     });
   }
