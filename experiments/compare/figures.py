@@ -147,7 +147,7 @@ def _draw_speedups(comparison: Comparison, machine_index: int) -> Drawing:
                 colour_of(contender),
                 point["gain_lo"] if math.isfinite(point["gain_hi"]) else math.nan,
                 point["gain_hi"],
-                hollow=not point["same"],
+                is_hollow=not point["same"],
                 marker=marker_of(contender),
                 label="" if family in legend_families else point["name"].partition(" rank ")[0],
             )

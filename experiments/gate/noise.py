@@ -99,7 +99,9 @@ def write(path: Path) -> str:
             effects, margin, colour = noise["effects"], margins[name], COLOURS["tbe"]
             effect = statistics.combine_processes(effects)
             is_hollow = effect.lo <= 1 <= effect.hi
-            lines.append(pages.effect_row(name, effects, margin, colour=colour, hollow=is_hollow))
+            lines.append(
+                pages.effect_row(name, effects, margin, colour=colour, is_hollow=is_hollow)
+            )
     figures = []
     if lines:
         caption = (

@@ -264,7 +264,7 @@ def table(findings: Sequence[PointFinding]) -> Table:
 
 
 def effect_row(
-    name: str, effects: Sequence[float], margin: float, *, colour: str, hollow: bool
+    name: str, effects: Sequence[float], margin: float, *, colour: str, is_hollow: bool
 ) -> Row:
     """Return a row of a forest: the mean effect over pairs, its interval, the single pairs."""
     effect = combine_processes(effects)
@@ -276,7 +276,7 @@ def effect_row(
         effect.hi,
         dots=[math.exp(log) for log in effects],
         margin=margin,
-        hollow=hollow,
+        is_hollow=is_hollow,
         words=text.times(effect.ratio),
     )
 
@@ -291,7 +291,7 @@ def _figures(findings: Sequence[PointFinding]) -> list[Figure]:
             ruling.second or ruling.first,
             ruling.margin,
             colour=STATE_COLOURS.get(finding.state, COLOURS["tbe"]),
-            hollow=finding.state not in STATE_COLOURS,
+            is_hollow=finding.state not in STATE_COLOURS,
         )
         for finding, ruling in compared
     ]

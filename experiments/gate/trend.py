@@ -357,7 +357,7 @@ def _panel(trend: Trend, point: str) -> Panel:
                     size=3,
                     low=[low for low, _ in ends] or None,
                     high=[high for _, high in ends] or None,
-                    band=True,
+                    is_band=True,
                 )
             )
             legend_labels.add(label)

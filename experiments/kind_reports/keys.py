@@ -209,8 +209,8 @@ def _draw_bars(rows: pd.DataFrame) -> Drawing:
                 colour_of(str(row["contender"])),
                 row["lookups"] / row["q75_s"] / 1e6,
                 row["lookups"] / row["q25_s"] / 1e6,
-                bar=True,
-                hollow=is_ceiling,
+                is_bar=True,
+                is_hollow=is_ceiling,
             )
         )
     return charts.row_chart(lines, Scale("million keys per second"))

@@ -399,7 +399,7 @@ def _draw_scaling(rows: pd.DataFrame, predicted_rows: pd.DataFrame) -> Drawing:
             step_ms = [1e3 * last_row["median_s"], *(1e3 * predictions["predicted_s"])]
             lines.append(Curve(worlds, step_ms, colour, line=DASHED, width=1.2))
             lines.append(
-                Curve(worlds[1:], step_ms[1:], colour, marker=marker, line="", hollow=True)
+                Curve(worlds[1:], step_ms[1:], colour, marker=marker, line="", is_hollow=True)
             )
     if (rows["scaling"] == Scaling.strong.value).any():
         worlds = sorted(rows["world_size"].unique())
@@ -407,7 +407,7 @@ def _draw_scaling(rows: pd.DataFrame, predicted_rows: pd.DataFrame) -> Drawing:
         ideal_ms = [first_ms / world for world in worlds]
         lines.append(Curve(worlds, ideal_ms, label="ideal", line=DOTTED, width=1.0))
     if len(predicted_rows):  # the entry of the legend
-        lines.append(Curve([], [], INK, "predicted", "o", DASHED, 1.2, hollow=True))
+        lines.append(Curve([], [], INK, "predicted", "o", DASHED, 1.2, is_hollow=True))
     predicted_worlds = predicted_rows["world_size"] if len(predicted_rows) else ()
     ticks = sorted({*rows["world_size"], *predicted_worlds})
     return curves(lines, Scale("ranks", log=2, ticks=ticks), Scale("ms per step", log=10))
@@ -427,8 +427,8 @@ def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
                 str(row["type"]),
                 1e3 * row["compute_s"],
                 colour_of_type(str(row["type"])),
-                bar=True,
-                rest=1e3 * row["communication_s"],
+                is_bar=True,
+                rest_length=1e3 * row["communication_s"],
             )
             for _, row in world_rows.iterrows()
         ]

@@ -117,10 +117,10 @@ class Curve:
     width: float = 2.0
     size: float = 6.0
     opacity: float = 1.0
-    hollow: bool = False
+    is_hollow: bool = False
     low: Floats | None = None  # lower ends of the intervals; no interval is drawn if an end is nan
     high: Floats | None = None  # upper ends; needed with `low`
-    band: bool = False  # True: intervals are drawn as a band; False: as bars
+    is_band: bool = False  # True: intervals are drawn as a band; False: as bars
     names: Sequence[str] = ()  # names of the first points; of all for `name_position="points"`
     offset: tuple[float, float] = (
         0,
@@ -248,16 +248,16 @@ def _draw_curve(axes: Axes, line: Curve) -> None:
         "lw": line.width,
         "ms": line.size,
         "alpha": line.opacity,
-        "mfc": "none" if line.hollow else line.colour,
+        "mfc": "none" if line.is_hollow else line.colour,
         "label": line.label or None,
         "zorder": 3 if line.above else 2,
     }
     low = [] if line.low is None else list(line.low)
     high = [] if line.high is None else list(line.high)
     has_interval = bool(low) and not any(map(math.isnan, (*low, *high)))
-    if has_interval and line.band:
+    if has_interval and line.is_band:
         axes.fill_between(x, low, high, color=line.colour, alpha=0.2, lw=0)
-    if has_interval and not line.band:
+    if has_interval and not line.is_band:
         errors_below = [max(0.0, b - a) for a, b in zip(low, y, strict=True)]
         errors_above = [max(0.0, b - a) for a, b in zip(y, high, strict=True)]
         axes.errorbar(x, y, yerr=[errors_below, errors_above], capsize=3, **style)
@@ -459,10 +459,10 @@ class Row:
     high: float = math.nan
     dots: Sequence[float] = ()  # values of single processes, drawn below a dot if several
     margin: float = math.nan  # of a dot: a grey band from 1 / (1 + margin) to 1 + margin; nan: none
-    hollow: bool = False  # a dot without filling, or a hatched bar
+    is_hollow: bool = False  # a dot without filling, or a hatched bar
     marker: str = "o"  # of a dot
-    bar: bool = False
-    rest: float = math.nan  # length of a hatched bar that continues the bar; nan: none
+    is_bar: bool = False
+    rest_length: float = math.nan  # length of a hatched bar that continues the bar; nan: none
     words: str = ""  # at the right edge; of a bar, at its end
     label: str = ""  # of a dot, in the legend
 
@@ -484,7 +484,7 @@ def row_chart(
     def draw(axes: Axes) -> None:
         x.begin(axes.xaxis)
         for y, row in zip(heights, rows, strict=True):
-            (_draw_bar if row.bar else _draw_dot)(axes, row, y)
+            (_draw_bar if row.is_bar else _draw_dot)(axes, row, y)
         _draw_marks(axes, marks)
         x.finish(axes.xaxis)
         _write_foot_words(axes, marks)
@@ -526,7 +526,7 @@ def _draw_dot(axes: Axes, row: Row, y: float) -> None:
         y,
         row.marker,
         color=row.colour,
-        mfc="none" if row.hollow else row.colour,
+        mfc="none" if row.is_hollow else row.colour,
         ms=5,
         mew=1.2,
         label=row.label or None,
@@ -549,10 +549,10 @@ def _draw_dot(axes: Axes, row: Row, y: float) -> None:
 def _draw_bar(axes: Axes, row: Row, y: float) -> None:
     """Draw one row of a row chart at height `y` as a bar, with its rest, interval and words."""
     hatched: dict[str, Any] = {"color": "none", "edgecolor": row.colour, "hatch": "///"}
-    style = hatched if row.hollow else {"color": row.colour, "edgecolor": row.colour}
+    style = hatched if row.is_hollow else {"color": row.colour, "edgecolor": row.colour}
     axes.barh(y, row.value, height=0.65, **style)
-    if math.isfinite(row.rest):
-        axes.barh(y, row.rest, left=row.value, height=0.65, **hatched)
+    if math.isfinite(row.rest_length):
+        axes.barh(y, row.rest_length, left=row.value, height=0.65, **hatched)
     if math.isfinite(row.low):
         axes.plot([row.low, row.high], [y, y], color=INK, lw=1.2)
     if row.words:

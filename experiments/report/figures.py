@@ -141,7 +141,7 @@ def _time_bars(rows: pd.DataFrame) -> Drawing:
             colour_of(str(row["contender"])),
             1e3 * row["q25_s"],
             1e3 * row["q75_s"],
-            bar=True,
+            is_bar=True,
             words=f"{text.seconds(row['median_s'])}, {text.times(row['ratio'])}",
         )
         for _, row in rows.sort_values("median_s").iterrows()
@@ -230,7 +230,9 @@ def published_figures(run: Run) -> list[Figure]:
 def _lookup_bar(name: str, style: str, time_us: float) -> Row:
     """Return the bar of a time per lookup; `style` is a contender, or PUBLISHED (hatched)."""
     is_hollow = style == PUBLISHED
-    return Row(name, time_us, colour_of(style), bar=True, hollow=is_hollow, words=f"{time_us:.3g}")
+    return Row(
+        name, time_us, colour_of(style), is_bar=True, is_hollow=is_hollow, words=f"{time_us:.3g}"
+    )
 
 
 CONTENDER_SHIFT = 0.055  # half the shift between contenders of one size, in powers of two
@@ -289,7 +291,7 @@ def _roofline(rows: pd.DataFrame, measured: MeasuredCeilings, theory: float | No
             str(name), group["row_bytes"] * shifts, group["distinct_gb_s"], line="", size=5
         )
         dots_and_limits.append(
-            dataclasses.replace(points, y=group["useful_gb_s"], hollow=True, label="")
+            dataclasses.replace(points, y=group["useful_gb_s"], is_hollow=True, label="")
         )
         dots_and_limits.append(points)
     gather_by_size = {s: v for s, v in measured.gather_gb_s if low <= s <= high}
@@ -494,7 +496,7 @@ def _throughput(run: Run, axis: str) -> Drawing:
             group["lookups_per_s"] / 1e6,
             low=group["lookups"] / group["q75_s"] / 1e6,
             high=group["lookups"] / group["q25_s"] / 1e6,
-            band=True,
+            is_band=True,
         )
         for name, group in _by_contender(rows, axis)
     ]

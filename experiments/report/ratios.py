@@ -78,7 +78,7 @@ def forest_rows(run: Run, phase: str) -> list[Row]:
             row["ratio_hi"],
             dots=ratios_of_processes.get((row["cell"], row["arm"]), []),
             margin=margin,
-            hollow=not math.isfinite(row["ratio_lo"]) or row["ratio_lo"] <= 1 <= row["ratio_hi"],
+            is_hollow=not math.isfinite(row["ratio_lo"]) or row["ratio_lo"] <= 1 <= row["ratio_hi"],
             words=text.times(row["ratio"]),
         )
         for _, row in rows.iterrows()

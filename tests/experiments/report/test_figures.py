@@ -81,7 +81,7 @@ def test_the_forest_is_sorted_and_open_where_one_is_inside(plain: Run) -> None:
     assert all(len(x.dots) == 3 for x in lines)
     numbers = _texts(figure.panels[0])
     assert len(numbers) == len(lines)
-    open_line = charts.Row("a", 1.01, "#000000", 0.99, 1.03, hollow=True)
+    open_line = charts.Row("a", 1.01, "#000000", 0.99, 1.03, is_hollow=True)
     _, axes = plt.subplots()
     charts.forest("", [open_line], "").draw(axes)
     dot = next(x for x in axes.lines if x.get_marker() == "o")
