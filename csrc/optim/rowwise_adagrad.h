@@ -1,8 +1,9 @@
 // Functors (see optim/functor.h) of row-wise Adagrad, whose state is one number per row: the sum,
-// over the steps, of the mean squared gradient of the row. Its variants are here too: with a
-// limited norm, with updates that depend on how often a row occurs, with clipping by the norm of
-// the row (Zheng et al., "CowClip", 2022), and with decay that makes up for steps without the row.
-// The formulas are those that FBGEMM documents for EXACT_ROWWISE_ADAGRAD.
+// over the steps, of the mean squared gradient of the row. Its variants are here too: they limit
+// the norm of the row, make updates depend on how often a row occurs, clip the gradient by the norm
+// of the row (Zheng et al., "CowClip", 2022), or make up for the decay of steps without the row.
+// The formulas are those that FBGEMM documents for EXACT_ROWWISE_ADAGRAD. emblib/optim/adagrad.py
+// describes the hyperparameters.
 #pragma once
 
 #include <cmath>
@@ -14,8 +15,8 @@
 
 namespace emb {
 
-// The number of a step as a row-wise state of one float. Beyond 2^24 floats cannot represent all
-// integers. So up to 2^24 the state is the float of that value, and beyond 2^24 each step is the
+// A row-wise state of one float can hold the number of a step. Beyond 2^24 floats cannot represent
+// all integers. So up to 2^24 the state is the number as a float, and beyond 2^24 each step is the
 // next float (the next bit pattern). States that were saved as plain floats keep their meaning.
 inline constexpr float kLastPlainStep = 1 << 24;
 inline constexpr int32_t kBitsOfLastPlainStep = 0x4B800000, kBitsOfLargestFloat = 0x7F7FFFFF;
@@ -33,24 +34,27 @@ EMB_HD float encode_step(double step) {
   return code;
 }
 
-// Return by how many steps a stored step exceeds 2^24; 0 for a step up to 2^24.
+// Return the number of steps from 2^24 to a stored step; 0 for a step up to 2^24.
 EMB_HD int32_t steps_beyond_plain(float code) {
   int32_t bits;
   memcpy(&bits, &code, sizeof bits);
   return bits > kBitsOfLastPlainStep ? bits - kBitsOfLastPlainStep : 0;
 }
 
-// Return the number of steps from one stored step to a later one, rounded to a float only at the
-// end.
-EMB_HD float steps_between(float previous, float now) {
-  const float plain = fminf(now, kLastPlainStep) - fminf(previous, kLastPlainStep);
-  return plain + static_cast<float>(steps_beyond_plain(now) - steps_beyond_plain(previous));
+// Return the number of steps from the stored step `previous` to the stored step `current`, which is
+// not earlier. It is rounded to a float only at the end.
+EMB_HD float steps_between(float previous, float current) {
+  const float plain = fminf(current, kLastPlainStep) - fminf(previous, kLastPlainStep);
+  return plain + static_cast<float>(steps_beyond_plain(current) - steps_beyond_plain(previous));
 }
 
-// The row-wise states, in the order in which an optimizer has them: the sum of mean squared
-// gradients, the step of the last update (see encode_step), and how often the row occurred.
+// The row-wise states, in their order; an optimizer has the first kRowStates of them.
 struct RowwiseState {
-  enum Number : int { kSum, kLastStep, kCounter };
+  enum Number : int {
+    kSum,       // the sum of the mean squared gradients
+    kLastStep,  // the step of the last update that stored it (see encode_step), 0 if none did
+    kCounter    // how often the row occurred, see OccurrenceCounter
+  };
 };
 
 // Row-wise Adagrad without variations.
@@ -88,7 +92,7 @@ struct EnsembleRowwiseAdagrad : RowwiseAdagrad {
 };
 
 // Base of the row-wise optimizers that can limit the norm of the row. The norm after the step
-// follows from three sums over the row: of g * g, w * g and w * w.
+// follows from three sums over the row: sums[0] of g * g, sums[1] of w * g and sums[2] of w * w.
 struct RowwiseNorms {
   enum Column : int { kEps = Hyper::kOptimizerArgs, kMaxNorm };
   static constexpr int kElementStates = 0, kSteppedStates = 0, kNumRowSums = 3;
@@ -112,8 +116,9 @@ struct RowwiseNorms {
   }
 
  protected:
-  // Return the factors, scaled so that the norm of the row after the step is at most max_norm (0:
-  // no limit). The norm includes the decoupled decay that the driver applies to w.
+  // Return `factors`, scaled so that the norm of the row after the step is at most max_norm; if
+  // that is 0, return them unchanged. The norm includes the decoupled decay that the driver applies
+  // to w.
   EMB_HD RowFactors limit_norm(RowFactors factors, const float* sums) const {
     if (max_norm <= 0.0f) return factors;
     const float weight_factor = factors.weight * decay_factor, gradient_factor = factors.gradient;
@@ -146,9 +151,9 @@ EMB_HD float log_decay_factor(double decay) {
   return decay < 1.0 ? as_float(log1p(-decay)) : -1e30f;
 }
 
-// Row-wise Adagrad with a weight decay at every update. From step kFirstStep on, the decay also
-// makes up for the steps since the row occurred last. The factor for these missed steps is at least
-// min_factor.
+// Row-wise Adagrad with a weight decay per step (GlobalDecay in emblib/optim). An update decays the
+// row for its own step. From step kFirstStep on, updates also store their step, and decay the row
+// for the steps since the stored one; the factor for these missed steps is at least min_factor.
 struct RowwiseAdagradGlobalDecay : RowwiseNorms {
   enum DecayColumn : int { kRate = kMaxNorm + 1, kMinFactor, kFirstStep };  // entries of `hyper`
   static constexpr const char* kName = "rowwise_adagrad_global_decay";
@@ -183,12 +188,13 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
 };
 
 // Base of the optimizers that count how often a row occurred. With a positive half-life, in steps,
-// counts decay; with a negative half-life they do not; with 0 the count of every row is 1.
+// the count of a row decays: it is halved after that many steps. With a negative half-life it is
+// the number of updates of the row, and with 0 it is 1.
 struct OccurrenceCounter : RowwiseNorms {
   enum CounterColumn : int { kHalflife = kMaxNorm + 1 };
   float current_step;  // the step, as encode_step stores it
-  float halflife;      // steps
-  float decay_rate;    // rate of the decay of a count per step
+  float halflife;      // in steps
+  float decay_rate;    // a count is multiplied by exp(-decay_rate) per step
 
   EMB_HD OccurrenceCounter(const double* hyper, double halflife_steps)
       : RowwiseNorms(hyper),
@@ -197,12 +203,12 @@ struct OccurrenceCounter : RowwiseNorms {
         decay_rate(halflife_steps > 0.0 ? as_float(log(2.0) / halflife_steps) : 0.0f) {}
 
  protected:
-  // Return the steps since `previous`, the stored step at which the row occurred last; 1 for a new
-  // row, whose stored step is 0.
+  // Return the number of steps since the stored step `previous`, that of the last update of the
+  // row; 1 for a row without updates, whose stored step is 0.
   EMB_HD float steps_since(float previous) const {
     return previous == 0.0f ? 1.0f : steps_between(previous, current_step);
   }
-  // Return the next count of a row, whose count was `counter` at its last step `previous`.
+  // Return the count of a row after this step. `counter` is its count at its last step `previous`.
   EMB_HD float next_count(float counter, float previous) const {
     if (halflife == 0.0f) return 1.0f;
     return halflife < 0.0f ? counter + 1.0f
@@ -210,9 +216,9 @@ struct OccurrenceCounter : RowwiseNorms {
   }
 };
 
-// Row-wise Adagrad that clips the norm of the gradient. The bound is the count of the row times the
-// larger of kLowerBound and kCoefficient times the norm of the row. The sum of squares uses the
-// gradient before it is clipped.
+// Row-wise Adagrad that clips the norm of the gradient (CowClip in emblib/optim). The maximum is
+// the count of the row times the larger of kLowerBound and kCoefficient times the norm of the row.
+// The sum of squares uses the gradient before it is clipped.
 struct RowwiseAdagradCowClip : OccurrenceCounter {
   enum ClipColumn : int { kCoefficient = kHalflife + 1, kLowerBound };
   static constexpr const char* kName = "rowwise_adagrad_cowclip";
@@ -237,40 +243,47 @@ struct RowwiseAdagradCowClip : OccurrenceCounter {
   }
 };
 
-// Row-wise Adagrad whose weight decay and learning rate are *adjusted*, after kFirstStep, by how
-// often the row occurred (its count).
-//   kCoupled    An L2 penalty enters the sum of squares at every step. After kFirstStep the weights
-//               are multiplied by 1 - half-life / count * kRate * a, where a is the factor of the
-//               gradient of rows that are not in the tail.
-//   kDecoupled  The same, but nothing enters the sum of squares, and a is the learning rate.
-//   kAdagradW   After kFirstStep the weights decay by kRate at every step, also at missed steps;
-//               the factor of missed steps multiplies the gradient too. If the half-life is -1, the
-//               factor of the gradient is multiplied by the root of the count. If it is -2, the
-//               learning rate is multiplied by the count, up to kBound.
-// Rows whose count is above the threshold are in the *tail*; TailRate selects their learning rate.
+// Row-wise Adagrad whose weight decay and step size depend on the count of the row (Counter in
+// emblib/optim). The *step size* of a row is the factor of its gradient: by default lr / (root of
+// the sum + eps). It is changed, and weights decay, only in steps after kFirstStep. TailRate
+// selects the change for rows in the *tail*, those whose count is above the threshold. CounterDecay
+// selects the decay:
+//   kCoupled    The L2 penalty is added to the gradient for the sum of squares, in every step, but
+//               not for the step of the weights. The weights are multiplied by 1 - halflife / count
+//               * kRate * step size, where the step size is that of a row outside the tail.
+//   kDecoupled  The weights are multiplied by 1 - halflife / count * kRate * lr.
+//   kAdagradW   The weights are multiplied by 1 - kRate * lr per step, also for the steps after
+//               kFirstStep that the row missed. The factor of the missed steps multiplies the step
+//               size too. With a half-life of -1 the step size is the default times the root of the
+//               count; with -2 it is the default with lr * count, at most kBound, in place of lr.
+//               In both cases TailRate is ignored.
 struct RowwiseAdagradCounter : OccurrenceCounter {
   enum AdjustColumn : int {
     kDecayKind = kHalflife + 1,  // a CounterDecay
-    kRate,                       // of the weight decay
-    kFirstStep,  // rates are adjusted after this step; from the beginning if it is <= 0
-    kBound,      // exponent of kRaised and kLowered, factor of kByCount, bound of kAdagradW
+    kRate,                       // rate of the weight decay
+    kFirstStep,  // step after which step sizes change and weights decay; <= 0: from step 1 on
+    kBound,      // exponent or factor of TailRate; maximum of lr * count (kAdagradW)
     kTailRate,   // a TailRate
     kThreshold,  // a row of a higher count is in the tail
-    kThresholdIsRelative,  // above 0: the threshold is a fraction of kLargestCount
+    kThresholdIsRelative,  // above 0: the threshold is a fraction of kLargestCount, rounded down
     kLargestCount          // the largest count of a row of the table, plus 1
   };
   static constexpr const char* kName = "rowwise_adagrad_counter";
   static constexpr int kNumHyper = 11, kRowStates = 3;
   enum CounterDecay { kNoDecay = 0, kCoupled = 1, kDecoupled = 2, kAdagradW = 3 };
-  // The learning rate of the tail: that of other rows; that of other rows, raised or lowered by a
-  // power of the count; or, for kByCount, lr over the root of kBound times the count.
-  enum TailRate { kPlainRate = -1, kRaised = 0, kLowered = 1, kByCount = 2 };
+  // The step size of a row in the tail.
+  enum TailRate {
+    kPlainRate = -1,  // the default
+    kRaised = 0,   // the default times (kLargestCount / (count + 1)) ^ kBound, clamped to [1, 10]
+    kLowered = 1,  // the default times ((count + 1) / kLargestCount) ^ kBound, clamped to [0.1, 1]
+    kByCount = 2   // lr / (root of (kBound * count) + eps)
+  };
   int decay, tail_rate;
   float rate;
-  float steps_since_start;  // since kFirstStep
+  float steps_since_start;  // steps since kFirstStep
   float bound, threshold, largest_count;
   float log_factor;  // log of the decay of one step
-  bool is_adjusted;  // whether rates are adjusted at this step
+  bool is_adjusted;  // whether step sizes change and weights decay in this step
 
   EMB_HD explicit RowwiseAdagradCounter(const double* hyper)
       : OccurrenceCounter(hyper, hyper[kHalflife]),
@@ -292,18 +305,18 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
     states[RowwiseState::kSum] += (squares > 0.0f ? squares : 0.0f) / dim;
     const float previous_step = states[RowwiseState::kLastStep];
     const float counter = next_count(states[RowwiseState::kCounter], previous_step);
-    const float plain_scale = adagrad_scale(lr, states[RowwiseState::kSum], eps);
+    const float plain_step_size = adagrad_scale(lr, states[RowwiseState::kSum], eps);
     states[RowwiseState::kCounter] = counter;
     states[RowwiseState::kLastStep] = current_step;
-    RowFactors factors{plain_scale, 1.0f};
+    RowFactors factors{plain_step_size, 1.0f};
     if (!is_adjusted) return limit_norm(factors, sums);
     if (tail_rate != kPlainRate && counter > threshold)
-      factors.gradient = tail_scale(plain_scale, counter);
+      factors.gradient = tail_step_size(plain_step_size, counter);
     const float frequency = halflife / counter;
     if (decay == kDecoupled) factors.weight = 1.0f - frequency * rate * lr;
-    if (decay == kCoupled) factors.weight = 1.0f - frequency * rate * plain_scale;
+    if (decay == kCoupled) factors.weight = 1.0f - frequency * rate * plain_step_size;
     if (decay == kAdagradW) {
-      if (halflife == -1.0f) factors.gradient = plain_scale * sqrtf(counter);
+      if (halflife == -1.0f) factors.gradient = plain_step_size * sqrtf(counter);
       if (halflife == -2.0f) {
         factors.gradient = adagrad_scale(lr * counter < bound ? lr * counter : bound,
                                          states[RowwiseState::kSum], eps);
@@ -319,9 +332,8 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   }
 
  private:
-  // Return the factor of the gradient of a row in the tail; `plain_scale` is the factor of other
-  // rows.
-  EMB_HD float tail_scale(float plain_scale, float counter) const {
+  // Return the step size of a row in the tail; `plain_step_size` is the default.
+  EMB_HD float tail_step_size(float plain_step_size, float counter) const {
     if (tail_rate == kByCount) return adagrad_scale(lr, bound * counter, eps);
     const bool is_raised = tail_rate == kRaised;
     const float ratio =
@@ -329,7 +341,7 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
     const float factor = powf(ratio, bound);
     const float min_factor = is_raised ? 1.0f : 0.1f,
                 max_factor = is_raised ? 10.0f : 1.0f;  // FBGEMM's bounds
-    return plain_scale *
+    return plain_step_size *
            (factor < min_factor ? min_factor : (factor > max_factor ? max_factor : factor));
   }
 };
