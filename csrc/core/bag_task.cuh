@@ -1,11 +1,11 @@
-// The unit of work of a lane, or of a group of lanes, in a lookup on the GPU: an *item*, which is a
-// bag, or a lookup if there is no pooling. Lookups in tables of any format use it. `Args`, the
-// arguments of a lookup kernel, has these members:
-//   features, num_features  the features, [num_features], at least one, in device memory
-//   bags                    Bags, the lookups of every bag
-//   map                     BagMap, the feature and the output row of every bag
-//   columns                 elements of the whole output in a variable batch with pooling; else
-//                           columns of an output row
+// The work of a lane, or of a group of lanes, in a lookup on the GPU: an *item*. With pooling an
+// item is a bag; without pooling it is a single lookup. Lookups in tables of any format use it.
+// Kernels pass their arguments as `Args`, which must have these members:
+//   features, num_features  [num_features] Feature in device memory; at least one
+//   bags                    Bags: the lookups of every bag
+//   map                     BagMap: the feature and the output row of every bag
+//   columns                 with pooling in a variable batch, the elements of the whole output;
+//                           otherwise the columns of an output row
 //   pooling                 Pooling
 #pragma once
 
@@ -14,25 +14,26 @@
 
 namespace emb::cuda {
 
-// The lookups and the columns of an item. Only what inner loops need is in registers; kernels read
-// other members of the feature in memory where they use them. The task of an item beyond the last
-// one has no lookups and no columns.
+// The lookups and the output columns of an item. An item beyond the last one has no lookups and no
+// columns. Members that inner loops need are in registers; kernels read the other members of the
+// feature from memory where they use them.
 struct BagTask {
-  const Feature* feature;
-  int begin = 0;   // first lookup
-  int length = 0;  // lookups
-  int dim = 0;     // output columns
+  const Feature* feature;  // features[0] for an item that belongs to no feature
+  int begin = 0;           // first lookup
+  int length = 0;          // number of lookups
+  int dim = 0;             // number of output columns
 
-  // Set the task of bag number `bag`; only with pooling.
+  // Read the task of bag number `bag`, which may be beyond the last one. With pooling only.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, uint32_t bag) : feature(args.features) {
     if (bag < args.bags.num_bags) set_bag(args, bag);
   }
 
-  // Set the task of item `item` of `num_items`. A lookup before the first bag, or of a batch
-  // without bags, belongs to no feature. Its task has no lookup, but all columns of the output row,
-  // so that the kernel writes zeros. Without pooling offsets must not decrease, because otherwise a
-  // lookup may get the feature of another bag.
+  // Read the task of item `item`, which may be `num_items`, the number of items, or more. Without
+  // pooling a lookup before the first bag, or of a batch without bags, belongs to no feature. Its
+  // task has no lookups, but all columns of the output row, so that the kernel writes zeros. The
+  // offsets of the bags must not decrease then: otherwise a lookup may get the feature of another
+  // bag.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, int64_t item, int64_t num_items) : feature(args.features) {
     if (item >= num_items) return;
@@ -47,13 +48,14 @@ struct BagTask {
     length = 1;
   }
 
-  // Return the first output element of this task's bag, with pooling.
+  // Return the first output element of `bag`, the bag of this task; 0 if it has no columns. With
+  // pooling only.
   template <class Args>
   EMB_DEVICE int64_t bag_output_element(const Args& args, uint32_t bag) const {
     return dim > 0 ? args.map.output_element(bag, feature->column) : 0;
   }
 
-  // Return the first output element of this task's item.
+  // Return the first output element of `item`, the item of this task.
   template <class Args>
   EMB_DEVICE int64_t output_element(const Args& args, int64_t item) const {
     if (args.pooling == Pooling::kNone) return item * args.columns;
@@ -70,13 +72,13 @@ struct BagTask {
   }
 };
 
-// Return the mean number of output columns of an item, rounded up; args.columns for a variable
-// batch without bags. The host sizes grids by it, since only the device knows the dim of each
-// feature.
+// Return the mean number of output columns of an item, rounded up: the host sizes grids by it,
+// since only the device knows the dim of each feature. For a variable batch without bags, return
+// args.columns.
 template <class Args>
 int64_t mean_output_columns(const Args& args) {
-  // With pooling `columns` is a sum over the features of a fixed batch, or the bags of a variable
-  // batch.
+  // With pooling `columns` is a sum over the features of a fixed batch, or over the bags of a
+  // variable batch.
   const int64_t num_terms = args.map.layout != nullptr ? args.bags.num_bags : args.num_features;
   if (args.pooling == Pooling::kNone || num_terms == 0) return args.columns;
   return (args.columns + num_terms - 1) / num_terms;

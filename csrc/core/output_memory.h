@@ -1,17 +1,19 @@
-// Memory for the outputs of CPU ops. When a large output is destroyed, its memory is kept for later
-// outputs of the process, up to kMaxFreeOutputBytes in all. Otherwise glibc would return it to the
-// system, which clears each page again before its first use. A step of 26 tables of D 64 with a
-// batch of 2,048 had some 3,800 page faults after `malloc_trim`, and has 1 with these blocks
+// Memory for the outputs of CPU ops (allocate_output). When a large output is destroyed, its block
+// of memory is kept for later outputs of the process. Otherwise glibc would return it to the
+// system, which clears each page again before its next use. After `malloc_trim`, a step of 26
+// tables of D 64 with a batch of 2,048 had some 3,800 page faults, and has 1 with these blocks
 // (reports/LOG.md, "Kernels and a host path for GPUs, counted but not timed; page faults and
 // row-wise Adagrad on the CPU").
 //
-// The blocks belong to the process, because a tensor may be destroyed in another thread than the
-// one that allocated it. A tensor over a block cannot be resized, and torch's memory profiler does
-// not see it. An output uses torch's memory instead
-//   - if it is small (kMinOutputBlockBytes),
-//   - with torch 2.10, which cannot wrap such blocks,
+// The blocks belong to the process, not to a thread, because a tensor may be destroyed by another
+// thread than the one that allocated it. A tensor over a block cannot be resized, and torch's
+// memory profiler does not see it.
+//
+// An output is allocated by torch instead
+//   - if it has fewer than kMinOutputBlockBytes bytes,
+//   - with torch 2.10, which cannot make a tensor over a block,
 //   - if EMBLIB_KEEP_OUTPUTS=0 was in the environment at the first large output,
-//   - if the system has no memory for a block or for torch's tensor over it.
+//   - if the system has no memory for a block, or torch cannot make the tensor over it.
 #pragma once
 
 #include <dlfcn.h>
@@ -28,12 +30,12 @@
 
 namespace emb {
 
-// The size in bytes from which outputs use these blocks. glibc keeps the memory of most smaller
-// tensors: this is the initial value of its mmap and trim thresholds.
+// The smallest output, in bytes, that uses a block. glibc keeps the memory of most smaller tensors:
+// this is the initial value of its mmap and trim thresholds.
 inline constexpr int64_t kMinOutputBlockBytes = int64_t{128} << 10;
 
-// The maximum number of bytes of all unused blocks together. A larger block is returned to the
-// system when its tensor is destroyed.
+// The maximum number of bytes of all unused blocks together. A block that would exceed it is
+// returned to the system when its tensor is destroyed.
 #if defined(__SANITIZE_ADDRESS__)
 inline constexpr int64_t kMaxFreeOutputBytes = 0;  // the sanitizer finds accesses to freed blocks
 #else
@@ -43,20 +45,20 @@ inline constexpr int64_t kMaxFreeOutputBytes = int64_t{256} << 20;
 // The blocks that no tensor uses. All functions may be called by several threads at once.
 class FreeOutputBlocks {
  public:
-  // Return the only object. It is never destroyed, because tensors may outlive static objects.
+  // Return the only object. It is not destroyed at exit, because tensors may be destroyed later.
   static FreeOutputBlocks& of_process() {
     static auto* const blocks = new FreeOutputBlocks;
     return *blocks;
   }
 
-  // Return a block of at least `*bytes` bytes, and set `*bytes` to the size of the block. `*bytes`
-  // must be at least kMinOutputBlockBytes. The block is in huge pages where possible. The caller
-  // owns the block until it calls `give_back`. Returns null if the system has no memory; then
-  // `*bytes` is unspecified.
+  // Return a block of at least `*bytes` bytes, which must be at least kMinOutputBlockBytes, and set
+  // `*bytes` to its size. A new block is in huge pages where possible. The caller owns the block
+  // until it calls `give_back`. If the system has no memory, return null; then `*bytes` is
+  // unspecified.
   void* take(int64_t* bytes) {
     const int64_t requested = *bytes;
-    // Round up, so that batches of slightly different sizes use the same block. A step is an eighth
-    // of the power of two at or below the size.
+    // Round up to a multiple of `step`, an eighth of the power of two at or below the size, so that
+    // outputs of slightly different sizes use the same block.
     const int64_t step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(requested))) / 8;
     *bytes = (requested + step - 1) / step * step;
     {
@@ -71,7 +73,7 @@ class FreeOutputBlocks {
     return data;
   }
 
-  // Add a block to the unused ones; `bytes` is the size that `take` reported.
+  // Take back a block from `take`; `bytes` is the size that `take` reported.
   void give_back(void* data, int64_t bytes) {
     const std::lock_guard lock(mutex_);
     blocks_.give_back(data, bytes);
@@ -80,8 +82,8 @@ class FreeOutputBlocks {
  private:
   static constexpr int64_t kPageBytes = 4096;
 
-  // The handlers hold the mutex during a fork. Otherwise another thread of the parent might hold
-  // it, and the child has no such thread that would release it.
+  // The handlers lock the mutex for the time of a fork. Otherwise another thread of the parent
+  // might hold it: the child, which does not have that thread, would wait for it for ever.
   FreeOutputBlocks() : blocks_(kMaxFreeOutputBytes) {
     pthread_atfork([] { of_process().mutex_.lock(); }, [] { of_process().mutex_.unlock(); },
                    [] { of_process().mutex_.unlock(); });
@@ -111,8 +113,8 @@ inline FromBlob from_blob_with_deleter() {
   return function;
 }
 
-// Return the bytes of an element of uint8, int32, int64, or a float type of 16 or 32 bits. Throws
-// std::logic_error for other types.
+// Return the bytes of an element of `type`: uint8, int32, int64, float16, bfloat16 or float32.
+// Throws std::logic_error for other types.
 constexpr int64_t element_bytes(torch::headeronly::ScalarType type) {
   using torch::headeronly::ScalarType;
   switch (type) {
@@ -131,9 +133,8 @@ constexpr int64_t element_bytes(torch::headeronly::ScalarType type) {
   }
 }
 
-// Return an uninitialised, contiguous CPU tensor for the output of an op; `type` is uint8, int32,
-// int64 or a float type of 16 or 32 bits, and `like` any CPU tensor. `sizes` has at most 4 entries.
-// Throws AllocationError.
+// Return an uninitialised, contiguous CPU tensor of 1 to 4 dimensions for the output of an op.
+// `type` is one of those of element_bytes, and `like` is any CPU tensor. Throws AllocationError.
 inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
                                              const std::vector<int64_t>& sizes,
                                              torch::headeronly::ScalarType type) {

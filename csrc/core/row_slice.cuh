@@ -1,7 +1,9 @@
-// Slices of rows, and groups of lanes that share a row. A slice is N neighbouring columns of a row
-// of T (float, half16 or bfloat16) that one lane owns. The lane moves them in accesses of 8 or 16
-// bytes if the address is aligned, otherwise element by element. A RowSlice keeps the format of
-// memory in registers until it is used, so that several rows in flight need few registers.
+// How lanes on the GPU read and write rows of T (float, half16 or bfloat16). The parts, in order:
+// RowSlice holds N neighbouring columns of a row in the registers of one lane. It keeps the format
+// of memory until a column is used, so that several rows in flight need few registers. The
+// functions read_columns, write_columns, stream_vector and stream_columns move columns as floats.
+// LaneGroup divides a warp into groups of lanes that share a row. Then come limits of grids, and
+// add_rows, the inner loop over rows.
 //
 // In this file `num_valid` is the number of columns from an address to the end of the row: columns
 // from `num_valid` on are neither read nor written. It may be 0 or negative.
@@ -20,14 +22,14 @@ EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWar
 // The lanes of a warp, as a signed integer.
 inline constexpr int kWarpLanes = static_cast<int>(simt::kWarpLanes);
 
-// The columns of a lane in registers, initially 0. slice[k] is column k as a float.
+// N columns of a row in registers, initially 0: 8 or 16 bytes. slice[k] is column k as a float.
 template <class T, int N>
 struct RowSlice {
   static constexpr int kBytes = N * static_cast<int>(sizeof(T));
   static constexpr int kWords = kBytes / 4;
   static_assert(kBytes == 8 || kBytes == 16);
 
-  uint32_t word[kWords] = {};
+  uint32_t word[kWords] = {};  // the bytes of the columns, as in memory
 
   EMB_DEVICE float operator[](int k) const {
     if constexpr (sizeof(T) == 4) {
@@ -37,7 +39,8 @@ struct RowSlice {
     }
   }
 
-  // Load columns [0, N) from `address`, which must be a multiple of kBytes.
+  // Load all N columns at once from `address`, which must be a multiple of kBytes. Uses the
+  // read-only path: no thread of the kernel may write the memory.
   EMB_DEVICE void load_vector(const T* address) {
     if constexpr (kBytes == 16) {
       const simt::Pack16 pack = simt::load(reinterpret_cast<const simt::Pack16*>(address));
@@ -50,7 +53,7 @@ struct RowSlice {
     }
   }
 
-  // Load the first `num_valid` columns from any address; the others become 0.
+  // Load the first `num_valid` columns one by one from any address; the others become 0.
   EMB_DEVICE void load_scalar(const T* address, int num_valid) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -70,7 +73,7 @@ struct RowSlice {
     }
   }
 
-  // Load the columns: with kVector all N from an aligned address, else the first `num_valid` ones.
+  // Call load_vector if kVector, which ignores `num_valid`; otherwise load_scalar.
   template <bool kVector>
   EMB_DEVICE void load(const T* address, int num_valid) {
     if constexpr (kVector) {
@@ -86,10 +89,10 @@ EMB_HD bool is_aligned(const void* address, int bytes) {
   return (reinterpret_cast<uintptr_t>(address) & static_cast<uintptr_t>(bytes - 1)) == 0;
 }
 
-// Read the first `num_valid` of N columns as floats; the others become 0. If all are valid and the
-// address is aligned, 16 bytes are read at once, or all if N columns have fewer; their size is a
-// power of two. Unlike RowSlice::load it does not use the read-only path, so the same kernel may
-// write the memory.
+// Read the first `num_valid` of N columns as floats; the others become 0. N columns have a power of
+// two of bytes. If all are valid and the address is aligned, they are read in accesses of 16 bytes,
+// or of their size if that is less; otherwise one by one. Does not use the read-only path, so a
+// thread of the kernel may write the memory.
 template <class T, int N>
 EMB_DEVICE void read_columns(const T* address, int num_valid, float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -106,8 +109,8 @@ EMB_DEVICE void read_columns(const T* address, int num_valid, float (&values)[N]
   }
 }
 
-// Write the first `num_valid` of N columns, rounded to nearest; 16 bytes at once as read_columns
-// does.
+// Write the first `num_valid` of N columns, rounded to nearest, in accesses like those of
+// read_columns.
 template <class T, int N>
 EMB_DEVICE void write_columns(T* address, int num_valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -127,8 +130,8 @@ EMB_DEVICE void write_columns(T* address, int num_valid, const float (&values)[N
   }
 }
 
-// Write all N columns of an output row, rounded to nearest, with `store_streaming`. The address
-// must be a multiple of 16 bytes, or of 8 if N columns have only 8.
+// Write all N columns of an output row, rounded to nearest, with `store_streaming`: the cache may
+// drop them first. The address must be a multiple of 16 bytes, or of 8 if N columns have only 8.
 template <class T, int N>
 EMB_DEVICE void stream_vector(T* address, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -152,8 +155,8 @@ EMB_DEVICE void stream_vector(T* address, const float (&values)[N]) {
   }
 }
 
-// Write the first `num_valid` columns of an output row at any address, rounded to nearest. All N go
-// through stream_vector if the address allows it.
+// Write the first `num_valid` of N columns of an output row at any address, rounded to nearest:
+// through stream_vector if all are valid and the address allows it, otherwise one by one.
 template <class T, int N>
 EMB_DEVICE void stream_columns(T* address, int num_valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -167,7 +170,7 @@ EMB_DEVICE void stream_columns(T* address, int num_valid, const float (&values)[
   }
 }
 
-// The overloads below take data of a dtype that is known at run time only, and access the columns
+// These overloads take data whose dtype `type` is known at run time only, and access the columns
 // from element `element` of `data` on. The branch is the same for the whole warp, so its cost is
 // not noticeable.
 template <int N>
@@ -240,8 +243,8 @@ EMB_HD int lanes_per_row(int64_t dim, int columns_per_lane) {
   return lanes;
 }
 
-// The maximum number of blocks in the second dimension of a grid. This dimension divides the
-// columns of wide rows into stripes.
+// The maximum number of blocks in the second dimension of a grid, in kernels in which this
+// dimension divides the columns of wide rows into stripes.
 inline constexpr int64_t kMaxStripes = 64;
 
 // The maximum number of blocks that a multiprocessor of an A100 or H100 holds at once; their
@@ -265,28 +268,30 @@ inline unsigned blocks_for(int64_t items, int64_t items_per_block, int64_t max_b
 inline constexpr int kRowsInFlight = 4;  // rows that a lane loads before it uses the first
 
 // Add weighted rows from arbitrary addresses to `sum`: the inner loop of forward and backward. Each
-// of the first `num_row_lanes` lanes of a group holds one row: its offset in elements from the
-// table, or a negative number for no row, and its weight. Every lane adds the columns that it owns
-// of these rows, in the order of the lanes, with kRowsInFlight rows in flight.
+// of the first `num_row_lanes` lanes of a group passes one row: `offset`, the number of elements
+// from row 0 of the table to the row, negative for no row, and `weight`. Every lane adds its
+// columns of these rows, in the order of the lanes, with kRowsInFlight rows in flight.
 //
-// `base` is the address of this lane's first column in a row with offset 0; `lanes` is the number
-// of lanes per group. All 32 lanes of the warp call this with the same `lanes` and `num_row_lanes`;
-// lanes of a group from `num_row_lanes` on must have a negative offset and the weight 0.
+// `base` is the address of this lane's first column in row 0 of the table, and kVector requires
+// that the columns of every row can be loaded by load_vector. `lanes` is the number of lanes per
+// group. All 32 lanes of the warp must call this with the same `lanes` and `num_row_lanes`. Other
+// lanes must pass a negative offset and the weight 0.
 template <class T, int N, bool kVector>
 EMB_DEVICE void add_rows(const T* base, int64_t offset, float weight, int num_valid, int lanes,
                          int num_row_lanes, float (&sum)[N]) {
   for (int k = 0; k < num_row_lanes; k += kRowsInFlight) {
-    RowSlice<T, N> slice[kRowsInFlight];
+    RowSlice<T, N> slices[kRowsInFlight];
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const int64_t row = __shfl_sync(simt::kFullMask, offset, k + u, lanes);
-      if (row >= 0 && num_valid > 0) slice[u].template load<kVector>(base + row, num_valid);
+      const int64_t row_offset = __shfl_sync(simt::kFullMask, offset, k + u, lanes);
+      if (row_offset >= 0 && num_valid > 0)
+        slices[u].template load<kVector>(base + row_offset, num_valid);
     }
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const float scale = __shfl_sync(simt::kFullMask, weight, k + u, lanes);
+      const float row_weight = __shfl_sync(simt::kFullMask, weight, k + u, lanes);
 #pragma unroll
-      for (int e = 0; e < N; ++e) sum[e] += scale * slice[u][e];
+      for (int e = 0; e < N; ++e) sum[e] += row_weight * slices[u][e];
     }
   }
 }

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/device_arrays.h"
 #include "core/launch.h"
 #include "group/device_sort.h"
 #include "hash/check.h"

@@ -238,7 +238,7 @@ EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& ro
   if (layout.uses_vectors) {
     const Random4 random = rounding.words(row, static_cast<uint32_t>(column) / kColumns, tensor);
     simt::Pack8 pack;
-    round_four<T>(columns, random, pack.word);
+    round_and_pack<T>(columns, random, pack.word);
     *reinterpret_cast<simt::Pack8*>(data) = pack;
   } else {
 #pragma unroll 1
