@@ -1,7 +1,8 @@
-// Argument checks that the cache ops share. `op` and `name` are the names of the op and of the
-// argument, for the message of the error. The checks look at shapes, dtypes and devices, unless the
-// comment of a function excludes devices. Only check_tables reads contents, on the CPU; on a GPU
-// contents are trusted.
+// Argument checks that the cache ops share on CPU and GPU. A check throws if an argument is wrong;
+// `op` and `name`, the names of the op and of the argument, are for the message. The checks look at
+// shapes, dtypes and devices, unless the comment of a function says otherwise. Only check_tables
+// reads contents, on the CPU; on a GPU contents are trusted. emblib/ops/cache.py describes the
+// tensors.
 #pragma once
 
 #include <optional>
@@ -13,8 +14,8 @@
 
 namespace emb {
 
-// Check that a tensor is contiguous, has the dtype `type`, Int or Long, and is on the device of
-// `like`.
+// Check that a tensor of any shape is contiguous, has the dtype `type`, Int or Long, and is on the
+// device of `like`.
 inline void check_cache_tensor(const char* op, const char* name, const Tensor& tensor,
                                ScalarType type, const Tensor& like) {
   check_dtype(op, name, tensor, type, type == ScalarType::Int ? "int32" : "int64");
@@ -32,7 +33,7 @@ inline int64_t check_tags(const char* op, const Tensor& tags) {
   return tags.size(0);
 }
 
-// Do what check_cache_tensor does, and check that the tensor has `numel` entries, in any shape.
+// Check what check_cache_tensor checks, and that the tensor has `numel` entries.
 inline void check_cache_numel(const char* op, const char* name, const Tensor& tensor,
                               ScalarType type, int64_t numel, const Tensor& like) {
   check_cache_tensor(op, name, tensor, type, like);
@@ -40,9 +41,9 @@ inline void check_cache_numel(const char* op, const char* name, const Tensor& te
                   tensor.numel());
 }
 
-// Check dtypes, sizes and devices of the distinct rows of a batch, as tbe_group returns them:
-// `rows` int64 with L entries, of which the first `count`, int32 [1], exist. `like` is a tensor on
-// the cache's device.
+// Check the distinct rows of a batch, as tbe_group returns them: `rows` int64 with L entries, and
+// `count` int32 with one entry, the number of rows that exist, which come first. `like` is a tensor
+// on the cache's device.
 inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
                        const Tensor& like) {
   STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most ", kMaxLookups,
@@ -51,14 +52,15 @@ inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
   check_cache_numel(op, "count", count, ScalarType::Int, 1, like);
 }
 
-// Check the segments of these rows, int32 [L + 1].
+// Check `segments` of `rows`: int32 with L + 1 entries, on the device of `rows`.
 inline void check_segments(const char* op, const Tensor& segments, const Tensor& rows) {
   check_cache_numel(op, "segments", segments, ScalarType::Int, rows.numel() + 1, rows);
 }
 
-// The arguments of a plan on any device, converted for the kernels. Shapes, dtypes and devices are
-// checked. Contents are not, because they may be on a device. Pointers are to tensors of the op's
-// caller, which must keep them alive.
+// The arguments of an op that plans, on any device, checked and converted for the kernels. Pointers
+// are to the tensors of the op's caller, which must keep them alive. The constructor checks all
+// arguments but the rows, which set_rows checks, and the length of `counts`. That length depends on
+// the contents of `tables`: HostPlan checks it on the CPU, and it is not checked on a GPU.
 struct PlanCall {
   const char* op;
   Tensor tags, tables;
@@ -68,50 +70,50 @@ struct PlanCall {
   int64_t* clock;                 // [2], see CacheClock
   const int64_t* rows = nullptr;  // [n], of which the first `count` exist
   const int32_t *segments = nullptr, *count = nullptr;  // [n + 1], [1]
-  int64_t n = 0;
+  int64_t n = 0;                                        // entries of `rows`
 
-  // Check all arguments except the rows and the length of `counts`. This length depends on the
-  // contents of `tables`: HostPlan checks it on the CPU, and it is not checked on a GPU.
-  // `usage_words` (see usage_word) is the argument `stamps`.
+  // `usage_words` (see usage_word) is the argument `stamps` of the op.
   PlanCall(const char* op, const Tensor& tags, const Tensor& usage_words, const Tensor& counts,
-           const Tensor& counters_in, const Tensor& clock_in, const Tensor& tables, int64_t policy)
+           const Tensor& counters_tensor, const Tensor& clock_tensor, const Tensor& tables,
+           int64_t policy)
       : op(op), tags(tags), tables(tables) {
     cache.policy = parse_choice<CachePolicy>(op, "policy", policy, kCachePolicies);
     cache.num_sets = check_tags(op, tags);
     check_cache_numel(op, "stamps", usage_words, ScalarType::Long, tags.numel(), tags);
     check_features(op, tables);
     check_same_device(op, "tables", tables, tags);
-    check_cache_numel(op, "counters", counters_in, ScalarType::Long,
+    check_cache_numel(op, "counters", counters_tensor, ScalarType::Long,
                       (tables.size(0) + 1) * kCacheCounters, tags);
-    check_cache_numel(op, "clock", clock_in, ScalarType::Long, 2, tags);
+    check_cache_numel(op, "clock", clock_tensor, ScalarType::Long, 2, tags);
     check_cache_tensor(op, "counts", counts, ScalarType::Int, tags);
     cache.tags = tags.mutable_data_ptr<int64_t>();
     cache.usage_words = usage_words.mutable_data_ptr<int64_t>();
     cache.counts = counts.mutable_data_ptr<int32_t>();
     cache.first_row = 0;
     num_counts = counts.numel();
-    counters = counters_in.mutable_data_ptr<int64_t>();
-    clock = clock_in.mutable_data_ptr<int64_t>();
+    counters = counters_tensor.mutable_data_ptr<int64_t>();
+    clock = clock_tensor.mutable_data_ptr<int64_t>();
   }
 
-  // Set the distinct rows of the batch, as tbe_group returns them.
-  void set_rows(const Tensor& rows_in, const Tensor& segments_in, const Tensor& count_in) {
-    check_rows(op, rows_in, count_in, tags);
-    check_segments(op, segments_in, rows_in);
-    rows = rows_in.const_data_ptr<int64_t>();
-    segments = segments_in.const_data_ptr<int32_t>();
-    count = count_in.const_data_ptr<int32_t>();
-    n = rows_in.numel();
+  // Check and set the distinct rows of the batch, as tbe_group returns them.
+  void set_rows(const Tensor& rows_tensor, const Tensor& segments_tensor,
+                const Tensor& count_tensor) {
+    check_rows(op, rows_tensor, count_tensor, tags);
+    check_segments(op, segments_tensor, rows_tensor);
+    rows = rows_tensor.const_data_ptr<int64_t>();
+    segments = segments_tensor.const_data_ptr<int32_t>();
+    count = count_tensor.const_data_ptr<int32_t>();
+    n = rows_tensor.numel();
   }
 
   int num_tables() const { return static_cast<int>(tables.size(0)); }
 };
 
-// The tensors of `cache`, the state of a cache, in their order.
+// The positions of the tensors in the list `cache` of `cache_prefetch_`.
 struct CacheTensor {
   enum Index : int {
     kTags,
-    kStamps,  // the usage words
+    kStamps,  // usage words
     kCounts,
     kCounters,
     kClock,
@@ -120,8 +122,9 @@ struct CacheTensor {
   };
 };
 
-// Check the arguments that only `cache_prefetch_` has: `cache` must have all tensors, `lag` must be
-// at least 0, and check_bounds_arguments must accept the arguments of a bounds check.
+// Check the arguments that only `cache_prefetch_` has: `cache` must have kNumTensors tensors, whose
+// shapes are not checked here, `lag` must be at least 0, and check_bounds_arguments must accept
+// `check_mode` and `violations`.
 inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int64_t lag,
                            const std::optional<int64_t>& check_mode, const Tensor& violations) {
   STD_TORCH_CHECK(cache.size() == CacheTensor::kNumTensors, op,
@@ -132,8 +135,9 @@ inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int
 }
 
 // Check the contents of `tables`, which must be in host memory. Tables must ascend by row_base, not
-// overlap, and have a dim of at least 1. The cached tables must be the last ones, without gaps
-// between their rows, and have one stride, at least their dim.
+// overlap, and have a dim of at least 1 and row ids of at most 2^62. The cached tables must be the
+// last ones, without gaps between their rows. They must have the same cache_stride, which is at
+// least the dim of each of them and below 2^31.
 inline void check_tables(const char* op, const Tensor& tables) {
   check_features(op, tables);
   const Feature* all_tables = feature_array(tables);
@@ -158,13 +162,15 @@ inline void check_tables(const char* op, const Tensor& tables) {
   }
 }
 
-// Check the weights (four tensors, one per tier), states, `hyper` and `tables` of an op that moves
-// rows. Return pointers to them, which are valid as long as the tensors. `states` are tier-major:
-// all states of tier 0, then all of tier 1, and so on. A state has one entry per row if it has
-// fewer entries in the cache tier than the weights, else one per element. This is unambiguous,
-// because the module pads cached rows to a multiple of four elements. On a GPU `hyper` may be
-// empty; then memory.hyper is null. This function checks neither devices nor that the tables lie
-// inside the tensors; host_memory checks the latter.
+// Check the tensors of an op that moves rows between tiers, and return pointers to them, which are
+// valid as long as the tensors. Neither devices nor contents are checked, and not that the tables
+// lie inside the tensors; host_memory checks the latter.
+//   weights  a tensor per tier: device, host, disk, cache
+//   states   all states of tier 0, then all of tier 1, and so on. A state has one entry per row if
+//            it has fewer entries in the cache tier than the weights, else one per element. This is
+//            unambiguous, because the module pads cached rows to a multiple of four elements
+//   hyper    float64 of the optimizer. It may be empty on a GPU; then memory.hyper is null
+//   tables   int64 [T, 8], see Feature
 inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                                 std::vector<Tensor>& states, const Tensor& hyper,
                                 const Tensor& tables) {

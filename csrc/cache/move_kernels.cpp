@@ -1,31 +1,31 @@
-// Moves rows and their optimizer states between the cache and the tiers of their tables on one CPU
-// thread, see CacheMoveTable (cache/args.h). A row is copied if both tiers have one dtype,
-// otherwise converted. Rows are processed in blocks: all lines of a block are prefetched before its
-// first row is copied.
+// Moves rows and their optimizer states between the cache and the tiers of their tables, on one CPU
+// thread: the functions of CacheMoveTable (cache/args.h). If a tensor has one dtype in both tiers,
+// the row is copied, otherwise it is converted. Rows are processed in blocks: all cache lines of a
+// block are prefetched before its first row is copied.
 #include "cache/args.h"
 #include "core/random_block.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
-// Functions that are called for every tensor of a row are EMB_HD here because EMB_HD forces
-// inlining; they do not run on a device.
+// EMB_HD functions are inlined by force. Functions that are called for every tensor of a row have
+// it for that reason; they do not run on a device.
 
-constexpr int kBlockRows = 8;  // rows whose lines are prefetched before the first of them is copied
+constexpr int kBlockRows = 8;  // rows per block
 
-// Return the address of the row at a location in a tensor.
+// Return the address of the row at `location` in tensor number `tensor` of CacheMemory.
 EMB_HD char* row_address(const CacheMemory& memory, int tensor, const RowLocation& location) {
   const TierTensor& tensor_of_tier = memory.tensors[tensor][location.tier];
   return static_cast<char*>(tensor_of_tier.data) +
          first_entry(memory, tensor, location) * element_bytes(tensor_of_tier.type);
 }
 
-// Return the number of entries that a row has in a tensor.
-EMB_HD int64_t num_entries(const CacheMemory& memory, int tensor, const TierRow& row) {
+// Return the number of entries of a row in tensor number `tensor`.
+EMB_HD int64_t num_row_entries(const CacheMemory& memory, int tensor, const TierRow& row) {
   return memory.has_entry_per_row(tensor) ? 1 : row.dim;
 }
 
-// Call `visit(pointer)`, where `pointer` is `data` as a pointer to elements of dtype `type`.
+// Call `visit(pointer)` with `data` as a pointer to elements of dtype `type`.
 template <class Visitor>
 EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
   static_assert(kNumDtypes == 3, "visit the new dtype");
@@ -34,16 +34,15 @@ EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
   visit(static_cast<bfloat16*>(data));
 }
 
-// Copy a row with all its states from one location to another. In tensors whose dtypes differ
-// between the two tiers, values are rounded: stochastically if `rounding` is not null, else to
-// nearest.
+// Copy a row with all its states from one location to another. Where the tiers have different
+// dtypes, values are rounded stochastically by `rounding`, or to nearest if that is null.
 void copy_row(const CacheMemory& memory, const TierRow& row, const RowLocation& from,
               const RowLocation& to, const Rounding* rounding) {
   for (int k = 0; k < memory.num_tensors; ++k) {
     char *source = row_address(memory, k, from), *target = row_address(memory, k, to);
     const Dtype source_type = memory.tensors[k][from.tier].type;
     const Dtype target_type = memory.tensors[k][to.tier].type;
-    const int64_t n = num_entries(memory, k, row);
+    const int64_t n = num_row_entries(memory, k, row);
     if (source_type == target_type) {
       __builtin_memcpy(target, source, n * element_bytes(source_type));
       continue;
@@ -60,30 +59,34 @@ void copy_row(const CacheMemory& memory, const TierRow& row, const RowLocation& 
   }
 }
 
-// Prefetch a row with all its states at a location, for writing or reading.
+// Prefetch a row with all its states at a location, for writing if kWrites, else for reading.
 template <bool kWrites>
 EMB_HD void prefetch_location(const CacheMemory& memory, const TierRow& row,
                               const RowLocation& location) {
   for (int k = 0; k < memory.num_tensors; ++k) {
     const int64_t row_bytes =
-        num_entries(memory, k, row) * element_bytes(memory.tensors[k][location.tier].type);
+        num_row_entries(memory, k, row) * element_bytes(memory.tensors[k][location.tier].type);
     prefetch_row<kWrites>(row_address(memory, k, location), row_bytes);
   }
 }
 
-// A row to fetch into `slot`, and the row in this slot to write back. A dim of 0 means no row.
+// The moves of one slot: a row to fetch into it, and the row in it to write back before. A row with
+// a dim of 0 is not moved.
 struct Move {
   TierRow fetched, written_back;
   int64_t slot;
 };
 
-// CacheMoveTable::move: write back evicted[u] if it is a cacheable row, then fetch rows[u]. Rows
-// that do not exist, or whose slot does not exist, are skipped, as on a GPU. No caller checks these
-// contents, and accesses to such rows would be outside the tensors.
+// Return `rounding` for the write-back of rows; null to round to nearest.
+const Rounding* write_back_rounding(const Rounding& rounding) {
+  return rounding.is_stochastic ? &rounding : nullptr;
+}
+
+// CacheMoveTable::move: for each u in [begin, end) with a move, write back evicted[u] if it is a
+// cacheable row, then fetch rows[u]. Rows that do not exist, or whose slot does not exist, are
+// skipped, as on a GPU: no caller checks the plan, and such moves would be outside the tensors.
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
-  const Rounding* stochastic_rounding =
-      rounding.is_stochastic ? &rounding : nullptr;  // null: nearest
   for (int64_t u = begin; u < end;) {
     Move block[kBlockRows];
     int num_moves = 0;
@@ -105,18 +108,16 @@ void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int
       const RowLocation slot = slot_location(row_move.fetched, row_move.slot);
       if (row_move.written_back.dim > 0)
         copy_row(memory, row_move.written_back, slot, row_move.written_back.location,
-                 stochastic_rounding);
+                 write_back_rounding(rounding));
       copy_row(memory, row_move.fetched, row_move.fetched.location, slot, nullptr);
     }
   }
 }
 
-// CacheMoveTable::flush: write back the rows in slots [begin, end), but skip empty slots and tags
-// that are no cacheable row.
+// CacheMoveTable::flush: write back the rows in slots [begin, end). Empty slots, and slots whose
+// tag is no cacheable row, are skipped.
 void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
-  const Rounding* stochastic_rounding =
-      rounding.is_stochastic ? &rounding : nullptr;  // null: nearest
   for (int64_t slot = begin; slot < end;) {
     Move block[kBlockRows];
     int num_moves = 0;
@@ -129,7 +130,8 @@ void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_
     }
     for (int i = 0; i < num_moves; ++i) {
       const TierRow& row = block[i].written_back;
-      copy_row(memory, row, slot_location(row, block[i].slot), row.location, stochastic_rounding);
+      copy_row(memory, row, slot_location(row, block[i].slot), row.location,
+               write_back_rounding(rounding));
     }
   }
 }

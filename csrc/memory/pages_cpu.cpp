@@ -1,18 +1,19 @@
 // Pages of files that are mapped into memory: checksums, marks by page, and reads ahead of use.
-// emblib/ops/pages.py describes the arguments and results.
+// emblib/ops/pages.py describes the arguments and results; the argument `width` of the ops is
+// `row_bytes` here.
 //
 // A store has vectors of marks with a byte per page, for example whether the page has been changed.
 // `pages_without_mark` and `mark_pages_` take row numbers; a row may be on several pages.
 //
-// `fetch_pages` reads the pages of rows that are about to be used. Page faults of a copy would read
-// them one after the other, each with the full latency of the disk. Instead, a first step advises
-// the system of all pages. This starts the reads without waiting, so the disk has a queue. A second
-// step maps the pages. It waits for each page, and reports a page that cannot be read, for which a
-// page fault would raise the signal SIGBUS. One thread keeps the queue full, so the number of
-// torch's threads does not matter. Usually a probe of some rows finds their pages in memory; then
-// nothing is read. In a measurement (reports/LOG.md, "A batch and its store in two native calls")
-// this read about 4.5 times as many rows per second as the page faults of one thread, and io_uring
-// read 15 % more than this.
+// `fetch_pages` reads the pages of rows that are about to be used. If a copy of the rows read them
+// by page faults, it would wait for the disk at every page. Instead the op has two steps. The first
+// advises the system that all these pages are needed: the system starts to read them and does not
+// wait, so the disk always has a queue of reads. The second maps the pages and waits for each. It
+// reports a page that cannot be read, for which a page fault would raise the signal SIGBUS. One
+// thread keeps the queue full, so the number of torch's threads does not matter. If all of a few
+// probed rows are in memory, as usual, nothing is read. In a measurement (reports/LOG.md, "A batch
+// and its store in two native calls") this read about 4.5 times as many rows per second as the page
+// faults of one thread, and io_uring read 15 % more than this.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -36,9 +37,9 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kCrcGrain = 1 << 17;  // grain of parallel_balanced for checksums, in bytes
+constexpr int64_t kCrcGrain = 1 << 17;  // bytes of checksums per grain of parallel_balanced
 
-// Return the data of the argument `name`. Throws unless it is a contiguous uint8 vector.
+// Check that the argument `name` is a contiguous uint8 vector, and return its data.
 unsigned char* byte_array(const char* op, const char* name, const Tensor& tensor) {
   check_dtype(op, name, tensor, ScalarType::Byte, "uint8");
   STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
@@ -46,7 +47,7 @@ unsigned char* byte_array(const char* op, const char* name, const Tensor& tensor
   return static_cast<unsigned char*>(tensor.mutable_data_ptr());
 }
 
-// Return the data of the argument `name`. Throws unless it is a contiguous int64 vector.
+// Check that the argument `name` is a contiguous int64 vector, and return its data.
 const int64_t* int64_array(const char* op, const char* name, const Tensor& tensor) {
   check_dtype(op, name, tensor, ScalarType::Long, "int64");
   STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
@@ -54,13 +55,14 @@ const int64_t* int64_array(const char* op, const char* name, const Tensor& tenso
   return tensor.const_data_ptr<int64_t>();
 }
 
-// Return an int64 vector with these numbers on the device of `like`.
+// Return an int64 tensor of `numbers` on the device of `like`.
 Tensor to_tensor(const Tensor& like, const std::vector<int64_t>& numbers) {
   Tensor tensor = allocate(like, {static_cast<int64_t>(numbers.size())}, ScalarType::Long);
   std::copy(numbers.begin(), numbers.end(), tensor.mutable_data_ptr<int64_t>());
   return tensor;
 }
 
+// A function that returns the CRC-32 of `size` bytes.
 using Crc = uint32_t (*)(const unsigned char* data, int64_t size);
 
 // Return the fastest of crc32.h's functions that the processor and EMBLIB_ISA (core/isa.h) allow.
@@ -71,8 +73,8 @@ Crc pick_crc() {
   return crc32_by_tables;
 }
 
-// Return the CRC-32 of each of n pages of `data`, uint8 [n, 4], in the byte order of the machine.
-// The last page of `data` may be short.
+// Return the CRC-32 of each page of `data` whose number is in `pages`, [n]: uint8 [n, 4], in the
+// byte order of the machine. The last page of `data` may be short. Throws for a number of no page.
 Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_bytes) {
   const char* op = "page_crc32";
   const unsigned char* data = byte_array(op, "data", data_in);
@@ -99,13 +101,14 @@ Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_by
   return sums;
 }
 
-// Rows of one size, and their pages: row r has `row_bytes` bytes from byte first_byte + r *
-// row_bytes on.
+// Rows of one size, and their pages: row r has the `row_bytes` bytes from byte first_byte + r *
+// row_bytes on. `has_bytes` and the functions after it take i, a position in `rows`.
 struct RowPages {
   const int64_t* rows;  // [n] row numbers, negative for no row
   int64_t n;
-  int64_t row_bytes;               // bytes per row
-  int64_t first_byte, page_bytes;  // byte at which row 0 begins; bytes per page
+  int64_t row_bytes;   // bytes per row
+  int64_t first_byte;  // byte at which row 0 begins
+  int64_t page_bytes;  // bytes per page
 
   RowPages(const char* op, const Tensor& rows_in, int64_t row_bytes_in, int64_t first_byte_in,
            int64_t page_bytes_in)
@@ -129,20 +132,21 @@ struct RowPages {
     }
   }
 
+  // Return whether rows[i] is a row with bytes; the functions below require it.
   bool has_bytes(int64_t i) const { return rows[i] >= 0 && row_bytes > 0; }
-  // Return the first byte, the first and the last page of rows[i]; has_bytes(i) must be true.
+  // Return the first byte, the first page and the last page of rows[i].
   int64_t begin(int64_t i) const { return first_byte + rows[i] * row_bytes; }
   int64_t first_page(int64_t i) const { return begin(i) / page_bytes; }
   int64_t last_page(int64_t i) const { return (begin(i) + row_bytes - 1) / page_bytes; }
 };
 
-// Return the pages with mark 0 that `rows` are on, int64 [m], in the order of `rows`. A page of
-// several rows may repeat. Pages after the last mark are left out, as are negative rows.
-Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t width,
+// Return the pages of `rows` whose mark is 0, int64 [m], in the order of `rows`. A page of several
+// rows may repeat. Pages beyond the end of `marks` are left out, and negative rows have no pages.
+Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t row_bytes,
                           int64_t first_byte, int64_t page_bytes) {
   const char* op = "pages_without_mark";
   const unsigned char* marks = byte_array(op, "marks", marks_in);
-  const RowPages rows(op, rows_in, width, first_byte, page_bytes);
+  const RowPages rows(op, rows_in, row_bytes, first_byte, page_bytes);
   const int64_t num_pages = marks_in.numel();
   std::vector<int64_t> unmarked;
   for (int64_t i = 0; i < rows.n; ++i) {
@@ -157,13 +161,12 @@ Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t
   return to_tensor(rows_in, unmarked);
 }
 
-// Set the marks of all pages that `rows` are on to 1, in every vector of marks; negative rows are
-// on none. Throws, before anything is written, if a row has a page beyond the end of one of the
-// vectors.
-void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t width,
+// Set the marks of the pages of `rows` to 1 in every vector of `marks`; negative rows have no
+// pages. Throws, before anything is written, if a page is beyond the end of one of the vectors.
+void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t row_bytes,
                  int64_t first_byte, int64_t page_bytes) {
   const char* op = "mark_pages_";
-  const RowPages rows(op, rows_in, width, first_byte, page_bytes);
+  const RowPages rows(op, rows_in, row_bytes, first_byte, page_bytes);
   if (marks_in.empty()) return;
   std::vector<unsigned char*> marks;
   int64_t num_pages = kUnlimited;
@@ -183,14 +186,14 @@ void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t wi
   }
 }
 
-// Return file_slots[slot] for each of `slots`, int64 [n]; -1 for slot -1 and for a hidden file
-// slot. A file slot is hidden if its entry of `is_hidden`, uint8, is not 0; without `is_hidden`
-// none is. Throws for other slots outside `file_slots`, and for file slots beyond `is_hidden`.
+// Return the entry of `file_slots` for each of `slots`, int64 [n]; -1 for slot -1, and for an entry
+// that is hidden: `is_hidden`, uint8 by file slot, is not 0 there. Without `is_hidden` none is.
+// Throws for other slots outside `file_slots`, and for an entry beyond the end of `is_hidden`.
 Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
                   const std::optional<Tensor>& is_hidden) {
   const char* op = "file_slots";
   const int64_t* slots = int64_array(op, "slots", slots_in);
-  const int64_t* file_slot = int64_array(op, "file_slots", file_slots_in);
+  const int64_t* file_slot_of = int64_array(op, "file_slots", file_slots_in);
   const unsigned char* hidden_marks = is_hidden ? byte_array(op, "is_hidden", *is_hidden) : nullptr;
   const int64_t n = slots_in.numel(), num_slots = file_slots_in.numel();
   const int64_t num_marks = is_hidden ? is_hidden->numel() : 0;
@@ -201,8 +204,8 @@ Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
     STD_TORCH_CHECK(slots[i] >= -1 && slots[i] < num_slots, op, ": slots must be in [-1, ",
                     num_slots, "), got ", slots[i]);
     if (i + kPrefetchDistance < n)
-      __builtin_prefetch(file_slot + std::max<int64_t>(slots[i + kPrefetchDistance], 0));
-    out[i] = slots[i] < 0 ? -1 : file_slot[slots[i]];
+      __builtin_prefetch(file_slot_of + std::max<int64_t>(slots[i + kPrefetchDistance], 0));
+    out[i] = slots[i] < 0 ? -1 : file_slot_of[slots[i]];
   }
   if (hidden_marks == nullptr) return result;
   for (int64_t i = 0; i < n; ++i) {
@@ -219,11 +222,11 @@ Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
 #define MADV_POPULATE_READ 22  // Linux 5.14
 #endif
 
-// The kernel reads at most the device's read-ahead per advice, 128 KiB by default.
+// The system reads at most the device's read-ahead per advice, 128 KiB by default.
 constexpr int64_t kBytesPerAdvice = 1 << 17;
-constexpr int64_t kMaxProbes = 16;  // maximum number of rows that are probed, at equal distances
+constexpr int64_t kMaxProbes = 16;  // maximum number of probed rows, at equal distances in `rows`
 
-// Whole pages of memory.
+// A range of whole pages of memory.
 struct PageRange {
   char *begin, *end;
 };
@@ -234,11 +237,11 @@ bool is_resident(char* page, int64_t page_bytes) {
   return mincore(page, page_bytes, &residency) != 0 || (residency & 1) != 0;
 }
 
-// Map pages for reading, which waits until they are read. Return false if a page cannot be read;
-// true if the kernel cannot map pages in this way.
+// Map pages for reading, and wait until they are read. Return false if a page cannot be read, and
+// true if the system cannot map pages in this way (before Linux 5.14) or lacks memory.
 bool map_pages(const PageRange& range) {
   if (madvise(range.begin, range.end - range.begin, MADV_POPULATE_READ) == 0) return true;
-  return errno != EFAULT && errno != EHWPOISON;  // others: a kernel before 5.14, a lack of memory
+  return errno != EFAULT && errno != EHWPOISON;
 }
 
 // Read the pages of the ranges. Return the first unreadable page of each range that has one.
@@ -262,16 +265,17 @@ std::vector<char*> fetch_ranges(const std::vector<PageRange>& ranges, int64_t pa
 
 #endif
 
-// Read the pages of rows of a mapped file that are not in memory. Throws if a row begins beyond
-// `data`. Rows on the same or adjacent pages that follow each other in `rows` form a range. Returns
-// two int64 tensors. The first, [m], has, per range with an unreadable page, the byte of `data` at
-// which its first such page begins. The second, [1], is the number of ranges that were read: 0 if
-// the probed pages are in memory, and on systems other than Linux.
-std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows_in, int64_t width,
-                                       int64_t first_byte) {
+// Read those pages of `rows` of the mapped file `data` that are not in memory. Throws if a row
+// begins beyond `data`. A row extends the range of the rows before it in `rows` if it begins on a
+// page of that range or on the page after it; otherwise it begins a range. Return two int64
+// tensors:
+//   [m]  for each range with unreadable pages, the byte of `data` at which the first of them begins
+//   [1]  the number of ranges: 0 if all probed pages are in memory, and on systems other than Linux
+std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows_in,
+                                       int64_t row_bytes, int64_t first_byte) {
   const char* op = "fetch_pages";
   auto* data = reinterpret_cast<char*>(byte_array(op, "data", data_in));
-  const RowPages rows(op, rows_in, width, first_byte, 1);
+  const RowPages rows(op, rows_in, row_bytes, first_byte, 1);
   const int64_t size = data_in.numel();
   std::vector<int64_t> unreadable;
   int64_t num_ranges = 0;
@@ -287,7 +291,7 @@ std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows
   };
   const auto first_page = [&](int64_t i) { return floor_page(rows.begin(i)); };
   const auto last_page = [&](int64_t i) {
-    return floor_page(std::min(rows.begin(i) + width, size) - 1);
+    return floor_page(std::min(rows.begin(i) + row_bytes, size) - 1);
   };
   int64_t num_rows = 0;  // rows that have bytes
   for (int64_t i = 0; i < rows.n; ++i) num_rows += rows.has_bytes(i);
