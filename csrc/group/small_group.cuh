@@ -5,10 +5,11 @@
 // batches have no plan (plan_small_group), and CUB sorts them.
 //
 // The sort is a stable radix sort of up to kDigitBits bits per pass. In a pass, the new position of
-// an item is the number of items that have a smaller digit, or the same digit and an earlier
-// position. Within the warp these items are counted by ballots, over the warps of a block by one
-// histogram per warp, and over the blocks by reading each other's totals. Then every item is
-// written to its new position, in the shared memory of the block that has this position.
+// an item is the number of items that come before it: those with a smaller digit, and those with
+// the same digit at an earlier position. They are counted within the warp by ballots
+// (rank_in_warp), over the warps of a block by one histogram per warp, and over the blocks by
+// reading each other's totals (both scan_digits). Then every item is written to its new position,
+// in the shared memory of the block that has this position (sort).
 #pragma once
 
 #include <algorithm>
@@ -58,8 +59,8 @@ struct SmallGroupMemory {
   uint32_t* histograms;       // [warps, kDigits]: the number of items of each digit in each warp;
                               // after scan_digits, in the earlier warps of the block
   uint32_t* totals;           // [kDigits]: the number of items of each digit in this block
-  uint32_t* bases;         // [kDigits]: the position in the cluster of this block's first item of
-                           // each digit
+  uint32_t* bases;         // [kDigits]: the new position in the cluster of this block's first item
+                           // of each digit
   uint32_t* warp_scratch;  // [kMaxWarps]: one number per warp
   uint32_t* tallies;       // [kTallies], by Tally
   int* search_range;       // [kSearchRangeWords], for a TileSearch
@@ -118,8 +119,8 @@ struct SmallGroupMemory {
   }
 };
 
-// Return the sum of a tally over the blocks of the cluster. The caller must have called
-// cluster_sync after the last addition to the tally.
+// Return the sum of a tally over the blocks of the cluster. Between the last addition to the tally
+// and this call there must be a cluster_sync.
 EMB_DEVICE uint32_t cluster_total(const SmallGroupMemory& memory, SmallGroupMemory::Tally tally) {
   uint32_t sum = 0;
   for (unsigned b = 0; b < simt::cluster_size(); ++b)
@@ -127,8 +128,8 @@ EMB_DEVICE uint32_t cluster_total(const SmallGroupMemory& memory, SmallGroupMemo
   return sum;
 }
 
-// Add the sum of `count` over the lanes of the warp to a tally of the block. All 32 lanes must call
-// this.
+// Add the sum of `count` over the lanes of this warp to a tally of the block. All 32 lanes must
+// call this.
 EMB_DEVICE void count_in_block(const SmallGroupMemory& memory, SmallGroupMemory::Tally tally,
                                uint32_t count) {
   count = __reduce_add_sync(simt::kFullMask, count);
@@ -195,13 +196,14 @@ struct GivenKeys {
 };
 
 // The sort and the grouping, as one thread executes them. All threads of the cluster must call
-// every function except `position`.
+// make_keys, sort, find_groups and write, in this order.
 //
-// An item is a key and a payload: the position of the key and, from bit kPositionBits on, the bag
-// of a lookup. Every block has blockDim * kItems neighbouring items of the sequence, before and
-// after the sort, and every warp 32 * kItems of these. Item i of a lane is number 32 * i + lane of
-// its warp. Items beyond n have keys with all args.bits bits set: the sort leaves them behind all
-// keys of the batch, and they are not written.
+// An item is a key and a payload. The payload has the position of the key in its lower
+// kPositionBits bits and, for a lookup, the bag in the bits above. Before and after the sort, every
+// block has blockDim * kItems neighbouring items of the sequence, and every warp 32 * kItems
+// neighbouring items of these. Item i of a lane is number 32 * i + lane of its warp. Items beyond n
+// have keys with all args.bits bits set: the sort leaves them behind all keys of the batch, and
+// they are not written.
 template <int kItems>
 struct SmallGroupSort {
   uint32_t key[kItems], payload[kItems];  // of the thread's items
@@ -228,7 +230,7 @@ struct SmallGroupSort {
     return static_cast<int>(block_rank * block_items + first_item + i * simt::kWarpLanes);
   }
 
-  // Make the items of this thread. Add the violations that `source` counts to the tallies.
+  // Make the items of this thread from `source`. Add the violations that it counts to the tallies.
   template <class Source>
   EMB_DEVICE void make_keys(const Source& source) {
     const int first = static_cast<int>(block_rank * block_items);
@@ -254,8 +256,8 @@ struct SmallGroupSort {
     }
   }
 
-  // Write to `warp_rank`, for every item, how many items of the same digit precede it in its warp.
-  // Write to the histogram of the warp how many items of the warp have each digit.
+  // For every item i of this thread, write to warp_rank[i] how many items of digit digit[i] precede
+  // it in its warp. Write to the histogram of the warp how many of its items have each digit.
   EMB_DEVICE void rank_in_warp(const uint32_t (&digit)[kItems], uint32_t (&warp_rank)[kItems]) {
     uint32_t* const counts = memory.histograms + warp * kDigits;
 #pragma unroll
@@ -355,9 +357,10 @@ struct SmallGroupSort {
     }
   }
 
-  // For each sorted item, write to `head_lanes` a mask of the lanes of the warp whose key begins a
-  // group. Return the number of groups that begin before this warp's items. Add to the tallies
-  // kGroups and kGroupedKeys; the cluster_sync after that completes all tallies of every block.
+  // Find where groups begin in the sorted items. For item i of this thread's warp, write to
+  // head_lanes[i] the lanes whose key begins a group, as a bit mask. Return the number of groups
+  // that begin before this warp's items. Also add to the tallies kGroups and kGroupedKeys, and wait
+  // for the cluster: after this call all tallies of every block are complete.
   EMB_DEVICE uint32_t find_groups(uint32_t (&head_lanes)[kItems]) {
     uint32_t warp_groups = 0;  // groups that begin in the warp
     uint32_t num_grouped = 0;  // keys of this thread that belong to groups
@@ -388,8 +391,8 @@ struct SmallGroupSort {
   }
 
   // Write the outputs of this thread's items, except those that are null. If groups are wanted, one
-  // thread also writes num_groups and counts the update step (count_update_step, which may reduce
-  // num_groups to 0). `head_lanes` and `first_group` are what find_groups wrote and returned.
+  // thread also writes num_groups and counts the update step; count_update_step may reduce
+  // num_groups to 0. `head_lanes` and `first_group` are the results of find_groups.
   EMB_DEVICE void write(const uint32_t (&head_lanes)[kItems], uint32_t first_group) const {
     const DeviceGroupOutput& out = args.out;
     const uint32_t num_groups = cluster_total(memory, SmallGroupMemory::kGroups);
@@ -426,8 +429,8 @@ struct SmallGroupSort {
   }
 };
 
-// Group the keys of `source` by one cluster, whose shape is a SmallGroupPlan with kItems items per
-// thread.
+// Group the keys of `source` in one cluster, whose shape must be a SmallGroupPlan with kItems items
+// per thread.
 template <class Source, int kItems>
 __global__ void __launch_bounds__(kSmallGroupThreads)
     small_group_kernel(Source source, SmallGroupArgs args) {
@@ -461,9 +464,9 @@ unsigned max_small_cluster(const Launcher& launcher) {
   return launcher.max_cluster_blocks(small_group_kernel<Source, 1>);
 }
 
-// Group the keys of `source`. `plan` must be plan_small_group(args.n, ...) and not {}. A source
-// with bags must have at most kMaxSmallBags, so that a payload has room for their numbers. Neither
-// is checked.
+// Group the keys of `source`. `plan` must be plan_small_group(args.n, max_cluster) and not {},
+// where max_cluster is at most max_small_cluster<Source>(launcher). Bags must have numbers below
+// kMaxSmallBags, so that they fit into a payload. Neither is checked.
 template <class Source, class Launcher>
 void launch_small_group(const Launcher& launcher, const SmallGroupPlan& plan, const Source& source,
                         SmallGroupArgs args) {
