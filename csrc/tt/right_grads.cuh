@@ -180,8 +180,8 @@ struct QuadSums {
 };
 
 // The sums of a tile, [4 right columns, num_quads * 4 ranks], over the lanes of the block's four
-// warps. They are in shared memory of kFloats floats. Lane i of a warp must have summed quad i %
-// num_quads.
+// warps, in shared memory of kFloats floats. Lane i of a warp must have summed the quad with index
+// i % num_quads.
 class TileSums {
  public:
   static constexpr int kStride = 17;  // floats between the sums of two lanes, in different banks

@@ -256,10 +256,11 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
   }
 }
 
-// Compute grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr,
-// r]. A warp computes 16 left columns and 32 ranks of a left half, grid-stride. Four neighbours jr
-// of a row are a quad; lanes with fragment column c read quads c, c + 4, c + 8 and so on. Column n
-// of fragment i is rank 4 n + i of the 32.
+// Compute the gradients of left values,
+//   grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r].
+// A warp computes 16 left columns and 32 ranks of a left half, grid-stride. Four neighbours jr of a
+// row are a quad; lanes with fragment column c read quads c, c + 4, c + 8 and so on. Column n of
+// fragment i is rank 4 n + i of the 32.
 template <class Products>
 __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
     mma_left_grads_kernel(TtDeviceRowsArgs args, const float* row_grads) {
