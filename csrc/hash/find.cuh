@@ -33,7 +33,7 @@ struct KeyTouch {
                      batch.starts[f + 1] - batch.starts[f]);
   }
   for (int64_t t = self; t < index.num_tables; t += step) plan.num_misses[t] = 0;
-  for (int64_t part = self; part < parts; part += step) plan.part_firsts[part] = 0;
+  for (int64_t part = self; part < parts; part += step) plan.part_counts[part] = 0;
   clear_cells(keys.cells, keys.mask);
   if (blockIdx.x == 0) plan_batch(batch, index.num_tables, plan);
 }

@@ -8,10 +8,10 @@
 // segments, and thereby the positions, in the order of their tables. The number of a miss is the
 // number of first positions before its own in this order. One kernel (hash_number_kernel) counts
 // them. It divides the batch into parts in the order of the plan, and blocks take parts in order. A
-// block publishes how many first positions its part has, and waits for the counts of the earlier
+// block publishes how many first positions its part has, and adds up the counts of the earlier
 // parts. Then it writes the number of each of its misses into the cell of the key, from which later
-// positions of the key read it. A block waits only for parts that were taken before its own, hence
-// by blocks that run or have finished.
+// positions of the key read it. A block waits for parts that were taken before its own, so for
+// blocks that run or have finished. Therefore all waits end.
 #pragma once
 
 #include "hash/args.h"
@@ -23,18 +23,18 @@ inline constexpr uint32_t kNoCell = UINT32_MAX;               // the cell of a p
 inline constexpr uint32_t kEmptyCell = UINT32_MAX;            // the value of an unclaimed cell
 inline constexpr uint32_t kNumberedCell = uint32_t{1} << 31;  // the bit that marks a numbered cell
 
-// The cell of a key, and whether this thread was the first to claim it.
+// The cell of a key, and whether no other thread had claimed it before.
 struct CellClaim {
   uint32_t cell;
   bool is_new;
 };
 
-// A scratch hash table whose keys are pairs of a table and a key. A cell is kEmptyCell or the
-// lowest position so far of its pair. After the pair is numbered, it is kNumberedCell | number of
-// the miss.
+// A scratch hash table whose keys are pairs of a table and a key. The value of a cell is
+// kEmptyCell, or the lowest position of its pair that has claimed it so far. After the pair is
+// numbered, it is kNumberedCell | number of the miss.
 struct KeyCells {
   uint32_t* cells;             // [mask + 1]
-  uint32_t mask;               // a mask of ones; there are at least as many cells as positions
+  uint32_t mask;               // number of cells - 1; there are at least as many as positions
   uint32_t* cell_of_position;  // [n], by position: its cell; kNoCell for positions that claim none
   uint64_t hash_key;           // random number that the hash of keys depends on
 
@@ -56,8 +56,8 @@ struct KeyCells {
     }
   }
 
-  // Return whether `position` is the first position of the key in `cell`. Return false if `cell` is
-  // kNoCell, or if it has been numbered.
+  // Return whether `position` is the first position of the key in `cell`, after all positions have
+  // claimed their cells. Return false if `cell` is kNoCell, or if it has been numbered.
   EMB_DEVICE bool is_first(uint32_t cell, int64_t position) const {
     return cell != kNoCell && cells[cell] == static_cast<uint32_t>(position);
   }
@@ -85,9 +85,9 @@ struct BatchPlan {
   int32_t* next_indices;  // [T + 1], used by plan_batch: the index in `segments` at which the next
                           // segment of each table is written, then the next segment of no table
   int64_t* num_misses;    // [T], by table
-  // [parts], 1 plus the number of first positions in each part of the batch; 0 until the part is
-  // published.
-  int32_t* part_firsts;
+  // [parts], 1 plus the number of first positions in each part of the batch; 0 until a block has
+  // counted them.
+  int32_t* part_counts;
   int32_t* num_taken_parts;  // [1], the number of parts that blocks have taken
   int32_t* is_valid;  // [1], whether the segments cover the batch from starts[0] >= 0 on, in order
 };
@@ -137,58 +137,58 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
   }
   __syncthreads();
   // Replace each count by the number of segments of the tables before.
-  int64_t before = 0, total;
+  int64_t sum_before = 0, total;
   for (int tile = 0; tile <= num_tables; tile += kTileThreads) {
     const int t = tile + self;
-    const int64_t first =
-        before + exclusive_sum(t <= num_tables ? plan.next_indices[t] : 0, sums, &total);
-    if (t <= num_tables) plan.next_indices[t] = static_cast<int32_t>(first);
-    before += total;
+    const int64_t begin =
+        sum_before + exclusive_sum(t <= num_tables ? plan.next_indices[t] : 0, sums, &total);
+    if (t <= num_tables) plan.next_indices[t] = static_cast<int32_t>(begin);
+    sum_before += total;
   }
-  // Number the segments, a tile at a time: a segment comes after the segments of its table in
-  // earlier tiles and in earlier threads.
+  // Place the segments, a tile at a time, one per thread. A segment comes after the segments of its
+  // table in earlier tiles and of threads with lower numbers.
   for (int tile = 0; tile < batch.num_segments; tile += kTileThreads) {
     const int f = tile + self, t = f < batch.num_segments ? table_of(f) : -1;
     tile_tables[self] = t;
     __syncthreads();
-    int number = t < 0 ? 0 : plan.next_indices[t];
-    for (int other = 0; other < self; ++other) number += tile_tables[other] == t;
-    if (t >= 0) plan.segments[number] = f;
+    int index = t < 0 ? 0 : plan.next_indices[t];
+    for (int other = 0; other < self; ++other) index += tile_tables[other] == t;
+    if (t >= 0) plan.segments[index] = f;
     __syncthreads();
     if (t >= 0) atomicAdd(plan.next_indices + t, 1);
   }
   __syncthreads();
   // Add up the lengths of the segments.
-  before = 0;
+  sum_before = 0;
   for (int tile = 0; tile < batch.num_segments; tile += kTileThreads) {
     const int i = tile + self, f = i < batch.num_segments ? plan.segments[i] : -1;
     const int64_t length = f < 0 ? 0 : batch.starts[f + 1] - batch.starts[f];
-    const int64_t start = before + exclusive_sum(length, sums, &total);
+    const int64_t start = sum_before + exclusive_sum(length, sums, &total);
     if (f >= 0) plan.starts[i] = start;
-    before += total;
+    sum_before += total;
   }
   if (self != 0) return;
-  plan.starts[batch.num_segments] = before;
+  plan.starts[batch.num_segments] = sum_before;
   *plan.is_valid = is_valid;
 }
 
 // Call `body(i, position)` for the positions of part `part` of the batch, tile by tile. `position`
 // has the index i in the order of the plan; it is -1 if i is beyond the end of the batch. If the
-// plan is invalid, i is the position. All threads of the block must call this. `shared` is shared
-// memory for two ints.
+// plan is invalid, `position` is i. All threads of the block must call this, and all call `body`
+// equally often. `range` is shared memory for two ints.
 template <class Body>
 EMB_DEVICE void for_each_in_part(const KeyBatch& batch, const BatchPlan& plan, unsigned part,
-                                 int* shared, const Body& body) {
+                                 int* range, const Body& body) {
   const auto start = [&](int i) { return plan.starts[i]; };
   const bool is_valid = *plan.is_valid != 0;
   const int64_t num_in_segments = plan.starts[batch.num_segments];
-  const int64_t begin = block_begin(batch.n, part), stop = block_begin(batch.n, part + 1);
-  for (int64_t tile = begin; tile < stop; tile += kTileThreads) {
+  const int64_t part_end = block_begin(batch.n, part + 1);
+  for (int64_t tile = block_begin(batch.n, part); tile < part_end; tile += kTileThreads) {
     const int64_t end = tile + kTileThreads < batch.n ? tile + kTileThreads : batch.n;
     const int64_t i = tile + threadIdx.x;
     int64_t position = i < end ? i : -1;
     if (is_valid) {
-      const TileSearch search(start, batch.num_segments, tile, end, shared);
+      const TileSearch search(start, batch.num_segments, tile, end, range);
       const int s = i < num_in_segments ? search.find(start, i) : -1;
       if (s >= 0) position = batch.starts[plan.segments[s]] + i - plan.starts[s];
       if (i >= num_in_segments && i < end) position = i - num_in_segments;
@@ -202,34 +202,34 @@ EMB_DEVICE void for_each_in_part(const KeyBatch& batch, const BatchPlan& plan, u
 EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* offsets,
                               int64_t* sums) {
   const bool is_valid = *plan.is_valid != 0;
-  int64_t before = 0, total;
+  int64_t num_before = 0, total;
   for (int tile = 0; tile < num_tables; tile += kTileThreads) {
     const int t = tile + static_cast<int>(threadIdx.x);
     const int64_t count = is_valid && t < num_tables ? plan.num_misses[t] : 0;
-    const int64_t begin = before + exclusive_sum(count, sums, &total);
+    const int64_t begin = num_before + exclusive_sum(count, sums, &total);
     if (t < num_tables) offsets[t] = begin;
-    before += total;
+    num_before += total;
   }
-  if (threadIdx.x == 0) offsets[num_tables] = before;
+  if (threadIdx.x == 0) offsets[num_tables] = num_before;
 }
 
-// Publish the number of first positions of part `part`; `num_firsts` is this thread's share of it.
-// Wait for the earlier parts, and return the number of their first positions. All threads of the
-// block must call this. `sums` is shared memory, [kBlockWarps].
-EMB_DEVICE int64_t publish_and_sum_firsts(const BatchPlan& plan, unsigned part, int64_t num_firsts,
-                                          int64_t* sums) {
+// Publish the count of part `part`; `thread_count` is the number of first positions that this
+// thread has found in it. Wait for the earlier parts, and return the sum of their counts. All
+// threads of the block must call this. `sums` is shared memory, [kBlockWarps].
+EMB_DEVICE int64_t publish_and_sum_counts(const BatchPlan& plan, unsigned part,
+                                          int64_t thread_count, int64_t* sums) {
   int64_t total;
-  exclusive_sum(num_firsts, sums, &total);
-  if (threadIdx.x == 0) atomicExch(plan.part_firsts + part, static_cast<int32_t>(total + 1));
-  int64_t before = 0;
+  exclusive_sum(thread_count, sums, &total);
+  if (threadIdx.x == 0) atomicExch(plan.part_counts + part, static_cast<int32_t>(total + 1));
+  int64_t earlier_count = 0;
   for (unsigned other = threadIdx.x; other < part; other += kTileThreads) {
     int32_t published = 0;  // read from memory at every iteration, hence volatile
     while (published == 0) {
-      published = *static_cast<const volatile int32_t*>(plan.part_firsts + other);
+      published = *static_cast<const volatile int32_t*>(plan.part_counts + other);
     }
-    before += published - 1;
+    earlier_count += published - 1;
   }
-  exclusive_sum(before, sums, &total);
+  exclusive_sum(earlier_count, sums, &total);
   return total;
 }
 
@@ -250,8 +250,8 @@ EMB_DEVICE void add_repeated_uses(int32_t group, const int64_t* uses, int64_t po
   if (group >= 0 && is_leader) add_uses_to(totals + group, __popc(same_lanes));
 }
 
-// Blocks per multiprocessor of the next kernel, which allows up to 40 registers per thread. Without
-// this bound the compiler uses 32 on sm_90 and spills.
+// Blocks per multiprocessor of the next kernel. The bound allows up to 40 registers per thread;
+// without it the compiler uses 32 on sm_90 and spills.
 inline constexpr int kNumberBlocksPerSm = 6;
 
 // Number the misses and write all of `out`. `uses` is [n], the uses of each position; null for 1
@@ -274,17 +274,19 @@ inline constexpr int kNumberBlocksPerSm = 6;
   const auto cell_at = [&](int64_t position) {
     return is_valid && position >= 0 ? keys.cell_of_position[position] : kNoCell;
   };
-  int64_t num_firsts = 0;
+  int64_t thread_count = 0;  // first positions
   for_each_in_part(batch, plan, part, range, [&](int64_t, int64_t position) {
-    num_firsts += keys.is_first(cell_at(position), position);
+    thread_count += keys.is_first(cell_at(position), position);
   });
-  int64_t before = publish_and_sum_firsts(plan, part, num_firsts, sums);
+  int64_t num_before = publish_and_sum_counts(plan, part, thread_count, sums);
   for_each_in_part(batch, plan, part, range, [&](int64_t i, int64_t position) {
     const uint32_t cell = cell_at(position);
     const bool is_first = keys.is_first(cell, position);
     int total;
-    const int64_t number = before + exclusive_count(is_first, counts, &total);
-    before += total;
+    const int64_t number = num_before + exclusive_count(is_first, counts, &total);
+    num_before += total;
+    // The index of the element that this position writes. i - number of the positions before i are
+    // not first positions.
     const int64_t target = is_first ? number : batch.n - 1 - (i - number);
     if (position >= 0) {
       out.first_positions[target] = is_first ? position : 0;
@@ -318,7 +320,7 @@ BatchPlan batch_plan(Work& work, const KeyBatch& batch, int num_tables, unsigned
     take(plan.starts, int64_t{batch.num_segments} + 1);
     take(plan.next_indices, int64_t{num_tables} + 1);
     take(plan.num_misses, num_tables);
-    take(plan.part_firsts, parts);
+    take(plan.part_counts, parts);
     take(plan.num_taken_parts, 1);
     take(plan.is_valid, 1);
   });

@@ -1,7 +1,7 @@
 // `hash_erase_` and `hash_expire_` on the GPU. Both remove a key by writing kEmptyTag to its slot.
 // A batch of `hash_erase_` may repeat a key. So the positions of a key claim a scratch cell
-// (misses.cuh), and the first position removes the key. All pointers are to device memory of the
-// caller.
+// (misses.cuh), and the first position removes the key. All pointers are to device memory that must
+// live until the kernels have run.
 #pragma once
 
 #include "hash/find.cuh"
@@ -22,23 +22,24 @@ namespace emb::cuda {
   });
 }
 
-// Empty the slot of every key that has one. In `slots`, only the first position of the key keeps
-// the slot; the others get kNoSlot. Count the erased keys, and correct the sizes of the tables.
+// Empty the slot of every key that has one. `keys` and `slots` are as the kernel above left them.
+// In `slots`, the first position of a key keeps the slot; the others get kNoSlot. Count the erased
+// keys, and correct the sizes of the tables.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_erase_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
   __shared__ int range[2];
   TableTally erased = counter_tally(index, HashCounter::kErased);
   TableTally sizes = size_tally(index);
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
-    const bool erases = t >= 0 && keys.is_first(keys.cell_of_position[position], position);
-    if (erases) {
+    const bool is_erased = t >= 0 && keys.is_first(keys.cell_of_position[position], position);
+    if (is_erased) {
       index.tags[index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots + slots[position]] =
           kEmptyTag;
     } else if (position < batch.n) {
       slots[position] = kNoSlot;
     }
-    erased.add(t, erases);
-    sizes.add_each(t, erases ? -1 : 0);
+    erased.add(t, is_erased);
+    sizes.add_each(t, is_erased ? -1 : 0);
   });
   erased.flush();
   sizes.flush();
@@ -64,12 +65,13 @@ struct ExpireWindow {
   // n is a multiple of 32, so whole warps enter the body, as the tallies require.
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
     const int64_t slot = begin + i;
-    const bool expires = slot < table.num_buckets * kBucketSlots && table.tags[slot] != kEmptyTag &&
-                         table.entry(slot)[HashEntry::kStamp] < window.min_stamp;
-    if (expires) table.tags[slot] = kEmptyTag;
-    removed[i] = expires;
-    expired.add(window.table, expires);
-    sizes.add_each(window.table, expires ? -1 : 0);
+    const bool is_expired = slot < table.num_buckets * kBucketSlots &&
+                            table.tags[slot] != kEmptyTag &&
+                            table.entry(slot)[HashEntry::kStamp] < window.min_stamp;
+    if (is_expired) table.tags[slot] = kEmptyTag;
+    removed[i] = is_expired;
+    expired.add(window.table, is_expired);
+    sizes.add_each(window.table, is_expired ? -1 : 0);
   }
   expired.flush();
   sizes.flush();

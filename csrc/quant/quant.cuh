@@ -24,8 +24,8 @@ struct QuantizeRows {
   int format;  // a RowFormat
 };
 
-// Return the word with the numbers of the columns from `column` on; its bits after the last column
-// are 0.
+// Return the word of a packed row that begins with the number of column `column`; its bits after
+// the last column are 0.
 template <class T>
 EMB_DEVICE uint32_t encode_word(const T* row, int64_t column, int64_t dim, InverseScale scale,
                                 int format) {
@@ -88,15 +88,17 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
 // are kQuad * lanes columns apart. So each access of a group, to a row or to the output, is to
 // neighbouring memory. (With 8 neighbouring columns per lane every access would touch half of each
 // sector.) A quad is a part of a word, or one to four words. It is loaded by accesses of at most a
-// word, because a row may begin at any word. Every lane reads index, header and weight of one
-// lookup and passes them to the group by shuffles; scale and offset are passed only after the loads
-// of the numbers have been issued. If the formats of features differ, there is a launch per format,
-// which skips the bags of other formats. The groups of a warp run in lockstep, so all collectives
-// name the full warp. Rows are added in the order of the lookups.
+// word, because a row may begin at any word.
+//
+// Every lane reads index, header and weight of one lookup and passes them to the group by shuffles;
+// scale and offset are passed only after the loads of the numbers have been issued. The groups of a
+// warp run in lockstep, so all collectives name the full warp. Rows are added in the order of the
+// lookups. If the formats of features differ, there is a launch per format, which skips the bags of
+// other formats.
 
 inline constexpr int kQuantThreads = 128;
-// Blocks per multiprocessor, which leave a thread 80 and 72 registers. They are few because loads
-// in flight matter more than occupancy.
+// Blocks per multiprocessor of quant_pool_kernel and of quant_short_bags_kernel. They leave a
+// thread 80 and 72 registers, and are few because loads in flight matter more than occupancy.
 inline constexpr int kQuantPoolBlocksPerSm = 6;
 inline constexpr int kQuantShortBlocksPerSm = 7;
 inline constexpr int kQuad = 4;          // columns
@@ -198,7 +200,7 @@ struct QuadColumns {
       : first(base + lane.rank * kQuad), second(first + lane.lanes * kQuad) {}
 };
 
-// The numbers of a lane in a row.
+// The numbers of a row in the columns of a lane, two quads. Words that are not loaded stay 0.
 template <int kFormat>
 struct PackedSlice {
   static constexpr int kBits = bits_per_column(kFormat);
@@ -208,7 +210,8 @@ struct PackedSlice {
 
   uint32_t words[2][kWords] = {};
 
-  // Load the quads of a row that begin before its end. (Zeros follow it, up to a whole word.)
+  // Load the two quads of a row, as far as they lie inside it. (Zeros follow the last column, up to
+  // a whole word.)
   EMB_DEVICE void load(const uint8_t* row, const QuadColumns& columns, int dim) {
     load_quad(0, row + byte_of(columns.first), dim - columns.first);
     load_quad(1, row + byte_of(columns.second), dim - columns.second);
@@ -226,8 +229,8 @@ struct PackedSlice {
     return header_bytes(kFormat) + static_cast<uint32_t>(column) * kBits / 8;
   }
 
-  // Return number k as a float. An integer is not converted: its bits are put into the low bits of
-  // the mantissa of a power of two, and then this power is subtracted.
+  // Return number k, in [0, kQuantColumns), as a float. An integer is not converted: its bits are
+  // put into the low bits of the mantissa of a power of two, and then this power is subtracted.
   EMB_DEVICE float operator[](int k) const {
     const int bit = k % kQuad * kBits % 32;
     const uint32_t word = words[k / kQuad][k % kQuad * kBits / 32];
@@ -258,8 +261,8 @@ EMB_DEVICE void add_slice(const PackedSlice<kFormat>& slice, float scale, float 
   }
 }
 
-// Write the columns of a lane to the output of a bag, which begins at `element`; kVector if all of
-// it is in aligned quads.
+// Write the columns of a lane to the output of a bag, which begins at `element`. kVector requires
+// that `dim` and `element` are multiples of kQuad and that the output is aligned to 16 bytes.
 template <bool kVector>
 EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadColumns& columns,
                             int dim, const float (&sum)[kQuantColumns]) {
@@ -280,34 +283,36 @@ EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadCo
 
 // Pooled lookup: a group takes a bag and has kPoolRowsInFlight of its rows in flight.
 
-// Add the columns of all rows of a bag to `sum`. `longest` is the maximum length of a bag in the
+// Add the columns of all rows of a bag to `sum`. `max_length` is the maximum length of a bag in the
 // warp. All 32 lanes must call this. `Row` is the type of the row numbers that lanes share: 64 bits
 // cost another shuffle per row. For a skipped lookup row 0 is read, and its numbers are multiplied
 // by 0, which saves a branch per row. In formats without a header values may be infinite, so no row
 // is read for a skipped lookup.
 template <int kFormat, class Row>
 EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const LaneGroup& lane,
-                           const QuadColumns& columns, int longest, float (&sum)[kQuantColumns]) {
+                           const QuadColumns& columns, int max_length,
+                           float (&sum)[kQuantColumns]) {
   constexpr int kRows = rows_in_flight(kFormat, kPoolRowsInFlight);
   constexpr Row kNoRow = has_scale(kFormat) ? 0 : static_cast<Row>(-1);
   const uint8_t* table = args.packed + task.feature->weight_offset;
-  const uint8_t* first = table + PackedSlice<kFormat>::byte_of(columns.first);
-  const uint8_t* second = table + PackedSlice<kFormat>::byte_of(columns.second);
-  simt::keep_in_registers(first);
-  simt::keep_in_registers(second);
+  const uint8_t* first_quads = table + PackedSlice<kFormat>::byte_of(columns.first);
+  const uint8_t* second_quads = table + PackedSlice<kFormat>::byte_of(columns.second);
+  simt::keep_in_registers(first_quads);
+  simt::keep_in_registers(second_quads);
   const int64_t rows = task.feature->rows;
   const int dim = rows > 0 ? task.dim : 0;
-  const int first_columns = dim - columns.first, second_columns = dim - columns.second;
+  // The columns from the beginning of each quad to the end of the row.
+  const int first_left = dim - columns.first, second_left = dim - columns.second;
   const auto stride = static_cast<uint32_t>(row_bytes(task.dim, kFormat));
   int64_t index = index_at(args, task, lane.rank);
-  for (int tile = 0; tile < longest; tile += lane.lanes) {
+  for (int tile = 0; tile < max_length; tile += lane.lanes) {
     const int i = tile + lane.rank;
     const int64_t row = i < task.length ? repair_index(index, rows) : -1;
     const QuantHeader<kFormat> header(args, row < 0 ? nullptr : table + row * stride,
                                       task.begin + i);
     const Row lane_row = row < 0 ? kNoRow : static_cast<Row>(row);
     index = index_at(args, task, i + lane.lanes);
-    const int tile_rows = longest - tile < lane.lanes ? longest - tile : lane.lanes;
+    const int tile_rows = max_length - tile < lane.lanes ? max_length - tile : lane.lanes;
     for (int k = 0; k < tile_rows; k += kRows) {
       PackedSlice<kFormat> slice[kRows];
 #pragma unroll
@@ -316,8 +321,8 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
         const Row read_row = __shfl_sync(simt::kFullMask, lane_row, k + u, lane.lanes);
         if (kNoRow != 0 && read_row == kNoRow) continue;
         const uint64_t row_begin = static_cast<uint64_t>(read_row) * stride;
-        slice[u].load_quad(0, first + row_begin, first_columns);
-        slice[u].load_quad(1, second + row_begin, second_columns);
+        slice[u].load_quad(0, first_quads + row_begin, first_left);
+        slice[u].load_quad(1, second_quads + row_begin, second_left);
       }
       const float lane_scale = header.scale(), lane_offset = header.offset();
 #pragma unroll
@@ -336,31 +341,30 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
 template <int kFormat>
 __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocksPerSm)
     quant_pool_kernel(QuantArgs args, int lanes) {
-  constexpr int N = kQuantColumns;
   const LaneGroup lane(lanes);
   const auto groups = static_cast<uint32_t>(lane.groups_in_warp());
   const auto bags = static_cast<uint32_t>(args.bags.num_bags);
   const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * groups;
-  for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * groups; first < bags;
-       first += stride) {
-    const BagTask task = task_of_format<kFormat>(args, BagTask(args, first + lane.group));
-    const int longest = __reduce_max_sync(simt::kFullMask, task.length);
-    const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
+  for (uint32_t warp_bag = static_cast<uint32_t>(simt::global_warp()) * groups; warp_bag < bags;
+       warp_bag += stride) {
+    const BagTask task = task_of_format<kFormat>(args, BagTask(args, warp_bag + lane.group));
+    const int max_length = __reduce_max_sync(simt::kFullMask, task.length);
+    const int max_dim = __reduce_max_sync(simt::kFullMask, task.dim);
     const bool needs_64_bits = __any_sync(simt::kFullMask, task.feature->rows >> 32 != 0);
-    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
-         base += static_cast<int>(gridDim.y) * lanes * N) {
+    for (int base = static_cast<int>(blockIdx.y) * lanes * kQuantColumns; base < max_dim;
+         base += static_cast<int>(gridDim.y) * lanes * kQuantColumns) {
       const QuadColumns columns(lane, base);
-      float sum[N] = {};
+      float sum[kQuantColumns] = {};
       if (needs_64_bits) {
-        sum_packed<kFormat, uint64_t>(args, task, lane, columns, longest, sum);
+        sum_packed<kFormat, uint64_t>(args, task, lane, columns, max_length, sum);
       } else {
-        sum_packed<kFormat, uint32_t>(args, task, lane, columns, longest, sum);
+        sum_packed<kFormat, uint32_t>(args, task, lane, columns, max_length, sum);
       }
       const float factor = mean_factor(args.pooling, task.length);
 #pragma unroll
-      for (int e = 0; e < N; ++e) sum[e] *= factor;
-      write_quads<false>(args, task.bag_output_element(args, first + lane.group), columns, task.dim,
-                         sum);
+      for (int e = 0; e < kQuantColumns; ++e) sum[e] *= factor;
+      write_quads<false>(args, task.bag_output_element(args, warp_bag + lane.group), columns,
+                         task.dim, sum);
     }
   }
 }
@@ -385,18 +389,19 @@ struct QuantRow {
         header(args, address, int64_t{task.begin} + i) {}
 };
 
-// Write columns of the group's bags, which have at most one row each; zeros for a bag without a
-// row. Lane `first_lane` of the warp has the metadata and the row of the group's first bag. The
-// lane of each next bag is `groups` lanes later.
+// Write columns of as many bags of a group as it has single rows in flight. The bags have at most
+// one row each; a bag without a row gets zeros. Lane `first_lane` of the warp has the metadata and
+// the row of the group's first bag, and the lanes of the next bags are `groups` lanes apart.
+// `lane_element` is the first output element of this lane's bag. All 32 lanes must call this.
 template <int kFormat>
 EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
                                   const QuantRow<kFormat>& row, int64_t lane_element,
                                   const QuadColumns& columns, int first_lane, int groups) {
-  constexpr int N = kQuantColumns, S = rows_in_flight(kFormat, kSingleRowsInFlight);
-  PackedSlice<kFormat> slice[S];
-  int dim[S];
+  constexpr int kRows = rows_in_flight(kFormat, kSingleRowsInFlight);
+  PackedSlice<kFormat> slice[kRows];
+  int dim[kRows];
 #pragma unroll
-  for (int s = 0; s < S; ++s) {
+  for (int s = 0; s < kRows; ++s) {
     const int source = first_lane + s * groups;
     const uint8_t* address = shuffle(row.address, source);
     dim[s] = __shfl_sync(simt::kFullMask, task.dim, source);
@@ -404,55 +409,56 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
   }
   const float lane_scale = row.header.scale(), lane_offset = row.header.offset();
 #pragma unroll
-  for (int s = 0; s < S; ++s) {
+  for (int s = 0; s < kRows; ++s) {
     const int source = first_lane + s * groups;
     const float scale = __shfl_sync(simt::kFullMask, lane_scale, source);
     const float offset = __shfl_sync(simt::kFullMask, lane_offset, source);
     const int64_t element = __shfl_sync(simt::kFullMask, lane_element, source);
-    float sum[N] = {};
+    float sum[kQuantColumns] = {};
     add_slice(slice[s], scale, offset, sum);
     write_quads<true>(args, element, columns, dim[s], sum);
   }
 }
 
-// Sum and write columns of kQuantBagsInFlight bags of a group (fewer for wide numbers).
-// `first_lane` is that of write_single_rows. `has_bag` says whether this lane has the metadata of
-// one of these bags. `row`, the first row of this lane's bag, changes during the call only.
+// Sum and write columns of kQuantBagsInFlight bags of a group (fewer for wide numbers), as
+// write_single_rows does for single rows. `has_bag` says whether this lane has the metadata of one
+// of these bags of any group. `row`, the first row of this lane's bag, changes during the call
+// only.
 template <int kFormat>
 EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, QuantRow<kFormat>& row,
                                 int64_t lane_element, const QuadColumns& columns, int first_lane,
                                 int groups, bool has_bag) {
-  constexpr int N = kQuantColumns, S = rows_in_flight(kFormat, kQuantBagsInFlight);
-  const int longest = __reduce_max_sync(simt::kFullMask, has_bag ? task.length : 0);
-  float sum[S][N] = {};
-  for (int step = 0; step < longest; ++step) {
-    PackedSlice<kFormat> slice[S];
+  constexpr int kBags = rows_in_flight(kFormat, kQuantBagsInFlight);
+  const int max_length = __reduce_max_sync(simt::kFullMask, has_bag ? task.length : 0);
+  float sum[kBags][kQuantColumns] = {};
+  for (int i = 0; i < max_length; ++i) {
+    PackedSlice<kFormat> slice[kBags];
 #pragma unroll
-    for (int s = 0; s < S; ++s) {
+    for (int s = 0; s < kBags; ++s) {
       const uint8_t* address = shuffle(row.address, first_lane + s * groups);
       const int dim = __shfl_sync(simt::kFullMask, task.dim, first_lane + s * groups);
       slice[s].load(address, columns, address != nullptr ? dim : 0);
     }
     const float lane_scale = row.header.scale(), lane_offset = row.header.offset();
 #pragma unroll
-    for (int s = 0; s < S; ++s) {
+    for (int s = 0; s < kBags; ++s) {
       const float scale = __shfl_sync(simt::kFullMask, lane_scale, first_lane + s * groups);
       const float offset = __shfl_sync(simt::kFullMask, lane_offset, first_lane + s * groups);
       add_slice(slice[s], scale, offset, sum[s]);
     }
-    if (longest > 1 && has_bag) {
-      const int next = step + 1 < longest ? step + 1 : 0;  // at the end the first row again
+    if (max_length > 1 && has_bag) {
+      const int next = i + 1 < max_length ? i + 1 : 0;  // at the end the first row again
       row = QuantRow<kFormat>(args, task, next);
     }
   }
   const float lane_factor = mean_factor(args.pooling, task.length);
 #pragma unroll
-  for (int s = 0; s < S; ++s) {
+  for (int s = 0; s < kBags; ++s) {
     const int64_t element = __shfl_sync(simt::kFullMask, lane_element, first_lane + s * groups);
     const int dim = __shfl_sync(simt::kFullMask, task.dim, first_lane + s * groups);
     const float factor = __shfl_sync(simt::kFullMask, lane_factor, first_lane + s * groups);
 #pragma unroll
-    for (int e = 0; e < N; ++e) sum[s][e] *= factor;
+    for (int e = 0; e < kQuantColumns; ++e) sum[s][e] *= factor;
     write_quads<false>(args, element, columns, dim, sum[s]);
   }
 }
@@ -462,35 +468,35 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, Quan
 template <int kFormat>
 __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocksPerSm)
     quant_short_bags_kernel(QuantArgs args, int lanes) {
-  constexpr int N = kQuantColumns, S = rows_in_flight(kFormat, kQuantBagsInFlight);
-  constexpr int kSingle = rows_in_flight(kFormat, kSingleRowsInFlight),
-                kWarpLanes = simt::kWarpLanes;
+  constexpr int kWarpLanes = simt::kWarpLanes;
+  constexpr int kBags = rows_in_flight(kFormat, kQuantBagsInFlight);
+  constexpr int kRows = rows_in_flight(kFormat, kSingleRowsInFlight);
   const LaneGroup lane(lanes);
   const int groups = lane.groups_in_warp();
   const auto this_lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
   const auto items = static_cast<uint32_t>(args.items());
   const auto stride = static_cast<uint32_t>(simt::threads_in_grid());
-  for (auto first = static_cast<uint32_t>(simt::global_warp() * simt::kWarpLanes); first < items;
-       first += stride) {
+  for (auto warp_item = static_cast<uint32_t>(simt::global_warp() * simt::kWarpLanes);
+       warp_item < items; warp_item += stride) {
     const BagTask task =
-        task_of_format<kFormat>(args, BagTask(args, int64_t{first} + this_lane, args.items()));
+        task_of_format<kFormat>(args, BagTask(args, int64_t{warp_item} + this_lane, args.items()));
     QuantRow<kFormat> row(args, task, 0);
-    const int64_t element = task.output_element(args, first + this_lane);
-    const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
+    const int64_t element = task.output_element(args, warp_item + this_lane);
+    const int max_dim = __reduce_max_sync(simt::kFullMask, task.dim);
     const bool uses_vectors =
         task.dim % kQuad == 0 && element % kQuad == 0 && is_aligned(args.output, 16);
     const bool has_single_rows = __all_sync(simt::kFullMask, task.length <= 1 && uses_vectors);
-    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
-         base += static_cast<int>(gridDim.y) * lanes * N) {
+    for (int base = static_cast<int>(blockIdx.y) * lanes * kQuantColumns; base < max_dim;
+         base += static_cast<int>(gridDim.y) * lanes * kQuantColumns) {
       const QuadColumns columns(lane, base);
       if (has_single_rows) {
-        for (int k = 0; k < kWarpLanes; k += kSingle * groups) {
+        for (int k = 0; k < kWarpLanes; k += kRows * groups) {
           write_single_rows<kFormat>(args, task, row, element, columns, k + lane.group, groups);
         }
         continue;
       }
-      for (int k = 0; k < kWarpLanes; k += S * groups) {
-        const bool has_bag = this_lane >= k && this_lane < k + S * groups;
+      for (int k = 0; k < kWarpLanes; k += kBags * groups) {
+        const bool has_bag = this_lane >= k && this_lane < k + kBags * groups;
         pool_short_bags<kFormat>(args, task, row, element, columns, k + lane.group, groups,
                                  has_bag);
       }
