@@ -72,9 +72,8 @@ struct SmallGroupMemory {
   enum Tally {
     kGroups,          // groups that begin in this block
     kGroupedKeys,     // keys of this block that belong to groups
-    kInvalidIndices,  // invalid indices, see Source::Tile::num_invalid
-    // Violations of the offsets: the offsets that Source::prepare changed, plus the lost indices
-    // (indices other than -1 before the first bag) that make_keys found.
+    kInvalidIndices,  // the sum of Source::Tile::num_invalid over the block
+    // The number of offsets that Source::prepare changed, plus the sum of Source::Tile::num_lost.
     kOffsetViolations,
     kOffsetsToRepair,  // invalid offsets that Source::prepare found; if any, one block repairs all
     kTallies
@@ -157,22 +156,24 @@ inline SmallGroupArgs small_group_args(int64_t n, uint32_t no_group_key, int32_t
           sorted_positions,        nullptr,      out};
 }
 
-// The keys come from a `Source`: GivenKeys, or the lookups of a batch (SmallLookups in
+// The keys come from a `Source`: GivenKeys below, or the lookups of a batch (SmallLookups in
 // tbe/keys.cuh). A source has these members:
-//   kHasBags         Whether keys have bags. If so, violations are counted.
-//   prepare(memory)  Return the source that makes the keys. This may check and repair its input,
-//                    add to tallies, and contain cluster barriers. All threads of the cluster
-//                    call it.
+//   kHasBags            true if keys have bags and violations are counted
+//   prepare(memory)     Return the source that makes the keys. It may check and repair its input,
+//                       add to tallies, and wait for the cluster: all threads of the cluster call
+//                       it.
 //   Tile(source, begin, end, search_range)
-//                    The state of a thread for positions [begin, end), not empty. The constructor
-//                    may contain barriers. All threads of the block call it.
+//                       A class: the state of one thread for the positions [begin, end) of its
+//                       block, at least one. All threads of the block call the constructor, which
+//                       may wait for the block. `search_range` is SmallGroupMemory::search_range.
 //   tile.key(source, i, no_group_key, &bag)
-//                    Return the key of position i, or no_group_key; write its bag. Count a
-//                    violation in the tile.
-//   tile.num_invalid()   Return the number of invalid indices that the tile has counted.
-//   tile.num_lost()  Return how many indices other than -1 before the first bag it has counted.
-//   report(memory)   Write the sums of the tallies of violations, by one thread. All threads call
-//                    it after the cluster_sync that completes the tallies.
+//                       Return the key of position i, or no_group_key if it belongs to no group.
+//                       With kHasBags, write its bag and count its violations in the tile.
+//   tile.num_invalid()  Return the number of invalid indices that `key` has counted.
+//   tile.num_lost()     Return the number of lost indices that `key` has counted: those before the
+//                       first bag, except -1.
+//   report(memory)      Report the violations, from the tallies of the cluster, which are complete
+//                       then. All threads call it, and one of them reports.
 
 // The keys of the op `group`, [n] in device memory; keys outside [0, no_group_key) belong to no
 // group.
