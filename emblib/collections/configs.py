@@ -29,16 +29,17 @@ class TableConfig:
     Args:
         num_embeddings: rows; the capacity of a hash table.
         embedding_dim: elements per row.
-        name: name of the table in checkpoints and plans. Dots are not allowed, nor the names that
-            `nn.ModuleDict` defines ("train", "keys", ...), because it becomes an attribute there.
+        name: name of the table in checkpoints and plans, which must be given. Dots are not allowed,
+            nor the names that `nn.ModuleDict` defines ("train", "keys", ...), because it becomes an
+            attribute there.
         feature_names: names of the features that read the table; () is one feature with the name of
             the table.
         data_type: dtype of the stored rows, or of the cores of a tensor train: float32, float16 or
             bfloat16.
         rounding: how updates of 16-bit rows are rounded. None rounds to nearest, which loses
             updates smaller than half a step; `StochasticRounding(seed)` keeps them on average.
-        weight_init_min, weight_init_max: bounds of the uniform initial values; None is -sqrt(1 /
-            num_embeddings), and sqrt(1 / num_embeddings) for the maximum.
+        weight_init_min, weight_init_max: bounds of the uniform initial values; None for -b or b,
+            where b is sqrt(1 / num_embeddings).
         init_fn: function that writes initial values into a tensor
             `[num_embeddings, embedding_dim]`, or an `emblib.init.ByRows`, which writes blocks of
             it; None draws uniform values. Not allowed with these bounds.
@@ -46,9 +47,10 @@ class TableConfig:
         optimizer: optimizer of this table; None uses the optimizer of its collection.
 
     Raises:
-        TypeError: an argument of another type; a ValueError for `name` and `data_type`.
-        ValueError: a name, dtype, size, feature or initial value that breaks these rules, or an
-            argument that `storage` does not support.
+        TypeError: an argument of another type, or an empty name of a feature.
+        ValueError: a `name` that breaks these rules or is no text, a `data_type` that is none of
+            these dtypes, a size below 1, a feature named twice, bounds that are not finite or not
+            in order, or an argument that `storage` does not support.
     """
 
     num_embeddings: int
@@ -66,7 +68,7 @@ class TableConfig:
     pooled: ClassVar[bool]
     """Whether bags are pooled; otherwise there is one vector per id."""
 
-    __new__ = refuse_names_of_torch
+    __new__ = refuse_names_of_torch  # names the argument to use for one of torch.nn.EmbeddingBag
 
     def __post_init__(self) -> None:
         for name in ("num_embeddings", "embedding_dim"):
@@ -97,10 +99,10 @@ class TableConfig:
         self._check_types()
         self._check_initial_values()
         self.storage.check_table(self)
-        self.spec()
+        self.spec()  # raises for sizes that the storage cannot have
 
     def _check_types(self) -> None:
-        """Raise TypeError for an argument of another type."""
+        """Raise TypeError for a storage, rounding or optimizer of another type."""
         if not isinstance(self.storage, Storage):
             names = ", ".join(f"{kind.__name__}()" for kind in kinds().values())
             raise TypeError(
@@ -119,7 +121,7 @@ class TableConfig:
             )
 
     def _check_initial_values(self) -> None:
-        """Raise for an initializer that the storage does not take."""
+        """Raise TypeError or ValueError for wrong bounds of initial values or a wrong `init_fn`."""
         for name in ("weight_init_min", "weight_init_max"):
             bound = getattr(self, name)
             is_number = isinstance(bound, int | float) and not isinstance(bound, bool)

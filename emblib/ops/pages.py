@@ -1,8 +1,8 @@
-"""Pages of the files of a store, which are mapped into memory, on the CPU.
+"""Operations on the files of a store, which are mapped into memory, on the CPU.
 
 `rows` are the numbers of rows of `width` bytes, int64 `[n]`; row r has the bytes from
 `first_byte + r * width` on, and -1 is no row. Pages have `page_bytes` bytes and are numbered from
-byte 0. Marks are uint8 by page, 0 or 1.
+byte 0. Marks are uint8 by page, 0 or 1. Tensors must be contiguous.
 
 - `page_crc32(data, pages, page_bytes)` returns the CRC-32 of the pages of `data`, uint8 `[N]`, with
   the numbers `pages`, int64 `[n]`, as zlib computes it: uint8 `[n, 4]`, each the bytes of an
@@ -11,21 +11,24 @@ byte 0. Marks are uint8 by page, 0 or 1.
   mark is 0, int64 `[m]`, in the order of the rows. A page of several rows may repeat; pages past
   the end of `marks` are left out
 - `mark_pages_(marks, rows, width, first_byte, page_bytes)` sets the marks of the pages of rows to 1
-  in each tensor of the list `marks`; each must have an entry for all of these pages
-- `file_slots(slots, file_slots, is_hidden)` returns the entry of `file_slots` for each slot, int64
-  `[n]`: -1 for slot -1, and for entries e with `is_hidden[e]` (uint8) not 0; `is_hidden` may be
-  None
+  in each tensor of the list `marks`. If one of them lacks an entry for one of these pages, it
+  raises RuntimeError before any mark changes
+- `file_slots(slots, file_slots, is_hidden)` returns where rows are in a file: `file_slots[s]` for
+  each entry s of `slots`, int64 `[n]`. It returns -1 for slot -1, and for file slots f with
+  `is_hidden[f]` (uint8) not 0; None hides none. Other slots, and file slots without an entry in
+  `is_hidden`, raise RuntimeError
 - `fetch_pages(data, rows, width, first_byte)` reads the pages of rows of a mapped file into memory.
   It first probes some of the pages, and reads none if all of these are in memory. The last row may
   end after `data`. Returns the bytes of `data` at which unreadable pages begin, int64 `[m]`, at
-  most one per range of neighbouring rows, and the number of ranges that were read, int64 `[1]`. A
+  most one per range, and the number of ranges that were read, int64 `[1]`. A range is of rows that
+  follow each other in `rows` and are on the same or on adjacent pages. A
   page is unreadable if the file was cut off or the disk has failed: using it ends the process with
   `SIGBUS`. Linux before 5.14 does not report unreadable pages; other systems than Linux read pages
   only when they are used
 
 `crc32(data)` returns the CRC-32 of a whole uint8 `[N]`.
 
-The definition is `emblib.reference.pages`.
+`emblib.reference.pages` defines all but `fetch_pages`, which changes no value.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from emblib.sharding.shard import Rules
 from emblib.sharding.sharded_tables import GradientReduction
 
 _CHUNK_FLOATS = 1 << 23  # values per message, 32 MiB
+# Steps and counts of the updates of one replica, in float32; a mean of them would mean nothing.
+_UNSHARED_STATES = frozenset({"prev_iter", "row_counter"})
 
 
 class ReplicatedModelParallel(DistributedModelParallel):
@@ -44,7 +46,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
             use the plan that is made in the first group.
         optimizer: optimizer of tables whose configuration has none; None uses the optimizer of
             their collection.
-        wrap: how the dense part is distributed over all ranks.
+        wrap: way of training the dense part on all ranks, as for `DistributedModelParallel`.
         comm_precision: the codecs of values sent between the ranks of a group.
         gradients: whether table gradients are the mean over the ranks of a group, or the sum.
         local_size: ranks per node within a group; by default as for `RankGroup`.
@@ -91,15 +93,15 @@ class ReplicatedModelParallel(DistributedModelParallel):
                 f"(4, 8), mesh_dim_names=('replicas', 'shards')), got {mesh!r}"
             )
         all_ranks = RankGroup(mesh)
-        shards = RankGroup(mesh.get_group(1), local_size=local_size, device=all_ranks.device)
+        shard_ranks = RankGroup(mesh.get_group(1), local_size=local_size, device=all_ranks.device)
         replicas = RankGroup(mesh.get_group(0), local_size=1, device=all_ranks.device)
         if plan is None:  # all replicas use the plan of the first: their memory may differ
             plan = invoke_on_rank_and_broadcast_result(
-                replicas, 0, make_plan, module, planner, shards, optimizer
+                replicas, 0, make_plan, module, planner, shard_ranks, optimizer
             )
         super().__init__(
             module,
-            shards,
+            shard_ranks,
             plan=plan,
             optimizer=optimizer,
             wrap="none",
@@ -107,7 +109,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
             gradients=gradients,
         )
         self.all_ranks, self.replicas = all_ranks, replicas
-        fingerprint.agree(all_ranks, self._check_tables, self._description_of_shards)
+        fingerprint.agree(all_ranks, self._check_can_average, self._description_of_shards)
         copy_from_first(self.module, all_ranks, names_of_tables(self.module))
         self._copy_tables_from_first()
         if wrap is not None and wrap != "none":
@@ -125,7 +127,8 @@ class ReplicatedModelParallel(DistributedModelParallel):
         Values in 16 bits are averaged in float32 and rounded to nearest.
 
         Args:
-            optimizer_states: whether optimizer states of the tables are averaged too.
+            optimizer_states: whether optimizer states of the tables are averaged too, except
+                `prev_iter` and `row_counter`, of which each replica keeps its own.
         """
         if self.replicas.size == 1:
             return
@@ -134,7 +137,8 @@ class ReplicatedModelParallel(DistributedModelParallel):
             dist.all_reduce(buffer, group=self.replicas.group)
             buffer /= self.replicas.size
 
-        self._exchange_tables(average, optimizer_states=optimizer_states)
+        unshared_states = _UNSHARED_STATES if optimizer_states else None
+        self._apply_collective(average, unshared_states=unshared_states)
 
     @without_gradients
     def _copy_tables_from_first(self) -> None:
@@ -142,15 +146,20 @@ class ReplicatedModelParallel(DistributedModelParallel):
         if self.replicas.size == 1:
             return
         source, group = self.replicas.global_rank(0), self.replicas.group
-        self._exchange_tables(
-            lambda buffer: dist.broadcast(buffer, source, group=group), optimizer_states=True
+        self._apply_collective(
+            lambda buffer: dist.broadcast(buffer, source, group=group), unshared_states=frozenset()
         )
 
-    def _exchange_tables(
-        self, collective: Callable[[Tensor], object], *, optimizer_states: bool
+    def _apply_collective(
+        self, collective: Callable[[Tensor], object], *, unshared_states: Set[str] | None
     ) -> None:
-        """Apply a collective to float32 buffers of the values that replicas share."""
-        for chunk in _chunks(self._replicated_values(optimizer_states=optimizer_states)):
+        """Change tables and optimizer states by a collective, in float32 buffers of many values.
+
+        Args:
+            collective: function that changes a buffer in place, on all replicas together.
+            unshared_states: names of the optimizer states that stay; None is all.
+        """
+        for chunk in _chunks(self._replicated_values(unshared_states)):
             buffer = torch.cat([value.float().reshape(-1) for value in chunk])
             collective(buffer)
             new_values = buffer.split([value.numel() for value in chunk])
@@ -166,34 +175,32 @@ class ReplicatedModelParallel(DistributedModelParallel):
         for module in sharded_modules(self.module).values():
             yield from {id(shard.groups): shard.groups for shard in module.local_shards()}.values()
 
-    def _replicated_values(self, *, optimizer_states: bool) -> Iterator[Tensor]:
-        """Yield the values that replicas share, each once, as views of the tables.
-
-        Integer states, such as counters, are not shared: each replica keeps its own.
-        """
+    def _replicated_values(self, unshared_states: Set[str] | None) -> Iterator[Tensor]:
+        """Yield tables and optimizer states, each once, as views, except `unshared_states`."""
         visited = set()  # a shared table is in the groups of several collections
         for groups in self._table_groups():
             for index, views in enumerate(groups.all_views()):
                 if groups.handles[index] in visited:
                     continue
                 visited.add(groups.handles[index])
-                trained_names = groups.parameters_of(index).keys()
+                parameter_names = groups.parameters_of(index).keys()
                 for name, view in views.items():
-                    if view.is_floating_point() and (optimizer_states or name in trained_names):
+                    is_shared = unshared_states is not None and name not in unshared_states
+                    if view.is_floating_point() and (is_shared or name in parameter_names):
                         yield view.detach()
 
-    def _check_tables(self) -> None:
+    def _check_can_average(self) -> None:
         """Raise ValueError for tables whose replicas cannot be averaged."""
-        keyed = [
+        hash_tables = [
             config.name
             for module in sharded_modules(self.module).values()
             for config in module.configs
             if config.storage.is_keyed
         ]
-        if keyed:
+        if hash_tables:
             raise ValueError(
-                f"tables {keyed} are hash tables, and replicas of one would have different keys: "
-                "use DistributedModelParallel, which shards their keys over all ranks"
+                f"tables {hash_tables} are hash tables, and replicas of one would have different "
+                "keys: use DistributedModelParallel, which shards their keys over all ranks"
             )
         for groups in self._table_groups():
             if not all(autograd.is_fused(group.module.optimizer) for group in groups.groups):

@@ -576,7 +576,7 @@ class StoredRowsHandle(DenseHandle):
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        if self._is_on_meta(state_dict, prefix, errors) or not has_cache(self._train):
+        if self._refuses_load_on_meta(state_dict, prefix, errors) or not has_cache(self._train):
             missing_keys.append(f"{prefix}keys")
             return
         names = self._entry_names()

@@ -437,7 +437,7 @@ class DenseHandle(TableHandle):
         module: DenseModule = self.module
         if state_dicts.refuses(self, state_dict, prefix, other_arguments[-1]):
             return
-        if self._is_on_meta(state_dict, prefix, other_arguments[-1]):
+        if self._refuses_load_on_meta(state_dict, prefix, other_arguments[-1]):
             return
         # The parameter stays the view that it is, whatever load_state_dict(assign=...) asks for.
         metadata = {k: v for k, v in metadata.items() if k != state_dicts.ASSIGN}

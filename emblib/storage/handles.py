@@ -20,8 +20,8 @@ from emblib.optim import Optimizer
 from emblib.storage.base import Storage, TableModule, TrainedModule, has_hyperparams
 from emblib.tables import parameters
 
-# Set by torch's own _apply_optimizer_in_backward, whose hook stays on a parameter that is moved.
-_TORCH_ATTRIBUTES = frozenset({"_optimizer_classes", "_optimizer_kwargs"})
+# Set by torch's own _apply_optimizer_in_backward on a parameter; `bind_view` may keep the object.
+_TORCH_OPTIMIZER_ATTRIBUTES = frozenset({"_optimizer_classes", "_optimizer_kwargs"})
 _BLOCK_ROWS = 1 << 16  # rows per block of `dense_blocks`
 _handles = WeakTensorKeyDictionary()  # from a parameter to a weak reference of its handle
 
@@ -36,9 +36,12 @@ class TableHandle(nn.Module):
     """One table of a collection, with its parameters and their names.
 
     The module owns the memory and moves it between devices; the parameters are usually views of it.
-    If backward updates the table, they require gradients, unless frozen, but get none. A deferred
-    optimizer gets gradients and applies them in its own step. In both cases the attribute
-    `_in_backward_optimizers` tells code that collects parameters to leave them to that optimizer.
+    If backward updates the table, its parameters have no `grad`, although they require gradients
+    unless the table is frozen. With a deferred optimizer they have one, which its step applies. In
+    both cases the attribute `_in_backward_optimizers` tells code that collects parameters to leave
+    them to that optimizer.
+
+    Methods that this class leaves empty are for storages that need them.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(1_000, 16, "item")])
@@ -71,13 +74,17 @@ class TableHandle(nn.Module):
         self._module_and_index = (module, index)
 
     def is_trained(self, name: str) -> bool:
-        """Return whether the table of the parameter `name` is trained; False if it is frozen."""
+        """Return whether the table is trained; False if it is frozen.
+
+        `name` is the name of a parameter; a handle with several tables selects by it.
+        """
         return self.index not in getattr(self.module, "_untrained", ())
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table, from the next forward on.
 
-        Does nothing if backward leaves gradients: autograd then uses `requires_grad` itself.
+        Here this does nothing if backward leaves gradients: autograd then uses `requires_grad`
+        itself. `parameter` is one of this handle; a handle with several tables selects by it.
         """
         if autograd.updates_in_backward(self.module.optimizer):
             module: Any = self.module
@@ -89,13 +96,16 @@ class TableHandle(nn.Module):
         super().__setattr__(name, value)
 
     def check_replaced(self) -> None:
-        """Raise ValueError if a new module cannot take the place of the table's module."""
+        """Do nothing; a subclass raises ValueError if another module cannot replace the table's."""
 
     def before_read(self) -> None:
-        """Write cached rows back, so that the parameters have the newest values."""
+        """Do nothing; a subclass writes cached rows back, for parameters with the newest values."""
 
     def before_write(self) -> None:
-        """Write cached rows back and empty the cache, so that writes to parameters take effect."""
+        """Do nothing; a subclass writes cached rows back and empties the cache.
+
+        Writes to the parameters then take effect.
+        """
 
     @property
     def module(self) -> TableModule:
@@ -108,14 +118,20 @@ class TableHandle(nn.Module):
         return self._module_and_index[1]
 
     def bind(self) -> None:
-        """Make the parameters views of the memory that the module has now."""
+        """Do nothing; a subclass makes its parameters views of the memory the module has now."""
 
     def views(self) -> dict[str, Tensor]:
-        """Return parameters and optimizer states by name, as views."""
+        """Return parameters and optimizer states by name, as views.
+
+        A dense table writes its cached rows back and empties its cache first.
+        """
         return self._storage.views(self.module)[self.index]
 
     def dense_rows(self) -> Tensor:
-        """Return the rows as floats `[rows, dim]`, possibly a view; only if `has_dense_rows`."""
+        """Return the rows as floats `[rows, dim]`, possibly a view.
+
+        Only for storages with `Storage.has_dense_rows`.
+        """
         return self.views()["weight"]
 
     def dense_blocks(self) -> Iterator[Tensor]:
@@ -126,7 +142,7 @@ class TableHandle(nn.Module):
         yield from self.dense_rows().split(_BLOCK_ROWS)
 
     def commit(self) -> None:
-        """Commit writes to the views, if the table is on disk; the cache must be empty."""
+        """Do nothing; a subclass commits writes to the views of a table on disk."""
 
     def fused_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name if a fused optimizer updates them, else an empty dict."""
@@ -146,23 +162,24 @@ class TableHandle(nn.Module):
         return {state: views[name] for state, name in names.items()}
 
     def adopt(self, other: Any) -> None:
-        """Take the weights and the parameter objects of another handle of the same table."""
+        """Do nothing; a subclass takes over weights and parameter objects of another handle."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return self  # the module moves its memory
 
-    def _is_on_meta(self, state_dict: Any, prefix: str, errors: list[str]) -> bool:
-        """Return whether the table is on meta; if it has entries to load, append an error."""
+    def _refuses_load_on_meta(self, state_dict: Any, prefix: str, errors: list[str]) -> bool:
+        """Append an error and return True if the table is on meta and has entries to load."""
         has_entries = any(key.startswith(prefix) for key in state_dict)
         tensors = (*self.parameters(), *self.buffers())
-        on_meta = has_entries and any(tensor.is_meta for tensor in tensors)
-        if on_meta:
+        is_refused = has_entries and any(tensor.is_meta for tensor in tensors)
+        if is_refused:
             errors.append(
                 f"{prefix}: the table is on meta; call to_empty(device=...) of the model first"
             )
-        return on_meta
+        return is_refused
 
     def __getstate__(self) -> dict[str, Any]:
+        # Parameters are views of the module's memory: the copy of the collection binds them again.
         no_parameters = dict.fromkeys(self._parameters)
         return {**self.__dict__, "_parameters": no_parameters, "_owner": None}
 
@@ -195,16 +212,20 @@ def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer
     kind = parameters.CachedParameter if is_cached else parameters.ViewParameter
     parameters.set_owner(parameter, handle, kind)
     handle.set_trained(parameter, trained=parameter.requires_grad)
-    mark(parameter, handle, optimizer)
+    register_parameter(parameter, handle, optimizer)
 
 
-def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> None:
-    """Register a parameter with its handle; if `optimizer` is fused, mark it as stepped by that."""
+def register_parameter(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> None:
+    """Register a parameter with its handle, and mark it as stepped by a fused `optimizer`.
+
+    If `optimizer` is not fused, such a mark of an earlier optimizer is removed, but not one that
+    torch set.
+    """
     _handles[parameter] = weakref.ref(handle)
     marked: Any = parameter
     if autograd.is_fused(optimizer):  # deferred ones too: no other optimizer may step them
         marked._in_backward_optimizers = [optimizer]
-        for name in _TORCH_ATTRIBUTES & marked.__dict__.keys():
+        for name in _TORCH_OPTIMIZER_ATTRIBUTES & marked.__dict__.keys():
             delattr(marked, name)
     elif hasattr(marked, "_in_backward_optimizers") and not is_marked_by_torch(parameter):
         del marked._in_backward_optimizers

@@ -63,7 +63,7 @@ from emblib.storage.base import (
     state_bytes,
     stored_as,
 )
-from emblib.storage.handles import TableHandle, bind_view, mark
+from emblib.storage.handles import TableHandle, bind_view, register_parameter
 from emblib.tables import parameters, state_dicts
 
 _WORD_BYTES = 8  # of a key, a stamp or a score
@@ -473,7 +473,7 @@ class HashHandle(TableHandle):
             return
         if not autograd.updates_in_backward(module.optimizer):
             self._parameters["weight"] = module.weights
-            mark(module.weights, self, module.optimizer)
+            register_parameter(module.weights, self, module.optimizer)
             return
         view = module.table_rows(self.index)["weight"]
         bind_view(self, "weight", view, module.optimizer)
@@ -551,7 +551,7 @@ class HashHandle(TableHandle):
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        if self._is_on_meta(state_dict, prefix, errors):
+        if self._refuses_load_on_meta(state_dict, prefix, errors):
             return
         if self._is_placeholder:
             missing_keys.append(f"{prefix}keys")

@@ -235,7 +235,7 @@ class QuantizedHandle(TableHandle):
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        if self._is_on_meta(state_dict, prefix, errors):
+        if self._refuses_load_on_meta(state_dict, prefix, errors):
             return
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         views = self.views()

@@ -15,7 +15,7 @@ from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, TTSpec
 from emblib.storage.base import TableModule, TableSlice, stored_as
-from emblib.storage.handles import TableHandle, mark
+from emblib.storage.handles import TableHandle, register_parameter
 from emblib.storage.initial_values import seeded
 from emblib.tables import TableBatchedTTEmbeddingBags, state_dicts
 from emblib.tables.tt import Cores
@@ -155,7 +155,7 @@ class TTHandle(TableHandle):
         module: TTModule = self.module
         module.restore_trained(self.index, self.cores)
         for core in self.cores:
-            mark(core, self, module.optimizer)
+            register_parameter(core, self, module.optimizer)
         module.mark_cores()
 
     def dense_rows(self) -> Tensor:
@@ -181,7 +181,7 @@ class TTHandle(TableHandle):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         unexpected, errors = arguments[-2:]
         problems: list[str] = []
-        self._is_on_meta(state_dict, prefix, problems)
+        self._refuses_load_on_meta(state_dict, prefix, problems)
         if state_dicts.refuses(self, state_dict, prefix, errors, problems):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config.schema import MULTIRUN, Config, UsageError, folder_name
 from experiments.paths import ROOT
@@ -66,7 +67,7 @@ class RunStore:
             UsageError: the experiment's name is not the name of a folder.
             OSError: the directory cannot be created.
         """
-        if experiment != MULTIRUN:
+        if experiment != MULTIRUN:  # a launch of several runs, whose name no experiment may have
             folder_name(experiment)
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         for attempt in itertools.count():
@@ -87,7 +88,7 @@ class RunStore:
         """
         try:
             folder = ROOT / config.report.folder  # an absolute folder replaces ROOT
-            store = cls.create(folder, config.name)
+            store = cls.create(folder, folder_name(config.name))
             store.claim()
             store.write_config(config)
             store.write_json("environment.json", environment)
@@ -130,7 +131,7 @@ class RunStore:
             os.replace(partial_file, self.path / f"{stem}.parquet")
 
     def write_config(self, config: Config) -> Path:
-        """Write config.yaml with every interpolation resolved."""
+        """Write a configuration, without interpolations, as config.yaml."""
         return self.write("config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
     def append(self, *records: Record) -> None:
@@ -200,10 +201,12 @@ def _write_atomically(target: Path, data: bytes) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a run, [] without any; ignore an incomplete last line.
+    """Return the records of a run, [] without any; ignore what follows the last newline.
+
+    `append` removes such an incomplete line.
 
     Raises:
-        ValueError: another line, or points.jsonl.xz, is damaged.
+        ValueError: a line, or points.jsonl.xz, is damaged.
     """
     source = path / POINTS
     if not source.exists() and has_records(path):
@@ -215,7 +218,7 @@ def read_records(path: Path) -> list[Record]:
             data = lzma.decompress(data)
         except lzma.LZMAError as error:
             raise ValueError(f"{source.name} is damaged ({error})") from error
-    lines = data.decode(errors="replace").split("\n")
+    lines = data.decode(errors="replace").split("\n")[:-1]
     for index, line in enumerate(lines):
         if not line:
             continue
@@ -223,15 +226,17 @@ def read_records(path: Path) -> list[Record]:
             record = json.loads(line)
         except json.JSONDecodeError:
             record = None
-        if isinstance(record, dict):
-            records.append(_with_present_names(record))
-        elif index < len(lines) - 1:
+        if not isinstance(record, dict):
             raise ValueError(f"{source.name} line {index + 1} is damaged")
+        records.append(_with_present_names(record))
     return records
 
 
 def _with_present_names(record: Record) -> Record:
-    """Return a record with present names; the first runs have "law" for the distribution."""
+    """Return a record with present names; its `params` are replaced in place.
+
+    Of the entries of `params` only "law" was ever renamed, to "distribution".
+    """
     if "law" in record.get("params", ()):
         record["params"] = {PRESENT_NAMES.get(k, k): v for k, v in record["params"].items()}
     return {PRESENT_NAMES.get(key, key): value for key, value in record.items()}
@@ -250,6 +255,15 @@ def read_config(path: Path) -> DictConfig:
         raise ValueError(f"{path.name} is damaged ({' '.join(str(error).split())})") from error
     if not isinstance(config, DictConfig) or "name" not in config:
         raise ValueError(f"{path.name} is not the configuration of a run: it has no name")
+    try:
+        _rename_settings(config)
+    except (AttributeError, OmegaConfBaseException) as error:  # a group that is null, "${word}"
+        raise ValueError(f"{path.name} is not the configuration of a run: {error}") from error
+    return config
+
+
+def _rename_settings(config: DictConfig) -> None:
+    """Give the settings of an older run their present names, and remove those that are gone."""
     config.get("timing", {}).pop("energy_seconds", None)
     groups = [(config, "gate"), (config, "workload")]
     groups += [(case, "workload") for case in (config.get("cases") or {}).values()]
@@ -257,7 +271,6 @@ def read_config(path: Path) -> DictConfig:
         if PRESENT_NAMES.keys() & parent.get(name, {}).keys():
             group = {PRESENT_NAMES.get(str(key), key): value for key, value in parent[name].items()}
             parent[name] = OmegaConf.create(group)
-    return config
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

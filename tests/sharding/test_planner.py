@@ -290,7 +290,8 @@ def test_optimizers_that_see_whole_rows_are_not_cut_by_columns() -> None:
         work = TableWorkload("", EmbeddingBagConfig(100, 64, "t"), optimizer, False, 16, 1.0)
         return {option.type for option in options_of(work, planner_of(Topology(4)).model([work]))}
 
-    assert ShardingType.COLUMN_WISE in found(optim.Adam(0.1))
+    for optimizer in (optim.SGD(0.1), optim.Adagrad(0.1), optim.Adam(0.1), optim.FTRL(0.1)):
+        assert ShardingType.COLUMN_WISE in found(optimizer)
     assert ShardingType.COLUMN_WISE not in found(optim.RowwiseAdagrad(0.1))
     assert ShardingType.COLUMN_WISE not in found(optim.LAMB(0.1))
 

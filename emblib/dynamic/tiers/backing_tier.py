@@ -199,7 +199,7 @@ class BackingTier:
                 fast.expiry.times = times
         try:
             for table, text in enumerate(note.get("fallback", ())):
-                self._fast_rows.set_fallback(table, base64.b64decode(text))
+                self._fast_rows.set_fallback_bytes(table, base64.b64decode(text))
         except ValueError:
             self.store.close()
             raise
@@ -719,7 +719,7 @@ class BackingTier:
             note["times"] = fast.expiry.times.tolist()
         if fast.layout.has_fallback:
             note["fallback"] = [
-                base64.b64encode(self._fast_rows.fallback(t)).decode() for t in tables
+                base64.b64encode(self._fast_rows.fallback_bytes(t)).decode() for t in tables
             ]
         self.store.flush([self.iter_fast_rows(t) for t in tables], json.dumps(note))
 

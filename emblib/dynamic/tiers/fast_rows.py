@@ -15,7 +15,10 @@ from emblib.specs import DynamicSpec
 
 
 class FastTier(Protocol):
-    """The tables in front of a store, see `emblib.dynamic.state.DynamicState`."""
+    """Interface of the tables in front of a store.
+
+    `emblib.dynamic.state.DynamicState` implements it, and describes the attributes.
+    """
 
     specs: tuple[DynamicSpec, ...]
     table_names: list[str]
@@ -45,62 +48,76 @@ def as_bytes(rows: Sequence[Tensor]) -> Tensor:
 class FastRows:
     """Read and write rows of the tables in front of a store as bytes: weights, then states.
 
+    Rows are addressed by slot. Overflow rows, which no key has, follow the slots of their table.
+
     Args:
-        fast: the tables.
+        tier: the tables.
     """
 
-    def __init__(self, fast: FastTier) -> None:
-        self._fast = fast
+    def __init__(self, tier: FastTier) -> None:
+        self._tier = tier
 
     def buffers_of(self, table: int) -> Iterator[Tensor]:
-        """Yield each row buffer of a table, overflow rows included, as `[rows, width]`."""
-        fast = self._fast
-        layout = fast.layout
-        num_rows = fast.specs[table].rows + layout.overflow_rows
-        for b, buffer in enumerate(fast.row_buffers):
-            begin, width = layout.first_element(table, b), layout.width(table, b)
+        """Yield each row buffer of a table as `[slots + overflow rows, width]`, a view."""
+        tier = self._tier
+        layout = tier.layout
+        num_rows = tier.specs[table].rows + layout.overflow_rows
+        for index, buffer in enumerate(tier.row_buffers):
+            begin, width = layout.first_element(table, index), layout.width(table, index)
             yield buffer[begin : begin + num_rows * width].view(num_rows, width)
 
     def gather(self, table: int, slots: Tensor) -> Tensor:
-        """Return copies of the rows in slots, int64 `[n]`, as uint8 `[n, row_bytes]` on the CPU."""
-        slots = slots.to(self._fast.index.tags.device)
-        return as_bytes([hash.hash_read_rows(b, slots, 0.0) for b in self.buffers_of(table)])
+        """Return copies of rows as uint8 `[n, row_bytes]` on the CPU.
 
-    def scatter(self, table: int, slots: Tensor, values: Tensor) -> None:
-        """Write rows, uint8 `[n, row_bytes]` on the CPU, into slots, int64 `[n]`."""
-        first_byte, slots = 0, slots.to(self._fast.index.tags.device)
+        `slots` are int64 `[n]`, on any device. Slot -1 reads zeros.
+        """
+        slots = slots.to(self._tier.index.tags.device)
+        buffers = self.buffers_of(table)
+        return as_bytes([hash.hash_read_rows(buffer, slots, 0.0) for buffer in buffers])
+
+    def scatter(self, table: int, slots: Tensor, rows: Tensor) -> None:
+        """Write rows, uint8 `[n, row_bytes]` on the CPU, into slots, int64 `[n]`, on any device.
+
+        Slot -1 is skipped.
+        """
+        first_byte, slots = 0, slots.to(self._tier.index.tags.device)
         for buffer in self.buffers_of(table):
-            row_bytes = buffer.shape[1] * buffer.itemsize
+            num_bytes = buffer.shape[1] * buffer.itemsize
             # A copy even of one row: a view of another dtype needs aligned bytes.
-            rows = values[:, first_byte : first_byte + row_bytes]
-            rows = rows.clone(memory_format=torch.contiguous_format)
-            hash.hash_write_rows_(buffer, slots, rows.view(buffer.dtype).to(buffer.device))
-            first_byte += row_bytes
+            values = rows[:, first_byte : first_byte + num_bytes]
+            values = values.clone(memory_format=torch.contiguous_format)
+            hash.hash_write_rows_(buffer, slots, values.view(buffer.dtype).to(buffer.device))
+            first_byte += num_bytes
 
-    def fallback(self, table: int) -> bytes:
-        """Return the bytes of a table's fallback rows, which no row of the store has."""
-        views = self._fast.layout.fallback_views(self._fast.row_buffers, table).values()
+    def fallback_bytes(self, table: int) -> bytes:
+        """Return the fallback rows of a table, which the store keeps apart from rows of keys."""
+        views = self._tier.layout.fallback_views(self._tier.row_buffers, table).values()
         rows = torch.cat([view.detach().cpu().reshape(-1).view(torch.uint8) for view in views])
         packed_rows = bytearray(rows.numel())
-        if packed_rows:
+        if packed_rows:  # frombuffer refuses empty memory
             torch.frombuffer(packed_rows, dtype=torch.uint8).copy_(rows)
         return bytes(packed_rows)
 
     @without_gradients
-    def set_fallback(self, table: int, packed_rows: bytes) -> None:
-        """Set a table's fallback rows to those of `fallback`; ValueError for another length."""
-        views = self._fast.layout.fallback_views(self._fast.row_buffers, table).values()
+    def set_fallback_bytes(self, table: int, packed_rows: bytes) -> None:
+        """Set the fallback rows of a table to those that `fallback_bytes` returned.
+
+        Raises:
+            ValueError: another number of bytes than this table has.
+        """
+        views = self._tier.layout.fallback_views(self._tier.row_buffers, table).values()
         nbytes = sum(view.nbytes for view in views)
         if len(packed_rows) != nbytes:
             raise ValueError(
                 f"the store has fallback rows of {len(packed_rows)} bytes for table "
-                f"{self._fast.table_names[table]!r}, this module {nbytes}: choose "
+                f"{self._tier.table_names[table]!r}, this module {nbytes}: choose "
                 "DynamicSpec.fallback_rows as there, or name another store"
             )
         first_byte = 0
         for view in views:
             if view.numel():
-                row_bytes = bytearray(packed_rows[first_byte : first_byte + view.nbytes])
-                rows = torch.frombuffer(row_bytes, dtype=view.dtype)
+                # A copy, because frombuffer warns of memory that cannot be written.
+                view_bytes = bytearray(packed_rows[first_byte : first_byte + view.nbytes])
+                rows = torch.frombuffer(view_bytes, dtype=view.dtype)
                 view.copy_(rows.view(view.shape))
             first_byte += view.nbytes

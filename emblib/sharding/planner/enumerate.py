@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from emblib.optim import SGD, Adagrad, Adam, External
+from emblib.optim import FTRL, SGD, Adagrad, Adam, External
 from emblib.sharding import sharding_types
 from emblib.sharding.layout import shape_of, with_storage
 from emblib.sharding.planner.estimate import (
@@ -50,8 +50,8 @@ class Unit:
     Attributes:
         domain: kind of target that the unit is placed on.
         members: one load per rank. The domain RANK has one member, NODE one per rank of the node,
-            in order. In the domain WORLD the members belong to the ranks from `first_rank` on. They
-            are then added to `Option.common_cost`, and may be negative.
+            in order. In the domain WORLD the members belong to the ranks from `first_rank` on: each
+            is the difference of the rank's load from `Option.common_cost`, and may be negative.
         first_rank: rank of the first member in the domain WORLD; unused in the others.
     """
 
@@ -123,20 +123,20 @@ class Option:
         """Return the sharding rule of the type, for these ranks or nodes."""
         if self.type is ShardingType.CUSTOM:
             return sharding_types.custom(self.custom_shards)
-        makers: dict[ShardingType, Rule] = {
+        rules: dict[ShardingType, Rule] = {
             ShardingType.DATA_PARALLEL: sharding_types.data_parallel(),
             ShardingType.ROW_WISE: sharding_types.row_wise(),
             ShardingType.COLUMN_WISE: sharding_types.column_wise(targets),
             ShardingType.GRID: sharding_types.grid(targets),
         }
-        if self.type in makers:
-            return makers[self.type]
-        rule_of_type = {
+        if self.type in rules:
+            return rules[self.type]
+        rules_of_one_target = {
             ShardingType.TABLE_WISE: sharding_types.table_wise,
             ShardingType.TABLE_ROW_WISE: sharding_types.table_row_wise,
             ShardingType.TABLE_COLUMN_WISE: sharding_types.table_column_wise,
         }
-        return rule_of_type[self.type](targets[0])
+        return rules_of_one_target[self.type](targets[0])
 
 
 def options_of(workload: TableWorkload, model: CostModel) -> list[Option]:
@@ -175,7 +175,7 @@ def cuts_columns_exactly(workload: TableWorkload) -> bool:
     tables without an optimizer.
     """
     optimizer = workload.optimizer
-    return optimizer is None or type(optimizer) in (SGD, Adagrad, Adam, External)
+    return optimizer is None or type(optimizer) in (SGD, Adagrad, Adam, FTRL, External)
 
 
 def allowed_types(
@@ -183,8 +183,9 @@ def allowed_types(
 ) -> list[ShardingType]:
     """Return the types that the constraints allow, by default those that change no result.
 
-    Keyed tables have only the types in `_KEYED_TYPES`. Without constraints two kinds of types are
-    left out: those in `_TYPES_ON_REQUEST`, and those that equal another type in this topology.
+    Hash tables have only the types in `_KEYED_TYPES`. Without constraints the types are left out
+    that `_TYPES_ON_REQUEST` has, that cut columns if the optimizer needs whole rows
+    (`cuts_columns_exactly`), or that equal another type in this topology.
     """
     requested_types = workload.constraints.sharding_types
     types = [t for t in ShardingType if requested_types is None or t in requested_types]
@@ -320,8 +321,9 @@ def option_of(
     common_cost = shard_costs.common_cost(shards)
     if domain is Domain.WORLD:
         by_rank = _loads_by_rank(shards, loads, topology.world_size)
-        common, unit = _split_common(by_rank)
-        seconds, nbytes = common
+        common_load, unit = _split_off_common_load(by_rank)
+        seconds, nbytes = common_load
+        # The seconds are replaced: those of `ShardCosts.common_cost` are 0.
         common_cost = common_cost._replace(seconds=seconds, nbytes=common_cost.nbytes.plus(nbytes))
         units: tuple[Unit, ...] = (unit,)
     else:
@@ -349,7 +351,7 @@ def _loads_by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) ->
     return members
 
 
-def _split_common(members: Sequence[Load]) -> tuple[Load, Unit]:
+def _split_off_common_load(members: Sequence[Load]) -> tuple[Load, Unit]:
     """Split loads by rank into a load that all ranks have, and a unit of the differences from it.
 
     Equal blocks of rows have equal loads; only the last blocks may be smaller or missing. The
@@ -367,7 +369,7 @@ def _split_common(members: Sequence[Load]) -> tuple[Load, Unit]:
 def _placeholder_rules(
     shape: TableShape, topology: Topology, sharding_type: ShardingType, min_partition: int
 ) -> Iterator[tuple[Rule, Domain]]:
-    """Yield rules with placeholder targets 0, 1, ..., which the search replaces.
+    """Yield rules with placeholder targets 0, 1, ..., which the search replaces, and their domains.
 
     No rule cuts a table into column shards of fewer than `min_partition` columns.
     """

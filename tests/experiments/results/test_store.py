@@ -32,8 +32,9 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
     store.append({"number": 1})
     store.append({"number": 2})
     points = tmp_path / "points.jsonl"
-    points.write_text(points.read_text() + '{"number": 3, "torn')
-    assert [r["number"] for r in read_records(tmp_path)] == [1, 2]
+    for torn in ('{"number": 3, "torn', '{"number": 3}'):  # `append` would remove both
+        points.write_text("".join(points.read_text().splitlines(keepends=True)[:2]) + torn)
+        assert [r["number"] for r in read_records(tmp_path)] == [1, 2]
     store.append({"number": 4}, {"number": 5})
     assert [r["number"] for r in read_records(tmp_path)] == [1, 2, 4, 5]
     for damaged in ('{"number": 1, "torn', "1", '"number"'):
@@ -113,6 +114,13 @@ def test_keys_that_are_gone_are_not_read(tmp_path: Path) -> None:
     """The report of a gate would refuse them."""
     (tmp_path / "config.yaml").write_text("name: a\ntiming: {pool: 8, energy_seconds: 1.0}\n")
     assert read_config(tmp_path / "config.yaml") == {"name": "a", "timing": {"pool": 8}}
+
+
+@pytest.mark.parametrize("setting", ["timing: null", "gate: null", "workload: ${gone}"])
+def test_a_configuration_without_a_group_is_a_value_error(setting: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"name: a\n{setting}\n")
+    with pytest.raises(ValueError, match=r"config\.yaml is not the configuration of a run"):
+        read_config(tmp_path / "config.yaml")
 
 
 def test_a_torn_line_longer_than_any_buffer_is_cut_off(tmp_path: Path) -> None:
