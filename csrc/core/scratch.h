@@ -45,16 +45,17 @@ class FreeBlocks {
   // has at least `*bytes` bytes and at most about four times as many; larger blocks are left for
   // larger requests. If no block fits, return null and leave `*bytes` unchanged.
   void* take(int64_t* bytes) {
-    size_t best = blocks_.size();
+    size_t best_index = blocks_.size();
     for (size_t i = 0; i < blocks_.size(); ++i) {
       const int64_t size = blocks_[i].bytes;
       const bool is_fitting = size >= *bytes && size / 4 <= *bytes;
-      if (is_fitting && (best == blocks_.size() || size < blocks_[best].bytes)) best = i;
+      if (is_fitting && (best_index == blocks_.size() || size < blocks_[best_index].bytes))
+        best_index = i;
     }
-    if (best == blocks_.size()) return nullptr;
-    void* data = blocks_[best].data;
-    *bytes = blocks_[best].bytes;
-    remove(best);
+    if (best_index == blocks_.size()) return nullptr;
+    void* data = blocks_[best_index].data;
+    *bytes = blocks_[best_index].bytes;
+    remove(best_index);
     return data;
   }
 
@@ -93,18 +94,19 @@ class FreeBlocks {
 
 // The deleter of Scratch. It gives the block to the store of the thread that destroys the Scratch,
 // which need not be the thread that allocated the block.
-struct ReturnScratch {
+struct ScratchDeleter {
   int64_t bytes = 0;
   void operator()(void* data) const { FreeBlocks::of_this_thread().give_back(data, bytes); }
 };
 
-// Scratch memory, owned by this object.
+// Scratch memory with its owner.
 template <class T>
-using Scratch = std::unique_ptr<T[], ReturnScratch>;
+using Scratch = std::unique_ptr<T[], ScratchDeleter>;
 using Floats = Scratch<float>;
 
-// Return uninitialised memory for n values, aligned to a cache line; n may be 0. No constructors
-// and no destructors run. Throws std::bad_alloc.
+// Return uninitialised memory for n values, aligned to a cache line. n must be 0 or more, and the
+// values must have fewer than 2^63 bytes; not checked. No constructors and no destructors run.
+// Throws std::bad_alloc.
 template <class T>
 Scratch<T> new_scratch(int64_t n) {
   static_assert(std::is_trivially_destructible_v<T>);
@@ -115,7 +117,7 @@ Scratch<T> new_scratch(int64_t n) {
   void* data = FreeBlocks::of_this_thread().take(&bytes);
   if (data == nullptr) data = std::aligned_alloc(kCacheLineBytes, static_cast<size_t>(bytes));
   if (data == nullptr) throw std::bad_alloc();
-  return Scratch<T>(static_cast<T*>(data), ReturnScratch{bytes});
+  return Scratch<T>(static_cast<T*>(data), ScratchDeleter{bytes});
 }
 
 // Return uninitialised memory for n floats, as new_scratch does.

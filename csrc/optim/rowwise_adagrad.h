@@ -42,7 +42,8 @@ EMB_HD int32_t steps_beyond_plain(float code) {
 }
 
 // Return the number of steps from the stored step `previous` to the stored step `current`, which is
-// not earlier. It is rounded to a float only at the end.
+// not earlier. Differences of steps are exact integers; the part beyond 2^24, and then the sum, are
+// rounded to floats.
 EMB_HD float steps_between(float previous, float current) {
   const float plain = fminf(current, kLastPlainStep) - fminf(previous, kLastPlainStep);
   return plain + static_cast<float>(steps_beyond_plain(current) - steps_beyond_plain(previous));
@@ -312,9 +313,9 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
     if (!is_adjusted) return limit_norm(factors, sums);
     if (tail_rate != kPlainRate && counter > threshold)
       factors.gradient = tail_step_size(plain_step_size, counter);
-    const float frequency = halflife / counter;
-    if (decay == kDecoupled) factors.weight = 1.0f - frequency * rate * lr;
-    if (decay == kCoupled) factors.weight = 1.0f - frequency * rate * plain_step_size;
+    const float halflife_over_count = halflife / counter;
+    if (decay == kDecoupled) factors.weight = 1.0f - halflife_over_count * rate * lr;
+    if (decay == kCoupled) factors.weight = 1.0f - halflife_over_count * rate * plain_step_size;
     if (decay == kAdagradW) {
       if (halflife == -1.0f) factors.gradient = plain_step_size * sqrtf(counter);
       if (halflife == -2.0f) {

@@ -1,5 +1,4 @@
-// `update_rows_` on the GPU: check the arguments and launch. The contract is in
-// update_rows_cpu.cpp.
+// `update_rows_` on the GPU: check the arguments and launch. The op does not wait for the device.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
@@ -15,10 +14,8 @@ template void launch_update_matrices(const CudaLauncher&, const MatrixStep*, int
 
 namespace {
 
-// Apply an optimizer, a number of Optimizers, to the rows of `weights`, [R, D] of float32, float16
-// or bfloat16, whose gradient is not zero throughout; in place in weights and states. `grads` is
-// float32 [R, D]. `first_row` is the id of row 0 in the random numbers of stochastic rounding. The
-// step in `hyper` must have been counted; not checked.
+// Update the rows of `weights` whose gradient is not zero throughout. The arguments are those of
+// the function of this name in update_rows_cpu.cpp, all on one device.
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
                   int64_t optimizer, const Tensor& grads, int64_t first_row) {
   const char* op = "update_rows_";
@@ -26,12 +23,12 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
   const CudaLauncher launcher(weights);
   check_same_device(op, "grads", grads, weights);
   check_same_device(op, "hyper", hyper, weights);
-  const OptimizerStepArgs step =
+  const OptimizerStepArgs step_args =
       optimizer_step_args(op, {weights}, optimizer, states, hyper, weights.size(0));
   const Tensor gradient = as_contiguous(grads);
   const MatrixGrad matrix{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1),
                           first_row};
-  launch_update_rows(launcher, matrix, step);
+  launch_update_rows(launcher, matrix, step_args);
 }
 
 }  // namespace
