@@ -20,9 +20,9 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
                   int64_t optimizer, const Tensor& grads, int64_t first_row) {
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
-  const CudaLauncher launcher(weights);
   check_same_device(op, "grads", grads, weights);
   check_same_device(op, "hyper", hyper, weights);
+  const CudaLauncher launcher(weights);
   const OptimizerStepArgs step_args =
       optimizer_step_args(op, {weights}, optimizer, states, hyper, weights.size(0));
   const Tensor gradient = as_contiguous(grads);

@@ -184,7 +184,8 @@ def _admission(
         assert options.max_capacity is not None
         unadmitted_values = initializer(args, options.max_capacity)
     counts = ExactCounter(counter.capacity)
-    if not isinstance(strategy, dynamicemb_types.FrequencyAdmissionStrategy):
+    by_frequency = dynamicemb_types.FrequencyAdmissionStrategy
+    if not isinstance(strategy, by_frequency) or type(strategy).admit is not by_frequency.admit:
         return FrequencyAdmission(1, counts, unadmitted_values, rule=strategy.admit)
     if strategy.threshold == 0:
         return None

@@ -8,6 +8,7 @@ import, and raise where they are used (`RAISES`).
 from __future__ import annotations
 
 import enum
+import glob
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def dtype_to_bytes(dtype: torch.dtype) -> int:
 
 
 def string_to_evict_strategy(strategy_str: str) -> DynamicEmbEvictStrategy:
-    """Return the eviction order that a dump names, e.g. "KLru".
+    """Return the eviction order of a name such as "KLru"; dumps have "EvictStrategy.KLru".
 
     Raises:
         ValueError: no such name.
@@ -175,22 +176,25 @@ def encode_counter_checkpoint_file_path(
 def _item_path(root: str, table: str, rank: int, world_size: int, item: str) -> str:
     if item not in _ITEM_OF_SUFFIX.values():
         raise ValueError(f"a dump has no {item!r}; it has {list(_ITEM_OF_SUFFIX.values())}")
-    return str(Path(root) / dynamicemb_files.file_name(table, item, rank, world_size))
+    folder = Path(root).expanduser()
+    return str(folder / dynamicemb_files.file_name(table, item, rank, world_size))
 
 
 def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str], int]:
-    """Return the files of a table's item, in the order of the ranks, and their number.
+    """Return the files of a table's item, in the order of the ranks, and the dump's world size.
 
     The item is chosen by `suffix`, a key of `_ITEM_OF_SUFFIX`. Without files the result is `[]`, 0.
 
     Raises:
         ValueError: an unknown suffix.
-        DumpError: files of some ranks, but not of all, are missing.
+        DumpError: some of the files are missing, or the dump has no keys, or keys of two sizes of
+            the world.
     """
     if suffix not in _ITEM_OF_SUFFIX:
         raise ValueError(f"suffix must be one of {list(_ITEM_OF_SUFFIX)}, got {suffix!r}")
     item = _ITEM_OF_SUFFIX[suffix]
-    if not any(Path(root_path).glob(dynamicemb_files.file_name(table_name, item, "*", "*"))):
+    pattern = dynamicemb_files.file_name(glob.escape(table_name), item, "*", "*")
+    if not any(Path(root_path).expanduser().glob(pattern)):
         return [], 0
     world_size = dynamicemb_files.saved_world_size(root_path, table_name)
     paths = [
@@ -207,7 +211,7 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
 def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, str, nn.Module]]:
     """Return the sharded collections of a model: path, name, and collection.
 
-    A path is the argument `path`, then `model`, then the path within `module`.
+    A path is `path` followed by "model", without a dot between them, and the path within `module`.
     """
     collection_classes = (
         sharding.ShardedEmbeddingBagCollection,
@@ -221,7 +225,7 @@ def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, s
 
 
 def get_dynamic_emb_module(model: nn.Module) -> list[DynamicEmbTables]:
-    """Return the modules of dynamic tables in a model, and the tables of sharded collections."""
+    """Return the modules of dynamic tables in a model, those of sharded collections included."""
     return [tables for _, _, tables in modules_of(model)]
 
 

@@ -79,8 +79,9 @@ class DynamicEmbInitializerArgs:
 class AdmissionStrategy(abc.ABC):
     """Base of the rules for which keys get a row; a subclass needs `admit` only.
 
-    Keys without a row read initial values: those of the strategy's attribute `initializer_args`, or
-    those of the table if the strategy has no such attribute.
+    In training, keys without a row read initial values: those of the attribute `initializer_args`
+    of the strategy, or those of the table if that is None or missing. In evaluation they read the
+    value of `DynamicEmbTableOptions.eval_initializer_args`.
     """
 
     @abc.abstractmethod
@@ -161,7 +162,8 @@ class DynamicEmbTableOptions:
         init_capacity: initial number of rows; None is `max_capacity`.
         max_load_factor: load at which a table grows, in (0, 1].
         score_strategy: meaning of a key's score, which determines the eviction order.
-        bucket_capacity: multiple of BUCKET_ALIGNMENT, without effect; MAX_BUCKET_CAPACITY raises.
+        bucket_capacity: multiple of BUCKET_ALIGNMENT, to which a planner rounds capacities;
+            without effect on a table, which raises for MAX_BUCKET_CAPACITY.
         safe_check_mode: reaction to keys that found no slot.
         global_hbm_for_values: bytes of device memory over all ranks.
         external_storage: `emblib.RowStore` that takes the rows that the device evicts.

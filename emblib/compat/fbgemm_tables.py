@@ -110,9 +110,9 @@ class TableViews(nn.Module):
         return distinct_names[0] if count == 1 else f"<{count} tables>: {distinct_names}"
 
     def __getattr__(self, name: str) -> Any:
-        prefix, _, memory = name.rpartition("_")
-        if memory in _MEMORY_SUFFIXES and prefix in self._state_of_prefix():
-            return self.get_states(prefix)[_MEMORY_SUFFIXES.index(memory)]
+        prefix, _, suffix = name.rpartition("_")
+        if suffix in _MEMORY_SUFFIXES and prefix in self._state_of_prefix():
+            return self.get_states(prefix)[_MEMORY_SUFFIXES.index(suffix)]
         return super().__getattr__(name)
 
     # Weights
@@ -138,7 +138,7 @@ class TableViews(nn.Module):
 
     @property
     def weights_dev(self) -> Tensor:
-        """Return `bags.weights`: the tables in device memory, on a CPU all, concatenated."""
+        """Return `bags.weights`: the tables in device memory, or all on a CPU, concatenated."""
         return self.bags.weights
 
     @property
@@ -324,12 +324,13 @@ class TableViews(nn.Module):
         self._require_fused("get_optimizer_buffer")
         if state == "iter":
             return self.iter
-        prefix, _, memory = state.rpartition("_")
-        names = self._state_of_prefix()
-        name = names.get(prefix if memory in _MEMORY_SUFFIXES else state)
-        if name is None:
-            raise ValueError(f"the optimizer's states are {sorted(names)}, got {state!r}")
-        return getattr(self.bags, f"state_{name}")
+        prefix, _, suffix = state.rpartition("_")
+        name_of_prefix = self._state_of_prefix()
+        if suffix in _MEMORY_SUFFIXES and prefix in name_of_prefix:
+            return self.get_states(prefix)[_MEMORY_SUFFIXES.index(suffix)]
+        if state not in name_of_prefix:
+            raise ValueError(f"the optimizer's states are {sorted(name_of_prefix)}, got {state!r}")
+        return getattr(self.bags, f"state_{name_of_prefix[state]}")
 
     @property
     def iter(self) -> Tensor:
@@ -340,7 +341,10 @@ class TableViews(nn.Module):
 
     @property
     def max_counter(self) -> Tensor:
-        """Return the maximum row_counter at its last computation plus one, `[1]`."""
+        """Return the maximum row_counter plus one, `[1]`, as of the last step that computed it.
+
+        It is a writable view with `WeightDecayMode.COUNTER`, else a new tensor of 1.
+        """
         is_counted = self._arguments.weight_decay_mode is WeightDecayMode.COUNTER
         return self.bags.hyperparams[-1:] if is_counted else self.bags.hyperparams.new_ones(1)
 

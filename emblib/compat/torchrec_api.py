@@ -24,7 +24,8 @@ from emblib.compat import (
 from emblib.compat.torchrec_names import MODULES, RAISES
 from emblib.sharding import awaitables, codecs, planner
 
-# Modules that implement names. If several have a name, the first one has TorchRec's form of it.
+# Modules that implement names. If several have a name, imported names included, the first one has
+# TorchRec's form of it.
 _IMPLEMENTING_MODULES: tuple[ModuleType, ...] = (
     torchrec_optim,
     torchrec_types,
@@ -58,11 +59,11 @@ _IMPLEMENTATION_OF_NAME: dict[str, Any] = {
     "ShardedEmbeddingModule": torchrec_sharders.ShardedModule,
     "ShardingPlanner": torchrec_planner.EmbeddingShardingPlanner,
 }
-_NAMES_OF_FBGEMM = ("EmbOptimType",)  # `fused_params` have it
+_NAMES_OF_FBGEMM = ("EmbOptimType",)  # a value in `fused_params`, which TorchRec users import
 
 
 def find_implementations() -> dict[str, Any]:
-    """Return the implementation of each name of the table, except for names that raise."""
+    """Return the implementation of each name in `MODULES` that has one and is not in `RAISES`."""
     entries = [entry.rpartition("=")[2] for text in MODULES.values() for entry in text.split()]
     values_by_name: dict[str, Any] = {}
     for name in dict.fromkeys([*entries, *_NAMES_OF_FBGEMM]):

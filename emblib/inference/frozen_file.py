@@ -129,7 +129,8 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
     Raises:
         ChecksumError: the file is truncated, or the header or a section that is checked is altered.
         OSError: the file cannot be read, or mapped.
-        ValueError: the file does not begin as a frozen file, or its version is another one.
+        ValueError: the file does not begin as a frozen file, e.g. because it is empty, or its
+            version is another one.
     """
     path = Path(path)
     with open(path, "rb") as file:

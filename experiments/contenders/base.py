@@ -112,7 +112,7 @@ class Contender(ABC):
         """Set the counters to zero; the content of the cache stays."""
 
     def flops(self, batch: Batch) -> dict[str, float]:
-        """Return the floating-point operations of each phase; {} if rows are only read."""
+        """Return the floating-point operations of each phase; {} if they are not counted."""
         return {}
 
     @abstractmethod
@@ -223,9 +223,9 @@ def first_update(optimizer: Optimizer, weights: Tensor, gradient: Tensor, lr: fl
 def update_rounding(optimizer: Optimizer, update: Tensor, lr: float) -> Tensor:
     """Return the error that rounding a gradient can cause in each element of a first update.
 
-    Element-wise Adagrad divides an element by its own magnitude: next to zero, any result from -lr
-    to lr is possible. For other optimizers, and for elements without a gradient, the result is
-    zero, because the relative tolerance of the comparison covers rounding.
+    Element-wise Adagrad divides a gradient g by |g| + EPS. If |g| is as small as the error of its
+    rounding, any result from -lr to lr is possible. For other optimizers, and for elements without
+    a gradient, the result is zero: the relative tolerance of the comparison covers rounding.
 
     `update` is float32 of any shape, and so is the result.
     """

@@ -276,8 +276,8 @@ class Trial:
 class TrialRunner:
     """Run the trials of a gate: start pairs, append their records to points.jsonl, update trials.
 
-    A trial changes only by stored records (`Trial.add_record`). So a resumed run continues exactly
-    where the stored records end.
+    A trial changes only by what is stored: records (`Trial.add_record`) and counts of instructions
+    (`Trial.add_counts`). So a resumed run continues exactly where these end.
     """
 
     config: Config

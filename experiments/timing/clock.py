@@ -26,7 +26,7 @@ SAMPLES_PER_CHUNK = 64  # samples between two synchronisations
 SPIN_SECONDS = 50e-6  # initial spin, which covers the launch of most calls
 MAX_SPIN_SECONDS = 20e-3  # longest spin
 SPIN_PER_LAUNCH = 1.5  # next spin ÷ duration of a launch that a spin did not cover
-MAX_VAIN_SPINS = 4  # longer spins in a row without effect: the work itself waits for the GPU
+MAX_VAIN_SPINS = 4  # spins in a row without effect: the work itself waits for the GPU
 CALIBRATION_CYCLES = 2_000_000  # spin that measures the rate of spinning
 Phase = Callable[[int], object]  # a call on batch number n of the pool
 
@@ -51,9 +51,10 @@ def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
     """Return the clock of a device in a mode; raise UnsupportedMode for graph on a CPU.
 
     hot: caches as the last sample left them. On a GPU the call is launched behind a spin, so that
-    the GPU does not wait for the host; `Reading.exposed` is True if it did. cold: as hot, with
-    empty caches. graph: a CUDA graph per batch. wall: from the call on an idle device until the
-    device is idle again, with launches; on a CPU equal to hot.
+    the GPU does not wait for the host; `Reading.exposed` tells whether the GPU waited. cold: as
+    hot, with the last-level cache emptied before each sample; a sample of several short calls is
+    cold for the first one only. graph: a CUDA graph per batch. wall: from the call on an idle
+    device until the device is idle again, with launches; on a CPU equal to hot.
     """
     if device.type == "cuda":
         return CudaClock(TorchGpu(device), mode)
@@ -168,7 +169,7 @@ class CudaClock(Clock):
     Attributes:
         next_spin_s: seconds of the next spin by the key of a task. SPIN_SECONDS for unknown keys,
             0 for calls that wait for the GPU themselves.
-        vain_spins: number of longer spins in a row without effect, by key.
+        vain_spins: number of spins in a row without effect, by key.
     """
 
     def __init__(self, gpu: TorchGpu, mode: Mode = Mode.hot) -> None:

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import emblib.compat.dynamicemb as ours
-from emblib.compat.dynamicemb import AdmissionStrategy, EmbOptimType, KVCounter
+from emblib.compat.dynamicemb import (
+    AdmissionStrategy,
+    EmbOptimType,
+    FrequencyAdmissionStrategy,
+    KVCounter,
+)
 from emblib.dynamic.saving.dumps import DumpError
 from tests.compat.dynamicemb_cases import keys_of, look_up, one_table, rows_of
 
@@ -56,10 +61,16 @@ def test_states_of_a_dump_have_the_stated_size(
     assert sum(Path(file).stat().st_size for file in files) == 2 * numbers * 4
 
 
-def test_files_of_a_dump_are_found(tmp_path: Path) -> None:
+def test_files_of_a_dump_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = one_table()
     look_up(module, [3, 5])
     module.dump(str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    path_from_home = f"~/{tmp_path.name}"
+    assert ours.find_files(path_from_home, "t0", "emb_keys") == (
+        [ours.encode_checkpoint_file_path(path_from_home, "t0", 0, 1, "keys")],
+        1,
+    )
     path = ours.encode_checkpoint_file_path(str(tmp_path), "t0", 0, 1, "keys")
     assert ours.find_files(str(tmp_path), "t0", "emb_keys") == ([path], 1)
     assert torch.from_file(path, size=2, dtype=torch.int64).sort().values.tolist() == [3, 5]
@@ -91,8 +102,16 @@ class EvenKeys(AdmissionStrategy):
         return (keys % 2 == 0) & (frequencies >= 2)
 
 
-def test_an_own_admission_strategy_decides() -> None:
-    module = one_table(admit_strategy=EvenKeys(), admission_counter=KVCounter(64))
+class FrequentEvenKeys(FrequencyAdmissionStrategy):
+    """The same, derived from the strategy that admits by frequency."""
+
+    def admit(self, keys: Tensor, frequencies: Tensor) -> Tensor:
+        return super().admit(keys, frequencies) & (keys % 2 == 0)
+
+
+@pytest.mark.parametrize("strategy", [EvenKeys(), FrequentEvenKeys(2)])
+def test_an_own_admission_strategy_decides(strategy: AdmissionStrategy) -> None:
+    module = one_table(admit_strategy=strategy, admission_counter=KVCounter(64))
     look_up(module, [2, 3])
     assert keys_of(module) == []
     look_up(module, [2, 3, 4, 4])

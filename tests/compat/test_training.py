@@ -103,6 +103,8 @@ def test_state_names(optimizer: str, options: dict[str, Any], keys: list[str]) -
         for tensor, named in zip(tensors, table.values(), strict=False):
             assert tensor.data_ptr() == named.data_ptr()
     assert module.get_optimizer_buffer("momentum1_host").data_ptr() == split[0][0].data_ptr()
+    for memory in ("dev", "uvm"):  # of which a table on the CPU has none
+        assert module.get_optimizer_buffer(f"momentum1_{memory}").numel() == 0
 
 
 @pytest.mark.parametrize("sizes", [None, [[1, 1], [2, 0]]])

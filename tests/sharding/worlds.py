@@ -380,11 +380,16 @@ def _close_door(folder: Path, door: socket.socket) -> bool:
 
 def _be_rank(folder: Path, number: int, rank: int) -> None:
     """Run what is requested until requests end; does not return."""
+    import torch
+
     try:
         request_signal_at_parent_end(signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         stack = open(f"{folder}/stack{number}.{rank}", "w")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+        # After a fork torch replaces its pool of threads at the first use, without a lock: if two
+        # threads use it at once, one may raise "Invalid thread pool".
+        torch.set_num_threads(1)
         worlds = _meet(f"{folder}/meeting{number}", rank)
         with connection.Client(f"{folder}/pool", "AF_UNIX") as pipe:
             pipe.send(rank)

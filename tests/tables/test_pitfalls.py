@@ -237,7 +237,7 @@ def test_hyperparameters_of_another_length_are_refused_before_any_change() -> No
     module = small(optim.SGD(0.1, weight_decay=optim.L2(0.5)))
     before = module.hyperparams.clone()
     for other in (before[:0], before[:1], before[None], torch.cat([before, before]) / 2):
-        with pytest.raises(ValueError, match="SGD has 5 numbers"):
+        with pytest.raises(ValueError, match="SGD has 5 hyperparameters"):
             module.load_hyperparams(other)
         assert module.optimizer == optim.SGD(0.1, weight_decay=optim.L2(0.5))
         assert torch.equal(module.hyperparams, before)
