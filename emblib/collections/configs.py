@@ -84,10 +84,14 @@ class TableConfig:
                 f"{self.name!r}: rename the table, e.g. '{self.name}_table', and give "
                 f"feature_names=[{self.name!r}] if the features have this name"
             )
-        if isinstance(self.feature_names, str) or not isinstance(self.feature_names, Iterable):
+        if isinstance(self.feature_names, str):
             raise TypeError(
                 f"feature_names must be a sequence of names, got {self.feature_names!r}; "
-                f"write [{str(self.feature_names)!r}]"
+                f"write [{self.feature_names!r}]"
+            )
+        if not isinstance(self.feature_names, Iterable):
+            raise TypeError(
+                f"feature_names must be a sequence of names, got {self.feature_names!r}"
             )
         features = tuple(self.feature_names) or (self.name,)
         if not all(isinstance(name, str) and name for name in features):

@@ -110,10 +110,15 @@ class TableViews(nn.Module):
         return distinct_names[0] if count == 1 else f"<{count} tables>: {distinct_names}"
 
     def __getattr__(self, name: str) -> Any:
+        memory = self._memory_of_state(name)
+        return super().__getattr__(name) if memory is None else memory
+
+    def _memory_of_state(self, name: str) -> Tensor | None:
+        """Return the memory of a state by FBGEMM's name, e.g. `momentum1_dev`; None for others."""
         prefix, _, suffix = name.rpartition("_")
         if suffix in _MEMORY_SUFFIXES and prefix in self._state_of_prefix():
             return self.get_states(prefix)[_MEMORY_SUFFIXES.index(suffix)]
-        return super().__getattr__(name)
+        return None
 
     # Weights
 
@@ -313,9 +318,12 @@ class TableViews(nn.Module):
             memory.data = buffer.view(memory.shape)
 
     def get_optimizer_buffer(self, state: str) -> Tensor:
-        """Return a state of the tables in device memory, or `iter`, by emblib's or FBGEMM's name.
+        """Return a state by name, or `iter`.
 
-        Steps beyond 2^24 in `prev_iter` are encoded: `optim.decode_steps` reads them.
+        `momentum1_dev`, `momentum1_host` and `momentum1_uvm` are the buffers of FBGEMM, of tables
+        in that memory. A name without memory, such as `momentum1` or `sum`, is the state of the
+        tables in device memory, or of all tables on a CPU. Steps beyond 2^24 in `prev_iter` are
+        encoded: `optim.decode_steps` reads them.
 
         Raises:
             ValueError: a name that the optimizer does not have.
@@ -324,10 +332,9 @@ class TableViews(nn.Module):
         self._require_fused("get_optimizer_buffer")
         if state == "iter":
             return self.iter
-        prefix, _, suffix = state.rpartition("_")
+        if (memory := self._memory_of_state(state)) is not None:
+            return memory
         name_of_prefix = self._state_of_prefix()
-        if suffix in _MEMORY_SUFFIXES and prefix in name_of_prefix:
-            return self.get_states(prefix)[_MEMORY_SUFFIXES.index(suffix)]
         if state not in name_of_prefix:
             raise ValueError(f"the optimizer's states are {sorted(name_of_prefix)}, got {state!r}")
         return getattr(self.bags, f"state_{name_of_prefix[state]}")

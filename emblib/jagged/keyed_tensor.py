@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from emblib.jagged import convert
 from emblib.jagged.jagged_tensor import TracedClass, keyed_text, nested_text
-from emblib.jagged.keyed_layout import block_offsets
+from emblib.jagged.keyed_layout import block_offsets, list_of_keys
 
 
 class KeyedTensor(metaclass=TracedClass):
@@ -23,6 +23,7 @@ class KeyedTensor(metaclass=TracedClass):
         key_dim: the dimension that is divided into blocks; by default the columns.
 
     Raises:
+        TypeError: `keys` is one string.
         ValueError: not one length per key.
 
     Example:
@@ -51,7 +52,7 @@ class KeyedTensor(metaclass=TracedClass):
         values: Tensor,
         key_dim: int = 1,
     ) -> None:
-        self._keys = keys if type(keys) is list else list(keys)
+        self._keys = keys if type(keys) is list else list_of_keys(keys)
         self._length_per_key = (
             length_per_key if type(length_per_key) is list else list(length_per_key)
         )
@@ -321,11 +322,12 @@ def regroup_by_name(
 
 
 def _check_names(groups: Sequence[Sequence[str]], names: Sequence[str]) -> None:
-    """Raise ValueError unless each group has a name of its own."""
+    """Raise TypeError for one string, ValueError unless each group has a name of its own."""
+    names = list_of_keys(names)
     if len(groups) != len(names):
         raise ValueError(f"keys must name every group = {len(groups)}, got {len(names)}")
     if len(set(names)) < len(names):
-        raise ValueError(f"the keys of groups must differ, got {list(names)}")
+        raise ValueError(f"the keys of groups must differ, got {names}")
 
 
 # Each is one call in a traced graph, because tracing cannot read the keys of a traced tensor.

@@ -212,10 +212,12 @@ def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer
     kind = parameters.CachedParameter if is_cached else parameters.ViewParameter
     parameters.set_owner(parameter, handle, kind)
     handle.set_trained(parameter, trained=parameter.requires_grad)
-    register_parameter(parameter, handle, optimizer)
+    register_with_optimizer(parameter, handle, optimizer)
 
 
-def register_parameter(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> None:
+def register_with_optimizer(
+    parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer
+) -> None:
     """Register a parameter with its handle, and mark it as stepped by a fused `optimizer`.
 
     If `optimizer` is not fused, such a mark of an earlier optimizer is removed, but not one that

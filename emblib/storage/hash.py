@@ -63,7 +63,7 @@ from emblib.storage.base import (
     state_bytes,
     stored_as,
 )
-from emblib.storage.handles import TableHandle, bind_view, register_parameter
+from emblib.storage.handles import TableHandle, bind_view, register_with_optimizer
 from emblib.tables import parameters, state_dicts
 
 _WORD_BYTES = 8  # of a key, a stamp or a score
@@ -473,7 +473,7 @@ class HashHandle(TableHandle):
             return
         if not autograd.updates_in_backward(module.optimizer):
             self._parameters["weight"] = module.weights
-            register_parameter(module.weights, self, module.optimizer)
+            register_with_optimizer(module.weights, self, module.optimizer)
             return
         view = module.table_rows(self.index)["weight"]
         bind_view(self, "weight", view, module.optimizer)

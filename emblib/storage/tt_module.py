@@ -15,7 +15,7 @@ from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, TTSpec
 from emblib.storage.base import TableModule, TableSlice, stored_as
-from emblib.storage.handles import TableHandle, register_parameter
+from emblib.storage.handles import TableHandle, register_with_optimizer
 from emblib.storage.initial_values import seeded
 from emblib.tables import TableBatchedTTEmbeddingBags, state_dicts
 from emblib.tables.tt import Cores
@@ -155,7 +155,7 @@ class TTHandle(TableHandle):
         module: TTModule = self.module
         module.restore_trained(self.index, self.cores)
         for core in self.cores:
-            register_parameter(core, self, module.optimizer)
+            register_with_optimizer(core, self, module.optimizer)
         module.mark_cores()
 
     def dense_rows(self) -> Tensor:

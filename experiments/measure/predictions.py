@@ -211,8 +211,8 @@ class _Experiment:
             distinct_ids = ids.unique()
             misses = ids[ids >= num_cached]
             work = self.trains[order].work(misses, torch.tensor([0, len(misses)]))[0]
-            row_bytes = max(1, work.rows * self.workload.D * 4)
-            lookups_beyond_cache = len(misses) * max(0.0, 1.0 - CORE_CACHE_BYTES / row_bytes)
+            rows_nbytes = max(1, work.rows * self.workload.D * 4)
+            lookups_beyond_cache = len(misses) * max(0.0, 1.0 - CORE_CACHE_BYTES / rows_nbytes)
             multiply_adds = work.forward + work.backward
             terms.append((1, len(misses), lookups_beyond_cache, work.rows, multiply_adds))
             cache_terms.append((1, len(ids), len(distinct_ids)))

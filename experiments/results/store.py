@@ -257,20 +257,32 @@ def read_config(path: Path) -> DictConfig:
         raise ValueError(f"{path.name} is not the configuration of a run: it has no name")
     try:
         _rename_settings(config)
-    except (AttributeError, OmegaConfBaseException) as error:  # a group that is null, "${word}"
+    except (OmegaConfBaseException, ValueError) as error:  # the first for "${word}"
         raise ValueError(f"{path.name} is not the configuration of a run: {error}") from error
     return config
 
 
 def _rename_settings(config: DictConfig) -> None:
-    """Give the settings of an older run their present names, and remove those that are gone."""
-    config.get("timing", {}).pop("energy_seconds", None)
+    """Give the settings of an older run their present names, and remove those that are gone.
+
+    Raises ValueError for a group that has no settings, and errors of OmegaConf.
+    """
+    _group(config, "timing").pop("energy_seconds", None)
+    cases = config.get("cases") or OmegaConf.create({})
     groups = [(config, "gate"), (config, "workload")]
-    groups += [(case, "workload") for case in (config.get("cases") or {}).values()]
+    groups += [(_group(cases, name), "workload") for name in cases]
     for parent, name in groups:
-        if PRESENT_NAMES.keys() & parent.get(name, {}).keys():
-            group = {PRESENT_NAMES.get(str(key), key): value for key, value in parent[name].items()}
-            parent[name] = OmegaConf.create(group)
+        group = _group(parent, name)
+        if PRESENT_NAMES.keys() & group.keys():
+            parent[name] = {PRESENT_NAMES.get(str(key), key): group[key] for key in group}
+
+
+def _group(parent: DictConfig, name: Any) -> DictConfig:
+    """Return a group of settings, an empty one if it is missing; else raise ValueError."""
+    group = parent.get(name, OmegaConf.create({}))
+    if not isinstance(group, DictConfig):
+        raise ValueError(f"{name} has no settings")
+    return group
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

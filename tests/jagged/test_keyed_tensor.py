@@ -253,3 +253,14 @@ def test_jagged_tensors_compile() -> None:
     jagged = made(EXAMPLE)["b"]
     found = torch.compile(run, backend="aot_eager", fullgraph=True)(jagged)
     assert torch.equal(found, run(jagged))
+
+
+def test_one_string_is_no_list_of_keys() -> None:
+    blocks = KeyedTensor(["a", "b"], [1, 1], torch.ones(2, 2))
+    for call in (
+        lambda: KeyedTensor("ab", [1, 1], torch.ones(2, 2)),
+        lambda: KTRegroupAsDict([["a"], ["b"]], "xy"),
+        lambda: KeyedTensor.regroup_as_dict([blocks], [["a"], ["b"]], "xy"),
+    ):
+        with pytest.raises(TypeError, match="keys must be a list of names"):
+            call()
