@@ -294,7 +294,10 @@ class GlobalWeightDecayDefinition:
 
 @dataclass(frozen=True)
 class UserEnabledConfigDefinition:
-    """Options of single optimizers: the first is for ADAM and raises, the others for EXACT_SGD."""
+    """Options of one optimizer: of EXACT_SGD, except for the first.
+
+    Tables with `use_rowwise_bias_correction`, which is of ADAM, raise NotImplementedError.
+    """
 
     use_rowwise_bias_correction: bool = False
     use_writeback_bwd_prehook: bool = False
@@ -323,9 +326,9 @@ class EmainplaceModeDefinition:
 
 
 class MultiPassPrefetchConfig(NamedTuple):
-    """Prefetch in up to `num_passes` (>= 1) parts of at least `min_splitable_pass_size` lookups.
+    """Prefetch batches of `min_splitable_pass_size` lookups and more in up to `num_passes` parts.
 
-    The last part may be smaller.
+    Both are >= 1. In FBGEMM the minimum is that of each part but the last.
     """
 
     num_passes: int = 12
@@ -369,7 +372,7 @@ class VBEMetadata(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sequence[Sequence[int]] | None, dims: Sequence[int]) -> "VBEMetadata":
-        """Return the layout of `sizes` bags per feature and rank, `[F][ranks]`, F >= 1.
+        """Return the layout of `sizes` bags per feature and rank, `[F][ranks]`, both >= 1.
 
         None means equal sizes. `dims` are the columns of each feature. The tensors are on the CPU.
         """

@@ -54,14 +54,15 @@ def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
     """
     dim = table.task.dim
     if "find_or_insert" in table.operations:
+        # First of all, because inserting absent keys may evict present ones.
+        _check_values(
+            table, "find_or_insert", present, values_of(present, dim), passes_other_values=True
+        )
         _check_values(table, "find_or_insert", absent, values_of(absent, dim))
         _check_values(
             table, "find_or_insert", absent, values_of(absent, dim), passes_other_values=True
         )
         _check_values(table, "find", absent, values_of(absent, dim))
-        _check_values(
-            table, "find_or_insert", present, values_of(present, dim), passes_other_values=True
-        )
     if "insert_or_assign" in table.operations:
         table.insert_or_assign(table.prepare(absent, -values_of(absent, dim)))
         _check_values(table, "find", absent, -values_of(absent, dim))

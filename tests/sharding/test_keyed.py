@@ -35,5 +35,5 @@ def test_a_shard_of_another_rank_is_refused() -> None:
     ranks = RankGroup.single()
     shards = [Shard(0, (0, 1), (0, 1)), Shard(1, (1, 2), (0, 1))]
     keys = KeyedRows((2,), shards, {0: torch.zeros(1, dtype=torch.int64)}, ranks, torch.int64)
-    with pytest.raises(ValueError, match="this rank has number 1: load it with"):
-        keyed.entries_of_shard({"keys": keys}, 1, 2)
+    with pytest.raises(ValueError, match=r"t\.keys .* this rank has number 1: load it with"):
+        keyed.entries_of_shard({"keys": keys}, 1, 2, "t")

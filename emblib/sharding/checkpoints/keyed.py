@@ -75,9 +75,9 @@ def join_shards(
 
 
 def entries_of_shard(
-    state: Mapping[str, Tensor], number: int, num_shards: int
+    state: Mapping[str, Tensor], number: int, num_shards: int, name: str
 ) -> dict[str, Tensor]:
-    """Return the entries of shard `number` of `num_shards` from the state dict of a table.
+    """Return the entries of shard `number` of `num_shards` from the state dict of table `name`.
 
     From a full tensor with one row per key the shard gets copies of the rows of its keys, from
     `KeyedRows` the local tensor of shard `number`. All other values are returned unchanged.
@@ -97,8 +97,9 @@ def entries_of_shard(
         if isinstance(value, KeyedRows):
             if len(value.shards) != num_shards or number not in value.parts:
                 raise ValueError(
-                    f"{key} is {value!r}, but the table here has {num_shards} shards, of which "
-                    f"this rank has number {number}: load it with emblib.sharding.checkpoints.load"
+                    f"{name}.{key} is {value!r}, but the table here has {num_shards} shards, of "
+                    f"which this rank has number {number}: load it with "
+                    "emblib.sharding.checkpoints.load"
                 )
             result[key] = value.parts[number]
         elif stem in owned and key.removeprefix(stem) != _NOT_BY_KEY:

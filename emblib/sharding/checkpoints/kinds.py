@@ -4,7 +4,7 @@ The storage of a table defines its tensors and how they are cut (`TensorLayout`)
 storage are saved by key instead (`KeyedTable`).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -219,10 +219,10 @@ class SavedTable:
 
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters of another table; absent ones are not checked."""
-        for key, expected in self.storage.metadata_entries(self.config).items():
-            if key in values:
-                problem = state_dicts.tensor_problem(values[key], expected)
-                _raise_first([problem], f"{self.name}.{key}")
+        expected = self.storage.metadata_entries(self.config)
+        for key in expected.keys() & values.keys():
+            if problem := state_dicts.tensor_problem(values[key], expected[key]):
+                raise ValueError(f"{self.name}.{key}: {problem}")
         self.storage.check_entries(self.config, values)
         present_keys = [key for key in self.parameter_names() if key in values]
         for key, entry in self.entries(present_keys).items():
@@ -256,12 +256,11 @@ class SavedTable:
         values_of_views = self._values_of_views(parameter, values)
         for key, entry in self.entries(list(values_of_views)).items():
             _check_values(values_of_views[key], entry, f"{self.name}.{key}")
-        if HYPER in values:
-            hyper = values[HYPER]
-            _check_values(hyper, self.hyperparams, f"{self.name}.{HYPER}")
-            for numbers in hyper.parts.values() if isinstance(hyper, ShardedTable) else [hyper]:
-                # Raises ValueError for numbers that the optimizer cannot have.
-                hyperparameters.with_saved_hyperparams(self.optimizer, numbers)
+        hyper = values[HYPER]
+        _check_values(hyper, self.hyperparams, f"{self.name}.{HYPER}")
+        for numbers in hyper.parts.values() if isinstance(hyper, ShardedTable) else [hyper]:
+            # Raises ValueError for numbers that the optimizer cannot have.
+            hyperparameters.with_saved_hyperparams(self.optimizer, numbers)
 
     def set_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
         """Write the optimizer states of a parameter, without the hyperparameters.
@@ -269,7 +268,7 @@ class SavedTable:
         Call `check_states` first: this checks only names, sizes and cuts.
 
         Raises:
-            KeyError: `values` lacks a state; nothing is written.
+            KeyError: `values` lacks a state or the hyperparameters; nothing is written.
             ValueError: a state has another size or is cut differently; nothing is written.
         """
         values_of_views = self._values_of_views(parameter, values)
@@ -279,7 +278,7 @@ class SavedTable:
         """Return optimizer states of a parameter by their names in the views, without hyper."""
         for owner, names, keys in self._states_by_parameter():
             if owner == parameter:
-                missing_names = sorted(set(names) - values.keys())
+                missing_names = sorted({*names, HYPER} - values.keys())
                 if missing_names:
                     raise KeyError(f"the state of {self.name}.{parameter} lacks {missing_names}")
                 return {key: values[name] for name, key in zip(names, keys, strict=True)}
@@ -391,7 +390,8 @@ class KeyedTable(SavedTable):
         """Raise ValueError for entries by key that this rank's shards cannot load."""
         keyed.check_row_counts(values, self.name)
         for handle, shard_values in self._entries_of_shards(values):
-            _raise_first(state_dicts.problems(handle, shard_values, ""), self.name)
+            for problem in state_dicts.problems(handle, shard_values, f"{self.name}."):
+                raise ValueError(problem)
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Load into every shard the keys that it owns; do nothing if `values` lack rows by key."""
@@ -404,7 +404,8 @@ class KeyedTable(SavedTable):
         """Yield each local shard and the entries of its keys; nothing without keys and weights."""
         if {"keys", "weight"} <= values.keys():
             for number, handle in self._handles_by_number().items():
-                yield handle, keyed.entries_of_shard(values, number, max(len(self.shards), 1))
+                num_shards = max(len(self.shards), 1)
+                yield handle, keyed.entries_of_shard(values, number, num_shards, self.name)
 
     def _fused_parameter_names(self) -> Sequence[str]:
         return ("weight",)
@@ -414,15 +415,9 @@ def _check_values(value: Any, entry: Entry, name: str) -> None:
     """Raise ValueError unless a value is a full or sharded tensor that fits an entry."""
     if not isinstance(value, ShardedTable):
         template = torch.empty(0, dtype=entry.dtype)
-        _raise_first([state_dicts.tensor_problem(value, template)], name)
+        if problem := state_dicts.tensor_problem(value, template):
+            raise ValueError(f"{name}: {problem}")
     entry.parts_of(value, name)
-
-
-def _raise_first(problems: Iterable[str], name: str) -> None:
-    """Raise ValueError for the first problem with the entries of a table."""
-    problem = next(filter(None, problems), "")
-    if problem:
-        raise ValueError(f"{name}: {problem}")
 
 
 def module_state(collection: ShardedCollection, omitted: Collection[str] = ()) -> dict[str, Tensor]:
@@ -491,7 +486,7 @@ def check_optimizer_state(
     equal full tensors alike. Hyperparameters in a `ShardedTable` are checked by ranks with a shard.
 
     Raises:
-        KeyError: a parameter or a state is missing.
+        KeyError: a parameter, a state or the hyperparameters are missing.
         ValueError: a state has another size or is sharded in another way, or the optimizer cannot
             have the hyperparameters.
     """
@@ -520,13 +515,10 @@ def load_optimizer_state(
     loaded: list[tuple[Any, Tensor]] = []  # module, and hyperparameters for it
     for table, parameter, values in check_optimizer_state(collection, state):
         table.set_states(parameter, values)
-        if HYPER in values:
-            hyper_parts = table.hyperparams.parts_of(values[HYPER], HYPER)
-            loaded += [
-                (module, hyper)
-                for module in table.table_modules()
-                for hyper in hyper_parts.values()
-            ]
+        hyper_parts = table.hyperparams.parts_of(values[HYPER], HYPER)
+        loaded += [
+            (module, hyper) for module in table.table_modules() for hyper in hyper_parts.values()
+        ]
     newest: dict[int, tuple[Any, Tensor]] = {}  # by id of the module
     for module, hyper in loaded:
         previous = newest.get(id(module))
@@ -638,8 +630,10 @@ class StateOfTables(nn.Module):
         )
         try:
             load_module_state(collection, values)
-        except (ValueError, RuntimeError) as error:
-            errors.append(f"{prefix}: {error}")
+        except ValueError as error:  # begins with the name of a table and its entry
+            errors.append(f"{handles_prefix}{error}")
+        except RuntimeError as error:
+            errors.append(f"{handles_prefix[:-1]}: {error}")
 
     @property
     @shows_attribute_errors
@@ -690,7 +684,7 @@ class StateOfTables(nn.Module):
         """Load the result of `optimizer_state`, or the whole tensors of an unsharded collection.
 
         Raises:
-            KeyError: a parameter or a state is missing; nothing is written.
+            KeyError: a parameter, a state or `hyper` is missing; nothing is written.
             ValueError: a state has another size or is sharded in another way, or the optimizer
                 cannot have the hyperparameters; nothing is written.
         """

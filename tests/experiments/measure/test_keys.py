@@ -309,6 +309,14 @@ def test_a_full_table_takes_more_keys_than_it_has_slots(name: str, seed: int) ->
     assert (used >= 0).all()
 
 
+def test_keys_that_the_checks_evict_are_no_errors() -> None:
+    table, keys = registry.build("scored", task(slots=256)), SPACE.run(0, 1024)
+    table.fill(keys, values_of(keys, 4))
+    present = keys[table.find_slots((keys, None)) != table.absent]
+    assert len(present) == 256
+    verify_keyed(table, SPACE, present)
+
+
 class Forgetful(Plain):
     """Does not find the first key of a call."""
 
