@@ -49,11 +49,12 @@ inline constexpr auto kUnitCost = [](int64_t i) { return i; };
 
 // Divide [0, n) into ranges of about equal cost and call `body(begin, end)` for every range that is
 // not empty. There is at most one range per thread, and at most one per `grain` of cost plus one.
-// `cost(i)` is the cost of [0, i).
+// `cost(i)` is the cost of [0, i); if it decreases, as in offsets that are not checked yet, the
+// ranges are still disjoint and complete.
 template <class Cost, class Body>
 void parallel_balanced(int64_t n, int64_t grain, const Cost& cost, const Body& body) {
   if (n == 0) return;
-  const int64_t max_parts = cost(n) / grain + 1;
+  const int64_t max_parts = cost(n) < 0 ? 1 : cost(n) / grain + 1;
   const int64_t parts = max_parts < num_threads() ? max_parts : num_threads();
   parallel_tasks(parts, [&](int64_t part) {
     const int64_t begin = split_point(n, part, parts, cost);

@@ -263,14 +263,15 @@ class QuantizedHandle(TableHandle):
                 problem = str(error)
             if problem:
                 yield f"{prefix}weight: {problem}"
-        elif set(entries) == set(FORMER_ENTRIES):
+            return
+        if set(entries) == set(FORMER_ENTRIES):
             try:
-                self._pack_former_entries(entries)
-            except (ValueError, AttributeError) as error:
+                state_dict = {f"{prefix}packed": self._pack_former_entries(entries)}
+            except ValueError as error:
                 yield f"{prefix.removesuffix('.')}: {error}"
-        else:
-            entries = {prefix + name: view for name, view in self.views().items()}
-            yield from state_dicts.entry_problems(state_dict, entries)
+                return
+        targets = {prefix + name: view for name, view in self.views().items()}
+        yield from state_dicts.entry_problems(state_dict, targets)
 
     def _pack_former_entries(self, entries: Mapping[str, Any]) -> Tensor:
         """Convert `values` and `scales` from before 0.1.0 to packed rows, uint8."""

@@ -455,6 +455,15 @@ def test_wrong_routing_is_refused() -> None:
         route.route_lengths(ids.float(), offsets, *routing)
 
 
+def test_bags_that_end_long_before_they_begin_are_refused() -> None:
+    """The offsets of the bags of features descend by more than the grain of a parallel loop."""
+    num_ids = 100_000
+    rows = [[0, 1, num_ids, 0]], [[0, 0, 1]], [0], [0, 1]
+    routing = (torch.tensor([1, 2]), *(torch.tensor(row) for row in rows))
+    with pytest.raises(RuntimeError, match="offsets must ascend"):
+        route.route_lengths(torch.arange(num_ids), torch.tensor([0, num_ids, 0, num_ids]), *routing)
+
+
 def test_starts_of_other_ids_are_refused() -> None:
     problem = make(Case(bags=(50, 50), most_blocks=3, most_copies=1, seed=0))
     ids, offsets, routing, weights = problem

@@ -141,6 +141,9 @@ def test_state_dicts_from_before_0_1_0_are_converted(bits: int) -> None:
     for wrong in (numbers[:, 1:], numbers[1:]):
         with pytest.raises(RuntimeError, match=r"embedding_bags\.a: size mismatch"):
             made.load_state_dict({**state, "embedding_bags.a.values": wrong})
+    for rows in (1, 59):  # one row was copied to all rows of the table
+        with pytest.raises(RuntimeError, match=r"a\.packed: size mismatch"):
+            made.load_state_dict({key: value[:rows] for key, value in state.items()})
 
 
 def test_weights_of_a_plain_table_are_quantised_as_they_are_loaded() -> None:
