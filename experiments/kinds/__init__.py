@@ -45,8 +45,9 @@ def expand(config: Config) -> list[Cell]:
     """Return the cells of a run, resolved and capped; raise UsageError.
 
     Cases come before the sweep, so that an interrupted run has its headline, unless the kind says
-    `sweep_first`. If a cap makes two cells equal, the second is dropped, because its samples would
-    count as further processes of the first. timing.max_cells limits the cells of the sweep.
+    `sweep_first`. Cells that a cap makes equal, and arms of a cell with one key, are measured once:
+    samples of the second would count as further processes of the first. timing.max_cells limits
+    the cells of the sweep.
     """
     kind = find(config.kind)
     cases, swept = kind.cells(config)
@@ -56,6 +57,7 @@ def expand(config: Config) -> list[Cell]:
     for cell in swept + cases if kind.cell_kinds.sweep_first else cases + swept:
         if cell.kind == kind.name and not cell.options:
             cell = dataclasses.replace(cell, options=config.options)
+        cell = cell.with_arms(*{arm.key: arm for arm in cell.arms}.values())
         sized = resolve(cell, sized=find(cell.kind).measurement.makes_tables)
         capped = cap(sized, config)
         cells.setdefault(capped.key, capped)

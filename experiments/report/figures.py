@@ -437,11 +437,11 @@ def sweep_figures(run: Run) -> list[Figure]:
 
 
 def new_key_figures(run: Run) -> list[Figure]:
-    """Return the figure of step time against the share of new keys, a panel per dimension.
+    """Return the figure of step time against the share of new keys, a panel per swept dimension.
 
     [] without two shares, or if the baseline inserts keys too.
     """
-    rows = select(run.table, phase="step")
+    rows = select(run.results_along("D"), phase="step")
     if not len(rows):
         return []
     rows = rows[rows["ratio"].notna()]
@@ -462,7 +462,7 @@ def new_key_figures(run: Run) -> list[Figure]:
             f"Time of a step ÷ {baseline}, against the share of new keys",
             f"How many times the time of {baseline}, which inserts no keys, from the ratios within "
             "each round, with the 95 % confidence interval. Every new key evicts another one.",
-            run.sizes(str(rows["section"].iloc[0])),
+            run.sizes(SWEEP),
             panels,
         )
     ]
@@ -516,9 +516,9 @@ def _ratio(run: Run, axis: str) -> Drawing:
                 phase_rows = phase_rows[phase_rows["rank"] > 0]
             if len(phase_rows):
                 bounds = {"low": phase_rows["ratio_lo"], "high": phase_rows["ratio_hi"]}
-                curve = {"label": f"{label_of(name)} {phase}", "line": style, "width": 1.8}
+                look = {"label": f"{label_of(name)} {phase}", "line": style, "width": 1.8}
                 x, y = phase_rows["x"], phase_rows["ratio"]
-                contender_curves.append(contender_curve(name, x, y, **curve, **bounds))
+                contender_curves.append(contender_curve(name, x, y, **look, **bounds))
     return _axis_chart(
         contender_curves, rows, axis, f"time ÷ {run.baseline.label}", marks=[Mark(1.0)]
     )

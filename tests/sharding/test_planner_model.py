@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from emblib import EmbeddingBagCollection, optim
+from emblib import BackingStore, EmbeddingBagCollection, HostRows, optim
 from emblib.collections.configs import EmbeddingBagConfig
 from emblib.sharding.codecs import BF16, INT8, CommPrecision
 from emblib.sharding.input_dist import number_bags
@@ -42,7 +42,7 @@ from emblib.sharding.planner.workloads import workloads_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import Placement
-from emblib.storage import Dense, TableSlice, TensorTrain
+from emblib.storage import Dense, Hash, TableSlice, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.planner_cases import collection, plan_of
 
@@ -180,6 +180,26 @@ def test_a_topology_refuses_constants_that_are_no_calibration() -> None:
     constants: Any = 3
     with pytest.raises(TypeError, match="calibration must be None or a Calibration"):
         Topology(2, calibration=constants)
+
+
+def test_a_topology_stores_plain_ints() -> None:
+    memory: Any = torch.tensor(8 << 30)
+    topology = Topology(2, memory=memory, host_memory=memory, processors=memory)
+    assert topology.of_size(4) == Topology(
+        4, 2, memory=8 << 30, host_memory=8 << 30, processors=8 << 30
+    )
+    assert type(topology.host_memory) is int
+
+
+def test_needed_bytes_are_whole_numbers() -> None:
+    backing = BackingStore(HostRows(1001))
+    config = EmbeddingBagConfig(1000, 8, "t", storage=Hash(backing=backing))
+    third = TableSlice(config, (0, 333), (0, 8), (0, 3))
+    topology = Topology(3, device="cuda")
+    for table_slice in (third, TableSlice.whole(config)):
+        workload = TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0, TableConstraints())
+        need = CostModel(topology).shard_load(workload, table_slice, 1 / 3).nbytes
+        assert all(count == int(count) for count in need), need
 
 
 def test_ranks_that_share_a_core_wait_for_each_other() -> None:

@@ -536,12 +536,8 @@ def _round_to_grid(seconds: float) -> float:
 def _memory_need(table: MemoryBytes, combining_nbytes: float, updating_nbytes: float) -> MemoryNeed:
     """Return the memory of a table, with the bytes of batches at the two peaks of a step."""
     device, host, disk = table
-    return MemoryNeed(
-        float(math.ceil(device + combining_nbytes)),
-        float(math.ceil(device + updating_nbytes)),
-        host,
-        disk,
-    )
+    nbytes = (device + combining_nbytes, device + updating_nbytes, host, disk)
+    return MemoryNeed(*(float(math.ceil(count)) for count in nbytes))
 
 
 def _batch_nbytes(reader: TableWorkload, num_ids: float, num_bags: float) -> float:

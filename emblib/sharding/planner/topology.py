@@ -1,7 +1,7 @@
 """The machine that a plan is for: ranks, nodes, memory and costs."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +11,7 @@ import torch
 from emblib.sharding.planner import calibration as defaults
 from emblib.sharding.planner.calibration import Calibration
 from emblib.sharding.sharding_types import World
-from emblib.specs import check_count
+from emblib.specs.choices import check_count, check_counts, set_counts
 from emblib.storage import MemoryBytes
 
 
@@ -29,9 +29,10 @@ def refuse_old_names(new_names: Mapping[str, str]) -> Callable[[Any, str], Any]:
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes that a rank needs, as whole numbers; device memory at each of the two peaks of a step.
+    """Bytes that a rank needs: device memory at the two peaks of a step, host memory and disk.
 
-    The search refers to fields by number, in this order.
+    The bytes are whole numbers, so that sums are exact. The search refers to fields by number, in
+    this order.
 
     Attributes:
         combining: device memory while returned rows are combined into the output.
@@ -89,31 +90,24 @@ class Topology:
     calibration: Calibration | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_count("world_size", self.world_size)
-        local_size = self.local_world_size or self.world_size
-        check_count("local_world_size", local_size)
+        set_counts(self, "world_size")
+        local_size = check_count("local_world_size", self.local_world_size or self.world_size)
         if self.world_size % local_size:
             raise ValueError(
                 f"local_world_size must divide world_size = {self.world_size}, got {local_size}"
             )
         object.__setattr__(self, "local_world_size", local_size)
-        memory = self.memory
-        if isinstance(memory, Sequence) and not isinstance(memory, str):
-            memory = tuple(memory)
-            if len(memory) != self.world_size:
-                raise ValueError(
-                    f"memory must be one number, or one per rank = {self.world_size}, got "
-                    f"{len(memory)}"
-                )
-        for value in memory if isinstance(memory, tuple) else (memory,):
-            check_count("memory", value)
+        memory = check_counts("memory", self.memory)
+        if isinstance(memory, tuple) and len(memory) != self.world_size:
+            raise ValueError(
+                f"memory must be one number, or one per rank = {self.world_size}, got {len(memory)}"
+            )
         object.__setattr__(self, "memory", memory)
-        for name in ("host_memory", "disk"):
-            check_count(name, getattr(self, name), minimum=0)
+        set_counts(self, "host_memory", "disk", minimum=0)
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}")
         if self.processors is not None:
-            check_count("processors", self.processors)
+            set_counts(self, "processors")
         if self.calibration is None:
             constants = defaults.CUDA if self.device == "cuda" else defaults.CPU
             object.__setattr__(self, "calibration", constants)
@@ -125,7 +119,7 @@ class Topology:
 
     @property
     def world(self) -> World:
-        """Return the number of ranks and of those per node, for sharding rules."""
+        """Return the number of ranks and the ranks per node, for sharding rules."""
         return World(self.world_size, self.local_world_size)
 
     @property
@@ -157,7 +151,7 @@ class Topology:
         """Return the topology of another number of ranks on machines like these.
 
         By default nodes keep their size; a world smaller than a node is one node. If ranks differ
-        in memory, every new rank has the smallest.
+        in memory, every new rank has the least of them.
 
         Raises:
             ValueError: the ranks do not fill whole nodes, or a number is below 1.

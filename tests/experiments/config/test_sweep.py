@@ -204,6 +204,14 @@ def test_points_that_a_cap_makes_equal_are_one() -> None:
     assert [(c.workload.B, c.workload.D) for c in cells] == [(4, 64), (4, 32)]
 
 
+def test_arms_that_are_named_twice_are_measured_once() -> None:
+    (cell,) = expand(config(sweep=SweepConfig(), contenders=["tbe", "tt", "tbe"]))
+    assert [arm.key for arm in cell.arms] == ["tbe", "tt-16"]
+    words = ["+experiment=quality", "contenders=[plain,hashed]", "options.shares=[0.25,0.25]"]
+    (cell,) = expand(configure.load([*words, "options.data=[planted]"]))
+    assert [arm.key for arm in cell.arms] == ["plain", "hashed@0.25"]
+
+
 def test_a_smoke_run_says_the_batch_that_it_measured() -> None:
     config = configure.load(["+experiment=tbe_vs_torch", "timing=smoke", "device=cpu"])
     swept = [cell for cell in expand(config) if cell.section == SWEEP]

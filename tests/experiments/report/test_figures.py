@@ -250,12 +250,14 @@ def test_a_cell_alone_has_no_sweeps_and_no_map(tmp_path: Path) -> None:
 
 
 def test_the_share_of_new_keys_is_an_axis(tmp_path: Path) -> None:
-    words = ("+experiment=new_keys", "sweep.D=[16,64]")
+    # The panels are of the base point: other batch sizes have no place on their axes.
+    words = ("+experiment=new_keys", "sweep.D=[16,64]", "sweep.B=[256]")
     drawn = figures.new_key_figures(Run.read(make_run(tmp_path, Recipe(words=words))))
     assert [panel.title for panel in drawn[0].panels] == ["D = 16", "D = 64"]
     _, axes = plt.subplots()
-    drawn[0].panels[0].draw(axes)
+    drawn[0].panels[1].draw(axes)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "5", "20"]
+    assert max(len(line.get_xdata()) for line in axes.lines) == 4
     assert {"dynamic", "TBE"} <= {name.get_text() for name in axes.texts}
     plt.close()
 
