@@ -140,16 +140,15 @@ class TableGroups(nn.Module):
 
     Args:
         slices: the slices of tables on this rank.
-        reads: index into `slices` for each unit.
-        pooled: whether to return pooled bags `[B, output_dim]`; else one vector per id.
+        slice_of_unit: index into `slices` for each unit.
+        pooling: SUM or MEAN returns pooled bags `[B, output_dim]`, NONE one vector per id. MEAN is
+            not for slices of rows or columns of a table: the caller adds the slices up and divides.
         optimizer: optimizer of tables whose configuration has none; None leaves dense gradients on
             the parameters, for an optimizer of torch.optim.
         device: device of the tables; None is torch's default device.
         seeds: seeds of the initial values, by table; None draws them from torch's generator. With
             equal seeds initial values do not depend on how a table is sharded. A hash table without
             a seed in its storage hashes its keys by this seed.
-        bags: pooling of the bags, SUM or MEAN. It must be SUM for slices of rows or columns of a
-            table: the caller adds the slices up and divides.
         shared: slices that other groups read too; their memory and optimizer are in
             `SharedSlice.module`.
 
@@ -165,8 +164,8 @@ class TableGroups(nn.Module):
 
     Raises:
         KeyError: `seeds` lacks a table.
-        ValueError: an index in `reads` that is no slice, or an optimizer that a table does not
-            support.
+        ValueError: an index in `slice_of_unit` that is no slice, or an optimizer that a table does
+            not support.
     """
 
     _only_module: Any
@@ -174,30 +173,28 @@ class TableGroups(nn.Module):
     def __init__(
         self,
         slices: Sequence[TableSlice],
-        reads: Sequence[int],
+        slice_of_unit: Sequence[int],
         *,
-        pooled: bool,
+        pooling: Pooling,
         optimizer: Optimizer | None = None,
         device: torch.device | str | None = None,
         seeds: Mapping[str, int] | None = None,
-        bags: Pooling = Pooling.SUM,
         shared: Mapping[SliceKey, SharedSlice] | None = None,
     ) -> None:
         super().__init__()
         self._shared = dict(shared or {})
-        self.slices, self.reads = tuple(slices), tuple(reads)
-        for u, s in enumerate(self.reads):
+        self.slices, self.slice_of_unit = tuple(slices), tuple(slice_of_unit)
+        for u, s in enumerate(self.slice_of_unit):
             if not 0 <= s < len(self.slices):
-                raise ValueError(
-                    f"reads[{u}] must be in [0, {len(self.slices)}), the number of slices, got {s}"
-                )
-        self.pooling = Pooling(bags) if pooled else Pooling.NONE
+                raise ValueError(f"slice_of_unit[{u}] must be in [0, {len(self.slices)}), got {s}")
+        self.pooling = Pooling(pooling)
         self.optimizer, self.output_dtype = optimizer, torch.float32
-        self._bounds_check, self._features = BoundsCheck.WARNING, [""] * len(self.reads)
+        self._bounds_check, self._features = BoundsCheck.WARNING, [""] * len(self.slice_of_unit)
         self.device = torch.empty(0, device=device).device
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
+        shared_names = {key.table for key in self._shared}
         self._groupings = group_slices(
-            self.slices, self.reads, optimizer, self.pooling, {key.table for key in self._shared}
+            self.slices, self.slice_of_unit, optimizer, self.pooling, shared_names
         )
         self._prefetched: list[tuple[Tensor, list[GroupInput]]] = []
         # Prefetched batches must have the same order here and in the modules.
@@ -216,7 +213,7 @@ class TableGroups(nn.Module):
         shared = self._shared.get(SliceKey.of(slices[0]))
         if shared is not None:
             return shared.reader(len(grouping.units), self.pooling)
-        table_of_unit = [grouping.slices.index(self.reads[u]) for u in grouping.units]
+        table_of_unit = [grouping.slices.index(self.slice_of_unit[u]) for u in grouping.units]
         seeds = [self.seeds[table_slice.config.name] for table_slice in slices]
         make_module = slices[0].storage.make_module
         return make_module(slices, table_of_unit, grouping.optimizer, self.pooling, seeds, device)
@@ -224,8 +221,8 @@ class TableGroups(nn.Module):
     def _assign_columns(self) -> None:
         """Set the first output column of each group, in the order of units."""
         self.order = [u for grouping in self._groupings for u in grouping.units]
-        self.dims = [self.slices[s].dim for s in self.reads]
-        self.column_of = [0] * len(self.reads)
+        self.dims = [self.slices[s].dim for s in self.slice_of_unit]
+        self.column_of = [0] * len(self.slice_of_unit)
         column = 0
         for u in self.order:
             self.column_of[u] = column
@@ -398,9 +395,10 @@ class TableGroups(nn.Module):
         modules: list[Any] = list(self._table_modules)
         for grouping, module in zip(self._groupings, modules, strict=True):
             module.bounds_check = self._bounds_check
+            tables = [self.slices[self.slice_of_unit[u]].config.name for u in grouping.units]
             module.feature_labels = [
-                f"feature {self._features[u]!r}, table {self.slices[self.reads[u]].config.name!r}"
-                for u in grouping.units
+                f"feature {self._features[u]!r}, table {table!r}"
+                for u, table in zip(grouping.units, tables, strict=True)
             ]
 
     # Tables
@@ -610,7 +608,7 @@ def _count_argument(slice_group: SliceGroup, use_counts: Tensor) -> dict[str, Te
 
 def group_slices(
     slices: Sequence[TableSlice],
-    reads: Sequence[int],
+    slice_of_unit: Sequence[int],
     optimizer: Optimizer | None,
     pooling: Pooling,
     shared_names: Collection[str] = (),
@@ -643,14 +641,14 @@ def group_slices(
     for i, table_slice in enumerate(slices):
         names_of_group = names.setdefault(group_keys[i], set())
         if table_slice.storage.is_keyed and table_slice.config.name in names_of_group:
-            # Initial values of rows depend on the name of the table.
+            # A module renames its second slice of a table; initial values depend on the name.
             group_keys[i] = (group_keys[i], i)
         names_of_group.add(table_slice.config.name)
-    order = dict.fromkeys([group_keys[s] for s in reads] + group_keys)
+    order = dict.fromkeys([group_keys[s] for s in slice_of_unit] + group_keys)
     result = []
     for key in order:
         slice_indices = tuple(i for i in range(len(slices)) if group_keys[i] == key)
-        units = tuple(u for u, s in enumerate(reads) if group_keys[s] == key)
+        units = tuple(u for u, s in enumerate(slice_of_unit) if group_keys[s] == key)
         result.append(Grouping(slice_indices, units, optimizers[slice_indices[0]]))
     return result
 

@@ -125,11 +125,10 @@ class TableCollection(nn.Module):
         return TableGroups(
             [TableSlice.whole(config) for config in self.configs],
             [unit.table for unit in self._units],
-            pooled=self.config_type.pooled,
+            pooling=self._table_pooling(),
             optimizer=self.optimizer,
             device=device,
             seeds=seeds,
-            bags=self._bag_pooling(),
             shared={
                 SliceKey.of(TableSlice.whole(c)): self._shared[c.name]
                 for c in self.configs
@@ -137,9 +136,9 @@ class TableCollection(nn.Module):
             },
         )
 
-    def _bag_pooling(self) -> Pooling:
-        """Return the pooling of the table modules."""
-        return Pooling.SUM
+    def _table_pooling(self) -> Pooling:
+        """Return the pooling of the table modules; NONE for one vector per id."""
+        return Pooling.NONE
 
     def _set_groups(self, groups: TableGroups) -> None:
         """Install groups; register the handles first, so that parameters have the tables' names."""
@@ -524,7 +523,7 @@ class EmbeddingBagCollection(TableCollection):
         self._weighted = is_weighted
         super().__init__(tables, device, optimizer, shared, bounds_check)
 
-    def _bag_pooling(self) -> Pooling:
+    def _table_pooling(self) -> Pooling:
         """Return MEAN if all tables use it; otherwise SUM, and means are divided afterwards."""
         means = [config.pooling is Pooling.MEAN for config in self.configs]
         return Pooling.MEAN if means and all(means) else Pooling.SUM

@@ -175,7 +175,7 @@ class SharedTable:
                 "one lookup pools them: leave global_decay out"
             )
         table_slice = TableSlice(config, *self._rows_and_columns)
-        return TableGroups([table_slice], [], pooled=False, device=device, seeds=seeds)
+        return TableGroups([table_slice], [], pooling=Pooling.NONE, device=device, seeds=seeds)
 
     def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
         """Install the memory, with a new handle unless one is passed."""

@@ -36,7 +36,7 @@ from emblib.dynamic.saving.dynamicemb_files import DynamicEmbTable
 from emblib.dynamic.saving.entries import Entries, concatenate
 from emblib.optim import Optimizer
 from emblib.sharding import RankGroup, fingerprint
-from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.checkpoints.saved_tables import StateOfTables
 from emblib.sharding.checkpoints.sharded_table import KeyedRows
 from emblib.storage import Hash
 

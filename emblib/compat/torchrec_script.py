@@ -29,7 +29,7 @@ from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.jagged.keyed_tensor import regroup, regroup_by_name
 from emblib.ops.autograd import updates_in_backward
 from emblib.sharding.awaitables import LazyAwaitable, ReadyAwaitable
-from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.checkpoints.saved_tables import StateOfTables
 from emblib.storage.dense import DenseModule
 
 

@@ -35,7 +35,7 @@ from emblib.compat.torchrec_types import (
 )
 from emblib.optim import Optimizer
 from emblib.sharding import RankGroup, fingerprint
-from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.checkpoints.saved_tables import StateOfTables
 from emblib.sharding.checkpoints.sharded_table import ShardedTable
 from emblib.sharding.shard import SHARDED, sharded_form
 

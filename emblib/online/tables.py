@@ -159,5 +159,5 @@ def _add_groups(model_tables: ModelTables, groups: TableGroups) -> None:
     for group in groups.groups:
         if all(s in tables for s in group.slices):
             model_tables.add([tables[s] for s in group.slices if not tables[s].is_keyed])
-            units = [tables[groups.reads[unit]] for unit in group.units]
+            units = [tables[groups.slice_of_unit[unit]] for unit in group.units]
             model_tables.calls.append((group.module, units))

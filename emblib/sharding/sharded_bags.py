@@ -21,7 +21,7 @@ from emblib.jagged import KeyedJaggedTensor, KeyedTensor
 from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwaitable
-from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.checkpoints.saved_tables import StateOfTables
 from emblib.sharding.codecs import (
     CommPrecision,
     Received,

@@ -28,7 +28,7 @@ from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwaitable
-from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.checkpoints.saved_tables import StateOfTables
 from emblib.sharding.codecs import (
     CommPrecision,
     LocalPart,

@@ -457,7 +457,7 @@ class ShardedTables(nn.Module):
             groups = TableGroups(
                 slices,
                 self._shards_of_units(shards),
-                pooled=pooled,
+                pooling=pooling,
                 optimizer=optimizer,
                 device=device,
                 seeds=seeds,

@@ -17,6 +17,7 @@ from emblib import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     Placement,
+    Pooling,
     Precision,
     StochasticRounding,
     TableBatchedEmbeddingBags,
@@ -42,15 +43,16 @@ from tests.collections.cases import IDS, OPTIMIZERS, bag_configs, sequence_confi
 MIXES = [("plain",), ("tt",), ("dynamic",), ("plain", "plain"), ("plain", "tt", "dynamic", "plain")]
 
 
-def _reads(configs: Sequence[TableConfig]) -> list[int]:
+def _slices_of_units(configs: Sequence[TableConfig]) -> list[int]:
     return [t for t, config in enumerate(configs) for _ in config.feature_names]
 
 
 def _groups(configs: Sequence[TableConfig], optimizer: object, **options: object) -> TableGroups:
     slices = [TableSlice.whole(config) for config in configs]
     seeds = {config.name: t for t, config in enumerate(configs)}
-    given = {"pooled": configs[0].pooled, "seeds": seeds, **options}
-    return TableGroups(slices, _reads(configs), optimizer=optimizer, **given)
+    pooling = Pooling.SUM if configs[0].pooled else Pooling.NONE
+    given = {"pooling": pooling, "seeds": seeds, **options}
+    return TableGroups(slices, _slices_of_units(configs), optimizer=optimizer, **given)
 
 
 def _batch(units: int, size: int) -> tuple[Tensor, Tensor]:
@@ -71,14 +73,14 @@ def test_equals_every_table_alone(kinds: tuple[str, ...], optimizer: str) -> Non
     configs, update = bag_configs(kinds), OPTIMIZERS[optimizer]
     groups = _groups(configs, update)
     alone = [_groups([config], update, seeds={config.name: t}) for t, config in enumerate(configs)]
-    reads, size = _reads(configs), 3
+    slice_of_unit, size = _slices_of_units(configs), 3
     for _ in range(3):
-        ids, offsets = _batch(len(reads), size)
+        ids, offsets = _batch(len(slice_of_unit), size)
         out = groups(ids, offsets)
         assert out.shape == (size, groups.output_dim)
         (out * torch.arange(1, out.shape[1] + 1)).sum().backward()
         for t, single in enumerate(alone):
-            mine = [u for u in range(len(reads)) if reads[u] == t]
+            mine = [u for u in range(len(slice_of_unit)) if slice_of_unit[u] == t]
             parts = [_unit(ids, offsets, groups.order.index(u), size) for u in mine]
             lengths = torch.cat([o.diff() for _, o in parts]).cumsum(0)
             own = torch.cat([torch.zeros(1, dtype=torch.int64), lengths])
@@ -117,7 +119,7 @@ def test_variable_batches(kinds: tuple[str, ...]) -> None:
     """Rank after rank, for each unit after unit: the rows a batch of one rank alone has."""
     configs = bag_configs(kinds)
     groups = _groups(configs, optim.SGD(0.1)).eval()
-    units = len(groups.reads)
+    units = len(groups.slice_of_unit)
     sizes = [[u % 3, (u + 1) % 3] for u in range(units)]
     bags = sum(map(sum, sizes))
     ids, offsets = _batch(bags, 1)
@@ -142,7 +144,7 @@ def test_variable_batches(kinds: tuple[str, ...]) -> None:
 
 def test_id_counts_save_a_look_at_the_offsets() -> None:
     groups = _groups(bag_configs(("plain", "tt", "dynamic")), optim.SGD(0.1))
-    ids, offsets = _batch(len(groups.reads), 2)
+    ids, offsets = _batch(len(groups.slice_of_unit), 2)
     ends = [0]
     for info in groups.active:
         ends.append(ends[-1] + 2 * len(info.units))
@@ -159,8 +161,10 @@ def test_vectors_of_one_dim_come_in_the_order_of_ids_and_of_several_in_one_vecto
         parts = []
         for place, unit in enumerate(groups.order):
             own, _ = _unit(ids, offsets, place, 2)
-            config = groups.slices[groups.reads[unit]].config
-            alone = _groups([config], optim.SGD(0.1), seeds={config.name: groups.reads[unit]})
+            config = groups.slices[groups.slice_of_unit[unit]].config
+            alone = _groups(
+                [config], optim.SGD(0.1), seeds={config.name: groups.slice_of_unit[unit]}
+            )
             both = torch.tensor([0, own.numel(), own.numel()])
             parts.append(alone(own, both).view(-1))
         assert torch.equal(out.view(-1), torch.cat(parts))
@@ -168,17 +172,17 @@ def test_vectors_of_one_dim_come_in_the_order_of_ids_and_of_several_in_one_vecto
 
 
 def test_nothing_here() -> None:
-    groups = TableGroups([], [], pooled=True)
+    groups = TableGroups([], [], pooling=Pooling.SUM)
     out = groups(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     assert out.shape == (0, 0)
-    unread = TableGroups([TableSlice.whole(EmbeddingBagConfig(9, 4, "t"))], [], pooled=True)
+    unread = TableGroups([TableSlice.whole(EmbeddingBagConfig(9, 4, "t"))], [], pooling=Pooling.SUM)
     assert unread(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)).shape == (
         0,
         0,
     )
     assert unread.views(0)["weight"].shape == (9, 4)
-    with pytest.raises(ValueError, match=r"reads\[0\] must be in"):
-        TableGroups([], [0], pooled=True)
+    with pytest.raises(ValueError, match=r"slice_of_unit\[0\] must be in"):
+        TableGroups([], [0], pooling=Pooling.SUM)
 
 
 CUTS = [((0, 50), (50, 131)), ((0, 131),), ((0, 1), (1, 130), (130, 131))]
@@ -198,11 +202,11 @@ def test_first_values_do_not_depend_on_the_cut(
         {"weight_init_min": 0.0},
     ):
         config = EmbeddingBagConfig(131, 8, "t", data_type=dtype, **options)
-        whole = TableGroups([TableSlice.whole(config)], [], pooled=True, seeds={"t": 7})
+        whole = TableGroups([TableSlice.whole(config)], [], pooling=Pooling.SUM, seeds={"t": 7})
         table = whole.views(0)["weight"]
         assert float(table.float().std()) > 0.01
         parts = [TableSlice(config, r, c) for r in rows for c in ((0, 3), (3, 8))]
-        cut = TableGroups(parts, [], pooled=True, seeds={"t": 7})
+        cut = TableGroups(parts, [], pooling=Pooling.SUM, seeds={"t": 7})
         for i, part in enumerate(parts):
             assert torch.equal(cut.views(i)["weight"], part.part_of(table))
     low, high = config.bounds
@@ -225,7 +229,7 @@ def test_a_slice_fills_the_blocks_of_its_rows_only(
 
     config = EmbeddingBagConfig(131, 8, "t", init_fn=ByRows(fill))
     part = TableSlice(config, (45, 85), columns)
-    groups = TableGroups([part], [], pooled=True)
+    groups = TableGroups([part], [], pooling=Pooling.SUM)
     assert blocks == [range(40, 80), range(80, 120)]
     assert groups.views(0)["weight"].tolist() == [
         [10.0 * row + column for column in range(*columns)] for row in range(45, 85)
@@ -240,12 +244,12 @@ def test_a_slice_fills_the_blocks_of_its_rows_only(
 def test_first_values_of_tensor_trains_do_not_depend_on_the_cut() -> None:
     kind = TensorTrain((2, 2), row_factors=(6, 4, 5), dim_factors=(2, 2, 2))
     config = EmbeddingBagConfig(115, 8, "t", storage=kind)
-    whole = TableGroups([TableSlice.whole(config)], [], pooled=True, seeds={"t": 3})
+    whole = TableGroups([TableSlice.whole(config)], [], pooling=Pooling.SUM, seeds={"t": 3})
     dense = whole.module_of(0)[0].to_dense(0)
     for rows in ((0, 60), (60, 115)):
         for columns in ((0, 4), (4, 8)):
             part = TableSlice(config, rows, columns)
-            cut = TableGroups([part], [], pooled=True, seeds={"t": 3})
+            cut = TableGroups([part], [], pooling=Pooling.SUM, seeds={"t": 3})
             assert torch.allclose(cut.module_of(0)[0].to_dense(0), part.part_of(dense), atol=1e-7)
     assert float(dense.std()) == pytest.approx((3 * 115) ** -0.5, rel=0.3)
 
@@ -256,8 +260,10 @@ def test_permuted_trains_are_not_cut_by_rows() -> None:
     assert config.spec().permutation != (1, 0)
     with pytest.raises(ValueError, match="must be multiples of 120"):
         TableSlice(config, (0, 60), (0, 8))
-    whole = TableGroups([TableSlice.whole(config)], [0], pooled=True, seeds={"t": 3})
-    cut = TableGroups([TableSlice(config, (0, 120), (4, 8))], [0], pooled=True, seeds={"t": 3})
+    whole = TableGroups([TableSlice.whole(config)], [0], pooling=Pooling.SUM, seeds={"t": 3})
+    cut = TableGroups(
+        [TableSlice(config, (0, 120), (4, 8))], [0], pooling=Pooling.SUM, seeds={"t": 3}
+    )
     ids, offsets = torch.tensor([0, 5, 119, 60]), torch.arange(5)
     assert torch.allclose(whole(ids, offsets)[:, 4:], cut(ids, offsets), atol=1e-7)
 
@@ -266,7 +272,7 @@ def test_permuted_trains_are_not_cut_by_rows() -> None:
 def test_copies_and_moves_keep_views(optimizer: str) -> None:
     configs = bag_configs(("plain", "tt", "dynamic", "plain"))
     groups = _groups(configs, OPTIMIZERS[optimizer])
-    ids, offsets = _batch(len(groups.reads), 2)
+    ids, offsets = _batch(len(groups.slice_of_unit), 2)
     groups(ids, offsets).sum().backward()
     moved = copy.deepcopy(groups).to("cpu").double()
     for other in (copy.deepcopy(groups), pickle.loads(pickle.dumps(groups)), moved):
@@ -294,7 +300,7 @@ def test_meta() -> None:
     groups.to_empty(device="cpu")
     groups.reset_parameters({f"t{i}": i for i in range(3)})
     ready = _groups(configs, optim.Adam(0.1))
-    ids, offsets = _batch(len(groups.reads), 2)
+    ids, offsets = _batch(len(groups.slice_of_unit), 2)
     for _ in range(2):
         out, other = groups(ids, offsets), ready(ids, offsets)
         assert torch.equal(out, other)
@@ -305,7 +311,7 @@ def test_meta() -> None:
 
 def test_output_dtype() -> None:
     groups = _groups(bag_configs(("plain", "tt", "dynamic")), optim.SGD(0.1)).eval()
-    ids, offsets = _batch(len(groups.reads), 2)
+    ids, offsets = _batch(len(groups.slice_of_unit), 2)
     wide = groups(ids, offsets)
     groups.set_output_dtype(torch.bfloat16)
     assert groups(ids, offsets).dtype is torch.bfloat16
@@ -333,7 +339,7 @@ def test_prefetched_batches_are_looked_up_from_the_cache(more: list[str]) -> Non
     configs = [EmbeddingBagConfig(900, 4, f"c{i}", storage=far) for i in range(2)]
     configs += bag_configs(more)
     one, two = (_groups(configs, optim.SGD(0.5)) for _ in range(2))
-    batches = [_batch(len(one.reads), 3) for _ in range(4)]
+    batches = [_batch(len(one.slice_of_unit), 3) for _ in range(4)]
     for ids, offsets in batches[:2]:
         one.prefetch(ids, offsets)
     (cached,) = (info.module for info in one.groups if hasattr(info.module, "row_cache"))

@@ -17,6 +17,7 @@ from emblib.specs import (
     ExactCounter,
     FrequencyAdmission,
     Placement,
+    Pooling,
 )
 from emblib.storage import Dense, Hash, Quantized, Storage, TableSlice, TensorTrain
 from tests.optimizer_cases import CASES
@@ -46,7 +47,7 @@ OWN_ROWS = 0.06  # the model counts the rows of a rank for itself, though large 
 
 def _both(config: EmbeddingBagConfig, part: TableSlice, optimizer: Any) -> tuple[float, int]:
     """Predicted, and allocated."""
-    groups = TableGroups([part], [0], pooled=True, optimizer=optimizer)
+    groups = TableGroups([part], [0], pooling=Pooling.SUM, optimizer=optimizer)
     need = part.storage.nbytes(part, optimizer, "cpu")
     gradients = 0
     if optimizer is None or isinstance(optimizer, optim.External):
@@ -110,7 +111,7 @@ def test_parts_of_tables(kind: str) -> None:
 def test_quantised_tables(bits: int) -> None:
     config = EmbeddingBagConfig(ROWS, DIM, "t", storage=Quantized(bits))
     part = TableSlice.whole(config)
-    groups = TableGroups([part], [0], pooled=True)
+    groups = TableGroups([part], [0], pooling=Pooling.SUM)
     assert sum(part.storage.nbytes(part, None, "cpu")) == pytest.approx(
         sum(allocated(module) for module in groups._table_modules), rel=TOLERANCE
     )

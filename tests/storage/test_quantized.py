@@ -160,12 +160,12 @@ def test_first_values_are_those_of_plain_tables() -> None:
     config = EmbeddingBagConfig(100, 6, "a", storage=Quantized())
     plain = EmbeddingBagConfig(100, 6, "a")
     modules = [
-        TableGroups([TableSlice.whole(c)], [], pooled=True, seeds={"a": 5}).module_of(0)[0]
+        TableGroups([TableSlice.whole(c)], [], pooling=Pooling.SUM, seeds={"a": 5}).module_of(0)[0]
         for c in (config, plain)
     ]
     assert torch.equal(modules[0].to_dense(0), _rounded(modules[1].table_weights()[0], 8))
     part = TableSlice(config, (30, 80), (0, 6))
-    cut = TableGroups([part], [], pooled=True, seeds={"a": 5}).module_of(0)[0]
+    cut = TableGroups([part], [], pooling=Pooling.SUM, seeds={"a": 5}).module_of(0)[0]
     assert torch.equal(cut.to_dense(0), modules[0].to_dense(0)[30:80])
     with pytest.raises(ValueError, match="not divided by columns"):
         TableSlice(config, (0, IDS), (0, 3))

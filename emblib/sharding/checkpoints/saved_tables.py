@@ -1,4 +1,4 @@
-"""State dicts of sharded collections: tables as sharded tensors, and loading them into shards.
+"""Save the tables of sharded collections as sharded tensors, and load these into the shards.
 
 The storage of a table defines its tensors and how they are cut (`TensorLayout`). Rows of keyed
 storage are saved by key instead (`KeyedTable`).
@@ -32,7 +32,7 @@ from emblib.tables import hyperparameters, state_dicts
 
 
 @dataclass
-class Entry:
+class TableTensor:
     """One tensor of a table: its shards, and the memory of those on this rank.
 
     Attributes:
@@ -43,7 +43,7 @@ class Entry:
         ranks: the ranks of the collection.
         memory: tensors of each local shard, by its number in `shards`, 0 for a replica. A shard has
             several tensors if several slices have copies of it. Empty on a rank without shards.
-        cuts: columns at which states per row are cut, see `RowStates`; None for others.
+        cuts: columns at which a row-wise state is cut, see `RowStates`; None for other tensors.
     """
 
     size: tuple[int, ...]
@@ -53,8 +53,8 @@ class Entry:
     memory: dict[int, list[Tensor]] = field(default_factory=dict)
     cuts: tuple[int, ...] | None = None
 
-    def tensor(self) -> Tensor:
-        """Return the sharded tensor over the memory, or the tensor itself if there are no shards.
+    def value(self) -> Tensor:
+        """Return the value for state dicts: a sharded tensor over the memory, a replica itself.
 
         Row states of a table that is cut by columns may be copies.
         """
@@ -72,7 +72,7 @@ class Entry:
         return states
 
     def parts_of(self, value: Tensor, name: str) -> dict[int, Tensor]:
-        """Return the views of `value`, a result of `tensor` or a full tensor, for the local shards.
+        """Return the views of `value`, a result of `value` or a full tensor, for the local shards.
 
         Raises:
             ValueError: `value` has another size or is cut differently. Ranks without a shard raise
@@ -136,7 +136,7 @@ class ShardedCollection(Protocol):
 
 
 class SavedTable:
-    """A table of a collection as entries of state dicts, and its shards on this rank.
+    """A table of a collection as tensors of state dicts, and its shards on this rank.
 
     Args:
         collection: the sharded collection.
@@ -189,29 +189,29 @@ class SavedTable:
         }
 
     @property
-    def hyperparams(self) -> Entry:
-        """Return the entry of the hyperparameters, which every rank with a shard stores in full."""
+    def hyperparams(self) -> TableTensor:
+        """Return the hyperparameters, which every rank with a shard stores in full."""
         size = (self.optimizer.hyperparams().numel(),)
-        return self._entry_of_copies(
+        return self._replicated_tensor(
             size, torch.float64, [module.hyperparams for module in self.table_modules()]
         )
 
-    def _entry_of_copies(
+    def _replicated_tensor(
         self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]
-    ) -> Entry:
-        """Return the entry of a tensor that every rank with a shard stores in full."""
+    ) -> TableTensor:
+        """Return a tensor that every rank with a shard stores in full."""
         columns = (0, size[1] if len(size) > 1 else 1)
         shards = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
         local_shards = {i for i, shard in enumerate(shards) if shard.rank == self.ranks.rank} or {0}
-        return Entry(
+        return TableTensor(
             size, dtype, shards, self.ranks, dict.fromkeys(local_shards, memory) if memory else {}
         )
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the entries of the collection's state dict."""
-        entries = self.entries(self.parameter_names())
-        tensors = {key: entry.tensor() for key, entry in entries.items()}
-        return {**self.storage.metadata_entries(self.config), **tensors}
+        tensors = self.table_tensors(self.parameter_names())
+        values = {key: tensor.value() for key, tensor in tensors.items()}
+        return {**self.storage.metadata_entries(self.config), **values}
 
     def parameter_names(self) -> Sequence[str]:
         """Return the names of the entries that loading the table requires."""
@@ -225,8 +225,8 @@ class SavedTable:
                 raise ValueError(f"{self.name}.{key}: {problem}")
         self.storage.check_entries(self.config, values)
         present_keys = [key for key in self.parameter_names() if key in values]
-        for key, entry in self.entries(present_keys).items():
-            _check_values(values[key], entry, f"{self.name}.{key}")
+        for key, target in self.table_tensors(present_keys).items():
+            _check_value(values[key], target, f"{self.name}.{key}")
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Write those parameters that `values` has."""
@@ -235,16 +235,16 @@ class SavedTable:
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer states by parameter; none without a fused optimizer.
 
-        The hyperparameters are a copy, which the parameters share; states are as in `Entry.tensor`.
+        The hyperparameters are a copy, which the parameters share; states are as in `value`.
         """
         if not self.is_fused:
             return {}
-        hyper = self.hyperparams.tensor().clone()
+        hyper = self.hyperparams.value().clone()
         return {
             parameter: {
                 **{
-                    state: entry.tensor()
-                    for state, entry in zip(names, self.entries(keys).values(), strict=True)
+                    state: tensor.value()
+                    for state, tensor in zip(names, self.table_tensors(keys).values(), strict=True)
                 },
                 HYPER: hyper,
             }
@@ -254,10 +254,10 @@ class SavedTable:
     def check_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
         """Raise KeyError or ValueError for states or hyperparameters that could not be written."""
         values_of_views = self._values_of_views(parameter, values)
-        for key, entry in self.entries(list(values_of_views)).items():
-            _check_values(values_of_views[key], entry, f"{self.name}.{key}")
+        for key, target in self.table_tensors(list(values_of_views)).items():
+            _check_value(values_of_views[key], target, f"{self.name}.{key}")
         hyper = values[HYPER]
-        _check_values(hyper, self.hyperparams, f"{self.name}.{HYPER}")
+        _check_value(hyper, self.hyperparams, f"{self.name}.{HYPER}")
         for numbers in hyper.parts.values() if isinstance(hyper, ShardedTable) else [hyper]:
             # Raises ValueError for numbers that the optimizer cannot have.
             hyperparameters.with_saved_hyperparams(self.optimizer, numbers)
@@ -300,19 +300,19 @@ class SavedTable:
     @without_gradients
     def _write(self, keys: Sequence[str], values: Mapping[str, Tensor]) -> None:
         """Check the sizes of the values of all `keys`, write them into the local shards; commit."""
-        entries = self.entries(keys)
-        shard_values = {k: e.parts_of(values[k], f"{self.name}.{k}") for k, e in entries.items()}
-        for key, entry in entries.items():
-            entry.write(shard_values[key])
+        targets = self.table_tensors(keys)
+        parts = {k: t.parts_of(values[k], f"{self.name}.{k}") for k, t in targets.items()}
+        for key, target in targets.items():
+            target.write(parts[key])
         for local_shard in self.local.values():
             local_shard.groups.handles[local_shard.index].commit()
 
-    def entries(self, keys: Sequence[str]) -> dict[str, Entry]:
-        """Return the entries of the tensors `keys`, by key."""
+    def table_tensors(self, keys: Sequence[str]) -> dict[str, TableTensor]:
+        """Return the tensors named `keys`, by key."""
         views = {
             i: local_shard.groups.views(local_shard.index) for i, local_shard in self.local.items()
         }
-        return {key: self._entry(key, {i: v[key] for i, v in views.items()}) for key in keys}
+        return {key: self._table_tensor(key, {i: v[key] for i, v in views.items()}) for key in keys}
 
     def _layouts_of_views(self) -> dict[str, tuple[TensorLayout, bool]]:
         """Return the layout of each view, and whether it has one number per row."""
@@ -324,28 +324,30 @@ class SavedTable:
                 layouts[view] = (layout._replace(dtype=torch.float32), per_row[state])
         return layouts
 
-    def _entry(self, key: str, memory: Mapping[int, Tensor]) -> Entry:
-        """Return the entry of the tensor `key`, whose shards have this memory."""
+    def _table_tensor(self, key: str, memory: Mapping[int, Tensor]) -> TableTensor:
+        """Return the tensor `key`, whose shards have this memory."""
         layout, is_per_row = self._layouts[key]
         if layout.region is None:
             size = layout.size[:1] if is_per_row else layout.size
-            return self._entry_of_copies(size, layout.dtype, list(memory.values()))
+            return self._replicated_tensor(size, layout.dtype, list(memory.values()))
         shards = tuple(
             Shard(shard.rank, *layout.region(shard.rows, shard.columns)) for shard in self.shards
         )
         tensors = {i: [tensor] for i, tensor in memory.items()}
         if not is_per_row:
-            return Entry(layout.size, layout.dtype, shards, self.ranks, tensors)
+            return TableTensor(layout.size, layout.dtype, shards, self.ranks, tensors)
         rows = layout.size[0]
         cuts = sharded_table.cuts_of(shards)
         if len(cuts) <= 2:  # no shard has only some of the columns
-            by_row = tuple(shard._replace(columns=(0, 1)) for shard in shards)
-            return Entry((rows,), layout.dtype, by_row, self.ranks, tensors)
-        by_interval = tuple(
+            shards_of_rows = tuple(shard._replace(columns=(0, 1)) for shard in shards)
+            return TableTensor((rows,), layout.dtype, shards_of_rows, self.ranks, tensors)
+        shards_of_intervals = tuple(
             shard._replace(columns=sharded_table.interval_range(shard.columns, cuts))
             for shard in shards
         )
-        return Entry((rows, len(cuts) - 1), layout.dtype, by_interval, self.ranks, tensors, cuts)
+        return TableTensor(
+            (rows, len(cuts) - 1), layout.dtype, shards_of_intervals, self.ranks, tensors, cuts
+        )
 
 
 class KeyedTable(SavedTable):
@@ -411,13 +413,13 @@ class KeyedTable(SavedTable):
         return ("weight",)
 
 
-def _check_values(value: Any, entry: Entry, name: str) -> None:
-    """Raise ValueError unless a value is a full or sharded tensor that fits an entry."""
+def _check_value(value: Any, target: TableTensor, name: str) -> None:
+    """Raise ValueError unless a value is a full or sharded tensor that `target` can load."""
     if not isinstance(value, ShardedTable):
-        template = torch.empty(0, dtype=entry.dtype)
+        template = torch.empty(0, dtype=target.dtype)
         if problem := state_dicts.tensor_problem(value, template):
             raise ValueError(f"{name}: {problem}")
-    entry.parts_of(value, name)
+    target.parts_of(value, name)
 
 
 def module_state(collection: ShardedCollection, omitted: Collection[str] = ()) -> dict[str, Tensor]:
