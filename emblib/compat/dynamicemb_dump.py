@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from emblib.compat.dynamicemb_functions import DynamicEmbTables, Saved, agree
+from emblib.compat.dynamicemb_functions import DynamicEmbTables, SavedNumbers, raise_on_all_ranks
 from emblib.compat.dynamicemb_sharders import dynamic_tables_in
 from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from emblib.dynamic.saving import dynamicemb_files
@@ -268,7 +268,7 @@ def _check_same_tables(ranks: RankGroup, root: Path, tables: Sequence[_DumpedTab
 def _all_ranks_succeed(
     ranks: RankGroup, outcome: str = "nothing was changed here"
 ) -> Iterator[None]:
-    """Wait for all ranks at the end of the block; if one raised, raise on all, see `agree`.
+    """Call `raise_on_all_ranks` at the end of the block, with the exception that it raised.
 
     `outcome` tells in the message what has changed. Interrupts are raised at once, without waiting.
     """
@@ -277,7 +277,7 @@ def _all_ranks_succeed(
         yield
     except Exception as raised:
         error = raised
-    agree(ranks, error, outcome)
+    raise_on_all_ranks(ranks, error, outcome)
 
 
 class _CheckedFiles(NamedTuple):
@@ -285,7 +285,7 @@ class _CheckedFiles(NamedTuple):
 
     module: DynamicEmbTables
     name: str
-    saved: Saved
+    saved: SavedNumbers
     entries: DynamicEmbTable
 
 

@@ -48,23 +48,23 @@ def arguments_in_dumps(
     Raises:
         NotImplementedError: an optimizer that DynamicEmb does not have.
     """
-    rule: Any = bags.optimizer
-    if type(rule) not in _OPTIMIZER_NAMES_IN_DUMPS:
+    optimizer: Any = bags.optimizer
+    if type(optimizer) not in _OPTIMIZER_NAMES_IN_DUMPS:
         raise NotImplementedError(
-            f"DynamicEmb has no {type(rule).__name__}, so its files cannot name the optimizer: use "
-            "emblib.sharding.checkpoints"
+            f"DynamicEmb has no {type(optimizer).__name__}, so its files cannot name the "
+            "optimizer: use emblib.sharding.checkpoints"
         )
     saved: dict[str, Any] = {
-        "opt_type": _OPTIMIZER_NAMES_IN_DUMPS[type(rule)],
+        "opt_type": _OPTIMIZER_NAMES_IN_DUMPS[type(optimizer)],
         "lr": bags.learning_rate,
     }
-    if isinstance(rule, optim.Adam):
-        decay = rule.weight_decay.rate if rule.weight_decay else 0.0
-        saved |= {"iters": bags.step, "beta1": rule.betas[0], "beta2": rule.betas[1]}
-        saved |= {"eps": rule.eps, "weight_decay": decay}
-    elif not isinstance(rule, optim.SGD):
+    if isinstance(optimizer, optim.Adam):
+        decay = optimizer.weight_decay.rate if optimizer.weight_decay else 0.0
+        saved |= {"iters": bags.step, "beta1": optimizer.betas[0], "beta2": optimizer.betas[1]}
+        saved |= {"eps": optimizer.eps, "weight_decay": decay}
+    elif not isinstance(optimizer, optim.SGD):
         state = bags.tables[table].initial_state
-        saved |= {"eps": rule.eps, "initial_accumulator_value": state}
+        saved |= {"eps": optimizer.eps, "initial_accumulator_value": state}
     if not isinstance(options.score_strategy, tuple):
         name = evict_strategy(options.score_strategy).name.title()
         saved["evict_strategy"] = f"EvictStrategy.K{name}"
@@ -81,11 +81,12 @@ def dist_type_of_files(options: DynamicEmbTableOptions) -> str:
     return "roundrobin" if options.dist_type == "continuous" else options.dist_type
 
 
-_MAX_DRAWN_KEYS = 1 << 18  # keys that `fill_table` draws at a time; bounds its memory
+# Keys that `fill_table` draws at a time: so many that a rank of thousands owns some of them.
+_NUM_DRAWN_KEYS = 1 << 18
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedNumbers:
     """Checked state from which a table and its optimizer continue.
 
     Attributes:
@@ -138,30 +139,32 @@ def check_same_kind(
 
 
 def checked_numbers(
-    path: Path, content: Mapping[str, Any], rule: Any, *, counts_steps: bool = False
-) -> Saved:
-    """Return the numbers in a file from which a table continues; it keeps those that are missing.
+    path: Path, content: Mapping[str, Any], optimizer: Any, *, counts_steps: bool = False
+) -> SavedNumbers:
+    """Return the numbers in a file from which a table continues; missing ones stay as they are.
 
     Args:
         path: path of the file, for error messages.
         content: parsed content of the file.
-        rule: the optimizer of the table; None skips the numbers of the optimizer.
+        optimizer: optimizer of the table; None skips its numbers.
         counts_steps: whether the table has a score that counts steps.
 
     Raises:
         DumpError: a number is of the wrong type or out of range, or one beta lacks the other.
     """
-    hyperparameters = {} if rule is None else _hyperparameter_changes(path, content, rule)
+    hyperparameters = {} if optimizer is None else _hyperparameter_changes(path, content, optimizer)
     step = step_score = None
-    if rule is not None and "iters" in content:
+    if optimizer is not None and "iters" in content:
         step = _whole_number(path, content, "iters", 0, 2**53)
     if counts_steps and "step_score" in content:
         step_score = _whole_number(path, content, "step_score", -(2**63), 2**63 - 1)
-    return Saved(hyperparameters, step, step_score)
+    return SavedNumbers(hyperparameters, step, step_score)
 
 
-def _hyperparameter_changes(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
-    """Return the changes for `set_hyperparameters` that a file has for the optimizer `rule`."""
+def _hyperparameter_changes(
+    path: Path, content: Mapping[str, Any], optimizer: Any
+) -> dict[str, Any]:
+    """Return the changes for `set_hyperparameters` that a file has for `optimizer`."""
 
     def number(name: str) -> float:
         return float(entry_of(path, content, name, int, float))
@@ -173,9 +176,9 @@ def _hyperparameter_changes(path: Path, content: Mapping[str, Any], rule: Any) -
     parsers: dict[tuple[str, ...], Callable[[], dict[str, Any]]] = {
         ("lr",): lambda: {"lr": number("lr")}
     }
-    if not isinstance(rule, optim.SGD):
+    if not isinstance(optimizer, optim.SGD):
         parsers["eps",] = lambda: {"eps": number("eps")}
-    if isinstance(rule, optim.Adam):
+    if isinstance(optimizer, optim.Adam):
         parsers["beta1", "beta2"] = lambda: {"betas": (number("beta1"), number("beta2"))}
         parsers["weight_decay", "beta1"] = decay
     changes: dict[str, Any] = {}
@@ -184,7 +187,7 @@ def _hyperparameter_changes(path: Path, content: Mapping[str, Any], rule: Any) -
             continue
         try:
             change = parse()
-            replace(rule, **change)  # checks ranges
+            replace(optimizer, **change)  # checks ranges
         except (TypeError, ValueError, OverflowError) as error:
             quoted_names = " and ".join(map(repr, names))
             raise DumpError(f"{path} is malformed: {quoted_names}: {error}") from error
@@ -211,7 +214,7 @@ class DynamicEmbTables:
 
     @property
     def table_names(self) -> list[str]:
-        """The names of the tables."""
+        """Return the names of the tables."""
         raise NotImplementedError
 
     def table_module_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
@@ -278,8 +281,7 @@ class DynamicEmbTables:
             rows[block_positions].to(device, torch.float32)
             for block_positions in torch.arange(len(entries)).split(batch_size)
         ]
-        no_rows = torch.empty(0, module.tables[index].dim, device=device)
-        return entries.keys.to(device), torch.cat([no_rows, *row_blocks])
+        return entries.keys.to(device), torch.cat(row_blocks)
 
     def fill_tables(
         self, load_factor: float = 0.95, tolerance: float = 1e-5, seed: int = 0
@@ -348,7 +350,8 @@ class DynamicEmbTables:
 
         Raises:
             TypeError: a score that is no int.
-            ValueError: 0, which DynamicEmb reserves; no such table; not a CUSTOMIZED one.
+            ValueError: 0, which DynamicEmb reserves; no such table; not a CUSTOMIZED one. Tables of
+                other modules may have got their scores.
         """
         scores_before: dict[str, int] = self.get_score()
         scores: dict[int, tuple[DynamicEmbeddingBags, dict[int, int]]] = {}
@@ -396,7 +399,7 @@ class DynamicEmbTables:
 
     def check_opt_args(
         self, table: str, path: Path, content: Mapping[str, Any], *, with_optimizer: bool
-    ) -> Saved:
+    ) -> SavedNumbers:
         """Check the saved numbers of a table and return them for `set_opt_args`; change nothing.
 
         Args:
@@ -413,10 +416,10 @@ class DynamicEmbTables:
         current = arguments_in_dumps(module, index, options)
         check_same_kind(table, path, content, current, with_optimizer)
         counts_steps = options.score_strategy is DynamicEmbScoreStrategy.STEP
-        rule = module.optimizer if with_optimizer else None
-        return checked_numbers(path, content, rule, counts_steps=counts_steps)
+        optimizer = module.optimizer if with_optimizer else None
+        return checked_numbers(path, content, optimizer, counts_steps=counts_steps)
 
-    def set_opt_args(self, table: str, saved: Saved) -> None:
+    def set_opt_args(self, table: str, saved: SavedNumbers) -> None:
         """Set the numbers that `check_opt_args` returned."""
         module, index = self.table_module_of(table)
         if saved.step_score is not None:
@@ -429,12 +432,12 @@ class DynamicEmbTables:
     def incremental_dump(
         self, named_thresholds: Mapping[str, int], pg: Any = None
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]:
-        """Return keys and rows by table, and the scores of the next batch by table.
+        """Return (keys, rows) by table, and the scores of the next batch by table.
 
-        All ranks of `pg` call this, and get the keys of all ranks whose score is at least the
-        threshold of the table; None is all processes. Keys are sorted, rows are `[N, D]`, both on
-        the CPU. The scores are thresholds for the next call; a CUSTOMIZED table without a score has
-        none.
+        All ranks of `pg` call this, for the same tables in the same order, and get the keys of all
+        ranks whose score is at least the threshold of the table; None is all processes. Keys are
+        sorted int64 `[N]`, rows `[N, D]`, both on the CPU. The scores are thresholds for the next
+        call; a CUSTOMIZED table without a score has none.
 
         Raises:
             ValueError: no such table.
@@ -473,7 +476,7 @@ def is_compound(strategy: Any) -> bool:
     return isinstance(strategy, tuple) and frozenset(strategy) == COMPOUND
 
 
-def agree(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
+def raise_on_all_ranks(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
     """Raise on every rank if any rank failed; all ranks call this, and wait for each other.
 
     Args:
@@ -511,8 +514,7 @@ def fill_table(
     module.train()
     try:
         while (num_missing := target_size - module.size(index)) > 0:
-            num_drawn = min(2 * num_missing + 64, _MAX_DRAWN_KEYS)  # some are of other ranks
-            keys = torch.randint(2**62, (num_drawn,), generator=generator)
+            keys = torch.randint(2**62, (_NUM_DRAWN_KEYS,), generator=generator)
             keys = keys[owns(keys)][: min(num_missing, BATCH_SIZE_PER_DUMP)]
             offsets = torch.zeros(len(module.feature_tables) + 1, dtype=torch.int64)
             offsets[feature + 1 :] = keys.numel()

@@ -303,7 +303,7 @@ class ShardedCollectionTables(DynamicEmbTables):
 
     @property
     def table_names(self) -> list[str]:
-        """The names of the tables."""
+        """Return the names of the tables."""
         return list(self._options)
 
     @property

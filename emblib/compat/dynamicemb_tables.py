@@ -424,7 +424,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     @property
     def table_names(self) -> list[str]:
-        """The names of the tables."""
+        """Return the names of the tables."""
         return list(self._names)
 
     def table_module_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:

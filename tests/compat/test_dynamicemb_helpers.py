@@ -13,6 +13,7 @@ from emblib.compat.dynamicemb import (
     FrequencyAdmissionStrategy,
     KVCounter,
 )
+from emblib.dynamic.keys import owner
 from emblib.dynamic.saving.dumps import DumpError
 from tests.compat.dynamicemb_cases import keys_of, look_up, one_table, rows_of
 
@@ -143,6 +144,28 @@ def test_a_cache_counts_the_hits_of_the_last_forward() -> None:
     module.set_record_cache_metrics(False)
     look_up(module, range(10, 30))
     assert module.cache.cache_metrics.tolist() == [20, 10]
+
+
+def test_a_rank_of_many_is_filled_with_its_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = one_table(max_capacity=64)
+    monkeypatch.setattr(module, "owns", lambda keys: owner(keys, 1024) == 5)
+    module.fill_tables(0.5)
+    keys, _ = module.export_keys_values("t0", "cpu")
+    assert keys.numel() == 32
+    assert module.owns(keys).all()
+
+
+def test_exported_rows_are_float32_whatever_the_default_is() -> None:
+    module = one_table()
+    look_up(module, [3, 5])
+    torch.set_default_dtype(torch.float64)
+    try:
+        keys, rows = module.export_keys_values("t0", "cpu", batch_size=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert rows.dtype is torch.float32
+    assert rows[:, 0].tolist() == keys.tolist()
+    assert one_table().export_keys_values("t0", "cpu")[1].shape == (0, 4)
 
 
 def test_tables_that_are_full_enough_stay_as_they_are() -> None:
