@@ -570,7 +570,7 @@ class PrefetchingCache:
                 evicted = self.cache.evictions(groups_of_pass[0])
                 evicted = evicted[evicted >= first_row] - first_row
                 self._read_pages(groups_of_pass[0], evicted)
-                disk.touch(self._disk_rows(groups_of_pass[0]))
+                disk.verify(self._disk_rows(groups_of_pass[0]))
                 disk.protect(evicted)
             row_slots = self.cache.fetch(tiers, groups_of_pass, deferred)[-1]
         return row_slots
@@ -615,7 +615,7 @@ class PrefetchingCache:
         call `end_access`; not checked.
         """
         if self.memory.disk is not None:
-            self.memory.disk.touch(self._disk_rows(groups))
+            self.memory.disk.verify(self._disk_rows(groups))
         locations = autograd.RowLocations(groups, self.find(groups))
         self.begin_access()
         self.protect_conflicts(locations)

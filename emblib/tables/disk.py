@@ -106,7 +106,8 @@ class DiskStore:
         verify: time at which pages are verified against their checksums, see `Verify`.
 
     Attributes:
-        created: whether the store had no commit when it was opened: then all values were zeros.
+        directory: directory of the files, with "~" expanded.
+        is_new: whether the store had no commit when it was opened: then all values were zeros.
         weights: `[sum rows * dim]`.
         states: optimizer states in the order given, `[sum rows]` if `per_row`, else as long as the
             weights.
@@ -173,11 +174,11 @@ class DiskStore:
                 )
             )
         sum_files = [_sums_file(file) for file in files]
-        if self.created:
-            check_free_space(self.directory, sum(file.nbytes for file in [*files, *sum_files]))
+        if self.is_new:
             for file in files:
-                file.create()
-        is_stale = self.created or self._lacks_sums
+                file.create()  # also frees the space of files that were never committed
+            check_free_space(self.directory, sum(file.nbytes for file in [*files, *sum_files]))
+        is_stale = self.is_new or self._lacks_sums
         for file in sum_files:
             if is_stale or (self._verify is Verify.OFF and not file.fits()):
                 file.create()
@@ -203,7 +204,7 @@ class DiskStore:
         handles.callback(self._journal.close)
         flush_directory(self.directory)  # the file names, before anything relies on them
         self._is_journaled, self._is_verified = zeros(self._num_rows), zeros(self._num_rows)
-        if self.created:
+        if self.is_new:
             for sums in self._sums:
                 sums.accept_all()
         else:
@@ -222,9 +223,9 @@ class DiskStore:
         with mentioning_restart(interrupted=self._journal.interrupted):
             for sums, length, root in zip(self._sums, lengths, self._roots, strict=True):
                 sums.length = length
-                sums.check_root(root)
+                sums.verify_root(root)
             if self._journal.interrupted or self._verify is Verify.OPEN:
-                self.check_all()
+                self.verify_all()
         if self._journal.interrupted:
             warn_of_restart(self.directory)
 
@@ -247,9 +248,9 @@ class DiskStore:
         if self._lacks_sums:
             check_upgrade(self.directory, self._verify)
         _check_layout(self.directory, layout, self._layout, is_upgrade=self._lacks_sums)
-        self.created = self._epoch == 0
-        self._may_change_all = self.created  # whether all rows may change until the next commit
-        if status != _COMMITTED and not self.created:
+        self.is_new = self._epoch == 0
+        self._may_change_all = self.is_new  # whether all rows may change until the next commit
+        if status != _COMMITTED and not self.is_new:
             raise RuntimeError(
                 f"the tables in {self.directory} were being overwritten whole (initialised or "
                 "loaded from a checkpoint) when the process ended, so they mix old and new rows; "
@@ -278,7 +279,7 @@ class DiskStore:
                 has_read |= sums.fetch(*_locate_rows(tensor, local_rows))
         return has_read
 
-    def touch(self, rows: Tensor) -> None:
+    def verify(self, rows: Tensor) -> None:
         """Verify the pages of rows that the caller is about to read, unless verified before.
 
         Args:
@@ -295,10 +296,10 @@ class DiskStore:
         rows = rows[self._is_verified[rows] == 0].unique()
         for index, local_rows in self._by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
-                sums.check(*_locate_rows(tensor, local_rows))
+                sums.verify(*_locate_rows(tensor, local_rows))
         self._is_verified[rows] = 1
 
-    def check_all(self) -> None:
+    def verify_all(self) -> None:
         """Verify all pages that have not been verified yet.
 
         Raises:
@@ -306,7 +307,7 @@ class DiskStore:
             OSError: a page cannot be read.
         """
         for sums in self._sums:
-            sums.check_all()
+            sums.verify_all()
 
     def _flat_rows(self, rows: Tensor) -> Tensor:
         """Return row numbers as flat int64; raise IndexError for a row that no table has."""
@@ -385,7 +386,8 @@ class DiskStore:
         numbers = [float(number) for number in numbers]
         with self._syncs.watch():
             self._renew_sums()
-            # The journal must be on the disk before the rows and checksums that it restores change.
+            # First the journal: new rows on the disk without it could not be led back after a power
+            # failure.
             self._journal.sync()
             self._sync_files()
             self._roots = [sums.root(length) for sums, length in self._sums_and_lengths()]

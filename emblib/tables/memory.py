@@ -220,7 +220,7 @@ class Memory:
                 precision.states,
                 cache.verify,
             )
-            if not self._disk.created:
+            if not self._disk.is_new:
                 self._stored_hyperparams = list(self._disk.committed_numbers)
 
     def check_device(self, device: torch.device) -> None:
@@ -328,9 +328,9 @@ class Memory:
         return views
 
     def verify(self) -> None:
-        """Verify all pages of the disk tier, see `DiskStore.check_all`; without one, do nothing."""
+        """Verify all pages on the disk, see `DiskStore.verify_all`; without a disk, do nothing."""
         if self._disk is not None:
-            self._disk.check_all()
+            self._disk.verify_all()
 
     @property
     def disk(self) -> DiskStore | None:

@@ -74,7 +74,7 @@ def mentioning_restart(*, interrupted: bool) -> Iterator[None]:
 
 
 class PageSums:
-    """Checksums of one file: `check` and `change` verify pages, commits renew their checksums.
+    """Checksums of one file: `verify` and `change` verify pages, commits renew their checksums.
 
     Some methods take `rows`, int64 `[n]`, `row_bytes` and `first_byte`. Row r is `row_bytes` bytes
     from `first_byte + r * row_bytes` on, and -1 is no row. By default rows are pages. Methods that
@@ -129,7 +129,7 @@ class PageSums:
         """
         return fetch_rows(self.path, self._data, rows, row_bytes, first_byte)
 
-    def check(self, rows: Tensor, row_bytes: int = PAGE_BYTES, first_byte: int = 0) -> None:
+    def verify(self, rows: Tensor, row_bytes: int = PAGE_BYTES, first_byte: int = 0) -> None:
         """Verify the pages of rows that were not verified yet.
 
         Raises:
@@ -140,9 +140,9 @@ class PageSums:
         is_verified = self._is_verified[: self.pages]
         pages = page_ops.pages_without_mark(is_verified, rows, row_bytes, first_byte, PAGE_BYTES)
         if pages.numel():
-            self._verify(pages.unique())
+            self._verify_pages(pages.unique())
 
-    def check_all(self) -> None:
+    def verify_all(self) -> None:
         """Verify every page that was not verified yet.
 
         Raises:
@@ -153,10 +153,10 @@ class PageSums:
         for start in range(0, self.pages, _PAGES_PER_STEP):
             is_verified = self._is_verified[start : min(start + _PAGES_PER_STEP, self.pages)]
             pages = (is_verified == 0).nonzero().squeeze(1) + start
-            self._verify(pages, skip_holes=True)
+            self._verify_pages(pages, skip_holes=True)
         self.all_verified = True
 
-    def _verify(self, pages: Tensor, *, skip_holes: bool = False) -> None:
+    def _verify_pages(self, pages: Tensor, *, skip_holes: bool = False) -> None:
         """Compare the checksums of pages, int64 `[n]`; raise ChecksumError if one differs."""
         if not pages.numel():
             return
@@ -176,7 +176,7 @@ class PageSums:
             f"{self._describe(begin, end)}){omitted} is not as the last flush left it; {_WAY_OUT}"
         )
 
-    def check_root(self, expected: int) -> None:
+    def verify_root(self, expected: int) -> None:
         """Verify the checksums themselves against the root in the manifest.
 
         Raises:
@@ -198,7 +198,7 @@ class PageSums:
         Raises:
             ChecksumError: a page is not as the last commit left it.
         """
-        self.check(rows, row_bytes, first_byte)
+        self.verify(rows, row_bytes, first_byte)
         page_ops.mark_pages_(
             [self._is_verified, self._is_changed], rows, row_bytes, first_byte, PAGE_BYTES
         )

@@ -126,7 +126,7 @@ class Model:
 def make(directory: Path, model: Model) -> None:
     """A store with the tables of the model, committed."""
     store = open_store(directory)
-    assert store.created
+    assert store.is_new
     with store.writing_everything():
         for target, source in zip([store.weights, *store.states], model.tensors, strict=True):
             target.copy_(source)
@@ -172,7 +172,7 @@ def check(directory: Path, model: Model, board: Board) -> str:
         shutil.rmtree(directory)
         make(directory, model)
         return "refused"
-    assert not store.created
+    assert not store.is_new
     model.compare(store, board.acknowledged, under_way=under_way)
     store.close()
     return "opened"

@@ -39,14 +39,14 @@ def same(store: DiskStore, expected: list[torch.Tensor]) -> bool:
 
 def test_a_new_store_is_zeros_until_its_first_commit(tmp_path: Path) -> None:
     store = simple(tmp_path / "a" / "b")
-    assert store.created
+    assert store.is_new
     assert store.committed_numbers == []
     assert store.weights.shape == (40,)
     assert not store.weights.any()
     store.weights.fill_(1.0)
     store.close()
     store = simple(tmp_path / "a" / "b")
-    assert store.created
+    assert store.is_new
     assert not store.weights.any()
 
 
@@ -63,7 +63,7 @@ def test_what_was_committed_is_found(
     expected = everything(store)
     store.close()
     store = DiskStore(tmp_path, TABLES, dtype, STATES, state_dtype)
-    assert not store.created
+    assert not store.is_new
     assert store.committed_numbers == numbers
     assert same(store, expected)
 
@@ -81,7 +81,7 @@ def test_the_tensors_are_the_files(tmp_path: Path) -> None:
 def test_no_tables(tmp_path: Path) -> None:
     for created in (True, False):
         store = DiskStore(tmp_path, [], torch.float32, STATES, torch.float32)
-        assert store.created is created
+        assert store.is_new is created
         assert store.weights.numel() == 0
         store.protect(torch.empty(0, dtype=torch.int64))
         with store.writing_everything():
@@ -280,7 +280,7 @@ def test_what_was_not_committed_is_undone(tmp_path: Path, rows: torch.Tensor) ->
     store.close()
     for _ in range(2):
         store = open_store(tmp_path)
-        assert not store.created
+        assert not store.is_new
         assert store.committed_numbers == [7.0]
         assert same(store, before)
         store.close()

@@ -139,12 +139,12 @@ class History:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 store = self.open(directory)
-            store.check_all()
+            store.verify_all()
         except (RuntimeError, ValueError) as error:
             if not expected.may_refuse or expected.refusal not in str(error):
                 raise AssertionError(f"refused {where}") from error
             return "refused"
-        found = 0 if store.created else int(store.committed_numbers[0])
+        found = 0 if store.is_new else int(store.committed_numbers[0])
         allowed = {expected.acknowledged} | (
             {expected.acknowledged + 1} if expected.under_way else set()
         )

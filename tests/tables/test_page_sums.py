@@ -49,7 +49,7 @@ def flip(path: Path, at: int) -> None:
 def train(store: DiskStore, rows: list[int]) -> None:
     """Change rows of the first two tables, as a step does."""
     numbers = torch.tensor(rows)
-    store.touch(numbers)
+    store.verify(numbers)
     store.protect(numbers)
     store.weights[: 1200 * 8].view(-1, 8)[numbers] += 1
     store.states[0][numbers] += 1
@@ -58,7 +58,7 @@ def train(store: DiskStore, rows: list[int]) -> None:
 def verify_all(directory: Path, verify: Verify) -> None:
     store = open_store(directory, verify)
     try:
-        store.check_all()
+        store.verify_all()
     finally:
         store.close()
 
@@ -109,7 +109,7 @@ def test_an_error_names_file_page_rows_and_ways_out(tmp_path: Path) -> None:
         open_store(tmp_path, Verify.OPEN)
     store = open_store(tmp_path)
     with pytest.raises(ChecksumError, match=r"state_sum\.bin .*page 0 .*, and 1 more pages\)? is"):
-        store._sums[1].check_all()
+        store._sums[1].verify_all()
 
 
 def test_by_touch_only_what_is_used_is_verified(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_by_touch_only_what_is_used_is_verified(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     train(store, [5, 600])
     with pytest.raises(ChecksumError, match=r"rows 256 to 383 of table 'a'"):
-        store.touch(torch.tensor([[299]]))
+        store.verify(torch.tensor([[299]]))
     before = tensors(store)[0].clone()
     for rows in ([299], [5, 383]):
         with pytest.raises(ChecksumError, match="page 2 "):  # else it would get a checksum
@@ -129,9 +129,9 @@ def test_by_touch_only_what_is_used_is_verified(tmp_path: Path) -> None:
     store.commit([0.3])
     store.close()
     store = open_store(tmp_path)
-    store.touch(torch.tensor([5, 600]))
+    store.verify(torch.tensor([5, 600]))
     with pytest.raises(ChecksumError, match="page 2 "):
-        store.check_all()
+        store.verify_all()
 
 
 def test_a_row_of_several_pages(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_row_of_several_pages(tmp_path: Path) -> None:
         flip(tmp_path / "weights.bin", at)
         store = open_store(tmp_path)
         with pytest.raises(ChecksumError):
-            store.touch(torch.tensor([1200]))
-        store.touch(torch.tensor([1204]))
+            store.verify(torch.tensor([1200]))
+        store.verify(torch.tensor([1204]))
         store.close()
         flip(tmp_path / "weights.bin", at)
 

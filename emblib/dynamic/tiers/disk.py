@@ -329,7 +329,7 @@ class RowFile:
         """Return the rows at slots, -1 for none, after verifying their pages at first use."""
         self._fetch(slots)
         _, value_sums = self.sums  # heads are verified when the store is opened
-        value_sums.check(slots, self.row_bytes)
+        value_sums.verify(slots, self.row_bytes)
         positions, words, _ = tiers.tier_read(self.heads.rows, slots, 0)
         _, _, rows = tiers.tier_read(self.values.rows, slots, self.row_bytes)
         return FoundRows(positions, StoredRows.from_words(words[1:], rows))
@@ -528,11 +528,11 @@ class DiskRows:
         with mentioning_restart(interrupted=interrupted):
             for row_file, roots in zip(self._row_files, self._roots, strict=True):
                 for sums, root in zip(row_file.sums, roots, strict=True):
-                    sums.check_root(root)
+                    sums.verify_root(root)
                 head_sums, value_sums = row_file.sums
-                head_sums.check_all()
+                head_sums.verify_all()
                 if interrupted or self._verify is Verify.OPEN:
-                    value_sums.check_all()
+                    value_sums.verify_all()
         if interrupted:
             warn_of_restart(self.directory)
 
