@@ -34,8 +34,8 @@ class FusedTableEntry:
         names: names of its parameters within the module that contains it.
         modules: the modules with shards of the table on this rank; may be empty.
         parameters: parameters of these shards, by name.
-        identity: object that all entries of one shared table have in common; None for a table
-            that is not shared.
+        identity: object that the entries of one shared table have in common, and no entries of
+            different tables; may be None for a table that is not shared.
     """
 
     optimizer: Optimizer
@@ -52,11 +52,13 @@ def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
         parameters = handle.fused_parameters()
         if parameters:
             parameters_by_name = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
-            optimizer = handle.module.optimizer
-            modules = handle.fused_modules()
             entries.append(
                 FusedTableEntry(
-                    optimizer, tuple(parameters_by_name), modules, parameters_by_name, handle
+                    optimizer=handle.module.optimizer,
+                    names=tuple(parameters_by_name),
+                    modules=handle.fused_modules(),
+                    parameters=parameters_by_name,
+                    identity=handle,
                 )
             )
     return entries
@@ -65,7 +67,10 @@ def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
 def optimizer_state(
     groups: TableGroups, prefix: str, handles: Handles
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the optimizer states of each parameter, as views, and a copy of `hyper`."""
+    """Return the optimizer states of each parameter, as views, and a copy of `hyper`.
+
+    `handles` are by name of the table, in the order of the slices of `groups`.
+    """
     return {
         name: {**states, HYPER: module.hyperparams.clone()}
         for name, module, states in _table_states(groups, prefix, handles)
@@ -108,8 +113,8 @@ def load_optimizer_state(
 
     Raises:
         KeyError: a parameter or one of its states is missing.
-        ValueError: a state of another shape, or hyperparameters that the optimizer cannot have.
-            Nothing is written in either case.
+        ValueError: a state has another shape or no values, or the optimizer cannot have the
+            hyperparameters. Nothing is written in either case.
     """
     check_optimizer_state(groups, prefix, handles, state)
     newest_hyper: dict[int, Tensor] = {}  # by the id of a module
@@ -122,9 +127,9 @@ def load_optimizer_state(
             newest_hyper[id(module)] = hyper
     handle_of = {id(handle.module): handle for handle in handles.values()}
     for module_id, hyper in newest_hyper.items():
-        for updated_module in handle_of[module_id].fused_modules():
-            updated_module.load_hyperparams(hyper)
-            updated_module.set_step(int(hyper[Hyper.STEP]))
+        for module in handle_of[module_id].fused_modules():
+            module.load_hyperparams(hyper)
+            module.set_step(int(hyper[Hyper.STEP]))
         handle_of[module_id].commit()
 
 

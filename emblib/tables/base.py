@@ -291,7 +291,7 @@ class FusedTables(nn.Module):
         check_learning_rate(lr)
         # A kernel argument; `= lr` might copy from the host, and wait for the GPU.
         self.hyperparams[Hyper.LEARNING_RATE].fill_(lr)
-        hyperparameters.notify_followers(self, lr)
+        hyperparameters.notify_observers(self, lr)
 
     @atomic
     def set_hyperparameters(self, **changes: Any) -> None:

@@ -17,8 +17,8 @@ On a GPU a prefetch may run on another stream than the training step. It waits f
 released batches, whose rows it may evict. The lookup of the prefetched batch waits for the
 prefetch. The updates of batches in flight and the prefetch do not wait for each other, unless
 moving a row rounds it: the prefetch leaves rows of these batches in their slots, or in their tables
-if they have no way. If such a row gets a way for the prefetched batch, its fetch is deferred until
-that batch is looked up (`DeferredRows`), after the updates of earlier batches. Slots are looked up
+if they have no way. If such a row gets a way for the prefetched batch, its fetch is postponed until
+that batch is looked up (`PostponedRows`), after the updates of earlier batches. Slots are looked up
 again only then.
 
 As long as all work is on one stream, the stream orders it: there are no events and no waits.
@@ -47,7 +47,7 @@ from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import version_of
 from emblib.tables.recomputation import RunningForward, running_forward
-from emblib.tables.row_cache import DeferredRows, RowCache
+from emblib.tables.row_cache import PostponedRows, RowCache
 
 
 class BatchId(NamedTuple):
@@ -141,7 +141,7 @@ class InFlight:
         else:
             owner.wait_for_prefetch()
         if self.ticket is not None:
-            owner.fetch_deferred(self.ticket.number)
+            owner.fetch_postponed(self.ticket.number)
         if self.ticket is None or self._last_arrival < owner.last_arrival:
             # The batch was released, so its rows may have been evicted since.
             locations = autograd.RowLocations(locations.groups, owner.find(locations.groups))
@@ -191,14 +191,14 @@ class InFlight:
 _NUM_LOCATIONS = len(tbe.Groups._fields) + 2
 
 
-class _DeferredFetch(NamedTuple):
-    """Rows whose fetch is deferred until batch `number` is looked up.
+class _PostponedFetch(NamedTuple):
+    """Rows whose fetch is postponed until batch `number` is looked up.
 
     Attributes:
         number: number of the batch.
         tiers: the memory between which the rows move.
         tensors: results of the op that lists the rows; empty until it has run.
-        first_field: index in `tensors` of the first field of `DeferredRows`.
+        first_field: index in `tensors` of the first field of `PostponedRows`.
     """
 
     number: int
@@ -207,10 +207,10 @@ class _DeferredFetch(NamedTuple):
     first_field: int
 
     @property
-    def fetches(self) -> DeferredRows | None:
+    def rows(self) -> PostponedRows | None:
         """Return the rows to fetch, if they are listed."""
-        tensors = self.tensors[self.first_field : self.first_field + len(DeferredRows._fields)]
-        return DeferredRows(*tensors) if tensors else None
+        tensors = self.tensors[self.first_field : self.first_field + len(PostponedRows._fields)]
+        return PostponedRows(*tensors) if tensors else None
 
 
 class _Prefetched(NamedTuple):
@@ -292,19 +292,17 @@ class PrefetchingCache:
         self._queue: deque[_Prefetched] = deque()
         self._tickets: dict[int, _Ticket] = {}  # ticket per batch in flight
         self._dropped: deque[_Ticket] = deque()  # to be released by the next batch
-        self._deferred_fetches: deque[_DeferredFetch] = deque()  # in the order of the tickets
+        self._postponed_fetches: deque[_PostponedFetch] = deque()  # in the order of the tickets
         self._fetches_until_probe = 0  # see `_read_pages`
         self._last_prefetch = _LastWork()
         self._last_access = _LastWork()  # accesses: finds, updates and flushes
-        self._last_deferred_fetch = _LastWork()  # deferred fetches
+        self._last_postponed = _LastWork()  # postponed fetches
         self._streams: list[torch.cuda.Stream] = []  # up to two streams that have work
 
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
-        work = {
-            name: _LastWork() for name in ("_last_prefetch", "_last_access", "_last_deferred_fetch")
-        }
-        empty = {name: deque[object]() for name in ("_queue", "_dropped", "_deferred_fetches")}
+        work = {name: _LastWork() for name in ("_last_prefetch", "_last_access", "_last_postponed")}
+        empty = {name: deque[object]() for name in ("_queue", "_dropped", "_postponed_fetches")}
         return {**self.__dict__, **work, **empty, "_tickets": {}, "_streams": []}
 
     @property
@@ -328,7 +326,7 @@ class PrefetchingCache:
         if torch.cuda.is_current_stream_capturing():  # its stream ends with the capture
             return False
         for first_stream in self._streams:
-            for work in (self._last_prefetch, self._last_access, self._last_deferred_fetch):
+            for work in (self._last_prefetch, self._last_access, self._last_postponed):
                 work.end_on(first_stream)
             for ticket in (*self._tickets.values(), *self._dropped):
                 ticket.stream = first_stream
@@ -469,7 +467,7 @@ class PrefetchingCache:
         self._release_dropped()
         if not is_one_stream:
             self._last_access.wait()
-            self._last_deferred_fetch.wait()
+            self._last_postponed.wait()
             self._last_prefetch.begin(batch.indices.device)
         size = self._size_of_pass(batch)
         if size < batch.indices.numel() or self.memory.disk is not None:
@@ -489,19 +487,19 @@ class PrefetchingCache:
         postpones = self.cache.weights.is_cuda and not self.rounds_rows and len(self._tickets) > 1
         results: list[Tensor] = []
         if postpones:
-            self._deferred_fetches.append(
-                _DeferredFetch(ticket.number, tiers, results, _NUM_LOCATIONS)
+            self._postponed_fetches.append(
+                _PostponedFetch(ticket.number, tiers, results, _NUM_LOCATIONS)
             )
         else:
             self.last_arrival = ticket.number
         prefetch = self.cache.prefetch(ticket.number, tiers, batch, check, postpones=postpones)
         # One C call runs the op and stores its results: no interrupt can come between the two, and
-        # lose the list of deferred rows.
+        # lose the list of postponed rows.
         results.extend(chain.from_iterable(map(call, (prefetch,))))
         if not results:
             self.release(ticket)
             flight.ticket = None
-            self.cache.return_ticket()
+            self.cache.cancel_ticket()
             return False
         *groups, row_slots, slots = results[:_NUM_LOCATIONS]
         flight.set_locations(autograd.RowLocations(tbe.Groups(*groups), row_slots, slots))
@@ -552,15 +550,15 @@ class PrefetchingCache:
         """Fetch the rows of a batch pass by pass; return the slots of the last pass's rows.
 
         Rows that an update of an earlier batch in flight may still write are listed in
-        `_deferred_fetches` instead, if the cache is on a GPU.
+        `_postponed_fetches` instead, if the cache is on a GPU.
         """
         disk, first_row = self.memory.disk, self.memory.layout.first_disk_row
-        deferred: list[DeferredRows] = []
+        postponed: list[PostponedRows] = []
         tiers = self.moved_tiers(tiers)
         if self.cache.weights.is_cuda and not self.rounds_rows and len(self._tickets) > 1:
-            deferred = [self.cache.no_deferred_rows(groups.rows.numel()) for groups in passes]
-            self._deferred_fetches.extend(
-                _DeferredFetch(number, tiers, list(fetches), 0) for fetches in deferred
+            postponed = [self.cache.empty_postponed_rows(groups.rows.numel()) for groups in passes]
+            self._postponed_fetches.extend(
+                _PostponedFetch(number, tiers, list(rows), 0) for rows in postponed
             )
         else:
             self.last_arrival = number
@@ -572,33 +570,33 @@ class PrefetchingCache:
                 self._read_pages(groups_of_pass[0], evicted)
                 disk.verify(self._disk_rows(groups_of_pass[0]))
                 disk.protect(evicted)
-            row_slots = self.cache.fetch(tiers, groups_of_pass, deferred)[-1]
+            row_slots = self.cache.fetch(tiers, groups_of_pass, postponed)[-1]
         return row_slots
 
-    def fetch_deferred(self, number: int) -> None:
-        """Fetch on the current stream the rows that prefetches up to ticket `number` deferred.
+    def fetch_postponed(self, number: int) -> None:
+        """Fetch on the current stream the rows that prefetches up to ticket `number` postponed.
 
         Updates that are already enqueued run before it; later ones look up their slots again.
         """
         is_one_stream, device = self.note_stream(), self.cache.weights.device
         if not is_one_stream:
-            self._last_deferred_fetch.wait()
-        while self._deferred_fetches and self._deferred_fetches[0].number <= number:
-            work, fetches = self._deferred_fetches[0], self._deferred_fetches[0].fetches
-            if fetches is None:
-                self._deferred_fetches.popleft()
+            self._last_postponed.wait()
+        while self._postponed_fetches and self._postponed_fetches[0].number <= number:
+            work, rows = self._postponed_fetches[0], self._postponed_fetches[0].rows
+            if rows is None:
+                self._postponed_fetches.popleft()
                 continue
             if not is_one_stream:
                 self._last_access.wait()
-                self._last_deferred_fetch.begin(device)
-                for tensor in fetches:
+                self._last_postponed.begin(device)
+                for tensor in rows:
                     tensor.record_stream(torch.cuda.current_stream(device))
             self.last_arrival = max(self.last_arrival, work.number)
             # In one native call: fetching a row again would lose the updates in between.
-            fetch = self.cache.fetch_deferred(work.tiers, fetches)
-            in_one_call(fetch, partial(self._deferred_fetches.popleft))
+            fetch = self.cache.fetch_postponed(work.tiers, rows)
+            in_one_call(fetch, partial(self._postponed_fetches.popleft))
             if not is_one_stream:
-                self._last_deferred_fetch.end(device)
+                self._last_postponed.end(device)
 
     def find(self, groups: tbe.Groups) -> Tensor:
         """Return the current slots of a batch's distinct rows, int32, after all prefetches."""
@@ -696,7 +694,7 @@ class PrefetchingCache:
         """
         while self._dropped:
             ticket = self._dropped[0]
-            self.fetch_deferred(ticket.number)
+            self.fetch_postponed(ticket.number)
             if ticket.stream is not None and not torch.cuda.is_current_stream_capturing():
                 self.begin_access()
                 _wait_for(ticket.stream.record_event())  # the looked-up rows may still be read
@@ -733,15 +731,15 @@ class PrefetchingCache:
                 disk.commit(tiers.hyperparams.tolist())
 
     def complete_fetches(self) -> None:
-        """Make the current stream wait for all prefetches, and fetch rows that they deferred."""
+        """Make the current stream wait for all prefetches, and fetch rows that they postponed."""
         self.wait_for_prefetch()
-        self.fetch_deferred(self.cache.last_ticket)
+        self.fetch_postponed(self.cache.last_ticket)
 
     def reset(self) -> None:
         """Empty the cache and forget prefetched batches; updates of cached rows are dropped."""
         with self.lock:
             self._queue.clear()
-            self._deferred_fetches.clear()
+            self._postponed_fetches.clear()
             self.complete_fetches()
             self.begin_access()
             self.last_arrival = self.cache.new_ticket()  # no earlier batch has rows in the cache

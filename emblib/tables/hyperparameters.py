@@ -45,25 +45,25 @@ class HasHyperparams(Protocol):
         """Return the `hyperparams` that `optimizer` has before its first step, on the CPU."""
 
 
-class Follower(Protocol):
+class Observer(Protocol):
     """Observer of the hyperparameters of modules, such as a parameter group; must be hashable."""
 
-    def follow(self, module: HasHyperparams, lr: float | None) -> None:
+    def update(self, module: HasHyperparams, lr: float | None) -> None:
         """React to changed fields of `module.optimizer`, and a changed rate unless `lr` is None."""
 
 
-_followers: WeakKeyDictionary[HasHyperparams, WeakSet[Any]] = WeakKeyDictionary()
+_observers: WeakKeyDictionary[HasHyperparams, WeakSet[Any]] = WeakKeyDictionary()
 
 
-def add_follower(module: HasHyperparams, follower: Follower) -> None:
-    """Have `notify_followers(module)` call `follower.follow`; both are referenced weakly."""
-    _followers.setdefault(module, WeakSet()).add(follower)
+def add_observer(module: HasHyperparams, observer: Observer) -> None:
+    """Have `notify_observers(module)` call `observer.update`; both are referenced weakly."""
+    _observers.setdefault(module, WeakSet()).add(observer)
 
 
-def notify_followers(module: HasHyperparams, lr: float | None = None) -> None:
-    """Tell the followers of a module that its optimizer or, unless None, its rate `lr` changed."""
-    for follower in list(_followers.get(module, ())):
-        follower.follow(module, lr)
+def notify_observers(module: HasHyperparams, lr: float | None = None) -> None:
+    """Tell the observers of a module that its optimizer or, unless None, its rate `lr` changed."""
+    for observer in list(_observers.get(module, ())):
+        observer.update(module, lr)
 
 
 def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
@@ -90,7 +90,7 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
 
 
 def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
-    """Change fields of a module's optimizer and its `hyperparams`, and notify its followers.
+    """Change fields of a module's optimizer and its `hyperparams`, and notify its observers.
 
     Step and seed stay. Without `lr` among the changes the learning rate stays, too; the host then
     waits for the device to read it. Raises the errors of `with_changes`, before anything changes.
@@ -107,11 +107,11 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     optimizer_args = slice(Hyper.OPTIMIZER_ARGS, len(values))
     for entries in (slice(Hyper.STEP), slice(Hyper.L2, Hyper.SEED), optimizer_args):
         module.hyperparams[entries].copy_(values[entries])
-    notify_followers(module, changed.lr)
+    notify_observers(module, changed.lr)
 
 
 def set_saved_fields(module: HasHyperparams, saved: Tensor) -> None:
-    """Set the fields of `module.optimizer` to saved `hyperparams`, and notify its followers.
+    """Set the fields of `module.optimizer` to saved `hyperparams`, and notify its observers.
 
     `module.hyperparams` does not change: the caller copies `saved` there. `saved` is `[n]`, of any
     dtype and device; if it is on a GPU, the host waits. Nothing changes where
@@ -122,7 +122,7 @@ def set_saved_fields(module: HasHyperparams, saved: Tensor) -> None:
     """
     if (changed := with_saved_hyperparams(module.optimizer, saved)) is not None:
         module.optimizer, lr = changed
-        notify_followers(module, lr)
+        notify_observers(module, lr)
 
 
 def with_saved_hyperparams(optimizer: Optimizer, saved: Tensor) -> tuple[Optimizer, float] | None:
@@ -155,8 +155,8 @@ def with_saved_hyperparams(optimizer: Optimizer, saved: Tensor) -> tuple[Optimiz
         ) from error
 
 
-# Entries of torch.optim that tables do not support, and the value that asks for no effect; None
-# asks for none either. Entries that only select an implementation, such as `foreach`, are ignored.
+# Entries of torch.optim that tables do not support, and the value without effect; None is without
+# effect too. Entries that only select an implementation, such as `foreach`, are ignored.
 _UNSUPPORTED_ENTRIES: dict[str, Any] = {
     "amsgrad": False,
     "centered": False,
@@ -219,7 +219,7 @@ def changes_of_group(optimizer: Optimizer, entries: Mapping[str, Any]) -> GroupC
     for name, value in values.items():
         if name in field_names and name not in _DECAY_ENTRIES:
             changes.fields[name] = float(value) if name == "lr" else value
-        elif name not in _DECAY_ENTRIES and not _is_neutral(name, value):
+        elif name not in _DECAY_ENTRIES and not _is_without_effect(name, value):
             accepted_names = sorted(("lr", *group_entries_of(optimizer)))
             raise ValueError(
                 f"{name}={value!r} has no effect on tables with {type(optimizer).__name__}: "
@@ -241,8 +241,8 @@ def _is_known(name: str) -> bool:
     return name in _FIELDS or name in _UNSUPPORTED_ENTRIES or name in _DECAY_ENTRIES
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether the value of an entry asks for no effect, e.g. None, False or 0."""
+def _is_without_effect(name: str, value: Any) -> bool:
+    """Return whether the value of an entry has no effect, e.g. None, False or 0."""
     return value is None or value == _UNSUPPORTED_ENTRIES.get(name, 0.0)
 
 

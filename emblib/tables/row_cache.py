@@ -12,7 +12,7 @@ flight.
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain, starmap, tee, zip_longest
 from operator import call
@@ -147,7 +147,7 @@ class CacheLayout:
         return slot_bytes * cache_ops.WAYS
 
 
-class DeferredRows(NamedTuple):
+class PostponedRows(NamedTuple):
     """The rows of a prefetched batch that a GPU fetches only when the batch is looked up.
 
     Attributes:
@@ -251,7 +251,7 @@ class RowCache(nn.Module):
             state_dtype=precision.states,
         )
         sets = number_of_sets(options, layout, device)
-        return cls(CacheLayout(**{**vars(layout), "sets": sets}), device)
+        return cls(replace(layout, sets=sets), device)
 
     def _initialise(self) -> None:
         """Initialise all tensors but weights and states, also of a cache that left `meta`."""
@@ -277,7 +277,7 @@ class RowCache(nn.Module):
         self._last_ticket += 1
         return self._last_ticket
 
-    def return_ticket(self) -> None:
+    def cancel_ticket(self) -> None:
         """Take the newest ticket back, because its batch was not fetched."""
         self.release(self._last_ticket)
         self._last_ticket -= 1
@@ -305,10 +305,10 @@ class RowCache(nn.Module):
         oldest = min(self._in_flight, default=self._last_ticket + 1)
         return self.clock[0] - (self._last_ticket - oldest)
 
-    def no_deferred_rows(self, length: int) -> DeferredRows:
-        """Return lists for `fetch` to fill, of no rows yet, for a batch of `length` lookups."""
+    def empty_postponed_rows(self, length: int) -> PostponedRows:
+        """Return lists without rows, which `fetch` fills, for a batch of `length` lookups."""
         clock = self.clock  # int64, on the device of the cache
-        return DeferredRows(
+        return PostponedRows(
             rows=clock.new_empty(length),
             slots=clock.new_empty(length, dtype=torch.int32),
             num_rows=clock.new_zeros(1, dtype=torch.int32),
@@ -327,7 +327,7 @@ class RowCache(nn.Module):
             batch: the lookups.
             check: the bounds check that the op makes.
             postpones: whether the op, on a GPU, lists rows that the update of an earlier batch in
-                flight may still write, for `fetch_deferred`, instead of fetching them.
+                flight may still write, for `fetch_postponed`, instead of fetching them.
 
         Returns:
             partial: a call of `cache_prefetch_`, see `emblib.ops.cache` for its results; it returns
@@ -356,7 +356,7 @@ class RowCache(nn.Module):
         )
 
     def fetch(
-        self, tiers: Tiers, passes: Sequence[Groups], deferred: Sequence[DeferredRows] = ()
+        self, tiers: Tiers, passes: Sequence[Groups], postponed: Sequence[PostponedRows] = ()
     ) -> list[Tensor]:
         """Fetch the rows of the batch that entered last, pass by pass.
 
@@ -366,9 +366,9 @@ class RowCache(nn.Module):
         Args:
             tiers: the memory of the tables.
             passes: grouped lookups of each pass.
-            deferred: `no_deferred_rows` of each pass, on a GPU. The op adds the rows to it that the
-                update of an earlier batch in flight may still write in their tables, and
-                `fetch_deferred` fetches these. () fetches all rows now.
+            postponed: `empty_postponed_rows` of each pass, on a GPU. The op lists there the rows
+                that the update of an earlier batch in flight may still write in their tables, for
+                `fetch_postponed`. () fetches all rows now.
 
         Returns:
             Slot of each distinct row of each pass, int32 `[L]`; -1 for a row that got none.
@@ -377,7 +377,7 @@ class RowCache(nn.Module):
         # by pass, each plan before its move.
         moves, plan_results = [], []
         conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
-        for groups, fetches in zip_longest(passes, deferred):
+        for groups, postponed_rows in zip_longest(passes, postponed):
             plan = partial(native(cache_ops.plan_), *self._plan_arguments(groups))
             # The move asks for the plan's results, which runs the plan; `tee` keeps them for us.
             results_to_move, results = tee(map(call, (plan,)))
@@ -389,24 +389,24 @@ class RowCache(nn.Module):
                 self.table_features,
                 groups.rows,
                 groups.count,
-                postponed=[*conflicts, *(fetches or ())],
+                postponed=[*conflicts, *(postponed_rows or ())],
             )
             moves.append(starmap(move, results_to_move))
             plan_results.append(results)
         deque(chain.from_iterable(moves), maxlen=0)
         return [next(results)[0] for results in plan_results]
 
-    def fetch_deferred(self, tiers: Tiers, fetches: DeferredRows) -> partial[Any]:
-        """Return the call that fetches the rows which `fetch` or `prefetch` deferred."""
+    def fetch_postponed(self, tiers: Tiers, postponed: PostponedRows) -> partial[Any]:
+        """Return the call that fetches the rows which `fetch` or `prefetch` postponed."""
         return partial(
             native(cache_ops.move_),
             tiers.weights,
             tiers.states,
             tiers.hyperparams,
             self.table_features,
-            fetches.rows,
-            fetches.num_rows,
-            fetches.slots,
+            postponed.rows,
+            postponed.num_rows,
+            postponed.slots,
             self.no_rows,
             [],
         )

@@ -166,7 +166,7 @@ def test_rows_without_a_way_that_a_prefetch_brings_in(ahead: int) -> None:
             while prefetched <= min(step + look, len(batches) - 1):
                 with torch.cuda.stream(side):
                     cached.prefetch(*batches[prefetched])
-                left += [work.fetches.num_rows for work in prefetching_cache._deferred_fetches]
+                left += [work.rows.num_rows for work in prefetching_cache._postponed_fetches]
                 prefetched += 1
             if out is None:
                 out = cached(*batch)

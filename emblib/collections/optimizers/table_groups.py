@@ -131,7 +131,7 @@ class _GroupTables:
         self._differing_values: dict[str, list[Any]] = {}
         self._is_writing = self._has_warned = self._has_warned_of_momentum = False
         for module in modules:
-            hyperparameters.add_follower(module, self)
+            hyperparameters.add_observer(module, self)
 
     def has_momentum(self) -> bool:
         """Return whether the tables' optimizer has momentum; warn once if it has none."""
@@ -183,7 +183,7 @@ class _GroupTables:
         elif "lr" in fields:
             module.set_learning_rate(fields["lr"])
 
-    def follow(self, module: Any, lr: float | None) -> None:
+    def update(self, module: Any, lr: float | None) -> None:
         """Record the rate `lr` of a module whose hyperparameters changed, and update the group."""
         if lr is not None:
             self._rates[id(module)] = lr
