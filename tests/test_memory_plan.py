@@ -42,7 +42,7 @@ from emblib.memory_plan.selection import (
     SHARES,
     Limits,
     _uniform_plans,
-    choose_options,
+    select_choices,
     total_nbytes,
     without_dominated,
 )
@@ -246,7 +246,7 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     least = sum(choices[-1].nbytes for choices in options)
     most = sum(choices[0].nbytes for choices in options)
     budget = chance.randint(least, most)
-    nbytes, loss = score(options, choose_options(options, Limits(budget)))
+    nbytes, loss = score(options, select_choices(options, Limits(budget)))
     assert nbytes <= budget
     every = itertools.product(*(range(len(choices)) for choices in options))
     # Bytes are counted in 1/4096 of the budget, rounded up for each table.
@@ -272,7 +272,7 @@ def test_the_choice_within_two_memories_is_the_best_of_all(seed: int) -> None:
         chance.randint(least, sum(some[0].nbytes for some in options)),
         chance.randint(1, sum(some[0].nbytes for some in options)),
     )
-    picked = choose_options(options, limits)
+    picked = select_choices(options, limits)
     assert limits.allow(options, picked)
     cost = sum(some[k].cost for some, k in zip(options, picked, strict=True))
     every = itertools.product(*(range(len(some)) for some in options))
@@ -299,9 +299,9 @@ def test_a_plan_that_fits_two_memories_is_found() -> None:
         plain = MemoryChoice("", config, config, AS_IT_IS, plain_nbytes, plain_nbytes, 0.0, 1.0)
         cached = replace(plain, method="cached", nbytes=10, backing_nbytes=backing_nbytes)
         options.append([plain, cached])
-    assert choose_options(options, Limits(240, 100)) == [0, 1]
+    assert select_choices(options, Limits(240, 100)) == [0, 1]
     with pytest.raises(BudgetError, match="take about 270 B"):
-        choose_options(options, Limits(200, 100))
+        select_choices(options, Limits(200, 100))
 
 
 def test_uniform_plans_come_in_the_order_of_the_options() -> None:

@@ -33,7 +33,7 @@ from emblib.memory_plan.selection import (
     SHARES,
     Limits,
     MemoryChoice,
-    choose_options,
+    select_choices,
     without_dominated,
 )
 from emblib.optim import SGD, Optimizer
@@ -289,9 +289,11 @@ def plan_memory(
     planned = _tables_with_skew(
         model_tables, importances_of(model_tables, importance), trace, losses, backing
     )
-    options = [_make_candidates(table, methods, serving, device) for table in planned]
-    indices = choose_options(options, Limits(budget, None if backing is None else backing.nbytes))
-    choices = tuple(_with_reason(c, k) for c, k in zip(options, indices, strict=True))
+    candidates = [_make_candidates(table, methods, serving, device) for table in planned]
+    indices = select_choices(
+        candidates, Limits(budget, None if backing is None else backing.nbytes)
+    )
+    choices = tuple(_with_reason(c, k) for c, k in zip(candidates, indices, strict=True))
     assumptions = tuple(_describe_assumptions(planned, choices, losses, serving))
     return MemoryPlan(choices, budget, assumptions, backing)
 

@@ -1,10 +1,10 @@
-"""Pick one choice per table: a small sum of costs within the limits of one or two memories.
+"""Select one choice per table, with a small total cost, within the limits of two memories.
 
-Every table has choices, each with bytes of device memory, bytes of backing memory and a cost.
-`choose_options` solves a knapsack, with bytes rounded up to coarse units: over device memory, and
-if backing memory does not suffice for that plan, over both. It compares the result with plans that
-treat all tables alike, and spends the bytes that rounding left unused on the choices with the
-largest gain per byte. So the sum is not always the least.
+Every table has candidates: choices, each with bytes of device memory, bytes of backing memory and
+a cost. `select_choices` solves a knapsack with bytes rounded up to coarse units: over device memory
+alone, and over both memories if that plan takes too much backing memory. It compares the result
+with plans that treat all tables alike, and spends the bytes that rounding left unused on the
+choices with the largest gain per byte. So the total cost is not always the least.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COST_PER_MISS = 1e-6  # so small that it decides only between equal losses
 
 
 class BudgetError(ValueError):
-    """No way to store the tables was found that fits into the budget and into backing memory.
+    """No plan was found that fits into the budget and into backing memory.
 
     Attributes:
         missing_nbytes: bytes by which the smallest plan that was found exceeds one of the two.
@@ -105,7 +105,7 @@ class MemoryChoice:
         return self.importance * self.loss + _COST_PER_MISS * self.lookups * (1.0 - self.hit_rate)
 
 
-Options = Sequence[Sequence[MemoryChoice]]
+Candidates = Sequence[Sequence[MemoryChoice]]
 """The choices of each table, the largest in device memory first."""
 
 
@@ -115,9 +115,9 @@ class Limits(NamedTuple):
     budget: int
     backing: int | None = None
 
-    def allow(self, options: Options, indices: Sequence[int]) -> bool:
+    def allow(self, candidates: Candidates, indices: Sequence[int]) -> bool:
         """Return whether the choices with these indices, one per table, fit."""
-        nbytes, backing = total_nbytes(options, indices)
+        nbytes, backing = total_nbytes(candidates, indices)
         return nbytes <= self.budget and (self.backing is None or backing <= self.backing)
 
 
@@ -140,38 +140,38 @@ def without_dominated(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
     return frontier[::-1]
 
 
-def choose_options(options: Options, limits: Limits) -> list[int]:
-    """Return the index of one choice per table, with a small sum of costs within the limits.
+def select_choices(candidates: Candidates, limits: Limits) -> list[int]:
+    """Return the index of one choice per table, with a small total cost within the limits.
 
     Raises:
         BudgetError: no combination of choices was found that fits.
     """
     try:
-        indices = _choose_smallest(options, limits)
+        indices = _choose_smallest(candidates, limits)
     except BudgetError:
-        indices = [] if limits.backing is None else _knapsack(options, limits, _UNITS_OF_BOTH)
+        indices = [] if limits.backing is None else _knapsack(candidates, limits, _UNITS_OF_BOTH)
         if not indices:
             raise
-    picks = [_knapsack(options, Limits(limits.budget), _device_units(options))]
-    if picks[0] and not limits.allow(options, picks[0]):
-        picks = [_knapsack(options, limits, _UNITS_OF_BOTH)]
-    for candidate in [*picks, *_uniform_plans(options)]:
+    plans = [_knapsack(candidates, Limits(limits.budget), _device_units(candidates))]
+    if plans[0] and not limits.allow(candidates, plans[0]):
+        plans = [_knapsack(candidates, limits, _UNITS_OF_BOTH)]
+    for plan in [*plans, *_uniform_plans(candidates)]:
         if (
-            candidate
-            and limits.allow(options, candidate)
-            and _total_cost(options, candidate) < _total_cost(options, indices)
+            plan
+            and limits.allow(candidates, plan)
+            and _total_cost(candidates, plan) < _total_cost(candidates, indices)
         ):
-            indices = candidate
-    return _use_remaining_bytes(options, indices, limits)
+            indices = plan
+    return _use_remaining_bytes(candidates, indices, limits)
 
 
-def total_nbytes(options: Options, indices: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes of device memory and of backing memory of the picked choices."""
-    picked_choices = [choices[k] for choices, k in zip(options, indices, strict=True)]
-    return sum(c.nbytes for c in picked_choices), sum(c.backing_nbytes for c in picked_choices)
+def total_nbytes(candidates: Candidates, indices: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes of device memory and of backing memory of the selected choices."""
+    selected = [choices[k] for choices, k in zip(candidates, indices, strict=True)]
+    return sum(c.nbytes for c in selected), sum(c.backing_nbytes for c in selected)
 
 
-def _choose_smallest(options: Options, limits: Limits) -> list[int]:
+def _choose_smallest(candidates: Candidates, limits: Limits) -> list[int]:
     """Return choices that take little device memory within the limit of backing memory.
 
     It is the minimum without that limit; with it, choices are exchanged by the least device bytes
@@ -180,12 +180,12 @@ def _choose_smallest(options: Options, limits: Limits) -> list[int]:
     Raises:
         BudgetError: these choices take more than a limit.
     """
-    indices = [len(choices) - 1 for choices in options]
-    nbytes, backing = total_nbytes(options, indices)
+    indices = [len(choices) - 1 for choices in candidates]
+    nbytes, backing = total_nbytes(candidates, indices)
     while limits.backing is not None and backing > limits.backing:
         # Device bytes per saved byte of backing memory, table, and index of the other choice.
         exchanges: list[tuple[float, int, int]] = []
-        for t, (choices, k) in enumerate(zip(options, indices, strict=True)):
+        for t, (choices, k) in enumerate(zip(candidates, indices, strict=True)):
             for index, choice in enumerate(choices):
                 saved = choices[k].backing_nbytes - choice.backing_nbytes
                 if saved > 0:
@@ -199,9 +199,9 @@ def _choose_smallest(options: Options, limits: Limits) -> list[int]:
                 missing_nbytes,
             )
         _, t, indices[t] = min(exchanges)
-        nbytes, backing = total_nbytes(options, indices)
+        nbytes, backing = total_nbytes(candidates, indices)
     if nbytes > limits.budget:
-        smallest_choices = [choices[k] for choices, k in zip(options, indices, strict=True)]
+        smallest_choices = [choices[k] for choices, k in zip(candidates, indices, strict=True)]
         largest = max(smallest_choices, key=lambda choice: choice.nbytes)
         missing_nbytes = nbytes - limits.budget
         bound = "at least" if limits.backing is None else "about"
@@ -216,21 +216,21 @@ def _choose_smallest(options: Options, limits: Limits) -> list[int]:
     return indices
 
 
-def _device_units(options: Options) -> tuple[int, int]:
+def _device_units(candidates: Candidates) -> tuple[int, int]:
     """Return the units of the budget, and none of backing memory."""
-    return max(_DEVICE_UNITS, _DEVICE_UNITS_PER_TABLE * len(options)), 0
+    return max(_DEVICE_UNITS, _DEVICE_UNITS_PER_TABLE * len(candidates)), 0
 
 
-def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[int]:
+def _knapsack(candidates: Candidates, limits: Limits, units: tuple[int, int]) -> list[int]:
     """Return the index of the best choice per table; empty if bytes rounded up do not fit.
 
     Dynamic programming: `least_cost[i, j]` is the least cost of the tables so far, within i units
-    of device memory and j of backing memory. `units` says into how many units each limit is
-    divided; 0 for backing memory without limit.
+    of device memory and j of backing memory. `units` are the numbers of units into which the two
+    limits are divided; 0 for backing memory without limit.
     """
     least_cost = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)
     chosen_by_table = []
-    for choices in options:
+    for choices in candidates:
         costs = torch.full_like(least_cost, math.inf)
         best_choice = torch.zeros_like(least_cost, dtype=torch.int16)
         for k, choice in enumerate(choices):
@@ -248,7 +248,7 @@ def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[
     if not math.isfinite(float(least_cost[-1, -1])):
         return []
     indices, units_left = [], list(units)
-    for choices, best_choice in zip(reversed(options), reversed(chosen_by_table), strict=True):
+    for choices, best_choice in zip(reversed(candidates), reversed(chosen_by_table), strict=True):
         indices.append(int(best_choice[units_left[0], units_left[1]]))
         used_units = _units_used(choices[indices[-1]], limits, units)
         units_left = [
@@ -258,23 +258,20 @@ def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[
 
 
 def _units_used(choice: MemoryChoice, limits: Limits, units: tuple[int, int]) -> tuple[int, int]:
-    """Return the units of device and backing memory of a choice, rounded up.
-
-    `units` says into how many units each of the two limits is divided.
-    """
+    """Return the units of device and backing memory of a choice, rounded up; see `_knapsack`."""
     device_units = -(-choice.nbytes * units[0] // limits.budget)
     if limits.backing is None or not choice.backing_nbytes:
         return device_units, 0
     return device_units, -(-choice.backing_nbytes * units[1] // max(limits.backing, 1))
 
 
-def _uniform_plans(options: Options) -> Iterator[list[int]]:
+def _uniform_plans(candidates: Candidates) -> Iterator[list[int]]:
     """Yield plans that treat all tables alike: the same method at about the same share of bytes."""
-    # In the order of the options: of plans with equal costs, every process picks the same one.
-    for method in dict.fromkeys(choice.method for choices in options for choice in choices):
+    # In the order of the candidates: of plans with equal costs, every process selects the same one.
+    for method in dict.fromkeys(choice.method for choices in candidates for choice in choices):
         for share in SHARES:
             indices = []
-            for choices in options:
+            for choices in candidates:
                 small_enough = [
                     k
                     for k, choice in enumerate(choices)
@@ -284,13 +281,15 @@ def _uniform_plans(options: Options) -> Iterator[list[int]]:
             yield indices
 
 
-def _use_remaining_bytes(options: Options, indices: Sequence[int], limits: Limits) -> list[int]:
+def _use_remaining_bytes(
+    candidates: Candidates, indices: Sequence[int], limits: Limits
+) -> list[int]:
     """Replace choices by better ones while bytes are left, by descending gain per byte."""
     result = list(indices)
     while True:
-        nbytes, backing = total_nbytes(options, result)
+        nbytes, backing = total_nbytes(candidates, result)
         gains: dict[tuple[int, int], float] = {}  # (table, its better choice) -> gain per byte
-        for table, (choices, k) in enumerate(zip(options, result, strict=True)):
+        for table, (choices, k) in enumerate(zip(candidates, result, strict=True)):
             for index, better in enumerate(choices):
                 gain = choices[k].cost - better.cost
                 extra_nbytes = better.nbytes - choices[k].nbytes
@@ -307,5 +306,5 @@ def _use_remaining_bytes(options: Options, indices: Sequence[int], limits: Limit
         result[table] = index
 
 
-def _total_cost(options: Options, indices: Sequence[int]) -> float:
-    return sum(choices[k].cost for choices, k in zip(options, indices, strict=True))
+def _total_cost(candidates: Candidates, indices: Sequence[int]) -> float:
+    return sum(choices[k].cost for choices, k in zip(candidates, indices, strict=True))

@@ -217,7 +217,7 @@ class InputDist(nn.Module):
     """Sorts the ids of batches for the ranks whose shards have their rows, and the received ids.
 
     `start_input_dists` sends them: it calls `outgoing` and `headers` before the sizes are sent,
-    `expect` once the sizes of all ranks have arrived, and `finish` to receive the ids. None of
+    `parse_headers` once those of all ranks have arrived, and `finish` to receive the ids. None of
     these starts a collective; `outgoing`, `finish` and `positions` may wait for the device.
 
     Args:
@@ -228,7 +228,7 @@ class InputDist(nn.Module):
         pooled: whether rows are pooled; then bags without ids for a block of rows may be dropped.
 
     Attributes:
-        is_whole: whether no table is divided by rows.
+        has_whole_tables: whether no table is divided by rows.
     """
 
     def __init__(
@@ -253,20 +253,20 @@ class InputDist(nn.Module):
             unit.feature for unit in layout.ranks[ranks.rank].replicated_units
         ]
         self._unit_features = [f for features in self._features_of_ranks for f in features]
-        self._in_order = self._unit_features == list(range(len(layout.features)))
+        self._is_in_order = self._unit_features == list(range(len(layout.features)))
         columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
         self._mean_columns = sum(columns) / max(len(columns), 1)
         self._unit_bounds = [0, *accumulate(len(features) for features in self._features_of_ranks)]
         self._unit_ranges = list(pairwise(self._unit_bounds))  # numbers of the units of each rank
         # The gradients of replicated tables have a row for every bag.
-        self._whole_units = [
+        self._replicated_units = [
             number
             for _, end in self._unit_ranges
             for number in range(end - len(self._replicated_features), end)
         ]
         self._summed_units, self._num_sums = self._units_of_sums(layout)
         self._dims = [feature.dim for feature in layout.features]
-        self.is_whole = all(num_blocks <= 1 for _, num_blocks, _, _ in blocks.features)
+        self.has_whole_tables = all(num_blocks <= 1 for _, num_blocks, _, _ in blocks.features)
         tables = {
             "unit_features": torch.tensor(self._unit_features, dtype=torch.int64),
             "features": torch.tensor(blocks.features, dtype=torch.int64).view(
@@ -332,7 +332,7 @@ class InputDist(nn.Module):
             weights = ScaledGradient.apply(weights, self._weight_scale)
         # Replicas look up with the weights as they are: their gradients are not scaled.
         sent_inputs = inputs._replace(weights=weights, ids=as_int64(inputs.ids))
-        sort_ids = self._copy_features if self.is_whole else self._bucketize
+        sort_ids = self._copy_features if self.has_whole_tables else self._bucketize
         batch = in_grad_mode(sort_ids, enabled=False)(sent_inputs)
         return batch._replace(counts=self._counts_to_send(sent_inputs, batch))
 
@@ -371,10 +371,10 @@ class InputDist(nn.Module):
         return [[0] * (len(_Header) + end - begin) for begin, end in self._unit_ranges]
 
     def row_nbytes(self, inputs: LocalBatch) -> int:
-        """Return an estimate of the bytes of float32 rows that the ranks return for a batch.
+        """Return an estimate of the bytes of the rows that the ranks return for a batch.
 
-        Of pooled rows one row per bag counts, although tables that are divided by rows may return
-        one per block. Of unpooled rows each id counts with the largest dim. Codecs do not count.
+        It counts float32 rows: one per bag if rows are pooled, although tables that are divided by
+        rows may return one per block, and otherwise one of the largest dim per id.
         """
         if not self._is_pooled:
             return _FLOAT_BYTES * inputs.ids.numel() * max(self._dims, default=0)
@@ -386,7 +386,7 @@ class InputDist(nn.Module):
         ids_per_unit = [id_counts[f] for f in self._unit_features]
         num_ids = [sum(ids_per_unit[begin:end]) for begin, end in self._unit_ranges]
         lengths, ids, weights = inputs.lengths, inputs.ids, inputs.weights
-        if not (self._in_order and sum(id_counts) == ids.numel()):
+        if not (self._is_in_order and sum(id_counts) == ids.numel()):
             lengths = self._lengths_in_order(inputs)
             ids = route.gather_segments(ids, starts, self.unit_features, sum(num_ids))
             if weights is not None:
@@ -450,9 +450,7 @@ class InputDist(nn.Module):
         num_replicated_ids = first_ids[end] - first_ids[end - len(self._replicated_features)]
         if self._is_pooled and not inputs.is_variable:
             skips_sums = self._skips_sums(lengths, unit_bags)
-            units_to_keep = (
-                self._whole_units if skips_sums else self._whole_units + self._summed_units
-            )
+            units_to_keep = self._replicated_units + ([] if skips_sums else self._summed_units)
             lengths, row_numbers, unit_bags = self._drop_empty_bags(
                 lengths, unit_bags, units_to_keep
             )
@@ -484,17 +482,17 @@ class InputDist(nn.Module):
         return int(summed.count_nonzero()) <= self._num_sums * summed.size(1)
 
     def _drop_empty_bags(
-        self, lengths: Tensor, unit_bags: list[int], whole_units: Sequence[int]
+        self, lengths: Tensor, unit_bags: list[int], units_to_keep: Sequence[int]
     ) -> tuple[Tensor, Tensor | None, list[int]]:
         """Drop bags that have no id in a block of rows, if they are many; they need no row.
 
         With one id per bag, each of W blocks of rows has ids of 1/W of the bags. Bags of
-        `whole_units` are not dropped. Returns `lengths`, `row_numbers` and `unit_bags` of the
+        `units_to_keep` are not dropped. Returns `lengths`, `row_numbers` and `unit_bags` of the
         `OutgoingBatch`. Waits for the device if enough could be saved.
         """
         droppable = lengths
-        if whole_units:
-            divided_units = sorted(set(range(len(unit_bags))).difference(whole_units))
+        if units_to_keep:
+            divided_units = sorted(set(range(len(unit_bags))).difference(units_to_keep))
             droppable = lengths.view(len(unit_bags), -1)[divided_units]
         if droppable.numel() * self._mean_columns < _MIN_SAVED_ELEMENTS:
             return lengths, None, unit_bags
@@ -504,8 +502,8 @@ class InputDist(nn.Module):
         if is_full or saved_elements < _MIN_SAVED_ELEMENTS:
             return lengths, None, unit_bags
         has_ids = (lengths > 0).view(len(unit_bags), -1)
-        if whole_units:
-            has_ids[whole_units] = True
+        if units_to_keep:
+            has_ids[units_to_keep] = True
         return lengths[has_ids.view(-1)], number_bags(has_ids).view(-1), has_ids.sum(1).tolist()
 
     def positions(self, received: IncomingBatch) -> Tensor:
@@ -526,7 +524,7 @@ class InputDist(nn.Module):
         parts = positions.split(sent.num_ids)
         return torch.cat([part[: part.numel() - sent.num_replicated_ids] for part in parts])
 
-    def expect(
+    def parse_headers(
         self, inputs: LocalBatch, batch: OutgoingBatch, headers: list[list[int]]
     ) -> _InFlight:
         """Return the sizes of the messages of a batch; `headers[r]` is that of rank r.
@@ -648,7 +646,7 @@ def _split_lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tenso
 
 
 def _batch_kind(inputs: LocalBatch) -> int:
-    """Return a bit mask of what a batch has, on which all ranks must agree."""
+    """Return the `_Kind` of a batch, which must be equal on all ranks."""
     return (
         _Kind.LONG_IDS * (inputs.ids.dtype is not torch.int32)
         + _Kind.WEIGHTS * (inputs.weights is not None)

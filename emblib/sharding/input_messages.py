@@ -149,7 +149,7 @@ def _send_ids(
         for entry in (_Common.ID_NBYTES, _Common.ROW_NBYTES)
     )
     in_flight = [
-        request.input_dist.expect(
+        request.input_dist.parse_headers(
             request.inputs, request.batch, [headers[i] for _, headers in by_rank]
         )
         for i, request in enumerate(outgoing)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from emblib.collections.optimizers import FusedOptimizer
     from emblib.sharding.planner import Planner
 
-BATCH_SIZE = 512
+DEFAULT_BATCH_SIZE = 512
 """Examples per rank that a model is planned for if the caller passes no planner."""
 
 
@@ -59,7 +59,7 @@ class DistributedModelParallel(nn.Module):
         plan: a `ShardingPlan`, or {path of a collection: {table: rule}}. By default `planner` makes
             the plan.
         planner: a `Planner`, which runs on rank 0 if there is no plan; by default a planner for
-            machines like this one and batches of `BATCH_SIZE` examples.
+            machines like this one and batches of `DEFAULT_BATCH_SIZE` examples.
         optimizer: optimizer of tables whose configuration has none, fused into the backward pass;
             None uses the optimizer of their collection.
         wrap: how the dense part is parallelized: "ddp", "fully_shard", "none" or None, or
@@ -68,8 +68,7 @@ class DistributedModelParallel(nn.Module):
         gradients: whether table gradients are the mean over ranks, like gradients of the dense
             part, or the sum.
         init_parameters: whether dense modules on the meta device are allocated and initialized. If
-            not, they stay there for the caller, and are not wrapped: pass `wrap="none"`, and call
-            `wrap_dense` later.
+            not, they stay there: pass `wrap="none"`, allocate them, and then call `wrap_dense`.
 
     Raises:
         TypeError: see `shard`.
@@ -204,11 +203,6 @@ class DistributedModelParallel(nn.Module):
         return self._joint_dist
 
     @property
-    def joint_exchange(self) -> JointDist:
-        """Raise RuntimeError: this is the former name of `joint_dist`."""
-        raise RuntimeError("DistributedModelParallel.joint_exchange is called joint_dist")
-
-    @property
     @shows_attribute_errors
     def plan(self) -> ShardingPlan:
         """Return the sharding of every table."""
@@ -232,8 +226,9 @@ class DistributedModelParallel(nn.Module):
     def copy(self, device: torch.device | str) -> Self:
         """Return a copy with the dense part on `device`, for inference.
 
-        The sharded collections are not copied: both models look up in the same tables. The dense
-        part of the copy is not wrapped, so its gradients are not averaged.
+        The sharded collections are not copied: both models look up in the same tables, so `train()`
+        and `eval()` of one model also set the mode of the collections in the other. The dense part
+        of the copy is not wrapped, so its gradients are not averaged.
 
         Raises:
             RuntimeError: the dense part is wrapped with `FullyShard`: a rank has only a part of it.
@@ -247,11 +242,11 @@ class DistributedModelParallel(nn.Module):
         collections = sharded_modules(self.module).values()
         model = deepcopy(self.module, {id(collection): collection for collection in collections})
         collection_modules = {
-            id(part) for collection in collections for part in collection.modules()
+            submodule for collection in collections for submodule in collection.modules()
         }
-        for part in model.modules():
-            if id(part) not in collection_modules:
-                _move_own_tensors(part, torch.device(device))
+        for submodule in model.modules():
+            if submodule not in collection_modules:
+                _move_own_tensors(submodule, torch.device(device))
         copied = shallow_copy(self)
         copied.__dict__.pop("fused_optimizer", None)
         # `copied._wrapped = ...` would change the dict of submodules that both models share.
@@ -324,20 +319,20 @@ def _place_dense(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) 
     if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
         module.to(ranks.device)
         return
-    for part in module.modules():
-        if not any(t.is_meta for t in (*part.parameters(), *part.buffers())):
-            part.to(ranks.device)
+    for submodule in module.modules():
+        if not any(t.is_meta for t in (*submodule.parameters(), *submodule.buffers())):
+            submodule.to(ranks.device)
 
 
-def _move_own_tensors(part: nn.Module, device: torch.device) -> None:
+def _move_own_tensors(submodule: nn.Module, device: torch.device) -> None:
     """Move the parameters and buffers of a module, without those of its submodules."""
-    for name, parameter in part._parameters.items():
+    for name, parameter in submodule._parameters.items():
         if parameter is not None:
             on_device = parameter.detach().to(device)
-            part._parameters[name] = nn.Parameter(on_device, parameter.requires_grad)
-    for name, buffer in part._buffers.items():
+            submodule._parameters[name] = nn.Parameter(on_device, parameter.requires_grad)
+    for name, buffer in submodule._buffers.items():
         if buffer is not None:
-            part._buffers[name] = buffer.to(device)
+            submodule._buffers[name] = buffer.to(device)
 
 
 def _check_that_tables_are_sharded(module: nn.Module) -> None:
@@ -397,7 +392,7 @@ def make_plan(
 
     def default_planner() -> Planner:
         topology = Topology.detect(ranks.size, ranks.local_size, device=ranks.device.type)
-        return Planner(topology, BATCH_SIZE)
+        return Planner(topology, DEFAULT_BATCH_SIZE)
 
     agreed_planner = fingerprint.agree(
         ranks, lambda: default_planner() if planner is None else planner

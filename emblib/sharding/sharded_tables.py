@@ -609,7 +609,7 @@ class ShardedTables(nn.Module):
     def _is_local(self) -> bool:
         """Return whether this rank looks up every batch itself, so that nothing is sent."""
         has_all_features = len(self._local_layout.units) == len(self.layout.features)
-        return self.ranks.size == 1 and self._input_dist.is_whole and has_all_features
+        return self.ranks.size == 1 and self._input_dist.has_whole_tables and has_all_features
 
     def _inputs(self, features: KeyedJaggedTensor) -> LocalBatch:
         """Return the features of the tables, in the order of the layout."""
