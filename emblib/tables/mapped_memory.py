@@ -8,13 +8,13 @@ streams, and its copies to the host wait, as with any tensor on the GPU.
 Torch imports tensors of other libraries through DLPack. A capsule of the pinned tensor is exported,
 its device is replaced by the GPU, and it is imported again:
 
-    pinned memory <- ends with <- Mapping <- frombuffer <- capsule <- CUDA tensor and its views
+    CUDA tensor and its views -> capsule -> ctypes array -> Mapping -> pinned memory
 
-Torch's allocator reuses freed pinned memory at once, because it does not know of kernels that use
-the memory in place. So a `Mapping`, which ends after the last view, waits for the GPU before the
-memory is freed. While the current stream captures a graph, which a wait would invalidate, it keeps
-the memory; the next `Mapping` that ends otherwise frees it. A capture on another stream is not
-seen.
+Each object keeps the next one alive. Torch's allocator reuses freed pinned memory at once, because
+it does not know of kernels that use the memory in place. So a `Mapping`, which is deleted after the
+last view, waits for its GPU before it frees the memory. A wait would invalidate the capture of a
+graph, so while the current stream captures, the memory is kept until a later `Mapping` is deleted
+outside a capture. A capture on another stream is not noticed.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
-_ended: deque[tuple[Tensor, torch.device]] = deque()  # ended mappings, not yet waited for
+# Memory of deleted mappings, and its GPU, for which the host has not waited yet.
+_unfreed: deque[tuple[Tensor, torch.device]] = deque()
 
 
 class _DLTensor(ctypes.Structure):
@@ -48,7 +49,8 @@ class _DLTensor(ctypes.Structure):
 class Mapping:
     """The use of pinned memory by a GPU, which ends when this object is deleted.
 
-    Its memory is freed after a wait for the GPU, at once or by a later mapping.
+    The deletion waits for the GPU and then frees the memory; during the capture of a graph, a later
+    deletion does both. `device` must have an index: the current GPU may be another one by then.
     """
 
     def __init__(self, pinned: Tensor, device: torch.device) -> None:
@@ -58,23 +60,23 @@ class Mapping:
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
-        _ended.append((self._pinned, self._device))
+        _unfreed.append((self._pinned, self._device))
         with contextlib.suppress(RuntimeError):  # an error of a kernel is raised by other calls
-            _free_ended()
+            _free_memory()
 
 
-def _free_ended() -> None:
-    """Wait for the kernels that may use ended mappings, and free the memory of the mappings.
+def _free_memory() -> None:
+    """Wait for the kernels that may use the memory of deleted mappings, and free it.
 
     Does nothing while the current stream captures a graph.
     """
     if torch.cuda.is_current_stream_capturing():  # a wait would invalidate the capture
         return
-    ended_now = []  # its tensors are freed on return, after the waits
+    freed = []  # on return, after the waits
     with contextlib.suppress(IndexError):  # other threads may pop some of them
         while True:
-            ended_now.append(_ended.popleft())
-    for device in {device for _, device in ended_now}:
+            freed.append(_unfreed.popleft())
+    for device in {device for _, device in freed}:
         torch.cuda.synchronize(device)
 
 
@@ -82,9 +84,9 @@ def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
     """Return a tensor `[N]` on a GPU over the memory of a pinned tensor `[N]`.
 
     `pinned` must be contiguous; not checked. The result and its views keep the memory alive. When
-    the last of them is deleted, the host waits for the GPU and releases the memory; during a graph
-    capture the memory is kept until the next mapping ends outside of one. For an empty tensor the
-    result is a new one. A `device` without an index is the current GPU.
+    the last of them is deleted, the host waits for the GPU and frees the memory; during a graph
+    capture, a later deletion does both. For an empty tensor the result is a new one. A `device`
+    without an index is the current GPU.
 
     Raises:
         ValueError: the tensor has elements and is not pinned.
@@ -95,14 +97,11 @@ def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
     if not pinned.is_pinned():
         raise ValueError("a GPU reads only pinned host memory in place; use .pin_memory()")
     buffer = (ctypes.c_char * pinned.nbytes).from_address(pinned.data_ptr())
-    buffer.mapping = Mapping(pinned, device)  # type: ignore[attr-defined]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    buffer.mapping = Mapping(pinned, torch.device("cuda", index))  # type: ignore[attr-defined]
     capsule = dlpack.to_dlpack(torch.frombuffer(buffer, dtype=pinned.dtype))
     exported = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
     if exported.data != pinned.data_ptr():
         raise RuntimeError("this torch exports tensors in another format than DLPack's first one")
-    exported.device_type, exported.device_id = _DL_CUDA, _device_index(device)
+    exported.device_type, exported.device_id = _DL_CUDA, index
     return dlpack.from_dlpack(capsule)
-
-
-def _device_index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index

@@ -1,6 +1,7 @@
 """Where a table lies changes no result: placements, caches and prefetching against plain tables."""
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -25,6 +26,7 @@ from emblib import (
     TableSpec,
     optim,
 )
+from emblib.tables.mapped_memory import map_pinned
 from tests.tbe_cases import OPTIMIZERS
 
 ROWS, DIMS = (300, 500, 40, 200), (8, 5, 12, 16)
@@ -329,3 +331,18 @@ def test_stochastic_rounding_does_not_depend_on_the_cache(tmp_path: Path) -> Non
         for seed in range(5):
             assert torch.equal(step(near, seed), step(far, seed))
         assert same_tables(near, far)
+
+
+def test_mapped_memory_waits_for_the_gpu_that_was_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    current = [1]
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", lambda capsule: capsule)
+    mapped = map_pinned(torch.ones(3), torch.device("cuda"))
+    current[0] = 0
+    del mapped
+    gc.collect()
+    assert waited == [torch.device("cuda:1")]
