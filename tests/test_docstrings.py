@@ -52,7 +52,7 @@ PACKAGES = (
 WITHOUT_EXAMPLE = {
     "Hyper",
     "Initializer",
-    "Rates",
+    "RowTimes",
     "Storage",
     "TableDescription",
     "TableModule",

@@ -353,7 +353,7 @@ class TableCollection(nn.Module):
     def check_replaced(self) -> None:
         """Raise ValueError if a table cannot move to a new module, see `set_optimizers`."""
         for config in self.configs:
-            config.storage.check_copied(config)
+            config.storage.check_copyable(config)
         for handle in self.groups.handles:
             handle.check_replaced()
 
@@ -395,7 +395,7 @@ class TableCollection(nn.Module):
             ValueError: other bits, or a hash table with a backing store.
         """
         for config in self.configs:
-            config.storage.check_copied(config)
+            config.storage.check_copyable(config)
         with skip_initial_values():
             copied = self._with_configs(self.quantized_configs(bits))
         copied.groups.set_output_dtype(self.groups.output_dtype)

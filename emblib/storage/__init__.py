@@ -6,7 +6,7 @@
 from emblib.storage.base import (
     CutUnits,
     MemoryBytes,
-    Rates,
+    RowTimes,
     Storage,
     TableDescription,
     TableModule,
@@ -43,8 +43,8 @@ __all__ = [
     "Narrow",
     "Quantized",
     "QuotientRemainder",
-    "Rates",
     "RowHash",
+    "RowTimes",
     "Storage",
     "TableDescription",
     "TableHandle",

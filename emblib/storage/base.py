@@ -78,8 +78,8 @@ class TableDescription(Protocol):
 class TableSlice:
     """Rows and columns of a table: `rows` and `columns` are ranges (begin, end).
 
-    The rows of a hash table are capacity for keys, not a range of keys; its keys are divided by
-    hash: `shard` is the block of keys of this slice, None if the table is not sharded. A
+    The rows of a hash table are capacity for keys, not a range of keys. Its keys are divided by
+    hash: `key_block` is the block of keys of this slice, None if the table is not sharded. A
     tensor train can be cut only between slices of its first core, see `emblib.storage.TensorTrain`.
 
     Raises:
@@ -94,7 +94,7 @@ class TableSlice:
     config: TableDescription
     rows: Span
     columns: Span
-    shard: KeyBlock | None = None
+    key_block: KeyBlock | None = None
 
     @staticmethod
     def whole(config: TableDescription) -> TableSlice:
@@ -141,13 +141,13 @@ class TableSlice:
     @property
     def spec(self) -> Any:
         """Return the spec of a table that has the rows and columns of this slice only."""
-        return self.named(self.config.name)
+        return self.spec_named(self.config.name)
 
-    def named(self, name: str) -> Any:
+    def spec_named(self, name: str) -> Any:
         """Return the spec of this slice under another name."""
         return self.storage.slice_spec(self, name)
 
-    def part_of(self, table: Tensor) -> Tensor:
+    def view_of(self, table: Tensor) -> Tensor:
         """Return the view of this slice in the whole table's tensor `[rows, dim]` or `[rows]`."""
         rows = table[self.rows[0] : self.rows[1]]
         return rows if rows.dim() == 1 else rows[:, self.columns[0] : self.columns[1]]
@@ -206,7 +206,7 @@ def has_hyperparams(module: TableModule) -> TypeGuard[TrainedModule]:
     return hasattr(module, "hyperparams")
 
 
-def stored_as(table_slice: TableSlice) -> Precision:
+def precision_of(table_slice: TableSlice) -> Precision:
     """Return dtype and rounding of the stored rows; equal for all slices of a trained module."""
     config = table_slice.config
     rounding = None if config.data_type is torch.float32 else config.rounding
@@ -247,7 +247,7 @@ def same_region(rows: Span, columns: Span) -> tuple[Span, Span]:
 
 
 class MemoryBytes(NamedTuple):
-    """Bytes of a table in device memory, host memory and on disk; predicted ones may be fractions.
+    """Bytes of a table in device memory, host memory and on disk; predictions may have fractions.
 
     Example:
         >>> emblib.storage.MemoryBytes(device=1 << 20, host=1 << 30)
@@ -263,8 +263,8 @@ class MemoryBytes(NamedTuple):
         return MemoryBytes(*(factor * count for count in self))
 
 
-class Rates(Protocol):
-    """Times of a machine, in nanoseconds, from the planner's cost model.
+class RowTimes(Protocol):
+    """Nanoseconds that a machine takes for one row, from the planner's cost model.
 
     `row_bytes` are the bytes of a row that the operation reads and writes, `ids` the number of
     lookups in the slice per step.
@@ -328,7 +328,7 @@ class Storage:
 
     @classmethod
     def from_plan(cls, values: Mapping[str, Any]) -> Self:
-        """Return the storage of these fields, which are JSON values, with tuples for lists."""
+        """Return the storage with these fields: JSON values whose lists became tuples."""
         return cls(**values)
 
     def spec(self, rows: int, dim: int, name: str) -> Any:
@@ -355,8 +355,8 @@ class Storage:
 
         Args:
             table_slice: slice of a table.
-            number: index of the slice among the slices of this rank. A key that contains it is
-                unique, so the slice gets a module of its own.
+            number: index of the slice among the slices of this rank. With it in the key, the
+                slice gets a module of its own.
             optimizer: optimizer of the slice.
             pooling: SUM or MEAN; NONE for one vector per id.
         """
@@ -384,7 +384,7 @@ class Storage:
         raise NotImplementedError
 
     def is_placeholder(self, module: TableModule) -> bool:
-        """Return whether `module` is a placeholder on meta for one that meta does not support."""
+        """Return whether `module` stands on meta for a module that cannot be on meta."""
         return False
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
@@ -399,8 +399,8 @@ class Storage:
         """Draw the initial values of all tables of a module again, one seed per table."""
         raise NotImplementedError
 
-    def check_copied(self, table: TableDescription) -> None:
-        """Raise ValueError for a table whose memory a second module cannot share."""
+    def check_copyable(self, table: TableDescription) -> None:
+        """Raise ValueError for a table whose rows cannot be copied to a second module."""
 
     # Sharding
 
@@ -430,12 +430,12 @@ class Storage:
         """
         views, targets = source.views(), target.views()
         for name in targets.keys() & views.keys():
-            targets[name].copy_(table_slice.part_of(views[name]))
+            targets[name].copy_(table_slice.view_of(views[name]))
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
         """Return whether `target` has opened rows of an earlier process that `source` lacks.
 
-        Then nothing is copied to `target`. By default no storage opens such rows.
+        The caller then copies nothing to `target`. The default is False.
         """
         return False
 
@@ -479,19 +479,19 @@ class Storage:
         return MemoryBytes(table_slice.num_rows * table_slice.dim * itemsize + states)
 
     def lookup_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return the nanoseconds to look up `ids` rows of a slice."""
         bytes_per_row = table_slice.dim * table_slice.config.data_type.itemsize
-        return ids * rates.lookup_row_ns(table_slice, bytes_per_row, ids)
+        return ids * times.lookup_row_ns(table_slice, bytes_per_row, ids)
 
     def update_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return the nanoseconds to update `ids` rows of a slice."""
         bytes_per_row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
-        ns_per_row = rates.update_row_ns(table_slice, bytes_per_row, ids)
-        return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, rates)
+        ns_per_row = times.update_row_ns(table_slice, bytes_per_row, ids)
+        return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, times)
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
@@ -544,7 +544,7 @@ _GRADIENT_PASSES = 2  # backward writes a dense gradient, its optimizer reads it
 
 
 def is_fused(optimizer: Optimizer | None) -> bool:
-    """Return whether tables have an optimizer's states and run its updates, deferred ones too."""
+    """Return whether tables store the optimizer's states and run its updates; False for None."""
     return optimizer is not None and autograd.is_fused(optimizer)
 
 
@@ -570,7 +570,9 @@ def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
     return dim * itemsize + (state_bytes(optimizer, 1, dim, itemsize) if is_fused(optimizer) else 0)
 
 
-def dense_gradient_ns(table_slice: TableSlice, optimizer: Optimizer | None, rates: Rates) -> float:
+def dense_gradient_ns(
+    table_slice: TableSlice, optimizer: Optimizer | None, times: RowTimes
+) -> float:
     """Return the nanoseconds to write and read the dense gradient of a slice.
 
     0 for an optimizer that gets no dense gradient. Without an optimizer the gradient is dense.
@@ -578,7 +580,7 @@ def dense_gradient_ns(table_slice: TableSlice, optimizer: Optimizer | None, rate
     if optimizer is not None and not _has_dense_gradient(optimizer):
         return 0.0
     gradient_bytes = table_slice.num_rows * table_slice.dim * table_slice.config.data_type.itemsize
-    return _GRADIENT_PASSES * gradient_bytes * float(rates.costs.arrange_ns)
+    return _GRADIENT_PASSES * gradient_bytes * float(times.costs.arrange_ns)
 
 
 def _has_dense_gradient(optimizer: Optimizer) -> bool:

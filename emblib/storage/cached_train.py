@@ -31,7 +31,7 @@ from emblib.specs import (
     Pooling,
     brief,
 )
-from emblib.storage.base import MemoryBytes, TableSlice, distinct_names, stored_as
+from emblib.storage.base import MemoryBytes, TableSlice, distinct_names, precision_of
 from emblib.storage.dense import Dense, DenseHandle, DenseModule
 from emblib.storage.tt_module import TTHandle, TTModule, core_views
 from emblib.tables import state_dicts
@@ -149,12 +149,12 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self._feature_tables = tuple(feature_tables)
         names = distinct_names([table_slice.config.name for table_slice in slices])
         super().__init__(
-            [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
+            [table_slice.spec_named(name) for table_slice, name in zip(slices, names, strict=True)],
             joint_cache(slices),
             optimizer,
             pooling=pooling,
             feature_tables=feature_tables,
-            precision=stored_as(slices[0]),
+            precision=precision_of(slices[0]),
             device=device,
         )
 

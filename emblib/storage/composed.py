@@ -25,7 +25,7 @@ from emblib.storage.base import (
     CutUnits,
     KeyBlock,
     MemoryBytes,
-    Rates,
+    RowTimes,
     Span,
     Storage,
     TableDescription,
@@ -34,9 +34,9 @@ from emblib.storage.base import (
     TensorLayout,
     dense_gradient_ns,
     kinds,
+    precision_of,
     row_bytes,
     state_bytes,
-    stored_as,
 )
 from emblib.storage.composed_lookup import (
     Combine,
@@ -159,7 +159,7 @@ class ComposedStorage(Storage):
             type(self),
             self.combine_mode,
             self.row_components,
-            stored_as(table_slice),
+            precision_of(table_slice),
             optimizer,
             dims,
         )
@@ -266,7 +266,7 @@ class ComposedStorage(Storage):
         return MemoryBytes(rows * width * itemsize + state_bytes(optimizer, rows, width, itemsize))
 
     def lookup_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return the nanoseconds to look up the rows that `ids` read."""
         bytes_per_row = (
@@ -274,12 +274,12 @@ class ComposedStorage(Storage):
         )
         components = _component_slices(table_slice)
         return sum(
-            ids * rates.lookup_row_ns(components[c], bytes_per_row, ids)
+            ids * times.lookup_row_ns(components[c], bytes_per_row, ids)
             for c in self.row_components
         )
 
     def update_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return the nanoseconds to update the rows that `ids` read."""
         bytes_per_row = row_bytes(
@@ -289,11 +289,11 @@ class ComposedStorage(Storage):
         )
         components = _component_slices(table_slice)
         updates = sum(
-            ids * rates.update_row_ns(components[c], bytes_per_row, ids)
+            ids * times.update_row_ns(components[c], bytes_per_row, ids)
             for c in self.row_components
         )
         return updates + sum(
-            dense_gradient_ns(component, optimizer, rates) for component in components
+            dense_gradient_ns(component, optimizer, times) for component in components
         )
 
 

@@ -31,15 +31,15 @@ from emblib.specs import (
 )
 from emblib.storage.base import (
     MemoryBytes,
-    Rates,
+    RowTimes,
     Storage,
     TableModule,
     TableSlice,
     dense_gradient_ns,
     distinct_names,
+    precision_of,
     row_bytes,
     state_bytes,
-    stored_as,
 )
 from emblib.storage.handles import TableHandle, bind_view
 from emblib.storage.initial_values import draw
@@ -114,7 +114,7 @@ class Dense(Storage):
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         dim = table_slice.dim if is_sparse or pooling is Pooling.NONE else 0
         cached = (self.placement.cached, self.cache)
-        return ("dense", stored_as(table_slice), optimizer, cached, dim)
+        return ("dense", precision_of(table_slice), optimizer, cached, dim)
 
     def make_module(
         self,
@@ -181,31 +181,31 @@ class Dense(Storage):
         return rows * bytes_per_slot + rows // WAYS * _CONFLICT_BYTES + counts
 
     def lookup_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return the nanoseconds to look up `ids` rows, with transfers from slower memory."""
         bytes_per_row = table_slice.dim * table_slice.config.data_type.itemsize
-        ns_per_row = rates.lookup_row_ns(table_slice, bytes_per_row, ids)
+        ns_per_row = times.lookup_row_ns(table_slice, bytes_per_row, ids)
         return ids * ns_per_row + ids * self._transfer_ns(
-            table_slice, optimizer, rates, bytes_per_row, 0
+            table_slice, optimizer, times, bytes_per_row, 0
         )
 
     def update_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return the nanoseconds to update `ids` rows, with transfers to slower memory."""
         bytes_per_row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
-        ns_per_row = rates.update_row_ns(table_slice, bytes_per_row, ids)
+        ns_per_row = times.update_row_ns(table_slice, bytes_per_row, ids)
         transfer_ns = ids * self._transfer_ns(
-            table_slice, optimizer, rates, bytes_per_row, bytes_per_row
+            table_slice, optimizer, times, bytes_per_row, bytes_per_row
         )
-        return ids * ns_per_row + (transfer_ns + dense_gradient_ns(table_slice, optimizer, rates))
+        return ids * ns_per_row + (transfer_ns + dense_gradient_ns(table_slice, optimizer, times))
 
     def _transfer_ns(
         self,
         table_slice: TableSlice,
         optimizer: Optimizer | None,
-        rates: Rates,
+        times: RowTimes,
         bytes_read: float,
         bytes_written: float,
     ) -> float:
@@ -213,9 +213,9 @@ class Dense(Storage):
         if self.placement in (Placement.DEVICE, Placement.HOST):
             return 0.0
         on_disk = self.placement is Placement.DISK
-        if not on_disk and rates.device != "cuda":
+        if not on_disk and times.device != "cuda":
             return 0.0
-        costs = rates.costs
+        costs = times.costs
         rate = float(costs.disk_bytes_per_s if on_disk else costs.host_bytes_per_s)
         if self.placement is Placement.MANAGED:
             return (bytes_read + bytes_written) / rate / _S_PER_NS
@@ -278,11 +278,11 @@ class DenseModule(TableBatchedEmbeddingBags):
         self.table_parameters: list[Any] = [None] * len(slices)
         names = distinct_names([table_slice.config.name for table_slice in slices])
         super().__init__(
-            [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
+            [table_slice.spec_named(name) for table_slice, name in zip(slices, names, strict=True)],
             optimizer,
             pooling=pooling,
             feature_tables=feature_tables,
-            precision=stored_as(slices[0]),
+            precision=precision_of(slices[0]),
             cache=cache,
             device=device,
         )

@@ -51,7 +51,7 @@ from emblib.storage.base import (
     CutUnits,
     KeyBlock,
     MemoryBytes,
-    Rates,
+    RowTimes,
     Storage,
     TableDescription,
     TableModule,
@@ -59,9 +59,9 @@ from emblib.storage.base import (
     TensorLayout,
     dense_gradient_ns,
     distinct_names,
+    precision_of,
     row_bytes,
     state_bytes,
-    stored_as,
 )
 from emblib.storage.handles import TableHandle, bind_view, register_with_optimizer
 from emblib.tables import parameters, state_dicts
@@ -149,7 +149,7 @@ class Hash(Storage):
 
     def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice of columns, or of a fraction of a fallback row."""
-        count = 1 if table_slice.shard is None else table_slice.shard[1]
+        count = 1 if table_slice.key_block is None else table_slice.key_block[1]
         if not self.can_divide(count):
             raise ValueError(
                 f"every fallback row of a table is used by one of its shards: fallback_rows of "
@@ -205,7 +205,7 @@ class Hash(Storage):
             or not autograd.updates_in_backward(optimizer)
         )
         rules = (order, self.insert_policy, self.seed, number if needs_own_module else -1)
-        return ("hash", stored_as(table_slice), optimizer, rules, dim)
+        return ("hash", precision_of(table_slice), optimizer, rules, dim)
 
     def make_module(
         self,
@@ -222,11 +222,11 @@ class Hash(Storage):
         names = distinct_names([table_slice.config.name for table_slice in slices])
         make = partial(
             DynamicEmbeddingBags,
-            [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
+            [table_slice.spec_named(name) for table_slice, name in zip(slices, names, strict=True)],
             optimizer,
             pooling=pooling,
             feature_tables=feature_tables,
-            precision=stored_as(slices[0]),
+            precision=precision_of(slices[0]),
             seed=self.seed,
             device=device,
             hash_seeds=seeds if self.seed is None else None,
@@ -246,12 +246,12 @@ class Hash(Storage):
         """
         assert self.backing is not None
         backing = self.backing.for_shard(
-            StoreShard(table_slice.config.name, table_slice.shard, seed)
+            StoreShard(table_slice.config.name, table_slice.key_block, seed)
         )
         try:
             return make(backing=backing)
         except BlockingIOError as error:
-            if table_slice.shard is None:
+            if table_slice.key_block is None:
                 error.add_note(
                     f"This is the whole table {table_slice.config.name!r}, in a collection that is "
                     "not sharded: if it is to be sharded, make the collection with device='meta', "
@@ -286,7 +286,7 @@ class Hash(Storage):
         if not self.is_placeholder(module):
             module.reset_parameters()
 
-    def check_copied(self, table: TableDescription) -> None:
+    def check_copyable(self, table: TableDescription) -> None:
         """Raise ValueError for a table with a backing store, whose files or memory have one owner.
 
         Callers are about to make a second table with the same rows.
@@ -380,21 +380,21 @@ class Hash(Storage):
         )
 
     def lookup_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return the nanoseconds to find `ids` keys and to look up their rows."""
-        ns_per_row = rates.lookup_row_ns(
+        ns_per_row = times.lookup_row_ns(
             table_slice, table_slice.dim * table_slice.config.data_type.itemsize, ids
         )
-        return float(ids * ns_per_row + ids * rates.costs.hash_ns)
+        return float(ids * ns_per_row + ids * times.costs.hash_ns)
 
     def update_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return the nanoseconds to update the rows of `ids` keys."""
         bytes_per_row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
-        ns_per_row = rates.update_row_ns(table_slice, bytes_per_row, ids)
-        return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, rates)
+        ns_per_row = times.update_row_ns(table_slice, bytes_per_row, ids)
+        return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, times)
 
 
 # The options of `DynamicSpec` that `Hash` has.

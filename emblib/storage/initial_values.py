@@ -78,7 +78,7 @@ def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
                 config.num_embeddings, config.embedding_dim, dtype=weight.dtype, device="cpu"
             )
             config.init_fn(table)
-        weight.copy_(table_slice.part_of(table))
+        weight.copy_(table_slice.view_of(table))
         return
     for rows, block_seed in _seeded_blocks(table_slice, seed):
         _draw_block(table_slice, weight, rows, block_seed)

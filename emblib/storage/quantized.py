@@ -18,7 +18,7 @@ from emblib.storage.base import (
     CutUnits,
     KeyBlock,
     MemoryBytes,
-    Rates,
+    RowTimes,
     Storage,
     TableDescription,
     TableModule,
@@ -143,7 +143,7 @@ class Quantized(Storage):
         return MemoryBytes(quant.table_bytes(table_slice.num_rows, table_slice.dim, self.bits))
 
     def update_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return 0: quantised rows are not trained."""
         return 0.0
@@ -168,7 +168,9 @@ class QuantizedModule(QuantizedEmbeddingBags):
     ) -> None:
         self._slices, self._seeds = list(slices), list(seeds)
         names = distinct_names([table_slice.config.name for table_slice in slices])
-        specs = [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)]
+        specs = [
+            table_slice.spec_named(name) for table_slice, name in zip(slices, names, strict=True)
+        ]
         super().__init__(specs, bits, pooling=pooling, feature_tables=feature_tables, device=device)
 
     def redraw(self, seeds: Sequence[int]) -> None:

@@ -24,16 +24,16 @@ from emblib.storage.base import (
     CutUnits,
     KeyBlock,
     MemoryBytes,
-    Rates,
+    RowTimes,
     Span,
     Storage,
     TableDescription,
     TableModule,
     TableSlice,
     TensorLayout,
+    precision_of,
     row_bytes,
     state_bytes,
-    stored_as,
 )
 from emblib.storage.handles import TableHandle
 from emblib.storage.tt_module import TTHandle, TTModule, core_views
@@ -266,7 +266,7 @@ class TensorTrain(Storage):
         dim = table_slice.dim if pooling is Pooling.NONE else 0
         cache = self.cache
         cache_rule = None if cache is None else (cache.eviction, cache.every)
-        return ("tensor_train", stored_as(table_slice), self.matmul, optimizer, dim, cache_rule)
+        return ("tensor_train", precision_of(table_slice), self.matmul, optimizer, dim, cache_rule)
 
     def make_module(
         self,
@@ -395,29 +395,29 @@ class TensorTrain(Storage):
         return sizes._replace(device=sizes.device + core_bytes)
 
     def lookup_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return the nanoseconds to compute the distinct rows of `ids`, and to look them up."""
-        ns_per_row = rates.cached_lookup_ns(table_slice.dim * _FLOAT_BYTES)
+        ns_per_row = times.cached_lookup_ns(table_slice.dim * _FLOAT_BYTES)
         compute_ns = (
             _num_distinct_rows(ids, table_slice.num_rows)
             * multiply_adds(table_slice.spec)
-            * rates.costs.tt_ns
+            * times.costs.tt_ns
         )
         return float(ids * ns_per_row + compute_ns)
 
     def update_ns(
-        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
     ) -> float:
         """Return the nanoseconds to update the cores with the gradients of `ids` rows."""
         bytes_per_row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
-        ns_per_row = rates.cached_update_ns(bytes_per_row)
+        ns_per_row = times.cached_update_ns(bytes_per_row)
         # The gradients of all cores take twice the multiply-adds of the rows.
         compute_ns = (
             2
             * _num_distinct_rows(ids, table_slice.num_rows)
             * multiply_adds(table_slice.spec)
-            * rates.costs.tt_ns
+            * times.costs.tt_ns
         )
         return float(ids * ns_per_row + compute_ns)
 

@@ -14,7 +14,7 @@ from emblib.attribute_errors import shows_attribute_errors
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, TTSpec
-from emblib.storage.base import TableModule, TableSlice, stored_as
+from emblib.storage.base import TableModule, TableSlice, precision_of
 from emblib.storage.handles import TableHandle, register_with_optimizer
 from emblib.storage.initial_values import seeded
 from emblib.tables import TableBatchedTTEmbeddingBags, state_dicts
@@ -65,7 +65,7 @@ class TTModule(TableBatchedTTEmbeddingBags):
             optimizer,
             pooling=pooling,
             feature_tables=feature_tables,
-            precision=replace(stored_as(slices[0]), matmul=storage.matmul),
+            precision=replace(precision_of(slices[0]), matmul=storage.matmul),
             device=device,
         )
 

@@ -208,7 +208,7 @@ def test_first_values_do_not_depend_on_the_cut(
         parts = [TableSlice(config, r, c) for r in rows for c in ((0, 3), (3, 8))]
         cut = TableGroups(parts, [], pooling=Pooling.SUM, seeds={"t": 7})
         for i, part in enumerate(parts):
-            assert torch.equal(cut.views(i)["weight"], part.part_of(table))
+            assert torch.equal(cut.views(i)["weight"], part.view_of(table))
     low, high = config.bounds
     assert low == 0.0
     assert float(table.min()) >= low
@@ -250,7 +250,7 @@ def test_first_values_of_tensor_trains_do_not_depend_on_the_cut() -> None:
         for columns in ((0, 4), (4, 8)):
             part = TableSlice(config, rows, columns)
             cut = TableGroups([part], [], pooling=Pooling.SUM, seeds={"t": 3})
-            assert torch.allclose(cut.module_of(0)[0].to_dense(0), part.part_of(dense), atol=1e-7)
+            assert torch.allclose(cut.module_of(0)[0].to_dense(0), part.view_of(dense), atol=1e-7)
     assert float(dense.std()) == pytest.approx((3 * 115) ** -0.5, rel=0.3)
 
 

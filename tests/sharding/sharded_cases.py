@@ -279,7 +279,7 @@ def compare_tables(sharded: Any, oracle: Any, tolerance: float) -> None:
                 cores = slice_.config.storage.cores_of(slice_, [want[n] for n in names])
                 _close(view, cores[names.index(name)], tolerance)
             else:
-                _close(view, slice_.part_of(want[name]), tolerance)
+                _close(view, slice_.view_of(want[name]), tolerance)
 
 
 def _compare_entries(part: Any, oracle: Any, number: int, tolerance: float) -> None:

@@ -212,7 +212,7 @@ def compare_shared(model: Any, oracle: Model) -> None:
         whole = oracle.scaled.groups.views(["item", "user"].index(shard.table))
         part = shard.groups.slices[shard.index]
         for name, tensor in view.items():
-            torch.testing.assert_close(tensor, part.part_of(whole[name]), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(tensor, part.view_of(whole[name]), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("plan", ["rw", "dp"])

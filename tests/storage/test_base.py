@@ -189,18 +189,18 @@ def test_the_planner_knows_its_bytes_and_where_it_can_be_cut() -> None:
 
 def test_a_dense_gradient_takes_time_whichever_optimizer_of_torch_reads_it() -> None:
     table_slice = TableSlice.whole(EmbeddingBagConfig(ROWS, DIM, "item"))
-    rates: Any = SimpleNamespace(costs=SimpleNamespace(arrange_ns=0.5))
+    times: Any = SimpleNamespace(costs=SimpleNamespace(arrange_ns=0.5))
     dense = optim.External(gradient=optim.Gradient.DENSE)
-    assert dense_gradient_ns(table_slice, None, rates) == ROWS * DIM * 4
-    assert dense_gradient_ns(table_slice, dense, rates) == ROWS * DIM * 4
+    assert dense_gradient_ns(table_slice, None, times) == ROWS * DIM * 4
+    assert dense_gradient_ns(table_slice, dense, times) == ROWS * DIM * 4
     for optimizer in (optim.External(), optim.SGD(0.1), optim.SGD(0.1, deferred=True)):
-        assert dense_gradient_ns(table_slice, optimizer, rates) == 0.0
+        assert dense_gradient_ns(table_slice, optimizer, times) == 0.0
 
 
 def test_a_slice_is_its_rows_and_columns_of_the_whole_table() -> None:
     config = EmbeddingBagConfig(4, 3, "t")
     table, per_row = torch.arange(12).view(4, 3), torch.arange(4)
     part = TableSlice(config, rows=(1, 3), columns=(1, 2))
-    assert part.part_of(table).tolist() == [[4], [7]]
-    assert part.part_of(per_row).tolist() == [1, 2]
-    assert part.part_of(table).data_ptr() == table[1:, 1:].data_ptr()  # a view
+    assert part.view_of(table).tolist() == [[4], [7]]
+    assert part.view_of(per_row).tolist() == [1, 2]
+    assert part.view_of(table).data_ptr() == table[1:, 1:].data_ptr()  # a view

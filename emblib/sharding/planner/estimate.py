@@ -147,7 +147,7 @@ class CostModel:
 
     Nothing is measured or stored here: equal arguments give equal costs. Several collections may
     share a table. Each of them is a *reader* of the table, with a `TableWorkload` of its lookups.
-    Storages get the costs of single rows from this object, as the `Rates` of `emblib.storage`.
+    Storages get the costs of single rows from this object, as the `RowTimes` of `emblib.storage`.
 
     Args:
         topology: machine whose constants are used.
