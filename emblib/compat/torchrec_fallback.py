@@ -25,7 +25,7 @@ from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 
 TORCHREC = "torchrec"
 _COPY_PREFIX = "_copy_of_"  # beginning of the names of second copies in `sys.modules`
-_WAY_OUT_OF_LIBRARY = {TORCHREC: RUN_TORCHREC_ITSELF}  # by library, for error messages
+_REMEDY_BY_LIBRARY = {TORCHREC: RUN_TORCHREC_ITSELF}  # by library, for error messages
 
 
 class FallbackError(ImportError):
@@ -140,7 +140,7 @@ class Fallback:
             raise FallbackError(
                 f"{source_spec.origin} cannot be executed over emblib's names of {self._library} "
                 f"({type(error).__name__}: {error}). "
-                + _WAY_OUT_OF_LIBRARY.get(self._library, "Name what it lacks in an issue."),
+                + _REMEDY_BY_LIBRARY.get(self._library, "Name what it lacks in an issue."),
                 name=name,
             ) from error
         # Its functions meet the tree's objects: one type for each name that both have.

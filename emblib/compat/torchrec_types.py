@@ -136,7 +136,7 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
 
 
 # Options of TorchRec's configurations that raise, and what to use instead.
-_WAY_OUT_OF_OPTION = {
+_REMEDY_BY_OPTION = {
     "num_embeddings_post_pruning": "prune the table beforehand",
     "need_pos": "use emblib.collections.FeatureProcessedEmbeddingBagCollection with a "
     "PositionWeightedModule",
@@ -186,14 +186,14 @@ class _Config:
         **options: Any,
     ) -> None:
         unsupported = {
-            option: options.pop(option) for option in _WAY_OUT_OF_OPTION if option in options
+            option: options.pop(option) for option in _REMEDY_BY_OPTION if option in options
         }
         set_options = [
             option for option, value in unsupported.items() if value not in (None, False)
         ]
         if set_options:
             ways_out = "; ".join(
-                f"{option} is not supported: {_WAY_OUT_OF_OPTION[option]}" for option in set_options
+                f"{option} is not supported: {_REMEDY_BY_OPTION[option]}" for option in set_options
             )
             raise ValueError(f"{ways_out}. {RUN_TORCHREC_ITSELF}")
         is_quantised = data_type in _BITS

@@ -31,7 +31,7 @@ ALIGNMENT = 4096  # a page, so that sections may be advised and shared separatel
 _PREFIX = struct.Struct("<8sIIQ")
 _BLOCK_BYTES = 1 << 24  # bytes that are checked and written at a time
 _MAX_HEADER_BYTES = 1 << 30  # bytes; a longer one is damage
-_DIGITS_PER_NUMBER = 32  # bytes to reserve in the header per number that is not known yet
+_NUMBER_BYTES = 32  # bytes to reserve in the header per number that is not known yet
 _REMEDY = "freeze the tables again, or copy the file again"
 
 
@@ -61,8 +61,8 @@ def write(
         tensors: tensors by name, on any device.
 
     Raises:
-        OSError: the file could not be written; `path` has its old content, or the new one if only
-            the sync of its directory failed.
+        OSError: the file could not be written, and `path` has its old content; or only the sync of
+            its directory failed, and `path` has the new one.
     """
     tensors_on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     sections: list[dict[str, Any]] = [
@@ -78,7 +78,7 @@ def write(
     ]
     header: dict[str, Any] = {"kind": kind, "config": config, "sections": sections, "nbytes": 0}
     num_unknown = len(sections) + 1  # `begin` of sections and `nbytes` of the file are 0 so far
-    end = _PREFIX.size + len(_json(header)) + _DIGITS_PER_NUMBER * num_unknown
+    end = _PREFIX.size + len(_json(header)) + _NUMBER_BYTES * num_unknown
     for section in sections:
         section["begin"] = begin = _align(end)
         end = begin + section["nbytes"]

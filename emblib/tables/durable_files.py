@@ -341,14 +341,14 @@ def check_directory(directory: Path, content: str, known_file: str) -> None:
 
 
 def lock(
-    path: Path, content: str, way_out: str = "end it, or delete the module that has them"
+    path: Path, content: str, remedy: str = "end it, or delete the module that has them"
 ) -> int:
     """Lock a file exclusively and return its handle, which holds the lock until it is closed.
 
     Args:
         path: path of the file, which is created if missing.
         content: name of the directory's content, for errors.
-        way_out: advice in the error if another process has the lock.
+        remedy: advice in the error if another process has the lock.
 
     Raises:
         BlockingIOError: another handle has the lock, in this process or another one.
@@ -370,7 +370,7 @@ def lock(
         raise OSError(
             error.errno,
             f"{content} have one owner; these are open in process {holder} ({error.strerror}); "
-            f"{way_out}",
+            f"{remedy}",
             str(path.parent),
         ) from error
     with contextlib.suppress(OSError):  # a full disk; only error messages need the process id

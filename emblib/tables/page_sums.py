@@ -35,7 +35,7 @@ _SUM_OF_ZEROS = torch.tensor(
     dtype=torch.uint8,
     device="cpu",
 )  # checksum of a page of zeros
-_WAY_OUT = (
+_REMEDY = (
     "restore the tables from a checkpoint into another directory, or take the bytes as they are "
     'with verify="off": the next flush then makes new checksums'
 )
@@ -173,7 +173,7 @@ class PageSums:
         omitted = f", and {len(wrong) - 1} more pages" if len(wrong) > 1 else ""
         return ChecksumError(
             f"{self.path} is damaged: page {wrong[0]} (bytes {begin} to {end - 1}, "
-            f"{self._describe(begin, end)}){omitted} is not as the last flush left it; {_WAY_OUT}"
+            f"{self._describe(begin, end)}){omitted} is not as the last flush left it; {_REMEDY}"
         )
 
     def verify_root(self, expected: int) -> None:
@@ -185,7 +185,7 @@ class PageSums:
         if self.root(self.length) != expected:
             raise ChecksumError(
                 f"{self.path}{SUMS_SUFFIX} is damaged: it is not as the last flush left it, so no "
-                f"row of {self.path} can be verified; {_WAY_OUT}"
+                f"row of {self.path} can be verified; {_REMEDY}"
             )
 
     def accept_all(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from experiments.config.schema import OPERATIONS
 from experiments.contenders.keys import KeyTable, KeyTask, Prepared, Unsupported
 
-VARIABLE = "EMBLIB_HIERARCHICALKV"
+LIBRARY_VARIABLE = "EMBLIB_HIERARCHICALKV"
 ENTRY_BYTES = 17  # bytes per slot: key, score and digest
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 
@@ -29,26 +29,27 @@ def load_library() -> Any:
     Raises:
         KeyError: EMBLIB_HIERARCHICALKV is not set.
         OSError: the library does not load.
+        AttributeError: it lacks a function.
     """
-    lib = ctypes.CDLL(os.environ[VARIABLE])
-    lib.hkv_create.restype = POINTER
-    lib.hkv_create.argtypes = [SIZE, SIZE, ctypes.c_int]
-    lib.hkv_destroy.argtypes = [POINTER]
-    lib.hkv_error.restype = ctypes.c_char_p
-    lib.hkv_size.argtypes = [POINTER, ctypes.POINTER(SIZE), POINTER]
+    library = ctypes.CDLL(os.environ[LIBRARY_VARIABLE])
+    library.hkv_create.restype = POINTER
+    library.hkv_create.argtypes = [SIZE, SIZE, ctypes.c_int]
+    library.hkv_destroy.argtypes = [POINTER]
+    library.hkv_error.restype = ctypes.c_char_p
+    library.hkv_size.argtypes = [POINTER, ctypes.POINTER(SIZE), POINTER]
     row_arguments: list[Any] = [POINTER, SIZE, POINTER, POINTER]  # table, count, keys, rows
-    lib.hkv_insert_or_assign.argtypes = [*row_arguments, POINTER]
-    lib.hkv_find_or_insert.argtypes = [*row_arguments, POINTER]
+    library.hkv_insert_or_assign.argtypes = [*row_arguments, POINTER]
+    library.hkv_find_or_insert.argtypes = [*row_arguments, POINTER]
     for name in ("find", "find_rows", "find_or_insert_rows"):
-        getattr(lib, f"hkv_{name}").argtypes = [*row_arguments, POINTER, POINTER]
-    lib.hkv_insert_and_evict.argtypes = [
+        getattr(library, f"hkv_{name}").argtypes = [*row_arguments, POINTER, POINTER]
+    library.hkv_insert_and_evict.argtypes = [
         *row_arguments,
-        *[POINTER] * 3,
+        *[POINTER] * 3,  # evicted keys, rows and scores
         ctypes.POINTER(SIZE),
         POINTER,
     ]
-    lib.hkv_erase.argtypes = [POINTER, SIZE, POINTER, POINTER]
-    return lib
+    library.hkv_erase.argtypes = [POINTER, SIZE, POINTER, POINTER]
+    return library
 
 
 # Loaded at import, so that the registry reports a failure.

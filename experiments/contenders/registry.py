@@ -133,13 +133,15 @@ class Entry:
 
         Raises:
             Missing: a package of `requires` or the user's library is not installed or not loadable.
-            ImportError, OSError: the file cannot be imported, and the entry requires nothing.
+            ImportError, OSError, AttributeError: the file cannot be imported, and the entry
+                requires nothing.
         """
         if reason := self.missing():
             raise Missing(reason)
         try:
             return getattr(_import_file(self.file), self.cls)
-        except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        # A shared library that does not load, or another version that lacks a function.
+        except (ImportError, OSError, AttributeError) as error:
             if self.variable:
                 raise Missing(f"{self.library_path()} does not load here ({error})") from error
             if not self.requires:

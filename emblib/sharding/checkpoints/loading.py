@@ -1,9 +1,9 @@
 """Load nested state dicts, whatever plan and number of ranks saved them.
 
 `load` flattens the state to leaves and checks every leaf against the metadata of the checkpoint
-before anything is written. It makes a `Target` per leaf, with new memory if the saved size or
-sharding may differ, reads all targets at once, and then lets modules and optimizers load their
-state dicts.
+before anything is written. It makes a `Target` per leaf, which has new memory where the saved size
+or sharding may differ, and reads all targets at once. Then modules and optimizers load their state
+dicts.
 """
 
 import itertools
@@ -212,16 +212,16 @@ def load_export(path: str | Path) -> dict[str, Any]:
         CheckpointError: the file is damaged, or it names something that may run code.
         OSError: the file cannot be read.
     """
-    way_out = "load another one, or export it again"
+    remedy = "load another one, or export it again"
     try:
         check_archive(path)
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}; {way_out}") from error
+        raise CheckpointError(f"{path} is damaged: {error}; {remedy}") from error
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises errors of many types for a damaged file
         message = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} cannot be loaded ({message}); {way_out}") from error
+        raise CheckpointError(f"{path} cannot be loaded ({message}); {remedy}") from error
     return content
 
 
@@ -235,7 +235,7 @@ class _Loading:
         reader: reader of the checkpoint.
         saved: metadata of each saved entry, by name.
         tree: copy of `state` in which modules and optimizers are their state dicts.
-        cuts: columns at which the saved row-wise states were cut, by name.
+        column_cuts: columns at which the saved row-wise states were cut, by name.
         leaves: values of `tree` that the checkpoint has.
     """
 
@@ -248,14 +248,16 @@ class _Loading:
         metadata = reader.metadata
         self.saved: dict[str, Any] = dict(metadata.state_dict_metadata)
         self.tree = expand_state_dicts(state)
-        self._add_later_optimizer_states(metadata.planner_data or {})
-        self.cuts: dict[str, tuple[int, ...]] = {}
+        self._add_missing_optimizer_states(metadata.planner_data or {})
+        self.column_cuts: dict[str, tuple[int, ...]] = {}
         if NOTES in self.saved:
             self._check_complete([NOTES])
             notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8)}
             read(notes, self.reader, RankGroup.single())
-            self.cuts = self._column_cuts(bytes(notes[NOTES].flatten().tolist()))
-        all_leaves = self._checked_layouts(self._without_new_hash_keys(list(leaves(self.tree))))
+            self.column_cuts = self._parse_notes(bytes(notes[NOTES].flatten().tolist()))
+        all_leaves = self._drop_unsaved_layouts(
+            self._drop_unsaved_hash_keys(list(leaves(self.tree)))
+        )
         missing_names = sorted(leaf.name for leaf in all_leaves if leaf.name not in self.saved)
         self._check_quantised(missing_names)
         if missing_names and strict:
@@ -296,7 +298,7 @@ class _Loading:
                 "load another checkpoint, e.g. an older one"
             )
 
-    def _column_cuts(self, notes: bytes) -> dict[str, tuple[int, ...]]:
+    def _parse_notes(self, notes: bytes) -> dict[str, tuple[int, ...]]:
         """Return the column cuts of tables, by the names of their states.
 
         Raises CheckpointError unless `notes` has valid cuts of saved states.
@@ -318,7 +320,7 @@ class _Loading:
             ) from error
         return cuts
 
-    def _add_later_optimizer_states(self, paths: Mapping[str, tuple[Any, ...]]) -> None:
+    def _add_missing_optimizer_states(self, paths: Mapping[str, tuple[Any, ...]]) -> None:
         """Allocate states that a `torch.optim` optimizer creates in its first step.
 
         `paths` has the steps to each saved entry, by name. The steps to a state are (key of the
@@ -355,7 +357,7 @@ class _Loading:
         self._check_complete([name])
         return torch.empty(saved.size, dtype=dtype)
 
-    def _without_new_hash_keys(self, all_leaves: list[Leaf]) -> list[Leaf]:
+    def _drop_unsaved_hash_keys(self, all_leaves: list[Leaf]) -> list[Leaf]:
         """Drop leaves of sketch hash keys if the checkpoint has counters but no hash keys.
 
         They are removed from `tree` too. Such counters were counted without a hash key, and are
@@ -372,10 +374,10 @@ class _Loading:
             del leaf.container[leaf.key]
         return [leaf for leaf in all_leaves if leaf.name not in unsaved_keys]
 
-    def _checked_layouts(self, all_leaves: list[Leaf]) -> list[Leaf]:
-        """Drop leaves of tensor-train layouts that an older checkpoint lacks, also from `tree`.
+    def _drop_unsaved_layouts(self, all_leaves: list[Leaf]) -> list[Leaf]:
+        """Drop tensor-train layouts that an older checkpoint lacks, also from `tree`; check others.
 
-        The other layouts are compared with the saved ones.
+        Returns the remaining leaves.
 
         Raises:
             CheckpointError: the saved cores belong to another tensor train.
@@ -428,7 +430,7 @@ class _Loading:
                 is_valid = not isinstance(value, Tensor)
             elif has_row_per_key(leaf.name, self.saved):
                 is_valid = isinstance(value, Tensor) and value.size()[1:] == size[1:]
-            elif leaf.name in self.cuts or isinstance(value, RowStates):
+            elif leaf.name in self.column_cuts or isinstance(value, RowStates):
                 is_valid = isinstance(value, Tensor) and value.size()[:1] == size[:1]
             else:
                 is_valid = is_tensor_of_size(value, size)
@@ -470,7 +472,7 @@ class _Loading:
                 block: s for rank_spans in spans for block, s in rank_spans[leaf.name].items()
             }
             return Target(leaf, _allocate_rows(value, size, span_of_block))
-        cuts = self.cuts.get(leaf.name)
+        cuts = self.column_cuts.get(leaf.name)
         if size is not None and (cuts is not None or isinstance(value, RowStates)):
             return RowStateTarget(leaf, size, cuts)
         return Target(leaf, value)

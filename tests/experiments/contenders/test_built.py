@@ -56,6 +56,14 @@ def test_a_library_that_does_not_load_is_missing(
             registry.find("hierarchicalkv").load()
 
 
+def test_a_library_without_the_functions_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was built before a function was added."""
+    path = Path(torch.__file__).parent / "lib" / "libc10.so"
+    monkeypatch.setenv("EMBLIB_HIERARCHICALKV", str(path))
+    with pytest.raises(Missing, match=r"does not load here \(.*undefined symbol: hkv_create"):
+        registry.find("hierarchicalkv").load()
+
+
 def test_what_was_built_is_part_of_the_identity(folder: Path) -> None:
     first = registry.identity("fbtt")["built"]
     assert first.startswith(str(folder))
