@@ -59,8 +59,8 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
                 lookups,
                 lengths,
                 name=table_names[table_index],
-                rows=rows_by_table[table_index],
-                warm=num_warm_batches,
+                num_rows=rows_by_table[table_index],
+                num_warm=num_warm_batches,
             )
         )
     analysis = analyse_together(lookups_by_table, cell.cache.fractions, num_warm_batches)
@@ -115,9 +115,7 @@ def analyse_together(
         ]
     )
     trace = lookups.trace(num_warm_batches)
-    busiest = max(
-        range(num_tables), key=lambda table_index: len(lookups_by_table[table_index].rows)
-    )
+    busiest = max(range(num_tables), key=lambda t: len(lookups_by_table[t].row_of_lookup))
     return {
         "samples": trace_analysis.batch_counts(lookups),
         "distinct": len(lookups.counts),

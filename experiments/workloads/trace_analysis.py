@@ -126,12 +126,12 @@ class Blocks:
     lookups: Ids
 
     @classmethod
-    def of(cls, ranking: Ids, lookups_to_fit: Ids, rows: int) -> Blocks:
-        """Build from the lookups per row in both halves; `rows` counts rows without lookups too."""
+    def of(cls, ranking: Ids, lookups_to_fit: Ids, num_rows: int) -> Blocks:
+        """Build from the lookups per row in both halves; `num_rows` includes unused rows."""
         # Negated, because the most popular rows come first.
         negated_counts, block, sizes = np.unique(-ranking, return_inverse=True, return_counts=True)
         lookups = np.bincount(block, lookups_to_fit, minlength=len(sizes)).astype(np.int64)
-        num_unused = rows - len(ranking)  # may be far more than fit into memory
+        num_unused = num_rows - len(ranking)  # may be far more than fit into memory
         if num_unused > 0 and len(sizes) and negated_counts[-1] == 0:
             sizes[-1] += num_unused
         elif num_unused > 0:
@@ -139,19 +139,19 @@ class Blocks:
         return cls(np.cumsum(sizes), lookups)
 
 
-def fit(ranking: Ids, lookups_to_fit: Ids, rows: int) -> ZipfFit | None:
+def fit_zipf(ranking: Ids, lookups_to_fit: Ids, num_rows: int) -> ZipfFit | None:
     """Fit a Zipf distribution by grid searches; return None for too few lookups or blocks.
 
     Args:
         ranking: lookups per row in the half that ranks the rows, int64 [rows looked up].
         lookups_to_fit: lookups per row in the half whose likelihood is maximised, the same rows.
-        rows: number of rows of the table, at least len(ranking).
+        num_rows: number of rows of the table, at least len(ranking).
     """
-    blocks = Blocks.of(ranking, lookups_to_fit, rows)
+    blocks = Blocks.of(ranking, lookups_to_fit, num_rows)
     if len(blocks.last) < MIN_BLOCKS or blocks.lookups.sum() < MIN_LOOKUPS:
         return None
     # A point is (s, log(1 + q)), because q varies over orders of magnitude.
-    low, high = np.array([0.0, 0.0]), np.array([MAX_S, np.log1p(rows)])
+    low, high = np.array([0.0, 0.0]), np.array([MAX_S, np.log1p(num_rows)])
     limits, best = high, low
     for _ in range(GRID_SEARCHES):
         s, log_q = np.linspace(low, high, GRID_POINTS).T
@@ -195,7 +195,7 @@ class Lookups:
     batches: Sequence[Ids]
 
     @cached_property
-    def rows(self) -> Ids:
+    def row_of_lookup(self) -> Ids:
         """Return the row of each lookup; rows looked up are numbered from 0 in the order of ids."""
         ids = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
         return np.unique(ids, return_inverse=True)[1].astype(np.int64)
@@ -203,7 +203,7 @@ class Lookups:
     @cached_property
     def counts(self) -> Ids:
         """Return the number of lookups of each row, [rows looked up], all > 0."""
-        return np.bincount(self.rows)
+        return np.bincount(self.row_of_lookup)
 
     @cached_property
     def starts(self) -> Ids:
@@ -211,12 +211,12 @@ class Lookups:
         return np.cumsum([0, *(len(batch) for batch in self.batches)])
 
     def slices(self) -> list[Ids]:
-        """Return `rows` batch by batch."""
-        return np.split(self.rows, self.starts[1:-1]) if self.batches else []
+        """Return `row_of_lookup` batch by batch."""
+        return np.split(self.row_of_lookup, self.starts[1:-1]) if self.batches else []
 
-    def trace(self, warm: int) -> RowTrace:
-        """Return the trace of distinct rows; the first `warm` batches are not counted."""
-        return RowTrace.of(self.slices(), warm)
+    def trace(self, num_warm: int) -> RowTrace:
+        """Return the trace of distinct rows; the first `num_warm` batches are not counted."""
+        return RowTrace.of(self.slices(), num_warm)
 
 
 def batch_counts(lookups: Lookups) -> dict[str, list[int]]:
@@ -250,50 +250,50 @@ class TableNumbers(TypedDict):
 
 
 def analyse_table(
-    lookups: Lookups, lengths: Ids, *, name: str, rows: int, warm: int
+    lookups: Lookups, bag_lengths: Ids, *, name: str, num_rows: int, num_warm: int
 ) -> TableNumbers:
     """Analyse one table, with the hit rates of a cache for TABLE_CACHE_SHARE of its rows.
 
     Args:
         lookups: lookups of the table.
-        lengths: lookups per bag, of all bags.
+        bag_lengths: lookups per bag, of all bags.
         name: name of the table.
-        rows: number of rows of the table; 0 if unknown: then the rows that were looked up count.
-        warm: number of first batches, which fill the cache and are not counted.
+        num_rows: number of rows of the table; 0 if unknown: then the rows looked up are counted.
+        num_warm: number of first batches, which fill the cache and are not counted.
     """
     counts = np.sort(lookups.counts)[::-1]
     total = int(counts.sum())
     per_batch = batch_counts(lookups)
     ranks = np.searchsorted(np.cumsum(counts), np.array(SHARES) * total - ROUNDING)
-    rates = hit_rates(lookups.trace(warm), [TABLE_CACHE_SHARE])
+    rates = hit_rates(lookups.trace(num_warm), [TABLE_CACHE_SHARE])
     (offline,) = rates["offline"]
     (lru,) = (rate for rate in rates["lru"] if rate["cache_rows"] == offline["cache_rows"])
     return {
         "name": name,
-        "rows": rows or len(counts),
-        "rows_known": bool(rows),
+        "rows": num_rows or len(counts),
+        "rows_known": bool(num_rows),
         "lookups": total,
         "distinct": len(counts),
         "batch_distinct_share": _share(sum(per_batch["rows"]), total),
-        "bag_mean": float(lengths.mean()) if len(lengths) else 0.0,
+        "bag_mean": float(bag_lengths.mean()) if len(bag_lengths) else 0.0,
         "rows_of": {
             f"{share:g}": int(min(rank + 1, len(counts)))
             for share, rank in zip(SHARES, ranks, strict=True)
         },
         "once": _share(int((counts == 1).sum()), len(counts)),
-        "fit": _fit_halves(lookups, rows or len(counts)),
+        "fit": _fit_halves(lookups, num_rows or len(counts)),
         "offline": offline["lookups"],
         "lru": lru["lookups"],
     }
 
 
-def _fit_halves(lookups: Lookups, rows: int) -> dict[str, float] | None:
+def _fit_halves(lookups: Lookups, num_rows: int) -> dict[str, float] | None:
     """Fit a Zipf distribution: even batches rank the rows; odd batches give the likelihood."""
     batches, size = lookups.slices(), len(lookups.counts)
     no_rows = np.zeros(0, np.int64)
     halves = [np.concatenate([no_rows, *batches[parity::2]]) for parity in (0, 1)]
     ranking, lookups_to_fit = (np.bincount(half, minlength=size) for half in halves)
-    zipf = fit(ranking, lookups_to_fit, max(rows, size))
+    zipf = fit_zipf(ranking, lookups_to_fit, max(num_rows, size))
     return None if zipf is None else dataclasses.asdict(zipf)
 
 
@@ -311,8 +311,8 @@ class Spectrum(TypedDict):
 
 def spectrum(lookups: Lookups) -> Spectrum:
     """Return the shares of rows and of lookups in each bin."""
-    rows, share = production.histograms(lookups.counts)
-    return {"edges": list(production.EDGES), "rows": rows.tolist(), "lookups": share.tolist()}
+    row_shares, lookup_shares = (s.tolist() for s in production.histograms(lookups.counts))
+    return {"edges": list(production.EDGES), "rows": row_shares, "lookups": lookup_shares}
 
 
 def shares_by_rank(lookups: Lookups) -> list[list[float]]:
@@ -346,15 +346,15 @@ class Distances(TypedDict):
 
 def distance_histogram(lookups: Lookups) -> Distances:
     """Return the histogram of the stack distances of all lookups."""
-    distance = stack_distances(lookups.rows)
-    reused = distance[distance != NEVER]
-    bits = int(reused.max(initial=1)).bit_length()
+    distances = stack_distances(lookups.row_of_lookup)
+    reuse_distances = distances[distances != NEVER]
+    bits = int(reuse_distances.max(initial=1)).bit_length()
     edges = [0, *(2**k for k in range(bits + 1))]
-    counts = np.histogram(reused, edges)[0]
-    return {"edges": edges, "reuse": [_share(int(n), len(distance)) for n in counts]}
+    counts = np.histogram(reuse_distances, edges)[0]
+    return {"edges": edges, "reuse": [_share(int(n), len(distances)) for n in counts]}
 
 
-class IdealHitRate(TypedDict):
+class HitRate(TypedDict):
     """The hit rate of a cache over the counted batches."""
 
     cache_rows: int  # rows that the cache holds
@@ -362,35 +362,35 @@ class IdealHitRate(TypedDict):
     rows: float  # share of the distinct rows per batch served
 
 
-class IdealHitRates(TypedDict):
-    """Hit rates by policy, ascending in size."""
+class HitRatesByPolicy(TypedDict):
+    """Hit rates of ideal caches by policy, ascending in size."""
 
     distinct: int  # rows that the trace looks up
-    lru: list[IdealHitRate]  # a curve over all sizes
-    offline: list[IdealHitRate]  # Belady's MIN, at the given fractions of `distinct`
-    static_top: list[IdealHitRate]  # the most frequent rows, at the same sizes
+    lru: list[HitRate]  # a curve over all sizes
+    offline: list[HitRate]  # Belady's MIN, at the given fractions of `distinct`
+    static_top: list[HitRate]  # the most frequent rows, at the same sizes
 
 
-def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> IdealHitRates:
+def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> HitRatesByPolicy:
     """Return the hit rates at `fractions` of the distinct rows, for LRU at further sizes too.
 
     Sizes are rounded, at least 1, and equal ones are listed once.
     """
     counted = slice(int(trace.batch_starts[trace.num_warm]), None)
-    distance, num_lookups = batch_distances(trace)[counted], trace.lookups[counted]
+    distances, num_lookups = batch_distances(trace)[counted], trace.lookups[counted]
     total = int(num_lookups.sum())
 
-    def hit_rate(size: int, lookups: int, rows: int) -> IdealHitRate:
+    def hit_rate(size: int, lookups: int, rows: int) -> HitRate:
         lookup_share, row_share = _share(lookups, total), _share(rows, len(num_lookups))
         return {"cache_rows": size, "lookups": lookup_share, "rows": row_share}
 
-    def lru_hit_rate(size: int) -> IdealHitRate:
-        is_hit = (distance != NEVER) & (distance < size)
+    def lru_hit_rate(size: int) -> HitRate:
+        is_hit = (distances != NEVER) & (distances < size)
         return hit_rate(size, int(num_lookups[is_hit].sum()), int(is_hit.sum()))
 
-    def ideal_hit_rate(
+    def hit_rate_of_policy(
         hits_of: Callable[[RowTrace, int], cache_bounds.Hits], size: int
-    ) -> IdealHitRate:
+    ) -> HitRate:
         hits = hits_of(trace, size)
         return hit_rate(size, sum(hits.lookups), sum(hits.rows))
 
@@ -400,6 +400,6 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> IdealHitRates:
     return {
         "distinct": distinct,
         "lru": [lru_hit_rate(size) for size in curve_sizes],
-        "offline": [ideal_hit_rate(cache_bounds.offline_hits, size) for size in sizes],
-        "static_top": [ideal_hit_rate(cache_bounds.static_top_hits, size) for size in sizes],
+        "offline": [hit_rate_of_policy(cache_bounds.offline_hits, size) for size in sizes],
+        "static_top": [hit_rate_of_policy(cache_bounds.static_top_hits, size) for size in sizes],
     }

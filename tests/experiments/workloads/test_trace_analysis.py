@@ -101,7 +101,7 @@ def test_the_fit_finds_the_law_it_was_drawn_from(
 ) -> None:
     names = np.random.default_rng(1).permutation(rows)
     halves = [np.bincount(draw(200_000, rows, s, q, seed), minlength=rows) for seed in (1, 2)]
-    found = trace_analysis.fit(halves[0][names], halves[1][names], rows)
+    found = trace_analysis.fit_zipf(halves[0][names], halves[1][names], rows)
     assert found is not None
     assert found.s == pytest.approx(s, abs=close)
     assert found.q == pytest.approx(q, abs=0.2 * q + 0.2)
@@ -112,7 +112,7 @@ def test_ranking_rows_by_the_counts_one_fits_would_find_skew_in_chance() -> None
     """Why the fit takes two halves: on uniform ids one half alone is far off."""
     uniform = [np.bincount(draw(60_000, 20_000, 0.0, seed=n), minlength=20_000) for n in (1, 2)]
     honest, naive = (
-        trace_analysis.fit(uniform[0], other, 20_000) for other in (uniform[1], uniform[0])
+        trace_analysis.fit_zipf(uniform[0], other, 20_000) for other in (uniform[1], uniform[0])
     )
     assert honest is not None
     assert naive is not None
@@ -122,13 +122,13 @@ def test_ranking_rows_by_the_counts_one_fits_would_find_skew_in_chance() -> None
 
 def test_a_fit_stays_within_its_bounds() -> None:
     steep = np.array([10**6, 1000, 20, 2, 1])
-    found = trace_analysis.fit(steep, steep, len(steep))
+    found = trace_analysis.fit_zipf(steep, steep, len(steep))
     assert found is not None
     assert found.s == trace_analysis.MAX_S
 
 
 def test_too_little_to_fit() -> None:
-    assert trace_analysis.fit(np.array([3, 1]), np.array([2, 2]), 2) is None
+    assert trace_analysis.fit_zipf(np.array([3, 1]), np.array([2, 2]), 2) is None
 
 
 def test_blocks_of_a_table_far_larger_than_memory() -> None:
@@ -162,7 +162,7 @@ def test_numbers_of_a_small_trace() -> None:
         "new": [2, 1, 0, 0],
     }
     lengths = np.array([4, 0, 3, 1])
-    found = trace_analysis.analyse_table(lookups, lengths, name="t0", rows=100, warm=1)
+    found = trace_analysis.analyse_table(lookups, lengths, name="t0", num_rows=100, num_warm=1)
     assert (found["lookups"], found["distinct"], found["rows"]) == (8, 3, 100)
     assert found["batch_distinct_share"] == 5 / 8
     assert found["once"] == 1 / 3  # of the counts 4, 3, 1
