@@ -18,7 +18,7 @@ namespace emb::cuda {
 
 inline constexpr int kUploadThreads = 128;
 // The maximum number of words of 8 bytes that a launch copies: one of two sizes. Kernel parameters
-// may have 4 KB on every GPU and driver, and 32,764 bytes from CUDA 12.1 on.
+// may have 4 KB on every GPU and driver, and 32,764 bytes on sm_70 and later from CUDA 12.1 on.
 inline constexpr int kSmallUploadWords = 480, kLargeUploadWords = 4000;
 
 // The words of one launch, as a kernel parameter.

@@ -23,6 +23,7 @@ from emblib.tables import hyperparameters, state_dicts
 
 HYPER = "hyper"  # key of the hyperparameters among the states of a parameter
 Handles = Mapping[str, TableHandle]
+"""The handles of a `TableGroups` by name of the table, in the order of its slices."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,7 @@ def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
 def optimizer_state(
     groups: TableGroups, prefix: str, handles: Handles
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the optimizer states of each parameter, as views, and a copy of `hyper`.
-
-    `handles` are by name of the table, in the order of the slices of `groups`.
-    """
+    """Return the optimizer states of each parameter, as views, and a copy of `hyper`."""
     return {
         name: {**states, HYPER: module.hyperparams.clone()}
         for name, module, states in _table_states(groups, prefix, handles)

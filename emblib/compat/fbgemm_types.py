@@ -294,10 +294,7 @@ class GlobalWeightDecayDefinition:
 
 @dataclass(frozen=True)
 class UserEnabledConfigDefinition:
-    """Options of one optimizer: of EXACT_SGD, except for the first.
-
-    Tables with `use_rowwise_bias_correction`, which is of ADAM, raise NotImplementedError.
-    """
+    """Options of EXACT_SGD; the first is of ADAM, and tables raise NotImplementedError for it."""
 
     use_rowwise_bias_correction: bool = False
     use_writeback_bwd_prehook: bool = False

@@ -86,10 +86,11 @@ def check_bounds(
     *,
     is_prefetch: bool = False,
 ) -> Tensor:
-    """Return offsets repaired according to `bounds_check`; on CUDA WARNING counts and warns later.
+    """Return the offsets of a batch, repaired according to `module.bounds_check`.
 
-    The host never waits for a GPU. Invalid indices stay as they are: kernels repair them as they
-    read. Outside compiled graphs, a forward that checkpointing repeats counts violations once.
+    The host never waits for a GPU: on CUDA, WARNING warns later. Invalid indices stay as they are:
+    kernels repair them as they read. Outside compiled graphs, a forward that checkpointing repeats
+    counts violations once.
 
     Args:
         module: module whose `bounds_check` applies and whose `bounds_violations` count.
@@ -106,10 +107,10 @@ def check_bounds(
 
     Raises:
         TypeError: indices or offsets that are no tensors.
-        RuntimeError: the batch is not on the module's device; wrong dtype or number of offsets,
-            unless in mode NONE; out of bounds in mode FATAL
-            (on CUDA a device assert, see `BoundsCheck`); in mode WARNING on the CPU, offsets that
-            would skip ids or a bag, also in compiled graphs, and negative lengths in a collection.
+        RuntimeError: the batch is not on the module's device. Except in mode NONE, the dtype or the
+            number of offsets is wrong. In mode FATAL, something is out of bounds (on CUDA a device
+            assert, see `BoundsCheck`). In mode WARNING on the CPU, offsets would skip ids or a bag,
+            also in compiled graphs, or a length of a collection is negative.
     """
     device = module.features.device
     check_tensor("indices", indices)
@@ -123,8 +124,8 @@ def check_bounds(
     if mode is BoundsCheck.NONE:
         return offsets
     if device.type == "cuda" and is_eager(indices):
-        counts = mode is BoundsCheck.WARNING and not is_prefetch and not is_repeated()
-        code = "ignore" if mode is BoundsCheck.WARNING and not counts else mode.value
+        is_counted = mode is BoundsCheck.WARNING and not is_prefetch and not is_repeated()
+        code = "ignore" if mode is BoundsCheck.WARNING and not is_counted else mode.value
         repaired = _bounds_check_(
             indices,
             offsets,
@@ -133,7 +134,7 @@ def check_bounds(
             codes.BOUNDS_CHECK[code],
             module.bounds_violations,
         )
-        if counts:
+        if is_counted:
             report_of(module).add_check(module, message)
         return repaired
     arguments = indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
@@ -279,5 +280,6 @@ def layout_of_bags(
     output_dim = max(dims, default=0) if pooling is Pooling.NONE else sum(dims)
     if batch_sizes is None:
         return None, output_dim
-    layout, elements = variable_batch(batch_sizes, dims, max(offsets.numel() - 1, 0), device)
-    return layout, output_dim if pooling is Pooling.NONE else elements
+    num_bags = max(offsets.numel() - 1, 0)
+    bag_layout, output_numel = variable_batch(batch_sizes, dims, num_bags, device)
+    return bag_layout, output_dim if pooling is Pooling.NONE else output_numel

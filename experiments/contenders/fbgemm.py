@@ -142,13 +142,13 @@ class ServedFp32(PackedTables):
         return self.module(*prepared)
 
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for table in self.rows for tensor in table if tensor is not None)
+        return sum(t.nbytes for table in self.packed_tables for t in table if t is not None)
 
     def _pack(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the bytes of the rows, and the bytes of their scales and offsets or None."""
         return rows.view(torch.uint8), None
 
-    def _load(self, rows: list[tuple[Tensor, Tensor | None]]) -> None:
+    def _load(self, packed_tables: list[tuple[Tensor, Tensor | None]]) -> None:
         host = EmbeddingLocation.HOST
         self.module = IntNBitTableBatchedEmbeddingBagsCodegen(
             [(f"table{n}", s.rows, s.dim, self.type, host) for n, s in enumerate(self.shapes)],
@@ -156,8 +156,8 @@ class ServedFp32(PackedTables):
             output_dtype=SparseType.FP32,
         )
         self.module.initialize_weights()
-        self.module.assign_embedding_weights(rows)
-        self.rows: list[tuple[Tensor, Tensor | None]] = self.module.split_embedding_weights()
+        self.module.assign_embedding_weights(packed_tables)
+        self.packed_tables = self.module.split_embedding_weights()
 
 
 class ServedInt8(ServedFp32):

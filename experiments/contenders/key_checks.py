@@ -14,11 +14,11 @@ CHECKED_KEYS = 2048  # maximum number of present keys that are checked
 FIRST_ABSENT = 1 << 40  # number of a key beyond all keys that calls use
 
 
-def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
+def verify_key_table(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
     """Check the operations of a filled table; raise Wrong for the first wrong result.
 
-    Inserts of absent keys are checked only if the table can erase them again; a full table may
-    evict other keys for them. For a ceiling, only the numbers of the lines are checked.
+    Inserts of absent keys, for which a full table may evict others, are checked only if the table
+    can erase keys. For a ceiling, only the numbers of the lines are checked.
 
     Args:
         table: table to check. A table that has an operation with values has `find`.
@@ -48,10 +48,7 @@ def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
 
 
 def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
-    """Check the operations that insert keys, and `erase` by erasing the absent keys again.
-
-    `absent` and `present` are int64 `[n]` on the host.
-    """
+    """Check the operations that insert keys, and `erase`; keys are int64 `[n]` on the host."""
     dim = table.task.dim
     if "find_or_insert" in table.operations:
         # First of all, because inserting absent keys may evict present ones.
@@ -71,10 +68,10 @@ def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
         _check_values(table, "find", absent, values_of(absent, dim))
         slots = _result_of(table, "find_slots", evicted)
         if len(evicted) and (slots != table.absent).any():
-            raise Wrong("insert_and_evict: a key that it reports as evicted is still there")
+            raise Wrong("insert_and_evict: a key that it reports as evicted is still present")
     table.erase(absent.to(table.task.device))
     if (_result_of(table, "find_slots", absent) != table.absent).any():
-        raise Wrong("erase: a key is still there")
+        raise Wrong("erase: a key is still present")
 
 
 def _result_of(table: KeyTable, operation: str, keys: Tensor) -> Tensor:
@@ -95,14 +92,14 @@ def _check_slots(
         raise Wrong(f"{operation}: shape {tuple(slots.shape)} for {len(keys)} keys")
     present = slots[:num_present]
     if (present == table.absent).any():
-        raise Wrong(f"{operation}: a key that is there is not found")
+        raise Wrong(f"{operation}: a present key is not found")
     if len(present.unique()) < num_present:
         raise Wrong(f"{operation}: two keys have one slot")
     if (slots[num_present : num_present + num_absent] != table.absent).any():
-        raise Wrong(f"{operation}: a key that is not there is found")
+        raise Wrong(f"{operation}: an absent key is found")
     repeated_slots = slots[num_present + num_absent :]
     if not torch.equal(repeated_slots, present[: len(repeated_slots)]):
-        raise Wrong(f"{operation}: a key that comes twice has two slots")
+        raise Wrong(f"{operation}: a repeated key has two slots")
 
 
 def _check_values(
@@ -121,4 +118,4 @@ def _check_values(
     passed = expected + 1 if passes_other_values else expected
     actual: Tensor = getattr(table, operation)(table.prepare(keys, passed))
     if not torch.equal(actual.cpu(), expected):
-        raise Wrong(f"{operation}: values differ from those that were put in")
+        raise Wrong(f"{operation}: values differ from the inserted ones")

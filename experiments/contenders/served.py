@@ -17,7 +17,7 @@ from experiments.workloads.workload import Batch, TableShape
 Feature = tuple[Tensor, Tensor]  # ids [lookups] and offsets [B + 1] of one table
 
 
-class Served(ABC):
+class ServedTables(ABC):
     """Read-only tables with one feature each, in one format. `lookup` is timed.
 
     Several threads call `lookup` at once. `open` is timed too, as a part of a cold start.
@@ -35,7 +35,7 @@ class Served(ABC):
     def fill(self, weights: Sequence[Tensor]) -> None:
         """Convert trained tables, float32 [rows, dim] each, to the format, for `lookup`.
 
-        Tables that need no conversion may be used as they are, without a copy.
+        Tables that need no conversion are used without a copy: the caller must not change them.
         """
 
     def prepare(self, batch: Batch) -> Any:
@@ -62,7 +62,7 @@ class Served(ABC):
         """
 
 
-class Fp32(Served):
+class Fp32(ServedTables):
     """emblib's inference tables, frozen into a file that is opened by mapping it."""
 
     bits = 32
@@ -97,20 +97,20 @@ class Int4(Fp32):
     bits, format = 4, "int4"
 
 
-class PackedTables(Served):
+class PackedTables(ServedTables):
     """Base of tables that are converted one by one, and stored in a file of torch.save.
 
     Attributes:
-        rows: converted tables; set by `_load`.
+        packed_tables: converted tables; set by `_load`.
     """
 
-    rows: list[Any]
+    packed_tables: list[Any]
 
     def fill(self, weights: Sequence[Tensor]) -> None:
         self._load([self._pack(rows) for rows in weights])
 
     def save(self, path: Path) -> None:
-        torch.save(self.rows, path)
+        torch.save(self.packed_tables, path)
 
     def open(self, path: Path) -> None:
         self._load(torch.load(path))
@@ -120,7 +120,7 @@ class PackedTables(Served):
         """Return a table in the format."""
 
     @abstractmethod
-    def _load(self, rows: list[Any]) -> None:
+    def _load(self, packed_tables: list[Any]) -> None:
         """Make converted tables ready for lookups."""
 
 
@@ -133,22 +133,22 @@ class TorchFp32(PackedTables):
         return [batch.feature(f) for f in range(len(self.shapes))]
 
     def lookup(self, prepared: list[Feature]) -> Tensor:
-        return join_columns([self._bag(n, *feature) for n, feature in enumerate(prepared)])
+        return join_columns([self._lookup_table(t, *feature) for t, feature in enumerate(prepared)])
 
     def nbytes(self) -> int:
-        return sum(rows.nbytes for rows in self.rows)
+        return sum(table.nbytes for table in self.packed_tables)
 
     def _pack(self, rows: Tensor) -> Tensor:
         return rows
 
-    def _load(self, rows: list[Tensor]) -> None:
-        self.rows = rows
+    def _load(self, packed_tables: list[Tensor]) -> None:
+        self.packed_tables = packed_tables
         self.bags = [
             nn.EmbeddingBag.from_pretrained(table, mode="sum", include_last_offset=True)
-            for table in rows
+            for table in packed_tables
         ]
 
-    def _bag(self, table: int, ids: Tensor, offsets: Tensor) -> Tensor:
+    def _lookup_table(self, table: int, ids: Tensor, offsets: Tensor) -> Tensor:
         return self.bags[table](ids, offsets)
 
 
@@ -156,20 +156,20 @@ class TorchInt8(TorchFp32):
     """The operators of torch.ao.nn.quantized.EmbeddingBag, one call per table, 8 bits."""
 
     bits = 8
-    operators: ClassVar[str] = "embedding_bag_byte"
+    operator_prefix: ClassVar[str] = "embedding_bag_byte"
 
     def _pack(self, rows: Tensor) -> Tensor:
-        return getattr(torch.ops.quantized, f"{self.operators}_prepack")(rows)
+        return getattr(torch.ops.quantized, f"{self.operator_prefix}_prepack")(rows)
 
-    def _load(self, rows: list[Tensor]) -> None:
-        self.rows = rows
-        self.operator = getattr(torch.ops.quantized, f"{self.operators}_rowwise_offsets")
+    def _load(self, packed_tables: list[Tensor]) -> None:
+        self.packed_tables = packed_tables
+        self.operator = getattr(torch.ops.quantized, f"{self.operator_prefix}_rowwise_offsets")
 
-    def _bag(self, table: int, ids: Tensor, offsets: Tensor) -> Tensor:
-        return self.operator(self.rows[table], ids, offsets, include_last_offset=True)
+    def _lookup_table(self, table: int, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.operator(self.packed_tables[table], ids, offsets, include_last_offset=True)
 
 
 class TorchInt4(TorchInt8):
     """PyTorch's quantised operators, one call per table, 4 bits."""
 
-    bits, operators = 4, "embedding_bag_4bit"
+    bits, operator_prefix = 4, "embedding_bag_4bit"

@@ -12,7 +12,7 @@ from experiments.config.schema import Order
 from experiments.config.sweep import COMPUTED, EXACT, Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender
-from experiments.contenders.key_checks import CHECKED_KEYS, verify_keyed
+from experiments.contenders.key_checks import CHECKED_KEYS, verify_key_table
 from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.contenders.registry import Unsupported, build
 from experiments.measure.outcome import Outcome, make_record, pool_entries
@@ -163,7 +163,7 @@ def run_keys(
     space, checked_table = KeySpace(Order.permuted, session.seed), build_table(4 * CHECKED_KEYS)
     keys = space.run(0, CHECKED_KEYS)
     checked_table.fill(keys, values_of(keys, 1))
-    verify_keyed(checked_table, space, keys)
+    verify_key_table(checked_table, space, keys)
     table = build_table(num_slots)
     samples: dict[str, list[int]] = {k: [] for k in ("lookups", "lookup_hits", "rows", "row_hits")}
     for ids in batches:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from experiments.config.sweep import Arm, Cell
-from experiments.contenders.key_checks import verify_keyed
+from experiments.contenders.key_checks import verify_key_table
 from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.contenders.registry import build
 from experiments.measure.outcome import Outcome, build_arms, make_record
@@ -128,7 +128,7 @@ def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, 
         calls.resident = fill(table, calls)
         session.note(f"{arm.key}|checking")
         last_keys = calls.space.run(calls.resident - calls.num_present, calls.num_present)
-        verify_keyed(table, calls.space, last_keys)
+        verify_key_table(table, calls.space, last_keys)
         table.reset_after_checks()
         return FilledTable(table, calls)
 

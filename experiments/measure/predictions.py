@@ -85,7 +85,7 @@ class TimedSteps:
 
 
 def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return the record of the only arm; `seconds` is not used.
+    """Return the record of the only arm; `seconds` is not used, as `rounds` sets the duration.
 
     Unless the arm failed, the record has the entries of `_Experiment.predict`.
     """
@@ -129,7 +129,7 @@ class _Experiment:
         orders = (PERMUTED,) if cached_share else (BY_FREQUENCY, PERMUTED)
         for order in orders:
             module, num_cached = self._build_module(order, cached_share)
-            batch_sizes = {
+            fitted_sizes = {  # lookups, and lookups per id
                 (
                     max(1, int(fitted_share * lookups) // self.workload.L) * self.workload.L,
                     lookups_per_id,
@@ -138,7 +138,7 @@ class _Experiment:
                 for fitted_share in FITTED_SHARES
                 for lookups_per_id in LOOKUPS_PER_ID
             }
-            for lookups, lookups_per_id in sorted(batch_sizes):
+            for lookups, lookups_per_id in sorted(fitted_sizes):
                 num_ids = self.workload.E
                 if lookups_per_id > 1:
                     num_ids = min(num_ids, max(1, lookups // lookups_per_id))
@@ -204,7 +204,7 @@ class _Experiment:
         """Return steps on `batches` of a module that caches the rows below `num_cached`.
 
         Lookups that miss the cache count in `terms`, all lookups in `cache_terms`. Empty `facts`
-        make fitted steps. To facts of predicted steps, `rows` and hit rates are added.
+        make fitted steps; those of predicted steps get the further entries `rows` and hit rates.
         """
         terms, cache_terms, hit_rates = [], [], []
         for ids, _ in batches:
@@ -221,7 +221,7 @@ class _Experiment:
         if facts:
             hit_rate, row_hit_rate = np.mean(hit_rates, 0)
             num_rows = float(mean_cache_terms[CACHE_TERMS.index("row")])
-            facts |= {"hit_rate": hit_rate, "row_hit_rate": row_hit_rate, "rows": num_rows}
+            facts = {**facts, "hit_rate": hit_rate, "row_hit_rate": row_hit_rate, "rows": num_rows}
         mean_cache_terms = mean_cache_terms if num_cached else np.zeros(0)
         return TimedSteps(module, batches, np.mean(terms, 0), mean_cache_terms, facts)
 
@@ -244,11 +244,11 @@ class _Experiment:
         row_and_product_constants = _fit_constants(terms[:, ROW_AND_PRODUCT_TERMS], times_s)
         cache_constants: dict[Any, np.ndarray] = {}  # constants by module
         for module in dict.fromkeys(s.module for s in self.steps if len(s.cache_terms)):
-            fitted_steps = [s for s in self.steps if s.module is module and not s.is_predicted]
-            unexplained_s = np.array([s.seconds - s.terms @ constants for s in fitted_steps])
-            measured_s = np.array([s.seconds for s in fitted_steps])
-            terms = np.array([s.cache_terms for s in fitted_steps])
-            cache_constants[module] = _fit_constants(terms, unexplained_s, measured_s)
+            cached_steps = [s for s in self.steps if s.module is module and not s.is_predicted]
+            unexplained_s = np.array([s.seconds - s.terms @ constants for s in cached_steps])
+            measured_s = np.array([s.seconds for s in cached_steps])
+            cache_terms = np.array([s.cache_terms for s in cached_steps])
+            cache_constants[module] = _fit_constants(cache_terms, unexplained_s, measured_s)
 
         def batch_key(steps: TimedSteps) -> tuple[Any, ...]:
             return tuple(steps.facts[name] for name in ("skew", "order", "lookups"))

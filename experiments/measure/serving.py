@@ -28,7 +28,7 @@ from torch import Tensor
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.base import fill_, pool_rows
 from experiments.contenders.registry import Wrong, build
-from experiments.contenders.served import Served
+from experiments.contenders.served import ServedTables
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.outcome import Outcome, build_arms, make_record, pool_entries
 from experiments.measure.session import Session
@@ -143,12 +143,12 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 def _build_tables(
     cell: Cell, shapes: Sequence[TableShape], pool: Pool, session: Session
-) -> tuple[dict[str, Outcome], dict[str, Served]]:
+) -> tuple[dict[str, Outcome], dict[str, ServedTables]]:
     """Build, fill and check the tables, see `build_arms`."""
     weights = [fill_(torch.empty(s.rows, s.dim), seed) for seed, s in enumerate(shapes)]
 
-    def build_filled(arm: Arm) -> Served:
-        served: Served = build(arm.contender, shapes)
+    def build_filled(arm: Arm) -> ServedTables:
+        served: ServedTables = build(arm.contender, shapes)
         served.fill(weights)
         session.note(f"{arm.key}|checking")
         verify_served(served, weights, pool.batches[0])
@@ -157,7 +157,7 @@ def _build_tables(
     return build_arms(cell, session, build_filled)
 
 
-def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> None:
+def verify_served(served: ServedTables, weights: Sequence[Tensor], batch: Batch) -> None:
     """Compare a lookup with sums of the float32 rows; raise Wrong beyond the error of the format.
 
     At most CHECKED_BAGS bags per table are compared. The error of a value may be MAX_STEPS_OFF
@@ -189,7 +189,7 @@ def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> No
             )
 
 
-def _warm_request(served: Served, prepared: Sequence[Any]) -> Request:
+def _warm_request(served: ServedTables, prepared: Sequence[Any]) -> Request:
     """Make each prepared request once, to warm up; return the function that makes request n."""
     lookup, num_requests = served.lookup, len(prepared)
     for request in prepared:
@@ -319,7 +319,7 @@ def _run_clients(
 # Cold start
 
 
-def cold_start(served: Served, prepared: Any) -> Record:
+def cold_start(served: ServedTables, prepared: Any) -> Record:
     """Save the tables; return the `bytes` of the file, and seconds from opening it to an answer.
 
     "memory" are the seconds with the file in the system's page cache. "disk" are the seconds after
@@ -335,7 +335,9 @@ def cold_start(served: Served, prepared: Any) -> Record:
         }
 
 
-def _seconds_to_answer(served: Served, path: Path, prepared: Any, *, drop_pages: bool) -> float:
+def _seconds_to_answer(
+    served: ServedTables, path: Path, prepared: Any, *, drop_pages: bool
+) -> float:
     if drop_pages:
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -22,7 +22,7 @@ from experiments.contenders.base import Contender, Task
 from experiments.contenders.dynamic import DynamicNew
 from experiments.contenders.keys import KeyTable
 from experiments.contenders.registry import REQUIREMENT, Missing, RegistryError, build
-from experiments.contenders.served import Served
+from experiments.contenders.served import ServedTables
 from experiments.measure.outcome import Outcome, make_record
 from experiments.measure.session import Session
 from experiments.measure.timing import task_of
@@ -80,7 +80,7 @@ def test_names_are_known_without_torch() -> None:
 def test_every_class_of_the_table_is_what_the_table_says(name: str) -> None:
     skip_without_peers(name)
     entry = registry.find(name)
-    base = KeyTable if entry.keyed else Served if entry.served else Contender
+    base = KeyTable if entry.keyed else ServedTables if entry.served else Contender
     assert issubclass(entry.load(), base)
 
 

@@ -21,7 +21,7 @@ from experiments.config.schema import (
 )
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
-from experiments.contenders.key_checks import verify_keyed
+from experiments.contenders.key_checks import verify_key_table
 from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.contenders.registry import Wrong
 from experiments.machine import bandwidth
@@ -290,7 +290,7 @@ def test_tables_of_keys_answer_what_was_put_in(name: str) -> None:
     calls = Calls(WORK, KeysConfig(), 480, 3, inserts=True)
     assert fill(table, calls) == 480
     assert table.size() == 480
-    verify_keyed(table, calls.space, calls.space.run(0, 480))
+    verify_key_table(table, calls.space, calls.space.run(0, 480))
     table.reset_after_checks()
     assert table.size() == 480
     assert table.nbytes() >= 480 * 8
@@ -314,7 +314,7 @@ def test_keys_that_the_checks_evict_are_no_errors() -> None:
     table.fill(keys, values_of(keys, 4))
     present = keys[table.find_slots((keys, None)) != table.absent]
     assert len(present) == 256
-    verify_keyed(table, SPACE, present)
+    verify_key_table(table, SPACE, present)
 
 
 class Forgetful(Plain):
@@ -374,19 +374,19 @@ class Lying(Plain):
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        (Forgetful, "is there is not found"),
+        (Forgetful, "present key is not found"),
         (Crowded, "one slot"),
-        (Inventive, "not there is"),
+        (Inventive, "absent key is found"),
         (Stale, "find: values differ"),
         (Overwriting, "find_or_insert: values differ"),
         (Keeping, "erase"),
-        (Lying, "evicted is still there"),
+        (Lying, "evicted is still present"),
     ],
 )
 def test_a_wrong_table_is_found_out(wrong: type[KeyTable], what: str) -> None:
-    verify_keyed(filled(Plain), SPACE, SPACE.run(0, 480))
+    verify_key_table(filled(Plain), SPACE, SPACE.run(0, 480))
     with pytest.raises(Wrong, match=what):
-        verify_keyed(filled(wrong), SPACE, SPACE.run(0, 480))
+        verify_key_table(filled(wrong), SPACE, SPACE.run(0, 480))
 
 
 # Ceilings and ideals
