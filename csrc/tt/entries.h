@@ -25,15 +25,15 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
 // Return the plan of a batch, int32 tensors in the order of TtPlanTensor (see TtPlan). `keys`,
 // int64 [L], and `count`, int32 [1], are what tbe_group returns for the keys of a batch: the first
 // `count` keys are the distinct keys of all tables, numbered table after table, ascending. left_ids
-// and right_ids are the totals of ids of left and right halves over all tables.
+// and right_ids are the numbers of ids of left and right halves, summed over the tables.
 std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tensor& tables,
                             int64_t left_ids, int64_t right_ids);
 
 // Write the distinct rows of all tables to `rows`, [capacity of the plan, dim of the widest table],
-// and the values of the first left halves, as many as fit, to `left_values`, float32 [any number,
-// value_size]. Rows after the last one, columns beyond the dim of a table, and values of halves
-// that are no pairs are not written. The arguments are trusted: `plan` must be what tt_plan
-// returned, or have passed check_plan_contents.
+// and the values of the first N left halves to `left_values`, float32 [N, value_size] for any N.
+// Rows after the last one, columns beyond the dim of a table, and values of halves of one core are
+// not written. The arguments are trusted: `plan` must be what tt_plan returned, or have passed
+// check_plan_contents.
 void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& left_values,
                   float* rows);
 

@@ -23,7 +23,7 @@ struct PairRows {
   // the ids are read.
   PairRows(const TtHalfCores& cores, int64_t num_halves)
       : outer_positions(num_halves), inner_positions(num_halves) {
-    std::vector<int32_t> position_of_row(cores.half.outer_rows, -1);  // by outer row
+    std::vector<int32_t> position_of_row(cores.half.outer_rows, -1);  // -1: the row is not used
     int64_t first_id = 0;  // id of the half with the current inner row and outer row 0
     for (int64_t u = 0; u < num_halves; ++u) {
       const int64_t id = cores.id(u);
@@ -32,7 +32,7 @@ struct PairRows {
         first_id = inner_rows.back() * cores.half.outer_rows;
       }
       inner_positions[u] = static_cast<int32_t>(inner_rows.size()) - 1;
-      outer_positions[u] = static_cast<int32_t>(id - first_id);  // the row; its position follows
+      outer_positions[u] = static_cast<int32_t>(id - first_id);  // the row, until the last loop
       position_of_row[outer_positions[u]] = 0;
     }
     for (size_t row = 0; row < position_of_row.size(); ++row) {
@@ -64,7 +64,7 @@ struct PairRows {
   }
 };
 
-// Return the core rows of halves that are no pairs: their ids, counted from the table's first id.
+// Return the core rows of halves of one core: their ids, counted from the table's first id.
 inline std::vector<int32_t> core_rows(const int32_t* ids, int64_t num_halves, int64_t first_id) {
   std::vector<int32_t> rows(num_halves);
   for (int64_t u = 0; u < num_halves; ++u) rows[u] = static_cast<int32_t>(ids[u] - first_id);
