@@ -300,7 +300,7 @@ class DynamicEmbTables:
             ValueError: a load factor outside of (0, 1], a negative tolerance, or a table that no
                 feature reads.
         """
-        if tolerance < 0.0:
+        if not tolerance >= 0.0:  # true for NaN
             raise ValueError(f"tolerance must be at least 0, got {tolerance}")
         if not 0.0 < load_factor <= 1.0:
             raise ValueError(f"load_factor must be in (0, 1], got {load_factor}")

@@ -105,7 +105,7 @@ class Quantized(Storage):
         return QuantizedHandle(self, module, index)
 
     def views(self, module: Any) -> list[dict[str, Tensor]]:
-        """Return the rows `packed` of each table, see `emblib.ops.quant`."""
+        """Return the packed rows of each table, by the name "packed", see `emblib.ops.quant`."""
         views: list[dict[str, Tensor]] = module.table_views()
         return views
 
@@ -234,7 +234,7 @@ class QuantizedHandle(TableHandle):
         destination.update({prefix + name: view for name, view in self.views().items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        _, _, missing_keys, unexpected, errors = arguments
+        _, _, missing_keys, unexpected_keys, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         if self._refuses_load_on_meta(state_dict, prefix, errors):
@@ -247,7 +247,7 @@ class QuantizedHandle(TableHandle):
         if set(entries) == set(FORMER_ENTRIES):
             entries = {"packed": self._pack_former_entries(entries)}
         missing_keys.extend(prefix + name for name in sorted(views.keys() - entries.keys()))
-        unexpected.extend(prefix + name for name in sorted(entries.keys() - views.keys()))
+        unexpected_keys.extend(prefix + name for name in sorted(entries.keys() - views.keys()))
         for name in views.keys() & entries.keys():
             views[name].copy_(entries[name])
 

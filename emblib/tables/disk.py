@@ -481,9 +481,9 @@ class DiskStore:
     def _check_usable(self) -> None:
         if self._process != os.getpid():
             raise RuntimeError(
-                f"the store in {self.directory} is written by the process that opened it and until "
-                "it is closed; a forked process may only read its tensors, and looking rows up "
-                "moves them: look up in the process that has the module"
+                f"the store in {self.directory} is closed here: only the process that opened it "
+                "writes to it, until it is closed; a forked process may only read its tensors, and "
+                "lookups move rows: look up in the process that has the module"
             )
         self._syncs.check()
         self._finish_interrupted()

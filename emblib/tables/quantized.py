@@ -671,11 +671,13 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, format_code: int)
         Rows of scale, offset and numbers, uint8 `[rows, bytes]`, on the device of `values`.
 
     Raises:
-        ValueError: another format; no tensors, or tensors of another table; or values beyond the
-            range of float16.
+        ValueError: another format; no tensors, or tensors of another dtype or table; or values
+            beyond the range of float16.
     """
     if not isinstance(values, Tensor) or not isinstance(scales, Tensor):
         raise ValueError(f"values and scales must be tensors, got {values!r} and {scales!r}")
+    if values.dtype is not torch.uint8:
+        raise ValueError(f"values must be uint8, got {values.dtype}")
     if format_code not in (RowFormatCode.INT4, RowFormatCode.INT8):
         raise ValueError(
             "the rows are from before 0.1.0, which had 4 or 8 bits per value: load them into a "

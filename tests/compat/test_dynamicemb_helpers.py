@@ -175,8 +175,9 @@ def test_tables_that_are_full_enough_stay_as_they_are() -> None:
     assert module.tables["t0"].size() == 30
     module.fill_tables(0.5)
     assert module.tables["t0"].size() == 32
-    with pytest.raises(ValueError, match="tolerance must be at least 0"):
-        module.fill_tables(0.5, tolerance=-1.0)
+    for tolerance in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="tolerance must be at least 0"):
+            module.fill_tables(0.9, tolerance=tolerance)
     unread = ours.BatchedDynamicEmbeddingTablesV2(
         [ours.DynamicEmbTableOptions(dim=4, max_capacity=64) for _ in range(2)],
         feature_table_map=[0],

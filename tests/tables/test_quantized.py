@@ -243,6 +243,8 @@ def test_state_dicts_from_before_0_1_0_are_converted(bits: int) -> None:
     assert torch.equal(made.packed, packed)  # table_1 neither
     with pytest.raises(RuntimeError, match="item: values and scales must be tensors, got None"):
         made.load_state_dict({**state, "item.values": None})
+    with pytest.raises(RuntimeError, match=r"item: values must be uint8, got torch\.float32"):
+        made.load_state_dict({**state, "item.values": state["item.values"].float()})
     with pytest.raises(RuntimeError, match=r"item: the rows are from before 0\.1\.0"):
         QuantizedEmbeddingBags(TABLES, formats="float16").load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"Missing key.*item\.packed"):
