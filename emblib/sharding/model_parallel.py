@@ -306,7 +306,7 @@ def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
 def _place_dense(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) -> None:
     """Move the model to the device of this rank, and allocate it there if `init_parameters`.
 
-    Otherwise modules with tensors on the meta device stay there.
+    Otherwise tensors on the meta device stay there.
 
     Raises:
         ValueError: there are several ranks, and backward updates a table that is not sharded.
@@ -316,12 +316,7 @@ def _place_dense(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) 
         _check_that_tables_are_sharded(module)
     if init_parameters:
         materialise(module, ranks.device)
-    if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-        module.to(ranks.device)
-        return
-    for submodule in module.modules():
-        if not any(t.is_meta for t in (*submodule.parameters(), *submodule.buffers())):
-            submodule.to(ranks.device)
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(ranks.device))
 
 
 def _move_own_tensors(submodule: nn.Module, device: torch.device) -> None:

@@ -303,6 +303,28 @@ def test_the_dense_part_may_be_wrapped_later() -> None:
     assert worlds.run(2, _wrapped_later) == [True, True]
 
 
+class _OverMeta(nn.Module):
+    """A module with a tensor of its own and a child on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.linear = nn.Linear(2, 2, device="meta")
+        self.moved: list[torch.device] = []
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.moved.append(fn(self.scale).device)
+        return self
+
+
+def test_a_module_over_one_on_meta_moves_to_the_device_of_the_rank() -> None:
+    model = _OverMeta()
+    DistributedModelParallel(model, RankGroup.single(), plan={}, wrap="none", init_parameters=False)
+    assert model.moved == [RankGroup.single().device]
+    assert model.linear.weight.is_meta
+
+
 def _dense_table(ranks: RankGroup) -> tuple[Tensor, Tensor]:
     """A replicated table without a fused optimizer, trained by torch's."""
     torch.manual_seed(0)
