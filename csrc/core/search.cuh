@@ -41,8 +41,8 @@ struct TileSearch {
 
   // Find both intervals. All threads of a block of at least two warps must call this. `starts(i)`
   // is where interval i in [0, n) starts. The tile is [begin, end), not empty. `shared` is shared
-  // memory for two ints, which no thread may still use at the call, and which may be used again
-  // when the constructor returns. Contains barriers.
+  // memory for two ints: no thread may use it during the call; it is free on return. Contains
+  // barriers.
   template <class Starts>
   EMB_DEVICE TileSearch(const Starts& starts, int n, int64_t begin, int64_t end, int* shared) {
     const unsigned warp = threadIdx.x / simt::kWarpLanes;

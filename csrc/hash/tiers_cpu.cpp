@@ -44,7 +44,7 @@ struct SwapCall {
   const int64_t* evicted;       // [n, 3], by miss: key, stamp and score of the evicted entry;
                                 // read only where the status is kEvicting
   const int64_t* found;         // [num_found], the misses whose row is in the store
-  const char* rows;             // [num_found, row_bytes], these rows
+  const char* rows;             // [num_found, row_bytes], the stored rows of these misses
   std::vector<SlotSwap> swaps;  // by miss
   std::vector<int64_t> evicting_misses;  // the misses that evict a key, ascending
   // Results for k evicted keys and r refused misses.
@@ -271,20 +271,20 @@ int64_t copy_dropped(const HostStore& store, const StorePut& put, const int64_t*
 // the store advances beyond the stamps of `entries`. Return the entries, int64 [k, 3], and rows,
 // uint8 [k, row_bytes], that were evicted or dropped.
 //
-// If memory is short, the op throws before any row is inserted, evicted or replaced; the keys
-// `lifted` may have been removed. So the results have room for n rows and are allocated first.
+// The results are allocated first, with room for n rows. So if memory is short, the op throws
+// before any row is inserted, evicted or replaced; the keys `lifted` may have been removed.
 std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                                      const Tensor& lifted, const Tensor& entries_in,
                                      const Tensor& rows_in, int64_t order_code) {
   const char* op = "tier_put_";
-  const int64_t n = entries_in.dim() == 2 ? entries_in.size(0) : 0;
+  STD_TORCH_CHECK(lifted.dim() == 1 && entries_in.dim() == 2, op,
+                  ": lifted must be [m] and entries [n, 3]");
+  const int64_t n = entries_in.size(0);
   const int64_t row_bytes = rows_in.dim() == 2 ? rows_in.size(1) : 0;
   const HostStore store(op, index, records, row_bytes, order_code);
   const auto* entries = required_array<int64_t>(op, "entries", entries_in, 3 * n, lifted);
   const char* rows = byte_rows(op, "rows", rows_in, n, row_bytes);
   required_array<int64_t>(op, "lifted", lifted, lifted.numel(), entries_in);
-  STD_TORCH_CHECK(lifted.dim() == 1 && entries_in.dim() == 2, op,
-                  ": lifted must be [m] and entries [n, 3]");
   check_num_keys(op, n);
   check_num_keys(op, lifted.numel());
   const auto lifted_slots = new_scratch<int64_t>(lifted.numel());

@@ -1,7 +1,7 @@
 // Bounds check of indices and offsets on the GPU, in one launch of the kernel that makes the keys
 // of lookups (tbe/keys.cuh), here without keys. Repaired offsets are written to a new array.
 // Invalid indices are only counted, because kernels repair the indices that they read. Violations
-// are counted on the device, or the kernel traps at them, as an assert does.
+// are counted on the device; if they are fatal, the kernel traps instead, as a failed assert does.
 #pragma once
 
 #include "tbe/keys.cuh"

@@ -32,10 +32,10 @@ int64_t count_invalid(IndexArray indices, int64_t begin, int64_t end, int64_t ro
              : count_invalid(static_cast<const int32_t*>(indices.data), begin, end, rows);
 }
 
-// Throw an error for the first invalid index; the caller has found one. `offsets`, [bags + 1], must
-// have been repaired.
-[[noreturn]] void throw_for_index(const Feature* features, IndexArray indices,
-                                  const int32_t* offsets, const FeatureBags& bags) {
+// Throw an error that locates the first invalid index; the caller has found that there is one.
+// `offsets`, [bags + 1], must have been repaired.
+[[noreturn]] void throw_for_first_invalid_index(const Feature* features, IndexArray indices,
+                                                const int32_t* offsets, const FeatureBags& bags) {
   for (int64_t f = 0; f < bags.num_features(); ++f) {
     for (int64_t bag = bags.first_bags[f]; bag < bags.first_bags[f + 1]; ++bag) {
       for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
@@ -69,7 +69,7 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   Tensor repaired = allocate_output(offsets, {num_bags + 1}, ScalarType::Int);
   int32_t* repaired_offsets = repaired.mutable_data_ptr<int32_t>();
   Tensor violations = allocate_zeros(offsets, {2}, ScalarType::Long);
-  int64_t* counts = violations.mutable_data_ptr<int64_t>();
+  int64_t* counts = violations.mutable_data_ptr<int64_t>();  // invalid indices, then offsets
   const IndexArray offset_array = index_array(offset_tensor);
   counts[1] = repair_offsets(offset_array, num_bags, num_lookups, mode,
                              bags.num_features() == 1 && !bag_layout, repaired_offsets,
@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   });
   for (const int64_t count : num_invalid) counts[0] += count;
   if (counts[0] > 0 && mode == BoundsMode::kFatal)
-    throw_for_index(feature, index_values, repaired_offsets, bags);
+    throw_for_first_invalid_index(feature, index_values, repaired_offsets, bags);
   return {repaired, violations};
 }
 

@@ -15,8 +15,9 @@ namespace {
 constexpr int64_t kCachedGrain = 1 << 15;  // grain of parallel_balanced, in lookups
 
 // Return (cold, rows, counted), int64 [n] each; `cold` and `rows` are empty if `slots` is null.
-// `indices` is int32 or int64 [n]; `ids`, `keys` and `slots`, int64 [n], and row_of_slot, int64
-// [num_slots], must be contiguous and on its device. Throw for other arguments.
+// `indices` is int32 or int64 [n]. `ids`, `keys` and `slots`, int64 [n], and `row_of_slot`, int64
+// [num_slots], must be contiguous and on the device of `indices`. Throw for wrong dtypes, sizes and
+// devices; a slot that does not exist has no row.
 std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
                                              const Tensor& keys, std::optional<Tensor> slots,
                                              const Tensor& row_of_slot) {
@@ -31,8 +32,8 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
 // Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `counted` and
 // `rows` are results of tt_stored, or `rows` is empty if no rows are stored. `starts` and `tables`,
 // int64, are first_lookups and table_of_feature of TtCountArgs. All arguments must be contiguous
-// and on one device. Throw for other dtypes, sizes and devices. Lookups and tables that do not
-// exist are skipped; it is not checked that `starts` ascends.
+// and on one device. Throw for wrong dtypes, sizes and devices. Numbers of lookups and tables that
+// do not exist are skipped. That `starts` ascends is not checked.
 void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
                const Tensor& tables, Tensor counters) {
   const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);

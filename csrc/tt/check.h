@@ -205,8 +205,8 @@ enum TtFeatures : int { kTtOfKeys, kTtOfIds, kTtOfRows, kTtFeatureKinds };
 inline Tensor tt_features(const char* op, const Tensor& features, TtFeatures kind) {
   check_features(op, features);
   STD_TORCH_CHECK(features.size(0) % kTtFeatureKinds == 0 && features.is_contiguous(), op,
-                  ": features must have a row per feature for keys, for ids and for the rows that "
-                  "are made, got ",
+                  ": features must have a row per feature for keys, for ids and for computed rows, "
+                  "got ",
                   features.size(0), " rows");
   const int64_t count = features.size(0) / kTtFeatureKinds;
   void* first = const_cast<Feature*>(feature_array(features) + kind * count);
@@ -325,7 +325,7 @@ inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTabl
 }
 
 // Check the dtypes, shapes and devices of `left_values`, float32 [any number, value_size], the
-// values of the first left halves, and of `row_grads`, float32 [num_rows or more, dim].
+// values of the first left halves, contiguous, and of `row_grads`, float32 [num_rows or more, dim].
 inline void check_core_grad_inputs(const char* op, const TtTables& tables, int64_t num_rows,
                                    const Tensor& left_values, const Tensor& row_grads) {
   check_dtype(op, "row_grads", row_grads, ScalarType::Float, "float32");

@@ -241,6 +241,7 @@ def test_a_put_of_too_many_rows_raises(tmp_path: Path) -> None:
         ("tier_put_", 1, torch.zeros(63, 29, dtype=torch.uint8), "for each of 64 slots"),
         ("tier_put_", 4, torch.zeros(3, 9, dtype=torch.uint8), "a row of 9 bytes"),
         ("tier_put_", 2, torch.zeros(2, 2).long(), r"lifted must be \[m\] and entries \[n, 3\]"),
+        ("tier_put_", 3, torch.zeros(9).long(), r"lifted must be \[m\] and entries \[n, 3\]"),
         ("tier_put_", 3, torch.zeros(3, 2).long(), "entries must be contiguous with 9 entries"),
         ("tier_put_", 4, torch.zeros(2, 13, dtype=torch.uint8), "rows must be contiguous"),
         ("tier_put_", 5, HASH_ORDER["none"], "evicts by stamps or by counts"),

@@ -178,7 +178,7 @@ def test_a_sharded_collection_has_check_and_names_of_its_source(check: BoundsChe
     plan = construct_module_plan(source, {t: table_wise(0) for t in ("users", "goods")}, ranks)
     sharded = ShardedEmbeddingBagCollection(source, plan, ranks)
     if check is BoundsCheck.FATAL:
-        with pytest.raises(RuntimeError, match="index"):
+        with pytest.raises(RuntimeError, match="indices of feature"):
             sharded(batch()).wait()
         return
     texts = messages(lambda: sharded(batch()).wait())
