@@ -1,7 +1,7 @@
 """The kind `quality`: models trained with compressed tables, and their loss of quality.
 
 A *record* is about one trained model: one method, share of the bytes, and seed (the replicate). A
-row has means over seeds; the difference to plain tables is paired by seed.
+row has means over seeds; differences from plain tables are paired by seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
 
-FROM_FILES = ("criteo", "interactions")  # data sets that are read from options.path
+FILE_DATA = ("criteo", "interactions")  # data sets that are read from options.path
 
 
 @dataclass
@@ -36,12 +36,12 @@ class QualityOptions:
         data: names of data sets.
         path: file of the data sets criteo and interactions.
         samples: maximum number of samples; 0 for all.
-        scale: number of ids of planted samples ÷ number in Criteo-Kaggle.
-        shares: bytes of compressed tables ÷ bytes of plain tables.
-        rates: learning rates of tables; the best one in validation counts.
+        scale: number of ids of a planted field ÷ number in Criteo-Kaggle.
+        shares: bytes of compressed tables ÷ bytes of the same tables when plain.
+        rates: learning rates of tables; the one with the least validation loss counts.
         epochs: maximum number of epochs; training ends when the validation loss does not fall.
-        large: rows of a table ÷ all rows, from which on the table is compressed.
-        timed_steps: samples of the step time.
+        large: minimum number of rows of a compressed table ÷ rows of all tables.
+        timed_steps: number of timed steps per model.
     """
 
     data: list[str] = field(default_factory=lambda: ["planted"])
@@ -111,7 +111,7 @@ class Quality(base.Kind):
         return _with_file(dataclasses.replace(cell, arms=arms))
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return the AUC of each method at its largest share."""
+        """Return the line with the AUC of each method at its largest share."""
         record_of_method: dict[str, Record] = {}
         for record in records:
             record_of_method.setdefault(
@@ -136,7 +136,7 @@ def _arms(methods: Sequence[str], options: Mapping[str, Any]) -> tuple[Arm, ...]
 def _with_file(cell: Cell) -> Cell:
     """Return the cell with the file of its data set, whose checksum identifies the point."""
     name = cell.options["data"][0]
-    if name not in FROM_FILES:
+    if name not in FILE_DATA:
         return cell
     path = Path(cell.options["path"]).expanduser()
     if not path.is_file():
@@ -151,9 +151,9 @@ def _with_file(cell: Cell) -> Cell:
 def frame(records: Sequence[Record]) -> pd.DataFrame:
     """Return quality.csv: a row per data set, method and share of the bytes, over all seeds.
 
-    `auc` and `log_loss` (nats) are means over seeds on test samples. `*_change` is the mean
-    difference to plain tables, paired by seed; `_lo` and `_hi` are its 95 % t-interval (nan for one
-    seed). `excess_log_loss` is the loss minus the loss of the true probabilities, nan if unknown.
+    `auc` and `log_loss` (nats) are means over seeds on test samples. `*_change` is the mean of
+    differences from plain tables, paired by seed; `_lo` and `_hi` are its 95 % t-interval (nan for
+    one seed). `excess_log_loss` is the loss minus that of the true probabilities, nan if unknown.
     `bytes` is the size of the large tables in training, `served_bytes` their size when served.
     `times_smaller` is the size of the plain large tables ÷ `bytes`. `step_s` is seconds; `ratio` is
     the time of a step ÷ the time with plain tables.
@@ -165,23 +165,20 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _row(
-    records: Sequence[Record], base_records: Sequence[Record], pools: metrics.PooledSpreads
+    group: Sequence[Record], plain_group: Sequence[Record], pools: metrics.PooledSpreads
 ) -> dict[str, Any]:
     """Return the row of a method from its records and the plain tables' records, one per seed."""
-    ok_records, plain_records = (
-        metrics.usable_records(records),
-        metrics.usable_records(base_records),
-    )
-    record = (ok_records or records)[0]
+    ok_records, plain_records = map(metrics.usable_records, (group, plain_group))
+    record = (ok_records or group)[0]
     time_ratio = metrics.ratio_of(ok_records, plain_records, "step", pools.ratios)
     excess_losses = [
         r["log_loss"] - r["oracle_loss"] for r in ok_records if r.get("oracle_loss") is not None
     ]
-    names = ("section", "data", "contender", "arm", "label", "reason")
+    names = ("section", "data", "contender", "arm", "label")
     return {
         **{name: record.get(name, record["section"]) for name in names},
         "share": record["cache"] or 1.0,
-        "status": record["status"],
+        **metrics.outcome_of(group),
         "seeds": len(ok_records),
         "auc": _mean([r["auc"] for r in ok_records]),
         **_change_columns(ok_records, plain_records, "auc"),
@@ -206,7 +203,7 @@ def _row(
 def _change_columns(
     records: Sequence[Record], plain_records: Sequence[Record], name: str
 ) -> dict[str, float]:
-    """Return the columns about an entry's difference to plain tables, paired by seed."""
+    """Return the columns about the entry `name`: its difference from plain tables, by seed."""
     by_seed = {metrics.replicate_of(r): r[name] for r in plain_records}
     value_pairs = [(r[name], by_seed.get(metrics.replicate_of(r))) for r in records]
     change = t_interval(
@@ -219,7 +216,7 @@ def _change_columns(
     }
 
 
-class Mean(NamedTuple):
+class MeanInterval(NamedTuple):
     """A mean and its 95 % t-interval; the ends are nan for one value, all are nan for none."""
 
     mean: float
@@ -227,13 +224,13 @@ class Mean(NamedTuple):
     hi: float
 
 
-def t_interval(values: Sequence[float]) -> Mean:
+def t_interval(values: Sequence[float]) -> MeanInterval:
     """Return the mean of values and its interval."""
     mean, count = _mean(values), len(values)
     if count < 2:
-        return Mean(mean, math.nan, math.nan)
+        return MeanInterval(mean, math.nan, math.nan)
     half_width = statistics.t_quantile(count - 1) * stdev(values) / math.sqrt(count)
-    return Mean(mean, mean - half_width, mean + half_width)
+    return MeanInterval(mean, mean - half_width, mean + half_width)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -55,7 +55,7 @@ def figures(run: Run) -> list[Figure]:
 
 
 def subtitle(run: Run) -> str:
-    """Return a line with machine, software, modes and processes, for figures outside a report."""
+    """Describe machine, software, modes and processes in a line, for figures outside a report."""
     environment = run.environment
     driver = (environment.get("gpu") or {}).get("driver")
     parts = [environment.get("device"), f"torch {environment.get('torch')}"]
@@ -157,7 +157,7 @@ MODE_WIDTH = 0.6  # width of the marks of one mode ÷ the distance between modes
 def mode_figures(run: Run) -> list[Figure]:
     """Return the figure of the headline's times by mode; none if only one mode was measured.
 
-    `run` has all modes.
+    `run` must have the records of all modes, which `in_mode` drops.
     """
     rows = _headline_rows(run)
     if len(run.modes) < 2 or not len(rows):
@@ -246,10 +246,8 @@ def roofline_figures(run: Run) -> list[Figure]:
     A contender has two dots per cell: a hollow one that counts all lookups, and a filled one that
     counts each distinct row once. [] without a measured limit.
     """
-    rows, measured = (
-        select(run.table, status="ok"),
-        MeasuredCeilings.from_environment(run.environment),
-    )
+    rows = select(run.table, status="ok")
+    measured = MeasuredCeilings.from_environment(run.environment)
     rows = rows[rows["useful_gb_s"].notna()] if len(rows) else rows
     if not len(rows) or not (math.isfinite(measured.copy_gb_s) or measured.gather_gb_s):
         return []
@@ -270,9 +268,9 @@ def roofline_figures(run: Run) -> list[Figure]:
             "Higher is better.",
             run.sizes(run.sections()[0]),
             [
-                Panel(p.capitalize(), _roofline(rows[rows["phase"] == p], measured, theory))
-                for p in ("forward", "step")
-                if (rows["phase"] == p).any()
+                Panel(phase.capitalize(), _roofline(rows[rows["phase"] == phase], measured, theory))
+                for phase in ("forward", "step")
+                if (rows["phase"] == phase).any()
             ],
         )
     ]
@@ -346,7 +344,7 @@ def sample_figures(run: Run) -> list[Figure]:
             "and drifts mean that the machine changed during the measurement. All samples are "
             "shown.",
             run.sizes(run.headline),
-            [Panel(p.capitalize(), _samples(records, p)) for p in ("step", "forward")],
+            [Panel(phase.capitalize(), _samples(records, phase)) for phase in PHASE_TITLES],
         )
     ]
 

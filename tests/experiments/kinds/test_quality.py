@@ -119,6 +119,9 @@ def test_differences_are_paired_by_seed() -> None:
     # The t quantile of one degree of freedom is 12.706, the deviation sqrt(2) / 100.
     assert row["auc_change_hi"] == pytest.approx(-0.02 + 12.7062 * 0.01, rel=1e-4)
     assert row["log_loss_change"] == pytest.approx(0.02)
+    wrong = record("hashed", 1, 0.77) | {"status": "wrong", "reason": "differs"}
+    row = frame([record(*one) for one in seeds[:3]] + [wrong]).set_index("arm").loc["hashed"]
+    assert (row["status"], row["reason"], row["seeds"]) == ("wrong", "differs", 0)
 
 
 def test_one_seed_has_no_interval() -> None:
