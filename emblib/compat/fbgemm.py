@@ -542,7 +542,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         batch_sizes = batch_size_per_feature_per_rank
         indices = self._cast_indices(indices).clone()
         offsets = offsets.to(indices.dtype, copy=True)
-        layout = VBEMetadata.of(batch_sizes, [self.dims[t] for t in self.feature_table_map])
+        layout = VBEMetadata.from_batch_sizes(
+            batch_sizes, [self.dims[t] for t in self.feature_table_map]
+        )
         layout = layout._replace(vbe_output=vbe_output, vbe_output_offsets=vbe_output_offsets)
         mode = self._arguments.bounds_check_mode.name.removeprefix("V2_")
         bucketize.bounds_check_indices(

@@ -16,15 +16,19 @@ def as_member(kind: type[_Member], value: Any) -> _Member:
     """Convert `value`, a member, a plain value or FBGEMM's enum member, to a member of `kind`.
 
     Raises:
-        ValueError: no member has the value.
+        ValueError: no member has the value, or it is a member of an enum with another name.
     """
     if isinstance(value, kind):
         return value
-    return kind(value.value if isinstance(value, enum.Enum) else value)
+    if isinstance(value, enum.Enum):
+        if type(value).__name__ != kind.__name__:  # its number means something else
+            raise ValueError(f"{value!r} is no valid {kind.__name__}")
+        value = value.value
+    return kind(value)
 
 
-class _Named(enum.IntEnum):
-    """An enum that also parses its lower-case names."""
+class _NamedIntEnum(enum.IntEnum):
+    """An enum with a method that parses the lower-case names of its members."""
 
     @classmethod
     def str_values(cls) -> list[str]:
@@ -40,7 +44,7 @@ class _Named(enum.IntEnum):
         raise ValueError(f"{cls.__name__} must be one of {cls.str_values()}, got {key!r}")
 
 
-class EmbeddingLocation(_Named):
+class EmbeddingLocation(_NamedIntEnum):
     """Memory of a table."""
 
     DEVICE = 0
@@ -82,7 +86,7 @@ class ComputeDevice(enum.IntEnum):
         return cls.CUDA if torch.cuda.is_available() else cls.CPU
 
 
-class PoolingMode(_Named):
+class PoolingMode(_NamedIntEnum):
     """Pooling of the rows of a bag."""
 
     SUM = 0
@@ -218,13 +222,13 @@ class SparseType(enum.Enum):
 WeightDecayMode = enum.IntEnum(
     "WeightDecayMode", "NONE L2 DECOUPLE COUNTER COWCLIP DECOUPLE_GLOBAL", start=0
 )
-"""Mode of weight_decay."""
+"""Rule by which `weight_decay` is applied."""
 
 
 CounterWeightDecayMode = enum.IntEnum(
     "CounterWeightDecayMode", "NONE L2 DECOUPLE ADAGRADW", start=0
 )
-"""Mode of weight_decay in counter-based regularisation and CowClip."""
+"""Rule by which counter-based regularisation and CowClip apply `weight_decay`."""
 
 
 StepMode = enum.IntEnum("StepMode", "NONE USE_COUNTER USE_ITER", start=0)
@@ -354,8 +358,8 @@ class VBEMetadata(NamedTuple):
         vbe_output: tensor that the output is written to.
         vbe_output_offsets: first element there of each rank and feature, `[ranks, F]`.
 
-    Tensors are None and numbers -1 without batch sizes per feature; `of` leaves those of
-    `vbe_output` None.
+    Without batch sizes per feature, tensors are None and numbers -1. `from_batch_sizes` leaves
+    `vbe_output` and its offsets None.
     """
 
     B_offsets: Tensor | None = None
@@ -368,7 +372,9 @@ class VBEMetadata(NamedTuple):
     vbe_output_offsets: Tensor | None = None
 
     @classmethod
-    def of(cls, sizes: Sequence[Sequence[int]] | None, dims: Sequence[int]) -> "VBEMetadata":
+    def from_batch_sizes(
+        cls, sizes: Sequence[Sequence[int]] | None, dims: Sequence[int]
+    ) -> "VBEMetadata":
         """Return the layout of `sizes` bags per feature and rank, `[F][ranks]`, both >= 1.
 
         None means equal sizes. `dims` are the columns of each feature. The tensors are on the CPU.
