@@ -16,7 +16,7 @@ namespace {
 
 // The number of lookups at the beginning of a group whose gradients are prefetched before the group
 // is summed.
-constexpr int64_t kGradsAhead = 4;
+constexpr int64_t kFirstGradsAhead = 4;
 // Cache lines of gradients in flight while a group is summed.
 constexpr int64_t kGradLinesAhead = 32;
 
@@ -110,7 +110,7 @@ void segment_sum(const UpdateArgs& args, SumFn sum_fn, int64_t group, int64_t di
 // Prefetch the gradients, `dim` columns each, of the first lookups of a group.
 EMB_HD void prefetch_grads(const GradArgs& args, int64_t group, int64_t dim) {
   const int64_t begin = args.segments[group], end = args.segments[group + 1];
-  const int64_t stop = end - begin < kGradsAhead ? end : begin + kGradsAhead;
+  const int64_t stop = end - begin < kFirstGradsAhead ? end : begin + kFirstGradsAhead;
   for (int64_t j = begin; j < stop; ++j) {
     const int64_t offset = grad_offset(args, j) * args.element_size();
     prefetch_row<false>(static_cast<const char*>(args.grad) + offset, dim * args.element_size());
@@ -530,7 +530,7 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
   }
 }
 
-// Return the driver for an optimizer, null if no optimizer has this number.
+// The instances of update_tables and of update for an optimizer; null if none has this number.
 UpdateFn find_update_tables(int optimizer) {
   UpdateFn kernel = nullptr;
   Optimizers::visit(optimizer,

@@ -14,6 +14,7 @@ from emblib.sharding import checkpoints
 from emblib.sharding.checkpoints import CheckpointError
 from emblib.sharding.ranks import RankGroup
 from emblib.specs import Pooling
+from emblib.storage import Hash
 from tests import nightly
 from tests.sharding import checkpoint_models as models
 from tests.sharding import worlds
@@ -274,6 +275,20 @@ def assert_parts_same(state: dict[str, Any], before: dict[str, Any]) -> None:
 
 def test_refused_optimizer_states_change_no_table() -> None:
     worlds.run(2, states_after_refusals)
+
+
+def test_refused_rows_of_a_dynamic_table_change_no_table() -> None:
+    case = Case(tables(Pooling.SUM, storage=Hash()), ("tw",) * 4)
+    source = make_source(case)
+    lengths = torch.ones(8, dtype=torch.int64)
+    source(KeyedJaggedTensor(["f0", "f1", "f2", "f3"], lengths, lengths=lengths))
+    model = make_sharded(case, ALONE, source)
+    before, saved = copy.deepcopy(model.state_dict()), source.state_dict()
+    saved["embedding_bags.t0.weight"].fill_(7.0)
+    narrow = saved["embedding_bags.t2.weight"][:, :3]
+    with pytest.raises(RuntimeError, match=r"embedding_bags\.t2\.weight: size mismatch"):
+        model.load_state_dict({**saved, "embedding_bags.t2.weight": narrow})
+    assert_parts_same(model.state_dict(), before)
 
 
 SERVED = Case(tables(Pooling.SUM), ("dp", "rw", "tw", "rw"), optimizer=None)

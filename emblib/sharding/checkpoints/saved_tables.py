@@ -173,8 +173,8 @@ class SavedTable:
         """Return the modules that update the local shards."""
         return [
             module
-            for local_shard in self.local.values()
-            for module in local_shard.groups.handles[local_shard.index].fused_modules()
+            for shard in self.local.values()
+            for module in shard.groups.handles[shard.index].fused_modules()
         ]
 
     def fused_parameters(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class SavedTable:
         )
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the entries of the collection's state dict."""
+        """Return the entries of the table in the collection's state dict, without its name."""
         tensors = self.table_tensors(self.parameter_names())
         values = {key: tensor.value() for key, tensor in tensors.items()}
         return {**self.storage.metadata_entries(self.config), **values}
@@ -219,9 +219,8 @@ class SavedTable:
 
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters of another table; absent ones are not checked."""
-        expected = self.storage.metadata_entries(self.config)
-        for key in expected.keys() & values.keys():
-            if problem := state_dicts.tensor_problem(values[key], expected[key]):
+        for key, expected in self.storage.metadata_entries(self.config).items():
+            if key in values and (problem := state_dicts.tensor_problem(values[key], expected)):
                 raise ValueError(f"{self.name}.{key}: {problem}")
         self.storage.check_entries(self.config, values)
         present_keys = [key for key in self.parameter_names() if key in values]
@@ -392,8 +391,8 @@ class KeyedTable(SavedTable):
         """Raise ValueError for entries by key that this rank's shards cannot load."""
         keyed.check_row_counts(values, self.name)
         for handle, shard_values in self._entries_of_shards(values):
-            for problem in state_dicts.problems(handle, shard_values, f"{self.name}."):
-                raise ValueError(problem)
+            for problem in state_dicts.problems(handle, shard_values, ""):
+                raise ValueError(f"{self.name}.{problem}")
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Load into every shard the keys that it owns; do nothing if `values` lack rows by key."""
