@@ -77,14 +77,15 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
                       (n == 0 || (segment[0] == 0 && segment[num_groups] <= n)),
                   op, ": count and segments must come from one call of group, got count ",
                   num_groups);
-  // The sign of `sign_bits` is set if a segment begins below 0 or has a negative length, or if a
-  // position is not in [0, n). A difference alone could overflow to a positive number.
-  int32_t sign_bits = 0;
+  // The top bit of `sign_bits` is set if a segment begins below 0 or has a negative length, or if a
+  // position is not in [0, n). A difference alone could wrap to a positive number.
+  uint32_t sign_bits = 0;
+  const auto as_unsigned = [](int64_t value) { return static_cast<uint32_t>(value); };
   for (int64_t g = 0; g < num_groups; ++g)
-    sign_bits |= segment[g + 1] | (segment[g + 1] - segment[g]);
+    sign_bits |= as_unsigned(segment[g + 1]) | (as_unsigned(segment[g + 1]) - segment[g]);
   for (int64_t j = 0; j < n; ++j)
-    sign_bits |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
-  STD_TORCH_CHECK(sign_bits >= 0, op,
+    sign_bits |= as_unsigned(position[j]) | (as_unsigned(n - 1) - position[j]);
+  STD_TORCH_CHECK(sign_bits >> 31 == 0, op,
                   ": segments and permutation must come from one call of group");
   parallel_balanced(
       num_groups, kInverseGrain, [&](int64_t g) { return int64_t{segment[g]}; },
