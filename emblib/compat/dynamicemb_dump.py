@@ -221,7 +221,7 @@ def _dump(
                     index,
                     replace(table_entries, arguments=arguments),
                     part=part,
-                    uses_first=module.uses_first(name),
+                    has_uses_first=module.has_uses_first(name),
                 )
         with _all_ranks_succeed(ranks):
             if ranks.rank == 0:
@@ -378,7 +378,7 @@ def _read(
         index,
         rank=ranks.rank if reads_own_file else None,
         leave_out=omitted,
-        uses_first=module.uses_first(name),
+        has_uses_first=module.has_uses_first(name),
     )
     if reads_own_file or ranks.size == 1:
         return table_entries

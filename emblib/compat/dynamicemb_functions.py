@@ -461,7 +461,7 @@ class DynamicEmbTables:
         positions = (scores >= threshold).nonzero().view(-1)
         return entries.keys[positions], entries.rows["weight"][positions].cpu()
 
-    def uses_first(self, table: str) -> bool:
+    def has_uses_first(self, table: str) -> bool:
         """Return whether files store a key's uses before its time, as (LFU, TIMESTAMP) does."""
         strategy = self.options_of(table).score_strategy
         return isinstance(strategy, tuple) and strategy[0] is DynamicEmbScoreStrategy.LFU

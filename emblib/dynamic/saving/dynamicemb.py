@@ -55,7 +55,7 @@ def stage_dynamicemb(
     content: DynamicEmbTable,
     *,
     part: Part,
-    uses_first: bool = False,
+    has_uses_first: bool = False,
 ) -> None:
     """Write the files of one rank without replacing the files of the table.
 
@@ -67,7 +67,7 @@ def stage_dynamicemb(
         table: number or name of the table.
         content: the table to write, see `export_dynamicemb`.
         part: rank and number of ranks.
-        uses_first: order of two score columns, see `dynamicemb_files.Layout`.
+        has_uses_first: order of two score columns, see `dynamicemb_files.Layout`.
 
     Raises:
         KeyError, IndexError: there is no such table.
@@ -77,7 +77,7 @@ def stage_dynamicemb(
     dynamicemb_files.stage(
         directory,
         state.table_names[t],
-        Layout(state.index.order, uses_first),
+        Layout(state.index.order, has_uses_first),
         content,
         state.index.tick,
         part=part,
@@ -124,11 +124,11 @@ def read_dynamicemb(
     *,
     rank: int | None = None,
     leave_out: Collection[str] = (),
-    uses_first: bool = False,
+    has_uses_first: bool = False,
 ) -> DynamicEmbTable:
     """Read and check what `load_dynamicemb` would load, for `set_dynamicemb`; change nothing.
 
-    `rank` selects the files of one rank, None reads all; `uses_first` is that of `Layout`.
+    `rank` selects the files of one rank, None reads all; `has_uses_first` is that of `Layout`.
 
     Raises:
         Exception: see `load_dynamicemb`.
@@ -141,7 +141,7 @@ def read_dynamicemb(
         state.table_names[t],
         state.specs[t].dim,
         {name: view.shape[1:] for name, view in views},
-        Layout(state.index.order, uses_first),
+        Layout(state.index.order, has_uses_first),
         rank=rank,
     )
     loading.check(target_of(state, t), content.entries)

@@ -85,12 +85,12 @@ class Layout:
 
     Args:
         order: order of eviction: none, lru, lfu, lru_lfu or assigned.
-        uses_first: whether the first of two columns of scores has the uses, as with the strategy
-            (LFU, TIMESTAMP), and the second the times; False is the reverse.
+        has_uses_first: whether the first of two columns of scores has the uses, and the second the
+            times, as with the strategy (LFU, TIMESTAMP); False is the reverse.
     """
 
     order: str
-    uses_first: bool = False
+    has_uses_first: bool = False
 
 
 def write(
@@ -356,7 +356,7 @@ def _score_columns(entries: Entries, layout: Layout, tick: int) -> Tensor:
         return tick - entries.stamps
     if layout.order == "lru_lfu" and entries.scores is not None:
         columns = [entries.stamps, entries.scores]
-        return torch.stack(columns[::-1] if layout.uses_first else columns, 1)
+        return torch.stack(columns[::-1] if layout.has_uses_first else columns, 1)
     return torch.zeros_like(entries.keys) if entries.scores is None else entries.scores
 
 
@@ -610,7 +610,7 @@ def _stamps_and_scores(
         return ones, ones if needs_scores else None
     if count and scores.numel() == 2 * count:
         columns = scores.view(count, 2).unbind(1)
-        time, uses = columns[::-1] if layout.uses_first else columns
+        time, uses = columns[::-1] if layout.has_uses_first else columns
         return _dense_ranks(time), uses.clone() if needs_scores else None
     if scores.numel() != count:
         raise DumpError(f"{name!r} has {scores.numel()} scores for {count} keys; it is cut short")
