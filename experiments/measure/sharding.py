@@ -108,7 +108,7 @@ class Predictor:
             *world,
             memory=UNLIMITED_BYTES,
             device=self.session.device.type,
-            processors=max(1, num_cores * world.local_size // ranks),
+            max_ranks_at_once=max(1, num_cores * world.local_size // ranks),
             calibration=calibration,
         )
         collection = EmbeddingBagCollection(

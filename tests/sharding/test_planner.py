@@ -53,7 +53,7 @@ def _topology(seed: int, memory: int = 1 << 33) -> Topology:
         local,
         memory=memory,
         device=chance.choice(["cpu", "cuda"]),
-        processors=chance.choice([None, 2]),
+        max_ranks_at_once=chance.choice([None, 2]),
     )
 
 
@@ -247,7 +247,7 @@ def test_hundreds_of_tables_on_sixty_four_ranks() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_plans_tile_their_tables_and_cost_what_the_search_said(seed: int) -> None:
     works = random_works(seed, 12)
-    topology = Topology(8, 4, device="cuda", processors=None if seed % 2 else 2)
+    topology = Topology(8, 4, device="cuda", max_ranks_at_once=None if seed % 2 else 2)
     for sharding_type in ShardingType:
         if sharding_type is ShardingType.CUSTOM:
             continue

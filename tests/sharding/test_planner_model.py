@@ -184,9 +184,9 @@ def test_a_topology_refuses_constants_that_are_no_calibration() -> None:
 
 def test_a_topology_stores_plain_ints() -> None:
     memory: Any = torch.tensor(8 << 30)
-    topology = Topology(2, memory=memory, host_memory=memory, processors=memory)
+    topology = Topology(2, memory=memory, host_memory=memory, max_ranks_at_once=memory)
     assert topology.of_size(4) == Topology(
-        4, 2, memory=8 << 30, host_memory=8 << 30, processors=8 << 30
+        4, 2, memory=8 << 30, host_memory=8 << 30, max_ranks_at_once=8 << 30
     )
     assert type(topology.host_memory) is int
 
@@ -207,7 +207,7 @@ def test_ranks_that_share_a_core_wait_for_each_other() -> None:
     spread = [_only(work, ShardingType.TABLE_WISE) for work in works]
 
     def phases(processors: int | None) -> dict[str, float]:
-        topology = Topology(4, processors=processors)
+        topology = Topology(4, max_ranks_at_once=processors)
         return Planner(topology, 100).solve_workloads(spread).phases
 
     alone, together = phases(None), phases(1)

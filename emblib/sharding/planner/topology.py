@@ -69,8 +69,8 @@ class Topology:
             CPU, whose host memory is `memory`.
         disk: bytes of disk per rank, by default 0.
         device: "cpu", which is the default, or "cuda".
-        processors: number of ranks of a node that compute at the same time; by default all of
-            them. Set a smaller number if several ranks share a core.
+        max_ranks_at_once: maximum number of ranks of a node that compute at the same time; by
+            default all of them. Set a smaller number if several ranks share a core.
         calibration: the constants; by default `calibration.CPU` or `CUDA`, by the device.
 
     Raises:
@@ -86,7 +86,7 @@ class Topology:
     host_memory: int = field(default=0, kw_only=True)
     disk: int = field(default=0, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
-    processors: int | None = field(default=None, kw_only=True)
+    max_ranks_at_once: int | None = field(default=None, kw_only=True)
     calibration: Calibration | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -106,8 +106,8 @@ class Topology:
         set_counts(self, "host_memory", "disk", minimum=0)
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}")
-        if self.processors is not None:
-            set_counts(self, "processors")
+        if self.max_ranks_at_once is not None:
+            set_counts(self, "max_ranks_at_once")
         if self.calibration is None:
             constants = defaults.CUDA if self.device == "cuda" else defaults.CPU
             object.__setattr__(self, "calibration", constants)
@@ -136,10 +136,12 @@ class Topology:
     @property
     def ranks_at_once(self) -> int:
         """Return the number of ranks of a node that compute at the same time."""
-        return min(self.processors or self.local_world_size, self.local_world_size)
+        return min(self.max_ranks_at_once or self.local_world_size, self.local_world_size)
 
     if not TYPE_CHECKING:
-        __getattr__ = refuse_old_names({"computing": "ranks_at_once"})
+        __getattr__ = refuse_old_names(
+            {"computing": "ranks_at_once", "processors": "max_ranks_at_once"}
+        )
 
     def capacity(self) -> list[MemoryBytes]:
         """Return the memory of each rank."""
@@ -204,13 +206,13 @@ class Topology:
         num_cores = (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         )
-        processors = max(1, (num_cores or 1) // torch.get_num_threads())
+        ranks_at_once = max(1, (num_cores or 1) // torch.get_num_threads())
         return cls(
             world_size,
             local_size,
             memory=host,
             device=device,
-            processors=processors,
+            max_ranks_at_once=ranks_at_once,
             calibration=calibration,
         )
 
