@@ -89,7 +89,7 @@ bool is_valid(const char* op, const Tensor& features, const Tensor& indices, con
 // written. Wrong dtypes, shapes and tables throw.
 //   cores, row_factors, dim_factors, num_cores   the tables, see TtTables
 //   tables, feature_tables    int64 [T, 10] and [F, 10], rows of TtTableIds by table and by feature
-//   features                  int64 [3 F, 8], see TtFeatures
+//   features                  int64 [3 F, 8], see TtFeatureKind
 //   num_saved                 left halves whose values are returned; below 0: no backward pass
 //   violations                not used on the CPU: the caller counts for an invalid batch
 // The other arguments are those of tbe_lookup.

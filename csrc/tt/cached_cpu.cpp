@@ -22,11 +22,11 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
                                              const Tensor& keys, std::optional<Tensor> slots,
                                              const Tensor& row_of_slot) {
   const Tensor input = as_contiguous(indices);
-  const TtStored stored("tt_stored", input, ids, keys, slots, row_of_slot);
-  parallel_balanced(stored.args.n, kCachedGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) stored.args.write_outputs(i);
+  const TtStoredCall call("tt_stored", input, ids, keys, slots, row_of_slot);
+  parallel_balanced(call.args.n, kCachedGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) call.args.write_outputs(i);
   });
-  return {stored.cold, stored.rows, stored.counted};
+  return {call.cold, call.rows, call.counted};
 }
 
 // Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `counted` and

@@ -19,9 +19,9 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
                                              const Tensor& keys, std::optional<Tensor> slots,
                                              const Tensor& row_of_slot) {
   const Tensor input = as_contiguous(indices);
-  const TtStored stored("tt_stored", input, ids, keys, slots, row_of_slot);
-  launch_tt_stored(CudaLauncher(indices), stored.args);
-  return {stored.cold, stored.rows, stored.counted};
+  const TtStoredCall call("tt_stored", input, ids, keys, slots, row_of_slot);
+  launch_tt_stored(CudaLauncher(indices), call.args);
+  return {call.cold, call.rows, call.counted};
 }
 
 // Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `counted` and

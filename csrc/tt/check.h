@@ -199,12 +199,12 @@ struct TtTables {
 // describes the tables for another step: as tables of keys (to group lookups), of ids (to check
 // bounds), and of the distinct rows that the op computes (to pool them on a GPU; the CPU derives
 // this third from the first).
-enum TtFeatures : int { kTtOfKeys, kTtOfIds, kTtOfRows, kTtFeatureKinds };
+enum TtFeatureKind : int { kTtOfKeys, kTtOfIds, kTtOfRows, kTtFeatureKinds };
 
 // Return a third of `features`, [3 F, 8], as a tensor that shares its memory.
-inline Tensor tt_features(const char* op, const Tensor& features, TtFeatures kind) {
+inline Tensor tt_features(const char* op, const Tensor& features, TtFeatureKind kind) {
   check_features(op, features);
-  STD_TORCH_CHECK(features.size(0) % kTtFeatureKinds == 0 && features.is_contiguous(), op,
+  STD_TORCH_CHECK(features.size(0) % kTtFeatureKinds == 0, op,
                   ": features must have a row per feature for keys, for ids and for computed rows, "
                   "got ",
                   features.size(0), " rows");
@@ -343,12 +343,12 @@ inline void check_core_grad_inputs(const char* op, const TtTables& tables, int64
 
 // The outputs of `tt_stored`, allocated here, and its checked arguments, which refer to the outputs
 // and to the caller's tensors. `indices` must be contiguous; this is not checked.
-struct TtStored {
+struct TtStoredCall {
   Tensor cold, rows, counted;
   TtStoredArgs args{};
 
-  TtStored(const char* op, const Tensor& indices, const Tensor& ids, const Tensor& keys,
-           const std::optional<Tensor>& slots, const Tensor& row_of_slot)
+  TtStoredCall(const char* op, const Tensor& indices, const Tensor& ids, const Tensor& keys,
+               const std::optional<Tensor>& slots, const Tensor& row_of_slot)
       : cold(allocate(ids, {slots ? ids.numel() : 0}, ScalarType::Long)),
         rows(allocate(ids, {slots ? ids.numel() : 0}, ScalarType::Long)),
         counted(allocate(ids, {ids.numel()}, ScalarType::Long)) {
