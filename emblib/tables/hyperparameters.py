@@ -142,7 +142,7 @@ def with_saved_hyperparams(optimizer: Optimizer, saved: Tensor) -> tuple[Optimiz
             f"{type(optimizer).__name__} has {num_values} hyperparameters, got shape "
             f"{tuple(saved.shape)}"
         )
-    values = saved.tolist()
+    values = saved.double().tolist()
     check_learning_rate(values[Hyper.LEARNING_RATE])
     step = values[Hyper.STEP]
     if not (step >= 0 and step.is_integer()):

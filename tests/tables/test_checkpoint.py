@@ -132,6 +132,15 @@ def test_a_bad_checkpoint_changes_nothing(what: str, placements: str) -> None:
     assert_goes_on(module, twin)
 
 
+def test_hyperparameters_of_integers_are_loaded_as_numbers() -> None:
+    module = make(optimizer=optim.SGD(1.0))
+    state = module.state_dict()
+    integers = state["hyper"].long()
+    module.set_learning_rate(0.5)
+    module.load_state_dict({**state, "hyper": integers})
+    assert module.learning_rate == 1.0
+
+
 def test_another_shape_is_refused_even_if_not_strict() -> None:
     module = trained(TIERED)
     before = snapshot(module)
