@@ -191,7 +191,7 @@ class QuantizedModule(QuantizedEmbeddingBags):
                 block = replace(
                     table_slice, rows=(first_row, min(first_row + block_rows, table_slice.rows[1]))
                 )
-                values = torch.empty(block.num_rows, block.dim, device=self.packed.device)
+                values = self.packed.new_empty(block.num_rows, block.dim, dtype=torch.float32)
                 draw(block, values, seed)
                 self.write_rows(table, values, first_row - table_slice.rows[0])
 

@@ -404,6 +404,15 @@ def test_batches_of_a_collection_may_differ_in_size() -> None:
     assert batch.stride() == 32
 
 
+def test_weights_of_a_batch_are_float32_whatever_the_default_is() -> None:
+    works = [dataclasses.replace(_work(1000, 64, ids=3.0), is_weighted=True)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert batch_of(works, seed=0).weights().dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_rank_correlation() -> None:
     def points(*pairs: tuple[float, float]) -> list[Point]:
         return [Point("", predicted, (measured,)) for predicted, measured in pairs]

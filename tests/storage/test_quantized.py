@@ -171,6 +171,20 @@ def test_first_values_are_those_of_plain_tables() -> None:
         TableSlice(config, (0, IDS), (0, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_first_values_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+    config = EmbeddingBagConfig(60, 6, "a", storage=Quantized())
+    torch.manual_seed(0)
+    expected_rows = EmbeddingBagCollection([config]).state_dict()
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        rows = EmbeddingBagCollection([config]).state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(rows, expected_rows, rtol=0, atol=0)
+
+
 def test_dense_weights_of_all_tables_are_loaded_or_of_none() -> None:
     configs = [EmbeddingBagConfig(9, 4, name, storage=Quantized()) for name in "ab"]
     bags = EmbeddingBagCollection(configs)

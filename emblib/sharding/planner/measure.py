@@ -564,7 +564,7 @@ def _measure_exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds
     sizes = [count if r in peers else 0 for r in range(ranks.size)]
     is_large = count > 1
     outgoing = cycle(
-        torch.ones(sum(sizes), device=ranks.device)
+        torch.ones(sum(sizes), dtype=torch.float32, device=ranks.device)
         for _ in range(_NUM_COLD_BUFFERS if is_large else 1)
     )
 

@@ -239,9 +239,9 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
             size = (int(length.sum()),)
             values.append(torch.randint(min_rows[key], size, generator=generator))
     ids = torch.cat(values)
-    weights = (
-        torch.ones(ids.numel()) if any(workload.is_weighted for workload in workloads) else None
-    )
+    weights = None
+    if any(workload.is_weighted for workload in workloads):
+        weights = torch.ones(ids.numel(), dtype=torch.float32)
     sizes = [length.numel() for length in lengths]
     if len(set(sizes)) <= 1:
         return KeyedJaggedTensor(keys, ids, weights, lengths=torch.cat(lengths))
