@@ -85,7 +85,8 @@ def set_score(model: nn.Module, table_score: Scores) -> None:
 
     Raises:
         TypeError: neither an int nor ints by module and table.
-        ValueError: no such module or table, a table that is not CUSTOMIZED, or the score 0.
+        ValueError: no such module or table, a table that is not CUSTOMIZED, or the score 0. Other
+            modules may have got their scores.
     """
     for _, module, scores in _numbers_by_module(model, table_score):
         module.set_score(scores)
