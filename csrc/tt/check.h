@@ -408,23 +408,20 @@ inline TtCountArgs tt_count_args(const char* op, const Tensor& counted, const Te
           counters->size(1)};
 }
 
-// Check `hyper` and the optimizer states of `tt_update_` on the CPU: all states of the first core,
-// then all of the second, and so on. Return the memory of the weights and states of each core.
-inline std::vector<TierMemory> check_core_states(const char* op, int64_t optimizer,
-                                                 const std::vector<Tensor>& cores,
-                                                 const std::vector<Tensor>& states,
-                                                 const Tensor& hyper) {
-  STD_TORCH_CHECK(states.size() % cores.size() == 0, op,
-                  ": states must have the same number of tensors for each of ", cores.size(),
+// Return the optimizer states of each of `num_cores` cores, at least one, from the list `states`:
+// all states of the first core, then all of the second, and so on.
+inline std::vector<std::vector<Tensor>> states_by_core(const char* op,
+                                                       const std::vector<Tensor>& states,
+                                                       size_t num_cores) {
+  STD_TORCH_CHECK(states.size() % num_cores == 0, op,
+                  ": states must have the same number of tensors for each of ", num_cores,
                   " cores, got ", states.size());
-  const size_t states_per_core = states.size() / cores.size();
-  std::vector<TierMemory> tiers;
-  for (size_t k = 0; k < cores.size(); ++k) {
-    const std::vector<Tensor> core_states(states.begin() + k * states_per_core,
-                                          states.begin() + (k + 1) * states_per_core);
-    tiers.push_back(check_matrix_states(op, optimizer, cores[k], core_states, hyper));
+  const size_t states_per_core = states.size() / num_cores;
+  std::vector<std::vector<Tensor>> result;
+  for (auto first = states.begin(); result.size() < num_cores; first += states_per_core) {
+    result.emplace_back(first, first + states_per_core);
   }
-  return tiers;
+  return result;
 }
 
 }  // namespace emb

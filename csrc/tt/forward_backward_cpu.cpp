@@ -713,7 +713,11 @@ void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Te
                     const std::vector<Tensor>& plan_tensors, const Tensor& left_values,
                     const Tensor& row_grads) {
   const GradInputs inputs(op, tables, plan_tensors, left_values, row_grads);
-  const std::vector<TierMemory> tiers = check_core_states(op, optimizer, cores, states, hyper);
+  const std::vector<std::vector<Tensor>> core_states = states_by_core(op, states, cores.size());
+  std::vector<TierMemory> tiers;  // the memory of the weights and states of each core
+  for (size_t k = 0; k < cores.size(); ++k) {
+    tiers.push_back(check_matrix_states(op, optimizer, cores[k], core_states[k], hyper));
+  }
   const UpdateRowsFn update = tt_update_table().find(static_cast<int>(optimizer));
   std::vector<int64_t> first_rows = {0};  // first row of each core among the rows of all cores
   for (const Tensor& core : cores) first_rows.push_back(first_rows.back() + core.size(0));

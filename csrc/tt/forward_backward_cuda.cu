@@ -406,22 +406,17 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   return grads;
 }
 
-// Check `hyper` and the states of an optimizer, all states of the first core, then all of the
-// second, and so on. Return an optimizer step per core.
+// Check `hyper` and the states of an optimizer, see states_by_core. Return an optimizer step per
+// core.
 std::vector<OptimizerStepArgs> core_steps(const char* op, const std::vector<Tensor>& cores,
                                           const std::vector<Tensor>& states, const Tensor& hyper,
                                           int64_t optimizer) {
-  const size_t states_per_core = states.size() / cores.size();
-  STD_TORCH_CHECK(states.size() == states_per_core * cores.size(), op,
-                  ": states must have the same number of tensors for each of ", cores.size(),
-                  " cores, got ", states.size());
+  const std::vector<std::vector<Tensor>> core_states = states_by_core(op, states, cores.size());
   check_same_device(op, "hyper", hyper, cores[0]);
   std::vector<OptimizerStepArgs> steps;
   for (size_t k = 0; k < cores.size(); ++k) {
-    const std::vector<Tensor> core_states(states.begin() + k * states_per_core,
-                                          states.begin() + (k + 1) * states_per_core);
     steps.push_back(
-        optimizer_step_args(op, {cores[k]}, optimizer, core_states, hyper, cores[k].size(0)));
+        optimizer_step_args(op, {cores[k]}, optimizer, core_states[k], hyper, cores[k].size(0)));
   }
   return steps;
 }
