@@ -232,7 +232,7 @@ CounterWeightDecayMode = enum.IntEnum(
 
 
 StepMode = enum.IntEnum("StepMode", "NONE USE_COUNTER USE_ITER", start=0)
-"""Treatment of the slow weights of ENSEMBLE_ROWWISE_ADAGRAD after an average."""
+"""Handling of the average of ENSEMBLE_ROWWISE_ADAGRAD after its update: only NONE clears it."""
 
 
 LearningRateMode = enum.IntEnum(

@@ -350,7 +350,7 @@ def sample_figures(run: Run) -> list[Figure]:
 
 
 def _samples(records: Sequence[Record], phase: str) -> Drawing:
-    """Draw every sample of a phase, a column per contender and process."""
+    """Draw every sample of a phase, a column of dots per contender and process."""
     labels = {r["arm"]: _break_label(r["label"]) for r in records}
     process_curves = []
     for arm_index, arm in enumerate(labels):
@@ -508,13 +508,13 @@ def _ratio(run: Run, axis: str) -> Drawing:
     rows = rows[(rows["arm"] != run.baseline.key) & rows["ratio"].notna()]
     contender_curves = []
     for name, group in _by_contender(rows, axis):
-        for phase, style in (("step", "-"), ("forward", SHORT_DASHED)):
+        for phase, line in (("step", "-"), ("forward", SHORT_DASHED)):
             phase_rows = group[group["phase"] == phase]
             if axis == "rank":
                 phase_rows = phase_rows[phase_rows["rank"] > 0]
             if len(phase_rows):
                 bounds = {"low": phase_rows["ratio_lo"], "high": phase_rows["ratio_hi"]}
-                look = {"label": f"{label_of(name)} {phase}", "line": style, "width": 1.8}
+                look = {"label": f"{label_of(name)} {phase}", "line": line, "width": 1.8}
                 x, y = phase_rows["x"], phase_rows["ratio"]
                 contender_curves.append(contender_curve(name, x, y, **look, **bounds))
     return _axis_chart(
@@ -528,8 +528,9 @@ def _memory(run: Run, axis: str, column: str) -> Drawing:
     rows = rows[(rows["phase"] == "step") & (rows[column].fillna(0) > 0)]
     contender_curves = []
     for name, group in _by_contender(rows, axis):
-        style = DASHED if name == "torch" and column == "weights_bytes" else "-"
-        contender_curves.append(contender_curve(name, group["x"], group[column] / 1e6, line=style))
+        # Parameters of torch take the bytes of TBE's: dashes show the curve below.
+        line = DASHED if name == "torch" and column == "weights_bytes" else "-"
+        contender_curves.append(contender_curve(name, group["x"], group[column] / 1e6, line=line))
     return _axis_chart([*contender_curves, *_constant_curves(rows, axis, column)], rows, axis, "MB")
 
 
@@ -554,7 +555,7 @@ def _by_contender(rows: pd.DataFrame, axis: str) -> Iterator[tuple[str, pd.DataF
 
 
 def _constant_curves(rows: pd.DataFrame, axis: str, column: str) -> list[Curve]:
-    """Return a horizontal line of a column, in millions, per contender without a rank.
+    """Return a horizontal line of a column ÷ 1e6 per contender without a rank.
 
     [] for any axis but "rank".
     """
