@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -94,6 +95,28 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("EMBLIB_TEST_WORLDS", None)
     if hasattr(config, "workerinput"):
         os.environ["EMBLIB_TEST_WORLDS"] = config.workerinput["testrunuid"]
+    else:
+        _use_own_temporary_folder(config)
+
+
+def _use_own_temporary_folder(config: pytest.Config) -> None:
+    """Have all processes of a run make their temporary files in a folder that the run removes.
+
+    Examples of docstrings and killed processes leave such files. `tmp_path` stays where it is.
+    """
+    former = os.environ.get("TMPDIR")
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.TemporaryDirectory(prefix="emblib-tests-", ignore_cleanup_errors=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+
+    def restore() -> None:
+        folder.cleanup()
+        tempfile.tempdir = None
+        os.environ.pop("TMPDIR")
+        if former is not None:
+            os.environ["TMPDIR"] = former
+
+    config.add_cleanup(restore)
 
 
 _file: Path | None = None

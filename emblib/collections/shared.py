@@ -33,6 +33,7 @@ from emblib.storage.dense import DenseHandle, DenseModule
 from emblib.storage.initial_values import skip_initial_values
 from emblib.tables import state_dicts
 from emblib.tables.cache import BatchId
+from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.optimizer_hooks import find_global_decay
 from emblib.tables.reading import TableReading
 
@@ -344,10 +345,30 @@ class SharedReader(nn.Module):
         with `batch_sizes`, it is one vector.
         """
         self.table.groups.check_parameters()
-        module = self.table.module
-        batch_id = BatchId(ids, offsets)
-        out: Tensor = module.look_up_as(self._reading(), batch_id, batch_sizes, weights)
+        look_up = self._look_up_jointly if self.table.is_joint else self._look_up
+        out = look_up(BatchId(ids, offsets), batch_sizes, weights)
         return out if out.dtype is self.output_dtype else out.to(self.output_dtype)
+
+    def _look_up(
+        self,
+        batch_id: BatchId,
+        batch_sizes: Sequence[Sequence[int]] | None,
+        sample_weights: Tensor | None,
+    ) -> Tensor:
+        out: Tensor = self.table.module.look_up_as(
+            self._reading(), batch_id, batch_sizes, sample_weights
+        )
+        return out
+
+    @run_uncompiled
+    def _look_up_jointly(
+        self,
+        batch_id: BatchId,
+        batch_sizes: Sequence[Sequence[int]] | None,
+        sample_weights: Tensor | None,
+    ) -> Tensor:
+        """Look up outside compiled graphs: a joint step records gradients in Python."""
+        return self._look_up(batch_id, batch_sizes, sample_weights)
 
     def prefetch(
         self, ids: Tensor, offsets: Tensor, *, batch_sizes: Sequence[Sequence[int]] | None = None
