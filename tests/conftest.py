@@ -107,6 +107,7 @@ def _use_own_temporary_folder(config: pytest.Config) -> None:
     former = os.environ.get("TMPDIR")
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.TemporaryDirectory(prefix="emblib-tests-", ignore_cleanup_errors=True)
+    os.chmod(folder.name, 0o755)  # tests of permissions become another user
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
     def restore() -> None:

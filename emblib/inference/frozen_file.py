@@ -147,7 +147,7 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
                 f"{path} is damaged: the checksum of its section {name!r} is wrong; {_REMEDY}"
             )
         dtype = getattr(torch, section["dtype"])
-        tensor = torch.empty(0, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
         if nbytes:
             num_elements = nbytes // dtype.itemsize
             tensor = torch.frombuffer(memory, dtype=dtype, count=num_elements, offset=begin)

@@ -747,7 +747,7 @@ class PrefetchingCache:
             self.end_access()
 
 
-_NO_ROWS = torch.empty(0, dtype=torch.int64)
+_NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _keep_on_this_stream(locations: autograd.RowLocations) -> torch.cuda.Stream | None:

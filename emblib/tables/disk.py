@@ -329,7 +329,7 @@ class DiskStore:
         """
         if not rows.numel():
             return
-        first_rows = torch.tensor([block.first_row for block in self._blocks])
+        first_rows = rows.new_tensor([block.first_row for block in self._blocks])
         cuts = [*torch.searchsorted(rows, first_rows).tolist(), rows.numel()]
         for index, (start, end) in enumerate(itertools.pairwise(cuts)):
             if start < end:

@@ -298,10 +298,10 @@ class Memory:
         return self._allocate_empty()
 
     def _allocate_empty(self) -> list[Tensor]:
-        """Return weights and states without elements, with their dtypes."""
-        weights = torch.empty(0, dtype=self.precision.weights)
-        dtypes = (torch.float32 if s.per_row else self.precision.states for s in self.states)
-        return [weights, *(torch.empty(0, dtype=dtype) for dtype in dtypes)]
+        """Return weights and states without elements, with their dtypes, on the CPU."""
+        states = (torch.float32 if s.per_row else self.precision.states for s in self.states)
+        dtypes = (self.precision.weights, *states)
+        return [torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes]
 
     def views(self, weights: Tensor, states: list[Tensor]) -> list[dict[str, Tensor]]:
         """Return the `view` of each table."""

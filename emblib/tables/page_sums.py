@@ -93,9 +93,9 @@ class PageSums:
     def __init__(self, path: Path, describe: Callable[[int, int], str]) -> None:
         self.path, self._describe = path, describe
         self.length = 0
-        self._data = torch.empty(0, dtype=torch.uint8)
+        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._sum_bytes = memoryview(b"")
-        self.sums = torch.empty(0, SUM_BYTES, dtype=torch.uint8)
+        self.sums = torch.empty(0, SUM_BYTES, dtype=torch.uint8, device="cpu")
         # Flags per page: verified or written since opening; changed since the commit; journaled.
         self._is_verified, self._is_changed, self._is_journaled = zeros(0), zeros(0), zeros(0)
         self.all_verified = self._all_changed = False
@@ -210,7 +210,7 @@ class PageSums:
             ChecksumError: that page is not as the last commit left it.
         """
         if length > self.length:
-            self.change(torch.arange(self.length // PAGE_BYTES, num_pages(length)))
+            self.change(torch.arange(self.length // PAGE_BYTES, num_pages(length), device="cpu"))
 
     def renewed(self, length: int, *, skip_holes: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pages, int64 `[n]`, whose checksums are out of date, and new ones, uint8 `[n, 4]`.
@@ -224,7 +224,7 @@ class PageSums:
         for start in range(0, count, _PAGES_PER_STEP):
             stop = min(start + _PAGES_PER_STEP, count)
             if self._all_changed:
-                pages = torch.arange(start, stop)
+                pages = torch.arange(start, stop, device="cpu")
             else:
                 pages = self._is_changed[start:stop].nonzero().squeeze(1) + start
             sums = self._sums_of(pages, length, skip_holes=skip_holes)
@@ -258,7 +258,7 @@ class PageSums:
             sums = _SUM_OF_ZEROS.repeat(pages.numel(), 1)
             sums[is_read] = self._sums_of(pages[is_read], length)
             return sums
-        blocks = [torch.empty(0, SUM_BYTES, dtype=torch.uint8)]
+        blocks = [torch.empty(0, SUM_BYTES, dtype=torch.uint8, device="cpu")]
         for block in pages.split(_PAGES_PER_READ):
             self.fetch(block, PAGE_BYTES)
             blocks.append(page_ops.page_crc32(self._data[:length], block, PAGE_BYTES))
@@ -275,7 +275,7 @@ def _extend_flags(flags: Tensor, count: int) -> Tensor:
 def _in_holes(path: Path, pages: Tensor) -> Tensor:
     """Return which of ascending pages lie in a hole of the file, bool `[n]`; False if unknown."""
     first_page, last_page = int(pages[0]), int(pages[-1])
-    has_data = torch.zeros(last_page - first_page + 1, dtype=torch.bool)
+    has_data = torch.zeros(last_page - first_page + 1, dtype=torch.bool, device="cpu")
     handle = os.open(path, os.O_RDONLY)
     try:
         offset, end = first_page * PAGE_BYTES, (last_page + 1) * PAGE_BYTES

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from emblib import optim
+from emblib import EmbeddingBagCollection, EmbeddingBagConfig, optim
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
-from emblib.sharding import checkpoints
+from emblib.sharding import ShardedEmbeddingBagCollection, checkpoints, column_wise
 from emblib.sharding.checkpoints import CheckpointError
 from emblib.sharding.ranks import RankGroup
 from emblib.specs import Pooling
@@ -275,6 +275,23 @@ def assert_parts_same(state: dict[str, Any], before: dict[str, Any]) -> None:
 
 def test_refused_optimizer_states_change_no_table() -> None:
     worlds.run(2, states_after_refusals)
+
+
+def test_row_states_of_other_columns_are_refused() -> None:
+    """Their shards count the intervals between cuts, so they look alike."""
+    config = EmbeddingBagConfig(8, 8, "t")
+    optimizer = optim.RowwiseAdagrad(0.1)
+    first, same, other = (
+        ShardedEmbeddingBagCollection(
+            EmbeddingBagCollection([config], optimizer=optimizer),
+            {"t": column_wise(ranks=[0, 0], sizes=[column, 8 - column])},
+            ALONE,
+        )
+        for column in (4, 4, 2)
+    )
+    first.load_optimizer_state(same.optimizer_state())
+    with pytest.raises(ValueError, match=r"t\.sum is RowStates.* columns cut at \[0, 4, 8\]"):
+        first.load_optimizer_state(other.optimizer_state())
 
 
 def test_refused_rows_of_a_dynamic_table_change_no_table() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emblib import TableSpec
+from emblib import CacheConfig, Placement, TableBatchedEmbeddingBags, TableSpec, optim
 from emblib.optim import State
 from emblib.sharding.ranks import RankGroup
 from emblib.tables import journal
@@ -88,6 +88,20 @@ def test_no_tables(tmp_path: Path) -> None:
             pass
         store.commit([])
         store.close()
+
+
+def test_tables_on_disk_ignore_the_default_device_of_torch(tmp_path: Path) -> None:
+    specs = [TableSpec(rows, 4, placement=Placement.DISK) for rows in (50, 70)]
+    module = TableBatchedEmbeddingBags(
+        specs, optim.SGD(0.5), cache=CacheConfig(sets=1, directory=tmp_path)
+    )
+    with torch.no_grad():
+        module.table_weights()[1].fill_(1.0)
+    ids, offsets = torch.arange(5).repeat(2), torch.arange(11)
+    with torch.device("meta"):
+        module(ids, offsets).sum().backward()
+        module.flush()
+    assert module.table_weights()[1][:6, 0].tolist() == [0.5] * 5 + [1.0]
 
 
 def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ class TableTensor:
         return states
 
     def parts_of(self, value: Tensor, name: str) -> dict[int, Tensor]:
-        """Return the views of `value`, a result of `value` or a full tensor, for the local shards.
+        """Return the views of `value`, a result of `self.value` or a full tensor, per local shard.
 
         Raises:
             ValueError: `value` has another size or is cut differently. Ranks without a shard raise
@@ -80,10 +80,12 @@ class TableTensor:
         """
         size = self.size[:1] if self.cuts else self.size
         if isinstance(value, ShardedTable):
-            if value.shards != self.shards or tuple(value.size()) != self.size:
+            cuts = value.cuts if isinstance(value, RowStates) else None
+            if (value.shards, tuple(value.size()), cuts) != (self.shards, self.size, self.cuts):
+                columns = "" if self.cuts is None else f" with columns cut at {list(self.cuts)}"
                 raise ValueError(
                     f"{name} is {value!r}, but its shards here are {list(self.shards)} of "
-                    f"{self.size}: load it with emblib.sharding.checkpoints.load"
+                    f"{self.size}{columns}: load it with emblib.sharding.checkpoints.load"
                 )
         elif tuple(value.shape) != size:
             raise ValueError(f"{name} must be of shape {size}, got {tuple(value.shape)}")
