@@ -360,15 +360,8 @@ class SharedReader(nn.Module):
         )
         return out
 
-    @run_uncompiled
-    def _look_up_jointly(
-        self,
-        batch_id: BatchId,
-        batch_sizes: Sequence[Sequence[int]] | None,
-        sample_weights: Tensor | None,
-    ) -> Tensor:
-        """Look up outside compiled graphs: a joint step records gradients in Python."""
-        return self._look_up(batch_id, batch_sizes, sample_weights)
+    # Outside compiled graphs, because a joint step records gradients in Python.
+    _look_up_jointly = run_uncompiled(_look_up)
 
     def prefetch(
         self, ids: Tensor, offsets: Tensor, *, batch_sizes: Sequence[Sequence[int]] | None = None

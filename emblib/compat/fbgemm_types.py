@@ -298,7 +298,7 @@ class GlobalWeightDecayDefinition:
 
 @dataclass(frozen=True)
 class UserEnabledConfigDefinition:
-    """Options of EXACT_SGD; the first is of ADAM, and tables raise NotImplementedError for it."""
+    """Options of EXACT_SGD, and one of ADAM, `use_rowwise_bias_correction`, which tables refuse."""
 
     use_rowwise_bias_correction: bool = False
     use_writeback_bwd_prehook: bool = False

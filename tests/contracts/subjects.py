@@ -134,7 +134,7 @@ class Subject:
         if self.kind.is_collection:
             lengths = torch.ones_like(ids)
             return module(KeyedJaggedTensor(["f"], ids, lengths=lengths)).values()
-        out: Tensor = module(ids, torch.arange(ids.numel() + 1))
+        out: Tensor = module(ids, torch.arange(ids.numel() + 1, device=ids.device))
         return out
 
     def rows(self) -> Tensor:

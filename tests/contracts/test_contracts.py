@@ -5,7 +5,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from tests.contracts.operations import OPERATIONS
-from tests.contracts.subjects import KINDS
+from tests.contracts.subjects import KINDS, Subject
 from tests.contracts.table import PAGE, RAISES, WORKS, outcome, recorded
 
 ROWS = {name: run for section in OPERATIONS.values() for name, run in section.items()}
@@ -41,6 +41,16 @@ def test_a_cell(name: str, kind: str) -> None:
         assert found.outcome == WORKS or "deferred=True" in found.reason
     else:
         assert found.outcome == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_device_of_torch_does_not_matter(kind: str) -> None:
+    subject, other = Subject(kind), Subject(kind)
+    use = Subject.step if subject.kind.is_trained else Subject.rows
+    with torch.device("meta"):
+        use(other)
+    use(subject)
+    assert torch.equal(other.rows(), subject.rows())
 
 
 def test_the_page_has_these_rows() -> None:
