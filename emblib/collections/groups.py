@@ -25,6 +25,7 @@ from emblib.specs import BoundsCheck, Pooling, brief, check_float_dtype
 from emblib.storage import Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.initial_values import new_seeds
 from emblib.tables import parameters
+from emblib.tables.cache import BatchId
 from emblib.tables.locks import ModuleLock
 
 __all__ = ["SliceGroup", "SliceKey", "TableGroups"]
@@ -196,7 +197,7 @@ class TableGroups(nn.Module):
         self._groupings = group_slices(
             self.slices, self.slice_of_unit, optimizer, self.pooling, shared_names
         )
-        self._prefetched: list[tuple[Tensor, list[GroupInput]]] = []
+        self._prefetched: list[tuple[BatchId, list[GroupInput]]] = []
         # Prefetched batches must have the same order here and in the modules.
         self._lock = ModuleLock()
         self._table_modules = [
@@ -362,7 +363,7 @@ class TableGroups(nn.Module):
         The arguments are those of `forward`.
         """
         parameters.check_registered(self._views)
-        inputs = self._take_prefetched(ids)
+        inputs = self._take_prefetched(BatchId(ids, offsets))
         if inputs is None:
             inputs = split_batch(self.active, ids, offsets, batch_sizes, id_counts)
         outs = []
@@ -519,18 +520,20 @@ class TableGroups(nn.Module):
                     group_input.slice_group.module.prefetch(
                         group_input.ids, group_input.offsets, batch_sizes=group_input.batch_sizes
                     )
-            self._prefetched.append((ids, inputs))
+            self._prefetched.append((BatchId(ids, offsets), inputs))
 
-    def _take_prefetched(self, ids: Tensor) -> list[GroupInput] | None:
-        """Return the inputs of a batch that was prefetched with `ids`; drop earlier batches."""
+    def _take_prefetched(self, batch_id: BatchId) -> list[GroupInput] | None:
+        """Return the inputs of a batch that was prefetched as `batch_id`; drop earlier batches."""
         if not self._prefetched:
             return None
         with self._lock:
-            prefetched_batches = self._prefetched
-            for i, (prefetched_ids, inputs) in enumerate(prefetched_batches):
-                if prefetched_ids is ids:
-                    del prefetched_batches[: i + 1]
+            batches = self._prefetched
+            for i, (prefetched_id, inputs) in enumerate(batches):
+                if batch_id.is_same(prefetched_id):
+                    del batches[: i + 1]
                     return inputs
+            if torch.is_grad_enabled():
+                del batches[:1]  # with equal tensors the modules take it, with others they raise
         return None
 
     def nbytes(self) -> dict[str, int]:

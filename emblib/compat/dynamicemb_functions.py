@@ -46,7 +46,7 @@ def arguments_in_dumps(
     `table` is the number of the table in `bags`. Waits for a GPU.
 
     Raises:
-        NotImplementedError: an optimizer that DynamicEmb does not have.
+        NotImplementedError: an optimizer or a decay that DynamicEmb does not have.
     """
     optimizer: Any = bags.optimizer
     if type(optimizer) not in _OPTIMIZER_NAMES_IN_DUMPS:
@@ -54,12 +54,21 @@ def arguments_in_dumps(
             f"DynamicEmb has no {type(optimizer).__name__}, so its files cannot name the "
             "optimizer: use emblib.sharding.checkpoints"
         )
+    decay = optimizer.weight_decay.rate if optimizer.weight_decay else 0.0
+    has_saved_decay = isinstance(optimizer, optim.Adam) and isinstance(
+        optimizer.weight_decay, optim.Decoupled
+    )
+    if decay and not has_saved_decay:
+        raise NotImplementedError(
+            "DynamicEmb decays rows only in Adam, and decoupled, so its files cannot name the "
+            f"{optimizer.weight_decay} of {type(optimizer).__name__}: use "
+            "emblib.sharding.checkpoints"
+        )
     saved: dict[str, Any] = {
         "opt_type": _OPTIMIZER_NAMES_IN_DUMPS[type(optimizer)],
         "lr": bags.learning_rate,
     }
     if isinstance(optimizer, optim.Adam):
-        decay = optimizer.weight_decay.rate if optimizer.weight_decay else 0.0
         saved |= {"iters": bags.step, "beta1": optimizer.betas[0], "beta2": optimizer.betas[1]}
         saved |= {"eps": optimizer.eps, "weight_decay": decay}
     elif not isinstance(optimizer, optim.SGD):

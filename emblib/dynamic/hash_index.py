@@ -234,9 +234,14 @@ class HashIndex(nn.Module):
         # The module that owns the index saves and loads the keys.
         destination[prefix + HASH_KEYS] = self.hash_keys
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
         # Only a table without keys can get another hash key, see `empty`.
-        pass
+        unexpected: list[str] = arguments[3]
+        unexpected.extend(
+            key for key in state_dict if key.startswith(prefix) and key != prefix + HASH_KEYS
+        )
 
     def _advise_growth(self, table: int, rows_before: int, rows: int) -> None:
         for tensor, *counts in self.memory_ranges(table, rows_before, rows):

@@ -595,9 +595,16 @@ class HashTable(SentAsCopy, nn.Module):
         """
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
-        missing_names: list[str] = arguments[2]
+        missing_names, unexpected = arguments[2:4]
         names = [prefix + name for name in (*TableRows._fields, "tick")]
         missing_names += (absent_names := [name for name in names if name not in state_dict])
+        unexpected.extend(
+            key
+            for key in state_dict
+            if key.startswith(prefix)
+            and key not in names
+            and not key.startswith(f"{prefix}index.")  # those the index reports
+        )
         if not absent_names:
             keys, values, stamps, scores, tick = (state_dict[name] for name in names)
             hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}")

@@ -149,31 +149,33 @@ class DistributedModelParallel(nn.Module):
         ranks; not checked.
 
         Raises:
-            RuntimeError: the dense part is still on the meta device, or is wrapped already.
+            RuntimeError: the dense part is wrapped already, or has a parameter or buffer on the
+                meta device, on this rank or on another one.
             ValueError: `wrap` is another value, or differs between ranks.
         """
         model = self.module
+        wrapping = fingerprint.agree(
+            self.dense_ranks,
+            prepare=lambda: parse_wrapping(wrap),
+            describe=lambda parsed: {"": {"wrap": parsed or wrap}},
+        )
+        ignored = names_of_tables(model) - _names_of_dense_tables(model)
+        dense = [p for name, p in model.named_parameters() if name not in ignored]
+        buffers = [buffer for name, buffer in model.named_buffers() if name not in ignored]
 
-        def parse() -> Wrapping | None:
+        def check() -> None:
             if self._is_wrapped:
                 raise RuntimeError(
                     "the dense part is wrapped already: make the model with wrap='none' to wrap it "
                     "later"
                 )
-            return parse_wrapping(wrap)
+            if any(tensor.is_meta for tensor in (*dense, *buffers)):
+                raise RuntimeError(
+                    "the dense part is on the meta device, since the model was made with "
+                    "init_parameters=False: allocate and load it, then call wrap_dense"
+                )
 
-        wrapping = fingerprint.agree(
-            self.dense_ranks,
-            prepare=parse,
-            describe=lambda parsed: {"": {"wrap": parsed or wrap}},
-        )
-        ignored = names_of_tables(model) - _names_of_dense_tables(model)
-        dense = [p for name, p in model.named_parameters() if name not in ignored]
-        if any(p.is_meta for p in dense):
-            raise RuntimeError(
-                "the dense part is on the meta device, since the model was made with "
-                "init_parameters=False: allocate and load it, then call wrap_dense"
-            )
+        fingerprint.agree(self.dense_ranks, prepare=check)
         has_trained = any(p.requires_grad and not is_updated_in_backward(p) for p in dense)
         # DDP raises for a model without parameters that need gradients.
         if wrapping is not None and self.dense_ranks.size > 1 and has_trained:
@@ -246,7 +248,7 @@ class DistributedModelParallel(nn.Module):
         }
         for submodule in model.modules():
             if submodule not in collection_modules:
-                _move_own_tensors(submodule, torch.device(device))
+                submodule._apply(lambda tensor: tensor.to(device), recurse=False)
         copied = shallow_copy(self)
         copied.__dict__.pop("fused_optimizer", None)
         # `copied._wrapped = ...` would change the dict of submodules that both models share.
@@ -317,17 +319,6 @@ def _place_dense(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) 
     if init_parameters:
         materialise(module, ranks.device)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(ranks.device))
-
-
-def _move_own_tensors(submodule: nn.Module, device: torch.device) -> None:
-    """Move the parameters and buffers of a module, without those of its submodules."""
-    for name, parameter in submodule._parameters.items():
-        if parameter is not None:
-            on_device = parameter.detach().to(device)
-            submodule._parameters[name] = nn.Parameter(on_device, parameter.requires_grad)
-    for name, buffer in submodule._buffers.items():
-        if buffer is not None:
-            submodule._buffers[name] = buffer.to(device)
 
 
 def _check_that_tables_are_sharded(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ table cannot be on meta: a collection on meta has a `MetaPlaceholder` instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ from emblib.dynamic import BackingStore, DynamicEmbeddingBags, HostRows, keys
 from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.dynamic.saving import fallback
 from emblib.dynamic.saving.checkpoint import (
+    OPTIONAL_NAMES,
     child_state,
     set_table_entries,
     state_names,
@@ -558,14 +559,25 @@ class HashHandle(TableHandle):
             return
         module: DynamicEmbeddingBags = self.module
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        names = self._entry_names()
-        missing_keys.extend(prefix + key for key in sorted(names - entries.keys()))
-        child_entries = self._entries_of_children(entries)
-        unexpected.extend(prefix + key for key in sorted(entries.keys() - names - child_entries))
+        missing_keys.extend(prefix + key for key in sorted(self.missing_names(entries)))
+        unexpected.extend(prefix + key for key in sorted(self.unexpected_names(entries)))
         try:
             module.load_state_dict(self._state_of_module(entries), strict=False)
         except RuntimeError as error:
             errors.append(f"{prefix}: {error}")
+
+    def missing_names(self, names: Collection[str]) -> set[str]:
+        """Return the names of required entries that are not among the names; none on meta."""
+        if self._is_placeholder:
+            return set()
+        required_names = self._entry_names() | (child_state(self.module).keys() - OPTIONAL_NAMES)
+        return required_names - set(names)
+
+    def unexpected_names(self, names: Collection[str]) -> set[str]:
+        """Return those of the names that no entry of the state dict has; none on meta."""
+        if self._is_placeholder:
+            return set()
+        return set(names) - self._entry_names() - child_state(self.module).keys()
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""
@@ -580,16 +592,12 @@ class HashHandle(TableHandle):
 
     def _state_of_module(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of this table under the keys of the module's state dict."""
-        child_entries = self._entries_of_children(entries)
+        child_names = child_state(self.module).keys()
         table = f"{self.module.table_names[self.index]}."
         return {
-            key if key == "clock" or key in child_entries else table + key: entries[key]
-            for key in (entries.keys() & self._entry_names()) | child_entries
+            key if key == "clock" or key in child_names else table + key: entries[key]
+            for key in entries.keys() & (self._entry_names() | child_names)
         }
-
-    def _entries_of_children(self, entries: Mapping[str, Any]) -> set[str]:
-        children = self.module._modules
-        return {key for key in entries if key.partition(".")[0] in children and "." in key}
 
     @property
     @shows_attribute_errors

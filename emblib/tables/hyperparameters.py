@@ -147,6 +147,8 @@ def with_saved_hyperparams(optimizer: Optimizer, saved: Tensor) -> tuple[Optimiz
     step = values[Hyper.STEP]
     if not (step >= 0 and step.is_integer()):
         raise ValueError(f"step must be an integer >= 0, got {step}")
+    if not values[Hyper.SEED].is_integer():
+        raise ValueError(f"seed must be an integer, got {values[Hyper.SEED]}")
     try:
         return optimizer.with_hyperparams(values), values[Hyper.LEARNING_RATE]
     except IndexError as error:  # no kind of decay has the saved code

@@ -354,6 +354,27 @@ def test_prefetched_batches_are_looked_up_from_the_cache(more: list[str]) -> Non
         assert torch.equal(one.views(t)["weight"], two.views(t)["weight"])
 
 
+def test_a_prefetched_batch_is_known_by_ids_and_offsets() -> None:
+    """Equal tensors are taken as the batch, but the same ids in other bags are another batch."""
+    storage = Dense(Placement.MANAGED_CACHING, CacheConfig(sets=2))
+    configs = [EmbeddingBagConfig(900, 4, "c", storage=storage), *bag_configs(["tt"])]
+    one, two = (_groups(configs, optim.SGD(0.5)) for _ in range(2))
+    ids, offsets = _batch(len(one.slice_of_unit), 3)
+    others = torch.full_like(offsets, int(offsets[-1]))
+    others[0] = 0
+    one.prefetch(ids, offsets)
+    with torch.no_grad():
+        assert torch.equal(one(ids, others), two(ids, others))
+    with pytest.raises(RuntimeError, match="order"):
+        one(ids, others)
+    assert torch.equal(one(ids.clone(), offsets.clone()), two(ids, offsets))
+    assert not one._prefetched
+    for _ in range(3):
+        one.prefetch(ids, offsets)
+        one(ids.clone(), offsets.clone())
+    assert not one._prefetched
+
+
 def test_sparse_gradients_are_by_table() -> None:
     configs = [EmbeddingConfig(30, 4, "a", ["f", "g"]), EmbeddingConfig(40, 4, "b")]
     sparse = _groups(configs, optim.External())

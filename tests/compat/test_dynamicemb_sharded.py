@@ -463,6 +463,19 @@ def test_optimizers_without_a_name_in_dumps_are_refused() -> None:
         arguments_in_dumps(bags, 0, DynamicEmbTableOptions())
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optim.Adam(0.1, weight_decay=optim.L2(0.5)),
+        optim.SGD(0.1, weight_decay=optim.Decoupled(0.5)),
+    ],
+)
+def test_decay_without_a_name_in_dumps_is_refused(optimizer: optim.Optimizer) -> None:
+    bags = DynamicEmbeddingBags([DynamicSpec(64, 4)], optimizer)
+    with pytest.raises(NotImplementedError, match=r"\(rate=0.5\) of (Adam|SGD)"):
+        arguments_in_dumps(bags, 0, DynamicEmbTableOptions())
+
+
 def test_uninstalling_leaves_a_real_module(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ModuleType("dynamicemb")
     monkeypatch.setitem(sys.modules, "dynamicemb", real)

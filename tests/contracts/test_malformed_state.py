@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import nan
 from typing import Any
 
 import pytest
@@ -125,6 +126,7 @@ def wrong_numbers(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield "a key twice", torch.cat([value[1:2], value[1:]])
     if name.endswith("hyper"):
         yield "half a step", torch.cat([value[:1], value[1:2] + 0.5, value[2:]])
+        yield "NaN as the seed", torch.cat([value[:4], torch.full_like(value[:1], nan), value[5:]])
 
 
 def entries(subject: Subject) -> dict[str, Any]:
@@ -204,3 +206,45 @@ def test_an_entry_is_loaded_rightly_or_nothing_is(name: str, assign: bool) -> No
     assert not attacked.wrong, "\n".join(attacked.wrong)
     if attacked.subject.kind.is_trained:
         attacked.subject.step()
+
+
+@pytest.mark.parametrize("name", KINDS_HERE)
+def test_names_of_no_entry_are_unexpected(name: str) -> None:
+    good = entries(trained(name, 2))
+    parents = {"", *(f"{key}." for key in good)}
+    parents |= {f"{key.rpartition('.')[0]}." for key in good if "." in key}
+    bogus = {f"{parent}bogus": torch.zeros(3) for parent in parents}
+    loaded, expected = trained(name, 1), trained(name, 1)
+    for key, value in bogus.items():
+        with pytest.raises(RuntimeError, match=re.escape(key)):
+            loaded.module.load_state_dict({**good, key: value})
+    result = loaded.module.load_state_dict({**good, **bogus}, strict=False)
+    expected.module.load_state_dict(good)
+    assert not result.missing_keys
+    assert sorted(result.unexpected_keys) == sorted(bogus)
+    states = state_of(loaded), state_of(expected)
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
+@pytest.mark.parametrize("name", KINDS_HERE)
+def test_a_missing_entry_is_an_error(name: str) -> None:
+    subject = trained(name, 1)
+    good = entries(subject)
+    for key in good:
+        if not key.endswith(("hash_keys", "layout")):  # earlier versions lack them
+            with pytest.raises(RuntimeError):
+                subject.module.load_state_dict({k: good[k] for k in good if k != key})
+
+
+@pytest.mark.parametrize("name", ["index", "scores", "admission", "hyper", "clock"])
+def test_a_table_may_be_called_like_another_part_of_its_module(name: str) -> None:
+    def make() -> DynamicEmbeddingBags:
+        admission = FrequencyAdmission(1, ExactCounter(64))
+        spec = DynamicSpec(64, DIM, name=name, eviction=Eviction.STEP, admission=admission)
+        return DynamicEmbeddingBags([spec], optim.SGD(0.5), seed=1)
+
+    module, other = make(), make()
+    module(IDS, torch.arange(ROWS + 1)).sum().backward()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(*(m.eval()(IDS, torch.arange(ROWS + 1)) for m in (module, other)))

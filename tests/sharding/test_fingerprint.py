@@ -273,6 +273,10 @@ def _models(ranks: RankGroup) -> dict[str, str]:
     )
     later = DistributedModelParallel(_Net(), ranks, plan=plan, wrap="none")
     found["later"] = _told(partial(later.wrap_dense, "none" if mine else "ddp"))
+    unplaced = DistributedModelParallel(_Net(), ranks, plan=plan, wrap="none")
+    if mine:
+        unplaced.module.top.register_buffer("scale", torch.ones(2, device="meta"))
+    found["on meta"] = _told(partial(unplaced.wrap_dense, "ddp"))
     found["planned"] = _told(
         partial(DistributedModelParallel, _bags(num_embeddings=ROWS + mine), ranks)
     )
@@ -282,6 +286,8 @@ def _models(ranks: RankGroup) -> dict[str, str]:
 
 def test_a_model_compares_its_plan_its_wrapping_and_its_dense_part() -> None:
     zero, one = worlds.run(2, _models)
+    assert zero.pop("on meta").startswith("RuntimeError: rank 1 failed: RuntimeError: the dense")
+    assert one.pop("on meta").startswith("RuntimeError: the dense part is on the meta device")
     assert zero == one
     assert "plan is given on rank 0 and None on rank 1" in zero["plan"]
     assert "collections is bags, clicks on rank 0 and bags on rank 1" in zero["collection"]

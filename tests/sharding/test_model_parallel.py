@@ -465,6 +465,28 @@ def test_copies_share_tables_and_own_the_dense_part(size: int) -> None:
     assert all(worlds.run(size, _copied))
 
 
+class _Named(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+class _Tied(nn.Module):
+    """A module whose two layers have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+        self.first.weight = self.second.weight = _Named(torch.ones(2, 2), requires_grad=False)
+
+
+def test_a_copy_keeps_tied_parameters_and_their_class() -> None:
+    model = DistributedModelParallel(_Tied(), RankGroup.single(), plan={})
+    made = model.copy("cpu").module
+    assert made.first.weight is made.second.weight
+    assert made.first.weight is not model.module.first.weight
+    assert type(made.first.weight) is _Named
+    assert not made.first.weight.requires_grad
+
+
 def test_gradients_are_averaged_in_floats_only() -> None:
     with pytest.raises(ValueError, match="gradient_dtype must be"):
         DDP(gradient_dtype=torch.int8)

@@ -38,6 +38,8 @@ HYPER = "hyper"
 INDEX_HASH_KEYS = f"index.{HASH_KEYS}"
 _COLUMNS = ("keys", "stamps", "scores")
 _SKETCH_HASH_KEYS = f"admission.sketches.{HASH_KEYS}"
+OPTIONAL_NAMES = frozenset({INDEX_HASH_KEYS, _SKETCH_HASH_KEYS})
+"""Names in state dicts that those of earlier versions lack."""
 
 
 # Entries of a table
@@ -196,9 +198,8 @@ def child_state(state: DynamicState) -> dict[str, Tensor]:
 def expected_names(state: DynamicState, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the names that a strict load of a state dict requires, as keys of a dict."""
     names = dict.fromkeys([*state_names(state), *child_state(state)], state.hyperparams)
-    for name in (INDEX_HASH_KEYS, _SKETCH_HASH_KEYS):
-        if name not in state_dict:  # state dicts of earlier versions lack it
-            names.pop(name, None)
+    for name in OPTIONAL_NAMES - state_dict.keys():
+        names.pop(name, None)
     return names
 
 
@@ -224,7 +225,8 @@ def read_state(
 
     Args:
         state: the tables.
-        state_dict: state dict of a model.
+        state_dict: state dict of a model. Entries of tables that are called like a child of the
+            module are removed from it.
         prefix: prefix of the names of the module.
         missing_keys: names that are missing are appended to it.
         unexpected_keys: names with the prefix that are not of the module are appended to it.
@@ -235,6 +237,10 @@ def read_state(
     unexpected_keys.extend(
         prefix + key for key in saved if key not in names and key.split(".")[0] not in children
     )
+    # To a child of the same name as a table, the entries of the table are unexpected.
+    for name in names:
+        if name.partition(".")[0] in children:
+            state_dict.pop(prefix + name, None)
     entries = _entries_in(state, saved)
     if state.expiry is not None:
         state.expiry.forget_times()  # torch loads the saved times after this

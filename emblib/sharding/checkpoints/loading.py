@@ -332,13 +332,13 @@ class _Loading:
             states = self.tree[key]["state"]
             names = {leaf.name for leaf in leaves(self.tree[key], f"{key}.")}
             parameters = _parameters(value)
+            # Numbers of parameters are text in a checkpoint.
+            by_text = {str(number): number for number in parameters}
             for name, path in paths.items():
                 if name in names or path[:2] != (key, "state") or len(path) != 4:
                     continue
                 if name not in self.saved:
                     continue
-                # Numbers of parameters are text in a checkpoint.
-                by_text = {str(number): number for number in parameters}
                 parameter = by_text.get(path[2], path[2])
                 buffer = self._allocate_state(parameters.get(parameter), name)
                 states.setdefault(parameter, {})[path[3]] = buffer

@@ -219,6 +219,15 @@ class SavedTable:
         """Return the names of the entries that loading the table requires."""
         return tuple(self.storage.parameter_layouts(self.config))
 
+    def missing_names(self, names: Collection[str]) -> set[str]:
+        """Return the names of required entries that are not among the names."""
+        return set(self.parameter_names()) - set(names)
+
+    def unexpected_names(self, names: Collection[str]) -> set[str]:
+        """Return those of the names that no entry of the table has."""
+        metadata_names = self.storage.metadata_entries(self.config).keys()
+        return set(names) - metadata_names - set(self.parameter_names())
+
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters of another table; absent ones are not checked."""
         for key, expected in self.storage.metadata_entries(self.config).items():
@@ -389,6 +398,19 @@ class KeyedTable(SavedTable):
         """Return the names of the entries that loading the table requires."""
         return ("keys", "weight")
 
+    def missing_names(self, names: Collection[str]) -> set[str]:
+        """Return the names of required entries that are not among the names.
+
+        A rank without a shard requires only keys and weights.
+        """
+        handles = list(self._handles_by_number().values())
+        return handles[0].missing_names(names) if handles else super().missing_names(names)
+
+    def unexpected_names(self, names: Collection[str]) -> set[str]:
+        """Return those of the names that no entry has; none on a rank without a shard."""
+        handles = list(self._handles_by_number().values())
+        return handles[0].unexpected_names(names) if handles else set()
+
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Raise ValueError for entries by key that this rank's shards cannot load."""
         keyed.check_row_counts(values, self.name)
@@ -399,7 +421,7 @@ class KeyedTable(SavedTable):
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Load into every shard the keys that it owns; do nothing if `values` lack rows by key."""
         for handle, shard_values in self._entries_of_shards(values):
-            handle.load_state_dict(shard_values)
+            handle.load_state_dict(shard_values, strict=False)
 
     def _entries_of_shards(
         self, values: Mapping[str, Tensor]
@@ -457,15 +479,23 @@ def load_module_state(collection: ShardedCollection, state: Mapping[str, Tensor]
         table.set_parameters(values)
 
 
-def missing_names(collection: ShardedCollection, state: Mapping[str, Any]) -> list[str]:
-    """Return the required names that `state` lacks."""
-    names = [f"{t.name}.{key}" for t in _tables_of(collection) for key in t.parameter_names()]
-    return sorted(name for name in names if name not in state)
-
-
-def known_prefixes(collection: ShardedCollection) -> tuple[str, ...]:
-    """Return the prefixes of the names of all tables."""
-    return tuple(f"{name}." for name in collection.plan)
+def missing_and_unexpected(
+    collection: ShardedCollection, state: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Return the required names that `state` lacks, and its names that no entry of a table has."""
+    names_by_table: dict[str, set[str]] = {name: set() for name in collection.plan}
+    missing, unexpected = [], []
+    for name in state:
+        table_name, _, entry_name = name.partition(".")  # names of tables have no dot
+        if table_name in names_by_table and entry_name:
+            names_by_table[table_name].add(entry_name)
+        else:
+            unexpected.append(name)
+    for table in _tables_of(collection):
+        names = names_by_table[table.name]
+        missing += [f"{table.name}.{name}" for name in table.missing_names(names)]
+        unexpected += [f"{table.name}.{name}" for name in table.unexpected_names(names)]
+    return sorted(missing), sorted(unexpected)
 
 
 def optimizer_state(collection: ShardedCollection) -> dict[str, dict[str, Tensor]]:
@@ -610,6 +640,7 @@ class StateOfTables(nn.Module):
             if k.startswith(handles_prefix)
         }
         collection: Any = self
+        missing_names, unexpected_names = missing_and_unexpected(collection, values.keys())
         shared_prefixes = tuple(
             f"{name}."
             for name, shared in collection.shared.items()
@@ -617,20 +648,21 @@ class StateOfTables(nn.Module):
                 f"{handles_prefix}{name}.weight", values.get(f"{name}.weight"), missing, errors
             )
         )
-        values = {
-            key: value for key, value in values.items() if not key.startswith(shared_prefixes)
-        }
-        absent_names = [
-            key for key in missing_names(collection, values) if not key.startswith(shared_prefixes)
-        ]
-        missing.extend(handles_prefix + key for key in absent_names)
+        missing.extend(
+            handles_prefix + name for name in missing_names if not name.startswith(shared_prefixes)
+        )
         # Submodules have no state of their own: all entries are of tables.
-        prefixes = known_prefixes(collection)
         unexpected.extend(
             key
             for key in state_dict
-            if key.startswith(prefix) and not key.removeprefix(handles_prefix).startswith(prefixes)
+            if key.startswith(prefix) and not key.startswith(handles_prefix)
         )
+        unexpected.extend(handles_prefix + name for name in unexpected_names)
+        values = {
+            key: value
+            for key, value in values.items()
+            if key not in unexpected_names and not key.startswith(shared_prefixes)
+        }
         try:
             load_module_state(collection, values)
         except ValueError as error:  # begins with the name of a table and its entry
