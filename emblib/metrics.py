@@ -193,7 +193,7 @@ def _concatenate(batches: Tensor | list[Tensor]) -> Tensor:
     """Concatenate the batches; after a sync they are one tensor already."""
     if isinstance(batches, Tensor):
         return batches
-    return torch.cat(batches) if batches else torch.empty(0)
+    return torch.cat(batches) if batches else torch.empty(0, device="cpu")
 
 
 def _tied_ranks(predictions: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:

@@ -660,8 +660,12 @@ class _ColumnOrder:
             pieces.append(route.PieceRow(groups.column_of[u], columns))
             column += dim
         self._columns, self._divides_means = columns, any(means)
-        self._targets = torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn))
-        self._pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn))
+        self._targets = torch.tensor(targets, dtype=torch.int64, device="cpu").view(
+            -1, len(TargetColumn)
+        )
+        self._pieces = torch.tensor(pieces, dtype=torch.int64, device="cpu").view(
+            -1, len(PieceColumn)
+        )
         # Batch size, targets and pieces of the last call.
         self._last_descriptors: tuple[int, Tensor, Tensor] | None = None
 

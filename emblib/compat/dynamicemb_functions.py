@@ -288,7 +288,7 @@ class DynamicEmbTables:
         rows = entries.rows["weight"]
         row_blocks = [
             rows[block_positions].to(device, torch.float32)
-            for block_positions in torch.arange(len(entries)).split(batch_size)
+            for block_positions in torch.arange(len(entries), device="cpu").split(batch_size)
         ]
         return entries.keys.to(device), torch.cat(row_blocks)
 
@@ -523,9 +523,9 @@ def fill_table(
     module.train()
     try:
         while (num_missing := target_size - module.size(index)) > 0:
-            keys = torch.randint(2**62, (_NUM_DRAWN_KEYS,), generator=generator)
+            keys = torch.randint(2**62, (_NUM_DRAWN_KEYS,), generator=generator, device="cpu")
             keys = keys[owns(keys)][: min(num_missing, BATCH_SIZE_PER_DUMP)]
-            offsets = torch.zeros(len(module.feature_tables) + 1, dtype=torch.int64)
+            offsets = torch.zeros(len(module.feature_tables) + 1, dtype=torch.int64, device="cpu")
             offsets[feature + 1 :] = keys.numel()
             uses_per_key = 1 if spec.admission is None else spec.admission.max_threshold
             counts = torch.full_like(keys, uses_per_key)

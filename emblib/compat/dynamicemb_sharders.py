@@ -231,7 +231,9 @@ class RowsLeftToDump(KeyedRows):
             "DynamicEmbDump for them, or emblib.sharding.checkpoints.save for the whole model",
             stacklevel=2,
         )
-        return torch.empty(0, *self.size()[1:], dtype=self.dtype).__reduce_ex__(protocol)
+        return torch.empty(0, *self.size()[1:], dtype=self.dtype, device="cpu").__reduce_ex__(
+            protocol
+        )
 
 
 def _leave_rows_to_dump(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -363,7 +365,7 @@ def _is_routed_to(rank: int, world_size: int, dist_type: str, keys: Tensor) -> T
 
 def _on_cpu(entries: Entries) -> Entries:
     """Return entries whose rows are tensors on the CPU, which can be sent to other ranks."""
-    positions = torch.arange(len(entries))
+    positions = torch.arange(len(entries), device="cpu")
     rows = {name: rows[positions].cpu() for name, rows in entries.rows.items()}
     return Entries(entries.keys, entries.stamps, entries.scores, rows)
 

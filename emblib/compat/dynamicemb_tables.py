@@ -164,7 +164,7 @@ class Cache:
         evaluation. This counts positions of the batch; DynamicEmb counts distinct keys.
         """
         pairs = zip(self._totals_after, self._totals_before, strict=True)
-        return torch.tensor([after - before for after, before in pairs])
+        return torch.tensor([after - before for after, before in pairs], device="cpu")
 
     def _count_before(self, *_: Any) -> None:
         self._totals_before = self._count_totals()
@@ -258,7 +258,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             pooling=dynamicemb_arguments.POOLINGS[self.pooling_mode],
             feature_tables=args.feature_table_map,
             precision=dynamicemb_arguments.precision(args),
-            seed=int(torch.randint(2**53, ())),
+            seed=int(torch.randint(2**53, (), device="cpu")),
             device=device,
         )
 

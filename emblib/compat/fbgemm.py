@@ -135,7 +135,7 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         self.weights_physical_offsets = [
             table.storage_offset() for table in self.split_embedding_weights()
         ]
-        offsets = torch.tensor([0, *itertools.accumulate(dims)], dtype=torch.int32)
+        offsets = torch.tensor([0, *itertools.accumulate(dims)], dtype=torch.int32, device="cpu")
         self.register_buffer("D_offsets", offsets.to(self.current_device), persistent=False)
         with torch.no_grad():
             self.weights.normal_()
@@ -211,7 +211,7 @@ def mask_gradients(
     if sample_weights is None or not num_features or not sample_weights.numel():
         return sample_weights
     if batch_sizes is not None:
-        bag_ends = torch.tensor(list(itertools.accumulate(map(sum, batch_sizes))))
+        bag_ends = torch.tensor(list(itertools.accumulate(map(sum, batch_sizes))), device="cpu")
         if int(bag_ends[-1]) != len(offsets) - 1:
             return sample_weights
         id_ends = offsets[bag_ends.to(offsets.device)]
@@ -468,7 +468,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
             return output
         dims = [self.dims[t] for t in self.feature_table_map]
         # Elements of each block, in the order of `output`: rank after rank.
-        block_sizes = torch.tensor(batch_size_per_feature_per_rank).t() * torch.tensor(dims)
+        block_sizes = torch.tensor(
+            batch_size_per_feature_per_rank, device="cpu"
+        ).t() * torch.tensor(dims, device="cpu")
         block_sizes = block_sizes.flatten().to(output.device)
         starts = vbe_output_offsets.to(output.device, torch.int64).flatten()
         positions = jagged.segment_positions(starts, block_sizes, output.numel())

@@ -542,7 +542,7 @@ class ScriptableLookup(nn.Module):
             (lookup_module, ("index", "index_tables")),
         ):
             for name in names:
-                tensor = getattr(owner, name, torch.empty(0, dtype=torch.int64))
+                tensor = getattr(owner, name, torch.empty(0, dtype=torch.int64, device="cpu"))
                 self.register_buffer(name, tensor, persistent=False)
         self.format, self.output_dim = int(bags.format_code), int(bags.output_dim)
         self.output_dtype: torch.dtype = bags.output_dtype

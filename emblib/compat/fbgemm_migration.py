@@ -106,7 +106,7 @@ class _SameReporter:
 def _shortest_decimal(number: float) -> float:
     """Return the shortest decimal of a float32, e.g. 0.05 for 0.05000000074505806."""
     short = float(f"{number:.7g}")
-    return short if torch.tensor(short).item() == number else number
+    return short if torch.tensor(short, device="cpu").item() == number else number
 
 
 def _ignored_options(old: Any) -> list[str]:

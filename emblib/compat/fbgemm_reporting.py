@@ -167,10 +167,10 @@ class CacheCounters:
         self.gathers_stats = bool(args.gather_uvm_cache_stats)
         self.has_cache = any(spec.placement.cached for spec in bags.tables)
         num_tables = len(bags.tables) if self._counts_tables else 0
-        self.cache_miss_counter = torch.zeros(2, dtype=torch.int64)
-        self.table_wise_cache_miss = torch.zeros(num_tables, dtype=torch.int64)
-        self._batch_counts = torch.zeros(len(_COUNT_NAMES), dtype=torch.int64)
-        self._counts_at_log = torch.zeros(len(_COUNT_NAMES), dtype=torch.int64)
+        self.cache_miss_counter = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self.table_wise_cache_miss = torch.zeros(num_tables, dtype=torch.int64, device="cpu")
+        self._batch_counts = torch.zeros(len(_COUNT_NAMES), dtype=torch.int64, device="cpu")
+        self._counts_at_log = torch.zeros(len(_COUNT_NAMES), dtype=torch.int64, device="cpu")
 
     @property
     def is_active(self) -> bool:
@@ -181,13 +181,17 @@ class CacheCounters:
 
     def _read_counts(self) -> Tensor:
         """Return the counts of all tables together, then of each table, int64 `[1 + T, 6]`."""
-        count_rows = torch.zeros(1 + len(self._bags.tables), len(_COUNT_NAMES), dtype=torch.int64)
+        count_rows = torch.zeros(
+            1 + len(self._bags.tables), len(_COUNT_NAMES), dtype=torch.int64, device="cpu"
+        )
         if self.has_cache:
             stats = self._bags.cache_stats()
             table_stats = [stats.tables.get(name) for name in self._bags.table_names]
             for count_row, counts in zip(count_rows, (stats, *table_stats), strict=True):
                 if counts is not None:
-                    count_row.copy_(torch.tensor([getattr(counts, name) for name in _COUNT_NAMES]))
+                    count_row.copy_(
+                        torch.tensor([getattr(counts, name) for name in _COUNT_NAMES], device="cpu")
+                    )
         return count_rows
 
     @contextlib.contextmanager
@@ -314,7 +318,9 @@ class ModuleReport:
         self.wait_timer = Timer(partial(self._report_duration, "bwd_wait_for_prefetch"))
         self._names = names
         self._counters = counters
-        self._reported_counts = torch.zeros(len(UVMCacheStatsIndex), dtype=torch.int64)
+        self._reported_counts = torch.zeros(
+            len(UVMCacheStatsIndex), dtype=torch.int64, device="cpu"
+        )
         self._reported_step = 0
 
     def _report_duration(self, event: str, step: int, milliseconds: float) -> None:

@@ -91,10 +91,14 @@ class TableViews(nn.Module):
             self.total_hash_size,
         ]
         sizes = {
-            "D_offsets": torch.tensor([0, *itertools.accumulate(dims)], dtype=torch.int32),
-            "hash_size_cumsum": torch.tensor(first_rows),
-            "rows_per_table": torch.tensor([rows_of_tables[t] for t in self.feature_table_map]),
-            "feature_dims": torch.tensor(dims),
+            "D_offsets": torch.tensor(
+                [0, *itertools.accumulate(dims)], dtype=torch.int32, device="cpu"
+            ),
+            "hash_size_cumsum": torch.tensor(first_rows, device="cpu"),
+            "rows_per_table": torch.tensor(
+                [rows_of_tables[t] for t in self.feature_table_map], device="cpu"
+            ),
+            "feature_dims": torch.tensor(dims, device="cpu"),
         }
         for name, tensor in sizes.items():
             device = "cpu" if name == "feature_dims" else args.device
@@ -279,8 +283,10 @@ class TableViews(nn.Module):
             memories[0],
             memories[1],
             memories[2],
-            torch.tensor([int(location) for location in locations], dtype=torch.int32),
-            torch.tensor(offsets),
+            torch.tensor(
+                [int(location) for location in locations], dtype=torch.int32, device="cpu"
+            ),
+            torch.tensor(offsets, device="cpu"),
         )
 
     def get_all_states(self) -> list[States]:

@@ -381,8 +381,8 @@ class VBEMetadata(NamedTuple):
         """
         if sizes is None:
             return cls()
-        bags = torch.tensor(sizes)
-        elements = (bags * torch.tensor(dims).unsqueeze(1)).t().flatten()
+        bags = torch.tensor(sizes, device="cpu")
+        elements = (bags * torch.tensor(dims, device="cpu").unsqueeze(1)).t().flatten()
         first_output = functional.pad(elements.cumsum(0), (1, 0))
         return cls(
             functional.pad(bags.sum(1).cumsum(0), (1, 0)).int(),

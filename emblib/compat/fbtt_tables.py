@@ -252,7 +252,9 @@ class StateDictReader:
     ) -> None:
         """Convert counts and stored rows; without them the cache is empty afterwards."""
         ids, slots, rows = saved["hashtbl"], saved["cache_state"], saved["cache_weight"]
-        counted_ids = torch.zeros(0, dtype=torch.int64) if ids is None else ids[ids >= 0].cpu()
+        counted_ids = (
+            torch.zeros(0, dtype=torch.int64, device="cpu") if ids is None else ids[ids >= 0].cpu()
+        )
         id_of_slot: dict[int, int] = {}
         if ids is not None and slots is not None and rows is not None:
             slots = slots[ids >= 0].long().cpu()
@@ -276,7 +278,7 @@ class StateDictReader:
         counts_prefix = f"{self._bags_prefix}counts."
         uses = saved["cache_freq"]
         module_entries[f"{counts_prefix}keys"] = counted_ids
-        module_entries[f"{counts_prefix}values"] = torch.zeros(len(counted_ids), 1)
+        module_entries[f"{counts_prefix}values"] = torch.zeros(len(counted_ids), 1, device="cpu")
         module_entries[f"{counts_prefix}stamps"] = torch.zeros_like(counted_ids)
         module_entries[f"{counts_prefix}scores"] = (
             torch.ones_like(counted_ids)
@@ -284,8 +286,8 @@ class StateDictReader:
             else uses[ids >= 0].to(counted_ids)
         )
         if id_of_slot and rows is not None:
-            keys = torch.full((len(rows),), -1)
-            keys[list(id_of_slot)] = torch.tensor(list(id_of_slot.values()))
+            keys = torch.full((len(rows),), -1, device="cpu")
+            keys[list(id_of_slot)] = torch.tensor(list(id_of_slot.values()), device="cpu")
             module_entries[f"{self._bags_prefix}key_of_row"] = keys
             table_prefix = f"{self._bags_prefix}rows.{self._cached_bags.rows.table_names[0]}."
             for name, view in self._cached_bags.rows.table_views()[0].items():

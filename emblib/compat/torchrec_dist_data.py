@@ -535,7 +535,10 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         ranks = RankGroup.from_value(pg)
         num_features = features_per_rank[ranks.rank]
         self._rank_major_order = (
-            torch.arange(num_features * ranks.size).view(num_features, ranks.size).t().reshape(-1)
+            torch.arange(num_features * ranks.size, device="cpu")
+            .view(num_features, ranks.size)
+            .t()
+            .reshape(-1)
         )
 
     def forward(

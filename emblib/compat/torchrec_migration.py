@@ -348,7 +348,8 @@ class ReplacedFusedCollection(ReplacedCollection):
     def carry_back(self) -> None:
         """Copy rows, states and steps back."""
         self._copy_into(
-            self._tbe_of_tables, [torch.arange(len(table.rows)) for table in self._tables]
+            self._tbe_of_tables,
+            [torch.arange(len(table.rows), device="cpu") for table in self._tables],
         )
 
     def _copy_into(self, tbes: Sequence[tuple[Any, int]], rows: Sequence[Tensor]) -> None:

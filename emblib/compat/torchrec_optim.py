@@ -99,7 +99,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             sum_of_squares = parameter.detach().new_full(
                 (parameter.shape[0], 1), group["initial_accumulator_value"]
             )
-            self.state[parameter] = {"step": torch.tensor(0.0), "sum": sum_of_squares}
+            self.state[parameter] = {"step": torch.tensor(0.0, device="cpu"), "sum": sum_of_squares}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -141,8 +141,8 @@ class _ExactCounters(nn.Module):
         self.index = HashIndex(
             [*counters, padding_spec], device, [*(hash_keys[t] for t in table_indices), 0]
         )
-        counter_of_table = torch.full((len(specs) + 1,), len(table_indices))
-        counter_of_table[list(table_indices)] = torch.arange(len(table_indices))
+        counter_of_table = torch.full((len(specs) + 1,), len(table_indices), device="cpu")
+        counter_of_table[list(table_indices)] = torch.arange(len(table_indices), device="cpu")
         self.register_buffer("counter_of_table", counter_of_table.to(device), persistent=False)
         counter_numbers = torch.arange(len(table_indices) + 1, device=device)
         self.register_buffer("counter_numbers", counter_numbers, persistent=False)
@@ -202,7 +202,7 @@ class _ExactCounters(nn.Module):
             counts: int64 `[n]`.
             hash_key: new hash key of the counter; None keeps the current one.
         """
-        stamps = torch.full((keys.numel(),), self.index.tick)
+        stamps = torch.full((keys.numel(),), self.index.tick, device="cpu")
         target = loading.TableTarget(self.index, counter, "the counter", {}, hash_key=hash_key)
         loading.replace_unchecked(target, Entries(keys.cpu(), stamps, counts.cpu(), {}))
 
@@ -248,7 +248,7 @@ class _ExactCounters(nn.Module):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the counters in a state dict."""
-        vector = torch.empty(0, dtype=torch.int64)
+        vector = torch.empty(0, dtype=torch.int64, device="cpu")
         for counter in range(self.counter_numbers.numel() - 1):
             key, size = f"{prefix}{counter}.keys", 0
             if key in state_dict:
@@ -297,7 +297,7 @@ class _Sketches(nn.Module):
     ) -> None:
         super().__init__()
         self._fading: list[_FadingCounters] = []
-        layout = torch.zeros(len(specs) + 1, len(_SketchColumn), dtype=torch.int64)
+        layout = torch.zeros(len(specs) + 1, len(_SketchColumn), dtype=torch.int64, device="cpu")
         begin = max_threshold = 0
         for t in table_indices:
             frequency = _admission_of(specs[t])
@@ -305,7 +305,7 @@ class _Sketches(nn.Module):
             assert isinstance(sketch, CountMinSketch)
             size = sketch.width * sketch.depth
             columns = begin, sketch.width, sketch.depth, frequency.max_threshold, hash_keys[t]
-            layout[t] = torch.tensor(columns)  # see `_SketchColumn`
+            layout[t] = torch.tensor(columns, device="cpu")  # see `_SketchColumn`
             if sketch.halve_every is not None:
                 self._fading.append(_FadingCounters(begin, size, sketch.halve_every))
             begin, max_threshold = begin + size, max(max_threshold, frequency.max_threshold)

@@ -475,7 +475,7 @@ def _lowest_age(state: DynamicState, table: int, num_freed_buckets: int) -> floa
     ):
         return math.inf
     num_sampled = min(buckets, _SAMPLED_BUCKETS)
-    bucket_indices = torch.arange(num_sampled) * buckets // num_sampled
+    bucket_indices = torch.arange(num_sampled, device="cpu") * buckets // num_sampled
     entries = index.table_entries(table).view(buckets, SLOTS_PER_BUCKET, -1)[bucket_indices]
     is_used = index.table_tags(table).view(buckets, SLOTS_PER_BUCKET)[bucket_indices] != 0
     return _mean_lowest_age(index, entries, is_used)

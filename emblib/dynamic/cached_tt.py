@@ -247,7 +247,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self.features.copy_(self.trains.id_features())
         self.bounds_violations.zero_()
         for name, values in self._feature_buffers().items():
-            getattr(self, name).copy_(torch.tensor(values))
+            getattr(self, name).copy_(torch.tensor(values, device="cpu"))
 
     def _register_buffers(self, device: torch.device | str | None) -> None:
         self.register_buffer("features", self.trains.id_features().clone(), persistent=False)
@@ -702,7 +702,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._count_skipped_steps()
-        self.since.copy_(torch.tensor(self._lookups_since))
+        self.since.copy_(torch.tensor(self._lookups_since, device="cpu"))
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -714,7 +714,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         is, and `load_state_dict` raises RuntimeError.
         """
         self._count_skipped_steps()
-        self.since.copy_(torch.tensor(self._lookups_since))
+        self.since.copy_(torch.tensor(self._lookups_since, device="cpu"))
         since = state_dict.get(f"{prefix}since")
         if isinstance(since, Tensor) and not since.dim():  # earlier versions had one for all tables
             state_dict[f"{prefix}since"] = since.expand(len(self.tables)).clone()

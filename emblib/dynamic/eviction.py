@@ -220,7 +220,9 @@ class Expiry(nn.Module):
         # the buckets before it were due. The unit of that time is a microsecond ÷ (16 × buckets of
         # the table), so that no time is rounded.
         self._progress: dict[int, tuple[int, int]] = {}
-        times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(self._timed_ttls), dtype=torch.int64)
+        times = torch.tensor(
+            [[_NO_PAIR] * _MAX_PAIRS] * len(self._timed_ttls), dtype=torch.int64, device="cpu"
+        )
         self.register_buffer("times", times.view(-1, _MAX_PAIRS, 2))
 
     @property
@@ -344,7 +346,8 @@ class Expiry(nn.Module):
                 pairs.pop(0)
             newest_pairs = [(MAX_TICK - t, time_us) for t, time_us in pairs[-_MAX_PAIRS:]]
             lists[list_index] = [_NO_PAIR] * (_MAX_PAIRS - len(newest_pairs)) + newest_pairs
-        self.times = torch.tensor(lists)  # another tensor: state dicts have the old one
+        # Another tensor: state dicts have the old one.
+        self.times = torch.tensor(lists, device="cpu")
 
     def _pairs(self, list_index: int) -> list[tuple[int, int]]:
         """Return the (tick, time in microseconds) pairs of a list, both ascending."""
@@ -376,7 +379,9 @@ class Expiry(nn.Module):
         since they follow from stamps.
         """
         times = self.times.clone()
-        times[slice(None) if table is None else self._list_indices(table)] = torch.tensor(_NO_PAIR)
+        times[slice(None) if table is None else self._list_indices(table)] = torch.tensor(
+            _NO_PAIR, device="cpu"
+        )
         self.times = times
 
     def copy_times(self, table: int, source: "Expiry", source_table: int) -> None:
@@ -513,4 +518,4 @@ class EvictionLog:
                 "on; save a whole dump, and save changes more often or keep a longer log"
             )
         keys = [logged.keys for logged in self._logs[table] if logged.tick >= tick]
-        return torch.cat(keys).unique() if keys else torch.empty(0, dtype=torch.int64)
+        return torch.cat(keys).unique() if keys else torch.empty(0, dtype=torch.int64, device="cpu")

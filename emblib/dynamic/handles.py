@@ -593,7 +593,7 @@ class DynamicTable:
 
         def answers() -> Tensor:
             dtype = torch.bool if isinstance(default, bool) else torch.uint8
-            answers_by_key = torch.full(all_keys.shape, default, dtype=dtype)
+            answers_by_key = torch.full_like(all_keys, default, dtype=dtype)
             for number, state, index in self.local_shards():
                 positions = (owner == number).nonzero().view(-1)
                 shard_answers = query(state, index, *(column[positions] for column in columns))
@@ -606,8 +606,8 @@ class DynamicTable:
         begin, num_local = sum(num_keys[: self.ranks.rank]), num_keys[self.ranks.rank]
         local_keys = slice(begin, begin + num_local)
         local_answers = torch.stack([rank_answers[local_keys] for rank_answers in by_rank])
-        rank_of_key = torch.tensor(self.owners)[owner[local_keys]]
-        return local_answers[rank_of_key, torch.arange(num_local)]
+        rank_of_key = torch.tensor(self.owners, device="cpu")[owner[local_keys]]
+        return local_answers[rank_of_key, torch.arange(num_local, device="cpu")]
 
 
 def _keys_with_scores(keys: Tensor, *scores: Tensor | int) -> list[Tensor]:
@@ -634,14 +634,15 @@ def _copy_entries(state: DynamicState, index: int, since: int | None) -> Entries
 
 def _on_cpu(entries: Entries) -> Entries:
     """Copy entries to the CPU, with rows as tensors."""
-    rows = {name: rows[torch.arange(len(entries))].cpu() for name, rows in entries.rows.items()}
+    all_rows = torch.arange(len(entries), device="cpu")
+    rows = {name: rows[all_rows].cpu() for name, rows in entries.rows.items()}
     return Entries(entries.keys, entries.stamps, entries.scores, rows)
 
 
 def _no_entries() -> Entries:
     """Return no entries, for a rank without a shard."""
-    no_keys = torch.empty(0, dtype=torch.int64)
-    return Entries(no_keys, no_keys, None, {"weight": torch.empty(0, 0)})
+    no_keys = torch.empty(0, dtype=torch.int64, device="cpu")
+    return Entries(no_keys, no_keys, None, {"weight": torch.empty(0, 0, device="cpu")})
 
 
 def _merge_changes(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
@@ -665,7 +666,7 @@ def _merge_changes(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
 
 
 def _cat_or_empty(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -200,14 +200,16 @@ class HashIndex(nn.Module):
                 self._first_slots, self.specs, self.limits, self._hash_keys, strict=False
             )
         ]
-        self.tables.copy_(torch.tensor(table_rows, dtype=torch.int64).view(-1, len(TABLE_FIELDS)))
+        self.tables.copy_(
+            torch.tensor(table_rows, dtype=torch.int64, device="cpu").view(-1, len(TABLE_FIELDS))
+        )
         self.clock.zero_()
         self.counters.zero_()
 
     @property
     def hash_keys(self) -> Tensor:
         """Return the hash key of each table, int64 `[T]`, on the CPU."""
-        return torch.tensor(self._hash_keys, dtype=torch.int64)
+        return torch.tensor(self._hash_keys, dtype=torch.int64, device="cpu")
 
     def hash_key(self, table: int) -> int:
         """Return the hash key of a table."""
@@ -584,7 +586,9 @@ class HashIndex(nn.Module):
         of copies, by table, of what `table_tags` and `table_entries` return.
         """
         tables = self.tables.cpu().clone()  # without the limits of a budget, which a copy has not
-        tables[:, HashTableColumn.MAX_BUCKETS] = torch.tensor([s.max_buckets for s in self.specs])
+        tables[:, HashTableColumn.MAX_BUCKETS] = torch.tensor(
+            [s.max_buckets for s in self.specs], device="cpu"
+        )
         return {
             "tables": tables,
             "clock": self.clock.cpu().clone(),

@@ -640,7 +640,7 @@ class HashTable(SentAsCopy, nn.Module):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""
-        int64_vector = torch.empty(0, dtype=torch.int64)
+        int64_vector = torch.empty(0, dtype=torch.int64, device="cpu")
         keys = state_dict.get(f"{prefix}keys")
         num_keys = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
         expected_columns = {

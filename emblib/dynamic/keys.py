@@ -100,8 +100,9 @@ def as_scores(scores: Any) -> Tensor:
     if isinstance(scores, Mapping | Set):
         raise TypeError(f"scores must be an int, a sequence or a tensor of ints, got {scores!r}")
     if not hasattr(scores, "__len__"):  # an int
-        return torch.tensor(checked_score(scores))
-    values = torch.as_tensor(_checked_scores(scores))
+        return torch.tensor(checked_score(scores), device="cpu")
+    checked = _checked_scores(scores)
+    values = checked if isinstance(checked, Tensor) else torch.tensor(checked, device="cpu")
     if values.numel() and (values.dtype == torch.bool or not _is_integral(values.dtype)):
         raise TypeError(
             f"scores must be integers, got {values.dtype}; scale and round fractions, e.g. "
@@ -190,7 +191,7 @@ class LastBatch(NamedTuple):
         is_of_table = hash.tables_of(self.keys) == table
         ids = self.keys.ids[is_of_table].cpu()
         status = status_by_position(self.inserted)[is_of_table].cpu()
-        status_of_keys = torch.full(keys.shape, KeyStatus.ABSENT, dtype=torch.uint8)
+        status_of_keys = torch.full(keys.shape, KeyStatus.ABSENT, dtype=torch.uint8, device="cpu")
         if not ids.numel() or not keys.numel():
             return status_of_keys
         sorted_ids, order = ids.sort()
@@ -236,7 +237,7 @@ def keys_of_ranges(num_ranges: int) -> Tensor:
     The upper half of the route of a key is the first in its range. The lower half is `num_ranges`,
     so that another number of ranges has other keys.
     """
-    range_indices = torch.arange(num_ranges)
+    range_indices = torch.arange(num_ranges, device="cpu")
     scaled_indices = (range_indices << 32) + num_ranges - 1
     upper_halves = scaled_indices.div(max(num_ranges, 1), rounding_mode="floor")
     return unmix(unmix(upper_halves << 32 | num_ranges))

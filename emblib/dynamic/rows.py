@@ -235,7 +235,11 @@ class RowLayout:
     ) -> Tensor:
         """Return a tensor `[T, P, fields]` of `fields` numbers per table and buffer."""
         buffers = len(rows[0]) if rows else 0
-        return torch.tensor(rows, dtype=dtype).view(len(self.specs), buffers, fields).to(device)
+        return (
+            torch.tensor(rows, dtype=dtype, device="cpu")
+            .view(len(self.specs), buffers, fields)
+            .to(device)
+        )
 
     def snapshot(self, buffers: Sequence[Tensor], capacities: Sequence[int]) -> list[list[Tensor]]:
         """Copy rows on their device, by table and buffer: the rows in use, then the fallback rows.
@@ -372,7 +376,7 @@ class RowInitializer(nn.Module):
             [hash.rule_of(initializer or Constant(spec.default_value), spec)]
             for spec, initializer in zip(specs, initializers, strict=True)
         ]
-        values = torch.tensor([spec.default_value for spec in specs]).view(-1, 1)
+        values = torch.tensor([spec.default_value for spec in specs], device="cpu").view(-1, 1)
         values = values.expand(-1, layout.stride).to(layout.dtypes[0])
         self._stride, self._has_fallback = layout.stride, layout.has_fallback
         fallback = [(layout.first_fallback_row(t), s.fallback_rows) for t, s in enumerate(specs)]
@@ -381,8 +385,11 @@ class RowInitializer(nn.Module):
             ("rules", layout.initial_rules(device)),
             ("default_values", values.contiguous().to(device)),
             ("unadmitted_layout", layout.default_row_layout(0, device)),
-            ("unadmitted_rules", torch.tensor(rules, dtype=torch.float64).view(-1, 1, 7)),
-            ("fallback", torch.tensor(fallback, dtype=torch.int64).view(-1, 2)),
+            (
+                "unadmitted_rules",
+                torch.tensor(rules, dtype=torch.float64, device="cpu").view(-1, 1, 7),
+            ),
+            ("fallback", torch.tensor(fallback, dtype=torch.int64, device="cpu").view(-1, 2)),
         ):
             self.register_buffer(name, tensor.to(device), persistent=False)
 

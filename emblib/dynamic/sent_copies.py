@@ -36,7 +36,7 @@ def check_not_shared(fn: Callable[[Tensor], Tensor]) -> None:
 
     This is `share_memory()`.
     """
-    moved = fn(torch.empty(1))
+    moved = fn(torch.empty(1, device="cpu"))
     if moved.is_cpu and moved.untyped_storage().is_shared():
         raise RuntimeError(
             "hash tables and tensor trains with a cache cannot be shared between processes: leave "

@@ -174,7 +174,9 @@ class _TableShrink:
             return
         index.forget_queues(
             table,
-            torch.arange(self._buckets * SLOTS_PER_BUCKET, self._rows_before, SLOTS_PER_BUCKET),
+            torch.arange(
+                self._buckets * SLOTS_PER_BUCKET, self._rows_before, SLOTS_PER_BUCKET, device="cpu"
+            ),
         )
         self._tags.zero_()
         index.tables[table, HashTableColumn.SIZE] = self._num_kept
@@ -184,17 +186,17 @@ class _TableShrink:
         """Insert the entries again; their uses are their scores, if the order counts uses."""
         index, num_inserted = self._state.index, self._num_inserted
         entries = self._slot_values[0][:num_inserted]
-        offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64)
+        offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64, device="cpu")
         offsets[self._table + 1 :] = num_inserted
         result = self._effects.call_once(
             hash.hash_insert_,
             index.tensors(),
             entries[:, HashEntryColumn.KEY].contiguous(),
-            torch.arange(num_inserted),
+            torch.arange(num_inserted, device="cpu"),
             entries[:, -1].contiguous(),
             offsets,
             None,
-            torch.zeros(len(index.specs), dtype=torch.int64),
+            torch.zeros(len(index.specs), dtype=torch.int64, device="cpu"),
             codes.HASH_ORDER[index.order],
             codes.INSERT_POLICY["wins"],
         )
@@ -205,7 +207,7 @@ class _TableShrink:
         is_evicting = inserted.status == hash.EVICTING
         evicted, slots = inserted.evicted[is_evicting], inserted.slots[is_evicting]
         entries = self._slot_values[0]
-        is_left_out = torch.ones(entries.shape[0], dtype=torch.bool)
+        is_left_out = torch.ones(entries.shape[0], dtype=torch.bool, device="cpu")
         is_left_out[: self._num_inserted] = inserted.slots < 0
         num_columns = entries.shape[1]
         return _EvictedRows(

@@ -223,11 +223,11 @@ class StatisticsCollector:
     def __init__(self, num_tables: int, remember: int = 0) -> None:
         self.remember = remember = check_count("remember", remember, minimum=0)
         self._num_tables = num_tables
-        self._ages = torch.zeros(num_tables * _NUM_BINS, dtype=torch.int64)
+        self._ages = torch.zeros(num_tables * _NUM_BINS, dtype=torch.int64, device="cpu")
         self._total_age, self._refused, self._not_admitted, self._reinserted = (
-            torch.zeros(num_tables, dtype=torch.int64) for _ in range(4)
+            torch.zeros(num_tables, dtype=torch.int64, device="cpu") for _ in range(4)
         )
-        self._bounds = torch.tensor(AGE_BOUNDS)
+        self._bounds = torch.tensor(AGE_BOUNDS, device="cpu")
         self._cells_log2 = (max(remember, _MIN_CELLS) - 1).bit_length()
         self._evicted_keys: Tensor | None = None
         self._forget()

@@ -281,7 +281,7 @@ class _ErrorSums:
         if exact.numel():
             self._max_error = max(self._max_error, float(errors.abs().amax()))
         self._error_squares += float(errors.square().sum())
-        order = torch.randperm(exact.size(0), generator=self._generator)
+        order = torch.randperm(exact.size(0), generator=self._generator, device="cpu")
         bags = order[: len(order) // self._bag * self._bag].view(-1, self._bag)
         self._pooled_error_squares += float(errors[bags].sum(1).square().sum())
         self._pooled_squares += float(exact[bags].sum(1).square().sum())

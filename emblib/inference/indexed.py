@@ -154,13 +154,17 @@ class InferenceEmbeddingBags(nn.Module):
             else:
                 rows_by_table.append(index.table_row(begin))
                 begin += index.entries.numel()
-        table_rows = torch.tensor(rows_by_table, dtype=torch.int64).view(-1, 6)
-        feature_rows = table_rows[torch.tensor(rows.feature_tables, dtype=torch.int64)]
+        table_rows = torch.tensor(rows_by_table, dtype=torch.int64, device="cpu").view(-1, 6)
+        feature_rows = table_rows[
+            torch.tensor(rows.feature_tables, dtype=torch.int64, device="cpu")
+        ]
         self.register_buffer("index", memory)
         self.register_buffer("index_tables", feature_rows.to(device))
         shared = [(-1, 0) if x is None else (x.missing, x.fallback) for x in indexes]
         self._has_fallback = any(count for _, count in shared)
-        shared_rows = torch.tensor([shared[table] for table in rows.feature_tables]).view(-1, 2)
+        shared_rows = torch.tensor(
+            [shared[table] for table in rows.feature_tables], device="cpu"
+        ).view(-1, 2)
         self.register_buffer("shared_rows", shared_rows.to(device), persistent=False)
         self.indexes = self._bind_indexes()
 

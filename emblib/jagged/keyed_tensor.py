@@ -230,7 +230,7 @@ class KeyedTensor(metaclass=TracedClass):
 
 def _rows_text(block: Tensor) -> str:
     rows = block.flatten(1) if block.dim() > 1 else block.unsqueeze(0)
-    return nested_text(rows.flatten(), torch.tensor([rows.size(1)] * rows.size(0)))
+    return nested_text(rows.flatten(), torch.tensor([rows.size(1)] * rows.size(0), device="cpu"))
 
 
 class KTRegroupAsDict(nn.Module):

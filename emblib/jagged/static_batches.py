@@ -276,7 +276,7 @@ class StagingRing:
                     event.synchronize()
                 del self._blocks[0]
                 return memory
-        return torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def give_back(self, memory: Tensor) -> None:
         """Give back a block; it is reused after the copy on the current stream has ended."""

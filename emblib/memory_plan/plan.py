@@ -669,7 +669,7 @@ def _traced_counts(
             return None
         (path_name,) = same_name
     rows = table.config.num_embeddings
-    counts = torch.zeros(rows, dtype=torch.int64)
+    counts = torch.zeros(rows, dtype=torch.int64, device="cpu")
     for ids, feature in zip(trace.ids, trace.features, strict=True):
         if feature.table == path_name:
             table_ids = ids.to(torch.int64)

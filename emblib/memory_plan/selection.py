@@ -228,7 +228,7 @@ def _knapsack(candidates: Candidates, limits: Limits, units: tuple[int, int]) ->
     of device memory and j of backing memory. `units` are the numbers of units into which the two
     limits are divided; 0 for backing memory without limit.
     """
-    least_cost = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)
+    least_cost = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64, device="cpu")
     chosen_by_table = []
     for choices in candidates:
         costs = torch.full_like(least_cost, math.inf)

@@ -355,7 +355,7 @@ class TorchWeight:
         if names:
             is_sparse_adam = type(self.trained.optimizer) is torch.optim.SparseAdam
             step = table.module.step
-            state["step"] = step if is_sparse_adam else torch.tensor(float(step))
+            state["step"] = step if is_sparse_adam else torch.tensor(float(step), device="cpu")
         for name in names:
             shape = state[name].shape if name in state else self.weight.shape
             state[name] = _in_shape(table.states[name], shape).clone()
@@ -486,8 +486,10 @@ def chosen_rows(count: int, max_rows: int | None, seed: int) -> Tensor:
     Fewer than `max_rows` are returned if `count` is smaller.
     """
     if max_rows is None:
-        return torch.arange(count)
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:max_rows]
+        return torch.arange(count, device="cpu")
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")[
+        :max_rows
+    ]
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class _Copies:
             optimizer.zero_grad()
         output = self.replaced.call(self.modules[name]["table"], bags)
         generator = torch.Generator().manual_seed(1)
-        output.backward(torch.randn(output.shape, generator=generator).to(output))
+        output.backward(torch.randn(output.shape, generator=generator, device="cpu").to(output))
         for optimizer in self.optimizers[name]:
             optimizer.step()
         return output.detach()
@@ -176,7 +176,7 @@ def compare(replaced: Replaced, migrate: Migrate, seed: int) -> Difference:
         num_ids[names] = min(len(rows[table]), num_ids.get(names, len(rows[table])))
     for names, _ in replaced.features():
         num_lookups = _CHECKED_BAGS * _IDS_PER_BAG
-        ids = torch.randint(num_ids[names], (num_lookups,), generator=generator)
+        ids = torch.randint(num_ids[names], (num_lookups,), generator=generator, device="cpu")
         lengths = torch.full((_CHECKED_BAGS,), _IDS_PER_BAG, device=copies.device)
         bags.append((ids.to(copies.device), lengths))
     run = copies.step if replaced.is_trained else copies.look_up

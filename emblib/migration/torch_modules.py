@@ -243,7 +243,9 @@ class ReplacedEmbedding(Replaced):
         old, table = self.old, self._table
         rows = chosen_rows(old.num_embeddings, max_rows, seed)
         if max_rows is not None and old.padding_idx is not None:
-            rows = torch.cat([torch.tensor([old.padding_idx]), rows[rows != old.padding_idx]])
+            rows = torch.cat(
+                [torch.tensor([old.padding_idx], device="cpu"), rows[rows != old.padding_idx]]
+            )
         rows = rows.to(old.weight.device)
         padding = None if old.padding_idx is None else int((rows == old.padding_idx).nonzero()[0])
         options: dict[str, Any] = {"padding_idx": padding, "sparse": old.sparse}

@@ -209,7 +209,7 @@ class PlainChanges:
         changes: ChangesByName = {}
         for table in self._tables:
             if lookups is None:
-                rows = torch.arange(table.num_rows)
+                rows = torch.arange(table.num_rows, device="cpu")
             else:
                 rows = lookups.rows_of(table.module, table.number)
             changes.setdefault(table.name, []).append(self._copy(table, rows))
@@ -225,7 +225,7 @@ class PlainChanges:
         return TableChange(
             rows.cpu() + table.first_row,
             weight,
-            torch.empty(0, dtype=torch.int64),
+            torch.empty(0, dtype=torch.int64, device="cpu"),
             copies if self._states else {},
             table.first_column,
             table.dim,
@@ -334,7 +334,7 @@ class KeyedChanges:
         for shard, tick in zip(self._shards, self._ticks, strict=True):
             name, location, number, num_shards = shard
             module, index = location.module, location.index
-            removed = torch.empty(0, dtype=torch.int64)
+            removed = torch.empty(0, dtype=torch.int64, device="cpu")
             if lookups is not None:
                 removed = removed_since(module.state, index, tick)
             if lookups is not None and module.state.backing is None:
@@ -352,7 +352,10 @@ class KeyedChanges:
     def _copy(self, location: ShardLocation, entries: Entries, removed: Tensor) -> TableChange:
         """Return the change of a hash table: its entries on the host, and `removed` keys `[n]`."""
         module = location.module
-        rows = {name: rows[torch.arange(len(entries))].cpu() for name, rows in entries.rows.items()}
+        rows = {
+            name: rows[torch.arange(len(entries), device="cpu")].cpu()
+            for name, rows in entries.rows.items()
+        }
         weight = rows.pop("weight")
         rows.pop(LAST_USES, None)  # a follower lets no key expire
         return TableChange(

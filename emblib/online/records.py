@@ -306,7 +306,9 @@ def _read_tables(body: memoryview) -> Iterator[tuple[str, TableChange]]:
             flat = (
                 torch.frombuffer(body, dtype=dtype, count=count, offset=offset) if count else None
             )
-            tensors[name] = torch.empty(shape, dtype=dtype) if flat is None else flat.view(shape)
+            tensors[name] = (
+                torch.empty(shape, dtype=dtype, device="cpu") if flat is None else flat.view(shape)
+            )
             offset += _aligned(count * dtype.itemsize)
         first_column, dim, tick, hash_key = table["numbers"]
         yield (

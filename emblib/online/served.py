@@ -247,7 +247,7 @@ class IndexedRows:
         self._name, self._served, self._number = name, served, table
         # int64: rows without a key at the first change, None before it; rows of keys removed since.
         self._unused_rows: Tensor | None = None
-        self._freed_rows = torch.empty(0, dtype=torch.int64)
+        self._freed_rows = torch.empty(0, dtype=torch.int64, device="cpu")
         self._removed_row = -1  # row of the entries of removed keys; -1: not allocated yet
         self._num_used = 0  # entries of the index that are not empty
 
@@ -362,7 +362,7 @@ class IndexedRows:
             if not self._unused_rows.numel():
                 self._grow(1)
             self._removed_row, self._unused_rows = int(self._unused_rows[0]), self._unused_rows[1:]
-            zeros = torch.zeros(1, spec.dim)
+            zeros = torch.zeros(1, spec.dim, device="cpu")
             self._view()[self._removed_row] = _pack_rows(self._served.rows, self._number, zeros)[0]
 
     def _grow(self, num_rows: int) -> None:
@@ -491,7 +491,7 @@ class DynamicRows:
                 max(change.tick, state.index.tick),
                 {state.table_names[table]: Changes(entries, change.removed)},
                 self._hyperparams(change),
-                None if hash_key is None else torch.tensor([hash_key]),
+                None if hash_key is None else torch.tensor([hash_key], device="cpu"),
                 {state.table_names[table]: change.fallback},
             )
             apply_changes(state, changes)
@@ -546,7 +546,7 @@ def _newest(changes: Sequence[TableChange]) -> TableChange:
     weight = torch.cat([change.weight for change in changes])
     distinct_keys, key_of_row = keys.unique(return_inverse=True)
     last_rows = torch.zeros_like(distinct_keys)
-    last_rows.scatter_reduce_(0, key_of_row, torch.arange(keys.numel()), "amax")
+    last_rows.scatter_reduce_(0, key_of_row, torch.arange(keys.numel(), device="cpu"), "amax")
     return changes[0]._replace(keys=distinct_keys, weight=weight[last_rows])
 
 

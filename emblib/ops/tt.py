@@ -260,7 +260,7 @@ def lookup_chunks(
         batch.output_dim,
         variable=variable,
     )
-    out = torch.zeros(shape, dtype=torch.float32)
+    out = torch.zeros(shape, dtype=torch.float32, device=batch.indices.device)
     for chunk in chunks_of(batch, sample_weights):
         _pool_chunk(chunk, cores, batch, sample_weights, out)
     return out.to(batch.output_dtype)
@@ -300,7 +300,8 @@ def chunk_gradients(
     of the sample weights is float32 `[L]`; None without `needs_sample_grad`.
     """
     core_grads = [torch.zeros_like(core, dtype=torch.float32) for core in cores]
-    sample_grad = torch.zeros(batch.indices.numel()) if needs_sample_grad else None
+    ids = batch.indices
+    sample_grad = torch.zeros(ids.numel(), device=ids.device) if needs_sample_grad else None
     for chunk in chunks_of(batch, sample_weights):
         _add_chunk_gradients(chunk, grad, cores, batch, sample_weights, (core_grads, sample_grad))
     return core_grads, sample_grad

@@ -197,7 +197,7 @@ class Chunk(NamedTuple):
         if batch.pooling is Pooling.NONE:
             return (self.lookups,)
         column = int(batch.features[self.feature, FeatureColumn.COLUMN])
-        columns = torch.arange(self.batch.output_dim)
+        columns = torch.arange(self.batch.output_dim, device=tensor.device)
         if batch.bag_layout is not None:
             return (batch.bag_layout[self.bags, BagColumn.ELEMENT, None] + columns,)
         first_bag = self.feature * tensor.size(0)
@@ -245,10 +245,12 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
     max_lookups = _max_chunk_lookups(batch.layout, _column_bytes(sample_weights))
     max_bags = max(1, max_lookups // _LOOKUPS_PER_BAG)
     num_features, num_bags = batch.num_features(), batch.offsets.numel() - 1
-    bag_ends = torch.arange(1, num_features + 1) * (num_bags // max(1, num_features))
+    bag_ends = torch.arange(1, num_features + 1, device="cpu") * (num_bags // max(1, num_features))
     if batch.bag_layout is not None:
         features = batch.bag_layout[:, BagColumn.FEATURE].contiguous()
-        bag_ends = torch.searchsorted(features, torch.arange(num_features), right=True)
+        bag_ends = torch.searchsorted(
+            features, torch.arange(num_features, device="cpu"), right=True
+        )
     bag = 0
     for f, bag_end in enumerate(bag_ends.tolist()):
         while bag < bag_end:
@@ -296,7 +298,7 @@ def _make_chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: flo
     features = batch.features[f :: batch.num_features()].clone()
     features[:, FeatureColumn.ROW_BASE] = features[:, FeatureColumn.COLUMN] = 0
     offsets = batch.offsets[bags.start : bags.stop + 1].clamp(lookups.start, lookups.stop)
-    tables = torch.tensor([row])
+    tables = torch.tensor([row], device="cpu")
     chunk_batch = batch._replace(
         layout=chunk_layout,
         tables=tables,

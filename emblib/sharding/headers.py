@@ -142,7 +142,7 @@ class Headers:
             kinds.count(kinds[0]) < num_ranks
             or list(map(list, zip(*sent_sizes, strict=True))) != expected
         ):
-            matrices = (torch.tensor(rows) for rows in (kinds, sent_sizes, expected))
+            matrices = (torch.tensor(rows, device="cpu") for rows in (kinds, sent_sizes, expected))
             _raise_difference(*matrices, ranks=self._ranks)
         if any(header[begin] < 0 for header in headers):
             return None

@@ -268,17 +268,19 @@ class InputDist(nn.Module):
         self._dims = [feature.dim for feature in layout.features]
         self.has_whole_tables = all(num_blocks <= 1 for _, num_blocks, _, _ in blocks.features)
         tables = {
-            "unit_features": torch.tensor(self._unit_features, dtype=torch.int64),
-            "features": torch.tensor(blocks.features, dtype=torch.int64).view(
+            "unit_features": torch.tensor(self._unit_features, dtype=torch.int64, device="cpu"),
+            "features": torch.tensor(blocks.features, dtype=torch.int64, device="cpu").view(
                 -1, len(RouteFeatureColumn)
             ),
-            "blocks": torch.tensor(blocks.blocks, dtype=torch.int64).view(
+            "blocks": torch.tensor(blocks.blocks, dtype=torch.int64, device="cpu").view(
                 -1, len(RouteBlockColumn)
             ),
-            "copies": torch.tensor(blocks.units, dtype=torch.int64),
-            "unit_major_order": torch.tensor(self._segment_order(1), dtype=torch.int64),
+            "copies": torch.tensor(blocks.units, dtype=torch.int64, device="cpu"),
+            "unit_major_order": torch.tensor(
+                self._segment_order(1), dtype=torch.int64, device="cpu"
+            ),
             "unit_major_order_without_lengths": torch.tensor(
-                self._segment_order(0), dtype=torch.int64
+                self._segment_order(0), dtype=torch.int64, device="cpu"
             ),
         }
         for name, tensor in tables.items():
@@ -627,7 +629,7 @@ def _split_lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tenso
         for part, count in zip(payload.split(in_flight.sizes), in_flight.num_bags, strict=True)
     ]
     segment_sizes = payload.new_empty((num_ranks, num_units + 1))
-    segment_sizes[:, 0] = torch.tensor(in_flight.num_bags)
+    segment_sizes[:, 0] = torch.tensor(in_flight.num_bags, device="cpu")
     if not num_units:
         return payload.new_empty(0), segment_sizes
     if not in_flight.by_unit:

@@ -547,8 +547,12 @@ class NodeSumDist:
         device = self._ranks.device
         sum_widths = [unit.columns for unit in self._sums_of_node.units]
         return _Packing(
-            targets=torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn)).to(device),
-            pieces=torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn)).to(device),
+            targets=torch.tensor(targets, dtype=torch.int64, device="cpu")
+            .view(-1, len(TargetColumn))
+            .to(device),
+            pieces=torch.tensor(pieces, dtype=torch.int64, device="cpu")
+            .view(-1, len(PieceColumn))
+            .to(device),
             local_numel=sum(w * sum(counts) for w, counts in zip(widths, bags, strict=True)),
             numel=end,
             num_direct=num_direct,
@@ -646,8 +650,12 @@ class NodeSumStep:
         size, width = self.local_sizes[self.groups.local.rank], self._packing.row_size
         sums = received
         if size:
-            targets = torch.tensor([route.TargetRow(0, width, size // width, width, 0, num_ranks)])
-            pieces = torch.tensor([route.PieceRow(r * size, width) for r in range(num_ranks)])
+            targets = torch.tensor(
+                [route.TargetRow(0, width, size // width, width, 0, num_ranks)], device="cpu"
+            )
+            pieces = torch.tensor(
+                [route.PieceRow(r * size, width) for r in range(num_ranks)], device="cpu"
+            )
             device = received.device
             sums = route.combine(
                 received, targets.to(device), pieces.to(device), None, size, torch.float32

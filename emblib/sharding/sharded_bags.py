@@ -359,7 +359,7 @@ class PooledOutputDist(nn.Module):
         widths = {"targets": len(TargetColumn), "pieces": len(PieceColumn)}
         for name, lists in (("constant", constant), ("by_bag", by_bag)):
             for (kind, width), rows in zip(widths.items(), lists, strict=True):
-                tensor = torch.tensor(rows, dtype=torch.int64).view(-1, width)
+                tensor = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, width)
                 self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
 
     # For batches with B bags of every feature the descriptors are constant + B * by_bag.
@@ -559,8 +559,12 @@ class PooledOutputDist(nn.Module):
         device = self.constant_targets.device
         replicated_units = self._layout.replicated.units
         return _CopyDescriptors(
-            torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn)).to(device),
-            torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn)).to(device),
+            torch.tensor(targets, dtype=torch.int64, device="cpu")
+            .view(-1, len(TargetColumn))
+            .to(device),
+            torch.tensor(pieces, dtype=torch.int64, device="cpu")
+            .view(-1, len(PieceColumn))
+            .to(device),
             row_numbers,
             received_sizes,
             sum(bag_counts[unit.feature] * unit.columns for unit in replicated_units),
@@ -672,7 +676,7 @@ class _PooledStep(OutputStep):
         return out.view(self._shape)
 
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
-        no_values = torch.empty(0, dtype=torch.float32)
+        no_values = torch.empty(0, dtype=torch.float32, device="cpu")
         return self._gradients(no_values).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:

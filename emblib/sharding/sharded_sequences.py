@@ -328,7 +328,7 @@ class _SequenceStep(OutputStep):
         return out
 
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
-        return self._gradients(torch.empty(0, dtype=torch.float32)).nbytes()
+        return self._gradients(torch.empty(0, dtype=torch.float32, device="cpu")).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:
         codec = self._tables.vector_format.comm_precision.backward

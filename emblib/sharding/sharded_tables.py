@@ -89,7 +89,7 @@ class ReplicatedTables(nn.Module):
         self.groups, self.is_synchronised, self._world_size = groups, is_synchronised, ranks.size
         self._units = layout.replicated.units
         self._features = [unit.feature for unit in self._units]
-        order = torch.tensor(self._features, dtype=torch.int64)
+        order = torch.tensor(self._features, dtype=torch.int64, device="cpu")
         self.register_buffer("order", order.to(ranks.device), persistent=False)
         self.register_buffer("grad_anchor", torch.zeros((), device=ranks.device), persistent=False)
 

@@ -239,7 +239,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         compute: before the eviction, and after it. `since`, a new int64 scalar, is the number of
         training lookups since the last `populate`.
         """
-        num_lookups = torch.tensor(self._lookups_since[table])
+        num_lookups = torch.tensor(self._lookups_since[table], device="cpu")
         values = (self.counters[table], self.changes[table], num_lookups)
         return dict(zip(_STATISTICS, values, strict=True))
 
@@ -676,7 +676,7 @@ class CountsHandle(nn.Module):
                 yield f"{key}: {problem}"
                 return
             size = len(keys)
-        expected = torch.empty(size, dtype=torch.int64)
+        expected = torch.empty(size, dtype=torch.int64, device="cpu")
         rows = {prefix + name: expected for name in ("stamps", "scores")}
         yield from state_dicts.count_problems(state_dict, rows)
         yield from state_dicts.number_problems(state_dict, f"{prefix}tick", below=MAX_TICK)

@@ -128,7 +128,9 @@ class ComposedLookup(nn.Module):
         self._dims = [tables[t].dim for t in feature_tables]
         # Columns of the components of each feature.
         self._widths = [tables[t].num_stored_columns for t in feature_tables]
-        self._mapping_constants = self.features = self.bounds_violations = torch.empty(0)
+        self._mapping_constants = self.features = self.bounds_violations = torch.empty(
+            0, device="cpu"
+        )
 
     @property
     def components(self) -> Any:
@@ -142,12 +144,12 @@ class ComposedLookup(nn.Module):
         """Make the tensors that parametrise the mapping of ids, one column per feature."""
         constants = [self._tables[t].mapping_constants for t in self._feature_tables]
         num_ids = [self._tables[t].num_ids for t in self._feature_tables]
-        features = torch.zeros(len(num_ids), len(FeatureColumn), dtype=torch.int64)
-        features[:, FeatureColumn.ROWS] = torch.tensor(num_ids, dtype=torch.int64)
-        features[:, FeatureColumn.DIM] = torch.tensor(self._dims, dtype=torch.int64)
+        features = torch.zeros(len(num_ids), len(FeatureColumn), dtype=torch.int64, device="cpu")
+        features[:, FeatureColumn.ROWS] = torch.tensor(num_ids, dtype=torch.int64, device="cpu")
+        features[:, FeatureColumn.DIM] = torch.tensor(self._dims, dtype=torch.int64, device="cpu")
         shape = (len(self._feature_tables), -1) if self._feature_tables else (0, 1)
         self._mapping_constants = (
-            torch.tensor(constants, dtype=torch.int64).view(shape).t().to(device)
+            torch.tensor(constants, dtype=torch.int64, device=device).view(shape).t()
         )
         self.features = features.to(device)
         self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)

@@ -254,7 +254,7 @@ class QuantizedHandle(TableHandle):
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        spec, float_tensor = self.module.tables[self.index], torch.empty(0)
+        spec, float_tensor = self.module.tables[self.index], torch.empty(0, device="cpu")
         if set(entries) == {"weight"}:
             weight, shape = entries["weight"], (spec.rows, spec.dim)
             problem = state_dicts.tensor_problem(weight, float_tensor, shape)

@@ -420,7 +420,9 @@ class FusedTables(nn.Module):
         """
         self._mark_parameters()
         device = self.hyperparams.device
-        layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, len(FeatureColumn))
+        layout = torch.tensor(self._layout, dtype=torch.int64, device="cpu").view(
+            -1, len(FeatureColumn)
+        )
         if (
             self.features.device == device
             and self.grad_anchor.requires_grad
@@ -561,7 +563,7 @@ def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
     A model calls one function for all its tables: the first one with this `argument` warns. It is
     the argument of the module's constructor that selects the dtype, for the message.
     """
-    requested_dtype = fn(torch.empty(0, dtype=torch.float32)).dtype
+    requested_dtype = fn(torch.empty(0, dtype=torch.float32, device="cpu")).dtype
     if requested_dtype != torch.float32 and not _note_warning(fn, argument):
         warnings.warn(
             f"emblib: tables keep their dtypes, {requested_dtype} is ignored; choose them when "

@@ -238,8 +238,10 @@ def variable_batch(
         )
     # Python numbers up to here, so that a compiled graph accepts other sizes without recompilation.
     output_numel = sum(dim * sum(row) for dim, row in zip(dims, batch_sizes, strict=True))
-    bags_of_block = torch.tensor(sizes, dtype=torch.int64)  # a block: feature f from rank r
-    dim = torch.tensor(list(dims), dtype=torch.int64).unsqueeze(1)
+    bags_of_block = torch.tensor(
+        sizes, dtype=torch.int64, device="cpu"
+    )  # a block: feature f from rank r
+    dim = torch.tensor(list(dims), dtype=torch.int64, device="cpu").unsqueeze(1)
     shape = (len(dims), max(ranks, default=0))
     elements = (bags_of_block.view(shape) * dim).t().reshape(-1)  # rank-major, as in the output
     # First element of each block, [F, ranks].
@@ -248,11 +250,11 @@ def variable_batch(
     # Bag i of a block with its first element at s and its first bag at b is at s + (i - b) * dim.
     dim_of_block = dim.expand(shape).reshape(-1)
     base = starts.reshape(-1) - first_bag * dim_of_block
-    feature = torch.arange(shape[0]).repeat_interleave(shape[1])
+    feature = torch.arange(shape[0], device="cpu").repeat_interleave(shape[1])
     columns_of_block = torch.stack([feature, base, dim_of_block], dim=1)
     columns_of_bag = columns_of_block.repeat_interleave(bags_of_block, dim=0, output_size=num_bags)
     feature_of_bag, base_of_bag, dim_of_bag = columns_of_bag.unbind(1)
-    element_of_bag = base_of_bag + torch.arange(num_bags) * dim_of_bag
+    element_of_bag = base_of_bag + torch.arange(num_bags, device="cpu") * dim_of_bag
     layout = torch.stack([feature_of_bag, element_of_bag], dim=1)
     return VariableBatch(layout.to(device, non_blocking=True), output_numel)
 

@@ -78,7 +78,7 @@ def first_violation(
     if not len(features):
         return ""
     if bag_layout is None:
-        feature_of_bag = torch.arange(len(features)).repeat_interleave(
+        feature_of_bag = torch.arange(len(features), device="cpu").repeat_interleave(
             (len(offsets) - 1) // len(features)
         )
     else:

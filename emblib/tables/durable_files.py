@@ -284,7 +284,7 @@ class MappedFile:
                 "directory and start from a checkpoint"
             )
         if not self.count:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         handle = open_file(self.path)
         try:
             self.mapped = mmap.mmap(handle, self.nbytes)
@@ -301,14 +301,14 @@ class MappedFile:
     def alias(self) -> Tensor:
         """Return another tensor over the mapping of `map`, with its own version counter."""
         if self.mapped is None:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         return torch.frombuffer(self.mapped, dtype=self.dtype)
 
 
 def zeros(count: int) -> Tensor:
     """Return uint8 zeros `[count]` that take memory only where written; forks get copies."""
     if not count:
-        return torch.zeros(0, dtype=torch.uint8)
+        return torch.zeros(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

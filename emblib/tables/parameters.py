@@ -691,7 +691,9 @@ def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     `fn` is called for one int64 on torch's default device, and the host waits for the result. False
     for a result on meta, or of another dtype: a cast keeps values, rounded.
     """
-    probe = torch.tensor([time.monotonic_ns()])  # a value that uninitialised memory does not have
+    probe = torch.tensor(
+        [time.monotonic_ns()], device="cpu"
+    )  # a value that uninitialised memory does not have
     result = fn(probe)
     if result.is_meta or result.dtype != probe.dtype:
         return False

@@ -256,9 +256,11 @@ class RowCache(nn.Module):
     def _initialise(self) -> None:
         """Initialise all tensors but weights and states, also of a cache that left `meta`."""
         self._last_ticket, self._in_flight = 0, set[int]()  # tickets of the batches in flight
-        features = torch.tensor(self.layout.tables, dtype=torch.int64).view(-1, len(FeatureColumn))
+        features = torch.tensor(self.layout.tables, dtype=torch.int64, device="cpu").view(
+            -1, len(FeatureColumn)
+        )
         self.table_features.copy_(features)
-        self.clock.copy_(torch.tensor([0, 1]))
+        self.clock.copy_(torch.tensor([0, 1], device="cpu"))
         self.reset()
         self.reset_stats()
 

@@ -167,7 +167,7 @@ def number_problems(state_dict: Mapping[str, Any], key: str, below: int) -> Iter
     """Yield a message if there is an entry `key` that is not one integer in `[0, below)`."""
     if key in state_dict:
         value = state_dict[key]
-        problem = tensor_problem(value, torch.empty(0, dtype=torch.int64))
+        problem = tensor_problem(value, torch.empty(0, dtype=torch.int64, device="cpu"))
         if not problem and (value.numel() != 1 or not 0 <= int(value) < below):
             problem = f"must be one number in [0, {below}), got {value}"
         if problem:
@@ -179,7 +179,7 @@ def key_problem(keys: Any, num_rows: int, size: int | None = None) -> str:
 
     They must be int64 `[size]`, of any length if `size` is None.
     """
-    problem = tensor_problem(keys, torch.empty(0, dtype=torch.int64), (size,))
+    problem = tensor_problem(keys, torch.empty(0, dtype=torch.int64, device="cpu"), (size,))
     if problem:
         return problem
     valid_keys = keys[keys >= 0]

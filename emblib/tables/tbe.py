@@ -192,7 +192,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             self._reset_common()
             if stored_hyperparams is not None:
                 self.hyperparams[: len(stored_hyperparams)] = torch.tensor(
-                    stored_hyperparams, dtype=torch.float64
+                    stored_hyperparams, dtype=torch.float64, device="cpu"
                 )
                 hyperparameters.set_saved_fields(self, self.hyperparams)
             for t, (spec, views) in enumerate(zip(self.tables, self.table_views(), strict=True)):
@@ -760,7 +760,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @atomic
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._memory.check_device(fn(torch.empty(0)).device)
+        self._memory.check_device(fn(torch.empty(0, device="cpu")).device)
         self.settle()
         super()._apply(fn, recurse)
         self._memory.move_host_tier(self.hyperparams.device)

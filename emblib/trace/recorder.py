@@ -126,9 +126,11 @@ def _bags_of_one_length(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return ids and lengths, int64 `[samples]`, of bags without offsets: one per sample."""
     if ids.is_nested:
         rows = [row.reshape(-1) for row in ids.unbind()]
-        return torch.cat(rows), torch.tensor([row.numel() for row in rows])
+        return torch.cat(rows), torch.tensor([row.numel() for row in rows], device="cpu")
     num_samples = ids.size(0) if ids.dim() else 1
-    return ids, torch.full((num_samples,), ids.numel() // max(num_samples, 1), dtype=torch.int64)
+    return ids, torch.full(
+        (num_samples,), ids.numel() // max(num_samples, 1), dtype=torch.int64, device="cpu"
+    )
 
 
 def _read_bag(
@@ -446,7 +448,9 @@ def _valid_lookups(bags: Bags) -> Bags:
     lengths = bags.lengths.detach().reshape(-1).to("cpu", torch.int64)
     is_valid = ids >= 0
     if not bool(is_valid.all()):
-        bag_of_lookup = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+        bag_of_lookup = torch.repeat_interleave(
+            torch.arange(lengths.numel(), device="cpu"), lengths
+        )
         lengths = torch.bincount(bag_of_lookup[is_valid], minlength=lengths.numel())
         ids = ids[is_valid]
     return Bags(

@@ -45,7 +45,7 @@ class IdSkew:
         group_of = steps.unique(return_inverse=True)[1]
         group_of = torch.where(values <= _NUM_SINGLES, values, _NUM_SINGLES + 1.0 + group_of)
         group_of = group_of.unique(return_inverse=True)[1]
-        group_sizes = torch.zeros(int(group_of[-1]) + 1, dtype=torch.float64)
+        group_sizes = torch.zeros(int(group_of[-1]) + 1, dtype=torch.float64, device="cpu")
         lookups = group_sizes.index_add(0, group_of, values * sizes)
         group_sizes.index_add_(0, group_of, sizes.double())
         shares = lookups / group_sizes / max(float(lookups.sum()), 1.0)
@@ -57,9 +57,11 @@ class IdSkew:
 
         Ids above some 128 have the share of the middle id of their group.
         """
-        single_ids = torch.arange(1, min(rows, _NUM_SINGLES) + 1, dtype=torch.float64)
+        single_ids = torch.arange(1, min(rows, _NUM_SINGLES) + 1, dtype=torch.float64, device="cpu")
         low, high = math.log(len(single_ids) + 1), math.log(rows + 1)
-        steps = torch.linspace(low, high, _NUM_STEPS, dtype=torch.float64).exp().round()
+        steps = (
+            torch.linspace(low, high, _NUM_STEPS, dtype=torch.float64, device="cpu").exp().round()
+        )
         bounds = torch.cat([single_ids, steps]).unique()  # first id of each group, then rows + 1
         sizes = bounds.diff()
         weights = (bounds[:-1] + (sizes - 1) / 2) ** -exponent
@@ -124,6 +126,6 @@ class IdSkew:
         shares = self.shares[self.shares > 0]
         low = -math.log(float(shares.max())) - _LOG_BEFORE
         high = -math.log(float(shares.min())) + _LOG_AFTER
-        grid = torch.linspace(low, high, _NUM_GRID_POINTS, dtype=torch.float64).exp()
+        grid = torch.linspace(low, high, _NUM_GRID_POINTS, dtype=torch.float64, device="cpu").exp()
         decay = torch.outer(-shares, grid).exp().clamp(min=_MIN_FACTOR)
         return decay, grid * (high - low) / (_NUM_GRID_POINTS - 1)

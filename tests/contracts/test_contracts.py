@@ -1,9 +1,16 @@
 """Every cell of docs/contracts.md is what happens, and none is a silent wrong result."""
 
+import ast
+import copy
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+import emblib
+from emblib.sharding import checkpoints
 from tests.contracts.operations import OPERATIONS
 from tests.contracts.subjects import KINDS, Subject
 from tests.contracts.table import PAGE, RAISES, WORKS, outcome, recorded
@@ -44,13 +51,42 @@ def test_a_cell(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_default_device_of_torch_does_not_matter(kind: str) -> None:
-    subject, other = Subject(kind), Subject(kind)
+def test_the_default_device_of_torch_does_not_matter(kind: str, tmp_path: Path) -> None:
+    subject, other, loaded, restored = (Subject(kind) for _ in range(4))
     use = Subject.step if subject.kind.is_trained else Subject.rows
     with torch.device("meta"):
         use(other)
+        loaded.module.load_state_dict(other.module.state_dict())
+        checkpoints.save({"model": other.module}, tmp_path / "step")
+        checkpoints.load({"model": restored.module}, tmp_path / "step")
+        copies = []
+        if kind != "disk":  # files have one owner
+            copies = [copy.deepcopy(other.module), pickle.loads(pickle.dumps(other.module))]
     use(subject)
-    assert torch.equal(other.rows(), subject.rows())
+    for each in (other, loaded, restored, *map(other.of, copies)):
+        assert torch.equal(each.rows(), subject.rows())
+
+
+def test_constructors_of_tensors_name_a_device() -> None:
+    """Without one they follow torch's default device, where a user has set a GPU."""
+    names = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"}
+    names |= {"as_tensor", "asarray", "randperm", "tensor", "zeros"}
+    package = Path(emblib.__file__).parent
+    bad = []
+    for file in package.rglob("*.py"):
+        # Oracles compute where their arguments are; a metric has the device of torch's modules.
+        if file.parent.name == "reference" or file.name == "metrics.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and (node.func.value.id, node.func.attr in names) == ("torch", True)
+                and not {keyword.arg for keyword in node.keywords} & {"device", "out", None}
+            ):
+                bad.append(f"{file.relative_to(package)}:{node.lineno} {ast.unparse(node)}")
+    assert not bad, "\n".join(bad)
 
 
 def test_the_page_has_these_rows() -> None:

@@ -155,4 +155,6 @@ def _checked_states(
                 f"{key} of {name} must have the shape {tuple(views[key].shape)}, got "
                 f"{tuple(value.shape)}: it is of another table"
             )
-    return states or {key: torch.zeros(tuple(view.shape)) for key, view in views.items()}
+    return states or {
+        key: torch.zeros(tuple(view.shape), device="cpu") for key, view in views.items()
+    }

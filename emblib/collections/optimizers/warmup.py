@@ -176,7 +176,7 @@ class WarmupOptimizer(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer, and the current step and stage."""
         saved = super().state_dict()
-        progress = torch.tensor([self._step, self._stage])
+        progress = torch.tensor([self._step, self._stage], device="cpu")
         return {**saved, "state": {**saved["state"], _WARMUP_KEY: {"warmup": progress}}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

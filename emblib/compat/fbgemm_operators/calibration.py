@@ -253,7 +253,7 @@ def _combine_weights(
     The result is empty if no table has weights.
     """
     if not any(weight.numel() for weight in weights):
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     table_weights = [
         weight[:num_used].float()
         if weight.numel()

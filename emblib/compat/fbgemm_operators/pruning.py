@@ -94,7 +94,7 @@ def embedding_bag_rowwise_prune(
     if min_save_ratio is not None and not (
         4 * (len(weight) + min_num_rows * num_columns) < min_save_ratio * 4 * weight.numel()
     ):
-        return weight, torch.zeros(1, dtype=dtype)
+        return weight, torch.zeros(1, dtype=dtype, device="cpu")
     rows = torch.where(is_kept, is_kept.cumsum(0) - 1, _FREE)
     return weight[is_kept], rows.to(dtype)
 
@@ -150,7 +150,9 @@ def pruned_hashmap_insert(
                 break
         else:
             check(False, f"a hash map of {num_slots} slots is full: give it more")
-    hash_table.copy_(torch.tensor(entries, dtype=hash_table.dtype).view_as(hash_table))
+    hash_table.copy_(
+        torch.tensor(entries, dtype=hash_table.dtype, device="cpu").view_as(hash_table)
+    )
 
 
 @operator("pruned_hashmap_lookup")
@@ -192,7 +194,7 @@ class PrunedMap:
         num_slots = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long().diff()
         # A table without slots would map every id to itself.
         map_offsets = torch.nn.functional.pad(num_slots.clamp(min=1).cumsum(0), (1, 0))
-        self._map = torch.full((int(map_offsets[-1]), 2), _FREE), map_offsets
+        self._map = torch.full((int(map_offsets[-1]), 2), _FREE, device="cpu"), map_offsets
         pruned_hashmap_insert(indices, dense_indices, offsets, *self._map)
 
     def lookup(self, indices: Tensor, offsets: Tensor) -> Tensor:

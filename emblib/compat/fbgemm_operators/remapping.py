@@ -279,7 +279,7 @@ def prune_embedding_tables(
     rows = (
         torch.cat(moved_rows)
         if total_moved_rows
-        else torch.zeros(1, dtype=torch.int64).to(num_moved_rows.device)
+        else torch.zeros(1, dtype=torch.int64, device=num_moved_rows.device)
     )
     return rows, num_moved_rows.cumsum(0), total_moved_rows
 

@@ -163,7 +163,7 @@ def write_state(state: DynamicState, destination: dict[str, Any], prefix: str) -
 
 def _gather(rows: Rows, order: Tensor) -> Tensor:
     """Copy rows in the given order to the CPU, 16 MiB at a time."""
-    gathered = torch.empty(order.numel(), *rows.shape[1:], dtype=rows.dtype)
+    gathered = torch.empty(order.numel(), *rows.shape[1:], dtype=rows.dtype, device="cpu")
     num_gathered = 0
     for slots in order.split(rows_at_a_time(rows)):
         gathered[num_gathered : num_gathered + slots.numel()] = rows[slots].cpu()
@@ -281,7 +281,7 @@ def state_problems(
 
 def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield one message per entry that is not a tensor of the tables' dtype and shape."""
-    int64_vector = torch.empty(0, dtype=torch.int64)
+    int64_vector = torch.empty(0, dtype=torch.int64, device="cpu")
     for t, name in enumerate(state.table_names):
         keys = saved.get(f"{name}.keys")
         num_keys = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
@@ -474,7 +474,7 @@ def check_child_state(
             dumps.check_state("scores", by_child["scores"], state.scores.state_dict())
         if by_child.get("expiry"):
             expected = state.child_modules()["expiry"].state_dict()
-            times = by_child["expiry"].get("times", torch.empty(0))
+            times = by_child["expiry"].get("times", torch.empty(0, device="cpu"))
             if len(times) != len(expected["times"]):  # for other ttls: the ages are not known
                 by_child["expiry"] = {}
             else:

@@ -341,7 +341,7 @@ class PartReader:
             state = "is missing" if file_bytes is None else f"has {file_bytes} bytes"
             raise DumpError(f"{path} {state}, its array has {nbytes}; the dump is damaged")
         if not nbytes:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
         return torch.frombuffer(mapped, dtype=dtype).view(shape)

@@ -373,7 +373,9 @@ def _write_rows(path: Path, rows: Sequence[Rows], num_rows: int) -> None:
         parts = [tensor[index].detach().cpu().float() for tensor in rows]
         return torch.cat([part[:, None] if part.dim() == 1 else part for part in parts], 1)
 
-    _write_blocks(path, (rows_at(index) for index in torch.arange(num_rows).split(block_rows)))
+    _write_blocks(
+        path, (rows_at(index) for index in torch.arange(num_rows, device="cpu").split(block_rows))
+    )
 
 
 def _write_blocks(path: Path, blocks: Iterable[Tensor]) -> None:
@@ -544,7 +546,7 @@ def _map_numbers(path: Path, dtype: torch.dtype) -> Tensor:
         raise DumpError(f"{path} has {nbytes} bytes, which are no {dtype} numbers; it is cut short")
     num_numbers = nbytes // dtype.itemsize
     if not num_numbers:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.from_file(str(path), size=num_numbers, dtype=dtype)
 
 
@@ -604,7 +606,7 @@ def _stamps_and_scores(
     Raises:
         DumpError: another number of scores.
     """
-    order, ones = layout.order, torch.ones(count, dtype=torch.int64)
+    order, ones = layout.order, torch.ones(count, dtype=torch.int64, device="cpu")
     needs_scores = order in ("lfu", "lru_lfu", "assigned")
     if scores is None:
         return ones, ones if needs_scores else None

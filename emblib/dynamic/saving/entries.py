@@ -56,13 +56,13 @@ class ConcatenatedRows:
         self._parts = parts
         self.dtype = parts[0].dtype
         part_lengths = [part.shape[0] for part in parts]
-        self._part_ends = torch.tensor(part_lengths, dtype=torch.int64).cumsum(0)
+        self._part_ends = torch.tensor(part_lengths, dtype=torch.int64, device="cpu").cumsum(0)
         self.shape = (sum(part_lengths), *parts[0].shape[1:])
 
     def __getitem__(self, index: Tensor) -> Tensor:
         index = index.to("cpu")
         part_of_position = torch.bucketize(index, self._part_ends, right=True)
-        rows = torch.empty(index.numel(), *self.shape[1:], dtype=self.dtype)
+        rows = torch.empty(index.numel(), *self.shape[1:], dtype=self.dtype, device="cpu")
         for part_index, part in enumerate(self._parts):
             positions = (part_of_position == part_index).nonzero().view(-1)
             if positions.numel():
@@ -129,7 +129,7 @@ class Entries:
 
     def view(self, index: Tensor) -> "Entries":
         """Return the entries at `index`, int64 `[n]`; rows are copied when they are indexed."""
-        all_positions = torch.arange(len(self))
+        all_positions = torch.arange(len(self), device="cpu")
         if index.numel() == len(self) and bool((index.cpu() == all_positions).all()):
             return self
         return Entries(
@@ -278,7 +278,7 @@ def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict
             part_rank * world_size < (rank + 1) * num_parts
             and rank * num_parts < (part_rank + 1) * world_size
         ):
-            parts[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            parts[key] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
     return parts
 
 
@@ -359,7 +359,7 @@ def resized(state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, 
             continue
         is_expected = key in result or f"{key.rpartition('.')[0]}." in stems
         if is_expected and (key not in result or tuple(result[key].shape) != tuple(saved.size)):
-            result[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            result[key] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
     return result
 
 

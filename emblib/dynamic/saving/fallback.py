@@ -101,7 +101,9 @@ def row_problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterato
             yield f"{FALLBACK}.{name} is missing, without which the others have no meaning"
             return
     keys = rows[KEYS]
-    if problem := state_dicts.tensor_problem(keys, torch.empty(0, dtype=torch.int64), (None,)):
+    if problem := state_dicts.tensor_problem(
+        keys, torch.empty(0, dtype=torch.int64, device="cpu"), (None,)
+    ):
         yield f"{FALLBACK}.{KEYS}: {problem}"
         return
     if not are_fallback_keys(keys, num_rows):

@@ -93,13 +93,15 @@ class _Assignment:
 
     def __init__(self, bucket_pairs: Tensor, slots: Tensor, buckets: int) -> None:
         self._bucket_pairs, self.slots = bucket_pairs, slots
-        self._entry_in_slot = torch.full((buckets, SLOTS_PER_BUCKET), -1)  # by slot, -1 for empty
+        self._entry_in_slot = torch.full(
+            (buckets, SLOTS_PER_BUCKET), -1, device="cpu"
+        )  # by slot, -1 for empty
         placed_entries = (slots >= 0).nonzero().view(-1)
         self._entry_in_slot.view(-1)[slots[placed_entries]] = placed_entries
         self.num_free = (self._entry_in_slot < 0).sum(1)
         # By bucket, whether no chain of moves leads from it to an empty slot. Such a bucket stays
         # closed, since no entry of another bucket moves into it.
-        self._is_closed = torch.zeros(buckets, dtype=torch.bool)
+        self._is_closed = torch.zeros(buckets, dtype=torch.bool, device="cpu")
 
     def assign_within_one_move(self, waiting: Tensor, round_index: int) -> Tensor:
         """Assign slots to waiting entries by at most one move each; return which got one, bool."""
@@ -166,9 +168,9 @@ class _Assignment:
         self.num_free[bucket] -= 1
         while current != entry:
             freed_slot = int(self.slots[current])
-            self._occupy(torch.tensor([current]), torch.tensor([slot]))
+            self._occupy(torch.tensor([current], device="cpu"), torch.tensor([slot], device="cpu"))
             slot, current = freed_slot, int(mover_into[freed_slot // SLOTS_PER_BUCKET])
-        self._occupy(torch.tensor([entry]), torch.tensor([slot]))
+        self._occupy(torch.tensor([entry], device="cpu"), torch.tensor([slot], device="cpu"))
 
     def _other_bucket(self, entries: Tensor) -> Tensor:
         """Return the alternative bucket of each entry, int64 `[n]`."""
@@ -192,9 +194,9 @@ class _Assignment:
 
 def _first_of_each(values: Tensor, is_valid: Tensor) -> Tensor:
     """Return which elements are the first valid ones of their value, bool `[n]`."""
-    positions = torch.arange(values.numel())
+    positions = torch.arange(values.numel(), device="cpu")
     num_values = int(values.max()) + 1 if values.numel() else 0
-    first_positions = torch.full((num_values,), values.numel())
+    first_positions = torch.full((num_values,), values.numel(), device="cpu")
     first_positions.scatter_reduce_(0, values[is_valid], positions[is_valid], "amin")
     return is_valid & (first_positions[values] == positions)
 
@@ -204,7 +206,7 @@ def _random_ints(shape: tuple[int, ...], step: int) -> Tensor:
     num_values = 1
     for size in shape:
         num_values *= size
-    seeds = torch.arange(num_values) + (step << 40)
+    seeds = torch.arange(num_values, device="cpu") + (step << 40)
     return (mix(seeds) >> 2 & 0x3FFFFFFFFFFFFFFF).view(shape) + 1
 
 
@@ -311,7 +313,7 @@ def _check_rows(target: TableTarget, entries: Entries) -> None:
         raise ValueError(f"{LAST_USES} of {target.name!r} are ticks in int64, got {uses.dtype}")
     if _has_levels_of(uses, target):
         newest = max(entries.newest_stamp(), 1)
-        for block in torch.arange(len(entries)).split(_KEYS_PER_CALL):
+        for block in torch.arange(len(entries), device="cpu").split(_KEYS_PER_CALL):
             values = uses[block]
             if values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= newest:
                 raise ValueError(

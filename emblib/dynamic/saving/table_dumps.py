@@ -100,7 +100,7 @@ def _write(
 def _changes_of(state: DynamicState, table: int, since: int | None) -> Changes:
     """Return the changes of a table at tick `since` or later; None returns all entries."""
     if since is None:
-        return Changes(table_entries(state, table), torch.empty(0, dtype=torch.int64))
+        return Changes(table_entries(state, table), torch.empty(0, dtype=torch.int64, device="cpu"))
     removed = removed_since(state, table, since)
     return Changes(table_entries(state, table, since), removed)
 
@@ -137,7 +137,7 @@ def load(
         snapshots.load(state, directory)
         return {}
     dump = dump_tables.read(directory, *part)
-    hyperparameters = torch.tensor(dump.numbers, dtype=torch.float64)
+    hyperparameters = torch.tensor(dump.numbers, dtype=torch.float64, device="cpu")
     if dump.since is not None:
         changed = {n: Changes(t.entries, t.removed) for n, t in dump.tables.items()}
         hash_keys = dump.others.get(INDEX_HASH_KEYS)
@@ -443,7 +443,10 @@ def read_table(
     dump = dump_tables.read(directory, *part)
     if name not in dump.tables:
         raise ValueError(f"{directory} has no table {name!r}, it has {sorted(dump.tables)}")
-    dumped_table, hyper = dump.tables[name], torch.tensor(dump.numbers, dtype=torch.float64)
+    dumped_table, hyper = (
+        dump.tables[name],
+        torch.tensor(dump.numbers, dtype=torch.float64, device="cpu"),
+    )
     check_hyperparameters(state, hyper)
     hash_keys = dump.others.get(INDEX_HASH_KEYS)
     if hash_keys is not None and len(dump.tables) > 1:

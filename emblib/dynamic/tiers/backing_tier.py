@@ -194,7 +194,7 @@ class BackingTier:
             )
         fast.index.set_tick(int(note["tick"]))
         if fast.expiry is not None and "times" in note:
-            times = torch.tensor(note["times"])
+            times = torch.tensor(note["times"], device="cpu")
             if times.shape == fast.expiry.times.shape:  # else of other ttls: ages are not known
                 fast.expiry.times = times
         try:
@@ -203,7 +203,7 @@ class BackingTier:
         except ValueError:
             self.store.close()
             raise
-        fast.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64))
+        fast.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64, device="cpu"))
 
     def reset_stats(self) -> None:
         """Set the counts of `stats` to zero."""
@@ -266,7 +266,7 @@ class BackingTier:
     @staticmethod
     def in_store(misses: Misses, found_rows: Sequence[FoundRows]) -> Tensor:
         """Return which misses `find_in_store` found, bool `[L]`."""
-        is_stored = torch.zeros(misses.first.numel(), dtype=torch.bool)
+        is_stored = torch.zeros(misses.first.numel(), dtype=torch.bool, device="cpu")
         for begin, found in zip(misses.offsets.tolist(), found_rows, strict=False):
             is_stored[begin + found.positions] = True
         return is_stored.to(misses.first.device)
@@ -412,7 +412,8 @@ class BackingTier:
         """Return new rows of keys that found no slot, with 0 bytes of values each."""
         stamps = torch.full_like(keys, self.fast.index.tick)
         scores = self._new_scores(table, uses, batch_scores)
-        return StoredRows(keys, stamps, scores, torch.empty(keys.numel(), 0, dtype=torch.uint8))
+        no_values = torch.empty(keys.numel(), 0, dtype=torch.uint8, device="cpu")
+        return StoredRows(keys, stamps, scores, no_values)
 
     def _swap(
         self,
@@ -597,7 +598,7 @@ class BackingTier:
     def _overflow_slots(self, table: int, count: int) -> Tensor:
         """Return the slots of the first `count` overflow rows of a table, int64."""
         first_overflow = self.fast.specs[table].rows
-        return torch.arange(first_overflow, first_overflow + count)
+        return torch.arange(first_overflow, first_overflow + count, device="cpu")
 
     # Entries in and out
 
@@ -616,7 +617,7 @@ class BackingTier:
                 "entries are read before training goes on, and rows of "
                 f"{self.fast.table_names[table]!r} have moved since; ask for the entries again"
             )
-        values = torch.empty(keys.numel(), self._row_bytes[table], dtype=torch.uint8)
+        values = torch.empty(keys.numel(), self._row_bytes[table], dtype=torch.uint8, device="cpu")
         values[found.positions] = found.rows.values
         value_bytes = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
         begin = sum(value_bytes[:buffer])
@@ -631,7 +632,7 @@ class BackingTier:
 
         `since` selects entries that were last used at this tick or later; None selects all.
         """
-        columns: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int64)] for _ in range(3)]
+        columns = [[torch.empty(0, dtype=torch.int64, device="cpu")] for _ in range(3)]
         for rows in self.store.iterate(table):
             selected_rows = rows if since is None else rows.at(rows.stamps >= since)
             for column, values in zip(columns, selected_rows[:3], strict=True):
@@ -671,13 +672,15 @@ class BackingTier:
         """Put entries into the store; return how many rows were dropped."""
         layout, values = self.fast.layout, []
         buffer_fields = zip(layout.buffer_names, layout.dtypes, strict=True)
+        all_rows = torch.arange(len(entries), device="cpu")
         for b, (name, dtype) in enumerate(buffer_fields):
             shape = (len(entries), layout.width(table, b))
             rows = entries.rows.get(name)
             if rows is None:
-                buffer_values = torch.full(shape, self.fast.specs[table].initial_state, dtype=dtype)
+                initial = self.fast.specs[table].initial_state
+                buffer_values = torch.full(shape, initial, dtype=dtype, device="cpu")
             else:
-                buffer_values = rows[torch.arange(len(entries))].to("cpu", dtype).view(shape)
+                buffer_values = rows[all_rows].to("cpu", dtype).view(shape)
             values.append(buffer_values.contiguous().view(torch.uint8))
         scores = torch.zeros_like(entries.keys) if entries.scores is None else entries.scores
         stored_rows = StoredRows(
@@ -688,7 +691,7 @@ class BackingTier:
     def absent(self, table: int, keys: Tensor) -> Tensor:
         """Write overflow rows back; return those of `keys`, on the CPU, that the store lacks."""
         self.write_back()
-        is_stored = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_stored = torch.zeros(keys.numel(), dtype=torch.bool, device="cpu")
         is_stored[self.store.read(table, keys).positions] = True
         return keys[~is_stored]
 
@@ -740,8 +743,8 @@ class BackingTier:
         keys = keys.cpu()
         distinct_keys, groups = keys.unique(return_inverse=True)
         first_positions = torch.full_like(distinct_keys, keys.numel())
-        first_positions.scatter_reduce_(0, groups, torch.arange(keys.numel()), "amin")
-        is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
+        first_positions.scatter_reduce_(0, groups, torch.arange(keys.numel(), device="cpu"), "amin")
+        is_erased = torch.zeros(keys.numel(), dtype=torch.bool, device="cpu")
         self._expect_evictions(table)
         is_erased[first_positions] = self.store.erase(table, distinct_keys)
         self.fast.record_evictions(table, keys[is_erased])
@@ -759,7 +762,7 @@ class BackingTier:
         self.drop_overflow_rows()
         found = self.store.read(table, keys)
         self._put_in_store(table, found.rows._replace(scores=scores[found.positions]))
-        is_present = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_present = torch.zeros(keys.numel(), dtype=torch.bool, device="cpu")
         is_present[found.positions] = True
         return is_present
 

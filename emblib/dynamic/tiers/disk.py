@@ -70,7 +70,7 @@ from emblib.tables.page_sums import (
 
 _HEAD_WORDS = 4  # int64 per head: used (0 or 1), key, stamp, score
 _MIN_SLOTS = 1024  # slots of the smallest file; not measured
-_NO_WORDS = torch.empty(0, dtype=torch.int64)  # files of values have rows alone
+_NO_WORDS = torch.empty(0, dtype=torch.int64, device="cpu")  # files of values have rows alone
 
 
 class GrowingFile:
@@ -83,7 +83,7 @@ class GrowingFile:
         self.path, self.row_bytes = path, row_bytes
         self._handle = durable_files.open_file(path)
         self.mapped: mmap.mmap | None = None
-        self.rows = torch.empty(0, row_bytes, dtype=torch.uint8)
+        self.rows = torch.empty(0, row_bytes, dtype=torch.uint8, device="cpu")
 
     def map_committed(self, count: int) -> None:
         """Map the first `count` rows and truncate the rest of the file.

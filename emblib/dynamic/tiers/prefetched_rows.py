@@ -322,7 +322,9 @@ class PrefetchedRows:
         blocks = (*self._unstored_blocks[table], *self._prefetched_blocks[table])
         if not blocks:
             return self.wrapped_store.read(table, keys)
-        remaining = torch.arange(keys.numel())  # positions whose keys are in no block so far
+        remaining = torch.arange(
+            keys.numel(), device="cpu"
+        )  # positions whose keys are in no block so far
         found_in_turn = []
         for rows in blocks:
             found = match_keys(keys[remaining], rows)
@@ -369,7 +371,7 @@ class PrefetchedRows:
     @_exclusive
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """Remove keys; return which had a row, bool `[n]`; see `RowStore`."""
-        is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_erased = torch.zeros(keys.numel(), dtype=torch.bool, device="cpu")
         is_erased[self.read(table, keys).positions] = True
         self._drop_prefetched(table, keys)
         self.wrapped_store.erase(table, keys)
@@ -448,7 +450,9 @@ def _is_in_use(store: RowStore) -> bool:
 
 def _keys_of(blocks: Sequence[StoredRows]) -> Tensor:
     """Return the keys of the rows of blocks, int64 `[n]`."""
-    return torch.cat([torch.empty(0, dtype=torch.int64), *(rows.keys for rows in blocks)])
+    return torch.cat(
+        [torch.empty(0, dtype=torch.int64, device="cpu"), *(rows.keys for rows in blocks)]
+    )
 
 
 def _drop_keys(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:

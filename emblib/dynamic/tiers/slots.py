@@ -34,7 +34,9 @@ class SlotAllocator:
 
     def __init__(self) -> None:
         self._make_index(_MIN_CAPACITY)
-        self._free_slots = torch.empty(_MIN_FREE_SLOTS, dtype=torch.int64)  # a stack of free slots
+        self._free_slots = torch.empty(
+            _MIN_FREE_SLOTS, dtype=torch.int64, device="cpu"
+        )  # a stack of free slots
         self._num_free = 0
         self.end_assigned = 0
 
@@ -59,7 +61,9 @@ class SlotAllocator:
         while capacity < wanted_slots:
             capacity *= _GROWTH_FACTOR
         entries = self._index.export(0)
-        overflow = torch.tensor([*self._overflow_keys.items()], dtype=torch.int64).view(-1, 2)
+        overflow = torch.tensor(
+            [*self._overflow_keys.items()], dtype=torch.int64, device="cpu"
+        ).view(-1, 2)
         all_keys = torch.cat([entries.keys, overflow[:, 0]])
         slots_of_keys = torch.cat([self._by_slot[entries.slots], overflow[:, 1]])
         self._make_index(capacity)
@@ -96,7 +100,9 @@ class SlotAllocator:
         num_reused = min(num_keys, self._num_free)
         self._num_free -= num_reused
         reused_slots = self._free_slots[self._num_free : self._num_free + num_reused].flip(0)
-        new_slots = torch.arange(self.end_assigned, self.end_assigned + num_keys - num_reused)
+        new_slots = torch.arange(
+            self.end_assigned, self.end_assigned + num_keys - num_reused, device="cpu"
+        )
         self.end_assigned += new_slots.numel()
         file_slots = torch.cat([reused_slots, new_slots])
         self._insert_file_slots(keys, file_slots)
@@ -104,7 +110,9 @@ class SlotAllocator:
 
     def _insert_file_slots(self, keys: Tensor, file_slots: Tensor) -> None:
         """Insert new keys with their slots in the file, int64 `[n]` each."""
-        rows = RowBuffers([self._by_slot], torch.tensor([[[0, 8]]]), self._advise_growth)
+        rows = RowBuffers(
+            [self._by_slot], torch.tensor([[[0, 8]]], device="cpu"), self._advise_growth
+        )
         slots = self._index.insert(Keys.of(keys), rows=rows).slots
         no_values = self._records.new_empty(keys.numel(), 0)
         tiers.tier_write_(self._records, slots, file_slots, no_values)
@@ -127,7 +135,9 @@ class SlotAllocator:
         """Add slots to the stack of free ones; the last one is reused first."""
         num_free = self._num_free + slots.numel()
         if num_free > self._free_slots.numel():
-            stack = torch.empty(max(num_free, 2 * self._free_slots.numel()), dtype=torch.int64)
+            stack = torch.empty(
+                max(num_free, 2 * self._free_slots.numel()), dtype=torch.int64, device="cpu"
+            )
             stack[: self._num_free] = self._free_slots[: self._num_free]
             self._free_slots = stack
         self._free_slots[self._num_free : num_free] = slots
@@ -142,7 +152,7 @@ class SlotAllocator:
         self._make_index(_MIN_CAPACITY)
         self._reserve(keys.numel())
         self._insert_file_slots(keys, file_slots)
-        is_free = torch.ones(end_assigned, dtype=torch.bool)
+        is_free = torch.ones(end_assigned, dtype=torch.bool, device="cpu")
         is_free[file_slots] = False
         self._num_free = 0
         self._push_free(is_free.nonzero().squeeze(1).flip(0))

@@ -408,7 +408,7 @@ class SqliteRows:
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
-        is_stored = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_stored = torch.zeros(keys.numel(), dtype=torch.bool, device="cpu")
         is_stored[self.read(table, keys).positions] = True
         self._delete(table, keys)
         return is_stored
@@ -419,7 +419,10 @@ class SqliteRows:
         expired_blocks = self._read_in_batches(
             f"{rows_name} WHERE stamp < {int(before)}", table, BATCH
         )
-        expired_keys = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in expired_blocks)]
+        expired_keys = [
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            *(rows.keys for rows in expired_blocks),
+        ]
         self._run(f"DELETE FROM {rows_name} WHERE stamp < ?", (before,))
         return torch.cat(expired_keys)
 
@@ -498,12 +501,18 @@ def _to_rows(records: Sequence[_Record], row_bytes: int) -> StoredRows:
     """Return the rows of records of the database, of `row_bytes` bytes each."""
     if not records:
         return StoredRows.none(row_bytes)
-    words = torch.tensor([record[:3] for record in records], dtype=torch.int64).T.contiguous()
+    words = torch.tensor(
+        [record[:3] for record in records], dtype=torch.int64, device="cpu"
+    ).T.contiguous()
     value_bytes = bytearray(b"".join(record[3] for record in records))
     if len(value_bytes) != len(records) * row_bytes:
         raise RuntimeError(
             f"the database has rows of other sizes than {row_bytes} bytes; only emblib may write "
             "to it"
         )
-    values = torch.frombuffer(value_bytes, dtype=torch.uint8) if row_bytes else torch.empty(0)
+    values = (
+        torch.frombuffer(value_bytes, dtype=torch.uint8)
+        if row_bytes
+        else torch.empty(0, device="cpu")
+    )
     return StoredRows.from_words(words, values.to(torch.uint8).view(len(records), row_bytes))

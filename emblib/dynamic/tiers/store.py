@@ -51,8 +51,8 @@ class StoredRows(NamedTuple):
     @classmethod
     def none(cls, row_bytes: int) -> "StoredRows":
         """Return no rows."""
-        words = torch.empty(0, dtype=torch.int64)
-        return cls(words, words, words, torch.empty(0, row_bytes, dtype=torch.uint8))
+        words = torch.empty(0, dtype=torch.int64, device="cpu")
+        return cls(words, words, words, torch.empty(0, row_bytes, dtype=torch.uint8, device="cpu"))
 
     @classmethod
     def from_words(cls, words: Tensor, values: Tensor) -> "StoredRows":

@@ -118,13 +118,15 @@ def check_row_counts(state: Mapping[str, Any], name: str) -> None:
         keys = state[f"{stem}{KEYS}"]
         if isinstance(keys, KeyedRows):
             continue
-        problem = state_dicts.tensor_problem(keys, torch.empty(0, dtype=torch.int64), (None,))
+        problem = state_dicts.tensor_problem(
+            keys, torch.empty(0, dtype=torch.int64, device="cpu"), (None,)
+        )
         if problem:
             raise ValueError(f"{name}.{stem}{KEYS}: {problem}")
         for key, value in state.items():
             is_by_key = _stem_of(key) == stem and key.removeprefix(stem) != _NOT_BY_KEY
             if is_by_key and not isinstance(value, KeyedRows):
-                problem = state_dicts.tensor_problem(value, torch.empty(0))
+                problem = state_dicts.tensor_problem(value, torch.empty(0, device="cpu"))
                 num_rows = value.shape[0] if not problem and value.dim() else None
                 if problem or num_rows != len(keys):
                     raise ValueError(
@@ -264,7 +266,11 @@ class KeyReader:
         # Rows by number of the shard, for each entry of keys and number of shards.
         self._spans: dict[tuple[str, int], dict[int, Span]] = {}
         # Entry, first row and keys of the block that was read last.
-        self._cached_keys: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
+        self._cached_keys: tuple[str, int, Tensor] = (
+            "",
+            0,
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )
 
     def spans(self, leaf: Leaf) -> dict[int, Span]:
         """Return the range of saved rows for each shard on this rank; none without `KeyedRows`.
@@ -311,7 +317,7 @@ class KeyReader:
             if chunk.offsets[0] <= row < chunk.offsets[0] + chunk.sizes[0]
         )
         start, end = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
-        keys = torch.empty(end - start, dtype=torch.int64)
+        keys = torch.empty(end - start, dtype=torch.int64, device="cpu")
         shard = Shard(0, (start, end), (0, 1))
         size = self._saved[name].size
         read(

@@ -80,7 +80,7 @@ class RowStateTarget(Target):
         self._spans = _disjoint(spans)
         shards = [Shard(0, span, (0, self._width)) for span in self._spans]
         parts = {
-            i: torch.empty(shard.shape[: len(size)], dtype=value.dtype)
+            i: torch.empty(shard.shape[: len(size)], dtype=value.dtype, device="cpu")
             for i, shard in enumerate(shards)
         }
         super().__init__(leaf, ShardedTable(size, shards, parts, RankGroup.single(), value.dtype))
@@ -106,7 +106,7 @@ class RowStateTarget(Target):
             for i, span in enumerate(self._spans)
             if rows[0] <= span[0] and span[1] <= rows[1]
         ]
-        states = torch.cat(blocks) if blocks else torch.empty(0, self._width)
+        states = torch.cat(blocks) if blocks else torch.empty(0, self._width, device="cpu")
         if self._column_cuts is None:
             return states.view(-1)
         return sharded_table.average_columns(
@@ -252,7 +252,7 @@ class _Loading:
         self.column_cuts: dict[str, tuple[int, ...]] = {}
         if NOTES in self.saved:
             self._check_complete([NOTES])
-            notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8)}
+            notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8, device="cpu")}
             read(notes, self.reader, RankGroup.single())
             self.column_cuts = self._parse_notes(bytes(notes[NOTES].flatten().tolist()))
         all_leaves = self._drop_unsaved_layouts(
@@ -355,7 +355,7 @@ class _Loading:
         if parameter is not None and parameter.size() == saved.size:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         self._check_complete([name])
-        return torch.empty(saved.size, dtype=dtype)
+        return torch.empty(saved.size, dtype=dtype, device="cpu")
 
     def _drop_unsaved_hash_keys(self, all_leaves: list[Leaf]) -> list[Leaf]:
         """Drop leaves of sketch hash keys if the checkpoint has counters but no hash keys.
@@ -388,7 +388,8 @@ class _Loading:
         saved_names = [name for name in layouts if hasattr(self.saved.get(name), "properties")]
         self._check_complete(saved_names)
         saved_layouts = {
-            name: torch.empty(self.saved[name].size, dtype=torch.int64) for name in saved_names
+            name: torch.empty(self.saved[name].size, dtype=torch.int64, device="cpu")
+            for name in saved_names
         }
         if saved_layouts:
             read(saved_layouts, self.reader, RankGroup.single())
@@ -467,7 +468,7 @@ class _Loading:
         value, size = leaf.value, self._saved_size(leaf)
         if size is not None and has_row_per_key(leaf.name, self.saved):
             if not isinstance(value, KeyedRows):
-                return Target(leaf, torch.empty(size, dtype=value.dtype))
+                return Target(leaf, torch.empty(size, dtype=value.dtype, device="cpu"))
             span_of_block = {
                 block: s for rank_spans in spans for block, s in rank_spans[leaf.name].items()
             }
@@ -511,7 +512,7 @@ def _allocate_rows(value: KeyedRows, size: torch.Size, spans: Mapping[int, Span]
     """Allocate memory for the saved rows of the blocks of a table; `spans` are rows by block."""
     shards = [shard._replace(rows=spans[block]) for block, shard in enumerate(value.shards)]
     parts = {
-        block: torch.empty(shards[block].shape[: value.dim()], dtype=value.dtype)
+        block: torch.empty(shards[block].shape[: value.dim()], dtype=value.dtype, device="cpu")
         for block in value.parts
     }
     return KeyedRows(size, shards, parts, value.ranks, value.dtype)

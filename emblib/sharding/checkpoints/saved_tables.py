@@ -439,7 +439,7 @@ class KeyedTable(SavedTable):
 def _check_value(value: Any, target: TableTensor, name: str) -> None:
     """Raise ValueError unless a value is a full or sharded tensor that `target` can load."""
     if not isinstance(value, ShardedTable):
-        template = torch.empty(0, dtype=target.dtype)
+        template = torch.empty(0, dtype=target.dtype, device="cpu")
         if problem := state_dicts.tensor_problem(value, template):
             raise ValueError(f"{name}: {problem}")
     target.parts_of(value, name)

@@ -317,7 +317,9 @@ def gather_full_tensor(table: ShardedTable, rank: int | None = None) -> Tensor:
     if rank is not None and not 0 <= rank < ranks.size:
         raise ValueError(f"rank must be one of 0 to {ranks.size - 1}, or None for all, got {rank}")
     target = 0 if rank is None else rank
-    full_tensor = torch.empty(table.size() if ranks.rank == target else (0,), dtype=table.dtype)
+    full_tensor = torch.empty(
+        table.size() if ranks.rank == target else (0,), dtype=table.dtype, device="cpu"
+    )
     for i, shard in enumerate(table.shards):
         if ranks.rank not in (target, shard.rank):
             continue
@@ -376,7 +378,7 @@ def _receive_block(
 def _broadcast_blocks(full_tensor: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
     """Send rank 0's full tensor to all ranks, block by block; return it on the CPU."""
     if ranks.rank:
-        full_tensor = torch.empty(table.size(), dtype=table.dtype)
+        full_tensor = torch.empty(table.size(), dtype=table.dtype, device="cpu")
     step = max(MAX_BLOCK_BYTES // max(full_tensor[:1].numel() * full_tensor.element_size(), 1), 1)
     for rows in full_tensor.split(step):
         block = rows.to(ranks.device)

@@ -51,7 +51,7 @@ class Agreement:
         if self._ranks.size == 1:
             return ReadyAwaitable([list(numbers)])
         size, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
-        payload = torch.tensor([*numbers] * size, dtype=torch.int64)
+        payload = torch.tensor([*numbers] * size, dtype=torch.int64, device="cpu")
         pending = start_all_to_all(
             payload, sizes, sizes, self._ranks, content=Content.NUMBERS, has_header=self._has_header
         )

@@ -132,7 +132,7 @@ class BytesPerFloat(NamedTuple):
     @classmethod
     def of_codecs(cls, comm_precision: "CommPrecision") -> "BytesPerFloat":
         """Measure the mean encoded size of floats with the codecs of a `CommPrecision`."""
-        zeros = torch.zeros(_SAMPLE_FLOATS)
+        zeros = torch.zeros(_SAMPLE_FLOATS, device="cpu")
         codecs = comm_precision.forward, comm_precision.backward
         return cls(
             *(codec.encode(zeros, [_SAMPLE_FLOATS]).nbytes / _SAMPLE_FLOATS for codec in codecs)

@@ -237,15 +237,15 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
             keys.append(key)
             lengths.append(length)
             size = (int(length.sum()),)
-            values.append(torch.randint(min_rows[key], size, generator=generator))
+            values.append(torch.randint(min_rows[key], size, generator=generator, device="cpu"))
     ids = torch.cat(values)
     weights = None
     if any(workload.is_weighted for workload in workloads):
-        weights = torch.ones(ids.numel(), dtype=torch.float32)
+        weights = torch.ones(ids.numel(), dtype=torch.float32, device="cpu")
     sizes = [length.numel() for length in lengths]
     if len(set(sizes)) <= 1:
         return KeyedJaggedTensor(keys, ids, weights, lengths=torch.cat(lengths))
-    bags = torch.stack([torch.arange(max(sizes)) % size for size in sizes])
+    bags = torch.stack([torch.arange(max(sizes), device="cpu") % size for size in sizes])
     return KeyedJaggedTensor(
         keys,
         ids,
@@ -259,7 +259,7 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
 def _draw_lengths(mean: float, batch_size: int, generator: torch.Generator) -> Tensor:
     """Return int64 bag lengths whose expected value is `mean`: its floor, or one more."""
     floor = int(mean)
-    has_one_more = torch.rand(batch_size, generator=generator) < mean - floor
+    has_one_more = torch.rand(batch_size, generator=generator, device="cpu") < mean - floor
     return floor + has_one_more.long()
 
 
