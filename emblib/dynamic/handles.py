@@ -595,9 +595,8 @@ class DynamicTable:
             dtype = torch.bool if isinstance(default, bool) else torch.uint8
             answers_by_key = torch.full_like(all_keys, default, dtype=dtype)
             for number, state, index in self.local_shards():
-                positions = (owner == number).nonzero().view(-1)
-                shard_answers = query(state, index, *(column[positions] for column in columns))
-                answers_by_key[positions] = shard_answers.cpu()
+                asked = [column[owner == number] for column in columns]
+                answers_by_key[owner == number] = query(state, index, *asked).cpu()
             return answers_by_key
 
         by_rank = self._run_on_all_ranks(method, answers)

@@ -672,15 +672,15 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def as_type(self, kind: Any) -> Any:
         """Construct a `kind`, e.g. torchrec.KeyedJaggedTensor, of the same tensors, not copied."""
         strides = self._stride_per_key_per_rank
-        has_strides = strides is not None
+        given_strides = None if strides is None else torch.tensor(strides, device="cpu")
         return kind(
             keys=self._keys,
             values=self._values,
             weights=self._weights,
             lengths=self._lengths,
             offsets=self._offsets,
-            stride=None if has_strides else self._stride,
-            stride_per_key_per_rank=torch.tensor(strides, device="cpu") if has_strides else None,
+            stride=self._stride if strides is None else None,
+            stride_per_key_per_rank=given_strides,
             inverse_indices=self._inverse,
         )
 

@@ -410,10 +410,9 @@ class BackingTier:
         self, table: int, keys: Tensor, uses: Tensor, batch_scores: Tensor | None
     ) -> StoredRows:
         """Return new rows of keys that found no slot, with 0 bytes of values each."""
-        stamps = torch.full_like(keys, self.fast.index.tick)
         scores = self._new_scores(table, uses, batch_scores)
         no_values = torch.empty(keys.numel(), 0, dtype=torch.uint8, device="cpu")
-        return StoredRows(keys, stamps, scores, no_values)
+        return StoredRows(keys, torch.full_like(keys, self.fast.index.tick), scores, no_values)
 
     def _swap(
         self,
@@ -671,9 +670,8 @@ class BackingTier:
     def _load_block(self, table: int, entries: Entries) -> int:
         """Put entries into the store; return how many rows were dropped."""
         layout, values = self.fast.layout, []
-        buffer_fields = zip(layout.buffer_names, layout.dtypes, strict=True)
         all_rows = torch.arange(len(entries), device="cpu")
-        for b, (name, dtype) in enumerate(buffer_fields):
+        for b, (name, dtype) in enumerate(zip(layout.buffer_names, layout.dtypes, strict=True)):
             shape = (len(entries), layout.width(table, b))
             rows = entries.rows.get(name)
             if rows is None:
