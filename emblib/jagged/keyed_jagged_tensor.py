@@ -595,13 +595,12 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         value_offsets = self.offsets()[:: self._stride]
         sources, begins = segments_at_end(value_offsets, order_tensor, num_values)
         lengths = self.lengths().view(len(self._keys), -1).index_select(0, order_tensor).view(-1)
-        offsets, weights = running_sums(lengths), self._weights
         return KeyedJaggedTensor.from_valid(
             [self._keys[i] for i in order],
             take_or_fill(self._values, sources, -1),
-            None if weights is None else take_or_fill(weights, sources, 0),
+            None if self._weights is None else take_or_fill(self._weights, sources, 0),
             lengths,
-            (offsets + begins[:1]).to(lengths.dtype),
+            (running_sums(lengths) + begins[:1]).to(lengths.dtype),
             self._stride,
             self._inverse,
         )
