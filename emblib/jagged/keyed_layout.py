@@ -1,6 +1,6 @@
 """Keys, strides and offsets of keyed batches: checks, and the arguments of joined batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
@@ -49,10 +49,12 @@ def list_of_keys(keys: Sequence[str]) -> list[str]:
     """Return `keys` as a new list.
 
     Raises:
-        TypeError: one string instead of a sequence of names.
+        TypeError: one string, or no sequence of names.
     """
     if isinstance(keys, str):
         raise TypeError(f"keys must be a list of names, got {keys!r}: write [{keys!r}]")
+    if not isinstance(keys, Iterable):
+        raise TypeError(f"keys must be a list of names, got {keys!r}")
     return list(keys)
 
 

@@ -10,6 +10,7 @@ State dicts of dense tables have entries per table, so they load into any placem
 a row cache, which need a following `load_state_dict`.
 """
 
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -124,9 +125,7 @@ class FusedTables(nn.Module):
         self.precision = precision
         self.output_dtype = precision.output
         self.tables = (tables,) if isinstance(tables, self.spec_kind.type) else tuple(tables)
-        self.feature_tables = (
-            tuple(range(len(self.tables))) if feature_tables is None else tuple(feature_tables)
-        )
+        self.feature_tables = table_numbers(feature_tables, len(self.tables))
         self._check_tables()
         self.table_names = table_names([spec.name for spec in self.tables])
         self._dims = [self.tables[t].dim for t in self.feature_tables]
@@ -570,6 +569,23 @@ def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
             f"making one: {argument}, in a collection data_type= of the configuration",
             stacklevel=caller_level(),
         )
+
+
+def table_numbers(feature_tables: Sequence[int] | None, num_tables: int) -> tuple[int, ...]:
+    """Return the table of each feature; None gives feature i table i.
+
+    Raises:
+        TypeError: anything but a sequence of integers.
+    """
+    if feature_tables is None:
+        return tuple(range(num_tables))
+    try:
+        return tuple(operator.index(table) for table in feature_tables)
+    except TypeError:
+        raise TypeError(
+            "feature_tables must be the number of a table for each feature, e.g. [0, 0, 1], got "
+            f"{feature_tables!r}"
+        ) from None
 
 
 def check_features(tables: Sequence[Any], feature_tables: Sequence[int], pooling: Pooling) -> None:

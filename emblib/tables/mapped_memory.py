@@ -100,8 +100,12 @@ def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
     index = torch.cuda.current_device() if device.index is None else device.index
     buffer.mapping = Mapping(pinned, torch.device("cuda", index))  # type: ignore[attr-defined]
     capsule = dlpack.to_dlpack(torch.frombuffer(buffer, dtype=pinned.dtype))
-    exported = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+    problem = "this torch exports tensors in another format than DLPack's first one"
+    try:
+        exported = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+    except ValueError as error:  # the capsule of a later version has another name
+        raise RuntimeError(problem) from error
     if exported.data != pinned.data_ptr():
-        raise RuntimeError("this torch exports tensors in another format than DLPack's first one")
+        raise RuntimeError(problem)
     exported.device_type, exported.device_id = _DL_CUDA, index
     return dlpack.from_dlpack(capsule)

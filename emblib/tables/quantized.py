@@ -28,7 +28,7 @@ from emblib.specs import (
     check_float_dtype,
 )
 from emblib.tables import base, batches, state_dicts
-from emblib.tables.base import check_features, warn_of_dtype
+from emblib.tables.base import check_features, table_numbers, warn_of_dtype
 from emblib.tables.parameters import refuse_averages
 from emblib.tables.short_calls import LookupBoundsCheck, can_serve_inputs
 from emblib.tables.tbe import TableBatchedEmbeddingBags
@@ -200,9 +200,7 @@ class QuantizedEmbeddingBags(nn.Module):
         # `RowFormatCode` of all tables; < 0 if they differ, and then `features` has the codes.
         self.format_code = quant.format_argument(format.code for format in self.formats)
         self.pooling = Pooling(pooling)
-        self.feature_tables = tuple(
-            range(len(self.tables)) if feature_tables is None else feature_tables
-        )
+        self.feature_tables = table_numbers(feature_tables, len(self.tables))
         self.output_dtype = output_dtype
         self.bounds_check = BoundsCheck(bounds_check)
         check_float_dtype("output_dtype", output_dtype)

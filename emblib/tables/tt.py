@@ -686,8 +686,11 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             counts=counts,
             dtype=dtype,
         )
-        with torch.random.fork_rng(devices=[]):  # the cores that it draws are overwritten
-            bag = cls(decomposed.spec, optimizer, **{"device": weight.device, **options})
+        options = {"device": weight.device, **options}
+        device = torch.get_default_device() if options["device"] is None else options["device"]
+        cuda = [device] if torch.device(device).type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):  # the cores that it draws are overwritten
+            bag = cls(decomposed.spec, optimizer, **options)
         for core, value in zip(bag.cores, decomposed.cores, strict=True):
             in_grad_mode(core.copy_, enabled=False)(value)
         return bag

@@ -259,6 +259,8 @@ def test_one_string_is_no_list_of_keys() -> None:
     blocks = KeyedTensor(["a", "b"], [1, 1], torch.ones(2, 2))
     for call in (
         lambda: KeyedTensor("ab", [1, 1], torch.ones(2, 2)),
+        lambda: KeyedTensor(3, [1, 1], torch.ones(2, 2)),
+        lambda: KeyedJaggedTensor(None, torch.ones(2), lengths=torch.ones(2).int()),
         lambda: KTRegroupAsDict([["a"], ["b"]], "xy"),
         lambda: KeyedTensor.regroup_as_dict([blocks], [["a"], ["b"]], "xy"),
     ):

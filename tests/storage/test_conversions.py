@@ -22,6 +22,7 @@ from emblib import (
     optim,
 )
 from emblib.storage import Dense, Storage, TensorTrain
+from tests.conftest import CUDA
 
 ROWS, DIM = 200_000, 4  # three blocks and a part of one
 BLOCK = (1 << 16) * DIM * 4
@@ -109,3 +110,13 @@ def test_other_conversions_leave_the_generator_as_it_is() -> None:
     sequences.quantized()
     TTEmbeddingBag.from_dense(weight, ranks=(2, 2))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU or the pretend GPU")
+@pytest.mark.parametrize("weight_device", ["cpu", CUDA])
+def test_a_train_of_a_dense_table_leaves_the_generator_of_its_gpu(weight_device: str) -> None:
+    weight = torch.randn(20, 4, device=weight_device)
+    state = torch.cuda.get_rng_state(CUDA)
+    TTEmbeddingBag.from_dense(weight, ranks=(2, 2), device=CUDA)
+    assert torch.equal(torch.cuda.get_rng_state(CUDA), state)

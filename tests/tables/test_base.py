@@ -149,3 +149,10 @@ def test_lost_ids_are_a_violation(device: torch.device) -> None:
     else:
         table(ids, offsets)
         assert table.bounds_violations.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["plain", "quantized", "dynamic"])
+@pytest.mark.parametrize("tables", ["0", 3, [0.0], [None]], ids=str)
+def test_features_have_numbers_of_tables(kind: str, tables: Any) -> None:
+    with pytest.raises(TypeError, match="feature_tables must be the number of a table for each"):
+        MODULES[kind](feature_tables=tables)
