@@ -132,12 +132,15 @@ def _scale_budgets(composed: DictConfig, typed_keys: Collection[str]) -> None:
     name, presets = composed.timing.preset, groups()["timing"]
     if name not in presets:
         raise UsageError(f"timing.preset: {_unknown_name('preset', name, presets, 'timing=', 0.4)}")
-    preset, standard = (
-        cast(DictConfig, OmegaConf.load(CONF / "timing" / f"{n}.yaml")) for n in (name, "standard")
-    )
+    preset, standard = _read_preset(name), _read_preset("standard")
     for budget in BUDGETS:
         if f"timing.{budget}" not in typed_keys and composed.timing[budget] != preset[budget]:
             composed.timing[budget] *= preset[budget] / standard[budget]
+
+
+@functools.cache  # parsing both files takes a tenth of the time of `_compose`
+def _read_preset(name: str) -> DictConfig:
+    return cast(DictConfig, OmegaConf.load(CONF / "timing" / f"{name}.yaml"))
 
 
 def to_config(composed: DictConfig) -> Config:
