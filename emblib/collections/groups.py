@@ -80,8 +80,8 @@ class GroupInput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grouping:
-    """Slices that share a module.
+class GroupSpec:
+    """Slices that share a module, before the module is made.
 
     Attributes:
         slices: indices of the slices, in the order of the module's tables.
@@ -194,14 +194,14 @@ class TableGroups(nn.Module):
         self.device = torch.empty(0, device=device).device
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
         shared_names = {key.table for key in self._shared}
-        self._groupings = group_slices(
+        self._group_specs = group_slices(
             self.slices, self.slice_of_unit, optimizer, self.pooling, shared_names
         )
         self._prefetched: list[tuple[BatchId, list[GroupInput]]] = []
         # Prefetched batches must have the same order here and in the modules.
         self._lock = ModuleLock()
         self._table_modules = [
-            self._make_table_module(g, self.device) for g in range(len(self._groupings))
+            self._make_table_module(g, self.device) for g in range(len(self._group_specs))
         ]
         self._assign_columns()
         self._make_handles()
@@ -209,19 +209,19 @@ class TableGroups(nn.Module):
 
     def _make_table_module(self, group_index: int, device: torch.device) -> TableModule:
         """Make the module of a group, or a reader if its slice is shared."""
-        grouping = self._groupings[group_index]
-        slices = [self.slices[s] for s in grouping.slices]
+        group_spec = self._group_specs[group_index]
+        slices = [self.slices[s] for s in group_spec.slices]
         shared = self._shared.get(SliceKey.of(slices[0]))
         if shared is not None:
-            return shared.reader(len(grouping.units), self.pooling)
-        table_of_unit = [grouping.slices.index(self.slice_of_unit[u]) for u in grouping.units]
+            return shared.reader(len(group_spec.units), self.pooling)
+        table_of_unit = [group_spec.slices.index(self.slice_of_unit[u]) for u in group_spec.units]
         seeds = [self.seeds[table_slice.config.name] for table_slice in slices]
         make_module = slices[0].storage.make_module
-        return make_module(slices, table_of_unit, grouping.optimizer, self.pooling, seeds, device)
+        return make_module(slices, table_of_unit, group_spec.optimizer, self.pooling, seeds, device)
 
     def _assign_columns(self) -> None:
         """Set the first output column of each group, in the order of units."""
-        self.order = [u for grouping in self._groupings for u in grouping.units]
+        self.order = [u for group_spec in self._group_specs for u in group_spec.units]
         self.dims = [self.slices[s].dim for s in self.slice_of_unit]
         self.column_of = [0] * len(self.slice_of_unit)
         column = 0
@@ -231,8 +231,8 @@ class TableGroups(nn.Module):
         self.output_dim = max(self.dims, default=0) if self.pooling is Pooling.NONE else column
         self._locations = {
             s: (g, k)
-            for g, grouping in enumerate(self._groupings)
-            for k, s in enumerate(grouping.slices)
+            for g, group_spec in enumerate(self._group_specs)
+            for k, s in enumerate(group_spec.slices)
         }
 
     def _make_handles(self) -> None:
@@ -253,9 +253,9 @@ class TableGroups(nn.Module):
             handle.attach(self._table_modules[g], k)
             handle.bind()
         self.groups = [
-            SliceGroup(grouping.units, grouping.slices, table_module, self._storage_of(g))
-            for g, (grouping, table_module) in enumerate(
-                zip(self._groupings, self._table_modules, strict=True)
+            SliceGroup(group_spec.units, group_spec.slices, table_module, self._storage_of(g))
+            for g, (group_spec, table_module) in enumerate(
+                zip(self._group_specs, self._table_modules, strict=True)
             )
         ]
         self.active = [slice_group for slice_group in self.groups if slice_group.units]
@@ -394,12 +394,12 @@ class TableGroups(nn.Module):
         """Set the reaction to invalid indices, and the feature names of the units for reports."""
         self._bounds_check, self._features = BoundsCheck(bounds_check), list(features)
         modules: list[Any] = list(self._table_modules)
-        for grouping, module in zip(self._groupings, modules, strict=True):
+        for group_spec, module in zip(self._group_specs, modules, strict=True):
             module.bounds_check = self._bounds_check
-            tables = [self.slices[self.slice_of_unit[u]].config.name for u in grouping.units]
+            tables = [self.slices[self.slice_of_unit[u]].config.name for u in group_spec.units]
             module.feature_labels = [
                 f"feature {self._features[u]!r}, table {table!r}"
-                for u, table in zip(grouping.units, tables, strict=True)
+                for u, table in zip(group_spec.units, tables, strict=True)
             ]
 
     # Tables
@@ -438,14 +438,14 @@ class TableGroups(nn.Module):
 
     def _storage_of(self, group_index: int) -> Storage:
         """Return the storage of a group, which all of its slices have."""
-        return self.slices[self._groupings[group_index].slices[0]].storage
+        return self.slices[self._group_specs[group_index].slices[0]].storage
 
     def shared_slices(self) -> list[SharedSlice]:
         """Return the shared slices, in the order of the groups."""
         return [
             self._shared[key]
-            for grouping in self._groupings
-            if (key := SliceKey.of(self.slices[grouping.slices[0]])) in self._shared
+            for group_spec in self._group_specs
+            if (key := SliceKey.of(self.slices[group_spec.slices[0]])) in self._shared
         ]
 
     def parameters_of(self, slice_index: int) -> dict[str, nn.Parameter]:
@@ -465,11 +465,11 @@ class TableGroups(nn.Module):
         if absent_names:
             raise KeyError(f"seeds must have one per table, and lack {absent_names}")
         self.seeds = dict(seeds)
-        for g, (grouping, module) in enumerate(
-            zip(self._groupings, self._table_modules, strict=True)
+        for g, (group_spec, module) in enumerate(
+            zip(self._group_specs, self._table_modules, strict=True)
         ):
-            names = [self.slices[s].config.name for s in grouping.slices]
-            shared = self._shared.get(SliceKey.of(self.slices[grouping.slices[0]]))
+            names = [self.slices[s].config.name for s in group_spec.slices]
+            shared = self._shared.get(SliceKey.of(self.slices[group_spec.slices[0]]))
             if shared is not None:
                 shared.groups.reset_parameters({names[0]: self.seeds[names[0]]})
             else:
@@ -615,7 +615,7 @@ def group_slices(
     optimizer: Optimizer | None,
     pooling: Pooling,
     shared_names: Collection[str] = (),
-) -> list[Grouping]:
+) -> list[GroupSpec]:
     """Group slices by `group_key`, ordered by their first unit; groups without units come last.
 
     Each slice of a table in `shared_names` is a group of its own, and slices of one hash table are
@@ -652,7 +652,7 @@ def group_slices(
     for key in order:
         slice_indices = tuple(i for i in range(len(slices)) if group_keys[i] == key)
         units = tuple(u for u, s in enumerate(slice_of_unit) if group_keys[s] == key)
-        result.append(Grouping(slice_indices, units, optimizers[slice_indices[0]]))
+        result.append(GroupSpec(slice_indices, units, optimizers[slice_indices[0]]))
     return result
 
 

@@ -437,8 +437,8 @@ class ShardedTables(nn.Module):
         pooling = Pooling.SUM if pooled else Pooling.NONE
 
         def arrange(slices: Sequence[TableSlice], slice_of_unit: Sequence[int]) -> list[int]:
-            groupings = group_slices(slices, slice_of_unit, optimizer, pooling, shared)
-            return [unit for grouping in groupings for unit in grouping.units]
+            group_specs = group_slices(slices, slice_of_unit, optimizer, pooling, shared)
+            return [unit for group_spec in group_specs for unit in group_spec.units]
 
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
         whole_tables = map(TableSlice.whole, self.configs)
