@@ -304,7 +304,8 @@ def DynamicEmbLoad(
     dumped, modules of tables read their rank's own files, otherwise all files, and take the keys
     that the `dist_type` of the dump routes to them. Sharded collections read all files, and take
     the keys that emblib's hash routes to their rank. With `optim`, the step, the learning rate and
-    the other numbers of the optimizer are loaded as well. All files of all tables, including the
+    the other numbers of the optimizer are loaded as well, except `initial_accumulator_value`:
+    another one than that of the table warns. All files of all tables, including the
     numbers in `<table>_opt_args.json`, are read and checked before the first table is changed, on
     any rank.
 

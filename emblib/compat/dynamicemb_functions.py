@@ -147,6 +147,26 @@ def check_same_kind(
         )
 
 
+def _warn_of_initial_state(
+    table: str, path: Path, content: Mapping[str, Any], current: Mapping[str, Any]
+) -> None:
+    """Warn if new rows of the dumped table began with another optimizer state than here.
+
+    Raises:
+        DumpError: the value is no number.
+    """
+    name = "initial_accumulator_value"
+    if name not in content or name not in current:
+        return
+    saved = entry_of(path, content, name, int, float)
+    if saved != current[name]:
+        warnings.warn(
+            f"{name} of table {table!r} is {saved} in the dump and stays {current[name]} here: "
+            "make the module with that of the dump to continue its training",
+            stacklevel=5,  # the caller of `DynamicEmbLoad`
+        )
+
+
 def checked_numbers(
     path: Path, content: Mapping[str, Any], optimizer: Any, *, counts_steps: bool = False
 ) -> SavedNumbers:
@@ -179,7 +199,7 @@ def _hyperparameter_changes(
         return float(entry_of(path, content, name, int, float))
 
     def decay() -> dict[str, Any]:
-        rate = number("weight_decay") if "weight_decay" in content else 0.0
+        rate = number("weight_decay")
         return {"weight_decay": optim.Decoupled(rate) if rate else None}
 
     parsers: dict[tuple[str, ...], Callable[[], dict[str, Any]]] = {
@@ -189,7 +209,7 @@ def _hyperparameter_changes(
         parsers["eps",] = lambda: {"eps": number("eps")}
     if isinstance(optimizer, optim.Adam):
         parsers["beta1", "beta2"] = lambda: {"betas": (number("beta1"), number("beta2"))}
-        parsers["weight_decay", "beta1"] = decay
+        parsers["weight_decay",] = decay
     changes: dict[str, Any] = {}
     for names, parse in parsers.items():
         if not any(name in content for name in names):
@@ -424,6 +444,8 @@ class DynamicEmbTables:
         options, (module, index) = self.options_of(table), self.table_module_of(table)
         current = arguments_in_dumps(module, index, options)
         check_same_kind(table, path, content, current, with_optimizer)
+        if with_optimizer:
+            _warn_of_initial_state(table, path, content, current)
         counts_steps = options.score_strategy is DynamicEmbScoreStrategy.STEP
         optimizer = module.optimizer if with_optimizer else None
         return checked_numbers(path, content, optimizer, counts_steps=counts_steps)

@@ -276,7 +276,8 @@ FUNCTIONS = (
         "Reads such files, from any number of ranks and any `dist_type` except continuous, "
         "whose keys are not in the files; every key is restored once, on the rank that "
         "`dist_type` assigns it to. A missing or damaged file raises on all ranks of `pg` "
-        "before anything is changed",
+        "before anything is changed. An `initial_accumulator_value` other than that of the table "
+        "is not loaded, with a warning (there: it is)",
     ),
     Option(
         "incremental_dump",

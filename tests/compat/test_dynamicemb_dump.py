@@ -28,6 +28,7 @@ from emblib.compat.dynamicemb import (
     incremental_dump,
     set_score,
 )
+from emblib.compat.dynamicemb_functions import arguments_in_dumps
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import DumpError
 from emblib.sharding.ranks import RankGroup
@@ -516,6 +517,31 @@ def test_tables_may_be_dumped_one_after_the_other(tmp_path: Path) -> None:
         del saved["emblib_dump"]
         file.write_text(json.dumps(saved))
     assert loads(RankGroup.single(), str(tmp_path)) == _content(model)
+
+
+@pytest.mark.parametrize("missing", [["weight_decay"], ["beta1", "beta2"], ["eps", "lr", "iters"]])
+def test_missing_numbers_stay_as_they_are(missing: list[str], tmp_path: Path) -> None:
+    DynamicEmbDump(str(tmp_path), trained(optimizer=EmbOptimType.ADAM), optim=True)
+    for file in tmp_path.glob("*/*_opt_args.json"):
+        saved = json.loads(file.read_text())
+        file.write_text(json.dumps({name: saved[name] for name in saved.keys() - set(missing)}))
+    own = {"learning_rate": 0.5, "eps": 0.25, "beta1": 0.5, "beta2": 0.75, "weight_decay": 0.125}
+    model = Model(optimizer=EmbOptimType.ADAM, **own)
+    before = arguments_in_dumps(model.sparse.users.bags, 0, options())
+    DynamicEmbLoad(str(tmp_path), model, optim=True)
+    after = arguments_in_dumps(model.sparse.users.bags, 0, options())
+    assert {name for name in after if after[name] == before[name]} >= set(missing)
+    assert len({name for name in after if after[name] != before[name]}) == 6 - len(missing)
+
+
+def test_another_initial_state_than_in_the_dump_warns(tmp_path: Path) -> None:
+    arguments = {"optimizer": EmbOptimType.EXACT_ADAGRAD}
+    DynamicEmbDump(str(tmp_path), trained(initial_accumulator_value=0.5, **arguments), optim=True)
+    with pytest.warns(UserWarning, match=r"of table 'u' is 0.5 in the dump and stays 0.0") as told:
+        DynamicEmbLoad(str(tmp_path), Model(**arguments), optim=True)
+    assert all(warning.filename == __file__ for warning in told)
+    DynamicEmbLoad(str(tmp_path), Model(**arguments))
+    DynamicEmbLoad(str(tmp_path), Model(initial_accumulator_value=0.5, **arguments), optim=True)
 
 
 DAMAGED: list[tuple[dict[str, Any], str]] = [
