@@ -312,7 +312,9 @@ class ComposedLookup(nn.Module):
                 )
             return products
         if weights is not None:
-            products = products * weights[:, None]
+            # A skipped id adds nothing, whatever its weight is: 0 * NaN would be NaN.
+            skipped = rows[: weights.numel()] == -1
+            products = products * weights.masked_fill(skipped, 0.0)[:, None]
         dim = products.shape[1]
         bags = torch.segment_reduce(
             products, "sum", offsets=offsets.long(), axis=0, initial=0.0, unsafe=True

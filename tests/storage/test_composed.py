@@ -259,6 +259,21 @@ def test_skipped_and_invalid_ids(kind: str) -> None:
         assert torch.equal(output(model, invalid), output(model, of_id_0))
 
 
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weight_of_a_skipped_id_is_not_read(kind: str, pooling: str) -> None:
+    table = EmbeddingBagConfig(IDS, DIM, "t", storage=KINDS[kind][0], pooling=Pooling(pooling))
+    bags = EmbeddingBagCollection([table], is_weighted=True, optimizer=optim.SGD(0.1))
+    weights = torch.tensor([2.0, torch.nan, torch.inf, 3.0], requires_grad=True)
+    ids, lengths = torch.tensor([7, -1, -1, 9]), torch.tensor([2, 2])
+    out = bags(KeyedJaggedTensor(["t"], ids, weights, lengths)).values()
+    assert out.isfinite().all()
+    out.sum().backward()
+    assert weights.grad is not None
+    assert weights.grad[1:3].tolist() == [0, 0]
+    assert all(parameter.isfinite().all() for parameter in bags.parameters())
+
+
 @pytest.mark.parametrize("kind", ["dense", *KINDS])
 def test_invalid_offsets_are_those_of_dense_tables(kind: str) -> None:
     storages = {"dense": storage.Dense()} | {name: of[0] for name, of in KINDS.items()}
