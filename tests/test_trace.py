@@ -233,6 +233,31 @@ def test_a_collection_is_recorded_once_by_its_features() -> None:
     assert [bags(trace, f) for f in range(2)] == [[[69], []], [[], [1, 2]]]
 
 
+def test_a_feature_is_recorded_for_each_table_that_reads_it_and_for_no_other() -> None:
+    tables = [
+        emblib.EmbeddingBagConfig(10, 4, "a", ["seen"]),
+        emblib.EmbeddingBagConfig(20, 8, "b", ["seen", "ad"]),
+    ]
+    batch = emblib.KeyedJaggedTensor(
+        ["ad", "seen", "unread"], torch.tensor([5, 6, 7]), lengths=torch.tensor([1, 1, 1])
+    )
+    trace = recorded(emblib.EmbeddingBagCollection(tables), batch)
+    found = [(f.name.partition(".")[2], f.table.partition(".")[2], f.rows) for f in trace.features]
+    assert found == [("ad", "b", 20), ("seen@a", "a", 10), ("seen@b", "b", 20)]
+    assert [bags(trace, f) for f in range(3)] == [[[5]], [[6]], [[6]]]
+    plan = emblib.plan_memory(tables, 1 << 20, trace=trace)
+    assert not any("No lookups are known" in text for text in plan.assumptions)
+
+
+def test_modules_without_tables_look_nothing_up() -> None:
+    module = emblib.TableBatchedEmbeddingBags([], emblib.optim.SGD(0.1))
+    batch = (torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    with emblib.TraceRecorder(module, emblib.EmbeddingBagCollection([])) as recorder:
+        module(*batch)
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        _ = recorder.trace
+
+
 def test_anything_that_is_called_with_keyed_features() -> None:
     trace = recorded(Dense(), features=KEYED)
     assert [f.rows for f in trace.features] == [0, 0]

@@ -7,7 +7,9 @@ A `Reading` is a function of (name, module, args, kwargs) that extracts the bags
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -106,7 +108,7 @@ def _reading_of(module: nn.Module) -> Reading | None:
         return _read_batched
     if hasattr(module, "embedding_specs") and hasattr(module, "feature_table_map"):
         return _read_fbgemm
-    return _read_keyed if _configurations(module) else None
+    return None if _configurations(module) is None else _read_keyed
 
 
 def _has_quantised_rows(module: nn.Module) -> bool:
@@ -227,7 +229,7 @@ def _bags_of_batch(
     `batch_sizes` has the batch sizes of each feature, by rank; None for one size of all features.
     Invalid offsets are repaired as the modules repair them.
     """
-    batch_size = (offsets.numel() - 1) // len(features)
+    batch_size = (offsets.numel() - 1) // max(len(features), 1)
     bags_per_feature = (
         [sum(sizes) for sizes in batch_sizes]
         if batch_sizes is not None
@@ -251,13 +253,16 @@ def _split_by_feature(
     return [Bags(*fields) for fields in zip(features, ids_by_feature, by_feature, strict=True)]
 
 
-def _configurations(module: nn.Module) -> list[Any]:
-    """Return the table configurations of a collection, by TorchRec's attribute names."""
+def _configurations(module: nn.Module) -> list[Any] | None:
+    """Return the table configurations of a collection; None of another module.
+
+    They are recognised by TorchRec's attribute names.
+    """
     for attribute in ("embedding_bag_configs", "embedding_configs"):
         configs = getattr(module, attribute, None)
         if configs is not None:
             return list(configs() if callable(configs) else configs)
-    return []
+    return None
 
 
 def _read_keyed(
@@ -274,19 +279,31 @@ def _read_keyed(
             f"{name} must be called with a KeyedJaggedTensor (keys(), values(), lengths()) to be "
             f"recorded, got {type(jagged).__name__}: pass the embeddings inside it to TraceRecorder"
         )
-    tables = {f: c for c in _configurations(module) for f in c.feature_names}
-    features = []
-    for key in list(jagged.keys()):
-        config = tables.get(key)
-        rows, dim = (config.num_embeddings, config.embedding_dim) if config else (0, 0)
-        table = config.name if config else key
-        features.append(TracedFeature(f"{name}.{key}", f"{name}.{table}", rows, dim))
-    lengths = jagged.lengths()
+    keys, lengths = list(jagged.keys()), jagged.lengths()
     strides = getattr(jagged, "stride_per_key", None)
-    bags_per_feature = (
-        list(strides()) if strides else [lengths.numel() // len(features)] * len(features)
+    bags_per_key = (
+        list(strides()) if strides else [lengths.numel() // max(len(keys), 1)] * len(keys)
     )
-    return _split_by_feature(features, jagged.values(), lengths, bags_per_feature)
+    unnamed = [TracedFeature(f"{name}.{key}", f"{name}.{key}") for key in keys]
+    all_bags = _split_by_feature(unnamed, jagged.values(), lengths, bags_per_key)
+    configs = _configurations(module)
+    if configs is None:
+        return all_bags
+    # A collection looks up a feature once per table that reads it, and ignores other features.
+    num_tables = Counter(feature for config in configs for feature in config.feature_names)
+    read = []
+    for (key, bags), config in product(zip(keys, all_bags, strict=True), configs):
+        if key not in config.feature_names:
+            continue
+        suffix = f"@{config.name}" if num_tables[key] > 1 else ""
+        feature = TracedFeature(
+            f"{name}.{key}{suffix}",
+            f"{name}.{config.name}",
+            config.num_embeddings,
+            config.embedding_dim,
+        )
+        read.append(bags._replace(feature=feature))
+    return read
 
 
 class TraceRecorder:
