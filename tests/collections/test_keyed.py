@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,45 @@ def test_keyed_wrapper_is_its_optimizer() -> None:
     assert torch.equal(later.weight, twin.weight)
     with pytest.raises(KeyError, match="states of parameters that are not here"):
         loaded.load_state_dict({**state, "state": {"x": {}}})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9), torch.optim.RMSprop]
+)
+def test_states_take_the_dtype_of_their_parameters_as_in_torch(
+    make: Any, dtype: torch.dtype
+) -> None:
+    saved = KeyedOptimizerWrapper(dict(nn.Linear(3, 2).named_parameters()), make)
+    saved.init_state()
+    layer, twin = nn.Linear(3, 2, dtype=dtype), nn.Linear(3, 2, dtype=dtype)
+    twin.load_state_dict(layer.state_dict())
+    keyed, plain = (
+        KeyedOptimizerWrapper(dict(layer.named_parameters()), make),
+        make(twin.parameters()),
+    )
+    keyed.load_state_dict(saved.state_dict())
+    plain.load_state_dict(saved.wrapped.state_dict())
+    for module, optimizer in ((layer, keyed), (twin, plain)):
+        module(torch.ones(4, 3, dtype=dtype)).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(layer.weight, twin.weight)
+    for name, value in keyed.wrapped.state[layer.weight].items():
+        assert value.dtype == plain.state[twin.weight][name].dtype
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_a_step_is_loaded_to_where_the_kernel_reads_it(is_on_device: bool) -> None:
+    saved = KeyedOptimizerWrapper(dict(nn.Linear(3, 2).named_parameters()), torch.optim.Adam)
+    saved.init_state()
+    layer = nn.Linear(3, 2, device="meta")  # as a GPU, of which there is none here
+    keyed = KeyedOptimizerWrapper(
+        dict(layer.named_parameters()), partial(torch.optim.Adam, capturable=is_on_device)
+    )
+    keyed.load_keyed_state(saved.state_dict()["state"])
+    states = keyed.wrapped.state[layer.weight]
+    assert states["step"].device.type == ("meta" if is_on_device else "cpu")
+    assert states["exp_avg"].device.type == "meta"
 
 
 def test_combined_refuses_equal_names() -> None:

@@ -80,6 +80,13 @@ class KeyedOptimizer(TorchOptimizer):
 
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the state of some parameters, by name; a state of another shape is replaced."""
+        # Of these parameters the step is on their device, so that no kernel waits for the host.
+        has_step_on_device = {
+            id(parameter)
+            for group in self.param_groups
+            if group.get("capturable") or group.get("fused")
+            for parameter in group["params"]
+        }
         for name, saved in state.items():
             parameter = self.params[name]
             states = self.state[parameter]
@@ -88,8 +95,10 @@ class KeyedOptimizer(TorchOptimizer):
                 are_tensors = isinstance(current, Tensor) and isinstance(value, Tensor)
                 if are_tensors and current.shape == value.shape:
                     current.copy_(value)
+                elif key == "step" and id(parameter) not in has_step_on_device:
+                    states[key] = value.clone() if isinstance(value, Tensor) else value
                 else:
-                    states[key] = _copy_to_device_of(key, value, parameter)
+                    states[key] = _copy_for(parameter, value, is_step=key == "step")
 
     def state_dict(self) -> dict[str, Any]:
         """Return `state` by parameter name, and `param_groups` with parameter names."""
@@ -188,16 +197,18 @@ def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {}
 
 
-def _copy_to_device_of(key: str, value: Any, parameter: Tensor) -> Any:
-    """Copy a floating-point state to the device of its parameter; copy others where they are.
+def _copy_for(parameter: Tensor, value: Any, *, is_step: bool) -> Any:
+    """Copy a floating-point state to the device and the dtype of its parameter, as torch does.
 
-    As in torch, the step is copied where it is, too; numbers are returned as they are.
+    A step is float32 whatever the parameter is. Other tensors are copied where they are, and
+    numbers are returned as they are.
     """
     if not isinstance(value, Tensor):
         return value
-    if key == "step" or not value.is_floating_point():
+    if not value.is_floating_point():
         return value.clone()
-    return value.to(device=parameter.device, copy=True)
+    dtype = torch.float32 if is_step or not parameter.is_floating_point() else parameter.dtype
+    return value.to(parameter.device, dtype, copy=True)
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
