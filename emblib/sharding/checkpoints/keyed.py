@@ -249,6 +249,22 @@ def has_row_per_key(name: str, saved: Mapping[str, Any]) -> bool:
     )
 
 
+def is_of_saved_keys(name: str, state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Return whether value `name` of a state has one row per key, and the keys are saved.
+
+    `state` has values by name, `saved` is metadata of a checkpoint by name.
+    """
+    keys, value = state.get(_keys_entry(name)), state[name]
+    return (
+        _keys_entry(name) in saved
+        and isinstance(keys, Tensor)
+        and isinstance(value, Tensor)
+        and (keys.dim(), keys.dtype) == (1, torch.int64)
+        and name.rpartition(".")[2] != _NOT_BY_KEY
+        and value.size()[:1] == keys.size()
+    )
+
+
 def _keys_entry(name: str) -> str:
     return f"{_stem_of(name)}{KEYS}"
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.sharding.checkpoints import sharded_table
-from emblib.sharding.checkpoints.keyed import KeyReader, has_row_per_key
+from emblib.sharding.checkpoints.keyed import KeyReader, has_row_per_key, is_of_saved_keys
 from emblib.sharding.checkpoints.saving import NOTES, Group
 from emblib.sharding.checkpoints.sharded_table import KeyedRows, RowStates, ShardedTable
 from emblib.sharding.checkpoints.state_trees import (
@@ -139,8 +139,9 @@ def load(
         state: state dict with the same names as the one passed to `save`.
         path: directory of the checkpoint, also one of torch.distributed.checkpoint.
         ranks: the ranks that load; by default all processes, or this process alone.
-        strict: whether a value that the checkpoint lacks is an error; otherwise it stays unchanged.
-            Values that only the checkpoint has are ignored.
+        strict: whether a value that the checkpoint lacks is an error; otherwise it stays unchanged,
+            but states of a dynamic table whose keys are loaded start from their initial values, and
+            are left out of nested dicts. Values that only the checkpoint has are ignored.
 
     Raises:
         CheckpointError: the checkpoint is missing or incomplete, it lacks a value, a tensor has
@@ -237,6 +238,7 @@ class _Loading:
         tree: copy of `state` in which modules and optimizers are their state dicts.
         column_cuts: columns at which the saved row-wise states were cut, by name.
         leaves: values of `tree` that the checkpoint has.
+        _lacks_states: keys of `state` whose dynamic tables load without some of their states.
     """
 
     def __init__(
@@ -265,6 +267,7 @@ class _Loading:
                 f"{path} does not have {_join_texts(missing_names)}: it is of another model; "
                 "strict=False leaves them as they are"
             )
+        self._lacks_states = self._drop_states_of_other_keys(all_leaves)
         self.leaves = [leaf for leaf in all_leaves if leaf.name in self.saved]
         self._check_sizes()
 
@@ -373,6 +376,22 @@ class _Loading:
         for leaf in unsaved_keys.values():
             del leaf.container[leaf.key]
         return [leaf for leaf in all_leaves if leaf.name not in unsaved_keys]
+
+    def _drop_states_of_other_keys(self, all_leaves: Sequence[Leaf]) -> set[Any]:
+        """Drop unsaved values by key from `tree` where their keys are saved.
+
+        The present rows belong to other keys than the saved ones. Returns the keys of `state` whose
+        values lack something now.
+        """
+        present = {leaf.name: leaf.value for leaf in all_leaves}
+        dropped = [
+            leaf
+            for leaf in all_leaves
+            if leaf.name not in self.saved and is_of_saved_keys(leaf.name, present, self.saved)
+        ]
+        for leaf in dropped:
+            del leaf.container[leaf.key]
+        return {key for key in self.state for leaf in dropped if leaf.name.startswith(f"{key}.")}
 
     def _drop_unsaved_layouts(self, all_leaves: list[Leaf]) -> list[Leaf]:
         """Drop tensor-train layouts that an older checkpoint lacks, also from `tree`; check others.
@@ -483,7 +502,9 @@ class _Loading:
         for target in targets.values():
             target.finish()
         for key, value in self.state.items():
-            if is_stateful(value):
+            if key in self._lacks_states and isinstance(value, nn.Module):
+                value.load_state_dict(self.tree[key], strict=False)
+            elif is_stateful(value):
                 value.load_state_dict(self.tree[key])
             else:
                 self.state[key] = self.tree[key]
