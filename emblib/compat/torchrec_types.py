@@ -15,6 +15,7 @@ from torch import Tensor
 from emblib import Pooling
 from emblib import collections as emblib_collections
 from emblib.collections import optimizers
+from emblib.compat.fbgemm_types import BoundsCheckMode, as_member
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.optim import Optimizer
 from emblib.storage import Dense, Quantized
@@ -246,7 +247,8 @@ class EmbeddingConfig(_Config, emblib_collections.EmbeddingConfig):
     """`emblib.collections.EmbeddingConfig` with TorchRec's arguments."""
 
 
-# `fused_params` that are ignored: any cache may be prefetched, and ids are always checked.
+# `fused_params` that are ignored: any cache may be prefetched, and ids are always checked. FATAL, a
+# mode that raises for invalid ids, is refused.
 IGNORED_FUSED_PARAMS = {"prefetch_pipeline", "bounds_check_mode"}
 
 
@@ -265,6 +267,12 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
             f"fused_params {unknown} have no effect here: the storage of a table selects the "
             "memory of its rows and their cache, e.g. "
             "storage=Dense(Placement.MANAGED_CACHING, CacheConfig())"
+        )
+    mode = fused_params.get("bounds_check_mode")
+    if mode is not None and as_member(BoundsCheckMode, mode).name.endswith("FATAL"):
+        raise ValueError(
+            "fused_params cannot make invalid ids raise (bounds_check_mode FATAL): make the "
+            "collection with bounds_check=BoundsCheck.FATAL, and leave bounds_check_mode out"
         )
     return fused.optimizer
 

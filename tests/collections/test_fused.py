@@ -309,6 +309,14 @@ def test_states_of_bare_tables_that_are_missing() -> None:
             optim.Adagrad(0.01, weight_decay=optim.Decoupled(0.1)),
         ),
         ({"optimizer": "lars_sgd", "momentum": 0.5}, optim.LARS(0.01, momentum=0.5)),
+        (
+            {"optimizer": "lars_sgd", "weight_decay": 0.5},
+            optim.LARS(0.01, weight_decay=optim.L2(0.5)),
+        ),
+        (
+            {"optimizer": "exact_row_wise_adagrad", "weight_decay": 0.1, "weight_decay_mode": "L2"},
+            optim.RowwiseAdagrad(0.01, weight_decay=optim.L2(0.1)),
+        ),
         ({"optimizer": optim.LAMB(0.5), "learning_rate": 0.1}, optim.LAMB(0.1)),
     ],
 )
@@ -325,6 +333,9 @@ def test_fused_params_that_are_refused() -> None:
         from_fused_params({"momentum": 0.5})
     with pytest.raises(ValueError, match="weight_decay_mode must be"):
         from_fused_params({"weight_decay": 0.1, "weight_decay_mode": "cowclip"})
+    for optimizer in ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad"):
+        with pytest.raises(ValueError, match=r"weight_decay=0.1 would have no effect on \w+ with"):
+            from_fused_params({"optimizer": optimizer, "weight_decay": 0.1})
     with pytest.raises(ValueError, match="LARS has no decoupled weight decay"):
         from_fused_params({"optimizer": "lars_sgd", "weight_decay": 0.1, "weight_decay_mode": 2})
     with pytest.raises(ValueError, match=r"eps would have no effect on Adam\(lr=0.1\)"):

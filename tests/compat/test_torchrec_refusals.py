@@ -79,6 +79,10 @@ def by_hand(rules: dict[str, Any]) -> torchrec.EmbeddingModuleShardingPlan:
             ),
             r"which take \['lr', 'weight_decay'\]",
         ),
+        (
+            lambda: torchrec.EmbeddingBagCollectionSharder({"bounds_check_mode": 0}),
+            r"make the collection with bounds_check=BoundsCheck.FATAL",
+        ),
     ],
 )
 def test_refused(call: Callable[[], object], error: str) -> None:

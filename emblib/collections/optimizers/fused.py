@@ -367,7 +367,8 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
     `params["optimizer"]` is a member of FBGEMM's EmbOptimType, its name or its value; or an
     optimizer of emblib, of which only `learning_rate` may then change something. By default it is
     EXACT_SGD with a `learning_rate` of 0.01. `max_gradient` counts only with `gradient_clipping`,
-    and `weight_decay_mode` only with `weight_decay`.
+    and `weight_decay_mode` only with `weight_decay`. With SGD, Adagrad and row-wise Adagrad, FBGEMM
+    ignores a decay whose mode is NONE, its default; here it raises.
 
     Raises:
         ValueError: an optimizer or decay mode that emblib does not have, or a hyperparameter other
@@ -428,7 +429,10 @@ def _convert_arguments(
 
 
 def _convert_decay(make: Any, rate: float, mode: Any) -> Any:
-    """Convert FBGEMM's modes: NONE (0) and L2 (1) add to the gradient, DECOUPLE (2) does not."""
+    """Convert FBGEMM's modes: L2 (1) adds to the gradient, DECOUPLE (2) does not.
+
+    NONE (0 or None) is for optimizers whose decay has one mode only, and raises for others.
+    """
     mode_name = str(getattr(mode, "name", mode)).lower()
     is_decoupled = mode_name in ("decouple", "2")
     if mode_name not in ("l2", "none", "0", "1", "decouple", "2"):
@@ -442,6 +446,11 @@ def _convert_decay(make: Any, rate: float, mode: Any) -> Any:
         return optim.L2(rate)
     # FBGEMM has only decoupled decay for optimizers with moments.
     has_moments = issubclass(make, optim.Adam | optim.LAMB)
+    if not has_moments and mode_name in ("none", "0"):
+        raise ValueError(
+            f"weight_decay={rate} would have no effect on {make.__name__} with weight_decay_mode "
+            "NONE, FBGEMM's default: pass L2 or DECOUPLE as weight_decay_mode, or leave it out"
+        )
     return optim.Decoupled(rate) if is_decoupled or has_moments else optim.L2(rate)
 
 
