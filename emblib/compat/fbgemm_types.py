@@ -158,6 +158,7 @@ _FORMATS = {
     "nfp8": _Format(8, 8, 4, torch.float8_e4m3fn),
 }
 """The formats by the values of `SparseType`."""
+_FIRST_SHIFTED_CODE = 7  # FBGEMM's `from_int` takes 7 for no format, its `as_int` for MX4
 
 
 class SparseType(enum.Enum):
@@ -178,11 +179,18 @@ class SparseType(enum.Enum):
 
     @staticmethod
     def from_int(ty: int) -> "SparseType":
-        """Return the format of a code of `as_int`; ValueError for another."""
+        """Return the format that FBGEMM reads from a code: 0 to 6, 8 for MX4 and 9 for NFP8.
+
+        The codes up to 6 are those of `as_int`. Its codes of MX4 and NFP8 are less by one, here as
+        in FBGEMM.
+
+        Raises:
+            ValueError: another code.
+        """
         for value, number_format in _FORMATS.items():
-            if number_format.code == ty:
+            if number_format.code + (number_format.code >= _FIRST_SHIFTED_CODE) == ty:
                 return SparseType(value)
-        raise ValueError(f"the code of a SparseType must be 0 to {len(_FORMATS) - 1}, got {ty}")
+        raise ValueError(f"the code of a SparseType must be 0 to 6, 8 or 9, got {ty}")
 
     def as_int(self) -> int:
         """Return FBGEMM's code of the format."""

@@ -138,9 +138,20 @@ def _fields(kind: type) -> list[tuple[str, object]]:
 @pytest.mark.parametrize("kind", list(ours.SparseType))
 def test_number_formats(kind: ours.SparseType) -> None:
     other = fbgemm().SparseType[kind.name]
-    assert ours.SparseType.from_int(kind.as_int()) is kind
     for method in ("as_int", "as_dtype", "bit_rate", "align_size", "is_float", "__str__"):
         assert getattr(kind, method)() == getattr(other, method)(), method
+
+
+@pytest.mark.parametrize("code", range(-1, 11))
+def test_number_formats_by_code(code: int) -> None:
+    theirs = fbgemm()
+    if code in (-1, 7, 10):
+        for library in (ours, theirs):
+            with pytest.raises(ValueError, match=str(code)):
+                library.SparseType.from_int(code)
+    else:
+        expected = theirs.SparseType.from_int(code).name
+        assert ours.SparseType.from_int(code).name == expected
 
 
 @pytest.mark.parametrize("name", ["device", "managed_caching", "mtia", "shelf"])
