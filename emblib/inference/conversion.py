@@ -51,7 +51,7 @@ def for_inference(
 def for_inference(
     source: Any, formats: Formats | None = None, *, output_dtype: torch.dtype | None = None
 ) -> ReadOnly | Collections:
-    """Copy trained tables into read-only ones.
+    """Copy trained tables into read-only ones, with the pooling, features and checks of the source.
 
     Keys of dynamic tables become an index before rows in the order of the keys; keys without a row
     read the default value, or their fallback row. Of a sharded collection all ranks must call this
@@ -90,6 +90,7 @@ def for_inference(
         tables,
         formats=_formats_of(tables) if formats is None else formats,
         output_dtype=output_dtype,
+        bounds_check=getattr(source, "bounds_check", BoundsCheck.WARNING),
         include_last_offset=getattr(source, "include_last_offset", True),
     )
 

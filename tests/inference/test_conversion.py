@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from emblib import (
     BackingStore,
+    BoundsCheck,
     CachedTTEmbeddingBags,
     DynamicEmbeddingBags,
     DynamicSpec,
@@ -92,6 +93,20 @@ def test_plain_and_tensor_train_tables(format: str | None) -> None:
         kept = RowFormat.FP16 if source is plain else RowFormat.FP32
         assert error.format is (kept if format is None else RowFormat(format))
         assert (error.largest == 0) == (format is None)
+
+
+def test_invalid_ids_are_handled_as_before() -> None:
+    fatal = BoundsCheck.FATAL
+    spec = TTSpec(30, 8, ranks=(4,))
+    for source in (
+        TableBatchedEmbeddingBags([TableSpec(30, 8)], bounds_check=fatal),
+        TableBatchedTTEmbeddingBags([spec], bounds_check=fatal),
+        CachedTTEmbeddingBags([spec], TTCache(rows=32), bounds_check=fatal),
+    ):
+        served = for_inference(source)
+        assert served.bounds_check is fatal
+        with pytest.raises(RuntimeError, match="bounds_check"):
+            served(torch.tensor([30]), torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("formats", [8, torch.float16, {"item": "int4"}])
