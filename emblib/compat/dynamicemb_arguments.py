@@ -107,6 +107,8 @@ def _check_options(options: DynamicEmbTableOptions, name: str) -> None:
     for field in ("dim", "max_capacity"):
         if getattr(options, field) is None:
             raise ValueError(f"table {name!r} needs {field}: without a planner, set it")
+        if not isinstance(size := getattr(options, field), int) or size < 1:
+            raise ValueError(f"{field} of table {name!r} must be an int >= 1, got {size!r}")
     if options.index_type not in (None, torch.int64, torch.uint64):
         raise ValueError(
             f"index_type must be torch.int64 or torch.uint64, got {options.index_type}"

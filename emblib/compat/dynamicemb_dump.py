@@ -71,7 +71,12 @@ def _numbers_by_module(
 def _check_modules(
     modules: Sequence[tuple[str, str, DynamicEmbTables]], requested: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError for requested modules that are not among `modules`, by path or name."""
+    """Raise ValueError for requested modules that are not among `modules`, by path or name.
+
+    Raises TypeError if `requested` has no names of modules.
+    """
+    if not isinstance(requested, Mapping):
+        raise TypeError(f"tables are requested by module, a dict of lists, got {requested!r}")
     valid_names = {name for path, module_name, _ in modules for name in (path, module_name)}
     if unknown := sorted(requested.keys() - valid_names):
         raise ValueError(
@@ -401,7 +406,7 @@ def _tables_of(
         ValueError: no module, or no table of a module, has a requested name.
     """
     modules = list(modules_of(model))
-    _check_modules(modules, names or {})
+    _check_modules(modules, {} if names is None else names)
     if not modules:
         warnings.warn(
             "the model has no BatchedDynamicEmbeddingTablesV2, so there is nothing to do",

@@ -378,10 +378,12 @@ class DynamicEmbTables:
         A score below the previous one warns, unless `warns_of_lower_scores()` is False.
 
         Raises:
-            TypeError: a score that is no int.
+            TypeError: a score that is no int, or no mapping.
             ValueError: 0, which DynamicEmb reserves; no such table; not a CUSTOMIZED one. Tables of
                 other modules may have got their scores.
         """
+        if not isinstance(named_score, Mapping):
+            raise TypeError(f"scores must be ints by name of a table, got {named_score!r}")
         scores_before: dict[str, int] = self.get_score()
         scores: dict[int, tuple[DynamicEmbeddingBags, dict[int, int]]] = {}
         for name, score in named_score.items():

@@ -460,6 +460,8 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _checked_options(options: Sequence[DynamicEmbTableOptions]) -> list[DynamicEmbTableOptions]:
+    if isinstance(options, DynamicEmbTableOptions):
+        raise TypeError("table_options must be a list, one DynamicEmbTableOptions per table")
     if not options:
         raise ValueError("table_options must have at least one DynamicEmbTableOptions")
     for i, other in enumerate(options):

@@ -724,3 +724,11 @@ def test_pooled_tables_are_dumped_too() -> None:
     assert found["t1"][1].tolist() == [[4.0, 4.0, 4.0]]
     with pytest.raises(ValueError, match="no table is called 'x'"):
         module.incremental_dump({"x": 0})
+
+
+def test_requests_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
+    model = Model(score_strategy=Score.CUSTOMIZED)
+    with pytest.raises(TypeError, match=r"by module, a dict of lists, got \['u'\]"):
+        DynamicEmbDump(str(tmp_path), model, ["u"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scores must be ints by name of a table, got 5"):
+        model.sparse.users.set_score(5)

@@ -219,6 +219,8 @@ OF_TABLES: list[tuple[dict[str, Any], type[Exception], str]] = [
         NotImplementedError,
         "only TIMESTAMP and LFU go together",
     ),
+    ({"max_capacity": 0}, ValueError, "max_capacity of table 't0' must be an int >= 1, got 0"),
+    ({"dim": 0}, ValueError, "dim of table 't0' must be an int >= 1, got 0"),
 ]
 
 
@@ -243,6 +245,7 @@ OF_MODULES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cowclip_regularization": CowClipDefinition()}, NotImplementedError, "cowclip"),
     ({"table_names": ["a", "b"]}, ValueError, "table_names must be 1 different names"),
     ({"table_options": []}, ValueError, "at least one"),
+    ({"table_options": options()}, TypeError, "table_options must be a list"),
     ({"table_options": [{}]}, TypeError, "must be DynamicEmbTableOptions"),
     (
         {"table_options": [options(), options(score_strategy=Score.LFU)]},
