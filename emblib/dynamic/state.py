@@ -120,7 +120,7 @@ class DynamicState:
         self.index = HashIndex(self.specs, device, hash_keys)
         self.weights, *self.optimizer_states = self.layout.allocate(device)
         self.byte_layout = self.layout.byte_layout(device)
-        self.hyperparams = optimizer.hyperparams().to(device)
+        self.hyperparams = optimizer.hyperparams(device)
         self.dropped_updates = torch.zeros(1, dtype=torch.int64, device=device)
         self.row_initializer = RowInitializer(self.layout, seed, device)
         has_admission = any(spec.admission is not None for spec in self.specs)

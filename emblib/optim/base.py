@@ -177,8 +177,11 @@ class Optimizer:
         """Return the optimizer's own numbers, which follow lr, step, decays and seed."""
         return ()
 
-    def hyperparams(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return float64 `(lr, step = 0, L2, decay, seed = -1, *parameters)` on `device`."""
+    def hyperparams(self, device: torch.device | str | None = None) -> Tensor:
+        """Return float64 `(lr, step = 0, L2, decay, seed = -1, *parameters)` on `device`.
+
+        None is torch's default device.
+        """
         head = (self.lr, 0.0, *self._kernel_decay_rates(), -1.0)
         return torch.tensor((*head, *self.parameters()), dtype=torch.float64, device=device)
 

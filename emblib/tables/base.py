@@ -327,7 +327,7 @@ class FusedTables(nn.Module):
 
     def initial_hyperparams(self) -> Tensor:
         """Return `hyperparams` of `optimizer` before its first step, float64 on the CPU."""
-        hyper = self.optimizer.hyperparams()
+        hyper = self.optimizer.hyperparams("cpu")
         if self.precision.stochastic_rounding is not None:
             hyper[Hyper.SEED] = float(self.precision.stochastic_rounding.seed)
         return hyper

@@ -220,8 +220,8 @@ class FusedOptimizer(KeyedOptimizer):
         templates = []
         for optimizer, modules in zip(self._optimizers, self._table_modules, strict=True):
             current = modules[0].optimizer if modules else optimizer
-            hyper = modules[0].hyperparams.detach().cpu() if modules else current.hyperparams()
-            templates.append(Template(current, hyper.clone()))
+            hyper = modules[0].hyperparams.detach() if modules else current.hyperparams("cpu")
+            templates.append(Template(current, hyper.clone().cpu()))
         return templates
 
     def _check_groups(self) -> None:
