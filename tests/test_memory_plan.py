@@ -393,6 +393,18 @@ class Model(nn.Module):
         )
 
 
+def test_importances_of_any_size_give_the_weighted_mean_of_losses() -> None:
+    configs = tables(1000, 10)
+    expected = plan_memory(configs, 20_000).loss
+    assert expected > 0
+    for factor in (1e-320, 1e308):
+        plan = plan_memory(configs, 20_000, importance={"t0": factor, "t1": factor})
+        assert plan.loss == pytest.approx(expected, rel=1e-3)
+    plan = plan_memory(configs, 20_000, importance={"t0": 0.0, "t1": 0.0})
+    assert plan.loss == 0
+    assert "larger choices would not lower the loss" in str(plan)
+
+
 def test_a_model_has_a_plan_per_collection() -> None:
     plan = plan_memory(Model(), 2 << 20, importance={"rows.t0": 5.0})
     assert [choice.path for choice in plan.choices] == ["bags", "bags", "rows"]

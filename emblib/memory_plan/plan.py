@@ -185,8 +185,13 @@ class MemoryPlan:
     @property
     def loss(self) -> float:
         """Return the mean loss of tables, weighted by their importance; 0 if no table has any."""
-        total = sum(choice.importance for choice in self.choices)
-        return sum(choice.importance * choice.loss for choice in self.choices) / max(total, 1e-300)
+        largest = max((choice.importance for choice in self.choices), default=0.0)
+        if not largest:
+            return 0.0
+        # Relative to the largest, so that no sum overflows or underflows.
+        weights = [choice.importance / largest for choice in self.choices]
+        losses = (weight * c.loss for weight, c in zip(weights, self.choices, strict=True))
+        return sum(losses) / sum(weights)
 
     def __str__(self) -> str:
         header = ("table", "rows x dim", "stored as", "bytes", "of plain", "loss", "why")
@@ -574,7 +579,12 @@ def _with_reason(choices: Sequence[MemoryChoice], index: int) -> MemoryChoice:
         sentences.append(
             f"{_describe_storage(smaller)} would lose {smaller.loss:.3f} for {bytes_less} less"
         )
-    return replace(choice, why="; ".join(sentences) or "nothing else is possible")
+    if not sentences:
+        is_only_one = len(choices) == 1
+        sentences.append(
+            "nothing else is possible" if is_only_one else "larger choices would not lower the loss"
+        )
+    return replace(choice, why="; ".join(sentences))
 
 
 def _describe_storage(choice: MemoryChoice) -> str:
