@@ -116,6 +116,24 @@ def test_sparse_adam_trains_on() -> None:
     assert state["step"] == 8
 
 
+def test_a_sparse_momentum_trains_on() -> None:
+    """SGD's momentum of sparse gradients is a sparse tensor."""
+    model = Model(sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    train(model, optimizer, 2)
+    other, other_optimizer = copy.deepcopy((model, optimizer))
+    migration = emblib.migrate(other, other_optimizer)
+    assert migration.replaced[0].memory[0].states > 0
+    assert all(d.output < 1e-6 and d.rows < 1e-6 for d in migration.check())
+    train(model, optimizer, 2)
+    train(other, other_optimizer, 2)
+    migration.undo()
+    train(model, optimizer, 2)
+    train(other, other_optimizer, 2)
+    for before, after in zip(rows_of(model), rows_of(other), strict=True):
+        torch.testing.assert_close(after, before)
+
+
 def test_an_optimizer_of_the_tables_is_chosen() -> None:
     """Moments of torch's Adam move into the table; `check` shows that its steps differ."""
     model = Model()

@@ -273,7 +273,7 @@ class TorchWeight:
         gradient = 0 if self.sparse or not weight.requires_grad else weight.nbytes
         if trained is None:
             return TrainingMemory(weight.nbytes, 0, gradient)
-        states = sum(value.nbytes for value in self._states(trained.state).values())
+        states = sum(_state_nbytes(value) for value in self._states(trained.state).values())
         if not trained.state and weight.requires_grad:
             num_states = _STATES_PER_WEIGHT.get(type(trained.optimizer), 0)
             num_states += sum(bool(trained.group.get(name)) for name in _OPTIONAL_STATES)
@@ -361,11 +361,18 @@ class TorchWeight:
             state[name] = _in_shape(table.states[name], shape).clone()
         row_states = self._states(state)
         return {
-            name: value[rows].clone()
+            name: value.index_select(0, rows)
             if rows is not None and name in row_states
             else copy.deepcopy(value)
             for name, value in state.items()
         }
+
+
+def _state_nbytes(state: Tensor) -> int:
+    """Return the bytes of an optimizer state, which is sparse for SGD's momentum of sparse rows."""
+    if state.layout is torch.sparse_coo:
+        return state._indices().nbytes + state._values().nbytes  # noqa: SLF001 no coalesced copy
+    return state.nbytes
 
 
 def _in_shape(state: Tensor, shape: torch.Size) -> Tensor:
