@@ -142,10 +142,10 @@ class GroupedAUC(Metric):
             groups: integers `[N]`, the group of each example.
 
         Raises:
-            ValueError: `predictions` is no vector, shapes differ, or groups are floating-point.
+            ValueError: `predictions` is no vector, shapes differ, or groups are no integers.
         """
         _check_shapes(predictions, labels=labels, groups=groups)
-        if groups.is_floating_point():
+        if groups.is_floating_point() or groups.is_complex():
             raise ValueError(f"groups must be integers, got {groups.dtype}")
         self.predictions.append(predictions.detach().to(_DTYPES["predictions"]))
         self.labels.append(labels.detach().to(_DTYPES["labels"]))
@@ -163,11 +163,13 @@ class GroupedAUC(Metric):
         """Return the mean AUC of the groups, a scalar tensor.
 
         Raises:
-            ValueError: a prediction is NaN, which has no rank.
+            ValueError: a prediction is NaN, which has no rank, or a label is.
         """
         predictions, labels, groups = (_concatenate(getattr(self, name)) for name in _DTYPES)
         if bool(predictions.isnan().any()):
             raise ValueError("predictions must not be NaN")
+        if bool(labels.isnan().any()):
+            raise ValueError("labels must not be NaN: leave out examples without a label")
         order = predictions.argsort(stable=True)
         order = order[groups[order].argsort(stable=True)]
         predictions, is_positive, groups = predictions[order], labels[order] > 0, groups[order]

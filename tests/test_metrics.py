@@ -103,13 +103,19 @@ def test_wrong_input_is_refused() -> None:
         GroupedAUC().update(scores[None], labels[None], labels[None])
     with pytest.raises(ValueError, match=r"groups must be integers, got torch\.float32"):
         GroupedAUC().update(scores, labels, labels)
+    with pytest.raises(ValueError, match=r"groups must be integers, got torch\.complex64"):
+        GroupedAUC().update(scores, labels, labels.to(torch.complex64))
     with pytest.raises(ValueError, match="from_logits=True"):
         NormalizedEntropy().update(scores + 2, labels)
     with pytest.raises(ValueError, match=r"labels must be in \[0, 1\]"):
         NormalizedEntropy(from_logits=True).update(scores, labels + 5)
     metric = GroupedAUC()
     metric.update(scores * torch.nan, labels, labels.long())
-    with pytest.raises(ValueError, match="must not be NaN"):
+    with pytest.raises(ValueError, match="predictions must not be NaN"):
+        metric.compute()
+    metric = GroupedAUC()
+    metric.update(scores, labels * torch.nan, labels.long())
+    with pytest.raises(ValueError, match="labels must not be NaN"):
         metric.compute()
 
 
