@@ -113,8 +113,11 @@ class PositionWeightedProcessor(PositionWeightedModule):
         unit_weight = torch.ones(1, device=lengths.device)  # the weight of all other features
         all_weights = torch.cat([unit_weight, *self.position_weights.values()])
         num_ids = features.values().shape[0]
-        bags_per_key = torch.tensor(features.stride_per_key(), device=lengths.device)
-        rules_of_bags = torch.tensor(rules, device=lengths.device).repeat_interleave(
+        bags_per_key = torch.tensor(
+            features.stride_per_key(), dtype=torch.int64, device=lengths.device
+        )
+        rules_of_keys = torch.tensor(rules, dtype=torch.int64, device=lengths.device).view(-1, 2)
+        rules_of_bags = rules_of_keys.repeat_interleave(
             bags_per_key, 0, output_size=lengths.numel()
         )
         rules_of_ids = rules_of_bags.repeat_interleave(lengths, 0, output_size=num_ids)

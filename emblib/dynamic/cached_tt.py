@@ -295,7 +295,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                 before checkpointing repeats the lookup; `TTCache.every` in a captured lookup.
             TypeError: indices or offsets that are no tensors, `batch_sizes` that are no ints.
             ValueError: `batch_sizes` that do not fit; offsets missing, or given with 2-dimensional
-                indices.
+                indices; weights of another shape than these.
         """
         check_tensor("indices", indices)
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)

@@ -159,7 +159,7 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
 def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:
     """Return the header of a frozen file; raises the errors of `read`."""
     prefix = file.read(_PREFIX.size)
-    if not prefix.startswith(MAGIC):
+    if not prefix or not prefix.startswith(MAGIC[: len(prefix)]):
         raise ValueError(f"{path} is no frozen file of emblib: it does not begin as one")
     if len(prefix) < _PREFIX.size:
         raise ChecksumError(f"{path} is truncated in its header; {_REMEDY}")

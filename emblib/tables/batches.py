@@ -61,10 +61,15 @@ def bags_of_equal_length(
 
     Raises:
         TypeError: weights that are no tensor.
-        ValueError: `offsets` is not None.
+        ValueError: weights of another shape than `indices`, or `offsets` is not None.
     """
     if per_sample_weights is not None:
         check_tensor("per_sample_weights", per_sample_weights)
+        if per_sample_weights.shape != indices.shape:
+            raise ValueError(
+                "per_sample_weights must have the shape of 2-dimensional indices, "
+                f"{tuple(indices.shape)}, got {tuple(per_sample_weights.shape)}"
+            )
     if offsets is not None:
         raise ValueError(
             "2-dimensional indices are bags of equal length and take no offsets; flatten "

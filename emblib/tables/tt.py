@@ -720,7 +720,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             TypeError: indices, offsets or weights that are no tensors.
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
                 weights without pooling; only some cores frozen.
-            ValueError: no offsets for 1-dimensional indices, or offsets for 2-dimensional ones.
+            ValueError: no offsets for 1-dimensional indices; offsets for 2-dimensional ones, or
+                weights of another shape.
         """
         check_tensor("indices", indices)
         if indices.dim() == 2:

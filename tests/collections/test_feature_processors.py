@@ -116,6 +116,11 @@ def test_collection_trains_them(by_feature: bool) -> None:
     assert dense(tables, "t").shape == (24, 4)
 
 
+def test_a_batch_without_features() -> None:
+    empty = KeyedJaggedTensor.empty(values_dtype=torch.int64)
+    assert PositionWeightedProcessor({})(empty).weights().shape == (0,)
+
+
 def test_wrong_use() -> None:
     processor = PositionWeightedProcessor({"a": 2})
     long = KeyedJaggedTensor(["a"], torch.arange(3), None, torch.tensor([3]))

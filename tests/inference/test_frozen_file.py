@@ -98,6 +98,8 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
     keys = content.index(bytes(CONTENT["keys"].view(torch.uint8).tolist()))
     for size, error, message in (
         (0, ValueError, "no frozen file"),
+        (1, ChecksumError, "truncated in its header"),
+        (7, ChecksumError, "truncated in its header"),
         (10, ChecksumError, "truncated in its header"),
         (100, ChecksumError, "truncated in its header"),
         (4096 + 10, ChecksumError, "its section 'rows' ends at"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import emblib
-from emblib import optim
+from emblib import CachedTTEmbeddingBags, TTCache, optim
 from emblib.ops import autograd
 from emblib.reference import tt
 from emblib.specs import BoundsCheck, Pooling, Precision, TTSpec
@@ -457,6 +457,16 @@ def test_wrong_batches(indices: Tensor, offsets: Tensor, message: str) -> None:
         on = table.features.device
         with pytest.raises(RuntimeError, match=message):
             table(indices.to(on), offsets.to(on))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (6,), (3, 1)])
+def test_weights_of_bags_in_rows_must_have_their_shape(shape: tuple[int, ...]) -> None:
+    ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(shape)
+    cached = CachedTTEmbeddingBags([SPEC], TTCache(rows=32))
+    for table in (TTEmbeddingBag(SPEC), cached):
+        on = table.features.device
+        with pytest.raises(ValueError, match=r"shape of 2-dimensional indices, \(3, 2\)"):
+            table(ids.to(on), None, weights.to(on))
 
 
 def test_extra_repr_names_the_choices() -> None:
