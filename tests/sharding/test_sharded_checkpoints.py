@@ -10,8 +10,9 @@ import torch
 from emblib import EmbeddingBagCollection, EmbeddingBagConfig, optim
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
-from emblib.sharding import ShardedEmbeddingBagCollection, checkpoints, column_wise
+from emblib.sharding import ShardedEmbeddingBagCollection, checkpoints, column_wise, row_wise
 from emblib.sharding.checkpoints import CheckpointError
+from emblib.sharding.checkpoints.sharded_table import gather_state
 from emblib.sharding.ranks import RankGroup
 from emblib.specs import Pooling
 from emblib.storage import Hash
@@ -309,6 +310,38 @@ def test_refused_rows_of_a_dynamic_table_change_no_table() -> None:
 
 
 SERVED = Case(tables(Pooling.SUM), ("dp", "rw", "tw", "rw"), optimizer=None)
+
+
+def keys_and_states_of_partial_load(ranks: RankGroup, path: Path) -> dict[str, Any]:
+    """Load a hash table saved without states into one that has as many other keys, with states."""
+    plan = {"keyed": row_wise()}
+    models_by_optimizer = []
+    for number, optimizer in enumerate((optim.SGD(0.1), optim.Adam(0.1))):
+        config = EmbeddingBagConfig(64, 4, "keyed", ["f"], storage=Hash(), optimizer=optimizer)
+        model = ShardedEmbeddingBagCollection(EmbeddingBagCollection([config]), plan, ranks)
+        ids = torch.arange(8) + 100 * number
+        model(KeyedJaggedTensor(["f"], ids, lengths=ids.new_ones(8))).values().sum().backward()
+        models_by_optimizer.append(model)
+    saved, model = models_by_optimizer
+    checkpoints.save({"model": saved}, path, ranks)
+    with pytest.raises(CheckpointError, match=r"does not have .*\.exp_avg"):
+        checkpoints.load({"model": model}, path, ranks)
+    state = {"model": model.state_dict()}
+    checkpoints.load(state, path, ranks, strict=False)
+    assert "embedding_bags.keyed.exp_avg" not in state["model"]
+    checkpoints.load({"model": model}, path, ranks, strict=False)
+    return {
+        name.rpartition(".")[2]: value
+        for name, value in gather_state(model.state_dict(), ranks).items()
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_dynamic_tables_with_saved_keys_and_without_states(size: int, tmp_path: Path) -> None:
+    found = worlds.run(size, keys_and_states_of_partial_load, tmp_path)[0]
+    assert sorted(found["keys"].tolist()) == list(range(8))
+    assert not found["exp_avg"].any()
+    assert not found["exp_avg_sq"].any()
 
 
 def served(bits: int, seed: int) -> Any:
