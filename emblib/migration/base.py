@@ -371,7 +371,7 @@ class TorchWeight:
 def _state_nbytes(state: Tensor) -> int:
     """Return the bytes of an optimizer state, which is sparse for SGD's momentum of sparse rows."""
     if state.layout is torch.sparse_coo:
-        return state._indices().nbytes + state._values().nbytes  # noqa: SLF001 no coalesced copy
+        return state._indices().nbytes + state._values().nbytes  # makes no coalesced copy
     return state.nbytes
 
 
