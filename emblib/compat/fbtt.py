@@ -210,10 +210,11 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         super().__init__()
         init = _initializer(weight_dist)
         num_cores = len(tt_ranks) + 1
-        row_factors = tt_p_shapes or suggested_tt_shapes(num_embeddings, num_cores)
-        dim_factors = tt_q_shapes or suggested_tt_shapes(
-            embedding_dim, num_cores, allow_round_up=False
-        )
+        row_factors, dim_factors = tt_p_shapes, tt_q_shapes
+        if row_factors is None:
+            row_factors = suggested_tt_shapes(num_embeddings, num_cores)
+        if dim_factors is None:
+            dim_factors = suggested_tt_shapes(embedding_dim, num_cores, allow_round_up=False)
         spec = TTSpec(
             num_embeddings,
             embedding_dim,

@@ -10,6 +10,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -513,3 +514,9 @@ def test_the_page_is_up_to_date_and_explains_every_name() -> None:
     assert functions <= explained
     for name in explained:
         assert name in arguments or hasattr(module, name) or hasattr(fbtt, name), name
+
+
+def test_factors_may_be_an_array() -> None:
+    bag = TTEmbeddingBag(60, 8, [4, 4], numpy.array([3, 4, 5]), numpy.array([2, 2, 2]))
+    assert (bag.tt_p_shapes, bag.tt_q_shapes) == ([3, 4, 5], [2, 2, 2])
+    assert bag(torch.tensor([59]), torch.tensor([0, 1])).shape == (1, 8)
