@@ -102,7 +102,10 @@ def as_scores(scores: Any) -> Tensor:
     if not hasattr(scores, "__len__"):  # an int
         return torch.tensor(checked_score(scores), device="cpu")
     checked = _checked_scores(scores)
-    values = checked if isinstance(checked, Tensor) else torch.tensor(checked, device="cpu")
+    try:
+        values = checked if isinstance(checked, Tensor) else torch.tensor(checked, device="cpu")
+    except RuntimeError as error:  # torch's error for items that are no numbers
+        raise TypeError(f"scores must be integers, got {scores!r}") from error
     if values.numel() and (values.dtype == torch.bool or not _is_integral(values.dtype)):
         raise TypeError(
             f"scores must be integers, got {values.dtype}; scale and round fractions, e.g. "

@@ -155,7 +155,8 @@ def test_one_bucket_is_the_model(eviction: Eviction, insert_policy: InsertPolicy
 
 
 @pytest.mark.parametrize(
-    "scores", [torch.tensor([0.1, 0.9]), [0.1, 0.9], 0.5, True, 2**63, [1, 2**63], [[1], [2**64]]]
+    "scores",
+    [torch.tensor([0.1, 0.9]), [0.1, 0.9], 0.5, True, 2**63, [1, 2**63], [[1], [2**64]], [1, None]],
 )
 def test_scores_that_would_lose_their_order(scores: Any) -> None:
     table, keys = HashTable(DynamicSpec(64, 1, eviction="custom")), torch.tensor([1, 2])
