@@ -346,7 +346,7 @@ class DynamicTable:
         shard_entries = self._map_shards(
             "entries", lambda state, index: _copy_entries(state, index, since)
         )
-        return _on_cpu(concatenate(shard_entries)) if shard_entries else _no_entries()
+        return concatenate(shard_entries).on_cpu() if shard_entries else _no_entries()
 
     def fallback_rows(self) -> dict[str, Tensor]:
         """Return copies of the fallback rows of the whole table, on all ranks; {} if it has none.
@@ -374,6 +374,7 @@ class DynamicTable:
 
         def write(state: DynamicState, index: int, number: int) -> Loaded:
             owned_entries = self._owned_entries(entries, number)
+            checkpoint.warn_of_expiry(state, {index}, owned_entries.newest_stamp())
             return checkpoint.set_table_entries(state, index, owned_entries)
 
         self._map_numbered_shards("set_entries", check)
@@ -397,7 +398,7 @@ class DynamicTable:
             (changes,) = change_set.tables.values()
             (rows,) = change_set.fallback_rows.values()
             return change_set._replace(
-                tables={self.name: Changes(_on_cpu(changes.upserts), changes.removed)},
+                tables={self.name: Changes(changes.upserts.on_cpu(), changes.removed)},
                 fallback_rows={self.name: fallback.rows_of_shard(rows, number, len(self.owners))},
             )
 
@@ -476,7 +477,8 @@ class DynamicTable:
 
         A dump of a module with this table is accepted as well. Everything is checked on all ranks
         before the first shard is changed. The hyperparameters, which tables of one module share,
-        are loaded from a dump of changes, and from a whole dump that has made more steps.
+        are loaded from a dump of changes, and from a whole dump that has made more steps. So is the
+        step count; a warning tells of keys of other tables that expire by it.
 
         Raises:
             DumpError: there is no whole dump, or it is damaged.
@@ -628,14 +630,7 @@ def _keys_with_scores(keys: Tensor, *scores: Tensor | int) -> list[Tensor]:
 
 def _copy_entries(state: DynamicState, index: int, since: int | None) -> Entries:
     """Copy the entries of a table to the CPU: all, or those used at tick `since` or later."""
-    return _on_cpu(checkpoint.table_entries(state, index, since))
-
-
-def _on_cpu(entries: Entries) -> Entries:
-    """Copy entries to the CPU, with rows as tensors."""
-    all_rows = torch.arange(len(entries), device="cpu")
-    rows = {name: rows[all_rows].cpu() for name, rows in entries.rows.items()}
-    return Entries(entries.keys, entries.stamps, entries.scores, rows)
+    return checkpoint.table_entries(state, index, since).on_cpu()
 
 
 def _no_entries() -> Entries:
@@ -648,7 +643,7 @@ def _merge_changes(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
     """Merge the changes of all shards into one `ChangeSet`."""
     tables = [change.tables[name] for change in shard_changes]
     changes = Changes(
-        _on_cpu(concatenate([table.upserts for table in tables])),
+        concatenate([table.upserts for table in tables]).on_cpu(),
         torch.cat([table.removed for table in tables]),
     )
     first_changes = shard_changes[0]

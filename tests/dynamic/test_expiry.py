@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -428,6 +429,29 @@ def test_the_maximum_over_ranks_is_true_of_each() -> None:
         first_alive = [rank.first_alive_ticks(0, 200)[0] for rank in ranks]
         assert joined.first_alive_ticks(0, 200)[0] <= min(first_alive)
     assert joined.first_alive_ticks(0, 200) == (200,)
+
+
+def test_a_load_tells_of_keys_of_other_tables_that_expire(tmp_path: Path) -> None:
+    def make(num_steps: int) -> Any:
+        specs = [DynamicSpec(64, 2, name="a"), DynamicSpec(64, 2, name="b", ttl=10)]
+        module = DynamicEmbeddingBags([*specs, DynamicSpec(64, 2, name="c")], optim.SGD(0.1))
+        for _ in range(num_steps):
+            module(torch.tensor([1, 7, 8, 9]), torch.tensor([0, 1, 3, 4]))
+        return module.table_handles()
+
+    later = make(30)
+    later["a"].save(tmp_path / "a")
+    later["b"].save(tmp_path / "b")
+    told = r"\['a'\] raises the step count .* from 2 to 30, at which 2 keys of 'b' expire"
+    with pytest.warns(UserWarning, match=told):
+        make(2)["a"].load(tmp_path / "a")
+    with pytest.warns(UserWarning, match=told):
+        make(2)["a"].set_entries(later["a"].entries())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(2)["b"].load(tmp_path / "b")
+        make(25)["a"].load(tmp_path / "a")  # keys of 25 steps live at 30
+        make(0)["a"].load(tmp_path / "a")
 
 
 def test_wrong_times_are_refused() -> None:

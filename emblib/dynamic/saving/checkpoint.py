@@ -13,7 +13,7 @@ keys. `<table>.fallback.keys`, `.weight` and `.<state>` are the fallback rows
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +140,33 @@ def set_table_entries(
 def check_entries(state: DynamicState, table: int, entries: Entries) -> None:
     """Raise ValueError if entries do not fit a table; see `set_table_entries`."""
     loading.check(target_of(state, table), entries)
+
+
+@of_state
+def warn_of_expiry(state: DynamicState, loaded_tables: Collection[int], tick: int) -> None:
+    """Warn if a load of some tables raises the tick so far that keys of others are too old.
+
+    The tables of a module count the same steps. Where the ttl of a table is in steps, the next
+    sweeps remove its keys unless it is loaded too.
+    """
+    current_tick = state.index.tick
+    if tick <= current_tick or state.expiry is None:
+        return
+    for t, name in enumerate(state.table_names):
+        first_alive = max(state.expiry.first_alive_ticks(t, current_tick))
+        first_alive_later = min(state.expiry.first_alive_ticks(t, tick))
+        if t in loaded_tables or first_alive_later <= first_alive:
+            continue
+        stamps = table_entries(state, t).stamps
+        num_expired = int(((stamps >= first_alive) & (stamps < first_alive_later)).sum())
+        if num_expired:
+            warnings.warn(
+                f"emblib: loading {[state.table_names[i] for i in sorted(loaded_tables)]} raises "
+                f"the step count of all tables of its module from {current_tick} to {tick}, at "
+                f"which {num_expired} keys of {name!r} expire: load {name!r} too before the next "
+                "step, or give tables with a ttl in steps a module of their own",
+                stacklevel=caller_level(),
+            )
 
 
 # State dicts

@@ -127,6 +127,12 @@ class Entries:
             {name: rows[index] for name, rows in self.rows.items()},
         )
 
+    def on_cpu(self) -> "Entries":
+        """Return the entries with rows as tensors on the CPU."""
+        all_positions = torch.arange(len(self), device="cpu")
+        rows = {name: rows[all_positions].cpu() for name, rows in self.rows.items()}
+        return Entries(self.keys, self.stamps, self.scores, rows)
+
     def view(self, index: Tensor) -> "Entries":
         """Return the entries at `index`, int64 `[n]`; rows are copied when they are indexed."""
         all_positions = torch.arange(len(self), device="cpu")

@@ -21,6 +21,7 @@ from emblib.dynamic.saving.checkpoint import (
     set_table_entries,
     table_entries,
     target_of,
+    warn_of_expiry,
 )
 from emblib.dynamic.saving.dump_tables import Dump, DumpedTable, Header
 from emblib.dynamic.saving.dumps import Part, Report
@@ -301,6 +302,7 @@ def apply_changes(
             last, or the changes do not fit them.
     """
     hash_keys = check_changes(state, changes)
+    warn_of_expiry(state, {state.table_number(name) for name in changes.tables}, changes.until)
     counters = state.index.counters.clone()
 
     def apply() -> dict[str, Loaded]:
@@ -480,6 +482,8 @@ def set_table(state: DynamicState, table: int, dump: TableDump, report: Report |
     if dump.changes is not None:
         (loaded,) = apply_changes(state, dump.changes, report).values()
         return loaded
+
+    warn_of_expiry(state, {table}, max(dump.clock, dump.entries.newest_stamp()))
 
     def write() -> Loaded:
         nonlocal report
