@@ -533,7 +533,7 @@ class TableGroups(nn.Module):
                     del batches[: i + 1]
                     return inputs
             if torch.is_grad_enabled():
-                del batches[:1]  # with equal tensors the modules take it, with others they raise
+                del batches[:1]  # the modules take it if the tensors are equal, and else raise
         return None
 
     def nbytes(self) -> dict[str, int]:

@@ -559,25 +559,24 @@ class HashHandle(TableHandle):
             return
         module: DynamicEmbeddingBags = self.module
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        missing_keys.extend(prefix + key for key in sorted(self.missing_names(entries)))
-        unexpected.extend(prefix + key for key in sorted(self.unexpected_names(entries)))
+        missing_names, unexpected_names = self.compare_names(entries)
+        missing_keys.extend(prefix + key for key in sorted(missing_names))
+        unexpected.extend(prefix + key for key in sorted(unexpected_names))
         try:
             module.load_state_dict(self._state_of_module(entries), strict=False)
         except RuntimeError as error:
             errors.append(f"{prefix}: {error}")
 
-    def missing_names(self, names: Collection[str]) -> set[str]:
-        """Return the names of required entries that are not among the names; none on meta."""
-        if self._is_placeholder:
-            return set()
-        required_names = self._entry_names() | (child_state(self.module).keys() - OPTIONAL_NAMES)
-        return required_names - set(names)
+    def compare_names(self, names: Collection[str]) -> tuple[set[str], set[str]]:
+        """Return the names of required entries that `names` lack, and the `names` of no entry.
 
-    def unexpected_names(self, names: Collection[str]) -> set[str]:
-        """Return those of the names that no entry of the state dict has; none on meta."""
+        On meta both are empty.
+        """
         if self._is_placeholder:
-            return set()
-        return set(names) - self._entry_names() - child_state(self.module).keys()
+            return set(), set()
+        required_names, child_names = self._entry_names(), child_state(self.module).keys()
+        missing_names = (required_names | (child_names - OPTIONAL_NAMES)) - set(names)
+        return missing_names, set(names) - required_names - child_names
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""

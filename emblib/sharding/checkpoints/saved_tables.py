@@ -219,14 +219,14 @@ class SavedTable:
         """Return the names of the entries that loading the table requires."""
         return tuple(self.storage.parameter_layouts(self.config))
 
-    def missing_names(self, names: Collection[str]) -> set[str]:
-        """Return the names of required entries that are not among the names."""
-        return set(self.parameter_names()) - set(names)
+    def compare_names(self, names: Collection[str]) -> tuple[set[str], set[str]]:
+        """Return the names of required entries that `names` lack, and the `names` of no entry.
 
-    def unexpected_names(self, names: Collection[str]) -> set[str]:
-        """Return those of the names that no entry of the table has."""
+        Names are without that of the table.
+        """
+        required_names = set(self.parameter_names())
         metadata_names = self.storage.metadata_entries(self.config).keys()
-        return set(names) - metadata_names - set(self.parameter_names())
+        return required_names - set(names), set(names) - required_names - metadata_names
 
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters of another table; absent ones are not checked."""
@@ -398,18 +398,16 @@ class KeyedTable(SavedTable):
         """Return the names of the entries that loading the table requires."""
         return ("keys", "weight")
 
-    def missing_names(self, names: Collection[str]) -> set[str]:
-        """Return the names of required entries that are not among the names.
+    def compare_names(self, names: Collection[str]) -> tuple[set[str], set[str]]:
+        """Compare names with those of the entries; see `SavedTable`.
 
-        A rank without a shard requires only keys and weights.
+        A rank without a shard requires keys and weights, and accepts all other names.
         """
         handles = list(self._handles_by_number().values())
-        return handles[0].missing_names(names) if handles else super().missing_names(names)
-
-    def unexpected_names(self, names: Collection[str]) -> set[str]:
-        """Return those of the names that no entry has; none on a rank without a shard."""
-        handles = list(self._handles_by_number().values())
-        return handles[0].unexpected_names(names) if handles else set()
+        if handles:
+            missing_names, unexpected_names = handles[0].compare_names(names)
+            return missing_names, unexpected_names
+        return set(self.parameter_names()) - set(names), set()
 
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Raise ValueError for entries by key that this rank's shards cannot load."""
@@ -479,7 +477,7 @@ def load_module_state(collection: ShardedCollection, state: Mapping[str, Tensor]
         table.set_parameters(values)
 
 
-def missing_and_unexpected(
+def compare_names(
     collection: ShardedCollection, state: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Return the required names that `state` lacks, and its names that no entry of a table has."""
@@ -492,9 +490,9 @@ def missing_and_unexpected(
         else:
             unexpected.append(name)
     for table in _tables_of(collection):
-        names = names_by_table[table.name]
-        missing += [f"{table.name}.{name}" for name in table.missing_names(names)]
-        unexpected += [f"{table.name}.{name}" for name in table.unexpected_names(names)]
+        absent_names, unknown_names = table.compare_names(names_by_table[table.name])
+        missing += [f"{table.name}.{name}" for name in absent_names]
+        unexpected += [f"{table.name}.{name}" for name in unknown_names]
     return sorted(missing), sorted(unexpected)
 
 
@@ -640,7 +638,7 @@ class StateOfTables(nn.Module):
             if k.startswith(handles_prefix)
         }
         collection: Any = self
-        missing_names, unexpected_names = missing_and_unexpected(collection, values.keys())
+        missing_names, unexpected_names = compare_names(collection, values.keys())
         shared_prefixes = tuple(
             f"{name}."
             for name, shared in collection.shared.items()
