@@ -198,13 +198,17 @@ class SparseType(enum.Enum):
 
     @staticmethod
     def from_dtype(dtype: torch.dtype, is_mx: bool = False) -> "SparseType":
-        """Return the format of a torch dtype; uint8 and int8 are INT8, or with `is_mx` MX4.
+        """Return the format of a torch dtype; uint8 and int8 are INT8, with `is_mx` uint8 is MX4.
 
         Raises:
-            ValueError: no format has the dtype.
+            ValueError: no format has the dtype; with `is_mx` none has int8.
         """
-        if dtype in (torch.uint8, torch.int8):
-            return SparseType.MX4 if is_mx else SparseType.INT8
+        if dtype == torch.uint8 and is_mx:
+            return SparseType.MX4
+        if dtype in (torch.uint8, torch.int8) and not is_mx:
+            return SparseType.INT8
+        if dtype == torch.float8_e4m3fnuz:  # E4M3 of AMD's GPUs
+            return SparseType.NFP8
         for value, number_format in _FORMATS.items():
             if number_format.dtype == dtype:
                 return SparseType(value)

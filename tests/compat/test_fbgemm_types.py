@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TypeVar
 
 import pytest
+import torch
 
 from emblib.compat import fbgemm as ours
 from tests.compat.peer import fbgemm
@@ -152,6 +153,25 @@ def test_number_formats_by_code(code: int) -> None:
     else:
         expected = theirs.SparseType.from_int(code).name
         assert ours.SparseType.from_int(code).name == expected
+
+
+DTYPES = [
+    *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8, torch.int8),
+    *(torch.quint4x2, torch.quint2x4, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
+    torch.float8_e5m2,
+]
+
+
+@pytest.mark.parametrize("is_mx", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_number_formats_by_dtype(dtype: torch.dtype, is_mx: bool) -> None:
+    try:
+        expected = fbgemm().SparseType.from_dtype(dtype, is_mx).name
+    except ValueError:
+        with pytest.raises(ValueError, match=str(dtype)):
+            ours.SparseType.from_dtype(dtype, is_mx)
+    else:
+        assert ours.SparseType.from_dtype(dtype, is_mx).name == expected
 
 
 @pytest.mark.parametrize("name", ["device", "managed_caching", "mtia", "shelf"])
