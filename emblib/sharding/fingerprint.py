@@ -132,6 +132,15 @@ def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
     return texts
 
 
+def differences_of_present(ranks: RankGroup, description: Description) -> list[str]:
+    """Return a text per value that differs between the ranks whose descriptions have it.
+
+    A collective; the result is the same on all ranks, with at most `_MAX_DIFFERENCES` texts.
+    """
+    by_rank = ranks.gather_objects(_leaves(description))
+    return _differences(by_rank, range(ranks.size))[:_MAX_DIFFERENCES]
+
+
 def _values_text(values: Mapping[int, str]) -> str:
     """Return a text such as `1000 on ranks 0-2 and 1001 on rank 3`."""
     ranks_of: dict[str, list[int]] = {}

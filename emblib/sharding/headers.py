@@ -155,6 +155,7 @@ def gradient_headers(
     ranks: HeaderRanks,
     *,
     is_scaled: bool,
+    numbers: Sequence[int],
 ) -> Headers | None:
     """Send the header of the gradients of one backward, which the caller must `check`.
 
@@ -166,6 +167,7 @@ def gradient_headers(
         nbytes: the bytes to each rank and from each rank, by output; at least one output.
         ranks: the ranks.
         is_scaled: whether a `GradScaler` has scaled the loss.
+        numbers: numbers to send in the header, see `Headers`.
     """
     if ranks.size == 1 or ranks.device.type != "cpu":
         return None
@@ -174,7 +176,7 @@ def gradient_headers(
         [sum(rank_nbytes) for rank_nbytes in zip(*by_output, strict=True)]
         for by_output in zip(*nbytes, strict=True)
     )
-    return Headers([Content.GRADIENTS, ALL_TO_ALL, outputs], sent, received, ranks)
+    return Headers([Content.GRADIENTS, ALL_TO_ALL, outputs], sent, received, ranks, numbers)
 
 
 def check_call(content: Content, ranks: HeaderRanks) -> None:

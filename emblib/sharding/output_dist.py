@@ -29,6 +29,7 @@ from emblib.sharding.codecs import FP32, CommPrecision, Received, Values, start_
 from emblib.sharding.headers import Content, Headers, gradient_headers
 from emblib.sharding.layout import NodeSums, RankLayout
 from emblib.sharding.ranks import NodeRanks, RankGroup, split_by_node
+from emblib.sharding.table_hyperparams import TableHyperparams, check_digests, local_digests
 
 
 def start_output_dists(
@@ -61,12 +62,14 @@ class OutputStep(ABC):
             a `gradient_sink`.
         is_small: whether the rows may travel with rows of other lookups, see
             `IncomingBatch.merges_rows`; the same on all ranks.
+        hyperparams: hyperparameters of tables, which ranks compare in backward; None without.
         node_sums: sums of the lookup in nodes; None without. `rows` does not return the rows to sum
             (`NodeSumStep.pack`), and `assemble` gets the sums after the rows of single ranks.
         local_shape, replica_shape, sink_shape: shapes of `local`, `replica_rows` and
             `gradient_sink`, which are set to None once in use; None without such.
     """
 
+    hyperparams: TableHyperparams | None = None
     node_sums: NodeSumStep | None = None
 
     def __init__(
@@ -243,8 +246,9 @@ class _RowsInFlight:
         the ranks agree about the scale of a `GradScaler`.
 
         Raises:
-            RuntimeError: in host memory, the losses of ranks use different outputs or scales, see
-                `Headers.check` and `_Scaling.agree`.
+            RuntimeError: in host memory, the losses of ranks use different outputs or scales, or
+                their tables have different hyperparameters, see `Headers.check`, `_Scaling.agree`
+                and `check_digests`.
         """
         if self._ready_gradients:
             self._headers = self._start_headers()
@@ -264,8 +268,13 @@ class _RowsInFlight:
         indices = sorted(self._announced)
         self._announced = set()
         sizes = [self._steps[index].gradient_nbytes() for index in indices]
-        is_scaled = self._scaling is not None
-        return gradient_headers(indices, sizes, self._ranks, is_scaled=is_scaled)
+        return gradient_headers(
+            indices,
+            sizes,
+            self._ranks,
+            is_scaled=self._scaling is not None,
+            numbers=local_digests([self._steps[i].hyperparams for i in indices], self._ranks),
+        )
 
     def _add_to_scaling(self, grad: Tensor) -> None:
         """Add a gradient to the check for overflow, if a `GradScaler` scales the loss."""
@@ -280,11 +289,13 @@ class _RowsInFlight:
         """Compare the headers, and start to send the gradients that are ready."""
         gradients, self._ready_gradients = self._ready_gradients, {}
         headers, self._headers = self._headers, None
+        indices = sorted(gradients)
         if headers is not None:
-            headers.check()
+            check_digests(
+                [self._steps[i].hyperparams for i in indices], headers.check(), self._ranks
+            )
         if self._scaling is not None:
             self._scaling.start()
-        indices = sorted(gradients)
         sums = [self._steps[index].node_sums for index in indices]
         pending = start_gradients_of_sums(
             sums,

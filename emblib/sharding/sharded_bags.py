@@ -193,7 +193,9 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         if received.sent is None:
             return Outputs([self._output_dist.local_output(local, received)], join)
         sink = self._gradient_sink(received)
-        return Outputs([self._output_dist.step(local, replica_rows, sink, received)], join)
+        step = self._output_dist.step(local, replica_rows, sink, received)
+        step.hyperparams = self.hyperparams
+        return Outputs([step], join)
 
     def _gradient_sink(self, received: IncomingBatch) -> Tensor | None:
         """Return the tensor through which replicated tables get gradients.

@@ -292,7 +292,7 @@ class _SequenceStep(OutputStep):
     ) -> None:
         replica_sizes = [n * tables.dim for n in vector_route.num_replica_rows]
         super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
-        self._route, self._tables = vector_route, tables
+        self._route, self._tables, self.hyperparams = vector_route, tables, tables.hyperparams
         # Elements to and from each rank; the route has the numbers of slices.
         width = tables.vector_format.width
         self._sent_sizes = [n * width for n in vector_route.num_sent_slices]

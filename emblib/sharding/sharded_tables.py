@@ -55,6 +55,7 @@ from emblib.sharding.plan import module_plan
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, World, table_wise
 from emblib.sharding.shared_shards import Shared
+from emblib.sharding.table_hyperparams import TableHyperparams
 from emblib.sharding.tensor_train import share_cores
 from emblib.specs import BoundsCheck, Choice, Pooling
 from emblib.storage import TableSlice
@@ -441,8 +442,7 @@ class ShardedTables(nn.Module):
             return [unit for group_spec in group_specs for unit in group_spec.units]
 
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
-        whole_tables = map(TableSlice.whole, self.configs)
-        seeds = common_seeds(whole_tables, source.groups, ranks)
+        seeds = common_seeds(map(TableSlice.whole, self.configs), source.groups, ranks)
         local_layout, replicated = layout.ranks[ranks.rank], layout.replicated
 
         def make_shared(table_slice: TableSlice) -> SharedTable:
@@ -492,6 +492,7 @@ class ShardedTables(nn.Module):
         self._input_dist = InputDist(layout, blocks, ranks, self.scale, pooled=pooled)
         self._keys = [feature.key for feature in layout.features]
         self._order_by_keys: dict[tuple[str, ...], list[int]] = {}
+        self.hyperparams = self._table_hyperparams()
 
     layout: CollectionLayout
 
@@ -548,6 +549,10 @@ class ShardedTables(nn.Module):
             for table_shards, groups in pairs
             for index, table_shard in enumerate(table_shards)
         ]
+
+    def _table_hyperparams(self) -> TableHyperparams:
+        modules = [(s.table, s.groups.module_of(s.index)[0]) for s in self.local_shards()]
+        return TableHyperparams(self._effective_plan(), modules, self.ranks)
 
     def handles(self) -> list[ShardHandle]:
         """Return the handle of each shard on this rank."""

@@ -1,0 +1,150 @@
+"""Compare the hyperparameters of tables that several ranks update.
+
+Every rank updates its shards and replicas with its own learning rate and other hyperparameters. A
+scheduler that steps on one rank only would let replicas drift apart, and train the shards of one
+table at different rates. So for tensors in host memory the header of the gradients
+(`gradient_headers`) has a digest of them per set of ranks that share tables. If digests differ, all
+ranks raise before anything is updated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from emblib.columns import Hyper
+from emblib.ops.autograd import is_fused
+from emblib.optim import Counter, Optimizer
+from emblib.sharding import fingerprint
+from emblib.sharding.headers import Headers
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharding_types import ParameterSharding
+from emblib.storage.base import TrainedModule, has_hyperparams
+
+
+class TableHyperparams:
+    """The hyperparameters of those tables of a collection that several ranks update.
+
+    Not compared are optimizers of the user (`External`). Of shards neither are the step, which
+    counts the updates of all tables in a module together, so that it depends on the plan once
+    tables are frozen, the seed, and the largest count of a `Counter`, which is measured.
+
+    Args:
+        plan: the sharding of each table, by name.
+        modules: pairs of a table and a module with a shard or replica of it on this rank.
+        ranks: the processes.
+
+    Attributes:
+        tables: the tables by the ranks that share them, at least two; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        plan: Mapping[str, ParameterSharding],
+        modules: Iterable[tuple[str, Any]],
+        ranks: RankGroup,
+    ) -> None:
+        self.tables: dict[tuple[int, ...], list[str]] = {}
+        for table, sharding in plan.items():
+            owners = set(range(ranks.size))
+            if not sharding.is_replicated:
+                owners = {shard.rank for shard in sharding.shards}
+            if len(owners) > 1:
+                self.tables.setdefault(tuple(sorted(owners)), []).append(table)
+        shared_tables = set(chain.from_iterable(self.tables.values()))
+        self._replicated = {table for table in shared_tables if plan[table].is_replicated}
+        self._modules: dict[str, TrainedModule] = {
+            table: module
+            for table, module in modules
+            if table in shared_tables and has_hyperparams(module) and is_fused(module.optimizer)
+        }
+
+    def digests(self) -> list[int]:
+        """Return a digest for each entry of `tables`; 0 where this rank is not among its ranks."""
+        numbers: dict[tuple[int, bool], bytes] = {}  # tables of one module have the same
+        digests = []
+        for tables in self.tables.values():
+            digest = hashlib.blake2b(digest_size=7)  # fits into int64
+            for table in tables:
+                module = self._modules.get(table)
+                if module is None:
+                    continue
+                key = id(module), table in self._replicated
+                if key not in numbers:
+                    numbers[key] = self._compared(module, is_replica=key[1])
+                digest.update(numbers[key])
+            digests.append(int.from_bytes(digest.digest()))
+        return digests
+
+    @staticmethod
+    def _compared(module: TrainedModule, *, is_replica: bool) -> bytes:
+        """Return the hyperparameters that must be equal on all ranks with a shard or replica."""
+        values = module.hyperparams
+        if values.is_meta:
+            return b""
+        values = values.detach()
+        if not is_replica:
+            end = -1 if isinstance(getattr(module.optimizer, "counter", None), Counter) else None
+            entries = values[Hyper.L2 : Hyper.SEED], values[Hyper.OPTIMIZER_ARGS : end]
+            values = torch.cat([values[: Hyper.STEP], *entries])
+        return values.numpy().tobytes()
+
+    def description(self) -> fingerprint.Description:
+        """Describe the optimizers of the tables, as they are now, for an error message."""
+        return {
+            f"table {table}": {"optimizer": _now(module)}
+            | ({"step": int(module.hyperparams[Hyper.STEP])} if table in self._replicated else {})
+            for table, module in self._modules.items()
+        }
+
+
+def _now(module: TrainedModule) -> Optimizer:
+    """Return the optimizer of a module with its current learning rate."""
+    return replace(module.optimizer, lr=float(module.hyperparams[Hyper.LEARNING_RATE]))
+
+
+def local_digests(collections: Sequence[TableHyperparams | None], ranks: RankGroup) -> list[int]:
+    """Return the numbers for the header of the gradients: digests of several collections.
+
+    There are none on a GPU, and no more than fit into a header; tables beyond are not compared.
+    """
+    if ranks.device.type != "cpu":
+        return []
+    digests = [
+        digest for collection in collections if collection for digest in collection.digests()
+    ]
+    return digests[: Headers.MAX_NUMBERS]
+
+
+def check_digests(
+    collections: Sequence[TableHyperparams | None],
+    by_rank: Sequence[Sequence[int]] | None,
+    ranks: RankGroup,
+) -> None:
+    """Compare the digests of all ranks, which have called `local_digests` for equal collections.
+
+    Args:
+        collections: the collections, in the order of the digests.
+        by_rank: the digests of each rank.
+        ranks: the processes.
+
+    Raises:
+        RuntimeError: hyperparameters differ between ranks; on every rank.
+    """
+    compared = [collection for collection in collections if collection]
+    owners = [owners for collection in compared for owners in collection.tables]
+    columns = list(zip(*by_rank or (), strict=True))
+    if all(len({column[r] for r in rs}) == 1 for rs, column in zip(owners, columns, strict=False)):
+        return
+    description = fingerprint.merge_descriptions(*(c.description() for c in compared))
+    differences = fingerprint.differences_of_present(ranks, description)
+    raise RuntimeError(
+        "learning rates and other hyperparameters of a table must be the same on all ranks, and "
+        f"are not: {'; '.join(differences)}. Set them on all ranks alike, and step schedulers on "
+        "all of them. This backward has not updated these tables"
+    )
