@@ -23,14 +23,16 @@ from emblib.ops.hash import InsertedBatch
 from emblib.specs import DynamicSpec, Eviction, check_count
 from emblib.tables import state_dicts
 
+_STEPS_END = 3 * (MAX_TICK // 2)  # exclusive, of saved counts: no training reaches it from 2^62
+
 
 class EvictionScores(nn.Module):
     """Scores that each table assigns to the keys of its next training batch.
 
-    Tables with `Eviction.STEP` assign a count of training batches, from 1 or `set_steps` on. Tables
-    with `Eviction.CUSTOM` assign the number that was last passed to `set_custom`. The owner must
-    hold its lock around every call, and pass numbers of tables that exist. `by_table` and loading
-    wait for the device.
+    Tables with `Eviction.STEP` assign a count of training batches, from 1 or `set_steps` on, which
+    sets numbers below 2^62, so that counts never overflow. Tables with `Eviction.CUSTOM` assign the
+    number that was last passed to `set_custom`. The owner must hold its lock around every call, and
+    pass numbers of tables that exist. `by_table` and loading wait for the device.
 
     Args:
         specs: the tables.
@@ -100,7 +102,7 @@ class EvictionScores(nn.Module):
         """Set the counts of STEP tables, by number of the table: the scores of their next batch.
 
         Raises:
-            ValueError: a table is not STEP, or a step does not fit into int64.
+            ValueError: a table is not STEP, or a step is not in [-2^63, 2^62).
             TypeError: a step is not an int.
         """
         for table in steps:
@@ -110,8 +112,43 @@ class EvictionScores(nn.Module):
                     f"{self._evictions[table]}"
                 )
         int64_steps = {table: checked_score(step) for table, step in steps.items()}
+        if too_large := [step for step in int64_steps.values() if step >= MAX_TICK]:
+            raise ValueError(f"steps must be below 2^62, so that counts go on, got {too_large[0]}")
         for table, step in int64_steps.items():
             self.values[table].fill_(step)
+
+    def resume_steps(self, steps: Sequence[int]) -> None:
+        """Set the counts of STEP tables to saved ones, one per table; skip other tables."""
+        for t, eviction in enumerate(self._evictions):
+            if eviction is Eviction.STEP:
+                self.values[t].fill_(steps[t])
+
+    def continue_steps(self, table: int, stamps: Tensor, scores: Tensor | None) -> None:
+        """Have a STEP table count on from entries that were written into it; else do nothing.
+
+        Without this, keys of later batches would rank below these entries. The count becomes at
+        least one more than the score of the batch that used entries last; `set_key_scores` may have
+        raised scores of single keys, so that score is the lowest one with the newest stamp.
+
+        Args:
+            table: number of the table.
+            stamps: stamps of the entries, int64 `[n]`.
+            scores: scores of the entries, int64 `[n]`, or None.
+        """
+        if self._evictions[table] is not Eviction.STEP or scores is None or not stamps.numel():
+            return
+        last_step = int(scores[stamps == stamps.max()].min())
+        self.values[table].clamp_(min=min(last_step + 1, MAX_TICK))
+
+    def copy_scores(self, table: int, source: "EvictionScores", source_table: int) -> None:
+        """Copy the score of the next batch of a table of another module, if both assign one."""
+        eviction = self._evictions[table]
+        is_set = source_table not in source._unset_tables  # noqa: SLF001 - of the same class
+        is_same = source._evictions[source_table] is eviction  # noqa: SLF001
+        if eviction.order == "assigned" and is_same and is_set:
+            self.values[table].copy_(source.values[source_table])
+            self.is_set[table].fill_(True)
+            self._unset_tables.discard(table)
 
     def restart_steps(self) -> None:
         """Restart the counts of STEP tables at 1; scores of CUSTOM tables stay."""
@@ -143,7 +180,14 @@ class EvictionScores(nn.Module):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the scores in a state dict."""
-        return state_dicts.entry_problems(state_dict, state_dicts.loadable_tensors(self, prefix))
+        targets = state_dicts.loadable_tensors(self, prefix)
+        entry_errors = list(state_dicts.entry_problems(state_dict, targets))
+        yield from entry_errors
+        values = state_dict.get(f"{prefix}values")
+        if values is not None and not entry_errors and not values.is_meta:
+            steps = values[self.increments.to(values.device) > 0]
+            if bool((steps >= _STEPS_END).any()):
+                yield f"{prefix}values: steps must be below {_STEPS_END}, got {steps}"
 
 
 _SWEEPS_PER_TTL = 8  # sweeps over a table per ttl in steps

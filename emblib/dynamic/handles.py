@@ -244,7 +244,7 @@ class DynamicTable:
         """Set the step that keys get from the next batch, for `Eviction.STEP`.
 
         Raises:
-            ValueError: the table has another eviction, or the step is not an int64.
+            ValueError: the table has another eviction, or the step is not in [-2^63, 2^62).
             TypeError: the step is not an int.
         """
         for _, state, index in self.local_shards():

@@ -232,10 +232,12 @@ class DynamicState:
             hyperparameters.set_saved_fields(module, values)
         in_grad_mode(self.hyperparams.copy_, enabled=False)(values)
 
-    def copy_times(self, table: int, source: DynamicState, source_table: int) -> None:
-        """Adopt the times of use of a table whose entries were copied to this one."""
+    def copy_times_and_scores(self, table: int, source: DynamicState, source_table: int) -> None:
+        """Adopt the times of use and the next score of a table whose entries were copied here."""
         if self.expiry is not None and source.expiry is not None:
             self.expiry.copy_times(table, source.expiry, source_table)
+        if self.scores is not None and source.scores is not None:
+            self.scores.copy_scores(table, source.scores, source_table)
 
     def record_evictions(self, table: int, keys: Tensor) -> None:
         """Record keys that left a table in this step, if evictions are tracked."""
@@ -515,7 +517,7 @@ def set_eviction_step(state: DynamicState, table: int | str, step: int) -> None:
 
     Raises:
         KeyError, IndexError: there is no such table.
-        ValueError: its eviction is another, or the step is not an int64.
+        ValueError: its eviction is another, or the step is not in [-2^63, 2^62).
         TypeError: the step is not an int.
     """
     if state.scores is None:

@@ -17,15 +17,20 @@ from emblib import (
     CountMinSketch,
     DynamicEmbeddingBags,
     DynamicSpec,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
     Eviction,
     ExactCounter,
     FrequencyAdmission,
+    KeyedJaggedTensor,
     KeyStatus,
     Pooling,
     optim,
 )
 from emblib.dynamic.saving import snapshots
 from emblib.init import Constant, KeyModulo
+from emblib.sharding import DistributedModelParallel
+from emblib.storage import Hash
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dynamic_keys.md"
 
@@ -173,6 +178,56 @@ def test_steps_are_scores(device: torch.device) -> None:
     scores = module.index.export(0).scores
     assert scores is not None
     assert set(scores.tolist()) == {1, 100, -4}
+
+
+def test_steps_do_not_overflow(device: torch.device) -> None:
+    module = module_of(DynamicSpec(32, 2, name="a", eviction=Eviction.STEP), device=device)
+    for step in (2**62, 2**63 - 1):
+        with pytest.raises(ValueError, match=r"steps must be below 2\^62"):
+            module.set_eviction_step("a", step)
+    module.set_eviction_step("a", 2**62 - 1)
+    look_up(module, [1])
+    look_up(module, [2])
+    assert module.eviction_score("a") == 2**62 + 1
+    module.load_state_dict(module.state_dict())
+    saved = module.state_dict()
+    saved["scores.values"] = torch.tensor([2**63 - 1])
+    with pytest.raises(RuntimeError, match=r"scores.values: steps must be below"):
+        module.load_state_dict(saved)
+    assert module.eviction_score("a") == 2**62 + 1
+
+
+def test_steps_go_on_from_entries_of_other_tables(tmp_path: Path) -> None:
+    """Else keys of the next batches would rank below all others, and be evicted first."""
+    spec = DynamicSpec(64, 2, name="a", eviction=Eviction.STEP)
+    trained, copied, filled = (module_of(spec) for _ in range(3))
+    trained.track_evictions()
+    for key in range(4):
+        look_up(trained, [key])
+    trained.save(tmp_path / "whole")
+    copied.load(tmp_path / "whole")
+    since = trained.num_training_steps
+    trained.set_eviction_step("a", 40)
+    for key in range(4, 8):
+        look_up(trained, [key])
+    handle = trained.table_handles()["a"]
+    assert handle.score() == 44
+    copied.table_handles()["a"].apply_changes(handle.changes_since(since))
+    assert copied.eviction_score("a") == 44
+    handle.set_key_scores(torch.tensor([0]), 2**62)  # a key that is to stay
+    filled.table_handles()["a"].set_entries(handle.entries())
+    assert filled.eviction_score("a") == 44
+
+
+def test_steps_and_scores_go_on_in_shards() -> None:
+    for eviction, score in ((Eviction.STEP, 4), (Eviction.CUSTOM, 7)):
+        config = EmbeddingBagConfig(64, 2, "a", ["f"], storage=Hash(eviction=eviction))
+        bags = EmbeddingBagCollection([config], optimizer=optim.SGD(0.1))
+        if eviction is Eviction.CUSTOM:
+            bags.tables["a"].set_score(7)
+        for key in range(3):
+            bags(KeyedJaggedTensor(["f"], torch.tensor([key]), lengths=torch.tensor([1])))
+        assert DistributedModelParallel(bags).tables["a"].score() == score
 
 
 def test_scores_are_set_by_table(device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """The stores behind dynamic tables as a module uses them: reopened, full, killed, misused."""
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from emblib.dynamic.tiers import prefetched_rows as row_stage
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.store import FoundRows, StoredRows, StoredTable
-from emblib.specs import DynamicSpec
+from emblib.specs import DynamicSpec, Eviction
 from tests.dynamic import tier_kills
 from tests.dynamic.tier_cases import STORES, Pair, batch, prefetched, specs
 from tests.tables.kills import run_alone
@@ -49,6 +50,29 @@ def test_a_store_goes_on_where_it_was_flushed(kind: str, tmp_path: Path) -> None
         pair.small.flush()
     pair.compare()
     pair.small.close()
+
+
+@pytest.mark.parametrize("kind", ["disk", "sqlite"])
+def test_steps_go_on_where_a_store_was_flushed(kind: str, tmp_path: Path) -> None:
+    def opened() -> DynamicEmbeddingBags:
+        spec = DynamicSpec(32, 4, eviction=Eviction.STEP)
+        backing = BackingStore(STORES[kind](tmp_path))
+        return DynamicEmbeddingBags([spec], optim.SGD(0.1), backing=backing)
+
+    for last in (3, 5):
+        module = opened()
+        for _ in range(2):
+            module(torch.arange(3), torch.tensor([0, 3])).sum().backward()
+        assert module.eviction_score(0) == last
+        module.flush()
+        module.close()
+    store = STORES[kind](tmp_path)  # a note of an earlier version has no counts
+    store.open([StoredTable("table_0", 16)])
+    note = json.loads(store.note)
+    del note["steps"]
+    store.flush([[]], json.dumps(note))
+    store.close()
+    assert opened().eviction_score(0) == 5
 
 
 @pytest.mark.parametrize("kind", ["disk", "sqlite"])

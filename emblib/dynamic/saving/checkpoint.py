@@ -130,6 +130,8 @@ def set_table_entries(
             loaded = state.backing.load_entries(table, entries, report_once)
         if state.expiry is not None and not keeps_times:
             state.expiry.forget_times(table)
+        if state.scores is not None:
+            state.scores.continue_steps(table, entries.stamps, entries.scores)
         state.restart_eviction_log()
         return loaded
 

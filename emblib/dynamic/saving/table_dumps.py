@@ -314,6 +314,9 @@ def apply_changes(
             if not size(state, t):
                 state.index.empty(t, hash_keys.get(t))
             loaded[state.table_names[t]] = _apply_to_table(state, t, table_changes, report_once)
+            if state.scores is not None:
+                upserts = table_changes.upserts
+                state.scores.continue_steps(t, upserts.stamps, upserts.scores)
             fallback.write_rows(state, t, changes.fallback_rows.get(name, {}))
         state.index.counters.copy_(counters)
         state.index.set_tick(max(state.index.tick, changes.until))

@@ -180,9 +180,8 @@ class BackingTier:
     def _resume(self, note: dict[str, Any]) -> None:
         """Restore what `flush` wrote into the store's note.
 
-        "planes" is the result of `_describe_rows`, "tick" the number of training batches, "hyper"
-        the hyperparameters, "times" the times of `Expiry` (optional), and "fallback" the fallback
-        rows of each table in base64 (optional).
+        "planes" is the result of `_describe_rows`, "hyper" the hyperparameters, and "fallback" the
+        fallback rows of each table in base64 (optional); `FastRows.clock_note` has the others.
         """
         fast = self.fast
         if note["planes"] != self._describe_rows():
@@ -192,11 +191,7 @@ class BackingTier:
                 f"this module has {self._describe_rows()}; name another store, and move the rows "
                 "with state_dict from a module that fits"
             )
-        fast.index.set_tick(int(note["tick"]))
-        if fast.expiry is not None and "times" in note:
-            times = torch.tensor(note["times"], device="cpu")
-            if times.shape == fast.expiry.times.shape:  # else of other ttls: ages are not known
-                fast.expiry.times = times
+        self._fast_rows.set_clocks(note)
         try:
             for table, text in enumerate(note.get("fallback", ())):
                 self._fast_rows.set_fallback_bytes(table, base64.b64decode(text))
@@ -713,11 +708,9 @@ class BackingTier:
         fast, tables = self.fast, range(len(self._row_bytes))
         note = {
             "planes": self._describe_rows(),
-            "tick": fast.index.tick,
             "hyper": fast.hyperparams.tolist(),
+            **self._fast_rows.clock_note(),
         }
-        if fast.expiry is not None and fast.expiry.has_timed_ttls:
-            note["times"] = fast.expiry.times.tolist()
         if fast.layout.has_fallback:
             note["fallback"] = [
                 base64.b64encode(self._fast_rows.fallback_bytes(t)).decode() for t in tables

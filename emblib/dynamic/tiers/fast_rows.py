@@ -1,12 +1,12 @@
 """FastRows: the rows of the fast tier as bytes, the form in which a store has them."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from emblib.dynamic.eviction import EvictionLog, Expiry
+from emblib.dynamic.eviction import EvictionLog, EvictionScores, Expiry
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.rows import RowLayout
 from emblib.grad_mode import without_gradients
@@ -27,6 +27,7 @@ class FastTier(Protocol):
     layout: RowLayout
     hyperparams: Tensor
     expiry: Expiry | None
+    scores: EvictionScores | None
     eviction_log: EvictionLog | None
 
     @property
@@ -88,6 +89,31 @@ class FastRows:
             values = values.clone(memory_format=torch.contiguous_format)
             hash.hash_write_rows_(buffer, slots, values.view(buffer.dtype).to(buffer.device))
             first_byte += num_bytes
+
+    def clock_note(self) -> dict[str, Any]:
+        """Return what a store notes of the clocks of its tables, for `set_clocks`.
+
+        "tick" is the number of training batches, "steps" the scores of the next batch (where
+        eviction assigns scores), and "times" the times of `Expiry` (where a ttl is a time).
+        """
+        tier = self._tier
+        note: dict[str, Any] = {"tick": tier.index.tick}
+        if tier.scores is not None:
+            note["steps"] = tier.scores.values.tolist()
+        if tier.expiry is not None and tier.expiry.has_timed_ttls:
+            note["times"] = tier.expiry.times.tolist()
+        return note
+
+    def set_clocks(self, note: dict[str, Any]) -> None:
+        """Set the clocks of the tables to those of a note that may be of an earlier version."""
+        tier, tick = self._tier, int(note["tick"])
+        tier.index.set_tick(tick)
+        if tier.scores is not None:
+            tier.scores.resume_steps(note.get("steps", [tick + 1] * len(tier.specs)))
+        if tier.expiry is not None and "times" in note:
+            times = torch.tensor(note["times"], device="cpu")
+            if times.shape == tier.expiry.times.shape:  # else of other ttls: ages are not known
+                tier.expiry.times = times
 
     def fallback_bytes(self, table: int) -> bytes:
         """Return the fallback rows of a table, which the store keeps apart from rows of keys."""
