@@ -21,7 +21,8 @@ from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.shard import Rules
-from emblib.sharding.sharded_tables import GradientReduction
+from emblib.sharding.sharded_tables import GradientReduction, ShardedTables
+from emblib.sharding.table_hyperparams import check_replicas
 
 _CHUNK_FLOATS = 1 << 23  # values per message, 32 MiB
 # Steps and counts of the updates of one replica, in float32; a mean of them would mean nothing.
@@ -129,9 +130,22 @@ class ReplicatedModelParallel(DistributedModelParallel):
         Args:
             optimizer_states: whether optimizer states of the tables are averaged too, except
                 `prev_iter` and `row_counter`, of which each replica keeps its own.
+
+        Raises:
+            RuntimeError: learning rates or other hyperparameters of a table differ between ranks,
+                on every rank; not compared on a GPU.
         """
         if self.replicas.size == 1:
             return
+        if self.all_ranks.device.type == "cpu":
+            check_replicas(
+                {
+                    path: module.hyperparams
+                    for path, module in self.module.named_modules()
+                    if isinstance(module, ShardedTables)
+                },
+                self.all_ranks,
+            )
 
         def average(buffer: Tensor) -> None:
             dist.all_reduce(buffer, group=self.replicas.group)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -56,12 +55,11 @@ class TableHyperparams:
                 owners = {shard.rank for shard in sharding.shards}
             if len(owners) > 1:
                 self.tables.setdefault(tuple(sorted(owners)), []).append(table)
-        shared_tables = set(chain.from_iterable(self.tables.values()))
-        self._replicated = {table for table in shared_tables if plan[table].is_replicated}
+        self._replicated = {table for table, sharding in plan.items() if sharding.is_replicated}
         self._modules: dict[str, TrainedModule] = {
             table: module
             for table, module in modules
-            if table in shared_tables and has_hyperparams(module) and is_fused(module.optimizer)
+            if has_hyperparams(module) and is_fused(module.optimizer)
         }
 
     def digests(self) -> list[int]:
@@ -80,6 +78,13 @@ class TableHyperparams:
                 digest.update(numbers[key])
             digests.append(int.from_bytes(digest.digest()))
         return digests
+
+    def by_table(self) -> dict[str, bytes]:
+        """Return what must be equal in all replicas of each table on this rank, by name."""
+        return {
+            table: self._compared(module, is_replica=False)
+            for table, module in self._modules.items()
+        }
 
     @staticmethod
     def _compared(module: TrainedModule, *, is_replica: bool) -> bytes:
@@ -141,10 +146,34 @@ def check_digests(
     columns = list(zip(*by_rank or (), strict=True))
     if all(len({column[r] for r in rs}) == 1 for rs, column in zip(owners, columns, strict=False)):
         return
-    description = fingerprint.merge_descriptions(*(c.description() for c in compared))
+    _raise_differences(compared, ranks)
+
+
+def check_replicas(collections: Mapping[str, TableHyperparams], ranks: RankGroup) -> None:
+    """Compare the tables that several ranks have, in whichever groups of ranks; a collective.
+
+    Args:
+        collections: collections of the model, by path.
+        ranks: the processes.
+
+    Raises:
+        RuntimeError: hyperparameters differ between ranks; on every rank.
+    """
+    by_rank = ranks.gather_objects({path: c.by_table() for path, c in collections.items()})
+    seen: dict[tuple[str, str], bytes] = {}
+    for tables_by_path in by_rank:
+        for path, tables in tables_by_path.items():
+            for table, values in tables.items():
+                if seen.setdefault((path, table), values) != values:
+                    _raise_differences(list(collections.values()), ranks)
+
+
+def _raise_differences(collections: Sequence[TableHyperparams], ranks: RankGroup) -> None:
+    """Raise an error that names the differences; all ranks call this."""
+    description = fingerprint.merge_descriptions(*(c.description() for c in collections))
     differences = fingerprint.differences_of_present(ranks, description)
     raise RuntimeError(
         "learning rates and other hyperparameters of a table must be the same on all ranks, and "
         f"are not: {'; '.join(differences)}. Set them on all ranks alike, and step schedulers on "
-        "all of them. This backward has not updated these tables"
+        "all of them. These tables have not changed"
     )

@@ -145,6 +145,23 @@ def test_replicas_start_equal() -> None:
     worlds.run(4, _from_meta)
 
 
+def _rates_of_one_replica(ranks: RankGroup) -> str:
+    """Rank 3, of the second replica, changes its learning rates before a sync."""
+    model = replicas(ranks, wrap="none")
+    before = values_of(model)
+    if ranks.rank == 3:
+        for group in model.fused_optimizer.param_groups:
+            group["lr"] = 0.5
+    with pytest.raises(RuntimeError, match=r"0\.1 on ranks? .* and 0\.5 on rank 3") as raised:
+        model.sync()
+    torch.testing.assert_close(values_of(model), before, rtol=0, atol=0)
+    return str(raised.value)
+
+
+def test_a_sync_refuses_rates_that_differ() -> None:
+    assert len(set(worlds.run(4, _rates_of_one_replica))) == 1
+
+
 def _in_pipeline(ranks: RankGroup) -> int:
     """Loaders of different lengths in different replicas end together."""
     model = replicas(ranks)
