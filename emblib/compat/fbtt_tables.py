@@ -7,13 +7,13 @@ one per core and table. Here the parameters are FBTT's, and lookups read slices 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from emblib import CachedTTEmbeddingBags, TableBatchedTTEmbeddingBags, optim
+from emblib import CachedTTEmbeddingBags, TableBatchedTTEmbeddingBags, ops, optim
 
 LAYOUT = "tt_layout"
 """The entry of a state dict with rows, dim, factors and ranks, which identify a tensor train."""
@@ -26,6 +26,10 @@ class StackedCores(nn.ParameterList):
         """Return the parameters; iterating over a `ParameterList` is slow."""
         parameters: Any = list(self._parameters.values())
         return parameters if len(parameters) == len(self) else list(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move the cores, but keep their dtype, as tables do: kernels take no other."""
+        return super()._apply(ops.keep_dtype(fn), recurse)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *arguments: Any

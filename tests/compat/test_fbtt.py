@@ -520,3 +520,18 @@ def test_factors_may_be_an_array() -> None:
     bag = TTEmbeddingBag(60, 8, [4, 4], numpy.array([3, 4, 5]), numpy.array([2, 2, 2]))
     assert (bag.tt_p_shapes, bag.tt_q_shapes) == ([3, 4, 5], [2, 2, 2])
     assert bag(torch.tensor([59]), torch.tensor([0, 1])).shape == (1, 8)
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {"cache_size": 10}, {"sparse": False}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_cores_keep_their_dtype(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    bags = TTEmbeddingBag(100, 8, [4, 4], **options)
+    ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])
+    with torch.no_grad():
+        expected = bags(ids, offsets)
+    with pytest.warns(UserWarning, match="tables keep their dtypes"):
+        bags.to(dtype)
+    output = bags(ids, offsets)
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    assert {core.dtype for core in bags.tt_cores} == {torch.float32}
