@@ -2,12 +2,14 @@
 
 import copy
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import emblib
 from emblib import optim
@@ -360,7 +362,8 @@ def test_a_scheduler_is_warned_of() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     assert "a scheduler over" not in str(emblib.migrate(Model(), optimizer))
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    migration = emblib.migrate(model, optimizer)
+    with pytest.warns(UserWarning, match="a scheduler over SGD no longer sets the rates"):
+        migration = emblib.migrate(model, optimizer)
     assert "a scheduler over SGD no longer sets the rates" in migration.warnings[1]
     fused = emblib.collections.optimizers.FusedOptimizer.of(model)
     torch.optim.lr_scheduler.StepLR(fused, 1, gamma=0.5)
@@ -369,6 +372,43 @@ def test_a_scheduler_is_warned_of() -> None:
         group["lr"] = 0.0
     train(model, optimizer, 1)
     assert torch.equal(model.bags.weight, before)
+
+
+def test_a_scheduler_without_a_mark_on_its_optimizer_is_warned_of() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.warns(UserWarning, match="a scheduler over SGD no longer sets the rates"):
+        emblib.migrate(model, optimizer)
+    assert scheduler.optimizer is optimizer
+
+
+def test_a_scheduler_of_tables_with_gradients_reaches_them() -> None:
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        emblib.migrate(model, optimizer)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("name", ["bags", "items"])
+@pytest.mark.parametrize("unknown", [-1, -2, ROWS])
+def test_unknown_ids_raise_as_before(unknown: int, name: str, padding: int | None) -> None:
+    model = Model(padding_idx=padding)
+    ids = torch.tensor([[1, unknown]])
+    with pytest.raises((RuntimeError, IndexError)):
+        getattr(model, name)(ids)
+    emblib.migrate(model)
+    module = getattr(model, name)
+    with pytest.raises(RuntimeError, match=str(unknown)):
+        module(ids)
+    with FakeTensorMode() as mode:  # the ids cannot be read
+        fake_ids = mode.from_tensor(ids)
+        assert module._refuse_skipped_ids(fake_ids).shape == ids.shape
+    module.table.bounds_check = emblib.BoundsCheck.IGNORE
+    module(ids)
 
 
 def test_optimizers_in_backward_move_or_leave_the_table() -> None:

@@ -9,7 +9,9 @@ calls, and changes the groups of the optimizer.
 
 from __future__ import annotations
 
+import gc
 import importlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +52,8 @@ _ADVICE = {
     ("tt_embeddings_ops", "TableBatchedTTEmbeddingBag"): "import it from emblib.compat.fbtt and "
     "load its state dict",
 }
+
+_SCHEDULER_WARNING = "a scheduler over"
 
 
 class Migration:
@@ -94,12 +98,7 @@ class Migration:
             "emblib.collections.optimizers.FusedOptimizer.of(model); a penalty on their weight, a "
             "view without gradient, has no effect"
         ]
-        warnings += [
-            f"a scheduler over {type(optimizer).__name__} no longer sets the rates of the fused "
-            "tables: make a second one over emblib.collections.optimizers.FusedOptimizer.of(model)"
-            for optimizer in optimizers
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        ]
+        warnings += _scheduler_warnings(optimizers)
         num_single = sum(isinstance(replaced, ReplacedEmbedding) for replaced in fused)
         if num_single > 1:
             warnings.append(
@@ -277,7 +276,8 @@ def migrate(
 ) -> Migration:
     """Swap the embeddings of a model for tables of emblib, in place, and report the result.
 
-    What cannot be swapped, e.g. a module with hooks, is left, see `Migration.left`.
+    What cannot be swapped, e.g. a module with hooks, is left, see `Migration.left`. A scheduler
+    that was made before does not reach tables that backward updates: a warning tells of it.
 
     `nn.EmbeddingBag` (sum, mean), `nn.Embedding`, the table-batched modules of FBGEMM and the
     unsharded collections of TorchRec become modules with the same rows that take the same calls. If
@@ -344,7 +344,28 @@ def migrate(
     for swapped in replaced:
         swapped.replace_in_optimizers()
         _set_module(model, swapped.paths, swapped.new)
-    return Migration(model, replaced, left_modules, optimizers, tables)
+    migration = Migration(model, replaced, left_modules, optimizers, tables)
+    for text in migration.warnings:
+        if text.startswith(_SCHEDULER_WARNING):  # training goes on at a wrong rate, so it is shown
+            warnings.warn(f"emblib: {text}", stacklevel=2)
+    return migration
+
+
+def _scheduler_warnings(optimizers: Sequence[TorchOptimizer]) -> list[str]:
+    """Return a sentence per optimizer that has a scheduler: it does not reach fused tables."""
+    # This scheduler, unlike others, leaves no mark on its optimizer. Not `isinstance`, which would
+    # read an attribute of each object of the process.
+    on_plateau = {
+        id(vars(item).get("optimizer"))
+        for item in gc.get_objects()
+        if issubclass(type(item), torch.optim.lr_scheduler.ReduceLROnPlateau)
+    }
+    return [
+        f"{_SCHEDULER_WARNING} {type(optimizer).__name__} no longer sets the rates of the fused "
+        "tables: make a second one over emblib.collections.optimizers.FusedOptimizer.of(model)"
+        for optimizer in optimizers
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched") or id(optimizer) in on_plateau
+    ]
 
 
 def _as_list(optimizer: Any) -> list[TorchOptimizer]:

@@ -26,8 +26,9 @@ from emblib.migration.base import (
 )
 from emblib.ops import autograd
 from emblib.optim import Optimizer
-from emblib.specs import Pooling, Precision, TableSpec
+from emblib.specs import BoundsCheck, Pooling, Precision, TableSpec
 from emblib.tables import TableBatchedEmbeddingBags
+from emblib.tables.batches import is_eager
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TORCH_ATTRIBUTES = (
@@ -39,11 +40,15 @@ _TORCH_ATTRIBUTES = (
     "scale_grad_by_freq",
     "sparse",
 )
+_UNKNOWN_ID = -2  # outside every table; -1 would be skipped
 _POOLING = {"sum": Pooling.SUM, "mean": Pooling.MEAN}
 
 
 class _DropIn(nn.Module):
     """A table of emblib that takes the calls of a module of torch.
+
+    Unknown ids raise, on a GPU as a failed device assert, as in torch; `table.bounds_check` has the
+    other reactions.
 
     Args:
         source: the module, whose attributes are copied, but not its rows.
@@ -69,9 +74,29 @@ class _DropIn(nn.Module):
             optimizer,
             pooling=pooling,
             precision=Precision(weights=source.weight.dtype, output=source.weight.dtype),
+            bounds_check=BoundsCheck.FATAL,
             device=source.weight.device,
         )
         self.train(source.training)
+
+    def _refuse_skipped_ids(self, ids: Tensor) -> Tensor:
+        """Return ids whose check fails for -1 too: torch has no id that is skipped.
+
+        Raises:
+            RuntimeError: an id is -1, where the call can read the ids without a wait.
+        """
+        if self.table.bounds_check is not BoundsCheck.FATAL:
+            return ids
+        is_skipped = ids == -1
+        if ids.device.type != "cpu" or not is_eager(ids):
+            return torch.where(is_skipped, _UNKNOWN_ID, ids)
+        if is_skipped.any():
+            position = int(is_skipped.nonzero()[0])
+            raise RuntimeError(
+                f"index {position} is -1, ids must be in [0, {self.num_embeddings}): padding_idx "
+                "or weights exclude ids from a sum; other modes of table.bounds_check skip -1"
+            )
+        return ids
 
     @property
     @shows_attribute_errors
@@ -131,6 +156,7 @@ class MigratedEmbeddingBag(_DropIn):
         Raises:
             ValueError: `offsets` with ids of two dimensions, or none with ids of another number.
             NotImplementedError: `per_sample_weights` with another mode, as in `nn.EmbeddingBag`.
+            RuntimeError: an id is outside the table, or offsets do not fit, on the CPU.
         """
         if per_sample_weights is not None and self.mode != "sum":
             raise NotImplementedError(
@@ -151,6 +177,7 @@ class MigratedEmbeddingBag(_DropIn):
             offsets = nn.functional.pad(offsets, (0, 1), value=input.numel())
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.float()
+        input = self._refuse_skipped_ids(input)
         if self.padding_idx is not None:
             input, offsets, per_sample_weights = drop_padding_from_bags(
                 input, offsets, self.padding_idx, per_sample_weights
@@ -166,8 +193,11 @@ class MigratedEmbedding(_DropIn):
         """Return the vector of each id, `[*, embedding_dim]`; ids are int32 or int64 `[*]`.
 
         The vector of `padding_idx` is zeros.
+
+        Raises:
+            RuntimeError: an id is outside the table, on the CPU.
         """
-        ids = input.flatten()
+        ids = self._refuse_skipped_ids(input.flatten())
         if self.padding_idx is not None:  # whose row is zeros and is not trained
             ids = torch.where(ids == self.padding_idx, -1, ids)
         offsets = torch.arange(2, device=ids.device, dtype=ids.dtype) * ids.numel()
