@@ -76,7 +76,7 @@ class NormalizedEntropy(Metric):
         if not bool(((targets >= 0) & (targets <= 1)).all()):
             raise ValueError("labels must be in [0, 1]: 0 or 1, or the share of clicks")
         if self.from_logits:
-            losses = functional.binary_cross_entropy_with_logits(values, targets, reduction="none")
+            losses = _cross_entropy_of_logits(values, targets)
         else:
             if not bool(((values >= 0) & (values <= 1)).all()):
                 raise ValueError(
@@ -85,7 +85,8 @@ class NormalizedEntropy(Metric):
                 )
             losses = functional.binary_cross_entropy(values, targets, reduction="none")
         scales = torch.ones_like(values) if weights is None else weights.detach().double()
-        self.cross_entropy += (losses * scales).sum()
+        # An infinite loss times a weight of 0 would be NaN.
+        self.cross_entropy += torch.where(scales == 0, 0.0, losses * scales).sum()
         self.positive += (targets * scales).sum()
         self.total += scales.sum()
 
@@ -189,6 +190,16 @@ class GroupedAUC(Metric):
 
 
 _DTYPES = {"predictions": torch.float64, "labels": torch.float32, "groups": torch.int64}
+
+
+def _cross_entropy_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of each example; an infinite logit of the right sign has none.
+
+    `binary_cross_entropy_with_logits` multiplies that logit by 0, which is NaN.
+    """
+    positive = torch.where(labels > 0, labels * functional.logsigmoid(logits), 0.0)
+    negative = torch.where(labels < 1, (1.0 - labels) * functional.logsigmoid(-logits), 0.0)
+    return -(positive + negative)
 
 
 def _concatenate(batches: Tensor | list[Tensor]) -> Tensor:

@@ -63,6 +63,21 @@ def test_normalized_entropy(kind: str, weighted: str) -> None:
     assert float(metric.compute()) == pytest.approx(want, rel=1e-6)
 
 
+def test_infinite_logits() -> None:
+    """The loss is 0 for the right sign, and infinite for the wrong one unless its weight is 0."""
+    infinite, rest = [math.inf, -math.inf], [0.0, 0.0]
+    logits, labels = torch.tensor(infinite + rest), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    metric = NormalizedEntropy(from_logits=True)
+    metric.update(logits, labels)
+    assert float(metric.compute()) == pytest.approx(0.5)
+    metric.update(-logits, labels, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    assert float(metric.compute()) == pytest.approx(4 / 6)
+    metric.update(-logits, labels)
+    assert float(metric.compute()) == math.inf
+    metric.update(torch.tensor([math.nan]), torch.ones(1))
+    assert metric.compute().isnan()
+
+
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_equal_labels_have_no_entropy(label: float) -> None:
     metric = NormalizedEntropy()
