@@ -10,7 +10,13 @@ import torch
 from emblib import EmbeddingBagCollection, EmbeddingBagConfig, optim
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
-from emblib.sharding import ShardedEmbeddingBagCollection, checkpoints, column_wise, row_wise
+from emblib.sharding import (
+    ShardedEmbeddingBagCollection,
+    checkpoints,
+    column_wise,
+    row_wise,
+    table_wise,
+)
 from emblib.sharding.checkpoints import CheckpointError
 from emblib.sharding.checkpoints.sharded_table import gather_state
 from emblib.sharding.ranks import RankGroup
@@ -307,6 +313,80 @@ def test_refused_rows_of_a_dynamic_table_change_no_table() -> None:
     with pytest.raises(RuntimeError, match=r"embedding_bags\.t2\.weight: size mismatch"):
         model.load_state_dict({**saved, "embedding_bags.t2.weight": narrow})
     assert_parts_same(model.state_dict(), before)
+
+
+def trained_tables(names: str, ranks: RankGroup, steps: int) -> dict[str, Any]:
+    """The `state` of tables that made some steps; the first one is on the last rank."""
+    configs = [EmbeddingBagConfig(8, 4, name, [name]) for name in names]
+    plan = {name: table_wise(ranks.size - 1 if name == names[0] else 0) for name in names}
+    torch.manual_seed(steps)
+    source = EmbeddingBagCollection(configs, optimizer=optim.Adam(0.1 * steps))
+    model = ShardedEmbeddingBagCollection(source, plan, ranks)
+    for _ in range(steps):
+        ids = torch.arange(3).repeat(len(names))
+        batch = KeyedJaggedTensor(list(names), ids, lengths=torch.ones_like(ids))
+        model(batch).values().sum().backward()
+    return {"model": model, "tables": model.fused_optimizer}
+
+
+def whole_tensors(state: dict[str, Any], ranks: RankGroup) -> dict[str, Any]:
+    """Copies of the rows and moments of all tables, by name."""
+    trees = {key: state[key].state_dict() for key in ("model", "tables")}
+    flat = models.flat(copy.deepcopy(gather_state(trees, ranks)))
+    names = (name for name in flat if name.endswith(("weight", "exp_avg", "exp_avg_sq")))
+    return {name.removeprefix("."): flat[name] for name in names}
+
+
+def load_into_other_tables(ranks: RankGroup, path: Path, names: str) -> None:
+    """Load tables a, b and c, saved after three steps, into other ones that have made two.
+
+    Strictly if all of them are known.
+    """
+    saved_state = trained_tables("abc", ranks, 3)
+    checkpoints.save(saved_state, path, ranks)
+    saved = whole_tensors(saved_state, ranks)
+    state = trained_tables(names, ranks, 2)
+    before = whole_tensors(state, ranks)
+    missing_names = checkpoints.load(state, path, ranks, strict=set(names) <= set("abc"))
+    for name, value in whole_tensors(state, ranks).items():
+        assert torch.equal(value, saved.get(name, before[name])), name
+        assert (name in missing_names) is (name not in saved)
+    has_known = bool(set("abc").intersection(names))
+    steps = {m.step for table in state["model"].fused_tables() for m in table.modules}
+    assert steps <= {3 if has_known else 2}
+    rate = state["tables"].param_groups[0]["lr"]
+    assert rate == pytest.approx(0.3 if has_known else 0.2)
+
+
+@pytest.mark.parametrize("names", ["abcd", "dabc", "cb", "db", "xy"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_more_or_fewer_tables(size: int, names: str, tmp_path: Path) -> None:
+    """Known tables are loaded, new ones keep rows and states, and all count the same steps."""
+    worlds.run(size, load_into_other_tables, tmp_path, names)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_optimizer_that_refuses_its_groups_changes_nothing(strict: bool, tmp_path: Path) -> None:
+    """Numbered parameters are counted, and numbers are checked, before rows are read."""
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
+    saved = {**trained_tables("ab", ALONE, 3), "dense": torch.optim.SGD(weights[:2], 0.1)}
+    checkpoints.save(saved, tmp_path, ALONE)
+    state = {**trained_tables("ab", ALONE, 2), "dense": torch.optim.SGD(weights, 0.1)}
+    before = whole_tensors(state, ALONE)
+    with pytest.raises(CheckpointError, match=r"dense has groups of \[3\] parameters"):
+        checkpoints.load(state, tmp_path, ALONE, strict=strict)
+    assert_same(before, whole_tensors(state, ALONE))
+
+
+def test_numbers_that_an_optimizer_refuses_change_nothing(tmp_path: Path) -> None:
+    saved = {key: value.state_dict() for key, value in trained_tables("ab", ALONE, 3).items()}
+    saved["tables"]["state"]["embedding_bags.b.weight"]["hyper"].parts[0][0] = -1.0
+    checkpoints.save(saved, tmp_path, ALONE)
+    state = trained_tables("ab", ALONE, 2)
+    before = whole_tensors(state, ALONE)
+    with pytest.raises(ValueError, match="learning rate"):
+        checkpoints.load(state, tmp_path, ALONE)
+    assert_same(before, whole_tensors(state, ALONE))
 
 
 SERVED = Case(tables(Pooling.SUM), ("dp", "rw", "tw", "rw"), optimizer=None)

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from emblib.collections.fused_states import HYPER
+from emblib.collections.optimizers import KeyedOptimizer
 from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.sharding.checkpoints import sharded_table
 from emblib.sharding.checkpoints.keyed import KeyReader, has_row_per_key, is_of_saved_keys
+from emblib.sharding.checkpoints.saved_groups import SavedGroups, write_hyperparams
 from emblib.sharding.checkpoints.saving import NOTES, Group
 from emblib.sharding.checkpoints.sharded_table import KeyedRows, RowStates, ShardedTable
 from emblib.sharding.checkpoints.state_trees import (
@@ -126,8 +129,10 @@ def _disjoint(spans: Sequence[Span]) -> list[Span]:
 
 def load(
     state: MutableMapping[str, Any], path: str | Path, ranks: Group = None, *, strict: bool = True
-) -> None:
+) -> list[str]:
     """Fill `state` from a checkpoint written by `save`; a collective over `ranks`.
+
+    Returns the names of the values that the checkpoint lacks; without `strict` there may be some.
 
     Modules and optimizers that are values of `state` get their saved state dicts. Nested dicts and
     lists are replaced by new ones with the tensors of `state`, which are filled in place. Other
@@ -141,15 +146,18 @@ def load(
         ranks: the ranks that load; by default all processes, or this process alone.
         strict: whether a value that the checkpoint lacks is an error; otherwise it stays unchanged,
             but states of a dynamic table whose keys are loaded start from their initial values, and
-            are left out of nested dicts. Values that only the checkpoint has are ignored.
+            are left out of nested dicts; and tables with a fused optimizer count the steps of the
+            loaded tables with an equal one. Values that only the checkpoint has are ignored.
 
     Raises:
         CheckpointError: the checkpoint is missing or incomplete, it lacks a value, a tensor has
-            another size, or the metadata is damaged or names something that may run code; then
-            nothing is changed. Or data has another checksum than when it was saved, or a value
-            names something that may run code; then part of `state` may have been filled. Or another
-            rank raised an error.
+            another size, an optimizer has other groups of parameters, or the metadata is damaged or
+            names something that may run code; then nothing is changed. Or data has another checksum
+            than when it was saved, or a value names something that may run code; then part of
+            `state` may have been filled. Or another rank raised an error.
         TypeError: `path` is None, or `state` is no dict.
+        KeyError: a `KeyedOptimizer` cannot have the saved state; nothing is changed.
+        ValueError: a `KeyedOptimizer` cannot have the saved numbers; nothing is changed.
         Exception: what `load_state_dict` of a value raises; part of `state` may have been filled.
     """
     from emblib.sharding.checkpoints.files import Reader, read
@@ -172,11 +180,13 @@ def load(
         )
     # A collective: each rank finds the saved rows of its dynamic shards, and tells all ranks.
     targets = loading.targets(ranks)
+    targets = run_on_all_ranks(ranks, lambda: loading.load_numbers(targets))
     values = {name: target.buffer for name, target in targets.items()}
     read(values, reader, ranks)
     for name, value in values.items():
         targets[name].buffer = value  # `read` replaces values that are not tensors
     run_on_all_ranks(ranks, lambda: loading.finish(targets))
+    return loading.missing_names
 
 
 def latest(directory: str | Path, ranks: Group = None) -> Path | None:
@@ -238,38 +248,65 @@ class _Loading:
         tree: copy of `state` in which modules and optimizers are their state dicts.
         column_cuts: columns at which the saved row-wise states were cut, by name.
         leaves: values of `tree` that the checkpoint has.
+        missing_names: names of values that the checkpoint lacks.
         _lacks_states: keys of `state` whose dynamic tables load without some of their states.
     """
 
     def __init__(
         self, state: MutableMapping[str, Any], path: Path, reader: "Reader", *, strict: bool
     ) -> None:
-        from emblib.sharding.checkpoints.files import read
-
         self.state, self.path, self.reader = state, path, reader
         metadata = reader.metadata
         self.saved: dict[str, Any] = dict(metadata.state_dict_metadata)
         self.tree = expand_state_dicts(state)
+        self._groups = {
+            key: SavedGroups(key, value, self.tree[key], self.saved, self._read_small)
+            for key, value in state.items()
+            if isinstance(value, torch.optim.Optimizer)
+        }
         self._add_missing_optimizer_states(metadata.planner_data or {})
         self.column_cuts: dict[str, tuple[int, ...]] = {}
         if NOTES in self.saved:
             self._check_complete([NOTES])
-            notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8, device="cpu")}
-            read(notes, self.reader, RankGroup.single())
+            notes = self._read_small([NOTES])
             self.column_cuts = self._parse_notes(bytes(notes[NOTES].flatten().tolist()))
         all_leaves = self._drop_unsaved_layouts(
             self._drop_unsaved_hash_keys(list(leaves(self.tree)))
         )
-        missing_names = sorted(leaf.name for leaf in all_leaves if leaf.name not in self.saved)
+        missing_names = [leaf.name for leaf in all_leaves if leaf.name not in self.saved]
         self._check_quantised(missing_names)
+        for groups in self._groups.values():
+            if not groups.fit:
+                missing_names = [n for n in missing_names if not n.startswith(groups.names[1])]
+                missing_names += groups.adopt(strict=strict and not missing_names)
+                all_leaves = [a for a in all_leaves if not a.name.startswith(groups.names[1])]
+        self.missing_names = sorted(missing_names)
         if missing_names and strict:
             raise CheckpointError(
-                f"{path} does not have {_join_texts(missing_names)}: it is of another model; "
+                f"{path} does not have {_join_texts(self.missing_names)}: it is of another model; "
                 "strict=False leaves them as they are"
             )
         self._lacks_states = self._drop_states_of_other_keys(all_leaves)
         self.leaves = [leaf for leaf in all_leaves if leaf.name in self.saved]
         self._check_sizes()
+        for groups in self._groups.values():
+            groups.share_steps()
+
+    def _read_small(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return some small saved values, which this rank reads."""
+        from emblib.sharding.checkpoints.files import read
+
+        values: dict[str, Any] = dict.fromkeys(names)
+        tensors = {name: self.saved[name] for name in values if self._is_tensor(name)}
+        self._check_complete(tensors)
+        for name, saved in tensors.items():
+            values[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+        if values:
+            read(values, self.reader, RankGroup.single())
+        return values
+
+    def _is_tensor(self, name: str) -> bool:
+        return hasattr(self.saved[name], "properties")
 
     def _check_quantised(self, missing_names: Sequence[str]) -> None:
         """Raise CheckpointError where quantised tables have the layout from before 0.1.0."""
@@ -335,6 +372,9 @@ class _Loading:
             states = self.tree[key]["state"]
             names = {leaf.name for leaf in leaves(self.tree[key], f"{key}.")}
             parameters = _parameters(value)
+            own_names = {
+                name for group in self.tree[key]["param_groups"] for name in group["params"]
+            }
             # Numbers of parameters are text in a checkpoint.
             by_text = {str(number): number for number in parameters}
             for name, path in paths.items():
@@ -343,6 +383,8 @@ class _Loading:
                 if name not in self.saved:
                     continue
                 parameter = by_text.get(path[2], path[2])
+                if isinstance(value, KeyedOptimizer) and parameter not in own_names:
+                    continue
                 buffer = self._allocate_state(parameters.get(parameter), name)
                 states.setdefault(parameter, {})[path[3]] = buffer
 
@@ -496,6 +538,29 @@ class _Loading:
         if size is not None and (cuts is not None or isinstance(value, RowStates)):
             return RowStateTarget(leaf, size, cuts)
         return Target(leaf, value)
+
+    def load_numbers(self, targets: Mapping[str, Target]) -> dict[str, Target]:
+        """Read the numbers of `KeyedOptimizer`s, which check them; return the remaining targets.
+
+        Nothing of `state` is written yet, so that an optimizer that refuses them changes nothing.
+        """
+        optimizers = {k: v for k, v in self.state.items() if isinstance(v, KeyedOptimizer)}
+        prefixes = tuple(f"{key}." for key in optimizers)
+        first = {
+            name: target
+            for name, target in targets.items()
+            if name.startswith(prefixes)
+            and (target.leaf.key == HYPER or not isinstance(target.leaf.value, Tensor))
+        }
+        for name, value in self._read_small(first).items():
+            leaf = targets[name].leaf
+            if leaf.key == HYPER:
+                write_hyperparams(leaf.value, value)
+            else:
+                leaf.replace(value)
+        for key, optimizer in optimizers.items():
+            optimizer.check_state_dict(self.tree[key])
+        return {name: target for name, target in targets.items() if name not in first}
 
     def finish(self, targets: Mapping[str, Target]) -> None:
         """Store everything that was read in `state`, and load state dicts into their modules."""

@@ -1,0 +1,144 @@
+"""Fit the saved state of an optimizer to a model with more or fewer parameters, by their names.
+
+A `KeyedOptimizer` names the parameters of its groups. The groups of a checkpoint may lack some of
+them, have others, or have another order, so the options of a group, such as its learning rate, are
+those of the saved group with its parameters. Tables that the checkpoint lacks keep their states,
+but count the steps of their group: tables of one group may share a kernel, and which ones do
+depends on the rank.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.collections.fused_states import HYPER
+from emblib.collections.optimizers import KeyedOptimizer
+from emblib.columns import Hyper
+from emblib.sharding.checkpoints.sharded_table import ShardedTable
+from emblib.sharding.checkpoints.state_trees import CheckpointError, leaves
+
+Read = Callable[[Iterable[str]], dict[str, Any]]  # reads saved values by name
+
+
+class SavedGroups:
+    """The parameter groups of an optimizer, and those that a checkpoint has for it.
+
+    Args:
+        key: key of the optimizer in the state to load, the first part of all saved names.
+        optimizer: the optimizer.
+        tree: state dict of the optimizer; `adopt` and `share_steps` write into it.
+        saved: metadata of each saved entry, by name.
+        read: reads saved values.
+    """
+
+    def __init__(
+        self,
+        key: Any,
+        optimizer: torch.optim.Optimizer,
+        tree: MutableMapping[str, Any],
+        saved: Mapping[str, Any],
+        read: Read,
+    ) -> None:
+        self._prefix, self._saved, self._read = f"{key}.", saved, read
+        self._optimizer, self._tree = optimizer, tree
+        self._own: list[list[Any]] = [list(group["params"]) for group in tree["param_groups"]]
+        self._saved_groups = self._read_parameters()
+
+    def _read_parameters(self) -> list[list[Any]]:
+        """Return the names or numbers of the saved parameters of each group."""
+        names: list[str] = []
+        while (name := f"{self._prefix}param_groups.{len(names)}.params") in self._saved:
+            names.append(name)
+        values = self._read(names)
+        if not all(isinstance(values[name], list | tuple) for name in names):
+            raise CheckpointError(f"{self._prefix}param_groups of the checkpoint are no groups")
+        return [list(values[name]) for name in names]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Return the first parts of the names of the states and of the options of groups."""
+        return f"{self._prefix}state.", f"{self._prefix}param_groups."
+
+    @property
+    def fit(self) -> bool:
+        """Return whether the groups are the saved ones, or the checkpoint has none."""
+        if not self._saved_groups:
+            return True
+        if isinstance(self._optimizer, KeyedOptimizer):
+            return [set(group) for group in self._own] == [set(g) for g in self._saved_groups]
+        return [len(group) for group in self._own] == [len(g) for g in self._saved_groups]
+
+    def adopt(self, *, strict: bool) -> list[str]:
+        """Read the options of each group from the saved group that has its parameters.
+
+        Several saved groups may have some of them: the one with the most is used. Returns the names
+        of the options that the checkpoint lacks, which stay as they are.
+
+        Raises:
+            CheckpointError: the parameters have no names, or, with `strict`, no saved group has all
+                parameters of a group.
+        """
+        if not isinstance(self._optimizer, KeyedOptimizer):
+            raise CheckpointError(
+                f"{self._prefix[:-1]} has groups of {[len(g) for g in self._own]} parameters, the "
+                f"checkpoint {[len(g) for g in self._saved_groups]}, and numbered parameters "
+                "cannot be matched: pass a KeyedOptimizerWrapper, whose parameters have names, to "
+                "save and load"
+            )
+        missing_names: list[str] = []
+        for index, names in enumerate(self._own):
+            common = [len(set(names).intersection(saved)) for saved in self._saved_groups]
+            source = common.index(max(common))
+            if strict and common[source] < len(names):
+                raise CheckpointError(
+                    f"{self._prefix[:-1]} has other parameters or groups than the checkpoint: "
+                    f"{self._own}, the checkpoint has {self._saved_groups}; strict=False takes "
+                    "what it has by the names of parameters"
+                )
+            missing_names += self._read_options(index, source if common[source] else None)
+        return missing_names
+
+    def _read_options(self, index: int, source: int | None) -> list[str]:
+        """Read the options of one group from the saved group `source`; return missing names."""
+        group = self._tree["param_groups"][index]
+        own_prefix = f"{self._prefix}param_groups.{index}."
+        options = {key: value for key, value in group.items() if key != "params"}
+        all_leaves = list(leaves({"": options}, own_prefix[:-1]))
+        missing_names, targets = [], {}
+        for leaf in all_leaves:
+            suffix = leaf.name.removeprefix(own_prefix)
+            name = f"{self._prefix}param_groups.{source}.{suffix}"
+            if source is None or name not in self._saved:
+                missing_names.append(leaf.name)
+                continue
+            targets[name] = leaf
+        for name, value in self._read(targets).items():
+            targets[name].replace(value)
+        group.update(options)
+        return missing_names
+
+    def share_steps(self) -> None:
+        """Give parameters without saved hyperparameters those of their group with most steps."""
+        states = self._tree["state"]
+        for names in self._own:
+            saved_name = {name: f"{self._prefix}state.{name}.{HYPER}" for name in names}
+            absent = [
+                name
+                for name in names
+                if saved_name[name] not in self._saved and HYPER in states.get(name, {})
+            ]
+            present = [name for name in saved_name.values() if name in self._saved]
+            if not absent or not present:
+                continue
+            values = self._read(present)
+            newest = max(values.values(), key=lambda hyper: float(hyper[Hyper.STEP]))
+            for name in absent:
+                write_hyperparams(states[name][HYPER], newest)
+
+
+def write_hyperparams(target: Tensor, values: Tensor) -> None:
+    """Write hyperparameters of an optimizer, `[n]`, into a tensor or each part of a sharded one."""
+    for part in target.parts.values() if isinstance(target, ShardedTable) else [target]:
+        part.copy_(values)
