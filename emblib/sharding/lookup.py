@@ -119,9 +119,15 @@ def look_up_separately(module: ShardedModule, received: Any) -> LazyAwaitable[An
 def start_input_dist(module: ShardedModule, features: Any) -> Awaitable[Awaitable[Any]]:
     """Send the sizes of the batch of one collection, see `start_joint_input_dist`.
 
-    `features` must not be None on any rank.
+    Raises TypeError for `features` that are None: a rank without examples sends an empty batch.
     """
-    sizes = start_joint_input_dist([InputCall(module, features)])
+    error = None
+    if features is None:
+        error = TypeError(
+            "a sharded collection takes a KeyedJaggedTensor on every rank, got None; a rank "
+            "without examples passes one without bags, e.g. emblib.sharding.empty_batch(batch)"
+        )
+    sizes = start_joint_input_dist([InputCall(module, features)], error)
 
     def send_ids() -> Awaitable[Any]:
         ids = sizes.wait()

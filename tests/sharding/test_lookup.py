@@ -260,6 +260,7 @@ def says_that_a_batch_is_wrong(ranks: RankGroup, kind: str) -> None:
     features = batch(case, ranks.rank, 4)
     wrong: dict[str, tuple[Any, str]] = {
         "without a feature": (features.permute([1, 2]), "the batch has no features"),
+        "None": (None, "got None"),
         "no batch at all": (features.values(), "KeyedJaggedTensor"),
         "ids that are floats": (_with_floats(features), "float"),
         "unlike bags": (_without_last_bag(features), "need inverse indices"),
@@ -296,6 +297,7 @@ def _without_last_bag(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     "kind",
     [
         "without a feature",
+        "None",
         "no batch at all",
         "ids that are floats",
         "unlike bags",
