@@ -154,13 +154,14 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor found, Tensor rows, SymInt first_overflow) -> (Tensor slots, Tensor status,"
       " Tensor demoted, Tensor demoted_rows, Tensor refused, Tensor found_slots)");
   // hash_insert_batch_ for tables with backing stores in host memory, which it changes if
-  // `changes_stores`.
+  // `changes_stores`. It then first writes the overflow rows of the last batch back to them.
   m.def(
       "tier_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
       " Tensor ids,"
       " Tensor offsets, Tensor tables, Tensor? batch_scores, int order, int insert_policy,"
       " Tensor layout, Tensor rules, int seed, Tensor(c!)[] store_indices, Tensor(d!)[] records,"
-      " int[] store_orders, int[] first_overflow, bool changes_stores) -> Tensor[]");
+      " int[] store_orders, int[] first_overflow, Tensor[] overflow, bool changes_stores)"
+      " -> Tensor[]");
   m.def(
       "tier_put_(Tensor(a!)[] store_index, Tensor(b!) records, Tensor lifted, Tensor entries,"
       " Tensor rows, int order) -> (Tensor dropped, Tensor dropped_rows)");

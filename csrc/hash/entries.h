@@ -1,6 +1,6 @@
 // Steps and types that several hash ops on the CPU share: the insertion of misses (defined in
 // hash_cpu.cpp), the initial rows of new keys (initial_cpu.cpp), and rows as bytes, for whole
-// batches (batch_cpu.cpp) and for moves of rows to and from a store (host_store.h, tiers_cpu.cpp).
+// batches (batch.h) and for moves of rows to and from a store (host_store.h, tiers_cpu.cpp).
 // insert_misses and InitialRows::write check nothing: the caller must have checked the arguments.
 #pragma once
 

@@ -234,7 +234,7 @@ def insert_in_one_op(
             inserted = InsertedBatch(slots, status=miss_results[0])
             if backing is not None:
                 if placement is None:
-                    placement = backing.one_op_placement(miss_results, scores)
+                    placement = backing.one_op_placement(miss_results)
                 backing.record_one_op(placement)
             index.end_insertion(keys, inserted)
         if state.scores is not None:

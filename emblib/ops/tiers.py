@@ -15,15 +15,17 @@ tier into a packed matrix, and from the matrix into the other tier.
   rows, the refused misses, and the slots of `found`. A stored row whose slot is -1 is not written
 - `tier_insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
   insert_policy, layout, rules, seed, store_indices, records, store_orders, first_overflow,
-  changes_stores)` inserts a training batch like `hash_insert_batch_` into tables in front of stores
-  in host memory: missing keys that are in the store get their rows from there, and the rows of
-  evicted keys are copied out. With `changes_stores` it then does what `tier_put_` does with the
-  promoted keys and evicted rows; without, the stores are only read. Per table, one after the other,
-  `store_indices` has the six tensors of an index, `records` uint8 `[S, 16 + row_bytes]` stamp,
-  score and row by slot of that index, `store_orders` the number of its order, and `first_overflow`
-  the first overflow row. Returns an empty list, with nothing changed, if it cannot process the
-  batch; else the first eight results of `hash_insert_batch_` and, if keys were missing, the fields
-  of `InsertedMisses` and, per table, of `SwappedMisses`
+  overflow, changes_stores)` inserts a training batch like `hash_insert_batch_` into tables in front
+  of stores in host memory: missing keys that are in the store get their rows from there, and the
+  rows of evicted keys are copied out. With `changes_stores` it then does what `tier_put_` does with
+  the promoted keys and evicted rows; without, the stores are only read. Per table, one after the
+  other, `store_indices` has the six tensors of an index, `records` uint8 `[S, 16 + row_bytes]`
+  stamp, score and row by slot of that index, `store_orders` the number of its order,
+  `first_overflow` the first overflow row, and `overflow`, int64 `[m, 3]`, keys, stamps and scores
+  of the first m overflow rows, which are put into the store before the insertion; none without
+  `changes_stores`. Returns an empty list, with nothing changed, if it cannot process the batch;
+  else the first eight results of `hash_insert_batch_` and, if keys were missing or overflow rows
+  put, the fields of `InsertedMisses` and, per table, of `SwappedMisses`
 - `tier_put_(store_index, records, lifted, entries, rows, order)` removes the keys `lifted`, int64
   `[m]`, from such a store and puts rows into it: `entries` int64 `[n, 3]` has keys, which are
   distinct, stamps and scores, `rows` is uint8 `[n, row_bytes]`. If both buckets of a key are full,
@@ -52,8 +54,9 @@ class InsertedMisses(NamedTuple):
     Attributes:
         status: uint8 `[L]`, status of the key at each position: `HIT`, `STORED` for a row of the
             store, `NEW` for a new row in an empty slot or an overflow row, else `EVICTING`.
-        counts: int64 `[T, 5]`, the numbers of misses that were in the store, that were new, of rows
-            promoted, demoted, and served in overflow rows.
+        counts: int64 `[T, 6]`, the numbers of misses that were in the store, that were new, of rows
+            promoted, demoted, and served in overflow rows, and of rows that the store dropped when
+            overflow rows were written back.
     """
 
     status: Tensor
@@ -69,7 +72,8 @@ class SwappedMisses(NamedTuple):
         demoted: int64 `[k, 3]`, keys, stamps and scores of the evicted rows.
         demoted_rows: uint8 `[k, row_bytes]`, these rows.
         promoted: int64 `[p]`, keys that have a slot and are still in the store.
-        refused: int64 `[r, 2]`, keys and uses of the misses in overflow rows, in their order.
+        refused: int64 `[r, 3]`, keys, stamps and scores of the misses in overflow rows, in their
+            order.
         dropped: int64 `[d]`, keys of the rows that the store dropped.
     """
 

@@ -519,7 +519,8 @@ def _tier_insert_batch(draw: random.Random) -> Call:
     records = [torch.zeros(32, 20, dtype=torch.uint8) for _ in range(num_tables)]
     indices = [tensor for store in stores for tensor in store]
     orders, overflow = [HASH_ORDER["lru"]] * num_tables, [rows // 2] * num_tables
-    in_store = (indices, records, orders, overflow, draw.choice([False, True]))
+    no_rows = [torch.empty(0, 3, dtype=torch.int64)] * num_tables
+    in_store = (indices, records, orders, overflow, no_rows, draw.choice([False, True]))
     call = (index, [torch.zeros(rows)], *rest, layout, rules, seed, *in_store)
     return Call("tier_insert_batch_", call, plain.check)
 

@@ -177,7 +177,8 @@ def test_opcheck() -> None:
     stores = [HashIndex([DynamicSpec(32, 1)], hash_keys=[5]).tensors() for _ in range(2)]
     records = [torch.zeros(32, 16 + 4 * (DIM + 1), dtype=torch.uint8) for _ in range(2)]
     indices = [tensor for store in stores for tensor in store]
-    in_store = (indices, records, [HASH_ORDER["lru"]] * 2, [64, 160], False)
+    no_overflow = [torch.empty(0, 3, dtype=torch.int64)] * 2
+    in_store = (indices, records, [HASH_ORDER["lru"]] * 2, [64, 160], no_overflow, False)
     assert tiers.tier_insert_batch_(*arguments, *in_store) == []  # there are no overflow rows
     tables = Tables(Eviction.LRU, InsertPolicy.ALWAYS_EVICT, (64, 160), overflow=8)
     tables.one_by_one(ids, offsets, None)
@@ -200,7 +201,7 @@ class TablesWithStores(Tables):
         self.store_order = HASH_ORDER[self.stores[0].order]
 
     def insert(
-        self, ids: Tensor, offsets: Tensor, *, changes_stores: bool
+        self, ids: Tensor, offsets: Tensor, overflow: list[Tensor], *, changes_stores: bool
     ) -> tuple[list[Tensor], list[tiers.SwappedMisses]]:
         """Return all results but groups and those about moves, and the latter."""
         results = tiers.tier_insert_batch_(
@@ -217,11 +218,23 @@ class TablesWithStores(Tables):
             self.records,
             [self.store_order] * 2,
             [64, 160],
+            overflow,
             changes_stores,
         )
         first, width = 10, len(tiers.SwappedMisses._fields)
         swapped = [results[i : i + width] for i in range(first, len(results), width)]
         return results[:3] + results[8:first], [tiers.SwappedMisses(*parts) for parts in swapped]
+
+    def write_back(self, overflow: list[Tensor]) -> list[int]:
+        """Put overflow rows into the stores; return how many rows each store dropped."""
+        num_dropped, first_rows = [], (64, 164 + 160)
+        for t, (store, entries) in enumerate(zip(self.stores, overflow, strict=True)):
+            rows = slice(first_rows[t], first_rows[t] + entries.shape[0])
+            weights = self.rows[0].view(-1, DIM)[rows].view(torch.uint8)
+            packed = torch.cat([weights, self.rows[1].view(-1, 1)[rows].view(torch.uint8)], dim=1)
+            arguments = (self.records[t], entries[:0, 0].clone(), entries, packed, self.store_order)
+            num_dropped.append(tiers.tier_put_(store.tensors(), *arguments)[0].shape[0])
+        return num_dropped
 
     def move(self, swapped: list[tiers.SwappedMisses]) -> list[Tensor]:
         """Make the moves that the op has left; return the keys that each store dropped."""
@@ -240,12 +253,25 @@ def test_the_op_changes_stores_as_puts_do(
     eviction: Eviction, store_order: Eviction, policy: InsertPolicy, thread_counts: list[int]
 ) -> None:
     one, other = (TablesWithStores(eviction, policy, store_order) for _ in range(2))
-    num_dropped = num_promoted = num_refused = 0
+    num_dropped = num_promoted = num_refused = num_dropped_for_overflow = 0
+    overflow = no_overflow = [torch.empty(0, 3, dtype=torch.int64)] * 2
     for step, (ids, offsets) in enumerate(_batches(60, 30, seed=4)):
-        results, left = other.insert(ids, offsets, changes_stores=False)
+        dropped_for_overflow = other.write_back(overflow)
+        results, left = other.insert(ids, offsets, no_overflow, changes_stores=False)
         want_dropped = other.move(left)
         torch.set_num_threads(thread_counts[step % len(thread_counts)])
-        got, swapped = one.insert(ids, offsets, changes_stores=True)
+        got, swapped = one.insert(ids, offsets, overflow, changes_stores=True)
+        if not got:  # declined, with nothing changed: a table has too few overflow rows
+            one.write_back(overflow)
+        overflow = [part.refused for part in swapped] or no_overflow
+        for rows in (*one.rows, *other.rows):
+            rows += 0.5  # the update of the step
+        if swapped:
+            assert got[-1][:, -1].tolist() == dropped_for_overflow
+            got[-1][:, -1] = 0
+            num_dropped_for_overflow += sum(dropped_for_overflow)
+        if not left:  # no key was missing: the results describe only the overflow rows
+            got, swapped = got[: len(results)], []
         same = [*zip(got, results, strict=True)]
         same += [(part.refused, full.refused) for part, full in zip(swapped, left, strict=True)]
         same += [(part.dropped, keys) for part, keys in zip(swapped, want_dropped, strict=True)]
@@ -266,7 +292,7 @@ def test_the_op_changes_stores_as_puts_do(
             same.append((records[used], other.records[t][used]))
         assert all(torch.equal(x, y) for x, y in same)
     assert num_promoted > 100
-    assert min(num_dropped, num_refused) >= 10
+    assert min(num_dropped, num_refused, num_dropped_for_overflow) >= 10
 
 
 @pytest.mark.parametrize(
@@ -278,9 +304,12 @@ def test_the_op_changes_stores_as_puts_do(
         (1, [torch.zeros(32, dtype=torch.uint8)] * 2, "records must be a matrix, got 1 dimensions"),
         (2, [HASH_ORDER["none"]] * 2, "evicts by stamps or by counts"),
         (2, [HASH_ORDER["lfu"]] * 2, "entries of 3 words"),
-        (2, [HASH_ORDER["lru"]], "an order and first_overflow, got 12, 2, 1 and 2"),
+        (2, [HASH_ORDER["lru"]], "first_overflow and overflow, got 12, 2, 1, 2 and 2"),
         (3, [63, 160], r"first_overflow must be in \[64, 64\]"),
         (3, [64, 161], r"first_overflow must be in \[160, 160\]"),
+        (4, [torch.ones(1, 3, dtype=torch.int64)] * 2, "entries of overflow rows"),
+        (4, [torch.ones(0, 3)] * 2, "overflow must be int64"),
+        (4, [torch.ones(0, 3, dtype=torch.int64)], "got 12, 2, 2, 2 and 1"),
     ],
 )
 def test_wrong_stores_raise_before_anything_changes(
@@ -293,7 +322,8 @@ def test_wrong_stores_raise_before_anything_changes(
     stores = [HashIndex([DynamicSpec(32, 1)], hash_keys=[5]).tensors() for _ in range(2)]
     records = [torch.zeros(32, 16 + 4 * (DIM + 1), dtype=torch.uint8) for _ in range(2)]
     orders, indices = [HASH_ORDER["lru"]] * 2, [x for store in stores for x in store]
-    in_store: list[object] = [indices, records, orders, [64, 160], True]
+    no_overflow = [torch.empty(0, 3, dtype=torch.int64)] * 2
+    in_store: list[object] = [indices, records, orders, [64, 160], no_overflow, True]
     in_store[number] = value
     before = [tensor.clone() for tensor in tables.index.tensors()]
     with pytest.raises(RuntimeError, match=message):

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.columns import HashEntryColumn
 from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import ConcatenatedRows, Entries, SelectedRows, best_first
 from emblib.dynamic.saving.loading import Loaded
@@ -51,7 +52,7 @@ from emblib.ops.tiers import InsertedMisses, SwappedMisses
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]  # the index counts lookups and hits
 # The columns of `InsertedMisses.counts`.
-_COUNTERS_OF_BATCH = ("backing_hits", "new", "promoted", "demoted", "served_in_place")
+_COUNTERS_OF_BATCH = ("backing_hits", "new", "promoted", "demoted", "served_in_place", "dropped")
 
 
 class SwappedRows(NamedTuple):
@@ -83,14 +84,14 @@ class BatchPlacement(NamedTuple):
         misses: result of the swap of rows, per table.
         slots_by_position: int64 `[L]`, the slot of each position of the batch; None if no row is
             in an overflow row.
-        overflow: keys that are served in overflow rows, per table, without values.
+        overflow: int64 `[r, 3]` per table, keys, stamps and scores of the overflow rows.
         moves: rows that move between the tiers.
         counts: counters of `TierStats` after the batch, per table.
     """
 
     misses: list[SwappedRows]
     slots_by_position: Tensor | None
-    overflow: list[StoredRows]
+    overflow: list[Tensor]
     moves: RowMoves
     counts: list[dict[str, int]]
 
@@ -99,12 +100,12 @@ class OneOpPlacement(NamedTuple):
     """Placement of a batch with misses that one op inserted.
 
     Attributes:
-        overflow: keys that are served in overflow rows, per table, without values.
+        overflow: int64 `[r, 3]` per table, keys, stamps and scores of the overflow rows.
         moves: rows that move between the tiers.
         counts: counters of `TierStats` after the batch, per table.
     """
 
-    overflow: list[StoredRows]
+    overflow: list[Tensor]
     moves: RowMoves
     counts: list[dict[str, int]]
 
@@ -142,10 +143,10 @@ class BackingTier:
         self._is_host_rows = type(backing.store) is HostRows  # a subclass may have other methods
         self.gains_from_prefetch = not self._is_host_rows or fast.hyperparams.is_cuda
         self.generation = 0
-        # By table: the keys in overflow rows, in row order; without values after a batch.
-        self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
+        self._no_entries = torch.empty(0, 3, dtype=torch.int64, device="cpu")
+        # By table: int64 `[r, 3]`, keys, stamps and scores of the first overflow rows.
+        self._overflow = [self._no_entries] * len(tables)
         self._overflow_is_dirty = False  # whether overflow rows differ from those in the store
-        self._no_rows = StoredRows.none(0)
         self._row_bytes = [table.row_bytes for table in tables]
         self._first_overflow = [spec.rows for spec in fast.specs]
         self._moves: RowMoves | None = None  # moves of the last step that may not be applied yet
@@ -287,27 +288,27 @@ class BackingTier:
         """Return whether `tier_insert_batch_` can read the store: all rows are in a `HostRows`."""
         return self._is_host_rows and not self.store.has_rows_in_memory
 
-    def begin_batch(self) -> tuple[list[Tensor], list[Tensor], list[int], list[int], bool]:
-        """Write overflow rows back, and return the last arguments of `tier_insert_batch_`.
+    def begin_batch(self) -> tuple[Any, ...]:
+        """Return the last arguments of `tier_insert_batch_`, from `store_indices` on.
 
-        These are `store_indices`, `records`, `store_orders`, `first_overflow` and `changes_stores`.
-        The op changes the stores unless the store's thread is to do that, or may use them now.
+        The op changes the stores, and so writes overflow rows back, unless the store's thread is to
+        do that, or may use them now. Then overflow rows are written back here.
         """
-        self.write_back()
-        self.generation += 1
         store, changes = self.store.wrapped_store, not self._writes_behind and self.store.is_idle
         assert isinstance(store, HostRows)
-        return *store.op_arguments(is_changed=changes), self._first_overflow, changes
+        if not changes:
+            self.write_back()
+        self.generation += 1
+        is_dirty = self._overflow_is_dirty
+        overflow = self._overflow if is_dirty else [self._no_entries] * len(self._overflow)
+        store_arguments = store.op_arguments(is_changed=changes)
+        return *store_arguments, self._first_overflow, overflow, changes
 
-    def one_op_placement(
-        self, results: Sequence[Tensor], batch_scores: Tensor | None
-    ) -> OneOpPlacement:
-        """Return the placement of a batch with misses; change nothing.
+    def one_op_placement(self, results: Sequence[Tensor]) -> OneOpPlacement:
+        """Return the placement of a batch with misses or overflow rows; change nothing.
 
-        Args:
-            results: results of `tier_insert_batch_` that describe misses: the tensors of an
-                `InsertedMisses`, then those of one `SwappedMisses` per table.
-            batch_scores: int64 `[T]`, scores of the batch where eviction is by assigned scores.
+        `results` are those of `tier_insert_batch_` that describe misses: the tensors of an
+        `InsertedMisses`, then those of one `SwappedMisses` per table.
         """
         num_fields, begin = len(SwappedMisses._fields), len(InsertedMisses._fields)
         inserted = InsertedMisses(*results[:begin])
@@ -319,11 +320,7 @@ class BackingTier:
                 moves.exchanged[t] = swapped
             if swapped.dropped.numel():
                 moves.dropped.append((t, swapped.dropped))
-            rows = self._no_rows
-            if swapped.refused.numel():
-                refused_keys, uses = swapped.refused.unbind(1)
-                rows = self._rows_without_values(t, refused_keys, uses, batch_scores)
-            overflow.append(rows)
+            overflow.append(swapped.refused)
             counts = dict(self._counts[t])
             for name, count in zip(_COUNTERS_OF_BATCH, new_counts, strict=True):
                 counts[name] += count
@@ -333,7 +330,7 @@ class BackingTier:
     def record_one_op(self, placement: OneOpPlacement) -> None:
         """Record the placement of a batch; repeated calls have no further effect."""
         self._counts, self._overflow = placement.counts, placement.overflow
-        self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
+        self._overflow_is_dirty = any(e.numel() for e in placement.overflow)
         self._moves = placement.moves if placement.moves else None
 
     # After the keys of a batch are inserted
@@ -366,11 +363,11 @@ class BackingTier:
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
             moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)
-            is_promoted, refused_rows = swapped.found_slots >= 0, self._no_rows
+            is_promoted, refused = swapped.found_slots >= 0, self._no_entries
             if swapped.refused.numel():
                 is_promoted &= swapped.found_slots < specs[t].rows
-                refused_rows = self._refused_rows(t, keys, misses, swapped.refused, batch_scores)
-            overflow.append(refused_rows)
+                refused = self._refused_entries(t, keys, misses, swapped.refused, batch_scores)
+            overflow.append(refused)
             moves.promoted[t] = found.rows.keys[is_promoted]
             counts = dict(self._counts[t])
             counts["backing_hits"] += found.positions.numel()
@@ -381,33 +378,27 @@ class BackingTier:
             counts["served_in_place"] += swapped.refused.numel()
             all_counts.append(counts)
         slots_by_position = None
-        if any(refused_rows.keys.numel() for refused_rows in overflow):
+        if any(entries.numel() for entries in overflow):
             groups, slots = misses.groups.long(), torch.cat([swapped.slots for swapped in swaps])
             by_position = slots[groups.clamp(min=0)]
             slots_by_position = torch.where(groups < 0, inserted.slots, by_position)
         return BatchPlacement(swaps, slots_by_position, overflow, moves, all_counts)
 
-    def _refused_rows(
+    def _refused_entries(
         self,
         table: int,
         keys: Keys,
         misses: Misses,
         refused_misses: Tensor,
         batch_scores: Tensor | None,
-    ) -> StoredRows:
-        """Return the rows of a table's misses that found no slot, without values."""
+    ) -> Tensor:
+        """Return keys, stamps and scores of a table's misses without a slot, int64 `[r, 3]`."""
         refused_misses = misses.offsets[table] + refused_misses
         refused_keys = keys.ids[misses.first[refused_misses]].cpu()
         uses = misses.counts[refused_misses].cpu()
-        return self._rows_without_values(table, refused_keys, uses, batch_scores)
-
-    def _rows_without_values(
-        self, table: int, keys: Tensor, uses: Tensor, batch_scores: Tensor | None
-    ) -> StoredRows:
-        """Return new rows of keys that found no slot, with 0 bytes of values each."""
         scores = self._new_scores(table, uses, batch_scores)
-        no_values = torch.empty(keys.numel(), 0, dtype=torch.uint8, device="cpu")
-        return StoredRows(keys, torch.full_like(keys, self.fast.index.tick), scores, no_values)
+        stamps = torch.full_like(refused_keys, self.fast.index.tick)
+        return torch.stack([refused_keys, stamps, scores], dim=1)
 
     def _swap(
         self,
@@ -457,7 +448,7 @@ class BackingTier:
             begin = end
         if placement.slots_by_position is not None:
             inserted.slots.copy_(placement.slots_by_position)
-        self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
+        self._overflow_is_dirty = any(e.numel() for e in placement.overflow)
         self._moves = placement.moves
         if all(s.found_slots.numel() == s.slots.numel() for s in placement.misses):
             return None
@@ -529,10 +520,10 @@ class BackingTier:
         dropped = self.store.put(table, rows).keys
         self._record_dropped(table, dropped, [] if from_overflow else self._overflow)
 
-    def _record_dropped(self, table: int, dropped: Tensor, overflow: Sequence[StoredRows]) -> None:
+    def _record_dropped(self, table: int, dropped: Tensor, overflow: Sequence[Tensor]) -> None:
         """Count and log dropped keys, but not those that overflow rows write back later."""
         if dropped.numel() and overflow:
-            dropped = dropped[~torch.isin(dropped, overflow[table].keys)]
+            dropped = dropped[~torch.isin(dropped, overflow[table][:, HashEntryColumn.KEY])]
         if dropped.numel() or self.fast.eviction_log is not None:
             self.fast.record_evictions(table, dropped)
             self._counts[table]["dropped"] += dropped.numel()
@@ -563,7 +554,7 @@ class BackingTier:
             overflow_slots[found.positions] = self._overflow_slots(t, found.positions.numel())
             self._fast_rows.scatter(t, overflow_slots[found.positions], found.rows.values)
             slots[positions] = overflow_slots[groups].to(slots.device)
-            self._overflow[t] = found.rows
+            self._overflow[t] = torch.stack(found.rows[:3], dim=1)
         return slots
 
     @without_gradients
@@ -572,10 +563,11 @@ class BackingTier:
         self.move_rows()
         if not self._overflow_is_dirty:
             return
-        for t, rows in enumerate(self._overflow):
-            if rows.keys.numel():
-                values = self._fast_rows.gather(t, self._overflow_slots(t, rows.keys.numel()))
-                self._put_in_store(t, rows._replace(values=values), from_overflow=True)
+        for t, entries in enumerate(self._overflow):
+            if entries.numel():
+                values = self._fast_rows.gather(t, self._overflow_slots(t, entries.shape[0]))
+                rows = StoredRows.from_entries(entries, values)
+                self._put_in_store(t, rows, from_overflow=True)
         self._overflow_is_dirty = False
 
     def will_update(self) -> None:
@@ -587,7 +579,7 @@ class BackingTier:
         """Write overflow rows back and forget them, before rows in the store change."""
         self.write_back()
         self.generation += 1
-        self._overflow = [StoredRows.none(width) for width in self._row_bytes]
+        self._overflow = [self._no_entries] * len(self._row_bytes)
 
     def _overflow_slots(self, table: int, count: int) -> Tensor:
         """Return the slots of the first `count` overflow rows of a table, int64."""
@@ -763,7 +755,7 @@ class BackingTier:
         self._expect_evictions(table)
         expired = self.store.expire(table, before)
         self.fast.record_evictions(table, expired)
-        if torch.isin(self._overflow[table].keys, expired).any():
+        if torch.isin(self._overflow[table][:, HashEntryColumn.KEY], expired).any():
             self.drop_overflow_rows()
         return expired.numel()
 

@@ -1,0 +1,436 @@
+// The steps by which one op inserts a training batch and groups its lookups on the CPU, if every
+// missing key is admitted. Ids repeat within a batch, so every step except the first and the last
+// works on distinct keys:
+//   (1) Number the keys of each table in the order of their first positions (DistinctKeys).
+//   (2) Find the keys, and touch the hits (touch_keys).
+//   (3) Insert the missing keys (MissingKeys), and write the initial values of their rows.
+//   (4) Group the positions by key, for the backward pass (BatchGroups). Step (1) has counted the
+//       positions of each key, so this step needs no sort.
+// batch_cpu.cpp has the op for tables without stores, tier_batch_cpu.cpp the op for tables with
+// stores in host memory.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include "core/feature_bags.h"
+#include "core/output_memory.h"
+#include "core/parallel.h"
+#include "core/scratch.h"
+#include "hash/entries.h"
+
+namespace emb {
+
+inline constexpr int64_t kPositionGrain = 4096;  // grain of parallel_balanced for positions
+// The maximum number of positions of a table, as a multiple of the average number per thread.
+inline constexpr int64_t kMaxImbalance = 4;
+
+// Copy `offsets` [num_bags + 1] to `int32_offsets`. Return whether the offsets ascend from 0 to n.
+// If they do not, the copy is unspecified.
+template <class I>
+bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* int32_offsets) {
+  int64_t sign_bits = 0;  // negative if an offset is negative or less than the previous one
+  for (int64_t i = 0; i < num_bags; ++i) {
+    sign_bits |=
+        static_cast<int64_t>(offsets[i]) | (static_cast<int64_t>(offsets[i + 1]) - offsets[i]);
+    int32_offsets[i] = static_cast<int32_t>(offsets[i]);
+  }
+  int32_offsets[num_bags] = static_cast<int32_t>(offsets[num_bags]);
+  return sign_bits >= 0 && offsets[0] == 0 && static_cast<int64_t>(offsets[num_bags]) == n;
+}
+
+// The arguments of hash_insert_batch_ or tier_insert_batch_, checked. The struct points into the
+// tensors of the caller.
+//   tensors         the index, see HashIndex
+//   row_buffers, layout, rules  as in hash_initial_rows_
+//   features        int64 [F, 8], see Feature; those of one table have the same row_base
+//   ids             int64 [n], the key of each lookup
+//   offsets         int32 or int64 [F * B + 1], the bags of the lookups; invalid contents do not
+//                   raise, see has_valid_offsets
+//   tables          int64 [F], the table of each feature
+//   batch_scores    int64 [T] or null, see HashScoring
+struct HashBatchCall {
+  HashIndex index;
+  HashScoring scoring;
+  bool must_compete;  // see parse_must_compete
+  FeatureBags bags;
+  const Feature* features;  // [F]
+  int64_t n, num_bags;
+  Tensor offsets;          // int32 [num_bags + 1], a copy of the offsets of the call
+  Tensor starts;           // int64 [F + 1], the first position of each feature, then n
+  Tensor miss_offsets;     // int64 [T + 1], see Misses; 0 until MissingKeys writes it
+  Tensor empty;            // int64 [0]
+  HashBatch batch;         // its segments are the features
+  InitialRows rows;        // the rows of all tables
+  bool has_valid_offsets;  // whether the batch has bags, and offsets ascend from 0 to n. If not,
+                           // `starts` is not written and `batch` is not checked
+
+  HashBatchCall(const char* op, const std::vector<Tensor>& tensors,
+                std::vector<Tensor>& row_buffers, const Tensor& features_, const Tensor& ids,
+                const Tensor& offsets_, const Tensor& tables,
+                const std::optional<Tensor>& batch_scores, int64_t order, int64_t insert_policy,
+                const Tensor& layout, const Tensor& rules)
+      : index(op, tensors),
+        scoring(op, index, order, batch_scores, ids),
+        must_compete(parse_must_compete(op, insert_policy)),
+        bags(op, checked_features(op, features_, ids, offsets_), offsets_, std::nullopt,
+             Pooling::kNone, kUnlimited),
+        features(feature_array(features_)),
+        n(ids.numel()),
+        num_bags(bags.num_bags()),
+        offsets(allocate(ids, {num_bags + 1}, ScalarType::Int)),
+        starts(allocate(ids, {bags.num_features() + 1})),
+        miss_offsets(allocate_zeros(ids, {index.num_tables + 1}, ScalarType::Long)),
+        empty(allocate(ids, {0})),
+        batch(op, ids, starts, tables),
+        rows(op,
+             checked_inputs(op, {row_buffers, layout, rules, ids, empty, miss_offsets, empty})) {
+    check_same_device(op, "ids", ids, tensors[0]);
+    index.check_tables(op);
+    const Tensor contiguous = as_contiguous(offsets_);
+    const IndexArray source = index_array(contiguous);
+    int32_t* offsets_copy = offsets.mutable_data_ptr<int32_t>();
+    has_valid_offsets =
+        num_bags > 0 &&
+        (source.is_int64
+             ? copy_offsets(static_cast<const int64_t*>(source.data), num_bags, n, offsets_copy)
+             : copy_offsets(static_cast<const int32_t*>(source.data), num_bags, n, offsets_copy));
+    if (!has_valid_offsets) return;
+    int64_t* start = starts.mutable_data_ptr<int64_t>();
+    for (int64_t f = 0; f <= bags.num_features(); ++f) start[f] = offsets_copy[bags.first_bags[f]];
+    batch.check_segments(op, index.num_tables);
+  }
+
+ private:
+  // Check the arguments; return the first of them, so that a member initializer can call this.
+  static const Tensor& checked_features(const char* op, const Tensor& features, const Tensor& ids,
+                                        const Tensor& offsets) {
+    check_features(op, features);
+    check_lookups(op, ids, offsets);
+    return features;
+  }
+  static const InitialInputs& checked_inputs(const char* op, const InitialInputs& in) {
+    in.check(op);
+    return in;
+  }
+};
+
+// The segments of a batch, sorted by table; those of a table are in ascending order.
+struct TableSegments {
+  std::vector<int64_t> sorted;            // [num_segments], the sorted segments
+  std::vector<int64_t> table_begins;      // [T + 1]: table t has sorted[table_begins[t]] to
+                                          // sorted[table_begins[t + 1] - 1]
+  std::vector<int64_t> positions_before;  // [T + 1]: the number of positions of the tables before
+                                          // each table, then of all tables
+
+  TableSegments(const HashBatch& batch, int64_t num_tables)
+      : sorted(batch.num_segments),
+        table_begins(num_tables + 1, 0),
+        positions_before(num_tables + 1, 0) {
+    for (int64_t f = 0; f < batch.num_segments; ++f) {
+      ++table_begins[batch.tables[f] + 1];
+      positions_before[batch.tables[f] + 1] += batch.starts[f + 1] - batch.starts[f];
+    }
+    std::partial_sum(table_begins.begin(), table_begins.end(), table_begins.begin());
+    std::partial_sum(positions_before.begin(), positions_before.end(), positions_before.begin());
+    std::vector<int64_t> next_indices(table_begins.begin(), table_begins.end() - 1);
+    for (int64_t f = 0; f < batch.num_segments; ++f) sorted[next_indices[batch.tables[f]]++] = f;
+  }
+
+  // Return whether each table can be one task of a thread. Then no table has more than
+  // kMaxImbalance times the average number of positions per thread, so that no thread works much
+  // longer than the others.
+  bool is_balanced() const {
+    int64_t max_positions = 0;
+    for (size_t t = 0; t + 1 < positions_before.size(); ++t) {
+      max_positions = std::max(max_positions, positions_before[t + 1] - positions_before[t]);
+    }
+    const int64_t max_threads = positions_before.back() / kPositionGrain + 1;
+    return max_positions * std::min<int64_t>(num_threads(), max_threads) <=
+           kMaxImbalance * positions_before.back();
+  }
+
+  // Call `body(t)` for every table, in parallel.
+  template <class Body>
+  void for_each_table(const Body& body) const {
+    const auto cost = [&](int64_t t) { return positions_before[t] + t; };
+    parallel_balanced(static_cast<int64_t>(positions_before.size()) - 1, kPositionGrain, cost,
+                      [&](int64_t begin, int64_t end) {
+                        for (int64_t t = begin; t < end; ++t) body(t);
+                      });
+  }
+};
+
+// The distinct keys of a batch, table by table. The keys of a table are numbered from 0, in the
+// order of their first positions. The key of table t with number k has the index first_keys[t] + k
+// in arrays by key.
+struct DistinctKeys {
+  Scratch<int64_t> keys, uses;      // by key: the key, and the number of its positions
+  Scratch<int32_t> key_numbers;     // [n], by position: the number of its key
+  std::vector<int64_t> first_keys;  // [T + 1]: table t has the indices first_keys[t] to
+                                    // first_keys[t + 1] - 1
+
+  DistinctKeys(const HashBatch& batch, const TableSegments& table_segments, const HashIndex& index)
+      : keys(new_scratch<int64_t>(batch.n)),
+        uses(new_scratch<int64_t>(batch.n)),
+        key_numbers(new_scratch<int32_t>(batch.n)),
+        first_keys(index.num_tables + 1, 0) {
+    table_segments.for_each_table([&](int64_t t) {
+      first_keys[t + 1] = number_keys(batch, table_segments, index.table(t), t);
+    });
+    for (int64_t t = 0; t < index.num_tables; ++t) {  // close the gaps between tables
+      const int64_t count = first_keys[t + 1], from = table_segments.positions_before[t];
+      std::memmove(keys.get() + first_keys[t], keys.get() + from, count * sizeof(int64_t));
+      std::memmove(uses.get() + first_keys[t], uses.get() + from, count * sizeof(int64_t));
+      first_keys[t + 1] += first_keys[t];
+    }
+  }
+
+  int64_t num_keys() const { return first_keys.back(); }
+
+ private:
+  // Number the keys of table t, and return how many there are. `keys` and `uses` of the table begin
+  // at positions_before[t]. A cell of the scratch table has the number of a key, or -1. Cells are
+  // prefetched, because the cells of a large batch do not fit into the cache of a core.
+  //
+  // No branch depends on whether a key is new, because that is unpredictable. Instead, every key is
+  // written after the last known key. If it is not new, the next key overwrites it.
+  int64_t number_keys(const HashBatch& batch, const TableSegments& table_segments,
+                      const HashTable& table, int64_t t) {
+    const int64_t num_positions =
+        table_segments.positions_before[t + 1] - table_segments.positions_before[t];
+    const auto num_cells =
+        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(2 * num_positions + 1)));
+    const uint64_t mask = static_cast<uint64_t>(num_cells) - 1;
+    const Scratch<int32_t> cells = new_scratch<int32_t>(num_cells);
+    std::memset(cells.get(), 0xff, num_cells * sizeof(int32_t));
+    int64_t* known_keys = keys.get() + table_segments.positions_before[t];
+    int64_t* known_uses = uses.get() + table_segments.positions_before[t];
+    int32_t num_known = 0;
+    for (int64_t s = table_segments.table_begins[t]; s < table_segments.table_begins[t + 1]; ++s) {
+      const int64_t f = table_segments.sorted[s];
+      for (int64_t i = batch.starts[f]; i < batch.starts[f + 1]; ++i) {
+        const int64_t key = batch.ids[i];
+        const int64_t key_ahead = batch.ids[std::min(i + kKeysAhead, batch.starts[f + 1] - 1)];
+        __builtin_prefetch(cells.get() + (table.hash(key_ahead) >> kCellShift & mask));
+        known_keys[num_known] = key;
+        uint64_t cell = table.hash(key) >> kCellShift & mask;
+        int32_t number = number_or(cells[cell], num_known);
+        while (known_keys[number] != key) {  // the cell of another key
+          cell = (cell + 1) & mask;
+          number = number_or(cells[cell], num_known);
+        }
+        cells[cell] = key_numbers[i] = number;
+        const int64_t is_new = number == num_known;
+        known_uses[number] = (known_uses[number] & (is_new - 1)) + 1;
+        num_known += static_cast<int32_t>(is_new);
+      }
+    }
+    return num_known;
+  }
+
+  // Return `number`, or `default_number` if `number` is -1. The compiler would turn `?:` into a
+  // branch.
+  static int32_t number_or(int32_t number, int32_t default_number) {
+    const int32_t is_negative = number >> 31;
+    return (number & ~is_negative) | (default_number & is_negative);
+  }
+
+  // Cells skip the lowest bits of the hash, because the keys of a bucket have these in common.
+  static constexpr int kCellShift = 16;
+  static constexpr int64_t kKeysAhead = 16;  // keys between the prefetch of a cell and its use
+};
+
+// Return whether all distinct keys of the batch could be inserted without growing a table.
+inline bool fits_without_growth(const HashIndex& index, const DistinctKeys& distinct) {
+  for (int64_t t = 0; t < index.num_tables; ++t) {
+    const int64_t keys = index.field(t, HashTableColumn::kSize) + distinct.first_keys[t + 1] -
+                         distinct.first_keys[t];
+    const int64_t buckets = index.field(t, HashTableColumn::kBuckets);
+    if (wanted_buckets(keys, buckets, index.field(t, HashTableColumn::kMaxBuckets),
+                       index.field(t, HashTableColumn::kMaxLoad)) != buckets) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Begin the batch: advance the clock, find the distinct keys, and update the entries of hits. Write
+// the slot of each distinct key to `slots` [num_keys()], kNoSlot for a missing key.
+inline void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t* slots) {
+  const HashIndex& index = call.index;
+  const int64_t stamp = ++*index.clock;
+  std::vector<int64_t> tables(index.num_tables);
+  std::iota(tables.begin(), tables.end(), int64_t{0});
+  const HashBatch keys(distinct.keys.get(), distinct.first_keys.data(), tables.data(),
+                       index.num_tables);
+  const HashFindKernels& kernels = hash_find_kernels();
+  parallel_segments(keys, [&](int64_t t, int64_t begin, int64_t end) {
+    const HashTouch touch{call.scoring.order, stamp, call.scoring.score_of(t),
+                          distinct.uses.get() + begin, index.queues_of(t)};
+    kernels.find(index.table(t), keys.ids + begin, end - begin, &touch, slots + begin);
+  });
+}
+
+// The missing keys of a batch, and their insertion. All arrays are by miss.
+struct MissingKeys {
+  std::vector<int64_t> key_indices;  // index of the key in DistinctKeys
+  // Number of positions of the key. StoredMisses adds the uses that a store has recorded.
+  std::vector<int64_t> uses;
+  // The results of `insert`: the slot of the key, kNoSlot if it was refused, and its InsertStatus.
+  // TableMoves::swap changes both.
+  std::vector<int64_t> slots;
+  std::vector<uint8_t> status;
+
+  // Collect the keys without a slot in `key_slots`, and count lookups and hits in the index. Write
+  // `offsets` [1] to [T], see Misses; offsets[0] must be 0.
+  MissingKeys(const HashBatchCall& call, const TableSegments& table_segments,
+              const DistinctKeys& distinct, const int64_t* key_slots, int64_t* offsets) {
+    for (int64_t t = 0; t < call.index.num_tables; ++t) {
+      int64_t missing_positions = 0;
+      for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
+        if (key_slots[k] >= 0) continue;
+        key_indices.push_back(k);
+        uses.push_back(distinct.uses[k]);
+        missing_positions += distinct.uses[k];
+      }
+      offsets[t + 1] = static_cast<int64_t>(key_indices.size());
+      const int64_t num_positions =
+          table_segments.positions_before[t + 1] - table_segments.positions_before[t];
+      call.index.counter(t, HashCounter::kLookups) += num_positions;
+      call.index.counter(t, HashCounter::kHits) += num_positions - missing_positions;
+    }
+    slots.resize(key_indices.size());
+    status.resize(key_indices.size());
+  }
+
+  // Insert the missing keys. Write the evicted entries, three words per miss, unless `evicted` is
+  // null.
+  void insert(const HashBatchCall& call, const DistinctKeys& distinct, const int64_t* offsets,
+              int64_t* evicted) {
+    insert_misses(call.index, call.scoring, call.must_compete,
+                  Misses(call.index.num_tables, offsets),
+                  {distinct.keys.get(), key_indices.data(), uses.data(), slots.data(),
+                   status.data(), evicted});
+  }
+
+  // Write the slots of the missing keys to `key_slots`, which has the slots of all distinct keys.
+  void write_slots(int64_t* key_slots) const {
+    for (size_t miss = 0; miss < key_indices.size(); ++miss)
+      key_slots[key_indices[miss]] = slots[miss];
+  }
+};
+
+// The slots of positions, and the groups of positions by key. The groups have the form of the
+// results of tbe_group, but are in the order of DistinctKeys. The elements of `rows` and `segments`
+// after the last group are unspecified. Positions of keys without a slot are in no group; they come
+// last in `lookups` and `bags`.
+struct BatchGroups {
+  Tensor slots;  // int64 [n], by position: the slot of the key
+  Tensor rows, segments, lookups, bags, count;
+  // By distinct key, for `write`: the index in `lookups` of the key's next position.
+  Scratch<int32_t> next_lookup;
+
+  BatchGroups(const Tensor& ids, int64_t n, int64_t num_keys)
+      : slots(allocate_output(ids, {n}, ScalarType::Long)),
+        rows(allocate_output(ids, {n}, ScalarType::Long)),
+        segments(allocate_output(ids, {n + 1}, ScalarType::Int)),
+        lookups(allocate_output(ids, {n}, ScalarType::Int)),
+        bags(allocate_output(ids, {n}, ScalarType::Int)),
+        count(allocate(ids, {1}, ScalarType::Int)),
+        next_lookup(new_scratch<int32_t>(num_keys)) {}
+
+  // Write all results. `key_slots` has the slot of each distinct key, kNoSlot for none.
+  void write(const HashBatchCall& call, const TableSegments& table_segments,
+             const DistinctKeys& distinct, const int64_t* key_slots) const {
+    const int64_t num_tables = call.index.num_tables;
+    // By table: the index in `lookups` of its next position without a group.
+    std::vector<int32_t> next_ungrouped(num_tables + 1, 0);
+    std::vector<int64_t> first_rows(num_tables, 0);
+    for (int64_t f = 0; f < call.batch.num_segments; ++f) {
+      first_rows[call.batch.tables[f]] = call.features[f].row_base;
+    }
+    auto* row = rows.mutable_data_ptr<int64_t>();
+    auto* segment = segments.mutable_data_ptr<int32_t>();
+    int32_t num_groups = 0, num_grouped = 0;
+    segment[0] = 0;
+    for (int64_t t = 0; t < num_tables; ++t) {
+      for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
+        const auto num_positions = static_cast<int32_t>(distinct.uses[k]);
+        if (key_slots[k] < 0) {
+          next_ungrouped[t + 1] += num_positions;
+          continue;
+        }
+        next_lookup[k] = num_grouped;
+        row[num_groups] = first_rows[t] + key_slots[k];
+        num_grouped += num_positions;
+        segment[++num_groups] = num_grouped;
+      }
+    }
+    *count.mutable_data_ptr<int32_t>() = num_groups;
+    next_ungrouped[0] = num_grouped;
+    std::partial_sum(next_ungrouped.begin(), next_ungrouped.end(), next_ungrouped.begin());
+    table_segments.for_each_table([&](int64_t t) {
+      scatter(call, table_segments, distinct, key_slots, t, next_lookup.get(), &next_ungrouped[t]);
+    });
+  }
+
+ private:
+  // Write the results of the positions of table t. `next_ungrouped` points to the entry of table t.
+  void scatter(const HashBatchCall& call, const TableSegments& table_segments,
+               const DistinctKeys& distinct, const int64_t* key_slots, int64_t t,
+               int32_t* next_lookup, int32_t* next_ungrouped) const {
+    const auto* offset = call.offsets.const_data_ptr<int32_t>();
+    auto* slot = slots.mutable_data_ptr<int64_t>();
+    auto *lookup = lookups.mutable_data_ptr<int32_t>(), *bag_of = bags.mutable_data_ptr<int32_t>();
+    const int64_t first_key = distinct.first_keys[t];
+    for (int64_t s = table_segments.table_begins[t]; s < table_segments.table_begins[t + 1]; ++s) {
+      const int64_t f = table_segments.sorted[s];
+      for (int64_t bag = call.bags.first_bags[f]; bag < call.bags.first_bags[f + 1]; ++bag) {
+        for (int32_t i = offset[bag]; i < offset[bag + 1]; ++i) {
+          const int64_t key = first_key + distinct.key_numbers[i];
+          slot[i] = key_slots[key];
+          const int32_t j = key_slots[key] < 0 ? (*next_ungrouped)++ : next_lookup[key]++;
+          lookup[j] = i;
+          bag_of[j] = static_cast<int32_t>(bag);
+        }
+      }
+    }
+  }
+};
+
+// The status of the key of each position. It must be constructed before the insertion, because a
+// lack of memory afterwards would lose the results.
+struct BatchStatus {
+  Tensor by_position;       // uint8 [n], the result of the op
+  Scratch<uint8_t> by_key;  // by distinct key, for `write`
+
+  BatchStatus(const Tensor& ids, int64_t n, int64_t num_keys)
+      : by_position(allocate(ids, {n}, ScalarType::Byte)), by_key(new_scratch<uint8_t>(num_keys)) {}
+
+  // Write both arrays: the status of `missing` for missing keys, kHit for the others.
+  void write(const HashBatchCall& call, const TableSegments& table_segments,
+             const DistinctKeys& distinct, const MissingKeys& missing) const {
+    std::fill_n(by_key.get(), distinct.num_keys(), static_cast<uint8_t>(InsertStatus::kHit));
+    for (size_t miss = 0; miss < missing.key_indices.size(); ++miss) {
+      by_key[missing.key_indices[miss]] = missing.status[miss];
+    }
+    auto* out = static_cast<uint8_t*>(by_position.mutable_data_ptr());
+    table_segments.for_each_table([&](int64_t t) {
+      const uint8_t* table_statuses = by_key.get() + distinct.first_keys[t];
+      for (int64_t s = table_segments.table_begins[t]; s < table_segments.table_begins[t + 1];
+           ++s) {
+        const int64_t f = table_segments.sorted[s];
+        for (int64_t i = call.batch.starts[f]; i < call.batch.starts[f + 1]; ++i) {
+          out[i] = table_statuses[distinct.key_numbers[i]];
+        }
+      }
+    });
+  }
+};
+
+}  // namespace emb
