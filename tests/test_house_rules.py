@@ -168,6 +168,7 @@ TORCH_HEADERS = {
     "csrc/core/parallel.h",
     "csrc/group/device_sort.h",
     "csrc/group/group_items.h",
+    "csrc/hash/batch.h",
     "csrc/hash/host_store.h",
     "csrc/tbe/grouping.h",
     "csrc/optim/device_states.h",
