@@ -79,7 +79,7 @@ def before_forward(
         step: number of the step, from 1.
         tiers: memory of the tables, tier by tier, and `hyperparams`, whose last entry is the
             largest row count.
-        views: weight and optimizer states of each table, by name.
+        views: weight and optimizer states of each table that is trained, by name.
     """
     if isinstance(optimizer, EnsembleRowwiseAdagrad):
         weights = [tensors["weight"] for tensors in views]

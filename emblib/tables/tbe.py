@@ -492,9 +492,8 @@ class TableBatchedEmbeddingBags(FusedTables):
             )
         self._num_begun_steps += 1
         self._memory.verify()  # the hooks read whole tables
-        optimizer_hooks.before_forward(
-            self.optimizer, self._num_begun_steps, tiers, self.table_views()
-        )
+        views = [v for t, v in enumerate(self.table_views()) if t not in self._untrained]
+        optimizer_hooks.before_forward(self.optimizer, self._num_begun_steps, tiers, views)
 
     def _begins_step(self, batch: autograd.Lookup) -> bool:
         """Return whether this is a training forward, and the first one of a step."""

@@ -407,6 +407,19 @@ def test_every_field_of_an_optimizer_acts() -> None:
     )
 
 
+def test_a_group_shows_the_bound_of_gradients_that_its_module_sets() -> None:
+    bags = _bags(optim.SGD(0.5))
+    fused = FusedOptimizer.of(bags)
+    assert "max_gradient" not in fused.param_groups[0]
+    bags.set_hyperparameters(max_gradient=0.25)
+    saved = fused.state_dict()
+    assert saved["param_groups"][0]["max_gradient"] == 0.25
+    bags.set_hyperparameters(max_gradient=None)
+    assert fused.param_groups[0]["max_gradient"] is None
+    fused.load_state_dict(saved)
+    assert bags.optimizer.max_gradient == 0.25
+
+
 def test_the_device_is_not_read_for_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cycled betas and rates would wait for a GPU in every step."""
     bags = _bags(optim.Adam(0.5))

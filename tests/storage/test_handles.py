@@ -138,10 +138,11 @@ def test_copies_of_frozen_tables_are_frozen_on_their_own(name: str) -> None:
         (Dense(), ADAM),
         (Dense(Placement.MANAGED_CACHING, CacheConfig(sets=1)), ADAM),
         (Dense(), optim.RowwiseAdagrad(0.1, global_decay=optim.GlobalDecay(0.1))),
+        (Dense(), optim.EnsembleRowwiseAdagrad(0.1, average_every=1, swap_every=2)),
         (TensorTrain((2,)), ADAM),
         (Dense(), None),
     ],
-    ids=["plain", "cached", "global decay", "tensor train", "dense gradients"],
+    ids=["plain", "cached", "global decay", "averages", "tensor train", "dense gradients"],
 )
 def test_one_table_of_a_collection_is_frozen(storage: Any, optimizer: Any) -> None:
     frozen, whole = collection(optimizer, storage), collection(optimizer, storage)

@@ -127,6 +127,7 @@ class _GroupTables:
     ) -> None:
         self._group, self._optimizer = weakref.ref(group), optimizer
         self._modules = list(modules)
+        self._initial_bound = optimizer.max_gradient
         self._rates = {id(module): rate for module, rate in zip(modules, rates, strict=True)}
         self._differing_values: dict[str, list[Any]] = {}
         self._is_writing = self._has_warned = self._has_warned_of_momentum = False
@@ -199,11 +200,18 @@ class _GroupTables:
             {"lr": self._rates[id(module)], **hyperparameters.group_entries_of(module.optimizer)}
             for module in self._modules
         ]
+        # Older checkpoints lack this entry, so it is shown only once it was written.
+        bounds = [module.optimizer.max_gradient for module in self._modules]
+        if "max_gradient" in group or any(b != self._initial_bound for b in bounds):
+            for entries, bound in zip(entries_by_module, bounds, strict=True):
+                entries["max_gradient"] = bound
         distinct = {
             name: {entries[name] for entries in entries_by_module} for name in entries_by_module[0]
         }
         self._differing_values = {
-            name: sorted(values) for name, values in distinct.items() if len(values) > 1
+            name: sorted(values, key=lambda value: (value is None, value))
+            for name, values in distinct.items()
+            if len(values) > 1
         }
         group.show_entries(
             {k: v for k, v in entries_by_module[0].items() if k not in self._differing_values}
