@@ -126,8 +126,8 @@ class ChangeLog:
             compact_every = check_count("compact_every", compact_every)
         self._compact_every, self._when_full = compact_every, WhenFull(when_full)
         max_pending = check_count("max_pending", max_pending)
-        self._generation, self._sequence = _read_last_numbers(check_sink(sink))
-        if compact_every is None and self._sequence:
+        generation, sequence = _read_last_numbers(check_sink(sink))
+        if compact_every is None and sequence:
             raise ValueError(
                 "the sink has the records of another log, which a snapshot must follow: choose "
                 "compact_every, or an empty sink"
@@ -137,7 +137,7 @@ class ChangeLog:
         _check_names(model_tables.tables, tables_of(model))
         self._plain_changes = PlainChanges(model_tables, states=states)
         self._keyed_changes = KeyedChanges(model, states=states)
-        self._writer = _Writer(sink, max_pending)
+        self._writer = _Writer(sink, max_pending, generation, sequence)
         self._lookups = Lookups(model_tables)
         self._last_whole_step = self.step
         try:
@@ -202,22 +202,24 @@ class ChangeLog:
         self._write_changes(RecordKind.SNAPSHOT, step)
 
     def _write_changes(self, kind: RecordKind, step: int) -> None:
-        """Append a record of the changes, or of all rows, as of a step."""
+        """Append a record of the changes, or of all rows, as of a step.
+
+        An interrupt after the record is queued leaves its changes to be recorded once more.
+        """
         lookups = self._lookups if kind is RecordKind.DELTA else None
         changes = {**self._plain_changes.collect(lookups), **self._keyed_changes.collect(lookups)}
-        generation = self._generation + (kind is RecordKind.SNAPSHOT)
         record = Record(
             kind=kind,
             rank=self._rank,
             num_ranks=self._num_ranks,
-            generation=generation,
-            sequence=self._sequence + 1,
+            generation=0,  # the writer numbers its records
+            sequence=0,
             step=step,
             time=time.time(),
             tables=changes,
         )
         self._writer.put(record)
-        self._generation, self._sequence, self.step = generation, record.sequence, step
+        self.step = step
         if lookups is None:
             self._last_whole_step = step
         self._lookups.commit()
@@ -289,10 +291,13 @@ class _Writer:
     """The thread that writes records, and the queue of records to write.
 
     `_condition` guards the queue and the error. Only the thread calls the sink until it has ended.
+    It numbers the records, too, after those that the sink has: no interrupt of the caller comes
+    between a record and its number.
     """
 
-    def __init__(self, sink: Sink, max_pending: int) -> None:
+    def __init__(self, sink: Sink, max_pending: int, generation: int, sequence: int) -> None:
         self._sink, self._max_pending = sink, max_pending
+        self._generation, self._sequence = generation, sequence  # of the last record written
         self._queue: deque[Record] = deque()
         self._condition = threading.Condition()
         self._error: Exception | None = None  # the thread waits until `raise_error` clears it
@@ -323,12 +328,18 @@ class _Writer:
                 self._condition.notify_all()
 
     def _write(self, record: Record) -> None:
-        """Append a record; after a whole one, drop the records before the previous whole one."""
-        position = self._sink.append(encode(record), starts_segment=record.is_whole)
+        """Append a record; after a whole one, drop the records before the previous whole one.
+
+        A record that is written again after an error has the same numbers.
+        """
+        generation = self._generation + (record.kind is RecordKind.SNAPSHOT)
+        numbered = record._replace(generation=generation, sequence=self._sequence + 1)
+        position = self._sink.append(encode(numbered), starts_segment=record.is_whole)
         if record.is_whole:
             if self._last_whole_position is not None:
                 self._sink.trim(self._last_whole_position)
             self._last_whole_position = position
+        self._generation, self._sequence = generation, numbered.sequence
 
     def raise_error(self) -> None:
         """Raise ChangeLogError if the thread has failed, and let it try again.

@@ -161,14 +161,18 @@ class Lookups:
                 )
 
     def commit(self) -> None:
-        """Forget the ids, except for those whose update is still due."""
-        steps = self._current_steps()
+        """Forget the ids, except for those whose update is still due.
+
+        The steps are counted from now on before any ids are forgotten: after an interrupt between
+        the two, ids are recorded once more.
+        """
+        steps, previous_steps = self._current_steps(), self._steps
+        self._steps = steps
         for _, hook in self._hooks:
             modules = {id(table.module): table.module for table in hook.tables}
-            unstepped = [m for key, m in modules.items() if steps[key] == self._steps[key]]
+            unstepped = [m for key, m in modules.items() if steps[key] == previous_steps[key]]
             if not any(module.optimizer.deferred for module in unstepped):
                 hook.forget()
-        self._steps = steps
 
     def close(self) -> None:
         """Remove the hooks."""

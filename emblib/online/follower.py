@@ -6,11 +6,12 @@ writes them while no reader is inside. So readers see all of a boundary or nothi
 raises, readers see a mix of two boundaries until the next record with all rows is applied.
 """
 
+import itertools
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -20,6 +21,7 @@ from emblib.online.records import LogError, Record, RecordKind, TableChange, dec
 from emblib.online.served import ServedTable, concatenate, join_columns, served_tables
 from emblib.online.sinks import Sink, check_sink
 from emblib.specs import check_count
+from emblib.tables.locks import ModuleLock, call_in_forks
 
 # The maximum number of records that one poll reads. A log that is not behind another log reads no
 # more records while as many are pending.
@@ -115,7 +117,7 @@ class LogFollower:
         self._boundary: BoundaryKey | None = None  # the last one; None if the tables are at none
         self._has_base = step is not None  # whether the tables are at `_step` without a boundary
         self._lock = ReaderLock()
-        self._apply_lock = threading.Lock()  # held while the logs are read or applied
+        self._apply_lock = ModuleLock()  # held while the logs are read or applied
 
     @property
     def step(self) -> int | None:
@@ -138,14 +140,13 @@ class LogFollower:
     def lag(self) -> Lag:
         """Return how far the tables are behind; reads the new records of the logs.
 
-        It waits while another thread is in `apply`.
+        It may be read in any thread, also inside `reading()`.
 
         Raises:
             LogError: a record is damaged.
             OSError: a source cannot be read; sinks may raise errors of other types.
         """
-        with self._apply_lock:
-            unapplied = [*filter(None, (log.unapplied(self._is_new) for log in self._logs))]
+        unapplied = [*filter(None, (log.unapplied(self._is_new) for log in self._logs))]
         seconds = max((time.time() - oldest.time for oldest, _ in unapplied), default=0.0)
         if self._step is None:
             return Lag(None, max(seconds, 0.0))
@@ -278,19 +279,22 @@ class LogFollower:
             )
         all_records = [record for records in records_by_log for record in records]
         write_functions = self._prepare(all_records, is_whole=is_whole)
-        with self._lock.writing():
-            try:
-                for write in write_functions:
-                    write()
-                self._boundary, self._step = key, key[1]
-            except BaseException:
-                self._boundary, self._has_base = None, False  # the tables are at no boundary
-                for log in self._logs:
-                    log.restart()
-                raise
+        self._lock.write(lambda: self._write(write_functions, key))
         for log in self._logs:
             log.drop(key)
             log.has_gap = False
+
+    def _write(self, functions: Sequence[Callable[[], None]], key: BoundaryKey) -> None:
+        """Call the functions that lead to a boundary, and make it the last one."""
+        try:
+            for function in functions:
+                function()
+            self._boundary, self._step = key, key[1]
+        except BaseException:
+            self._boundary, self._has_base = None, False  # the tables are at no boundary
+            for log in self._logs:
+                log.restart()
+            raise
 
     def _prepare(self, records: Sequence[Record], *, is_whole: bool) -> list[Callable[[], None]]:
         """Check and convert the records of a boundary; return the functions that write them.
@@ -385,14 +389,22 @@ class _Log:
                     )
                 self.has_gap = True
                 self.pending.clear()
-            self._position, self._last = stored.position, (record.sequence, record.time)
-            self.newest, num_read = record.key, num_read + 1
             self.has_skipped = needs_whole and not record.is_whole and not self.pending
-            if not self.has_skipped:
+            # The position last: after an interrupt, the record is read again.
+            if not self.has_skipped and not self._is_pending(record):
                 self.pending.append(record)
+            self.newest, num_read = record.key, num_read + 1
+            self._position, self._last = stored.position, (record.sequence, record.time)
             if num_read >= _MAX_PENDING:
                 break
         return num_read > 0
+
+    def _is_pending(self, record: Record) -> bool:
+        """Return whether the newest pending record is `record`."""
+        if not self.pending:
+            return False
+        newest = self.pending[-1]
+        return (newest.sequence, newest.time) == (record.sequence, record.time)
 
     def up_to(self, key: BoundaryKey) -> list[Record]:
         """Return the pending records up to a boundary."""
@@ -406,11 +418,13 @@ class _Log:
     def unapplied(self, is_new: Callable[[Record], bool]) -> tuple[Record, Record] | None:
         """Return the oldest and the newest record to apply; None if there are none.
 
-        It reads the log to its end, and does not keep the records that it reads.
+        It reads the log to its end, and does not keep the records that it reads. Another thread may
+        poll meanwhile: as the position is read first, no record is left out.
         """
-        oldest = next((record for record in self.pending if is_new(record)), None)
-        newest = self.pending[-1] if oldest is not None else None
-        for stored in self._source.read(self._position):
+        position, pending = self._position, [*self.pending]
+        oldest = next((record for record in pending if is_new(record)), None)
+        newest = pending[-1] if oldest is not None else None
+        for stored in self._source.read(position):
             newest = decode(stored.data, stored.location)
             if oldest is None and is_new(newest):
                 oldest = newest
@@ -420,53 +434,54 @@ class _Log:
 class ReaderLock:
     """A lock for any number of readers or one writer; a writer that waits comes first.
 
-    A thread may nest `reading`. Callers make sure that two threads never write at the same time.
+    Each thread that reads has a lock of its own, and a writer takes all of them. Locks are taken
+    and released in C, as in `ModuleLock`, so that no interrupt leaves a reader or a writer behind.
+    A thread may nest `reading`.
     """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._num_readers = 0
-        self._is_writing = False
+        self._gate = ModuleLock()  # held by the writer, and by a reader that is about to enter
+        self._reader_locks: weakref.WeakSet[ModuleLock] = weakref.WeakSet()
         self._thread_state = threading.local()
+        call_in_forks(self)
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Enter when no writer is inside or waits, or this thread reads already."""
-        depth = getattr(self._thread_state, "depth", 0)
-        if depth == 0:
-            with self._condition:
-                self._condition.wait_for(lambda: not self._is_writing)
-                self._num_readers += 1
-        self._thread_state.depth = depth + 1
-        try:
-            yield
-        finally:
-            self._thread_state.depth = depth
-            if depth == 0:
-                self._end_reading()
+    def after_fork(self) -> None:
+        """Forget the readers of other threads, which a forked process does not have."""
+        lock = self._lock_of_thread()
+        self._reader_locks = weakref.WeakSet([lock])
 
-    def _end_reading(self) -> None:
-        """End a reader, and wake a waiting writer."""
-        with self._condition:
-            self._num_readers -= 1
-            self._condition.notify_all()
+    def _lock_of_thread(self) -> ModuleLock:
+        """Return the lock of this thread; make it the first time."""
+        lock: ModuleLock | None = getattr(self._thread_state, "lock", None)
+        if lock is None:
+            lock = ModuleLock()
+            self._reader_locks.add(lock)  # before it can be used, whatever interrupts this
+            self._thread_state.lock = lock
+        return lock
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Enter when there is no reader; new readers wait until the writer leaves.
+    def reading(self) -> ModuleLock:
+        """Return a context for a reader; wait for a writer, unless this thread reads already."""
+        lock: ModuleLock | None = getattr(self._thread_state, "lock", None)
+        if lock is None or not lock.is_owned():
+            with self._gate:
+                lock = self._lock_of_thread()
+        return lock
+
+    def write(self, function: Callable[[], object]) -> None:
+        """Call a function when there is no reader; new readers wait until it has returned.
 
         Raises:
             RuntimeError: this thread is a reader.
         """
-        if getattr(self._thread_state, "depth", 0):
+        lock: ModuleLock | None = getattr(self._thread_state, "lock", None)
+        if lock is not None and lock.is_owned():
             raise RuntimeError("apply() would wait for this thread: leave reading() first")
-        with self._condition:
-            self._is_writing = True
-        try:
-            with self._condition:
-                self._condition.wait_for(lambda: self._num_readers == 0)
-            yield
-        finally:
-            with self._condition:
-                self._is_writing = False
-                self._condition.notify_all()
+        with self._gate:
+            locks, acquired = [*self._reader_locks], list[ModuleLock]()
+            release = map(ModuleLock.release, acquired)
+            try:
+                # Each lock is added as it is acquired, with no interrupt between the two.
+                acquired.extend(itertools.compress(locks, map(ModuleLock.acquire, locks)))
+                function()
+            finally:
+                list(release)

@@ -227,11 +227,12 @@ class DirectorySink:
         """Close the files, and let another process write; may be repeated."""
         if self._lock >= 0:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # processes that were forked have it, too
-        for handle in (self._file, self._lock):
-            if handle >= 0:
-                os.close(handle)
-        self._file = self._lock = -1
-        self._segment_size = 0
+        # Each handle is forgotten before it is closed, so that no interrupt lets it be closed
+        # twice: its number may be that of another file by then.
+        file, self._file, self._segment_size = self._file, -1, 0
+        if file >= 0: os.close(file)  # fmt: skip  # noqa: E701
+        lock, self._lock = self._lock, -1
+        if lock >= 0: os.close(lock)  # fmt: skip  # noqa: E701
 
     def _segments(self) -> list[int]:
         """Return the numbers of the files; the writer may delete some while they are listed."""

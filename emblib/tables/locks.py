@@ -36,6 +36,10 @@ class ModuleLock(_thread.RLock):  # type: ignore[misc]  # final in typeshed alon
         else:
             self.__class__ = _LostLock
 
+    def is_owned(self) -> bool:
+        """Return whether this thread holds the lock."""
+        return bool(self._is_owned())  # type: ignore[attr-defined]  # as for threading.Condition
+
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleLock, ()
 

@@ -20,6 +20,7 @@ from emblib.online import ChangeLog, ChangeLogError, DirectorySink, LogFollower
 from emblib.online.records import Record, decode
 from emblib.online.sinks import Stored
 from emblib.storage import Hash, Hashed, TensorTrain
+from tests.interrupts import each_line
 
 
 class Memory:
@@ -395,3 +396,16 @@ def test_collections_with_several_kinds_and_shared_tables(tmp_path: Path) -> Non
     weights = [key for key in ours if key.endswith("weight")]
     assert len(weights) == 3
     assert all(torch.equal(ours[key], theirs[key]) for key in weights)
+
+
+def test_an_interrupted_record_leaves_a_log_that_goes_on() -> None:
+    trained, sink = bags(optim.SGD(0.1)), Memory()
+    with ChangeLog(trained, sink) as log:
+        for step, attempt in enumerate(each_line()):
+            train(trained, step % 30)
+            with attempt:
+                log.record(2 * step + 1)
+            train(trained, (step + 7) % 30)
+            log.record(2 * step + 2)
+        assert follows(sink, trained, log)
+    assert [r.sequence for r in sink.decoded()] == [*range(1, len(sink.records) + 1)]

@@ -14,6 +14,7 @@ import emblib
 from emblib import inference, optim
 from emblib.online import ChangeLog, DirectorySink, LogError, LogFollower
 from emblib.online.records import Record, RecordKind, TableChange, decode, encode
+from tests.interrupts import each_line
 from tests.online import traffic
 
 LEADERS = {
@@ -179,6 +180,51 @@ def test_a_reader_does_not_wait_for_itself(tmp_path: Path) -> None:
     with follower.reading(), pytest.raises(RuntimeError, match="leave reading"):
         follower.apply()
     assert follower.apply() == 1, "nothing was written, so no snapshot is needed"
+
+
+def test_the_lag_is_known_to_a_reader_that_a_writer_waits_for(tmp_path: Path) -> None:
+    trained = _bags()
+    follower = LogFollower(_bags(), DirectorySink(tmp_path), step=0)
+    with ChangeLog(trained, DirectorySink(tmp_path), compact_every=None) as log:
+        _entry(trained, 3)
+        log.record(1)
+    with follower.reading():
+        writer = threading.Thread(target=follower.apply, daemon=True)
+        writer.start()
+        while follower._apply_lock.acquire(blocking=False):  # until the writer has it
+            follower._apply_lock.release()
+        assert follower.lag.steps == 1
+    writer.join()
+    assert follower.step == 1
+
+
+def test_an_interrupted_reader_stops_no_writer(tmp_path: Path) -> None:
+    follower = LogFollower(_bags(), DirectorySink(tmp_path), step=0)
+    ids, offsets = torch.arange(3), torch.arange(4)
+    for attempt in each_line():
+        with attempt, follower.reading():
+            follower(ids, offsets)
+        writer = threading.Thread(target=follower._lock.write, args=(int,), daemon=True)
+        writer.start()
+        writer.join(60)
+        assert not writer.is_alive(), attempt.where
+
+
+def test_an_interrupted_poll_skips_no_entry(tmp_path: Path) -> None:
+    trained = _bags()
+    served = inference.for_inference(trained)
+    follower = LogFollower(served, DirectorySink(tmp_path))
+    with ChangeLog(trained, DirectorySink(tmp_path)) as log:
+        log.flush()
+        follower.apply()
+        for step, attempt in enumerate(each_line(), 1):
+            _entry(trained, step % 30)
+            log.record(step)
+            log.flush()
+            with attempt:
+                follower._poll()
+            assert follower.apply() == step, attempt.where
+    assert torch.equal(served.packed, inference.for_inference(trained).packed)
 
 
 def test_errors_leave_the_last_boundary(tmp_path: Path) -> None:

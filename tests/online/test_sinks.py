@@ -17,6 +17,7 @@ import torch
 import emblib
 from emblib.online import ChangeLog, DirectorySink, LogError, LogFollower, RedisSink, sinks
 from emblib.online.records import Record, RecordKind, TableChange, decode, encode
+from tests.interrupts import each_line
 
 
 def record(sequence: int, kind: RecordKind = RecordKind.DELTA, rows: int = 2) -> bytes:
@@ -159,6 +160,16 @@ def test_a_forked_process_does_not_keep_the_log(tmp_path: Path) -> None:
     other.append(record(2))
     assert sequences(other) == [1, 2]
     os.close(inherited)
+
+
+def test_an_interrupted_close_is_repeated(tmp_path: Path) -> None:
+    for number, attempt in enumerate(each_line(), 1):
+        sink = DirectorySink(tmp_path)
+        sink.append(record(number))
+        with attempt:
+            sink.close()
+        sink.close()
+    assert sequences(sink) == [*range(1, number + 1)]
 
 
 def test_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
