@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -37,6 +38,7 @@ from experiments.config.schema import (
     folder_name,
     require,
 )
+from experiments.config.sweep import COMPUTED, ONLY_ARMS, TRAINED
 from experiments.contenders import registry
 from experiments.kinds.base import Sort, check_sort
 from experiments.paths import CONF
@@ -360,6 +362,13 @@ def check_values(config: Config) -> None:
     for axis in ("T", "E", "D", "B", "L", "rank"):
         values = getattr(config.sweep, axis)
         require(f"sweep.{axis} must be >= 1", values, holds=all(v >= 1 for v in values))
+    for axis in ("s", "q"):
+        values = getattr(config.sweep, axis)
+        require(
+            f"sweep.{axis} must be >= 0 and finite",
+            values,
+            holds=all(map(_is_number_from_0, values)),
+        )
     for axis in ("L", "s", "q"):
         if config.workload.distribution is Distribution.trace and getattr(config.sweep, axis):
             raise UsageError(
@@ -370,20 +379,27 @@ def check_values(config: Config) -> None:
         if name in ("replicates", "pool", "min_rounds", "max_rounds"):
             require(f"timing.{name} must be >= 1", value, holds=value >= 1)
         elif name == "cell_seconds":
-            require("timing.cell_seconds must be > 0", f"{value:g}", holds=value > 0)
+            is_positive = 0 < value < math.inf
+            rule = "timing.cell_seconds must be > 0 and finite"
+            require(rule, f"{value:g}", holds=is_positive)
         elif isinstance(value, int | float):
             require(f"timing.{name} must be >= 0", f"{value:g}", holds=value >= 0)
+    require("seed must be in [0, 2**32)", config.seed, holds=0 <= config.seed < 2**32)
     require("device.ranks must be >= 1", device.ranks, holds=device.ranks >= 1)
     require("device.threads must be >= 0", device.threads, holds=device.threads >= 0)
     share = device.memory_share
     require("device.memory_share must be in (0, 1]", f"{share:g}", holds=0 < share <= 1)
-    require("lr must be > 0", config.lr, holds=config.lr > 0)
+    require("lr must be > 0 and finite", config.lr, holds=0 < config.lr < math.inf)
     kind.check(config)
     headline = config.report.headline
     if headline and headline not in config.cases:
         raise UsageError(
             f"report.headline: no case '{headline}'. There is: {', '.join(config.cases) or 'none'}"
         )
+    for name in ("subject", "baseline"):
+        arm, options = getattr(config.report, name), (*contenders, *COMPUTED, *ONLY_ARMS, *TRAINED)
+        if arm not in options:
+            raise UsageError(f"report.{name}: {_unknown_name('contender', arm, options, '', 0.3)}")
 
 
 def _unknown_name(
@@ -465,6 +481,11 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
     require(f"{prefix}tt.ranks must be >= 1", tt.ranks, holds=all(rank >= 1 for rank in tt.ranks))
 
 
+def _is_number_from_0(value: float) -> bool:
+    """Return whether a value is a finite number >= 0."""
+    return 0 <= value < math.inf
+
+
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
     """Raise UsageError for values of a workload that are out of range.
 
@@ -484,5 +505,7 @@ def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
         raise UsageError(f"{prefix}workload.file is read by workload=trace only; give both")
     if is_trace and workload.tables is not Tables.equal:
         raise UsageError(f"{prefix}workload.tables must be equal: a trace has tables of its own")
-    if workload.s < 0 or workload.q < 0:
-        raise UsageError(f"{prefix}workload.s and .q must be >= 0, got {workload.s}, {workload.q}")
+    if not (_is_number_from_0(workload.s) and _is_number_from_0(workload.q)):
+        raise UsageError(
+            f"{prefix}workload.s and .q must be >= 0 and finite, got {workload.s}, {workload.q}"
+        )

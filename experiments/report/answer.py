@@ -32,7 +32,7 @@ def answer(run: Run) -> list[str]:
     baseline = _rows_by_phase(main_run, cell, run.baseline.key)
     for arm, rows in ((run.subject, subject), (run.baseline, baseline)):
         if not rows or rows["step"]["status"] != "ok":
-            reason = rows["step"]["reason"] if rows else "it was not among the contenders"
+            reason = rows["step"]["reason"] if rows else _absence(main_run, arm.contender)
             return [f"No answer: {arm.label} has no result on the headline workload ({reason})."]
     sentences = [_headline_sentence(main_run, subject["step"], baseline["step"])]
     if torch_sentence := _torch_sentence(main_run, cell):
@@ -51,6 +51,13 @@ def answer(run: Run) -> list[str]:
         if rows and rows["step"]["status"] == "ok":
             sentences.append(f"In mode {mode} a step takes {text.ratio(rows['step'])}.")
     return sentences
+
+
+def _absence(run: Run, contender: str) -> str:
+    """Return why the headline workload has no record of a contender."""
+    case = run.config.get("cases", {}).get(run.headline)
+    contenders = (run.config if case is None else case).contenders
+    return "it was not measured" if contender in contenders else "it was not among the contenders"
 
 
 def _rows_by_phase(run: Run, cell: str, arm: str) -> RowByPhase:

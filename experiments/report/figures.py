@@ -525,7 +525,7 @@ def _ratio(run: Run, axis: str) -> Drawing:
 def _memory(run: Run, axis: str, column: str) -> Drawing:
     """Draw the memory in a column of the steps along `axis`, in MB."""
     rows = run.results_along(axis)
-    rows = rows[(rows["phase"] == "step") & (rows[column].fillna(0) > 0)]
+    rows = rows[(rows["phase"] == "step") & (pd.to_numeric(rows[column]) > 0)]
     contender_curves = []
     for name, group in _by_contender(rows, axis):
         # Parameters of torch take the bytes of TBE's: dashes show the curve below.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
+
 from experiments.config.sweep import SWEEP
 from experiments.machine.ceilings import MeasuredCeilings
 from experiments.machine.flags import explain, remedy
@@ -80,7 +82,7 @@ def section_table(run: Run, section: str) -> Table:
         r["compression"], lambda v: "1×" if v == 1 else text.times(v)
     )
     columns["scratch"] = lambda r: bytes_value(r["peak_bytes"])
-    if (run.table["optimizer_state_bytes"].fillna(0) > 0).any():
+    if (pd.to_numeric(run.table["optimizer_state_bytes"]) > 0).any():
         columns["optimizer state"] = lambda r: bytes_value(r["optimizer_state_bytes"])
     steps = rows[rows["phase"] == "step"].join(forward, on=keys)
     return Table.of(steps, columns, num_label_columns=1 + is_sweep)

@@ -324,6 +324,23 @@ def test_one_process_gives_none(tmp_path: Path) -> None:
     assert any("neither an interval nor a verdict" in t for t in notes.how_to_read(run))
 
 
+def test_an_absent_contender_says_why(tmp_path: Path) -> None:
+    path = make_run(tmp_path, Recipe(("+experiment=tbe_vs_torch",)))
+    records = [r for r in lines(path) if r["contender"] != "torch"]
+    (path / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert "(it was not measured)" in answer.answer(Run.read(path))[0]
+    config = path / "config.yaml"
+    config.write_text(config.read_text().replace("baseline: torch", "baseline: fbgemm"))
+    assert "(it was not among the contenders)" in answer.answer(Run.read(path))[0]
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_a_run_without_any_result_has_a_report(tmp_path: Path) -> None:
+    recipe = Recipe(("+experiment=tbe_vs_torch",), fate=lambda arm, cell, n: ("error", "no luck"))
+    answer_text = write_report(make_run(tmp_path, recipe), draws_figures=False)
+    assert "No answer: TBE has no result on the headline workload (no luck)" in answer_text
+
+
 def test_one_process_has_no_interval_and_two_take_that_of_the_run(tmp_path: Path) -> None:
     """Cells with fewer processes must not look more precise than those with all of them."""
     path = make_run(tmp_path, Recipe(words=SMALL))
