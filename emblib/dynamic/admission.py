@@ -23,7 +23,7 @@ keys, because counters are meaningless under other hash keys. Older state dicts 
 hash keys: these are 0.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -542,6 +542,32 @@ class Admission(nn.Module):
             ValueError: the table does not count exactly.
         """
         self._counter_of(table).set_counts(self._exact_tables.index(table), keys, counts)
+
+    def copy_counts(
+        self,
+        table: int,
+        source: "Admission",
+        source_table: int,
+        is_owned: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Copy the counts of a table of another module that has the same admission.
+
+        A sketch is copied with its hash key and the counts of all keys, and only between modules
+        of one table: others share their sketches.
+
+        Args:
+            table: number of the table.
+            source: admission of the other module.
+            source_table: number of the table there.
+            is_owned: function that returns which keys, int64 `[n]`, to copy from an exact counter.
+        """
+        if self.counts_exactly(table) and source.counts_exactly(source_table):
+            keys, counts = source.counts(source_table)
+            is_copied = is_owned(keys)
+            self.set_counts(table, keys[is_copied], counts[is_copied])
+        elif self.sketches is not None and source.sketches is not None and len(self.specs) == 1:
+            state = source.sketches.state_dict()
+            self.sketches.load_state_dict({name: value.clone() for name, value in state.items()})
 
     def counts_exactly(self, table: int) -> bool:
         """Return whether a table counts exactly; else `counts` and `set_counts` raise."""

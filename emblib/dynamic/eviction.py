@@ -429,7 +429,7 @@ class Expiry(nn.Module):
         self.times = times
 
     def copy_times(self, table: int, source: "Expiry", source_table: int) -> None:
-        """Copy the times of a table of another module, whose entries the caller copies.
+        """Copy the clock, and the times of a table, of another module; the caller copies entries.
 
         If this table has more ttls, the times of its surplus ttls stay.
         """
@@ -438,7 +438,7 @@ class Expiry(nn.Module):
         source_indices = source._list_indices(source_table)  # noqa: SLF001 - of the same class
         for list_index, source_index in zip(list_indices, source_indices, strict=False):
             times[list_index] = source.times[source_index]
-        self.times = times
+        self.times, self.clock = times, source.clock
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return self  # times stay on the CPU

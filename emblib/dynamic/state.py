@@ -232,12 +232,24 @@ class DynamicState:
             hyperparameters.set_saved_fields(module, values)
         in_grad_mode(self.hyperparams.copy_, enabled=False)(values)
 
-    def copy_times_and_scores(self, table: int, source: DynamicState, source_table: int) -> None:
-        """Adopt the times of use and the next score of a table whose entries were copied here."""
+    def copy_policy_state(
+        self,
+        table: int,
+        source: DynamicState,
+        source_table: int,
+        is_owned: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Adopt what the policies of a table know whose entries were copied to this one.
+
+        That is the clock and the times of use, the score of the next batch, and the counts of
+        admission of the keys, int64 `[n]`, of which `is_owned` returns True, bool `[n]`.
+        """
         if self.expiry is not None and source.expiry is not None:
             self.expiry.copy_times(table, source.expiry, source_table)
         if self.scores is not None and source.scores is not None:
             self.scores.copy_scores(table, source.scores, source_table)
+        if self.admission is not None and source.admission is not None:
+            self.admission.copy_counts(table, source.admission, source_table, is_owned)
 
     def record_evictions(self, table: int, keys: Tensor) -> None:
         """Record keys that left a table in this step, if evictions are tracked."""

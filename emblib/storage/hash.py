@@ -326,7 +326,7 @@ class Hash(Storage):
         """Replace the keys of `target` by keys of `source` in `key_block`; None copies all keys.
 
         Rows, optimizer states, scores and times are copied with the keys, and so are the fallback
-        rows, the clock and the score of the next batch.
+        rows, the clock, the score of the next batch and the counts of admission.
         """
         assert isinstance(source, HashHandle)
         assert isinstance(target, HashHandle)
@@ -337,7 +337,12 @@ class Hash(Storage):
         rows = fallback.rows_of(source.module.state, source.index)
         fallback.write_rows(target.module.state, target.index, rows)
         target.module.index.set_tick(source.module.index.tick)
-        target.module.state.copy_times_and_scores(target.index, source.module.state, source.index)
+        target.module.state.copy_policy_state(
+            target.index,
+            source.module.state,
+            source.index,
+            lambda counted_keys: keys.owner(counted_keys, num_blocks) == block_number,
+        )
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return an empty dict: checkpoints have the rows by key, see `HashHandle`."""
@@ -516,7 +521,12 @@ class HashHandle(TableHandle):
         fallback_rows = fallback.rows_of(other.module.state, other.index)
         fallback_rows = {k: v for k, v in fallback_rows.items() if k in ("keys", "weight")}
         fallback.write_rows(module.state, self.index, fallback_rows)
-        module.state.copy_times_and_scores(self.index, other.module.state, other.index)
+        module.state.copy_policy_state(
+            self.index,
+            other.module.state,
+            other.index,
+            lambda counted_keys: torch.ones_like(counted_keys, dtype=torch.bool),
+        )
         weight.grad = None
         if autograd.updates_in_backward(module.optimizer):
             self._parameters["weight"] = weight

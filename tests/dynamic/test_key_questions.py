@@ -1,6 +1,7 @@
 """Admission, expiry, scores and the status of keys, in modules that are trained."""
 
 import copy
+import datetime
 import pickle
 import re
 from collections import Counter
@@ -228,6 +229,39 @@ def test_steps_and_scores_go_on_in_shards() -> None:
         for key in range(3):
             bags(KeyedJaggedTensor(["f"], torch.tensor([key]), lengths=torch.tensor([1])))
         assert DistributedModelParallel(bags).tables["a"].score() == score
+
+
+@pytest.mark.parametrize("counter", COUNTERS, ids=type)
+def test_counts_of_admission_go_on_in_new_tables(counter: Any) -> None:
+    for is_sharded in (False, True):
+        storage = Hash(admission=FrequencyAdmission(3, counter))
+        config = EmbeddingBagConfig(64, 2, "a", ["f"], storage=storage)
+        bags = EmbeddingBagCollection([config], optimizer=optim.SGD(0.1))
+        batches = [
+            KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+            for ids in ([1, 2, 3], [1, 2], [1, 2, 3])
+        ]
+        for batch in batches[:2]:
+            bags(batch)
+        if is_sharded:
+            model: Any = DistributedModelParallel(bags)
+        else:
+            bags.set_optimizers({"a": optim.Adam(0.1)})
+            model = bags
+        model(batches[2])
+        present = model.tables["a"].contains(torch.tensor([1, 2, 3]))
+        assert present.tolist() == [True, True, False]
+
+
+def test_shards_have_the_clock_of_their_table() -> None:
+    storage = Hash(ttl=datetime.timedelta(seconds=100))
+    config = EmbeddingBagConfig(64, 2, "a", ["f"], storage=storage)
+    bags = EmbeddingBagCollection([config], optimizer=optim.SGD(0.1))
+    bags.tables["a"].set_clock(lambda: 10.0)
+    for key in range(3):
+        bags(KeyedJaggedTensor(["f"], torch.tensor([key]), lengths=torch.tensor([1])))
+    table = DistributedModelParallel(bags).tables["a"]
+    assert (table.expire_keys(), table.size()) == (0, 3)
 
 
 def test_scores_are_set_by_table(device: torch.device) -> None:
