@@ -274,6 +274,9 @@ def test_a_reservation_that_leaves_nothing() -> None:
     planner = Planner(Topology(2, memory=MB), 16, reservation=Reservation(nbytes=2 * MB))
     with pytest.raises(PlanError, match="nothing is left for tables on rank 0"):
         planner.solve_workloads(random_works(0, 2))
+    # A share of 10 % of one byte leaves 0.9 bytes.
+    with pytest.raises(PlanError, match="nothing is left for tables on rank 0"):
+        Planner(Topology(2, memory=1), 16).solve_workloads(random_works(0, 2))
 
 
 def test_wrong_arguments() -> None:
@@ -295,6 +298,14 @@ def test_wrong_arguments() -> None:
             make(0)
     with pytest.raises(ValueError, match="not there: \\['nope'\\]"):
         Planner(Topology(2), 16, {"nope": TableConstraints()}).plan(_model())
+    with pytest.raises(TypeError, match="of table 't' must be TableConstraints, got dict"):
+        Planner(Topology(2), 16, {"t": {"pooling_factor": 2.0}})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="constraints must be a dict"):
+        Planner(Topology(2), 16, [TableConstraints()])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a Topology, got 2"):
+        Planner(2, 16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"must be a ShardingPlan.* got dict"):
+        Planner(Topology(2), 16).predict(_model(), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing to plan"):
         Planner(Topology(2), 16).plan(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nothing to plan"):

@@ -458,7 +458,7 @@ def _remedies(
     shortages = [
         (lacking, free) for lacking, free in zip(missing, max_free, strict=True) if lacking
     ]
-    if shortages and all(free > 0 for _, free in shortages):
+    if shortages and all(free >= 1 for _, free in shortages):
         num_more = max(-(-int(lacking) // int(free)) for lacking, free in shortages)
         remedies.append(
             f"use {num_more} more rank{'s' if num_more > 1 else ''} or more, or ranks with more "
@@ -491,9 +491,10 @@ def _smaller_storages(workload: TableWorkload, device: str) -> list[str]:
 
 
 def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> None:
-    """Raise PlanError if the reservation is as large as the device memory of a rank, or larger."""
+    """Raise PlanError if the reservation leaves no byte of the device memory of a rank."""
     for rank, memory in enumerate(free_memory):
-        if memory.device <= 0:
+        if memory.device < 1:  # a share of the reservation may leave a part of a byte
+            lacking = max(0.0, -memory.device)
             remedies = (
                 "reserve less: Reservation(share=..., nbytes=..., dense_copies=...)",
                 "give ranks more memory",
@@ -501,9 +502,9 @@ def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> 
             raise PlanError(
                 f"nothing is left for tables on rank {rank}: the reservation, with "
                 f"{format_bytes(dense_nbytes)} of dense parameters, takes "
-                f"{format_bytes(-memory.device)} more than there is. Ways out: "
+                f"{format_bytes(lacking)} more than there is. Ways out: "
                 f"{'; '.join(remedies)}",
                 (),
-                int(-memory.device),
+                int(lacking),
                 remedies,
             )

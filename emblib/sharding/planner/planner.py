@@ -41,7 +41,8 @@ class Planner:
         max_trials: maximum number of placements that local moves try; more takes longer.
 
     Raises:
-        TypeError: `batch_size` or `max_trials` is no int.
+        TypeError: `topology` or `constraints` are of another type, or `batch_size` or `max_trials`
+            is no int.
         ValueError: `batch_size` or `max_trials` is below 1.
 
     The search is deterministic: with the same arguments it finds the same plan on any machine.
@@ -57,9 +58,11 @@ class Planner:
         comm_precision: "CommPrecision | None" = None,
         max_trials: int = 60_000,
     ) -> None:
+        if not isinstance(topology, Topology):
+            raise TypeError(f"topology must be a Topology, got {topology!r}")
         self.topology = topology
         self.batch_size = check_count("batch_size", batch_size)
-        self.constraints = dict(constraints or {})
+        self.constraints = _check_constraints(constraints or {})
         self.reservation = Reservation() if reservation is None else reservation
         self.max_trials = check_count("max_trials", max_trials)
         self.comm_precision = comm_precision
@@ -121,9 +124,15 @@ class Planner:
         """Predict a step under any plan, whether or not it fits; `optimizer` is as for `plan`.
 
         Raises:
+            TypeError: the plan is no `ShardingPlan`, e.g. one of rules, which fit any world.
             ValueError: the plan is for another world, or lacks a table; or the model or the
                 constraints are wrong, see `workloads_of`.
         """
+        if not isinstance(plan, ShardingPlan):
+            raise TypeError(
+                f"plan must be a ShardingPlan, e.g. that of construct_module_plan for rules, got "
+                f"{type(plan).__name__}"
+            )
         workloads = workloads_of(module, self.batch_size, self.constraints, optimizer)
         return predict(
             workloads, plan, self.model(workloads), self.free_memory(dense_bytes(module))
@@ -185,6 +194,22 @@ class Planner:
             for reader in workload.by_reader:
                 modules.setdefault(reader.path, {})[reader.config.name] = sharding
         return ShardingPlan(modules, self.topology.world)  # type: ignore[arg-type]
+
+
+def _check_constraints(constraints: Mapping[str, TableConstraints]) -> dict[str, TableConstraints]:
+    """Return the constraints as a dict; raise TypeError unless they are a mapping of them."""
+    if not isinstance(constraints, Mapping):
+        raise TypeError(
+            "constraints must be a dict {table: TableConstraints(...)}, got "
+            f"{type(constraints).__name__}"
+        )
+    for table, table_constraints in constraints.items():
+        if not isinstance(table_constraints, TableConstraints):
+            raise TypeError(
+                f"constraints of table {table!r} must be TableConstraints, got "
+                f"{type(table_constraints).__name__}"
+            )
+    return dict(constraints)
 
 
 def collective_plan(
