@@ -7,7 +7,6 @@ Every rank knows the units of all ranks. Layouts contain no tensors.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from emblib.sharding.sharding_types import ParameterSharding, Shard, Span, TableShape
@@ -297,8 +296,7 @@ class Blocks(NamedTuple):
 def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
     """Return the blocks of rows that each feature's table is cut into.
 
-    Raises:
-        ValueError: shards of one table overlap in rows, but are cut at different rows.
+    Shards that overlap in rows have the same rows, which `ParameterSharding.check` has checked.
     """
     units_by_feature: dict[int, dict[Span, list[int]]] = {}
     unit_number = 0
@@ -311,7 +309,6 @@ def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
     for f, feature in enumerate(layout.features):
         config = configs[feature.table]
         spans = sorted(units_by_feature.get(f, {}).items())
-        _check_rows(config.name, [rows for rows, _ in spans])
         rows = config.num_embeddings
         is_keyed = config.storage.is_keyed
         result.features.append((len(result.blocks), len(spans), rows, int(is_keyed)))
@@ -319,13 +316,3 @@ def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
             result.blocks.append((first_row, len(result.units), len(units)))
             result.units.extend(units)
     return result
-
-
-def _check_rows(name: str, spans: Sequence[Span]) -> None:
-    """Raise ValueError if sorted spans of rows overlap."""
-    for previous, current in pairwise(spans):
-        if previous[1] > current[0]:
-            raise ValueError(
-                f"table {name}: shards that overlap in rows must be cut at the same ones, got rows "
-                f"{previous} and {current}"
-            )

@@ -1,7 +1,8 @@
 """Sharding types: the shards of a table, and the rules that make them.
 
 A sharded table is a list of shards that tile `[rows, dim]`. Every sharding type is a rule that
-makes such a list. Other code depends only on the shards, so any tiling is allowed (`custom`).
+makes such a list. Other code depends only on the shards, so any tiling is allowed (`custom`) whose
+shards have the same rows, or none in common.
 
 Blocks have ceil(n / parts) rows or columns, as with `torch.chunk`. This size is rounded up to a
 multiple of the unit at which the table can be cut (`TableShape`): the rows of a tensor train are
@@ -9,10 +10,11 @@ cut only between slices of its first core. Blocks of columns are also rounded as
 The last blocks may be shorter or missing.
 
 The functions below return rules and check nothing. Ranks, nodes and sizes are checked when a rule
-is applied to a table, which raises ValueError for wrong ones.
+is applied to a table, which raises ValueError for wrong ones, and TypeError if they are no ints.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -56,8 +58,13 @@ class World(NamedTuple):
         """Return the ranks of a node.
 
         Raises:
+            TypeError: the node is no int.
             ValueError: there is no such node.
         """
+        try:
+            node = operator.index(node)
+        except TypeError:
+            raise TypeError(f"node must be an int, got {node!r}") from None
         nodes = -(-self.size // self.local_size)
         if not 0 <= node < nodes:
             raise ValueError(
@@ -109,6 +116,9 @@ class ParameterSharding:
         storage: storage that replaces the configured one, e.g. `Dense(Placement.MANAGED_CACHING)`;
             None keeps it.
 
+    Raises:
+        TypeError: a rank or a bound of a shard is no int.
+
     Example:
         >>> left = emblib.sharding.Shard(rank=0, rows=(0, 8), columns=(0, 2))
         >>> right = emblib.sharding.Shard(rank=3, rows=(0, 8), columns=(2, 4))
@@ -121,6 +131,21 @@ class ParameterSharding:
     shards: tuple[Shard, ...] = ()
     storage: Any = None
 
+    def __post_init__(self) -> None:
+        shards = []
+        for shard in self.shards:  # plans compare shards and are saved, so numbers become ints
+            try:
+                (first_row, end_row), (first_column, end_column) = shard.rows, shard.columns
+                numbers = (shard.rank, first_row, end_row, first_column, end_column)
+                rank, *bounds = map(operator.index, numbers)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    "a shard is Shard(rank, rows=(first, end), columns=(first, end)), all ints, "
+                    f"got {shard}"
+                ) from None
+            shards.append(Shard(rank, (bounds[0], bounds[1]), (bounds[2], bounds[3])))
+        object.__setattr__(self, "shards", tuple(shards))
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the ranks that store a shard, ascending; empty if every rank has a replica."""
@@ -132,7 +157,10 @@ class ParameterSharding:
         return self.type is ShardingType.DATA_PARALLEL
 
     def check(self, name: str, shape: TableShape, world_size: int) -> None:
-        """Raise ValueError unless the shards tile the table and their ranks exist."""
+        """Raise ValueError unless the shards tile the table and their ranks exist.
+
+        Shards that overlap in rows must have the same rows: an id is sent to one block of rows.
+        """
         if self.is_replicated:
             if self.shards:
                 raise ValueError(f"table {name}: data_parallel has no shards, got {self.shards}")
@@ -146,13 +174,19 @@ class ParameterSharding:
                 f"overlap; these cover {area} of {shape.rows * shape.columns} values"
                 f"{' and overlap' if _overlapping(self.shards) else ''}: {list(self.shards)}"
             )
+        for previous, current in pairwise(sorted({shard.rows for shard in self.shards})):
+            if previous[1] > current[0]:
+                raise ValueError(
+                    f"table {name}: shards that overlap in rows must be cut at the same ones, got "
+                    f"rows {previous} and {current}"
+                )
 
 
 Rule = Callable[[TableShape, World], ParameterSharding]
 """Function that makes the sharding of a table from its shape and the world.
 
-It may raise ValueError for ranks, nodes or sizes that do not fit. Its caller then calls
-`ParameterSharding.check`, which finds all other faults.
+It may raise TypeError and ValueError for ranks, nodes or sizes that do not fit. Its caller then
+calls `ParameterSharding.check`, which finds all other faults.
 """
 
 
@@ -305,7 +339,7 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         num_nodes = -(-world.size // world.local_size)
-        node_numbers = tuple(range(num_nodes) if nodes is None else nodes)
+        node_numbers = _as_ints("nodes", range(num_nodes) if nodes is None else nodes)
         if not node_numbers:
             raise ValueError("grid needs at least one node, got none")
         ranks_of_node = {node: world.ranks_of(node) for node in node_numbers}
@@ -323,6 +357,8 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
 def custom(shards: Sequence[Shard]) -> Rule:
     """Use any shards that tile the table; TypeError if an entry is no shard.
 
+    Shards that overlap in rows must have the same rows.
+
     Example:
         >>> left = emblib.sharding.Shard(rank=0, rows=(0, 8), columns=(0, 3))
         >>> right = emblib.sharding.Shard(rank=1, rows=(0, 8), columns=(3, 4))
@@ -332,7 +368,13 @@ def custom(shards: Sequence[Shard]) -> Rule:
         >>> emblib.sharding.construct_module_plan(bags, rules, world)["item"].ranks
         (0, 1)
     """
-    all_shards = tuple(Shard(*shard) for shard in shards)
+    try:
+        all_shards = tuple(Shard(*shard) for shard in shards)
+    except TypeError:
+        raise TypeError(
+            "custom takes a list of Shard(rank, rows=(first, end), columns=(first, end)), got "
+            f"{shards!r}"
+        ) from None
     return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, all_shards)
 
 
@@ -350,9 +392,17 @@ def _full_spans(shape: TableShape) -> tuple[Span, Span]:
     return (0, shape.rows), (0, shape.columns)
 
 
+def _as_ints(argument: str, values: Any) -> tuple[int, ...]:
+    """Return values as ints; raise TypeError, which names the argument, for any others."""
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise TypeError(f"{argument} must be ints, in a list or tuple, got {values!r}") from None
+
+
 def _checked_ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]:
     """Return `ranks`, by default all; ValueError for ranks outside the world."""
-    chosen = tuple(range(world.size)) if ranks is None else tuple(ranks)
+    chosen = _as_ints("ranks", range(world.size) if ranks is None else ranks)
     outside = [rank for rank in chosen if not 0 <= rank < world.size]
     if outside or not chosen:
         raise ValueError(f"ranks must be in [0, {world.size}), at least one, got {list(chosen)}")
@@ -381,6 +431,7 @@ def _column_shards(
     """Return shards that cut a table by columns: one per rank, or fewer if the table is narrow."""
     spans = column_blocks(shape, len(ranks))
     if sizes is not None:
+        sizes = _as_ints("sizes", sizes)
         if len(sizes) != len(ranks) or sum(sizes) != shape.columns:
             raise ValueError(
                 f"sizes must have one entry per rank = {len(ranks)} and add up to {shape.columns} "

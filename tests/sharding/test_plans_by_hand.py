@@ -28,8 +28,10 @@ from emblib.sharding import (
     checkpoints,
     column_wise,
     construct_module_plan,
+    custom,
     grid,
     row_wise,
+    table_row_wise,
     table_wise,
 )
 from emblib.sharding.sharding_types import TableShape
@@ -203,9 +205,42 @@ def test_checkpoints(call: Callable[[Any], None], error: str) -> None:
         (row_wise([]), "at least one, got"),
         (column_wise([0, -1]), r"ranks must be in \[0, 4\)"),  # one block of 4 columns: on rank 0
         (grid([0, 2]), r"node must be in \[0, 2\)"),
+        (
+            custom([Shard(0, (0, 8), (0, 2)), Shard(0, (0, 4), (2, 4)), Shard(1, (4, 8), (2, 4))]),
+            r"overlap in rows must be cut at the same ones, got rows \(0, 4\) and \(0, 8\)",
+        ),
     ],
 )
 def test_rules_refuse_ranks_that_a_narrow_table_would_not_use(rule: Any, error: str) -> None:
     bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "item")])
     with pytest.raises(ValueError, match=error):
         construct_module_plan(bags, {"item": rule}, World(size=4, local_size=2))
+
+
+@pytest.mark.parametrize(
+    ("rule", "error"),
+    [
+        (row_wise(2), "ranks must be ints, in a list or tuple, got 2"),  # type: ignore[arg-type]
+        (row_wise("01"), "ranks must be ints"),  # type: ignore[arg-type]
+        (column_wise([0, 1], sizes=[2.0, 2.0]), "sizes must be ints"),  # type: ignore[list-item]
+        (grid([0.0]), "nodes must be ints"),  # type: ignore[list-item]
+        (table_row_wise("a"), "node must be an int, got 'a'"),  # type: ignore[arg-type]
+        (table_wise(1.0), "all ints, got Shard.rank=1.0"),  # type: ignore[arg-type]
+        (custom([Shard(0, (0, 8.0), (0, 4))]), "all ints"),  # type: ignore[arg-type]
+        (custom([Shard(0, (0, 4, 8), (0, 4))]), "all ints"),  # type: ignore[arg-type]
+    ],
+)
+def test_rules_refuse_numbers_that_are_no_ints(rule: Any, error: str) -> None:
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "item")])
+    with pytest.raises(TypeError, match=error):
+        construct_module_plan(bags, {"item": rule}, World(size=4, local_size=2))
+
+
+def test_ranks_may_be_a_tensor() -> None:
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "item")])
+    world = World(size=2, local_size=2)
+    sharding = construct_module_plan(bags, {"item": row_wise(torch.tensor([1, 0]))}, world)["item"]  # type: ignore[arg-type]
+    plan = ShardingPlan({"": {"item": sharding}}, world)
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    with pytest.raises(TypeError, match="custom takes a list of Shard"):
+        custom(sharding.shards[0])  # type: ignore[arg-type]
