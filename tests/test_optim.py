@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from emblib.ops import autograd
 from emblib.ops.codes import OPTIMIZER
 from emblib.optim.adagrad import LAST_STEP
 from emblib.reference import optim as reference
+from emblib.specs import format_config
 from tests.optimizer_cases import CASES
 
 
@@ -231,3 +232,14 @@ def test_no_clipped_gradient_exceeds_its_bound(dtype: torch.dtype, bound: float)
         float(clipped[-1].double())
         >= float(largest) * (1 - info.eps) - info.smallest_normal * info.eps
     )
+
+
+def test_a_config_is_formatted_without_its_defaults() -> None:
+    @dataclass(frozen=True)
+    class Config:
+        rate: float
+        names: list[str] = field(default_factory=list)
+        rounds: int = 3
+
+    assert format_config(Config(0.5)) == "Config(rate=0.5)"
+    assert format_config(Config(0.5, ["a"], 4)) == "Config(rate=0.5, names=['a'], rounds=4)"

@@ -21,7 +21,7 @@ from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
 from emblib.ops.route import is_captured, take_or_fill
 from emblib.optim import NO_UPDATE, Optimizer
-from emblib.specs import BoundsCheck, Pooling, brief, check_float_dtype
+from emblib.specs import BoundsCheck, Pooling, check_float_dtype, format_config
 from emblib.storage import Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.initial_values import new_seeds
 from emblib.tables import parameters
@@ -631,8 +631,8 @@ def group_slices(
         if table_slice.config.rounding is not None and not autograd.is_fused(slice_optimizer):
             raise ValueError(
                 f"rounding of {table_slice.config.name!r} is of updates that emblib makes, but "
-                f"{brief(slice_optimizer)} leaves gradients to others: give the table or its "
-                "collection one of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
+                f"{format_config(slice_optimizer)} leaves gradients to others: give the table or "
+                "its collection one of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
             )
     group_keys: list[Hashable] = [
         ("shared", i)

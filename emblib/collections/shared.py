@@ -26,7 +26,7 @@ from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
 from emblib.optim import Optimizer
-from emblib.specs import BoundsCheck, Pooling, brief
+from emblib.specs import BoundsCheck, Pooling, format_config
 from emblib.storage import Dense, Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.dense import DenseHandle, DenseModule
@@ -159,8 +159,8 @@ class SharedTable:
         if type(config.storage) is not Dense:
             raise ValueError(
                 f"shared table {config.name!r} must have storage=Dense(), got "
-                f"{brief(config.storage)}: give one collection all features of the table, which "
-                "any storage can have, or make the table dense"
+                f"{format_config(config.storage)}: give one collection all features of the table, "
+                "which any storage can have, or make the table dense"
             )
         self.config: TableConfig = config
         self._rows_and_columns = table_slice.rows, table_slice.columns

@@ -42,7 +42,7 @@ from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch, Keys, Misses, tables_of
 from emblib.ops.tbe import Groups
 from emblib.optim import External, Optimizer, description
-from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec, OnInsertFailure, Pooling, brief
+from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec, OnInsertFailure, Pooling, format_config
 from emblib.tables import optimizer_hooks
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.parameters import (
@@ -630,8 +630,8 @@ def check_optimizer(
     """Raise ValueError for optimizers that dynamic tables do not support."""
     if optimizer_hooks.is_periodic(optimizer) or optimizer_hooks.find_global_decay(optimizer):
         raise ValueError(
-            f"{brief(optimizer)} reads whole tables from time to time, which dynamic tables do not "
-            "support; choose an optimizer without that part"
+            f"{format_config(optimizer)} reads whole tables from time to time, which dynamic "
+            "tables do not support; choose an optimizer without that part"
         )
     if optimizer.leaves_gradient is None:
         return

@@ -15,14 +15,14 @@ from emblib.optim import NO_UPDATE, Optimizer, description
 from emblib.specs import (
     CacheConfig,
     CachePolicy,
-    Choice,
     DynamicSpec,
     Eviction,
+    OptionEnum,
     Placement,
     TTSpec,
-    brief,
     check_count,
     check_counts,
+    format_config,
 )
 
 _SPILLED_PER_ROW = 8  # default of `spill_rows` per row of the cache; not measured
@@ -30,7 +30,7 @@ _COUNTED_PER_ROW = 4  # default of `counted` per stored row; not measured
 _INDEX_LOAD = 0.5  # load at which every id finds a slot
 
 
-class RowEviction(Choice):
+class RowEviction(OptionEnum):
     """Treatment of a row that leaves the cache.
 
     Example:
@@ -226,8 +226,8 @@ def check_arguments(
     optimizer = NO_UPDATE if optimizer is None else optimizer
     if optimizer.deferred:
         raise ValueError(
-            f"{brief(optimizer)} would apply gradients of rows that may have been replaced: "
-            "leave deferred out, or use TableBatchedTTEmbeddingBags"
+            f"{format_config(optimizer)} would apply gradients of rows that may have been "
+            "replaced: leave deferred out, or use TableBatchedTTEmbeddingBags"
         )
     if cache.eviction is RowEviction.SPILL and not updates_in_backward(optimizer):
         raise ValueError(

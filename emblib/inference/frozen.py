@@ -22,9 +22,9 @@ from emblib.inference.served import (
 )
 from emblib.specs import (
     BoundsCheck,
-    Choice,
     IdOrder,
     MatmulPrecision,
+    OptionEnum,
     Pooling,
     Precision,
     TableSpec,
@@ -288,7 +288,7 @@ def _open_composed(config: dict[str, Any], packed: Tensor) -> ComposedEmbeddingB
 
 def _storage_fields(storage: Any) -> dict[str, Any]:
     fields = asdict(storage).items()
-    return {name: value.value if isinstance(value, Choice) else value for name, value in fields}
+    return {name: value.value if isinstance(value, OptionEnum) else value for name, value in fields}
 
 
 def _open_storage(name: str, fields: Mapping[str, Any]) -> Any:

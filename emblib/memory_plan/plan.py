@@ -44,8 +44,8 @@ from emblib.specs import (
     Placement,
     StochasticRounding,
     TTSpec,
-    brief,
     check_count,
+    format_config,
 )
 from emblib.storage import (
     Dense,
@@ -598,7 +598,7 @@ def _describe_storage(choice: MemoryChoice) -> str:
             f"1/{1 / storage.cache.load_factor:g} of the rows cached, hit rate "
             f"{choice.hit_rate:.2f}"
         )
-    return names.get(choice.method) or brief(storage)
+    return names.get(choice.method) or format_config(storage)
 
 
 def _describe_assumptions(

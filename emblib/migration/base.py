@@ -23,7 +23,7 @@ from emblib import optim
 from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.optim import Optimizer
-from emblib.specs import brief
+from emblib.specs import format_config
 
 Bags = tuple[Tensor, Tensor]
 """Ids and lengths of the bags of a feature, int64 `[L]` and `[B]`, on one device."""
@@ -436,7 +436,8 @@ class Replaced(ABC):
         """Describe how the tables are trained, for the report."""
         if not self.is_fused:
             return "its gradient goes to the same optimizer" if self.is_trained else "not trained"
-        return f"backward applies {', '.join(brief(optimizer) for optimizer in self.optimizers)}"
+        optimizers = ", ".join(format_config(optimizer) for optimizer in self.optimizers)
+        return f"backward applies {optimizers}"
 
     @abstractmethod
     def carry_over(self) -> None:

@@ -21,10 +21,10 @@ from emblib.online.records import Record, RecordKind, decode, encode
 from emblib.online.sinks import Sink, check_sink
 from emblib.online.tables import PlainTable, find_tables
 from emblib.sharding import ReplicatedModelParallel
-from emblib.specs import Choice, check_count
+from emblib.specs import OptionEnum, check_count
 
 
-class WhenFull(Choice):
+class WhenFull(OptionEnum):
     """Reaction of `ChangeLog.record` while too many entries wait to be written.
 
     BLOCK waits. MERGE returns at once, and the changes are part of the next entry; where all rows

@@ -20,7 +20,7 @@ from emblib.optim.base import (
     check_number,
     number_or_nan,
 )
-from emblib.specs import Choice, check_count
+from emblib.specs import OptionEnum, check_count
 
 _LAST_EXACT_STEP = 1 << 24  # up to here float32 represents every integer: a step is its own code
 _LAST_EXACT_BITS = 0x4B800000  # 2^24 as float32
@@ -59,7 +59,7 @@ def encode_steps(steps: Tensor) -> Tensor:
     return torch.where(steps <= _LAST_EXACT_STEP, steps.to(torch.float32), bits.view(torch.float32))
 
 
-class TailRate(Choice):
+class TailRate(OptionEnum):
     """Learning rate of the rows seen more often than `Counter.threshold`.
 
     `c` is the count of the row, `largest` the largest count of the table plus 1, `bound` a field of
@@ -391,7 +391,7 @@ class RowwiseAdagrad(Optimizer):
         return (0.0, 0.0) if isinstance(self.counter, Counter) else super()._kernel_decay_rates()
 
 
-class EmaReset(Choice):
+class EmaReset(OptionEnum):
     """Treatment of the moving average after a step that updated it: KEEP it, or CLEAR it to zero.
 
     With CLEAR, a step that replaces the weights without updating the average writes zeros.

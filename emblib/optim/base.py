@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import Hyper
-from emblib.specs import Choice, brief
+from emblib.specs import OptionEnum, format_config
 from emblib.torch_names import refuse_names_of_torch
 
 
@@ -85,7 +85,7 @@ class AdagradW:
 WeightDecay = L2 | Decoupled | AdagradW
 
 
-class Gradient(Choice):
+class Gradient(OptionEnum):
     """The form of a gradient of a table: SPARSE has the rows of the batch, DENSE all rows.
 
     Example:
@@ -410,4 +410,4 @@ def description(optimizer: Optimizer) -> str:
         >>> emblib.optim.description(emblib.optim.SGD(0.1))
         'SGD(lr=0.1)'
     """
-    return "no optimizer (the default)" if optimizer is NO_UPDATE else brief(optimizer)
+    return "no optimizer (the default)" if optimizer is NO_UPDATE else format_config(optimizer)

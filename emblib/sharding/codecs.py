@@ -39,7 +39,7 @@ from emblib.sharding.all_to_all import Message, start_all_to_alls
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.headers import Content
 from emblib.sharding.ranks import RankGroup
-from emblib.specs import Choice
+from emblib.specs import OptionEnum
 
 _SCALE_BYTES = 4  # of the float32 scale of a row
 _FP16_OVERFLOW = 65519.9  # 65520 rounds to infinity; the product may be rounded up
@@ -314,7 +314,7 @@ class INT8(_ScaledRows):
         return scales * (0.5 + 127 * 2.0**-22)  # the quotient and the product are rounded too
 
 
-class FP8Format(Choice):
+class FP8Format(OptionEnum):
     """The bits of exponent and mantissa of an 8-bit float."""
 
     E4M3 = "e4m3"

@@ -37,7 +37,7 @@ from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.codecs import Codec, CommPrecision
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import GradientReduction
-from emblib.specs import Choice
+from emblib.specs import OptionEnum
 
 _FLOAT32 = CommPrecision()
 
@@ -283,7 +283,7 @@ def _start_collective(
     return _CollectiveAwaitable(values, _Call(directions, GradientReduction(gradients)))
 
 
-class _Pattern(Choice):
+class _Pattern(OptionEnum):
     """The part of a rank's values that each other rank gets."""
 
     PARTS = "parts"  # every rank gets a part of its own

@@ -57,7 +57,7 @@ from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, World
 from emblib.sharding.shared_shards import Shared
 from emblib.sharding.table_hyperparams import TableHyperparams
 from emblib.sharding.tensor_train import share_cores
-from emblib.specs import BoundsCheck, Choice, Pooling
+from emblib.specs import BoundsCheck, OptionEnum, Pooling
 from emblib.storage import TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import new_seeds
@@ -296,7 +296,7 @@ def copy_replicas_of_first(groups: TableGroups, ranks: RankGroup) -> None:
             tensor.copy_(contiguous)
 
 
-class GradientReduction(Choice):
+class GradientReduction(OptionEnum):
     """Reduction of the gradients of a table over ranks.
 
     MEAN divides by the number of ranks, as `DistributedDataParallel` does for dense parameters: a

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from emblib.specs import Choice, check_count
+from emblib.specs import OptionEnum, check_count
 
 Span = tuple[int, int]
 
@@ -87,7 +87,7 @@ class TableShape(NamedTuple):
     column_unit: int = 1
 
 
-class ShardingType(Choice):
+class ShardingType(OptionEnum):
     """The named ways to shard a table.
 
     Example:

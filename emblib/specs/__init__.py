@@ -3,11 +3,11 @@
 from emblib.specs.caches import CacheConfig, CachePolicy, MultiPassPrefetch, Verify
 from emblib.specs.choices import (
     FLOAT_DTYPES,
-    Choice,
-    brief,
+    OptionEnum,
     check_count,
     check_counts,
     check_float_dtype,
+    format_config,
 )
 from emblib.specs.dynamic import (
     SLOTS_PER_BUCKET,
@@ -37,7 +37,6 @@ __all__ = [
     "BoundsCheck",
     "CacheConfig",
     "CachePolicy",
-    "Choice",
     "CountMinSketch",
     "DynamicSpec",
     "Eviction",
@@ -48,6 +47,7 @@ __all__ = [
     "MatmulPrecision",
     "MultiPassPrefetch",
     "OnInsertFailure",
+    "OptionEnum",
     "PerFeature",
     "Placement",
     "Pooling",
@@ -56,9 +56,9 @@ __all__ = [
     "TTSpec",
     "TableSpec",
     "Verify",
-    "brief",
     "check_cores",
     "check_count",
     "check_counts",
     "check_float_dtype",
+    "format_config",
 ]

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from emblib.init import check_finite
-from emblib.specs.choices import Choice, check_count, check_float_dtype, set_counts
+from emblib.specs.choices import OptionEnum, check_count, check_float_dtype, normalise_counts
 
 
-class CachePolicy(Choice):
+class CachePolicy(OptionEnum):
     """Row that a full set evicts: the least recently (LRU) or least frequently used one (LFU).
 
     Among equally frequent rows, LFU evicts the most recently used one.
@@ -26,7 +26,7 @@ class CachePolicy(Choice):
     LFU = "lfu"
 
 
-class Verify(Choice):
+class Verify(OptionEnum):
     """Time at which the pages of tables in files are verified against their checksums.
 
     TOUCH verifies a page before its first use after opening, OPEN verifies all pages at opening,
@@ -60,7 +60,7 @@ class MultiPassPrefetch:
     min_lookups: int = 6_000_000
 
     def __post_init__(self) -> None:
-        set_counts(self, "passes", "min_lookups")
+        normalise_counts(self, "passes", "min_lookups")
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class CacheConfig:
         verify: time at which the files of DISK tables are verified, see `Verify`.
 
     Raises:
-        TypeError: `sets`, `reserved_bytes`, `directory` or `passes` of another type.
-        ValueError: a number out of range, a `load_factor` that is no number, or an unknown policy,
-            dtype or `verify`.
+        TypeError: `sets`, `reserved_bytes`, `directory` or `passes` has another type.
+        ValueError: a number is out of range, `load_factor` is not a number, or `policy`, `dtype` or
+            `verify` is unknown.
 
     Example:
         >>> table = emblib.TableSpec(1_000, 16, placement=emblib.Placement.MANAGED_CACHING)

@@ -1,21 +1,24 @@
-"""The base class of enums, and the checks and the formatting that all specs share."""
+"""The base class of option enums, and the checks and the formatting that all specs share."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from enum import Enum
 from typing import Any, SupportsIndex
 
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_DIM = 2**25  # kernels count the bits of a row, and elements of 32 rows, with 32 bits
+MAX_DIM = 2**25  # kernels hold the bits of one row, and the elements of 32 rows, in int32
 
 
-class Choice(Enum):
-    """An enum of lower-case words; the error for an unknown value lists the valid ones."""
+class OptionEnum(Enum):
+    """Base class of enums whose values are lower-case words.
+
+    An unknown value raises ValueError, which lists the valid ones.
+    """
 
     @classmethod
     def _missing_(cls, value: object) -> None:
@@ -23,14 +26,22 @@ class Choice(Enum):
         raise ValueError(f"{cls.__name__} must be one of {choices}, got {value!r}")
 
 
-def brief(choice: Any) -> str:
-    """Format a dataclass as a constructor call with the arguments that differ from defaults."""
-    fields_shown = [
-        f"{f.name}={getattr(choice, f.name)!r}"
-        for f in fields(choice)
-        if f.default is MISSING or getattr(choice, f.name) != f.default
+def format_config(config: Any) -> str:
+    """Format a dataclass as a constructor call, without arguments that equal their defaults."""
+    arguments = [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in fields(config)
+        if not _has_default_value(config, field)
     ]
-    return f"{type(choice).__name__}({', '.join(fields_shown)})"
+    return f"{type(config).__name__}({', '.join(arguments)})"
+
+
+def _has_default_value(config: Any, field: Field[Any]) -> bool:
+    """Return whether a field of a dataclass has a default and equals it."""
+    value = getattr(config, field.name)
+    if field.default_factory is not MISSING:
+        return bool(value == field.default_factory())
+    return field.default is not MISSING and bool(value == field.default)
 
 
 def check_float_dtype(name: str, dtype: torch.dtype) -> None:
@@ -43,8 +54,8 @@ def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
     """Return `value` as an int.
 
     Raises:
-        TypeError: no integer.
-        ValueError: outside [minimum, 2^63): kernels take counts in int64.
+        TypeError: `value` is not an integer, or is a bool.
+        ValueError: `value` is outside [minimum, 2^63); kernels take counts in int64.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int, got {value!r}")
@@ -60,10 +71,13 @@ def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
 def check_counts(name: str, value: Any, *, minimum: int = 1) -> int | tuple[int, ...]:
     """Return `value`, one count for all tables or one per table, as an int or a tuple of ints.
 
-    Raises the errors of `check_count`, and ValueError for a sequence without counts.
+    Raises:
+        TypeError: `value` or one of its entries is not an integer, or is a bool.
+        ValueError: a count is outside [minimum, 2^63), or `value` is an empty sequence.
     """
-    is_one = isinstance(value, str) or getattr(value, "ndim", 1) == 0  # a tensor of one number
-    if is_one or not isinstance(value, Iterable):
+    # A 0-dimensional tensor has __iter__ but cannot be iterated.
+    is_scalar = isinstance(value, str) or getattr(value, "ndim", 1) == 0
+    if is_scalar or not isinstance(value, Iterable):
         return check_count(name, value, minimum=minimum)
     counts = tuple(check_count(name, count, minimum=minimum) for count in value)
     if not counts:
@@ -71,8 +85,8 @@ def check_counts(name: str, value: Any, *, minimum: int = 1) -> int | tuple[int,
     return counts
 
 
-def set_counts(spec: Any, *names: str, minimum: int = 1) -> None:
-    """Check the fields `names` of a frozen dataclass by `check_count`; convert them to plain ints.
+def normalise_counts(spec: Any, *names: str, minimum: int = 1) -> None:
+    """Check the fields `names` of a frozen dataclass, and replace them by plain ints in place.
 
     Raises the errors of `check_count`.
     """
@@ -80,11 +94,13 @@ def set_counts(spec: Any, *names: str, minimum: int = 1) -> None:
         object.__setattr__(spec, name, check_count(name, getattr(spec, name), minimum=minimum))
 
 
-def set_dim(spec: Any) -> None:
-    """Check the field `dim` (elements per row, 1 to MAX_DIM), and convert it to a plain int.
+def normalise_dim(spec: Any) -> None:
+    """Check the field `dim`, the elements per row, and replace it by a plain int in place.
 
-    Raises TypeError unless it is an integer, ValueError unless it is in this range.
+    Raises:
+        TypeError: it is not an integer, or is a bool.
+        ValueError: it is outside [1, MAX_DIM].
     """
-    set_counts(spec, "dim")
+    normalise_counts(spec, "dim")
     if spec.dim > MAX_DIM:
         raise ValueError(f"dim must be at most {MAX_DIM}, got {spec.dim}")

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from emblib.init import Initializer, Uniform, check_finite, check_initializer
-from emblib.specs.choices import Choice, check_count, set_counts, set_dim
+from emblib.specs.choices import OptionEnum, check_count, normalise_counts, normalise_dim
 
 SLOTS_PER_BUCKET = 32
 """Number of slots of a bucket; capacities are rounded up to a multiple of it."""
 
 
-class Eviction(Choice):
+class Eviction(OptionEnum):
     """Value by which keys are evicted: the key with the lowest value is evicted first.
 
     A key may be in either of two buckets of 32 slots. A new key evicts another one only if both of
@@ -56,7 +56,7 @@ class Eviction(Choice):
         return "assigned" if self in (Eviction.STEP, Eviction.CUSTOM) else self.value
 
 
-class InsertPolicy(Choice):
+class InsertPolicy(OptionEnum):
     """Condition for evicting the lowest-ranked key: always, or if the new key ranks above it.
 
     Example:
@@ -74,7 +74,7 @@ class InsertPolicy(Choice):
     EVICT_IF_LOWER = "competes"  # a new key that ranks below the lowest-ranked key is refused
 
 
-class OnInsertFailure(Choice):
+class OnInsertFailure(OptionEnum):
     """Reaction of a training forward to keys of its batch that found no slot.
 
     In every mode such a key reads `DynamicSpec.default_value` and is not trained, unless there are
@@ -191,8 +191,8 @@ class FrequencyAdmission:
             compares counts with the threshold.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: a threshold below 1, or a `rule` together with thresholds per feature.
+        TypeError: an argument has another type.
+        ValueError: a threshold is below 1, or `rule` is set together with thresholds per feature.
 
     Example:
         >>> admission = emblib.FrequencyAdmission(threshold=2, counter=emblib.ExactCounter(100))
@@ -290,11 +290,11 @@ class DynamicSpec:
             `default_value`.
 
     Raises:
-        TypeError: `capacity`, `dim`, `initial_capacity`, `fallback_rows` or a step of `ttl` is no
-            int; or `initializer` or `admission` has another type.
-        ValueError: a number out of range, a float that is no number, a name with dots or that is no
-            string, or an unknown word; or `fallback_rows` with another `default_value` than 0 or
-            with `FrequencyAdmission.reads`, which would have no effect.
+        TypeError: `capacity`, `dim`, `initial_capacity`, `fallback_rows` or a step of `ttl` is not
+            an int; or `initializer` or `admission` has another type.
+        ValueError: a number is out of range, a float is not a number, `name` is not a string or has
+            dots, or an option is unknown; or `fallback_rows` is set together with a `default_value`
+            other than 0 or with `FrequencyAdmission.reads`, which would have no effect.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)
@@ -320,8 +320,8 @@ class DynamicSpec:
     fallback_rows: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        set_counts(self, "capacity")
-        set_dim(self)
+        normalise_counts(self, "capacity")
+        normalise_dim(self)
         if self.initial_capacity is not None:
             count = check_count("initial_capacity", self.initial_capacity)
             object.__setattr__(self, "initial_capacity", count)

@@ -7,10 +7,10 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from emblib.specs.choices import Choice, check_float_dtype, set_counts, set_dim
+from emblib.specs.choices import OptionEnum, check_float_dtype, normalise_counts, normalise_dim
 
 
-class Pooling(Choice):
+class Pooling(OptionEnum):
     """Operation that combines the rows of a bag into one vector; NONE returns one per lookup.
 
     `Pooling("MEAN")`, in capitals as in TorchRec, is accepted as well.
@@ -35,7 +35,7 @@ class Pooling(Choice):
         return super()._missing_(value)
 
 
-class BoundsCheck(Choice):
+class BoundsCheck(OptionEnum):
     """Reaction to out-of-bounds indices and offsets: raise, warn, or ignore them.
 
     In every mode the kernels repair invalid input as they read it (index -1 is skipped, any other
@@ -81,7 +81,7 @@ class BoundsCheck(Choice):
     NONE = "none"
 
 
-class Placement(Choice):
+class Placement(OptionEnum):
     """The memory in which the rows of a table are stored.
 
     ======================  ==========================  ============================
@@ -134,9 +134,9 @@ class TableSpec:
         placement: the memory of the rows.
 
     Raises:
-        ValueError: a number out of its range, a name with dots or that is no string, or an unknown
-            placement.
-        TypeError: a number that is no int.
+        TypeError: a number is not an int.
+        ValueError: a number is out of range, `name` is not a string or has dots, or `placement` is
+            unknown.
 
     Example:
         >>> emblib.TableSpec(rows=1_000, dim=16, name="item")
@@ -149,8 +149,8 @@ class TableSpec:
     placement: Placement = Placement.DEVICE
 
     def __post_init__(self) -> None:
-        set_counts(self, "rows", minimum=0)
-        set_dim(self)
+        normalise_counts(self, "rows", minimum=0)
+        normalise_dim(self)
         object.__setattr__(self, "placement", Placement(self.placement))
         if not isinstance(self.name, str) or "." in self.name:
             raise ValueError(f"name must be a string without dots, got {self.name!r}")
@@ -166,7 +166,9 @@ class StochasticRounding:
     written back, so results depend on the time of write-backs. Rows are numbered over the module,
     ordered by placement.
 
-    Raises TypeError for a seed that is no int, ValueError for one outside [0, 2^53).
+    Raises:
+        TypeError: `seed` is not an int.
+        ValueError: `seed` is outside [0, 2^53).
 
     Example:
         >>> to_nearest = emblib.Precision(weights=torch.bfloat16)
@@ -194,7 +196,7 @@ class StochasticRounding:
             raise ValueError(f"seed must be in [0, 2^53), got {self.seed}")
 
 
-class MatmulPrecision(Choice):
+class MatmulPrecision(OptionEnum):
     """Minimum precision of matrix products on a GPU's tensor cores.
 
     FLOAT32 is as exact as float32 arithmetic: each product is computed as three TF32 products. TF32
@@ -228,8 +230,8 @@ class Precision:
         matmul: precision of the products of tensor-train cores on a GPU; unused by other tables.
 
     Raises:
-        TypeError: `stochastic_rounding` of another type.
-        ValueError: another dtype, or an unknown `matmul`.
+        TypeError: `stochastic_rounding` has another type.
+        ValueError: a dtype is not float32, float16 or bfloat16, or `matmul` is unknown.
 
     Example:
         >>> precision = emblib.Precision(weights=torch.bfloat16, output=torch.bfloat16)

@@ -9,13 +9,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from emblib.specs.choices import Choice, check_count, check_float_dtype, set_counts, set_dim
+from emblib.specs.choices import (
+    OptionEnum,
+    check_count,
+    check_float_dtype,
+    normalise_counts,
+    normalise_dim,
+)
 from emblib.tt import shapes
 
 _LOG = logging.getLogger(__name__)
 
 
-class IdOrder(Choice):
+class IdOrder(OptionEnum):
     """Row that an id reads: row `id` (AS_GIVEN), or the row that a bijection assigns (PERMUTED)."""
 
     AS_GIVEN = "as_given"
@@ -31,15 +37,17 @@ def check_cores(
 ) -> None:
     """Check ranks and factors of 2 to 4 cores.
 
-    Raises TypeError unless all are ints. Raises ValueError unless all are at least 1, there are 1
-    to 3 ranks, and there is one factor per core.
-
     Args:
         ranks: inner ranks, one fewer than cores.
         row_factors: one factor per core; () is not checked.
         dim_factors: one factor per core; () is not checked.
         computed: placeholder for a factor that is computed later, which is not checked; None if
             there is none.
+
+    Raises:
+        TypeError: a rank or factor is not an int.
+        ValueError: a rank or factor is below 1, there are not 1 to 3 ranks, or there is not one
+            factor per core.
     """
     num_cores = len(ranks) + 1
     if not 2 <= num_cores <= 4:
@@ -77,9 +85,9 @@ class TTSpec:
         seed: seed of the bijection, >= 0; unused with AS_GIVEN.
 
     Raises:
-        TypeError: a number that is no int.
-        ValueError: a number out of its range, factors that do not fit, other than 2 to 4 cores, or
-            an unknown order.
+        TypeError: a number is not an int.
+        ValueError: a number is out of range, the factors do not fit, there are not 2 to 4 cores, or
+            the order is unknown.
 
     Example:
         >>> spec = emblib.TTSpec(rows=1_000_000, dim=64, ranks=(16, 16))
@@ -99,8 +107,8 @@ class TTSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        set_counts(self, "rows")
-        set_dim(self)
+        normalise_counts(self, "rows")
+        normalise_dim(self)
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "ids", IdOrder(self.ids))
         object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
@@ -174,9 +182,9 @@ class TTSpec:
         cores with factors of `emblib.tt.shapes`.
 
         Raises:
-            TypeError: `rows` or `dim` that is no int.
-            ValueError: cores of rank 1 take more bytes; factors of `like` that do not fit; `cores`
-                outside 2 to 4; a dtype not in `FLOAT_DTYPES`.
+            TypeError: `rows` or `dim` is not an int.
+            ValueError: cores of rank 1 take more bytes, the factors of `like` do not fit, `cores`
+                is outside 2 to 4, or `dtype` is not in `FLOAT_DTYPES`.
 
         Example:
             >>> emblib.TTSpec.for_bytes(1_000_000, 64, 1 << 20).ranks

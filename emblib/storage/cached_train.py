@@ -29,7 +29,7 @@ from emblib.specs import (
     BoundsCheck,
     DynamicSpec,
     Pooling,
-    brief,
+    format_config,
 )
 from emblib.storage.base import MemoryBytes, TableSlice, distinct_names, precision_of
 from emblib.storage.dense import Dense, DenseHandle, DenseModule
@@ -58,13 +58,14 @@ def check_optimizer(slices: Sequence[TableSlice], cache: TTCache, optimizer: Opt
     names = ", ".join(repr(table_slice.config.name) for table_slice in slices)
     if optimizer.deferred:
         raise ValueError(
-            f"{brief(optimizer)} applies gradients when the cache of {names} may have replaced "
-            "rows since the lookup: leave deferred out, or the cache of storage.TensorTrain"
+            f"{format_config(optimizer)} applies gradients when the cache of {names} may have "
+            "replaced rows since the lookup: leave deferred out, or the cache of "
+            "storage.TensorTrain"
         )
     if cache.eviction is RowEviction.SPILL and not autograd.updates_in_backward(optimizer):
         raise ValueError(
-            f"{brief(optimizer)} leaves gradients, and rows that {names} spill to host memory have "
-            "none: give the collection or these tables one of emblib.optim, e.g. "
+            f"{format_config(optimizer)} leaves gradients, and rows that {names} spill to host "
+            "memory have none: give the collection or these tables one of emblib.optim, e.g. "
             "optimizer=optim.SGD(lr=0.1), or the cache another eviction"
         )
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from emblib.optim import Gradient, Optimizer
-from emblib.specs import BoundsCheck, Pooling, brief
+from emblib.specs import BoundsCheck, Pooling, format_config
 from emblib.storage.base import (
     CutUnits,
     KeyBlock,
@@ -180,7 +180,7 @@ class ComposedStorage(Storage):
         """
         if self.combine_mode is Combine.MULTIPLY and optimizer_hooks.find_global_decay(optimizer):
             raise ValueError(
-                f"{brief(optimizer)} scales rows as they are pooled, but those of "
+                f"{format_config(optimizer)} scales rows as they are pooled, but those of "
                 f"{slices[0].config.name!r} are multiplied first: use combine='add', or an "
                 "optimizer without global_decay"
             )

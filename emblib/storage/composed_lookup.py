@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from emblib.columns import FeatureColumn
 from emblib.ops import autograd
 from emblib.ops.route import is_captured, take_or_fill
-from emblib.specs import BoundsCheck, Choice, Pooling
+from emblib.specs import BoundsCheck, OptionEnum, Pooling
 from emblib.tables.batches import check_bounds, layout_of_bags
 from emblib.tables.bounds_report import is_padded
 
 
-class Combine(Choice):
+class Combine(OptionEnum):
     """Operation that combines the rows that an id reads into the row of the id.
 
     Example:

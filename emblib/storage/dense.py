@@ -27,7 +27,7 @@ from emblib.specs import (
     Placement,
     Pooling,
     TableSpec,
-    brief,
+    format_config,
 )
 from emblib.storage.base import (
     MemoryBytes,
@@ -250,8 +250,9 @@ def _check_optimizer(slices: Sequence[TableSlice], optimizer: Optimizer) -> None
     if off_device and not autograd.is_fused(optimizer):
         raise ValueError(
             "tables outside the device are updated by emblib, which knows their cache, but "
-            f"{brief(optimizer)} leaves gradients to others; such tables are {off_device}: give "
-            "the collection or these tables one of emblib.optim, e.g. optimizer=optim.SGD(lr=0.1)"
+            f"{format_config(optimizer)} leaves gradients to others; such tables are {off_device}: "
+            "give the collection or these tables one of emblib.optim, e.g. "
+            "optimizer=optim.SGD(lr=0.1)"
         )
 
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from emblib.specs import Choice, check_count
+from emblib.specs import OptionEnum, check_count
 from emblib.storage.base import TableDescription
 from emblib.storage.composed import ComposedStorage
 from emblib.storage.composed_lookup import Component
@@ -26,7 +26,7 @@ _MAX_FUNCTIONS = 64  # function k of seed s hashes with the seed 64 * s + k
 _MAX_SEEDS = 2**56
 
 
-class RowHash(Choice):
+class RowHash(OptionEnum):
     """Function that selects the first row of an id.
 
     Example:

@@ -24,7 +24,14 @@ from emblib.columns import FeatureColumn, Hyper
 from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, tbe
 from emblib.optim import FUSED, NO_UPDATE, External, Gradient, Optimizer, check_learning_rate
-from emblib.specs import BoundsCheck, MatmulPrecision, Pooling, Precision, brief, check_count
+from emblib.specs import (
+    BoundsCheck,
+    MatmulPrecision,
+    Pooling,
+    Precision,
+    check_count,
+    format_config,
+)
 from emblib.tables import batches, hyperparameters, parameters, state_dicts
 from emblib.tables.bounds_report import report_of
 from emblib.tables.locks import ModuleLock, atomic
@@ -146,8 +153,8 @@ class FusedTables(nn.Module):
         is_sparse = self.optimizer.leaves_gradient is Gradient.SPARSE
         if len(dims) > 1 and is_sparse and self.has_row_gradients:
             raise ValueError(
-                f"a sparse gradient is [rows, dim], so {brief(self.optimizer)} needs one dim for "
-                f"all tables, got {dims}; make one module per dim, a collection, or use "
+                f"a sparse gradient is [rows, dim], so {format_config(self.optimizer)} needs one "
+                f"dim for all tables, got {dims}; make one module per dim, a collection, or use "
                 "External(gradient=Gradient.DENSE)"
             )
 
@@ -345,8 +352,8 @@ class FusedTables(nn.Module):
         """
         if not self.optimizer.deferred:
             raise RuntimeError(
-                f"{brief(self.optimizer)} leaves no gradients to apply: backward makes the update; "
-                "pass deferred=True to the optimizer to make it later"
+                f"{format_config(self.optimizer)} leaves no gradients to apply: backward makes the "
+                "update; pass deferred=True to the optimizer to make it later"
             )
         self._apply_gradients()
 
@@ -526,9 +533,13 @@ class FusedTables(nn.Module):
             for name, spec in zip(self.table_names[:4], self.tables, strict=False)
         )
         omitted = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
-        fields = [f"[{sizes}{omitted}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
+        fields = [
+            f"[{sizes}{omitted}]",
+            format_config(self.optimizer),
+            f"pooling={self.pooling.value}",
+        ]
         if self.precision != Precision():
-            fields.append(brief(self.precision))
+            fields.append(format_config(self.precision))
         return ", ".join(fields)
 
 

@@ -21,7 +21,7 @@ from emblib.ops.one_call import native
 from emblib.specs import (
     FLOAT_DTYPES,
     BoundsCheck,
-    Choice,
+    OptionEnum,
     Placement,
     Pooling,
     TableSpec,
@@ -40,7 +40,7 @@ FORMER_ENTRIES = ("values", "scales")
 """The entries of a table in state dicts from before 0.1.0."""
 
 
-class RowFormat(Choice):
+class RowFormat(OptionEnum):
     """Format of the rows of a table that is not trained.
 
     INT2, INT4 and INT8 are integers between the minimum and the maximum of a row, FP8_E4M3 and

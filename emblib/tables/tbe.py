@@ -24,7 +24,15 @@ from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, joint_step, tbe
 from emblib.ops.derivatives import refuse_transforms
 from emblib.optim import Gradient, Optimizer, description
-from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
+from emblib.specs import (
+    BoundsCheck,
+    CacheConfig,
+    Placement,
+    Pooling,
+    Precision,
+    TableSpec,
+    format_config,
+)
 from emblib.tables import base, batches, hyperparameters, optimizer_hooks, parameters, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.bounds_report import BatchCheck
@@ -790,5 +798,5 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Describe tables, optimizer and options."""
         fields = [super().extra_repr()]
         if self.row_cache is not None:
-            fields.append(brief(self.cache))
+            fields.append(format_config(self.cache))
         return ", ".join(fields)

@@ -31,7 +31,7 @@ from emblib.specs import (
     Pooling,
     Precision,
     TTSpec,
-    brief,
+    format_config,
 )
 from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
@@ -744,7 +744,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         return (
             f"{name}{spec.rows} x {spec.dim}, ranks={spec.ranks}, row_factors={spec.row_factors}, "
             f"dim_factors={spec.dim_factors}, {self.compression:.1f}x smaller, "
-            f"{brief(self.optimizer)}, pooling={self.pooling.value}"
+            f"{format_config(self.optimizer)}, pooling={self.pooling.value}"
         )
 
 

@@ -29,7 +29,7 @@ from emblib.columns import Hyper
 from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.ops.autograd import is_fused
 from emblib.optim import NO_UPDATE, Optimizer
-from emblib.specs import brief
+from emblib.specs import format_config
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.tables.base import FusedTables
 from emblib.tables.hyperparameters import group_entries_of
@@ -379,7 +379,7 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
     }
     optimizer = params.get("optimizer", "exact_sgd")
     if isinstance(optimizer, Optimizer):
-        _refuse_unused(params, ("learning_rate",), brief(optimizer))
+        _refuse_unused(params, ("learning_rate",), format_config(optimizer))
         rate = params.get("learning_rate", optimizer.lr)
         return FusedParams(dataclasses.replace(optimizer, lr=rate), table_arguments)
     optimizer_name = str(getattr(optimizer, "value", optimizer)).lower()
@@ -557,8 +557,8 @@ def apply_optimizer_in_backward(
     arguments = dict(optimizer_kwargs or {})
     if isinstance(optimizer, Optimizer) and arguments:
         raise TypeError(
-            f"optimizer_kwargs {arguments} are for a class, got the optimizer {brief(optimizer)}: "
-            "set them in it"
+            f"optimizer_kwargs {arguments} are for a class, got the optimizer "
+            f"{format_config(optimizer)}: set them in it"
         )
     tables: dict[int, tuple[Any, dict[str, Optimizer]]] = {}
     other_parameters = []

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from emblib.collections.optimizers.torch_states import with_names
 from emblib.grad_mode import without_gradients
-from emblib.specs import Choice
+from emblib.specs import OptionEnum
 from emblib.tables.parameters import is_updated_in_backward
 
 State = dict[str, dict[str, Any]]  # states by name, by the name of their parameter
@@ -302,7 +302,7 @@ class OptimizerWrapper(KeyedOptimizer):
         return self.wrapped.check_state_dict({**state_dict, "state": states})
 
 
-class GradientClipping(Choice):
+class GradientClipping(OptionEnum):
     """Quantity to clip: the NORM of all gradients together, each VALUE, or nothing (NONE)."""
 
     NORM = "norm"
@@ -398,7 +398,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             clip_grad_value_(self._parameters(), self.max_gradient)
 
 
-class GradientShare(Choice):
+class GradientShare(OptionEnum):
     """Share of a rank's gradient of a parameter in the norm over all ranks.
 
     SHARD: only this rank has the gradient. REPLICA: all ranks have the same gradient.

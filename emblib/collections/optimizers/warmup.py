@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from emblib.collections.optimizers.keyed import KeyedOptimizer, OptimizerWrapper
-from emblib.specs import Choice
+from emblib.specs import OptionEnum
 
 _WARMUP_KEY = "__warmup"  # in `state`, where it is no name of a parameter
 _NO_END = 1 << 62  # a step that no training reaches
 
 
-class WarmupPolicy(Choice):
+class WarmupPolicy(OptionEnum):
     """Formula of the multiplier of the rate at step i of a stage.
 
     v is the `value` of the stage, d its `decay_iters`. i is counted over all stages, from 0.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from emblib.specs import Choice, DynamicSpec, InsertPolicy, check_count
+from emblib.specs import DynamicSpec, InsertPolicy, OptionEnum, check_count
 from emblib.tables.parameters import caller_level
 
 BATCH = 1 << 16  # rows per batch when all rows of a table are moved
@@ -262,7 +262,7 @@ class ShardableStore(Protocol):
         """Return a new store with the options of this one, for one shard of a table."""
 
 
-class TierMode(Choice):
+class TierMode(OptionEnum):
     """Rule that selects which rows of the store are promoted when a batch uses them.
 
     CACHING promotes all rows. HYBRID promotes rows that rank above the row that they would replace;

@@ -25,7 +25,7 @@ from emblib.sharding.sharding_types import (
     TableShape,
     column_blocks,
 )
-from emblib.specs import Choice
+from emblib.specs import OptionEnum
 from emblib.storage import Storage, TableSlice
 
 _COLUMN_TYPES = frozenset(
@@ -35,7 +35,7 @@ _KEYED_TYPES = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TAB
 _TYPES_ON_REQUEST = frozenset({ShardingType.GRID})
 
 
-class Domain(Choice):
+class Domain(OptionEnum):
     """The kind of target that a unit is placed on: one RANK, one NODE, or the whole WORLD."""
 
     RANK = "rank"

@@ -23,10 +23,10 @@ from emblib.sharding.planner.workloads import TableConstraints, TableWorkload, w
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import shard
 from emblib.sharding.sharding_types import ShardingType
-from emblib.specs import Choice, check_count
+from emblib.specs import OptionEnum, check_count
 
 
-class Scaling(Choice):
+class Scaling(OptionEnum):
     """Quantity that is constant over worlds: the global batch (STRONG) or each rank's (WEAK)."""
 
     STRONG = "strong"

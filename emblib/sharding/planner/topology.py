@@ -11,7 +11,7 @@ import torch
 from emblib.sharding.planner import calibration as defaults
 from emblib.sharding.planner.calibration import Calibration
 from emblib.sharding.sharding_types import World
-from emblib.specs.choices import check_count, check_counts, set_counts
+from emblib.specs.choices import check_count, check_counts, normalise_counts
 from emblib.storage import MemoryBytes
 
 
@@ -90,7 +90,7 @@ class Topology:
     calibration: Calibration | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        set_counts(self, "world_size")
+        normalise_counts(self, "world_size")
         local_size = check_count("local_world_size", self.local_world_size or self.world_size)
         if self.world_size % local_size:
             raise ValueError(
@@ -103,11 +103,11 @@ class Topology:
                 f"memory must be one number, or one per rank = {self.world_size}, got {len(memory)}"
             )
         object.__setattr__(self, "memory", memory)
-        set_counts(self, "host_memory", "disk", minimum=0)
+        normalise_counts(self, "host_memory", "disk", minimum=0)
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}")
         if self.max_ranks_at_once is not None:
-            set_counts(self, "max_ranks_at_once")
+            normalise_counts(self, "max_ranks_at_once")
         if self.calibration is None:
             constants = defaults.CUDA if self.device == "cuda" else defaults.CPU
             object.__setattr__(self, "calibration", constants)
