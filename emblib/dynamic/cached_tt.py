@@ -61,9 +61,9 @@ from emblib.tables import (
 from emblib.tables.base import warn_of_dtype
 from emblib.tables.batches import (
     append_last_offset,
-    bags_of_equal_length,
     check_bounds,
     check_tensor,
+    flatten_equal_bags,
     layout_of_bags,
 )
 from emblib.tables.graph_break import run_uncompiled
@@ -300,7 +300,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         check_tensor("indices", indices)
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)
         if indices.dim() == 2:
-            indices, offsets, per_sample_weights = bags_of_equal_length(
+            indices, offsets, per_sample_weights = flatten_equal_bags(
                 indices, offsets, per_sample_weights
             )
         elif offsets is None:
@@ -410,7 +410,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def layout_of_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor | None:
-        """Return `bag_layout`, int64 `[bags, 2]` (`VariableBatch`); None for equal batch sizes."""
+        """Return `bag_layout`, int64 `[bags, 2]`; None if all features have B bags."""
         dims = [self.tables[t].dim for t in self.feature_tables]
         return layout_of_bags(self.pooling, dims, offsets, batch_sizes, offsets.device)[0]
 

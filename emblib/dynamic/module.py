@@ -388,7 +388,13 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         valid_ids = torch.full_like(ids, -1) if is_padded() else self._zeros_like(ids)
         message, features = _OFFSETS_MESSAGE, self.features
         offsets = check_bounds(
-            self, valid_ids, offsets, features, bag_layout, message, is_prefetch=is_prefetch
+            self,
+            valid_ids,
+            offsets,
+            features,
+            bag_layout,
+            message,
+            counts_violations=not is_prefetch,
         )
         starts = training.feature_starts(offsets, len(self.feature_tables), batch_sizes)
         keys = Keys(ids.contiguous(), starts, self.feature_table)

@@ -1,13 +1,14 @@
-"""Batches of table modules: the check of their indices and offsets, and the layout of their bags.
+"""Checks and layouts of the batches of table modules.
 
-`check_bounds` checks a batch before an op reads it, `layout_of_bags` lays out the outputs of bags
-if features differ in batch size, and the other functions accept the input forms of
-`nn.EmbeddingBag`.
+`check_bounds` checks indices and repairs offsets before an op reads them. `make_variable_layout`
+and `layout_of_bags` compute where the output of each bag begins if features differ in batch size.
+`append_last_offset` and `flatten_equal_bags` convert the input forms of `nn.EmbeddingBag`.
+`is_eager` tells whether an op may be called without torch's Python dispatch.
 """
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -30,38 +31,45 @@ _bounds_check_ = native(tbe.bounds_check_)
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raise TypeError for a value that is no tensor; `name` is the argument, for the message."""
+    """Raise TypeError unless `value` is a tensor; `name` names the argument in the message."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
-class ChecksBounds(Protocol):
-    """Module whose batches `check_bounds` can check."""
+class BoundsCheckedModule(Protocol):
+    """A module whose batches `check_bounds` can check."""
 
     features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
-    bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
+    bounds_violations: Tensor  # int64 `[2]`, invalid indices and invalid offsets so far
     bounds_check: BoundsCheck
 
 
 def append_last_offset(indices: Tensor, offsets: Tensor) -> Tensor:
     """Append L to offsets `[bags]` in the form of `nn.EmbeddingBag`, which omits it.
 
-    `indices` is `[L]`; the result is `[bags + 1]` in the dtype of `offsets`. TypeError if one of
-    them is no tensor.
+    `indices` is `[L]`; the result is `[bags + 1]` in the dtype of `offsets`.
+
+    Raises:
+        TypeError: `indices` or `offsets` is not a tensor.
     """
     check_tensor("indices", indices)
     check_tensor("offsets", offsets)
     return torch.cat([offsets, offsets.new_full((1,), indices.numel())])
 
 
-def bags_of_equal_length(
+def flatten_equal_bags(
     indices: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return indices `[bags, N]` flat, with int64 offsets `[bags + 1]`, and the weights flat.
+    """Flatten 2-dimensional indices `[bags, N]`, each row of which is a bag.
+
+    `per_sample_weights` is None or has the shape of `indices`.
+
+    Returns:
+        indices `[bags * N]`; int64 offsets `[bags + 1]` on their device; the flat weights, or None.
 
     Raises:
-        TypeError: weights that are no tensor.
-        ValueError: weights of another shape than `indices`, or `offsets` is not None.
+        TypeError: the weights are not a tensor.
+        ValueError: the weights and `indices` differ in shape, or `offsets` is not None.
     """
     if per_sample_weights is not None:
         check_tensor("per_sample_weights", per_sample_weights)
@@ -82,40 +90,45 @@ def bags_of_equal_length(
 
 
 def check_bounds(
-    module: ChecksBounds,
+    module: BoundsCheckedModule,
     indices: Tensor,
     offsets: Tensor,
     features: Tensor,
     bag_layout: Tensor | None = None,
     message: str = BOUNDS_MESSAGE,
     *,
-    is_prefetch: bool = False,
+    counts_violations: bool = True,
 ) -> Tensor:
     """Return the offsets of a batch, repaired according to `module.bounds_check`.
 
-    The host never waits for a GPU: on CUDA, WARNING warns later. Invalid indices stay as they are:
-    kernels repair them as they read. Outside compiled graphs, a forward that checkpointing repeats
-    counts violations once.
+    The host never waits for a GPU: on CUDA, the warning of mode WARNING comes with a later check.
+    Invalid indices are not changed here; kernels repair them when they read them. When activation
+    checkpointing repeats a forward, violations are not counted again, except in compiled graphs.
 
     Args:
-        module: module whose `bounds_check` applies and whose `bounds_violations` count.
+        module: module that looks up; it supplies the mode, `bounds_check`, and the counters,
+            `bounds_violations`.
         indices: int32 or int64 `[L]`.
         offsets: int32 or int64 `[F * B + 1]`, or `[bags + 1]` with a `bag_layout`.
-        features: int64 `[F, 8]`, see `FeatureColumn`.
-        bag_layout: int64 `[bags, 2]`, see `VariableBatch`; None if all features have B bags.
-        message: the warning, a format of the numbers `indices` and `offsets` and the text `where`.
-        is_prefetch: whether violations are not counted: the lookup of the batch counts them,
-            possibly on another stream at the same time.
+        features: int64 `[F, 8]` of the batch, see `FeatureColumn`: `module.features`, a part of it,
+            or features that read tables of another module.
+        bag_layout: int64 `[bags, 2]`, see `VariableBatchLayout`; None if all features have B bags.
+        message: format string of the warning, with the fields `{indices}` and `{offsets}`, numbers
+            of violations, and `{where}`, a phrase that locates them or is empty.
+        counts_violations: whether violations are counted and warned of. A prefetch passes False,
+            because the lookup of its batch counts them, possibly at the same time on another
+            stream.
 
     Returns:
         Tensor: the offsets themselves in mode NONE, else int32 in their shape.
 
     Raises:
-        TypeError: indices or offsets that are no tensors.
-        RuntimeError: the batch is not on the module's device. Except in mode NONE, the dtype or the
-            number of offsets is wrong. In mode FATAL, something is out of bounds (on CUDA a device
-            assert, see `BoundsCheck`). In mode WARNING on the CPU, offsets would skip ids or a bag,
-            also in compiled graphs, or a length of a collection is negative.
+        TypeError: `indices` or `offsets` is not a tensor.
+        RuntimeError: `indices` or `offsets` is on another device than the module. Except in mode
+            NONE: a dtype or the number of offsets is wrong. In mode FATAL: an index or offset is
+            invalid (on CUDA a device assert, see `BoundsCheck`). In mode WARNING on the CPU:
+            offsets would skip indices or omit a bag. In mode WARNING on the CPU, unless violations
+            are not counted or the graph is compiled: a length of a collection is negative.
     """
     device = module.features.device
     check_tensor("indices", indices)
@@ -129,7 +142,7 @@ def check_bounds(
     if mode is BoundsCheck.NONE:
         return offsets
     if device.type == "cuda" and is_eager(indices):
-        is_counted = mode is BoundsCheck.WARNING and not is_prefetch and not is_repeated()
+        is_counted = mode is BoundsCheck.WARNING and counts_violations and not is_repeated()
         code = "ignore" if mode is BoundsCheck.WARNING and not is_counted else mode.value
         repaired = _bounds_check_(
             indices,
@@ -149,11 +162,11 @@ def check_bounds(
         except RuntimeError as error:
             raise named_violation(module, error, offsets, bag_layout) from None
     repaired, violations = tbe.check_bounds(*arguments)
-    if mode is not BoundsCheck.WARNING or is_prefetch:
+    if mode is not BoundsCheck.WARNING or not counts_violations:
         return repaired
-    if isinstance(violations, FakeTensor):
+    if isinstance(violations, FakeTensor):  # under FakeTensorMode there are no numbers to count
         return repaired
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # a compiled graph counts and does not warn
         module.bounds_violations.add_(violations)
         return repaired
     if violations.is_cuda:  # not eager: a mode or transform of torch sees every op
@@ -161,20 +174,20 @@ def check_bounds(
             module.bounds_violations.add_(violations)
             report_of(module).add_check(module, message)
         return repaired
-    bad_indices, bad_offsets = violations.tolist()
-    negative = negative_length(module, offsets, bag_layout) if bad_offsets else None
+    num_indices, num_offsets = violations.tolist()
+    negative = negative_length(module, offsets, bag_layout) if num_offsets else None
     if negative is not None:
         raise negative
-    if (bad_indices or bad_offsets) and not is_repeated():
+    if (num_indices or num_offsets) and not is_repeated():
         module.bounds_violations.add_(violations)
         location = first_violation(module, indices, repaired, features, bag_layout)
-        text = message.format(indices=bad_indices, offsets=bad_offsets, where=location)
+        text = message.format(indices=num_indices, offsets=num_offsets, where=location)
         warnings.warn(text, stacklevel=caller_level())
     return repaired
 
 
 def is_eager(indices: Tensor) -> bool:
-    """Return whether ops may be called past torch's dispatch of Python code.
+    """Return whether ops may be called directly, without torch's Python dispatch.
 
     False if `indices` is of a subclass of Tensor, or if a compiler, mode or transform of torch is
     active, which must see every op.
@@ -188,7 +201,7 @@ def is_eager(indices: Tensor) -> bool:
     )
 
 
-class VariableBatch(NamedTuple):
+class VariableBatchLayout(NamedTuple):
     """Layout of a batch with unequal batch sizes per feature.
 
     Attributes:
@@ -200,10 +213,17 @@ class VariableBatch(NamedTuple):
     output_numel: int
 
 
-def variable_batch(
+def _is_floating_point(number: object) -> bool:
+    """Return whether a number, or tensor of one number, cannot be an index by its type."""
+    if isinstance(number, Tensor):
+        return number.is_floating_point()
+    return not isinstance(number, SupportsIndex)
+
+
+def make_variable_layout(
     batch_sizes: Sequence[Sequence[int]], dims: Sequence[int], num_bags: int, device: torch.device
-) -> VariableBatch:
-    """Make the layout of FBGEMM's variable batch embeddings.
+) -> VariableBatchLayout:
+    """Compute the output layout of FBGEMM's variable batch embeddings (VBE).
 
     Bags are ordered by feature, then by rank: `batch_sizes[f][r]` bags of feature f from rank r.
     The output is one vector, ordered by rank, then by feature, then by bag, `dims[f]` elements per
@@ -216,9 +236,9 @@ def variable_batch(
         device: device of the layout.
 
     Raises:
-        TypeError: sizes that are no ints, or not in lists.
-        ValueError: not one list per feature, lists of different lengths, a negative size, or sizes
-            that do not add up to `num_bags`.
+        TypeError: `batch_sizes` is not a list of lists, or a size is a float.
+        ValueError: there is not one list per feature, the lists differ in length, a size is
+            negative, or the sizes do not add up to `num_bags`.
     """
     if not all(hasattr(sizes, "__len__") for sizes in batch_sizes):
         raise TypeError(f"batch_sizes must be one list of ints per feature, got {batch_sizes}")
@@ -233,7 +253,7 @@ def variable_batch(
         )
     sizes = [size for row in batch_sizes for size in row]
     total = sum(sizes)
-    if isinstance(total, float):  # true if one of them is
+    if not isinstance(total, int) and _is_floating_point(total):  # as the sum, if one of them is
         raise TypeError(f"batch_sizes must be ints, got {batch_sizes}")
     if any(size < 0 for size in sizes):
         raise ValueError(f"batch_sizes must be >= 0, got {min(sizes)}")
@@ -243,25 +263,26 @@ def variable_batch(
         )
     # Python numbers up to here, so that a compiled graph accepts other sizes without recompilation.
     output_numel = sum(dim * sum(row) for dim, row in zip(dims, batch_sizes, strict=True))
-    bags_of_block = torch.tensor(
-        sizes, dtype=torch.int64, device="cpu"
-    )  # a block: feature f from rank r
+    # A block is the bags of feature f from rank r.
+    num_bags_of_block = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     dim = torch.tensor(list(dims), dtype=torch.int64, device="cpu").unsqueeze(1)
     shape = (len(dims), max(ranks, default=0))
-    elements = (bags_of_block.view(shape) * dim).t().reshape(-1)  # rank-major, as in the output
+    elements = (num_bags_of_block.view(shape) * dim).t().reshape(-1)  # rank-major, as the output
     # First element of each block, [F, ranks].
     starts = (elements.cumsum(0) - elements).view(shape[::-1]).t()
-    first_bag = bags_of_block.cumsum(0) - bags_of_block
-    # Bag i of a block with its first element at s and its first bag at b is at s + (i - b) * dim.
+    first_bag = num_bags_of_block.cumsum(0) - num_bags_of_block
+    # If a block's first bag is b and its first element is s, bag i begins at s + (i - b) * dim.
     dim_of_block = dim.expand(shape).reshape(-1)
     base = starts.reshape(-1) - first_bag * dim_of_block
     feature = torch.arange(shape[0], device="cpu").repeat_interleave(shape[1])
     columns_of_block = torch.stack([feature, base, dim_of_block], dim=1)
-    columns_of_bag = columns_of_block.repeat_interleave(bags_of_block, dim=0, output_size=num_bags)
+    columns_of_bag = columns_of_block.repeat_interleave(
+        num_bags_of_block, dim=0, output_size=num_bags
+    )
     feature_of_bag, base_of_bag, dim_of_bag = columns_of_bag.unbind(1)
     element_of_bag = base_of_bag + torch.arange(num_bags, device="cpu") * dim_of_bag
     layout = torch.stack([feature_of_bag, element_of_bag], dim=1)
-    return VariableBatch(layout.to(device, non_blocking=True), output_numel)
+    return VariableBatchLayout(layout.to(device, non_blocking=True), output_numel)
 
 
 def layout_of_bags(
@@ -277,16 +298,16 @@ def layout_of_bags(
         pooling: pooling of all features.
         dims: `[F]` columns of the table of each feature, all equal for NONE.
         offsets: `[bags + 1]`; only its shape is read.
-        batch_sizes: `[F][ranks]` numbers of bags. None, if all features have B bags, returns None
-            for the layout.
+        batch_sizes: `[F][ranks]` numbers of bags; None if all features have B bags. Then the layout
+            is None.
         device: device of the layout.
 
     Raises:
-        TypeError, ValueError: batch sizes that do not fit, see `variable_batch`.
+        TypeError, ValueError: the batch sizes do not fit, see `make_variable_layout`.
     """
     output_dim = max(dims, default=0) if pooling is Pooling.NONE else sum(dims)
     if batch_sizes is None:
         return None, output_dim
     num_bags = max(offsets.numel() - 1, 0)
-    bag_layout, output_numel = variable_batch(batch_sizes, dims, num_bags, device)
+    bag_layout, output_numel = make_variable_layout(batch_sizes, dims, num_bags, device)
     return bag_layout, output_dim if pooling is Pooling.NONE else output_numel

@@ -15,7 +15,7 @@ from torch import Tensor
 from emblib.columns import FeatureColumn
 from emblib.ops.joint_step import GradientSum
 from emblib.specs import Pooling
-from emblib.tables.batches import ChecksBounds, layout_of_bags
+from emblib.tables.batches import BoundsCheckedModule, layout_of_bags
 from emblib.tables.memory import TableOffset
 
 
@@ -36,7 +36,7 @@ class TableReading(NamedTuple):
     dim: int
     pooling: Pooling
     joint: GradientSum | None
-    reader: ChecksBounds
+    reader: BoundsCheckedModule
 
     @staticmethod
     def features_of(

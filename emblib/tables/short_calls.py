@@ -109,7 +109,7 @@ class LookupBoundsCheck:
             On the CPU the op returns [] for an invalid batch instead.
     """
 
-    def __init__(self, module: batches.ChecksBounds) -> None:
+    def __init__(self, module: batches.BoundsCheckedModule) -> None:
         self._mode, is_cuda = module.bounds_check, module.features.is_cuda
         mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
         self.check = BatchCheck(mode, module.bounds_violations)
@@ -120,7 +120,7 @@ class LookupBoundsCheck:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # the copy of a module makes its own
 
-    def matches(self, module: batches.ChecksBounds) -> bool:
+    def matches(self, module: batches.BoundsCheckedModule) -> bool:
         """Return whether a module still has the options of this check."""
         is_same = self.check.violations is module.bounds_violations
         return is_same and self._mode is module.bounds_check
@@ -133,7 +133,7 @@ class LookupBoundsCheck:
         """Return the check without counting."""
         return self.check._replace(mode=_IGNORE) if self.counts_violations else self.check
 
-    def end(self, module: batches.ChecksBounds, check: BatchCheck) -> None:
+    def end(self, module: batches.BoundsCheckedModule, check: BatchCheck) -> None:
         """Have a later check report what `check` counted, so that the host does not wait now."""
         if check.mode != _IGNORE:
             self._report.add_check(module, BOUNDS_MESSAGE)
@@ -406,7 +406,7 @@ class CachedCalls(ShortCalls):
         batch = self.batch._replace(indices=batch_id.indices, offsets=batch_id.offsets)
         if self._prefetching_cache.prefetch(batch, self._moved_tiers, batch_id, check):
             return
-        offsets = batches.check_bounds(module, *batch_id, batch.features, is_prefetch=True)
+        offsets = batches.check_bounds(module, *batch_id, batch.features, counts_violations=False)
         batch = batch._replace(offsets=offsets)
         self._prefetching_cache.prefetch(batch, self._moved_tiers, batch_id, self._no_check)
 

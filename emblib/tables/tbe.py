@@ -338,11 +338,16 @@ class TableBatchedEmbeddingBags(FusedTables):
         if not self.include_last_offset:
             offsets = batches.append_last_offset(indices, offsets)
         source = self if reading is None else reading
-        checked_module: batches.ChecksBounds = self if reading is None else reading.reader
+        checked_module: batches.BoundsCheckedModule = self if reading is None else reading.reader
         lay_out = self.layout_of_bags if reading is None else reading.layout_of_bags
         bag_layout, output_dim = lay_out(offsets, batch_sizes)
         offsets = batches.check_bounds(
-            checked_module, indices, offsets, source.features, bag_layout, is_prefetch=is_prefetch
+            checked_module,
+            indices,
+            offsets,
+            source.features,
+            bag_layout,
+            counts_violations=not is_prefetch,
         )
         return autograd.Lookup(
             source.features,

@@ -37,9 +37,9 @@ from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.batches import (
     append_last_offset,
-    bags_of_equal_length,
     check_bounds,
     check_tensor,
+    flatten_equal_bags,
 )
 from emblib.tables.tt_calls import ShortTTCalls
 from emblib.tables.tt_svd import decompose
@@ -725,7 +725,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         """
         check_tensor("indices", indices)
         if indices.dim() == 2:
-            indices, offsets, per_sample_weights = bags_of_equal_length(
+            indices, offsets, per_sample_weights = flatten_equal_bags(
                 indices, offsets, per_sample_weights
             )
             offsets = offsets if self.include_last_offset else offsets[:-1]

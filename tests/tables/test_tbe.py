@@ -27,7 +27,7 @@ from emblib import (
 )
 from emblib.ops import autograd
 from emblib.reference import tbe
-from emblib.tables.batches import variable_batch
+from emblib.tables.batches import make_variable_layout
 from tests.tbe_cases import OPTIMIZERS
 
 INDICES = torch.tensor([0, 2, 1, 4, 4])
@@ -383,7 +383,7 @@ def test_variable_batch_with_weights_and_without_gradient(device: torch.device) 
     scales = torch.rand(indices.numel(), device=device, requires_grad=True)
     out = table(indices, offsets, scales, batch_sizes=SIZES)
     weights = table.weights.detach().clone()
-    layout = variable_batch(SIZES, [4, 6, 6, 3], offsets.numel() - 1, device).bag_layout
+    layout = make_variable_layout(SIZES, [4, 6, 6, 3], offsets.numel() - 1, device).bag_layout
     extras = tbe.Extras(bag_layout=layout)
     wanted = scales.detach().clone().requires_grad_()
     want = tbe.lookup(
@@ -444,6 +444,12 @@ def test_batches_of_wrong_types_are_refused() -> None:
         table(indices, offsets, batch_sizes=[sum(sizes) for sizes in SIZES])
     with pytest.raises(TypeError, match="batch_sizes must be ints"):
         table(indices, offsets, batch_sizes=[[*sizes[:-1], float(sizes[-1])] for sizes in SIZES])
+    for dtype in (torch.float32, torch.float64):
+        sizes_of_floats = [torch.tensor(sizes, dtype=dtype) for sizes in SIZES]
+        with pytest.raises(TypeError, match="batch_sizes must be ints"):
+            table(indices, offsets, batch_sizes=sizes_of_floats)
+        with pytest.raises(TypeError, match="batch_sizes must be ints"):
+            table(indices, offsets, batch_sizes=[sizes.numpy() for sizes in sizes_of_floats])
     with pytest.raises(TypeError, match="indices must be a tensor, got list"):
         table(indices.tolist(), offsets)
     spec = TableSpec(9, 4, placement=Placement.MANAGED_CACHING)
