@@ -50,7 +50,7 @@ void copy_row(const CacheMemory& memory, const TierRow& row, const RowLocation& 
     visit_dtype(target_type, target, [&](auto* out) {
       visit_dtype(source_type, source, [&](const auto* in) {
         if (rounding != nullptr) {
-          round_row(in, n, *rounding, row.row, write_back_stream(k), out);
+          round_row_randomly(in, n, *rounding, row.row, write_back_stream(k), out);
         } else {
           convert_row(in, n, out);
         }

@@ -12,7 +12,7 @@ enum class Dtype : int { kFloat = 0, kHalf = 1, kBfloat16 = 2 };
 
 inline constexpr int kNumDtypes = 3;
 
-// Return the bytes of an element of dtype `type`.
+// Return the number of bytes of an element of dtype `type`.
 EMB_HD constexpr int64_t element_bytes(Dtype type) { return type == Dtype::kFloat ? 4 : 2; }
 
 // An empty value that passes type T to a function template.

@@ -22,18 +22,19 @@ struct half16 {
   uint16_t bits;
 };
 
-// The upper half of a float.
+// The upper 16 bits of a float32: 1 sign bit, 8 bits of exponent, 7 of mantissa.
 struct bfloat16 {
   uint16_t bits;
 };
 
-// Return the 32 bits of a float, and the float that has the 32 bits `bits`.
+// Return the bits of a float.
 EMB_HD uint32_t float_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof(bits));
   return bits;
 }
 
+// Return the float that has the bits `bits`.
 EMB_HD float float_from_bits(uint32_t bits) {
   float x;
   memcpy(&x, &bits, sizeof(x));
@@ -50,7 +51,7 @@ EMB_HD float to_float(half16 x) {
 #else
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) {  // infinity and NaN keep their payload
+  if (magnitude >= 0x7c00u) {  // infinity stays infinite, and NaN keeps its payload
     return float_from_bits(sign | 0x7f800000u | (magnitude & 0x03ffu) << 13);
   }
   // Scaling by 2^112 moves the exponent bias from 15 to 127, subnormals included.

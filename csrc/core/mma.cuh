@@ -46,8 +46,11 @@ EMB_HD uint32_t bf16_bits(float low, float high) {
 
 #if defined(__CUDACC__)
 
-// sum += a b, one instruction. A word of `a` or `b` holds one TF32 value, of which the instruction
-// reads the upper 19 bits, or two BF16 values: columns k and k + 4 of a, rows k and k + 4 of b.
+// The operands are packed in words. A word of mma_tf32 holds one TF32 value, of which the
+// instruction reads the upper 19 bits. A word of mma_bf16 holds two BF16 values: columns k and
+// k + 4 of a, or rows k and k + 4 of b.
+
+// sum += a b with operands in TF32, one instruction.
 EMB_DEVICE void mma_tf32(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -56,7 +59,7 @@ EMB_DEVICE void mma_tf32(float (&sum)[4], const uint32_t (&a)[4], const uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// sum += a b with operands rounded to BF16, one instruction.
+// sum += a b with operands in BF16, one instruction.
 EMB_DEVICE void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t (&b)[1]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
@@ -74,15 +77,18 @@ EMB_DEVICE void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t
 
 // The operands of one lane in the emulation, on the stack of its fiber.
 struct MmaLane {
-  const uint32_t *a, *b;  // words, as the instruction takes them
-  float* sum;             // [4], read and written
-  bool is_done = false;   // whether the product has been added to `sum`
+  const uint32_t *a_words, *b_words;  // as the instruction takes them
+  float* sum;                         // [4], read and written
+  bool is_done = false;               // whether the product has been added to `sum`
 };
 
-// Return value number `index` of a word that holds kValues values: one in TF32 or two in BF16.
-template <int kValues>
+// Return value number `index` of a word. kValuesPerWord is the number of values per word: one in
+// TF32, two in BF16.
+template <int kValuesPerWord>
 __attribute__((no_sanitize("thread"))) inline double unpack_value(uint32_t word, int index) {
-  const uint32_t bits = kValues == 1 ? word & ~0x1fffu : index == 0 ? word << 16 : word >> 16 << 16;
+  const uint32_t bits = kValuesPerWord == 1 ? word & ~0x1fffu
+                        : index == 0        ? word << 16
+                                            : word >> 16 << 16;
   float x;
   __builtin_memcpy(&x, &bits, sizeof(x));
   return static_cast<double>(x);
@@ -91,16 +97,16 @@ __attribute__((no_sanitize("thread"))) inline double unpack_value(uint32_t word,
 // Compute the product of a whole warp and update the sums of all lanes. Operands and sums are on
 // the stacks of fibers, which the race detector (tests/pretend) does not watch, so accesses are not
 // recorded.
-template <int kValues>
+template <int kValuesPerWord>
 __attribute__((no_sanitize("thread"))) void multiply_lanes(MmaLane* const (&lanes)[32]) {
   double a[16][8], b[8][8];
   for (int row = 0; row < 8; ++row) {
     for (int k = 0; k < 8; ++k) {
       const MmaLane& lane = *lanes[row * 4 + k % 4];
-      const int word = kValues == 1 ? k / 4 : 0, index = kValues == 1 ? 0 : k / 4;
-      a[row][k] = unpack_value<kValues>(lane.a[word * 2], index);
-      a[row + 8][k] = unpack_value<kValues>(lane.a[word * 2 + 1], index);
-      b[k][row] = unpack_value<kValues>(lane.b[word], index);
+      const int word = kValuesPerWord == 1 ? k / 4 : 0, index = kValuesPerWord == 1 ? 0 : k / 4;
+      a[row][k] = unpack_value<kValuesPerWord>(lane.a_words[word * 2], index);
+      a[row + 8][k] = unpack_value<kValuesPerWord>(lane.a_words[word * 2 + 1], index);
+      b[k][row] = unpack_value<kValuesPerWord>(lane.b_words[word], index);
     }
   }
   for (int m = 0; m < 16; ++m) {
@@ -122,16 +128,16 @@ __attribute__((no_sanitize("thread"))) void multiply_lanes(MmaLane* const (&lane
   for (MmaLane* lane : lanes) lane->is_done = true;
 }
 
-// Meet the other lanes of the warp and add the product to the sum of every lane. The first lane
-// that continues computes the product for all.
-template <int kValues>
+// Wait for all lanes of the warp, then add the product to the sums. The first lane that continues
+// computes it for all lanes; the others return.
+template <int kValuesPerWord>
 void emulate_mma(const char* name, MmaLane* self, simt::Where where) {
   const simt::WarpValues& values =
       simt::Machine::get().meet_warp(name, simt::kFullMask, simt::to_word(self), where);
   if (self->is_done) return;
   MmaLane* lanes[32];
   for (int i = 0; i < 32; ++i) lanes[i] = simt::from_word<MmaLane*>(values.word[i]);
-  multiply_lanes<kValues>(lanes);
+  multiply_lanes<kValuesPerWord>(lanes);
 }
 
 inline void mma_tf32(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
@@ -148,8 +154,9 @@ inline void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t (&b
 
 #endif
 
-// The three accuracies, each a type with operands A and B and `multiply_add`. A constructor of A or
-// B takes this lane's elements of the matrix in the order at the top of this file.
+// Three types, one per accuracy, each with operand types A and B and a function `multiply_add`. The
+// constructors of A and B take this lane's elements of the matrix in the order at the top of this
+// file.
 //   * Tf32x3 is nearly as exact as float32. Each operand x is split into two TF32 values: `big` is
 //     x rounded to 11 significant bits, and `small` is x - big truncated to 11 bits. The product
 //     is big big + big small + small big. Unless an operand, its `small` or a product is subnormal,
@@ -172,8 +179,8 @@ struct Tf32x3 {
     EMB_DEVICE explicit Operand(const float (&x)[kWords]) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        // The same as tf32_bits in fewer instructions, except that a NaN may become another value;
-        // then `small` is NaN.
+        // As tf32_bits, in fewer instructions. A NaN may become a number here, but then `small` is
+        // NaN, and so is the product.
         big[i] = (float_bits(x[i]) + 0x1000u) & ~0x1fffu;
         small[i] = float_bits(x[i] - float_from_bits(big[i]));
       }
@@ -228,17 +235,17 @@ struct Bf16 {
   }
 };
 
-// Call `use` with a value of the type above that has the accuracy `precision`, for example to
+// Call `body` with a value of the type above that has the accuracy `precision`, for example to
 // launch a kernel template with that type.
-template <class Use>
-void with_product_type(MatmulPrecision precision, const Use& use) {
+template <class Body>
+void with_product_type(MatmulPrecision precision, const Body& body) {
   switch (precision) {
     case MatmulPrecision::kFloat32:
-      return use(Tf32x3{});
+      return body(Tf32x3{});
     case MatmulPrecision::kTf32:
-      return use(Tf32{});
+      return body(Tf32{});
     case MatmulPrecision::kBf16:
-      return use(Bf16{});
+      return body(Bf16{});
   }
 }
 

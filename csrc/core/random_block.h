@@ -1,6 +1,6 @@
-// Blocks of random words for the CPU kernels: Philox of many counters at once, and rows that are
-// rounded with them. The words are those of `philox` (random.h), bit for bit. Only `*_kernels.cpp`
-// and headers for them may include this header, since its meaning depends on EMB_ISA.
+// Random words for the CPU kernels: compute Philox for up to 16 counters at once, and round rows
+// with the words. They are those of `philox` (random.h), bit for bit. Only `*_kernels.cpp` and
+// headers for them may include this header, since its meaning depends on EMB_ISA.
 #pragma once
 
 #include "core/rounding.h"
@@ -8,7 +8,7 @@
 
 namespace emb::EMB_ISA {
 
-inline constexpr int kBlockCounters = 16;
+inline constexpr int kBlockCounters = 16;  // two AVX-512 or four AVX2 registers of counters
 inline constexpr int kBlockWords = 4 * kBlockCounters;
 
 #if defined(__AVX2__)
@@ -23,7 +23,8 @@ EMB_HD WordVec multiply_words(WordVec a, uint32_t factor) {
   return reinterpret_cast<WordVec>(_mm512_mul_epu32(
       reinterpret_cast<__m512i>(a), _mm512_set1_epi64(static_cast<int64_t>(factor))));
 }
-// Store the lanes of `a` and `b` in turn: a[0], b[0], a[1], b[1] and so on, 4 * kWordLanes words.
+// Interleave the 64-bit lanes of `a` and `b`: write a[0], b[0], a[1], b[1], ... to `out`, which has
+// room for 4 * kWordLanes words of 32 bits.
 EMB_HD void store_interleaved(WordVec a, WordVec b, uint32_t* out) {
   const WordVec low = __builtin_shuffle(a, b, WordVec{0, 8, 1, 9, 2, 10, 3, 11});
   const WordVec high = __builtin_shuffle(a, b, WordVec{4, 12, 5, 13, 6, 14, 7, 15});
@@ -47,17 +48,18 @@ EMB_HD void store_interleaved(WordVec a, WordVec b, uint32_t* out) {
 
 inline constexpr int kWordLanes = sizeof(WordVec) / sizeof(uint64_t);
 
-// Write the words of kVecs * kWordLanes counters; philox_block describes the arguments.
-template <int kSteppedWord, int kVecs>
-EMB_HD void philox_vecs(uint64_t seed, const Counter4& counter, uint32_t* words) {
-  WordVec c[kVecs][4];
-  for (int v = 0; v < kVecs; ++v) {
+// Write the words of kRegisters * kWordLanes counters to `words`, which has room for four words per
+// counter; philox_block describes the other arguments.
+template <int kSteppedWord, int kRegisters>
+EMB_HD void philox_registers(uint64_t seed, const Counter4& counter, uint32_t* words) {
+  WordVec c[kRegisters][4];
+  for (int v = 0; v < kRegisters; ++v) {
     for (int w = 0; w < 4; ++w) c[v][w] = WordVec{} + counter.word[w];
     for (int i = 0; i < kWordLanes; ++i) c[v][kSteppedWord][i] += v * kWordLanes + i;
   }
   auto k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kRegisters; ++v) {
       const WordVec p0 = multiply_words(c[v][0], kPhiloxFactor0);
       const WordVec p1 = multiply_words(c[v][2], kPhiloxFactor1);
       c[v][0] = p1 >> 32 ^ c[v][1] ^ k0;
@@ -69,7 +71,7 @@ EMB_HD void philox_vecs(uint64_t seed, const Counter4& counter, uint32_t* words)
     k1 += kPhiloxKeyStep1;
   }
   constexpr uint64_t kLow = 0xffffffffu;
-  for (int v = 0; v < kVecs; ++v) {
+  for (int v = 0; v < kRegisters; ++v) {
     store_interleaved((c[v][0] & kLow) | c[v][1] << 32, (c[v][2] & kLow) | c[v][3] << 32,
                       words + v * 4 * kWordLanes);
   }
@@ -84,8 +86,8 @@ template <int kSteppedWord>
 EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int num_counters,
                          uint32_t (&words)[kBlockWords]) {
 #if defined(__AVX2__)
-  if (num_counters <= kWordLanes) return philox_vecs<kSteppedWord, 1>(seed, counter, words);
-  philox_vecs<kSteppedWord, kBlockCounters / kWordLanes>(seed, counter, words);
+  if (num_counters <= kWordLanes) return philox_registers<kSteppedWord, 1>(seed, counter, words);
+  philox_registers<kSteppedWord, kBlockCounters / kWordLanes>(seed, counter, words);
 #else
   for (int i = 0; i < num_counters; ++i) {
     Counter4 stepped = counter;
@@ -96,13 +98,13 @@ EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int num_counter
 #endif
 }
 
-// Write `dim` values, at most 2^30, to `row`, rounded stochastically to fp16 or bf16 (floats are
-// copied). The arrays must not overlap. `rounding.is_stochastic` is not read: the caller decides.
-// Seed and step of `rounding`, the linear row id `row_id` and `tensor`, a RoundedTensor, select the
-// random words.
+// Round `dim` values (at most 2^30) stochastically to fp16 or bf16, and write them to `row`. A row
+// of floats is written exactly. The arrays must not overlap. `rounding.is_stochastic` is not read:
+// the caller has tested it. The random words depend on the seed and step of `rounding`, on the
+// linear row id `row_id`, and on `tensor`, a RoundedTensor.
 template <class To, class From>
-inline void round_row(const From* __restrict values, int64_t dim, const Rounding& rounding,
-                      int64_t row_id, uint32_t tensor, To* __restrict row) {
+inline void round_row_randomly(const From* __restrict values, int64_t dim, const Rounding& rounding,
+                               int64_t row_id, uint32_t tensor, To* __restrict row) {
   // A local copy: stores to `row` cannot change it, so it stays in registers.
   const Rounding local_rounding = rounding;
   for (int64_t begin = 0; begin < dim; begin += kBlockWords) {

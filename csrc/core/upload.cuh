@@ -17,8 +17,9 @@
 namespace emb::cuda {
 
 inline constexpr int kUploadThreads = 128;
-// The maximum number of words of 8 bytes that a launch copies: one of two sizes. Kernel parameters
-// may have 4 KB on every GPU and driver, and 32,764 bytes on sm_70 and later from CUDA 12.1 on.
+// The maximum number of 8-byte words per launch, for a small and a large kernel. Kernel parameters
+// are limited to 4 KB on every GPU and driver, and to 32,764 bytes on sm_70 and later with
+// CUDA 12.1 or newer.
 inline constexpr int kSmallUploadWords = 480, kLargeUploadWords = 4000;
 
 // The words of one launch, as a kernel parameter.
@@ -27,16 +28,17 @@ struct UploadWords {
   uint64_t word[kWords];
 };
 
-// Extra work of an upload before a backward pass or an update step; all pointers are to device
-// memory. It fills `zeros` and counts the step. If the gradient of the batch is not finite, the
-// step is skipped: it is not counted, and the uploaded words from `first_step_word` on, the
-// arguments of the update, are written as 0. `zeros` is filled in any case.
+// Work that the first launch of an upload also does, to save a launch before a backward pass or an
+// update step. It fills `zeros` with 0 and adds 1 to `step`. If the gradient of the batch is not
+// finite, the step is skipped: it is not counted, and the uploaded words from `first_update_word`
+// on, the arguments of the update, are written as 0. `zeros` is filled in any case. All pointers
+// are to device memory.
 struct StepStart {
   float* zeros = nullptr;           // [num_zeros], filled with 0; aligned to 16 bytes
   int64_t num_zeros = 0;            // a multiple of 4; 0 if there is nothing to fill
   double* step = nullptr;           // [1], incremented unless skipped; null to count nothing
   const bool* is_finite = nullptr;  // [1]; null if the gradient is known to be finite
-  int64_t first_step_word = 0;      // position among the uploaded words; <= 0: all of them
+  int64_t first_update_word = 0;    // position among the uploaded words; <= 0: all of them
 };
 
 // Copy `num_words` words to device memory `target`, and do the work of `step_start`. There may be
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(kUploadThreads)
                   uint64_t* target, StepStart step_start) {
   const int64_t i = simt::global_thread();
   const bool is_finite = step_start.is_finite == nullptr || *step_start.is_finite;
-  if (i < num_words) target[i] = is_finite || i < step_start.first_step_word ? words.word[i] : 0;
+  if (i < num_words) target[i] = is_finite || i < step_start.first_update_word ? words.word[i] : 0;
   for (int64_t j = 4 * i; j < step_start.num_zeros; j += 4 * simt::threads_in_grid()) {
     *reinterpret_cast<simt::Pack16*>(step_start.zeros + j) = {};
   }
@@ -61,6 +63,7 @@ void upload_words(const Launcher& launcher, const uint64_t* source, int num_word
                   const StepStart& step_start) {
   UploadWords<kWords> words;
   std::copy_n(source, num_words, words.word);  // `source` may be null if there are none
+  // The third argument, the maximum number of blocks, is never reached here.
   const unsigned word_blocks = blocks_for(num_words, kUploadThreads, kWords);
   const unsigned zero_blocks = blocks_for(step_start.num_zeros / 4, kUploadThreads,
                                           launcher.blocks(kResidentBlocksPerSm / 2));
@@ -77,18 +80,21 @@ class Upload {
   template <class T>
   int64_t add(const std::vector<T>& items) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(uint64_t) == 0);
-    const auto first = static_cast<int64_t>(words_.size());
+    const auto position = static_cast<int64_t>(words_.size());
     words_.resize(words_.size() + items.size() * sizeof(T) / sizeof(uint64_t));
-    if (!items.empty()) std::memcpy(words_.data() + first, items.data(), items.size() * sizeof(T));
-    return first;
+    if (!items.empty()) {
+      std::memcpy(words_.data() + position, items.data(), items.size() * sizeof(T));
+    }
+    return position;
   }
 
   // Return the number of words of all arrays.
   int64_t num_words() const { return static_cast<int64_t>(words_.size()); }
 
   // Start the copy to `target`, [num_words()] in device memory. A launch copies up to
-  // kLargeUploadWords words, and the first launch also does the work of `step_start`. Without words
-  // and such work there is no launch. This object may be destroyed afterwards. `target` and the
+  // kLargeUploadWords words, and the first launch also does the work of `step_start`. If there is
+  // nothing to copy, fill or count, nothing is launched. `launcher` is a CudaLauncher or, in
+  // emulation, a simt::HostLauncher. This object may be destroyed afterwards. `target` and the
   // memory that `step_start` points to must live until the kernels have run.
   template <class Launcher>
   void start(const Launcher& launcher, uint64_t* target, StepStart step_start = {}) const {
@@ -106,7 +112,7 @@ class Upload {
       }
       num_done += launch_words;
       step_start = {.is_finite = step_start.is_finite,
-                    .first_step_word = step_start.first_step_word - launch_words};
+                    .first_update_word = step_start.first_update_word - launch_words};
     }
   }
 

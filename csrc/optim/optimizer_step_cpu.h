@@ -122,7 +122,7 @@ EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row
                                          uint32_t tensor) {
   const auto store_as = [&](auto* row) {
     if (rounding.is_stochastic) {
-      round_row(values, dim, rounding, row_id, tensor, row + element);
+      round_row_randomly(values, dim, rounding, row_id, tensor, row + element);
     } else {
       convert_row(values, dim, row + element);
     }

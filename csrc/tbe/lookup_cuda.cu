@@ -1,7 +1,7 @@
-// On the GPU: `tbe_lookup`, `bounds_check` and `bounds_check_`, the lookup with a check in one op
-// (`tbe_lookup_checked_`), and `tbe_sample_weight_grad`. Each checks its arguments, allocates and
-// launches. The contents of device tensors (`features`, `bag_layout`, offsets) are not read here,
-// so that the host does not wait for the GPU.
+// GPU entries of `tbe_lookup`, `tbe_lookup_checked_` (a lookup with a bounds check in one op),
+// `bounds_check`, `bounds_check_` and `tbe_sample_weight_grad`. Each checks its arguments,
+// allocates and launches. The contents of device tensors (`features`, `bag_layout`, offsets) are
+// not read here, so that the host does not wait for the GPU.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -56,7 +56,7 @@ struct LookupCall {
     if (slots && args.cache_elements > 0) args.slots = slots->const_data_ptr<int32_t>();
   }
 
-  int64_t batch() const {
+  int64_t batch_size() const {
     return args.num_features > 0 ? args.bags.num_bags / args.num_features : 0;
   }
 
@@ -73,8 +73,8 @@ struct LookupCall {
   }
 };
 
-// Set the sample weights of a lookup. Throws unless they are float32 [L] on the device of the
-// indices and the lookup pools, or null.
+// Set the sample weights of a lookup, if any. Throws unless they are float32 [L] on the device of
+// the indices, and the pooling is sum or mean.
 void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weights,
                         LookupCall* lookup) {
   check_sample_weights(op, sample_weights, lookup->indices);
@@ -85,13 +85,14 @@ void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weig
   lookup->args.sample_weights = lookup->sample_weights->const_data_ptr<float>();
 }
 
-// Allocate the output of a lookup, of `dtype`, and set it in the lookup. Its elements are not
+// Allocate the output of a lookup, of `dtype`, and set it in the lookup. Its shape is [B, columns],
+// [columns] for a variable batch, or [L, columns] without pooling. The elements are not
 // initialised.
 Tensor new_output(const char* op, ScalarType dtype, bool is_variable, LookupCall* lookup) {
   DeviceLookupArgs& args = lookup->args;
   const bool is_unpooled = args.pooling == Pooling::kNone;
   args.output_type = float_dtype(op, "output_dtype", dtype);
-  const int64_t num_rows = is_unpooled ? lookup->indices.numel() : lookup->batch();
+  const int64_t num_rows = is_unpooled ? lookup->indices.numel() : lookup->batch_size();
   Tensor out = is_variable && !is_unpooled
                    ? allocate(lookup->indices, {args.columns}, dtype)
                    : allocate(lookup->indices, {num_rows, args.columns}, dtype);
@@ -126,9 +127,10 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
 
 namespace {
 
-// Launch the check of a batch and return its repaired offsets, int32 [bags + 1]. `args` has the
-// batch; its other members are set here. `like` is a tensor on the device. In the mode "warning"
-// violations are added to `violations`, int64 [2]; in the mode "fatal" the kernel traps at them.
+// Launch the check of a batch and return its repaired offsets, int32 [bags + 1]. The caller sets
+// the members of `args` that describe the batch; the others are set here. `like` is a tensor on the
+// device. In the mode "warning" violations are added to `violations`, int64 [2]; in the mode
+// "fatal" the kernel traps at them.
 Tensor check_batch(const CudaLauncher& launcher, const Tensor& like, BoundsArgs args,
                    BoundsMode mode, Tensor* violations) {
   Tensor repaired = allocate(like, {args.num_bags + 1}, ScalarType::Int);
@@ -158,19 +160,23 @@ Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor&
   check_same_device(op, "features", features, indices);
   check_same_device(op, "violations", violations, indices);
   const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
-  const Tensor index_tensor = as_contiguous(indices), offset_tensor = as_contiguous(offsets);
-  const BoundsArgs args{index_array(index_tensor), index_array(offset_tensor),
-                        feature_array(features),   indices.numel(),
-                        offsets.numel() - 1,       map};
+  const Tensor contiguous_indices = as_contiguous(indices),
+               contiguous_offsets = as_contiguous(offsets);
+  const BoundsArgs args{index_array(contiguous_indices),
+                        index_array(contiguous_offsets),
+                        feature_array(features),
+                        indices.numel(),
+                        offsets.numel() - 1,
+                        map};
   return check_batch(CudaLauncher(indices), offsets, args, mode, &violations);
 }
 
 namespace {
 
-// Look up a fixed batch. Without a `check_mode` return [output]. With one, check the batch first,
-// as `bounds_check_` does, and return [output, repaired offsets]. Unlike on the CPU, an invalid
-// batch has a complete output too (unless the mode "fatal" traps), because the kernels repair what
-// is invalid. So the host need not wait to learn whether the batch is valid.
+// Look up a batch of B bags per feature. Without a `check_mode` return [output]. With one, check
+// the batch first, as `bounds_check_` does, and return [output, repaired offsets]. Unlike on the
+// CPU, an invalid batch has a complete output too (unless the mode "fatal" traps), because the
+// kernels repair what is invalid. So the host need not wait to learn whether the batch is valid.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,
@@ -187,9 +193,10 @@ std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tenso
   const CudaLauncher launcher(indices);
   std::vector<Tensor> results{out};
   if (mode) {
-    const DeviceLookupArgs& in = lookup.args;
-    const BoundsArgs bounds{in.indices,          in.bags.offsets,  in.features,
-                            in.bags.num_lookups, in.bags.num_bags, in.map};
+    const DeviceLookupArgs& lookup_args = lookup.args;
+    const BoundsArgs bounds{lookup_args.indices,       lookup_args.bags.offsets,
+                            lookup_args.features,      lookup_args.bags.num_lookups,
+                            lookup_args.bags.num_bags, lookup_args.map};
     results.push_back(check_batch(launcher, offsets, bounds, *mode, &violations));
     lookup.args.bags.offsets = index_array(results.back());
   }
@@ -206,10 +213,11 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   const int64_t columns = check_pooled_grad(op, grad, bag_layout.has_value());
   LookupCall lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
   STD_TORCH_CHECK(lookup.args.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
-  STD_TORCH_CHECK(bag_layout || grad.size(0) == lookup.batch(), op,
-                  ": grad must have B = ", lookup.batch(), " rows, got ", grad.size(0));
+  STD_TORCH_CHECK(bag_layout || grad.size(0) == lookup.batch_size(), op,
+                  ": grad must have B = ", lookup.batch_size(), " rows, got ", grad.size(0));
   check_same_device(op, "grad", grad, indices);
   const Tensor grad_tensor = with_adjacent_columns(grad);
+  // The gradient may be a view whose rows are not adjacent: a kernel steps by its row stride.
   lookup.args.map.columns = row_stride(grad_tensor);
   Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
   const DeviceSampleWeightArgs args{lookup.args, grad_tensor.const_data_ptr(),
@@ -219,7 +227,8 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   return out;
 }
 
-// The contract is that of emb::bounds_check in tbe/entries.h.
+// The contract is that of emb::bounds_check in tbe/entries.h. Unlike check_batch it overwrites
+// `violations`, which the kernel of small batches cannot.
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
                                         int64_t check_mode) {
@@ -231,27 +240,27 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const CudaLauncher launcher(indices);
   const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
   const int64_t num_bags = offsets.numel() - 1;
-  const Tensor index_tensor = as_contiguous(indices);
-  const Tensor offset_tensor = as_contiguous(offsets);
+  const Tensor contiguous_indices = as_contiguous(indices);
+  const Tensor contiguous_offsets = as_contiguous(offsets);
   Tensor repaired = allocate(offsets, {num_bags + 1}, ScalarType::Int);
   Tensor violations = allocate(offsets, {2}, ScalarType::Long);
   std::optional<Tensor> progress;
   if (!checks_with_one_block(indices.numel(), num_bags)) {
     progress = allocate(offsets, {2}, ScalarType::Long);
   }
-  const auto counters_of = [](const std::optional<Tensor>& tensor) {
+  const auto counter_address = [](const std::optional<Tensor>& tensor) {
     return static_cast<unsigned long long*>(tensor ? tensor->mutable_data_ptr() : nullptr);
   };
-  const BoundsArgs args{.indices = index_array(index_tensor),
-                        .offsets = index_array(offset_tensor),
+  const BoundsArgs args{.indices = index_array(contiguous_indices),
+                        .offsets = index_array(contiguous_offsets),
                         .features = feature_array(features),
                         .num_lookups = indices.numel(),
                         .num_bags = num_bags,
                         .map = map,
                         .is_fatal = mode == BoundsMode::kFatal,
-                        .progress = counters_of(progress),
+                        .progress = counter_address(progress),
                         .repaired_offsets = repaired.mutable_data_ptr<int32_t>(),
-                        .violations = counters_of(violations),
+                        .violations = counter_address(violations),
                         .adds_violations = false};
   launch_bounds_check(launcher, args);
   return {repaired, violations};

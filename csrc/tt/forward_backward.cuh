@@ -178,20 +178,20 @@ class TtArrays {
   }
 
   // Copy the arrays to `words`, device memory for max_words, and do the work of `step_start`: fill
-  // gradients with zeros, count the step of an update. Its first_step_word is ignored.
+  // gradients with zeros, count the step of an update. Its first_update_word is ignored.
   template <class Launcher>
   void upload(const Launcher& launcher, uint64_t* words, StepStart step_start = {}) {
     Upload upload;
     const int64_t rows = upload.add(rows_), pairs = upload.add(pairs_), widen = upload.add(widen_),
                   mirror = upload.add(mirror_), mirror_back = upload.add(mirror_back_);
-    step_start.first_step_word = upload.add(steps_);
+    step_start.first_update_word = upload.add(steps_);
     upload.start(launcher, words, step_start);
     args_.tables = reinterpret_cast<const TtTableRows*>(words + rows);
     device_pairs_ = reinterpret_cast<const TtPair*>(words + pairs);
     device_widen_ = reinterpret_cast<const WidenedCore*>(words + widen);
     device_mirror_ = reinterpret_cast<const TtReverse*>(words + mirror);
     device_mirror_back_ = reinterpret_cast<const TtReverse*>(words + mirror_back);
-    device_steps_ = reinterpret_cast<const MatrixStep*>(words + step_start.first_step_word);
+    device_steps_ = reinterpret_cast<const MatrixStep*>(words + step_start.first_update_word);
   }
 
   // Write the copies of cores, the values of right halves, and, if memory.new_left_values is not

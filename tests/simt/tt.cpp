@@ -79,7 +79,7 @@ extern "C" const char* simt_upload(const int64_t* call) {
     StepStart begin{words.pointer<float>(), words.number()};
     begin.step = words.pointer<double>();
     begin.is_finite = words.pointer<const bool>();
-    begin.first_step_word = words.number();
+    begin.first_update_word = words.number();
     upload.start(launcher, to, begin);
   });
 }
