@@ -173,14 +173,14 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   // Ops on the pages of the files of a store, which are mapped into memory, on the CPU.
   m.def("page_crc32(Tensor data, Tensor pages, SymInt page_bytes) -> Tensor");
   m.def(
-      "pages_without_mark(Tensor marks, Tensor rows, SymInt width, SymInt first_byte,"
+      "pages_without_mark(Tensor marks, Tensor rows, SymInt row_bytes, SymInt first_byte,"
       " SymInt page_bytes) -> Tensor");
   m.def(
-      "mark_pages_(Tensor(a!)[] marks, Tensor rows, SymInt width, SymInt first_byte,"
+      "mark_pages_(Tensor(a!)[] marks, Tensor rows, SymInt row_bytes, SymInt first_byte,"
       " SymInt page_bytes) -> ()");
   m.def("file_slots(Tensor slots, Tensor file_slots, Tensor? is_hidden) -> Tensor");
   m.def(
-      "fetch_pages(Tensor data, Tensor rows, SymInt width, SymInt first_byte)"
+      "fetch_pages(Tensor data, Tensor rows, SymInt row_bytes, SymInt first_byte)"
       " -> (Tensor unreadable, Tensor num_ranges)");
 
   // Tensor-train tables: they produce rows for the ops above.

@@ -1,6 +1,5 @@
 // Pages of files that are mapped into memory: checksums, marks by page, and reads ahead of use.
-// emblib/ops/pages.py describes the arguments and results; the argument `width` of the ops is
-// `row_bytes` here.
+// emblib/ops/pages.py describes the arguments and results.
 //
 // A store has vectors of marks with a byte per page, for example whether the page has been changed.
 // `pages_without_mark` and `mark_pages_` take row numbers; a row may be on several pages.
@@ -118,11 +117,11 @@ struct RowPages {
         first_byte(first_byte_in),
         page_bytes(page_bytes_in) {
     STD_TORCH_CHECK(row_bytes >= 0 && first_byte >= 0 && page_bytes > 0, op,
-                    ": width and first_byte must not be negative and page_bytes must be positive, "
+                    ": row_bytes and first_byte must not be negative and page_bytes positive, "
                     "got ",
                     row_bytes, ", ", first_byte, " and ", page_bytes);
     STD_TORCH_CHECK(row_bytes <= kUnlimited / 4 && first_byte <= kUnlimited / 4, op,
-                    ": width and first_byte must be at most 2^60, got ", row_bytes, " and ",
+                    ": row_bytes and first_byte must be at most 2^60, got ", row_bytes, " and ",
                     first_byte);
     const int64_t max_row = row_bytes == 0 ? kUnlimited : kUnlimited / 4 / row_bytes;
     for (int64_t i = 0; i < n; ++i) {

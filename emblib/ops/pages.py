@@ -1,28 +1,28 @@
 """Operations on the files of a store, which are mapped into memory, on the CPU.
 
-`rows` are the numbers of rows of `width` bytes, int64 `[n]`; row r has the bytes from
-`first_byte + r * width` on, and -1 is no row. Pages have `page_bytes` bytes and are numbered from
-byte 0. Marks are uint8 by page, 0 or 1. Tensors must be contiguous.
+`rows`, int64 `[n]`, has the row numbers in a file; -1 is skipped. Row r occupies `row_bytes` bytes
+from byte `first_byte + r * row_bytes` on. Pages have `page_bytes` bytes and are numbered from byte
+0. `marks`, uint8, has one mark per page, 0 or 1. Tensors must be contiguous.
 
 - `page_crc32(data, pages, page_bytes)` returns the CRC-32 of the pages of `data`, uint8 `[N]`, with
   the numbers `pages`, int64 `[n]`, as zlib computes it: uint8 `[n, 4]`, each the bytes of an
   unsigned number of the machine. The last page of `data` may be short
-- `pages_without_mark(marks, rows, width, first_byte, page_bytes)` returns the pages of rows whose
-  mark is 0, int64 `[m]`, in the order of the rows. A page of several rows may repeat; pages past
-  the end of `marks` are left out
-- `mark_pages_(marks, rows, width, first_byte, page_bytes)` sets the marks of the pages of rows to 1
-  in each tensor of the list `marks`. If one of them lacks an entry for one of these pages, it
+- `pages_without_mark(marks, rows, row_bytes, first_byte, page_bytes)` returns the pages of rows
+  that have mark 0, int64 `[m]`, in the order of the rows. A page of several rows may repeat; pages
+  past the end of `marks` are left out
+- `mark_pages_(marks, rows, row_bytes, first_byte, page_bytes)` sets the marks of the pages of rows
+  to 1 in each tensor of the list `marks`. If one of them lacks an entry for one of these pages, it
   raises RuntimeError before any mark changes
 - `file_slots(slots, file_slots, is_hidden)` returns where rows are in a file: `file_slots[s]` for
   each entry s of `slots`, int64 `[n]`. It returns -1 for slot -1, and for file slots f with
   `is_hidden[f]` (uint8) not 0; None hides none. Other slots, and file slots without an entry in
   `is_hidden`, raise RuntimeError
-- `fetch_pages(data, rows, width, first_byte)` reads the pages of rows of a mapped file into memory.
-  It first probes some of the pages, and reads none if all of these are in memory. The last row may
-  end after `data`. Returns the bytes of `data` at which unreadable pages begin, int64 `[m]`, at
-  most one per range, and the number of ranges that were read, int64 `[1]`. A range is of rows that
-  follow each other in `rows` and are on the same or on adjacent pages. A
-  page is unreadable if the file was cut off or the disk has failed: using it ends the process with
+- `fetch_pages(data, rows, row_bytes, first_byte)` reads the pages of rows of a mapped file into
+  memory. It first probes some of the pages, and reads none if all of these are in memory. The last
+  row may end after `data`. Returns the bytes of `data` at which unreadable pages begin, int64
+  `[m]`, at most one per range, and the number of ranges that were read, int64 `[1]`. A range is of
+  rows that follow each other in `rows` and are on the same or on adjacent pages. A page is
+  unreadable if the file was cut off or the disk has failed: using it ends the process with
   `SIGBUS`. Linux before 5.14 does not report unreadable pages; other systems than Linux read pages
   only when they are used
 
@@ -47,12 +47,12 @@ def _(data: Tensor, pages: Tensor, page_bytes: int) -> Tensor:
 
 
 @torch.library.register_fake("emblib::pages_without_mark")
-def _(marks: Tensor, rows: Tensor, width: int, first_byte: int, page_bytes: int) -> Tensor:
+def _(marks: Tensor, rows: Tensor, row_bytes: int, first_byte: int, page_bytes: int) -> Tensor:
     return rows.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
 @torch.library.register_fake("emblib::mark_pages_")
-def _(marks: list[Tensor], rows: Tensor, width: int, first_byte: int, page_bytes: int) -> None:
+def _(marks: list[Tensor], rows: Tensor, row_bytes: int, first_byte: int, page_bytes: int) -> None:
     return None
 
 
@@ -62,7 +62,7 @@ def _(slots: Tensor, file_slots: Tensor, is_hidden: Tensor | None) -> Tensor:
 
 
 @torch.library.register_fake("emblib::fetch_pages")
-def _(data: Tensor, rows: Tensor, width: int, first_byte: int) -> tuple[Tensor, Tensor]:
+def _(data: Tensor, rows: Tensor, row_bytes: int, first_byte: int) -> tuple[Tensor, Tensor]:
     return rows.new_empty(torch.library.get_ctx().new_dynamic_size()), rows.new_empty(1)
 
 

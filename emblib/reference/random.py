@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of Philox4x32
-_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)  # of Philox4x32, per round
-_ROUNDS = 10
+_PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)  # of words 0 and 2
+_PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # of the two words of the key, per round
+_PHILOX_ROUNDS = 10
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 divided by the golden ratio, as int64."""
-_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))  # of MurmurHash3
+_MURMUR_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 
 Bits = TypeVar("Bits", int, Tensor)
-"""64 bits: a Python int in [0, 2^64), or an int64 tensor of any shape."""
+"""64 bits: a Python int in [0, 2^64), or an int64 tensor of any shape. Results have its type."""
 
 
 def _wrap(x: Bits) -> Bits:
@@ -28,26 +28,29 @@ def _wrap(x: Bits) -> Bits:
 
 
 def finalise(x: Bits) -> Bits:
-    """Apply the finaliser of MurmurHash3 (Appleby, 2011): every bit of x affects every bit."""
-    for factor in _FACTORS:
+    """Apply the finaliser of MurmurHash3 (Appleby, 2011).
+
+    Every bit of x affects every bit of the result. 0 maps to 0.
+    """
+    for factor in _MURMUR_FACTORS:
         x = _wrap((x ^ (x >> 33 & (1 << 31) - 1)) * factor)
     return x ^ (x >> 33 & (1 << 31) - 1)
 
 
 def unmix(x: Tensor) -> Tensor:
     """Invert `mix`, for an int64 tensor."""
-    for factor in reversed(_FACTORS):
+    for factor in reversed(_MURMUR_FACTORS):
         inverse = pow(factor, -1, 1 << 64)
         x = (x ^ (x >> 33 & (1 << 31) - 1)) * (inverse - (inverse >> 63 << 64))
     return (x ^ (x >> 33 & (1 << 31) - 1)) - GOLDEN
 
 
 def mix(x: Bits) -> Bits:
-    """Add a constant and apply the finaliser, which alone would map 0 to 0."""
+    """Hash x: add `GOLDEN`, then apply `finalise`, which alone would map 0 to 0."""
     return finalise(_wrap(x + GOLDEN))
 
 
-def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+def _multiply_high_low(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return high and low word of the product of two 32-bit numbers, without int64 overflow."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = high + (low >> 16)
@@ -55,31 +58,47 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(seed: int, blocks: Tensor) -> Tensor:
-    """Return the four random words of each block number in `blocks`, int64 `[N]` >= 0.
+    """Return the four random words of each block.
 
-    The words are int64 `[N, 4]` in [0, 2^32).
+    Args:
+        seed: key of the generator, modulo 2^64.
+        blocks: int64 `[N]`, block numbers >= 0.
+
+    Returns:
+        int64 `[N, 4]` in [0, 2^32), on the device of `blocks`.
     """
     zero = torch.zeros_like(blocks)
     return philox_counters(seed, torch.stack([blocks & _MASK, blocks >> 32, zero, zero], dim=1))
 
 
 def philox_counters(seed: int, counters: Tensor) -> Tensor:
-    """Return the random words, int64 `[N, 4]` in [0, 2^32), of counters `[N, 4]` in [0, 2^32)."""
+    """Return the four random words of each counter.
+
+    Args:
+        seed: key of the generator, modulo 2^64.
+        counters: int64 `[N, 4]`, the words of each counter in [0, 2^32). Other dtypes would
+            overflow; not checked.
+
+    Returns:
+        int64 `[N, 4]` in [0, 2^32), on the device of `counters`.
+    """
     c = list(counters.unbind(1))
     keys = [seed & _MASK, seed >> 32 & _MASK]
-    for _ in range(_ROUNDS):
-        (h0, l0), (h1, l1) = _multiply(_MULTIPLIERS[0], c[0]), _multiply(_MULTIPLIERS[1], c[2])
+    for _ in range(_PHILOX_ROUNDS):
+        h0, l0 = _multiply_high_low(_PHILOX_FACTORS[0], c[0])
+        h1, l1 = _multiply_high_low(_PHILOX_FACTORS[1], c[2])
         c = [h1 ^ c[1] ^ keys[0], l1, h0 ^ c[3] ^ keys[1], l0]
-        keys = [
-            (key + increment) & _MASK for key, increment in zip(keys, _KEY_INCREMENTS, strict=True)
-        ]
+        keys = [(key + step) & _MASK for key, step in zip(keys, _PHILOX_KEY_STEPS, strict=True)]
     return torch.stack(c, dim=1)
 
 
 def uniform(numel: int, low: float, high: float, seed: int) -> Tensor:
-    """Return the values of `fill_uniform_`, `low + (high - low) * u`, float64 `[numel]`.
+    """Return the values of `fill_uniform_` before it rounds them, float64 `[numel]` on the CPU.
 
-    u is a multiple of 2^-24 in [0, 1): the high 24 bits of a word.
+    They are `low + span * u`, where `low` and `span = high - low` are rounded to float32, and u is
+    a multiple of 2^-24 in [0, 1): the high 24 bits of a word. `fill_uniform_` rounds the values to
+    float32 and then to its dtype.
     """
-    words = philox(seed, torch.arange((numel + 3) // 4)).flatten()[:numel]
-    return low + (high - low) * (words >> 8).double() * 2.0**-24
+    words = philox(seed, torch.arange((numel + 3) // 4, device="cpu")).flatten()[:numel]
+    rounded = torch.tensor([low, high - low], dtype=torch.float32, device="cpu").double()
+    return rounded[0] + rounded[1] * (words >> 8).double() * 2.0**-24

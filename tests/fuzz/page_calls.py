@@ -15,14 +15,14 @@ def _page_crc32(draw: random.Random) -> Call:
     length, page_bytes = draw.choice([1, 100, 9000]), draw.choice([1, 64, 4096])
     data = test_pages.draw_bytes(length, draw.randrange(100))
     numbers = torch.tensor([draw.randrange(-(-length // page_bytes)) for _ in range(20)])
-    want = pages.crc32(data, numbers, page_bytes)
+    want = pages.page_crc32(data, numbers, page_bytes)
     return Call("page_crc32", (data, numbers, page_bytes), lambda _, got: same(got, want))
 
 
 def _pages_without_mark(draw: random.Random) -> Call:
     shape = draw.choice(test_pages.SHAPES)
     marks, rows = test_pages.draw_marks(shape, draw.randrange(100))
-    want = pages.without_mark(marks, rows, *shape).unique()
+    want = pages.pages_without_mark(marks, rows, *shape).unique()
 
     def check(_: Arguments, got: Any) -> None:
         same(got.unique(), want)
@@ -34,7 +34,7 @@ def _mark_pages(draw: random.Random) -> Call:
     shape = draw.choice(test_pages.SHAPES)
     marks, rows = test_pages.draw_marks(shape, draw.randrange(100))
     want = marks.clone()
-    pages.mark_([want], rows, *shape)
+    pages.mark_pages_([want], rows, *shape)
 
     def check(arguments: Arguments, _: Any) -> None:
         same(arguments[0][0], want)
@@ -52,14 +52,14 @@ def _file_slots(draw: random.Random) -> Call:
 
 
 def _fetch_pages(draw: random.Random) -> Call:
-    width = draw.choice([0, 1, 100])
-    data = test_pages.draw_bytes(100 * max(width, 1), draw.randrange(100))
+    row_bytes = draw.choice([0, 1, 100])
+    data = test_pages.draw_bytes(100 * max(row_bytes, 1), draw.randrange(100))
     rows = torch.tensor([draw.randrange(-1, 100) for _ in range(draw.choice([0, 1, 50]))]).long()
 
     def check(_: Arguments, got: Any) -> None:
         assert got[0].numel() == 0
 
-    return Call("fetch_pages", (data, rows, width, 0), check)
+    return Call("fetch_pages", (data, rows, row_bytes, 0), check)
 
 
 PAGE_CALLS: dict[str, Callable[[random.Random], Call]] = {

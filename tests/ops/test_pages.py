@@ -33,7 +33,7 @@ def test_checksums_are_those_of_zlib(page_bytes: int, thread_counts: list[int]) 
     for length in {1, page_bytes, 3 * page_bytes, 5 * page_bytes + page_bytes // 2 + 1}:
         data = draw_bytes(length, page_bytes)
         numbers = torch.arange(-(-length // page_bytes)).flip(0).contiguous().repeat(2)
-        want = reference.crc32(data, numbers, page_bytes)
+        want = reference.page_crc32(data, numbers, page_bytes)
         for threads in thread_counts:
             torch.set_num_threads(threads)
             assert torch.equal(pages.page_crc32(data, numbers, page_bytes), want)
@@ -48,7 +48,7 @@ def test_the_checksum_of_all_bytes(data: bytes) -> None:
 
 def test_many_pages_are_divided_over_threads(thread_counts: list[int]) -> None:
     data, numbers = draw_bytes(100 * 4096 + 1), torch.arange(101)
-    want = reference.crc32(data, numbers, 4096)
+    want = reference.page_crc32(data, numbers, 4096)
     for threads in thread_counts:
         torch.set_num_threads(threads)
         assert torch.equal(pages.page_crc32(data, numbers, 4096), want)
@@ -72,9 +72,9 @@ SHAPES = [(1, 0, 1), (32, 0, 4096), (260, 12, 4096), (4096, 0, 4096), (9000, 5, 
 
 def draw_marks(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
     """Return marks of the pages of 200 rows, half of them 0, and some of the rows."""
-    width, first_byte, page_bytes = shape
+    row_bytes, first_byte, page_bytes = shape
     draw = torch.Generator().manual_seed(seed)
-    num_pages = -(-(first_byte + 200 * width) // page_bytes)
+    num_pages = -(-(first_byte + 200 * row_bytes) // page_bytes)
     marks = torch.randint(0, 2, (num_pages,), generator=draw, dtype=torch.uint8)
     rows = torch.randint(-1, 200, (90,), generator=draw)
     return marks, rows
@@ -86,13 +86,13 @@ def test_marks_are_those_of_the_reference(shape: tuple[int, int, int]) -> None:
         marks, rows = draw_marks(shape, seed)
         for num_marks in (marks.numel(), marks.numel() // 2, 0):
             got = pages.pages_without_mark(marks[:num_marks], rows, *shape)
-            want = reference.without_mark(marks[:num_marks], rows, *shape)
+            want = reference.pages_without_mark(marks[:num_marks], rows, *shape)
             # The op leaves out repetitions of neighbours.
             assert torch.equal(got.unique(), want.unique())
             assert got.tolist() == torch.unique_consecutive(want).tolist()
         marked, wanted = [marks.clone(), marks.flip(0)], [marks.clone(), marks.flip(0)]
         pages.mark_pages_(marked, rows, *shape)
-        reference.mark_(wanted, rows, *shape)
+        reference.mark_pages_(wanted, rows, *shape)
         assert all(torch.equal(one, other) for one, other in zip(marked, wanted, strict=True))
         assert pages.pages_without_mark(marked[0], rows, *shape).numel() == 0
 
@@ -116,8 +116,8 @@ def mapped_file(path: Path, nbytes: int) -> tuple[int, Tensor]:
     return handle, torch.frombuffer(mmap.mmap(handle, nbytes), dtype=torch.uint8)
 
 
-def in_memory(data: Tensor, rows: Tensor, width: int) -> bool:
-    return int(pages.fetch_pages(data, rows, width, 0)[1]) == 0
+def in_memory(data: Tensor, rows: Tensor, row_bytes: int) -> bool:
+    return int(pages.fetch_pages(data, rows, row_bytes, 0)[1]) == 0
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="pages are read at their use")
@@ -146,7 +146,7 @@ def test_pages_that_are_not_in_memory_are_read(tmp_path: Path) -> None:
 
 @linux
 @pytest.mark.parametrize(
-    ("rows", "width", "warm"),
+    ("rows", "row_bytes", "warm"),
     [
         # One row in 4000 is stored: the others are not looked for.
         (torch.where(torch.arange(4000) == 3999, 50, -1), PAGE, None),
@@ -156,13 +156,13 @@ def test_pages_that_are_not_in_memory_are_read(tmp_path: Path) -> None:
     ids=["absent", "long"],
 )
 def test_a_probe_looks_at_rows_and_their_ends(
-    rows: torch.Tensor, width: int, warm: int | None, tmp_path: Path
+    rows: torch.Tensor, row_bytes: int, warm: int | None, tmp_path: Path
 ) -> None:
     handle, data = mapped_file(tmp_path / "file", 256 * PAGE)
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     if warm is not None:
         pages.fetch_pages(data, torch.tensor([warm]), PAGE, 0)
-    num_ranges = int(pages.fetch_pages(data, rows, width, 0)[1])
+    num_ranges = int(pages.fetch_pages(data, rows, row_bytes, 0)[1])
     if in_memory(data, torch.tensor([255]), PAGE):
         pytest.skip("this file system keeps all pages in memory")
     assert num_ranges == 1
