@@ -6,6 +6,7 @@ import datetime
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -20,7 +21,7 @@ from experiments.report.charts import forest
 from experiments.report.document import Section
 from experiments.report.style import COLOURS, Figure
 from experiments.report.tables import Table
-from experiments.results.store import RunStore, read_json, read_records
+from experiments.results.store import RunStore, read_config, read_json, read_records
 from experiments.run.progress import Display
 from experiments.timing import statistics
 
@@ -79,7 +80,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 def write(path: Path) -> str:
     """Write all files that follow from the stored pairs; return the answer."""
     config = OmegaConf.load(path / "config.yaml")
-    points: NoiseFloor = read_json(path, "noise.json")["points"]
+    points: NoiseFloor = (read_json(path, "noise.json") or _floor_of_killed(path))["points"]
     failures = {r["point"]: r for r in read_records(path) if r["status"] != "ok"}
     pairs, min_effect = int(config.timing.replicates), float(config.gate.min_effect)
     margins = {
@@ -115,6 +116,17 @@ def write(path: Path) -> str:
     report = pages.page_of(path, str(config.name), [answer], sections, notices=notices, how=HOW)
     document.write(path, report)
     return answer
+
+
+def _floor_of_killed(path: Path) -> dict[str, Any]:
+    """Return the content of noise.json for a run that was killed before it wrote one."""
+    trial = Trial()
+    for record in read_records(path):
+        trial.add_record(record)
+    stored = OmegaConf.merge(OmegaConf.structured(Config), read_config(path / "config.yaml"))
+    config = cast(Config, OmegaConf.to_object(stored))
+    environment = read_json(path, "environment.json")
+    return setup.noise_floor_content(environment, config, trial.evidence.first, "")
 
 
 def sentence(points: NoiseFloor, margins: Mapping[str, float], pairs: int) -> str:

@@ -89,8 +89,9 @@ def page_of(
 
 
 def effect_value(effect: Effect) -> Value:
-    """Format an effect as '1.083 [1.061, 1.106]'."""
-    return Value.of(effect.ratio, lambda v: f"{v:.3f} [{effect.lo:.3f}, {effect.hi:.3f}]")
+    """Format an effect as '1.083 [1.061, 1.106]'; without the interval if there is none."""
+    interval = "" if math.isnan(effect.lo) else f" [{effect.lo:.3f}, {effect.hi:.3f}]"
+    return Value.of(effect.ratio, lambda v: f"{v:.3f}{interval}")
 
 
 def margin_value(value: float | None) -> Value:
@@ -110,7 +111,7 @@ MEANINGS = {  # by exit status
     0: "no slowdown was found",
     3: "a slowdown was found and confirmed",
     4: "a point is unsure, which gate.strict does not accept",
-    5: "a point failed in head",
+    5: "a point failed",
     6: "nothing was comparable",
     130: "interrupted",
 }
@@ -175,7 +176,7 @@ def sentence(findings: Findings, facts: Mapping[str, Any]) -> str:
         return f"{revisions} is worse at {headline}{others}."
     failures = findings.in_states("MISSING", "FAILED")
     if failures:
-        return f"{revisions}: {text.count(len(failures), 'point')} failed in head."
+        return f"{revisions}: {text.count(len(failures), 'point')} failed."
     if not findings.compared:
         return f"{revisions}: nothing could be compared."
     num_unsure, num_compared = len(findings.in_states("UNSURE")), len(findings.compared)

@@ -155,7 +155,8 @@ def rebuild(path: Path) -> str:
     """Write all files that follow from the samples of a run again; return the answer.
 
     A run without rules or records is not changed: its stored answer is returned, or a sentence that
-    it ended before it could measure.
+    it ended before it could measure. A run that was killed has no gate.json, and counts as
+    interrupted.
     """
     saved, records = read_json(path, "gate.json"), read_records(path)
     rules = Rules.load(path)
@@ -167,6 +168,14 @@ def rebuild(path: Path) -> str:
     for record in records:
         trial.add_record(record)
     trial.add_counts(read_json(path, "instructions.json"))
+    if "status" not in saved:
+        saved = {
+            "status": 130,
+            "experiment": config.name,
+            "base": config.gate.base or "its default base",
+            "head": config.gate.head,
+            "notices": ["This run was killed: points that it did not reach are missing."],
+        }
     findings = collect_findings(points_of(config), trial, rules, records)
     findings = dataclasses.replace(findings, interrupted=saved["status"] == 130)
     facts = {k: v for k, v in saved.items() if k not in DERIVED_ENTRIES}

@@ -36,6 +36,7 @@ QUANTITIES = {  # (name in the legend, colour, line) by quantity
     TOTAL: ("instructions", COLOURS["torch"], "-"),
     NATIVE: ("of them in emblib", COLOURS["cached_lfu"], DASHED),
 }
+FAILED_STATES = ("MISSING", "FAILED")
 MOVED_COLOURS = {"SLOWER": SLOWER, "FASTER": FASTER}  # by state of a finding
 MAX_NAMES = 5  # most names of commits below a panel
 PANEL_HEIGHT = 2.7  # inches
@@ -169,6 +170,15 @@ class Trend:
             if finding["state"] in MOVED_COLOURS or finding.get("grown") or finding.get("shrunk")
         ]
 
+    def failures(self) -> list[PointInRun]:
+        """Return the findings of points that failed, of which no run says whether they moved."""
+        return [
+            PointInRun(gate_run, finding)
+            for gate_run in self.runs
+            for finding in gate_run.points.values()
+            if finding["state"] in FAILED_STATES
+        ]
+
 
 def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
     """Read every gate.json in folders, at any depth, whatever the names of the files.
@@ -265,6 +275,10 @@ def page_of(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Pa
     machines = sorted({gate_run.machine for gate_run in trend.runs})
     chains = trend.chains()
     notices = [Notice(f"Left out: {reason}.", "remark") for reason in left_out]
+    for failure in trend.failures():
+        finding = failure.finding
+        explanation = f"{finding['point']} {finding['state'].lower()}: {finding.get('reason')}"
+        notices.append(Notice(f"{failure.run.head.name}, {explanation}"))
     if len(chains) > 1:
         first_commits = ", ".join(chain[0].name for chain in chains)
         notices.append(
@@ -306,6 +320,9 @@ def sentences(trend: Trend) -> list[str]:
         num_points = len({move.finding["point"] for move in moves})
         num_heads = len({move.run.head for move in moves})
         change = f"{text.count(num_points, 'point')} moved at {text.count(num_heads, 'commit')}"
+    if failures := trend.failures():
+        num_points = len({failure.finding["point"] for failure in failures})
+        change += f", {text.count(num_points, 'point')} failed"
     answer = [f"{text.count(len(commits), 'commit')} from {first.name} to {last.name}: {change}."]
     for quantity in (TIME, TOTAL):
         last_levels: dict[str, Level] = {}

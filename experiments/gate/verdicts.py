@@ -34,8 +34,9 @@ class PointFinding:
         point: name of the point.
         words: description of the point: contender, phase and sizes.
         state: name of a `Verdict`; or MISSING (only base can run it), FAILED (head has
-            an error, and base cannot run it either), NEW (base cannot run it, and head can, or
-            does not support it here), NOISY (its margin would exceed gate.max_margin).
+            an error, and base cannot run it either; or base failed after pairs that it completed),
+            NEW (base cannot run it, and head can, or does not support it here), NOISY (its margin
+            would exceed gate.max_margin).
         reason: why there is no verdict, or what to do about an unsure one.
         ruling: verdict with its grounds; None without a verdict.
         base_s: median seconds of base; nan without samples.
@@ -120,7 +121,7 @@ def collect_findings(
     for point in points:
         failures = trial.failures.get(point.name)
         if failures:
-            findings.append(_failure_finding(point, failures))
+            findings.append(_failure_finding(point, failures, trial))
         elif point.name not in rules.margins:
             reason = "its noise on this machine requires a margin beyond gate.max_margin"
             findings.append(PointFinding(point.name, point.description, "NOISY", reason))
@@ -134,12 +135,20 @@ def collect_findings(
     return Findings(sorted(findings, key=sort_key))
 
 
-def _failure_finding(point: Point, failures: Mapping[Side, BuildResult]) -> PointFinding:
-    """Return a finding in the state MISSING, FAILED or NEW, see `PointFinding`."""
+def _failure_finding(
+    point: Point, failures: Mapping[Side, BuildResult], trial: Trial
+) -> PointFinding:
+    """Return a finding in the state MISSING, FAILED or NEW, see `PointFinding`.
+
+    A base that failed after pairs that it completed is no proof that it cannot run the point: as
+    NEW the point would count for nothing, even where head looked slower in these pairs.
+    """
     head, base = failures.get(Side.head), failures.get(Side.base)
     build_result = head or base or BuildResult("error", "no reason was given")
     state, explanation = "NEW", "neither side can run it here"
-    if head is None:
+    if head is None and trial.evidence.first.get(point.name):
+        state, explanation = "FAILED", "base ran it in earlier pairs, and then failed"
+    elif head is None:
         explanation = "base cannot run it"
     elif base is None:
         state, explanation = "MISSING", "base can run it, head cannot"

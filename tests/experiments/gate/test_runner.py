@@ -14,7 +14,8 @@ import pytest
 
 from experiments import configure
 from experiments.config.schema import Config, UsageError
-from experiments.gate import pages, pairs, power, setup, verdicts
+from experiments.gate import noise, pages, pairs, power, setup, verdicts
+from experiments.gate import runner as gate_runner
 from experiments.gate.pairs import PairJob, Side, Trial, run_pair
 from experiments.gate.points import (
     BuildResult,
@@ -25,6 +26,7 @@ from experiments.gate.points import (
 from experiments.gate.rules import Evidence, Rules
 from experiments.gate.verdicts import Findings, PointFinding, collect_findings
 from experiments.measure.process import Died
+from experiments.results.store import RunStore
 from experiments.timing.statistics import Verdict
 
 FOLDERS = dict.fromkeys(Side, "")  # the installed package on both sides
@@ -282,6 +284,32 @@ def test_a_failure_names_the_sides(points: list[Point], base: str, says: str) ->
     (finding,) = collect_findings([point], trial, Rules(3, 3, {}), []).points
     assert finding.state == "FAILED"
     assert says in finding.reason
+
+
+def test_a_base_that_fails_later_is_not_new(points: list[Point]) -> None:
+    slow, same = points[0].name, points[1].name
+    first = {slow: [0.2, 0.21], same: [0.0, 0.01, -0.01]}
+    died = {slow: {Side.base: BuildResult("timeout", "silent")}}
+    trial = Trial(evidence=Evidence(first, {}, {slow}), failures=died)
+    found = collect_findings(points[:2], trial, Rules(3, 3, {slow: 0.05, same: 0.05}), [])
+    assert found.status(strict=False) == 5
+    (finding,) = found.in_states("FAILED")
+    assert "base ran it in earlier pairs" in finding.reason
+
+
+def test_the_report_of_a_killed_run_is_written(
+    points: list[Point], config: Config, tmp_path: Path
+) -> None:
+    store = RunStore(tmp_path)
+    store.write_config(config)
+    store.write_json("environment.json", ENVIRONMENT)
+    Rules(3, 3, {points[0].name: 0.05}).save(store)
+    effect = {"point": points[0].name, "stage": "first", "effect": 0.01}
+    store.append({**effect, "status": "ok", "base_ns": [[1, 2]], "head_ns": [[1, 2]]})
+    assert "WORKTREE against" in gate_runner.rebuild(tmp_path)
+    assert json.loads((tmp_path / "gate.json").read_text())["status"] == 130
+    assert "nan" not in (tmp_path / "gate.md").read_text()
+    assert "One pair of processes differs from itself" in noise.write(tmp_path)
 
 
 def test_files_of_a_gate(points: list[Point], config: Config, tmp_path: Path) -> None:

@@ -170,6 +170,15 @@ def test_the_page_says_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[
         trend.run(arguments)
 
 
+def test_points_that_failed_are_named(tmp_path: Path) -> None:
+    failed = {"point": "tall", "state": "MISSING", "reason": "head cannot run it (oom: killed)"}
+    shown, _ = trend.read_trend([store(tmp_path, gate("a", "b", 2, finding("wide", 1.0), failed))])
+    page = trend.page_of(shown)
+    assert page.answer[0].endswith("nothing moved, 1 point failed.")
+    (notice,) = page.notices
+    assert notice.text == "bbbbbbbb, tall missing: head cannot run it (oom: killed)"
+
+
 def test_a_working_tree_counts_as_its_commit_if_it_is_clean(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
