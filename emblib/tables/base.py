@@ -509,12 +509,17 @@ class FusedTables(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
         loses_values = self.hyperparams.is_meta or parameters.loses_values(fn)
+        anchor = self.grad_anchor
         # `IncompleteParameter` overrides torch functions.
         with torch._C.DisableTorchFunctionSubclass():
             super()._apply(ops.keep_dtype(fn), recurse)
         if loses_values and not self.hyperparams.is_meta:
             self.load_hyperparams(self.initial_hyperparams())
         self._restore()
+        # It stays the same object, as parameters do: optimizers made before a move have it.
+        if torch._has_compatible_shallow_copy_type(anchor, self.grad_anchor):
+            anchor.data, anchor.grad = self.grad_anchor.data, None
+            self.grad_anchor = anchor
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -125,3 +125,17 @@ def test_a_dlrm_trains_as_with_embedding_bags(
             fused.tables.embedding_bags[table].weight, bag.weight, rtol=2e-3, atol=2e-4
         )
     torch.testing.assert_close(model.top.weight, expected.top.weight, rtol=2e-3, atol=2e-4)
+
+
+def test_an_optimizer_made_before_a_move_notices_overflows() -> None:
+    """As one of torch does; its groups had the scalars from before the move."""
+    config = EmbeddingBagConfig(6, 2, "t", ["f"])
+    model = EmbeddingBagCollection([config], optimizer=optim.SGD(0.5))
+    optimizer, scaler = FusedOptimizer.of(model), GradScaler("cpu", init_scale=1024.0)
+    model.to_empty(device="cpu").reset_parameters()
+    features = KeyedJaggedTensor(["f"], torch.tensor([3]), lengths=torch.tensor([1]))
+    for factor, scale in ((1.0, 1024.0), (torch.inf, 512.0)):
+        scaler.scale(model(features).values().sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale

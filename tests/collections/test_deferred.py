@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -405,3 +406,31 @@ def test_copies_and_checkpoints_have_the_same_entries() -> None:
         model(a_batch(0)).backward()
         FusedOptimizer.of(model).step()
     assert_equal_tables(later, twin)
+
+
+def _pickled(pair: Any) -> Any:
+    return pickle.loads(pickle.dumps(pair))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+@pytest.mark.parametrize("kind", ["optimizer", "clipped", "in the model"])
+def test_the_groups_of_a_copied_optimizer_have_the_parameters_of_the_copied_model(
+    kind: str, copied: Any
+) -> None:
+    """They had copies of the parameters, so that `zero_grad` and clipping did nothing."""
+    tables = [EmbeddingBagConfig(6, 2, "t", ["f"])]
+    model = EmbeddingBagCollection(tables, optimizer=optim.SGD(0.5, deferred=True))
+    optimizer: Any = FusedOptimizer.of(model)
+    if kind == "clipped":
+        optimizer = GradientClippingOptimizer(optimizer, GradientClipping.NORM, 0.5)
+    elif kind == "in the model":
+        model.optimizer_of_tables = optimizer
+    twins = [(model, optimizer), copied((model, optimizer))]
+    for collection, its_optimizer in twins:
+        for _ in range(2):
+            its_optimizer.zero_grad()
+            batch_of_one = KeyedJaggedTensor(["f"], torch.tensor([3]), lengths=torch.ones(1).long())
+            collection(batch_of_one).values().sum().backward()
+            its_optimizer.step()
+        assert its_optimizer.param_groups[0]["params"][0] is next(collection.parameters())
+    assert torch.equal(*(next(collection.parameters()) for collection, _ in twins))

@@ -6,6 +6,7 @@ on which torch's `_apply_optimizer_in_backward` has set an optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -86,6 +87,8 @@ class FusedOptimizer(KeyedOptimizer):
         RuntimeError: tables on meta.
     """
 
+    _is_bound: bool = True  # False in a copy until its groups have the parameters of its modules
+
     def __init__(self, modules: Mapping[str, HasFusedTables]) -> None:
         self._modules_by_path = dict(modules)
         entries: dict[Optimizer, list[tuple[str, FusedTableEntry]]] = {}
@@ -100,13 +103,15 @@ class FusedOptimizer(KeyedOptimizer):
                         self._first_names.update(zip(names, first_names, strict=True))
                         continue
                 entries.setdefault(table.optimizer, []).append((_join_path(path, ""), table))
-        # Per group: names of its parameters, modules of its tables, and its initial optimizer.
-        self._names, self._table_modules, groups = [], [], []
+        # Per group: names of its parameters on all ranks and of those on this rank, modules of its
+        # tables, and its initial optimizer.
+        self._names, self._local_names, self._table_modules, groups = [], [], [], []
         self._optimizers = list(entries)
         params: dict[str, nn.Parameter] = {}
         for tables in entries.values():
             parameters = {prefix + k: p for prefix, t in tables for k, p in t.parameters.items()}
             params.update(parameters)
+            self._local_names.append(list(parameters))
             table_modules = {
                 id(table_module): table_module
                 for _, table in tables
@@ -119,9 +124,8 @@ class FusedOptimizer(KeyedOptimizer):
                     "hyperparameters of tables on meta cannot be read: make the FusedOptimizer "
                     "after to_empty(device=...) and reset_parameters()"
                 )
-            anchors = [m.grad_anchor for m in table_modules.values() if not m.optimizer.deferred]
-            group = TableGroup({"params": [*parameters.values(), *anchors]})
-            groups.append(group)
+            anchors = _anchors_of(table_modules.values())
+            groups.append(TableGroup({"params": [*parameters.values(), *anchors]}))
         super().__init__(params, groups)
         for group_index in range(len(groups)):
             self._connect(group_index)
@@ -226,6 +230,8 @@ class FusedOptimizer(KeyedOptimizer):
 
     def _check_groups(self) -> None:
         """Reconnect replaced groups, and warn of modules of one group that differ."""
+        if not self._is_bound:
+            self._bind_parameters()
         for group_index, group in enumerate(self.param_groups[: len(self._table_modules)]):
             if not isinstance(group, TableGroup) or not group.is_connected:
                 self.param_groups[group_index] = TableGroup({"params": group["params"]})
@@ -252,6 +258,20 @@ class FusedOptimizer(KeyedOptimizer):
         ):
             # The rates are not read from the modules, which may not be unpickled completely yet.
             group.connect(optimizer, modules, [group["lr"]] * len(modules))
+        self._is_bound = False
+        with contextlib.suppress(AttributeError, KeyError):  # of modules that are not complete yet
+            self._bind_parameters()
+
+    def _bind_parameters(self) -> None:
+        """Put the parameters of the modules into the groups: copied modules make new ones."""
+        for path, module in self._modules_by_path.items():
+            for table in module.fused_tables():
+                parameters = {_join_path(path, name): p for name, p in table.parameters.items()}
+                self.params.update({k: p for k, p in parameters.items() if k in self.params})
+        groups = zip(self.param_groups, self._local_names, self._table_modules, strict=False)
+        for group, names, modules in groups:
+            group["params"][:] = [*(self.params[name] for name in names), *_anchors_of(modules)]
+        self._is_bound = True
 
     def step(self, closure: Any = None) -> Any:
         """Apply the gradients of deferred tables; return the result of `closure`, called first."""
@@ -305,6 +325,11 @@ class _BareTables:
         for values in state.values():
             self._module.load_hyperparams(values[HYPER])
             self._module.set_step(int(values[HYPER][Hyper.STEP]))
+
+
+def _anchors_of(modules: Iterable[Any]) -> list[Tensor]:
+    """Return the scalar of each module that backward updates: `GradScaler` reads its gradient."""
+    return [module.grad_anchor for module in modules if not module.optimizer.deferred]
 
 
 def _join_path(path: str, name: str) -> str:
