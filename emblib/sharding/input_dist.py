@@ -12,7 +12,7 @@ from operator import mul
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from emblib.columns import RouteBlockColumn, RouteFeatureColumn
 from emblib.grad_mode import in_grad_mode
@@ -21,6 +21,7 @@ from emblib.jagged.keyed_layout import block_offsets
 from emblib.ops import route
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
+from emblib.sharding.layout_buffers import LayoutBuffers
 from emblib.sharding.ranks import RankGroup, can_sum_in_nodes
 
 MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share of bags remains
@@ -213,7 +214,7 @@ class ScaledGradient(torch.autograd.Function):
         return grad * ctx.scale, None
 
 
-class InputDist(nn.Module):
+class InputDist(LayoutBuffers):
     """Sorts the ids of batches for the ranks whose shards have their rows, and the received ids.
 
     `start_input_dists` sends them: it calls `outgoing` and `headers` before the sizes are sent,
@@ -284,7 +285,7 @@ class InputDist(nn.Module):
             ),
         }
         for name, tensor in tables.items():
-            self.register_buffer(name, tensor.to(ranks.device), persistent=False)
+            self.register_layout(name, tensor, ranks.device)
 
     unit_features: Tensor  # int64 `[U]`, feature of each unit of all ranks
     features: Tensor  # int64 `[F, 4]`, see `RouteFeatureColumn`
@@ -329,6 +330,7 @@ class InputDist(nn.Module):
 
         Ids of uint64, which are keys of hash tables, are sent as int64 with the same bits.
         """
+        self.restore_layout()
         weights = inputs.weights
         if weights is not None and weights.requires_grad and self._weight_scale != 1.0:
             weights = ScaledGradient.apply(weights, self._weight_scale)

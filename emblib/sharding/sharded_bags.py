@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from emblib.columns import PieceColumn, TargetColumn
 from emblib.grad_mode import in_grad_mode
@@ -31,6 +31,7 @@ from emblib.sharding.codecs import (
 )
 from emblib.sharding.input_dist import IncomingBatch, LocalBatch
 from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout, sum_in_nodes
+from emblib.sharding.layout_buffers import LayoutBuffers
 from emblib.sharding.lookup import (
     Inputs,
     Outputs,
@@ -319,7 +320,7 @@ class _Sources:
         }
 
 
-class PooledOutputDist(nn.Module):
+class PooledOutputDist(LayoutBuffers):
     """Returns pooled rows to the ranks that own the bags.
 
     Args:
@@ -362,7 +363,7 @@ class PooledOutputDist(nn.Module):
         for name, lists in (("constant", constant), ("by_bag", by_bag)):
             for (kind, width), rows in zip(widths.items(), lists, strict=True):
                 tensor = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, width)
-                self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
+                self.register_layout(f"{name}_{kind}", tensor, ranks.device)
 
     # For batches with B bags of every feature the descriptors are constant + B * by_bag.
     constant_targets: Tensor  # int64 `[spans, 7]`
@@ -471,6 +472,7 @@ class PooledOutputDist(nn.Module):
 
     def _describe_copies(self, received: IncomingBatch) -> _CopyDescriptors:
         """Return the descriptors of the copies that assemble the output of a batch."""
+        self.restore_layout()
         inputs = received.inputs
         if received.by_unit:
             return self._describe_copies_by_unit(received)

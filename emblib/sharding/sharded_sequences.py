@@ -39,6 +39,7 @@ from emblib.sharding.codecs import (
 )
 from emblib.sharding.input_dist import IncomingBatch, as_int64
 from emblib.sharding.layout import Config
+from emblib.sharding.layout_buffers import LayoutBuffers
 from emblib.sharding.lookup import (
     Inputs,
     Outputs,
@@ -138,23 +139,21 @@ class SequenceTables(ShardedTables):
         self._slices_per_unit = [unit.columns // width for unit in self._local_layout.units]
         self._has_equal_widths = len({unit.columns for unit in all_units}) <= 1
         unit_buffers = {
-            "unit_first_slice": [unit.shard.columns[0] // width for unit in all_units],
-            "unit_num_slices": [unit.columns // width for unit in all_units],
-            "unit_is_sharded": [
+            "first": [unit.shard.columns[0] // width for unit in all_units],
+            "count": [unit.columns // width for unit in all_units],
+            "is_sharded": [
                 i < len(rank.units)
                 for rank in self.layout.ranks
                 for i in range(len(rank.all_units))
             ],
         }
+        # Int64 `[units of all ranks]`: first and number of the slices of a vector that each unit
+        # has; and 1 for units that return slices, 0 for units of replicated tables, the last of
+        # each rank.
+        self._slices = LayoutBuffers()
         for name, values in unit_buffers.items():
-            tensor = torch.tensor(values, dtype=torch.int64, device=ranks.device)
-            self.register_buffer(name, tensor, persistent=False)
-
-    # Int64 `[units of all ranks]`: first and number of the slices of a vector that each unit has;
-    # and 1 for units that return slices, 0 for units of replicated tables, the last of each rank.
-    unit_first_slice: Tensor
-    unit_num_slices: Tensor
-    unit_is_sharded: Tensor
+            tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+            self._slices.register_layout(name, tensor, ranks.device)
 
     def compute(self, received: IncomingBatch) -> Rows:
         """Look up the vectors of this rank's units, and its batch in the replicated tables."""
@@ -228,7 +227,7 @@ class SequenceTables(ShardedTables):
         """Return the output slices of the ids sent, in the order of sending, and their counts.
 
         Slice k of a unit's ids at position i of the batch is the output slice
-        `i * (dim / width) + unit_first_slice[unit] + k`.
+        `i * (dim / width) + first[unit] + k`.
 
         Args:
             positions: int64, position in the batch of each id sent, without replicated tables.
@@ -237,14 +236,15 @@ class SequenceTables(ShardedTables):
         sent = received.sent
         assert sent is not None
         ids_per_unit = torch.as_tensor(sent.unit_starts, device=positions.device).diff().long()
-        ids_per_unit *= self.unit_is_sharded
-        slices_per_unit = (ids_per_unit * self.unit_num_slices).tolist()
+        self._slices.restore_layout()
+        ids_per_unit *= self._slices.get_buffer("is_sharded")
+        slices_per_unit = (ids_per_unit * self._slices.get_buffer("count")).tolist()
         unit_bounds = accumulate((len(rank.all_units) for rank in self.layout.ranks), initial=0)
         num_received = [sum(slices_per_unit[begin:end]) for begin, end in pairwise(unit_bounds)]
         # Per id: its first slice in the output, and the number of its slices from the unit.
-        first_slice = torch.repeat_interleave(self.unit_first_slice, ids_per_unit)
+        first_slice = torch.repeat_interleave(self._slices.get_buffer("first"), ids_per_unit)
         first_slice += positions * (self.dim // self.vector_format.width)
-        num_slices = torch.repeat_interleave(self.unit_num_slices, ids_per_unit)
+        num_slices = torch.repeat_interleave(self._slices.get_buffer("count"), ids_per_unit)
         slices_before = num_slices.cumsum(0) - num_slices
         # Per slice: its number among the slices of its id.
         slice_in_id = torch.arange(sum(num_received), device=positions.device)

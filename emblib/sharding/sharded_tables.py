@@ -50,6 +50,7 @@ from emblib.sharding.layout import (
     slices_of,
     with_storage,
 )
+from emblib.sharding.layout_buffers import LayoutBuffers
 from emblib.sharding.parameters import ShardHandle
 from emblib.sharding.plan import module_plan
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
@@ -63,7 +64,7 @@ from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import new_seeds
 
 
-class ReplicatedTables(nn.Module):
+class ReplicatedTables(LayoutBuffers):
     """The replicated tables of a collection.
 
     With a fused optimizer (`is_synchronised`), every rank gets the ids of all ranks in forward.
@@ -91,8 +92,8 @@ class ReplicatedTables(nn.Module):
         self._units = layout.replicated.units
         self._features = [unit.feature for unit in self._units]
         order = torch.tensor(self._features, dtype=torch.int64, device="cpu")
-        self.register_buffer("order", order.to(ranks.device), persistent=False)
-        self.register_buffer("grad_anchor", torch.zeros((), device=ranks.device), persistent=False)
+        self.register_layout("order", order, ranks.device)
+        self.register_layout("grad_anchor", torch.zeros((), device="cpu"), ranks.device)
 
     order: Tensor  # int64 `[units]`, feature of each unit
     grad_anchor: Tensor  # scalar that ties outputs to autograd
@@ -102,6 +103,7 @@ class ReplicatedTables(nn.Module):
 
         If `is_synchronised`, the rows have no gradient; `gradient_sink` gets it instead.
         """
+        self.restore_layout()
         ids, offsets, weights = select_features(inputs, self._features, self.order)
         sizes = [[inputs.bag_counts[f]] for f in self._features] if inputs.is_variable else None
         with_grad = torch.is_grad_enabled() and not self.is_synchronised
@@ -618,6 +620,11 @@ class ShardedTables(nn.Module):
 
     def _inputs(self, features: KeyedJaggedTensor) -> LocalBatch:
         """Return the features of the tables, in the order of the layout."""
+        if self._input_dist.features.is_meta:
+            raise RuntimeError(
+                "the sharded collection is on meta, where it has no memory: move it with "
+                "to_empty(device=...) and load its weights, or shard the model again"
+            )
         if not isinstance(features, KeyedJaggedTensor):
             features = KeyedJaggedTensor.adopt(features)
         features = self.check_batch(features)

@@ -189,6 +189,30 @@ def test_a_copy_has_parameters_of_its_own(*, pooled: bool) -> None:
         worlds.run(2, _call, copied, optimizer, {"pooled": pooled})
 
 
+def emptied(ranks: RankGroup, *, pooled: bool) -> None:
+    """What describes the layout survives `to_empty` and writes of torch, unlike the weights."""
+    configs = tables(SUM, MEAN)
+    case = Case(configs if pooled else sequences(configs), MIXED)
+    oracle, sharded = both(case, ranks)
+    own, weights = batch(case, ranks.rank, 4), oracle.state_dict()
+    expected = flat(oracle(own)).detach()
+    sharded.to("meta")
+    with pytest.raises(RuntimeError, match=r"on meta, where|send its batch"):
+        sharded(own)
+    sharded.to_empty(device=ranks.device).load_state_dict(weights)
+    torch.testing.assert_close(flat(sharded(own)), expected)
+    for buffer in sharded.buffers():  # as AveragedModel(use_buffers=True) does, which rounds
+        buffer.sub_(1)
+    output = flat(sharded(own))
+    torch.testing.assert_close(output, expected)
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_the_layout_survives_to_empty_and_writes(*, pooled: bool) -> None:
+    worlds.run(2, _call, emptied, {"pooled": pooled})
+
+
 def quantised(ranks: RankGroup, plan: Any, *, pooled: bool) -> None:
     configs = tables(SUM, MEAN, dims=(8,) * 4)
     case = Case(configs if pooled else sequences(configs), plan, optimizer=None)

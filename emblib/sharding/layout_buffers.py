@@ -1,0 +1,54 @@
+"""Buffers of sharded collections that depend only on the layout: they keep their exact values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib.tables.parameters import version_of
+
+
+class LayoutBuffers(nn.Module):
+    """A module with buffers that describe the layout of its collection.
+
+    They are no part of state dicts, so nothing would restore values that torch has changed:
+    `to_empty` leaves memory that is not initialised, casts change dtypes, and
+    `AveragedModel(use_buffers=True)` rounds integers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layout_values: dict[str, Tensor] = {}  # on the CPU
+        self._layout_version = 0
+
+    def register_layout(self, name: str, values: Tensor, device: torch.device) -> None:
+        """Register a buffer with these values, which are on the CPU."""
+        self._layout_values[name] = values
+        self.register_buffer(name, values.to(device, copy=True), persistent=False)
+        self._layout_version = self._version_of_layout()
+
+    def restore_layout(self) -> None:
+        """Restore the buffers if code outside of this library has written them."""
+        if self._layout_version != self._version_of_layout():
+            for name, values in self._layout_values.items():
+                self.get_buffer(name).copy_(values)
+            self._layout_version = self._version_of_layout()
+
+    def _version_of_layout(self) -> int:
+        """Return the version of the first buffer, which grows with each write."""
+        return version_of(self.get_buffer(next(iter(self._layout_values))))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        for name, values in self._layout_values.items():
+            device = self.get_buffer(name).device
+            self.register_buffer(name, values.to(device, copy=True), persistent=False)
+        self._layout_version = self._version_of_layout()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._layout_version = self._version_of_layout()
