@@ -25,7 +25,7 @@ from emblib.sharding.dense import (
     parse_wrapping,
     unwrapped,
 )
-from emblib.sharding.parameters import mark_dense
+from emblib.sharding.parameters import mark_as_replicas
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.pipelines.joint_dist import JointDist
 from emblib.sharding.plan import ShardingPlan
@@ -135,7 +135,7 @@ class DistributedModelParallel(nn.Module):
             prepare=lambda: _place_dense(model, self.ranks, init_parameters=init_parameters),
         )
         copy_from_first(model, self.ranks, names_of_tables(model))
-        mark_dense(model, self.ranks)
+        mark_as_replicas(model, self.ranks)
         self._wrapped, self._is_wrapped = model, False
         self._joint_dist = JointDist(model, self.ranks)
         if wrapping is not None:
@@ -181,7 +181,7 @@ class DistributedModelParallel(nn.Module):
         if wrapping is not None and self.dense_ranks.size > 1 and has_trained:
             self._wrapped = wrapping.wrap(model, self.dense_ranks, ignored)
             self._is_wrapped = True
-            mark_dense(model, self.dense_ranks)
+            mark_as_replicas(model, self.dense_ranks)
 
     @property
     def dense_ranks(self) -> RankGroup:

@@ -16,24 +16,26 @@ from emblib.tables.parameters import Registered, check_registered, refuse_replac
 
 @dataclass(frozen=True)
 class ShardHandle:
-    """The handle of a table shard, and this rank's share of the gradients of its parameters.
+    """The handle of a table shard, and how this rank counts its gradients in a norm over ranks.
 
-    `first_core_share` is the share of the first parameter, `other_shares` the share of every other
-    parameter. They differ only for a shard of a tensor train, which has its own slice of core 0 and
-    a copy of every other core; its `handle.named_parameters()` must list core 0 first.
+    `first_share` is the share of the first parameter, `other_share` that of every other one. Only a
+    tensor train has others: each of its shards has its own slice of core 0 and a copy of every
+    other core, which only the lowest rank with a shard counts. So `handle.named_parameters()` must
+    list core 0 first.
     """
 
     table: str
     handle: TableHandle
-    first_core_share: GradientShare
-    other_shares: GradientShare
+    first_share: GradientShare
+    other_share: GradientShare
 
 
 class ShardParameters(nn.Module):
     """The parameters of the shards on this rank: `<table>.weight`, `<table>.cores.0` and so on.
 
     The second shard of a table on this rank is listed as `<table>#1`, and so on. The table modules
-    own the memory and move it between devices. The collection makes the state dicts.
+    own the memory and move it between devices. The collection writes the state dicts, so this
+    module has none.
 
     Args:
         handles: the shards of this rank, replicas included.
@@ -43,10 +45,10 @@ class ShardParameters(nn.Module):
     def __init__(self, handles: Sequence[ShardHandle], ranks: RankGroup) -> None:
         super().__init__()
         self._handles, self._ranks = tuple(handles), ranks
-        self.bind()
+        self.register_parameters()
 
-    def bind(self) -> None:
-        """Register the current parameters of the handles.
+    def register_parameters(self) -> None:
+        """Register the current parameters of the handles, and mark this rank's gradients.
 
         Call this after a table module moved or reallocated its parameters.
         """
@@ -59,12 +61,15 @@ class ShardParameters(nn.Module):
             for i, (key, parameter) in enumerate(shard.handle.named_parameters()):
                 # Under dotted names, which register_parameter would refuse.
                 self._parameters[f"{name}.{key}"] = parameter
-                share = shard.other_shares if i else shard.first_core_share
-                _mark(parameter, share, self._ranks)
+                share = shard.other_share if i else shard.first_share
+                _mark_gradient(parameter, share, self._ranks)
         self._registered = dict(self._parameters)
 
-    def check(self) -> None:
-        """Raise RuntimeError if a parameter was replaced: lookups would not read the new one."""
+    def check_not_replaced(self) -> None:
+        """Raise RuntimeError if a parameter was replaced: lookups would not read the new one.
+
+        The message tells the user to write into the parameter instead.
+        """
         check_registered(Registered(self, *entry) for entry in self._registered.items())
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -75,14 +80,14 @@ class ShardParameters(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if any(key.startswith(f"{name}.") for key in self.__dict__.get("_parameters", ())):
             raise AttributeError(
-                f"the shards of table {name!r} are no module: their parameters are in "
+                f"the shards of table {name!r} are not a module: their parameters are in "
                 "named_parameters() of this one, with dotted names; save and load a sharded model "
                 "with emblib.sharding.checkpoints, which writes torch.distributed.checkpoint files"
             )
         return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return self  # the table modules move it, then the collection calls bind()
+        return self  # the table modules move it, then the collection calls register_parameters()
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
         return None
@@ -91,43 +96,47 @@ class ShardParameters(nn.Module):
         return None
 
 
-def mark_dense(module: nn.Module, ranks: RankGroup) -> None:
-    """Mark the gradients of parameters that have no mark as equal on all ranks.
+def mark_as_replicas(module: nn.Module, ranks: RankGroup) -> None:
+    """Mark every unmarked parameter as a replica: its gradient is equal on all ranks.
 
-    On a rank without any table shard, these marks show `clip_grad_norm_` that the model is
-    distributed.
+    A rank without table shards needs these marks too. Without any, `clip_grad_norm_` of its
+    parameters would compute a norm of this rank only, and the other ranks would wait for it. For
+    one rank do nothing.
     """
     for parameter in module.parameters():
         if not keyed.is_marked(parameter):
-            _mark(parameter, GradientShare.REPLICA, ranks)
+            _mark_gradient(parameter, GradientShare.REPLICA, ranks)
 
 
-def _mark(parameter: Tensor, share: GradientShare, ranks: RankGroup) -> None:
-    """Mark this rank's share of a gradient for `keyed.clip_grad_norm_`; one rank needs no mark."""
+def _mark_gradient(parameter: Tensor, share: GradientShare, ranks: RankGroup) -> None:
+    """Mark this rank's share of a gradient for `keyed.clip_grad_norm_`; for one rank do nothing."""
     if ranks.size > 1:
-        keyed.mark_gradient(parameter, share, _RankPeers(ranks))
+        keyed.mark_gradient(parameter, share, _GroupRanks(ranks))
 
 
-def peers_of(ranks: RankGroup) -> keyed.Peers | None:
-    """Return the ranks as `keyed.clip_grad_norm_` takes them; None for one rank."""
-    return _RankPeers(ranks) if ranks.size > 1 else None
+def gradient_ranks_of(ranks: RankGroup) -> keyed.GradientRanks | None:
+    """Return the argument `ranks` of `keyed.clip_grad_norm_`; None for one rank."""
+    return _GroupRanks(ranks) if ranks.size > 1 else None
 
 
-class _RankPeers:
-    """The other ranks of the model, which `keyed.clip_grad_norm_` gathers norms from."""
+class _GroupRanks:
+    """The ranks of a group as `keyed.GradientRanks`, over which it gathers norms."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
 
-    def gather_numbers(self, numbers: Tensor) -> Tensor:
-        """Return the numbers of all ranks, `[W, n]`, on their device; n is equal on all ranks."""
+    def all_gather_floats(self, numbers: Tensor) -> Tensor:
+        """Gather float32 numbers `[n]` of every rank; return `[W, n]` on the device of the ranks.
+
+        All ranks call this, with equal n.
+        """
         ranks = self._ranks
         sizes = [numbers.numel()] * ranks.size
         gathered = start_all_gather(numbers.to(ranks.device), sizes, ranks).wait()
         return gathered.view(ranks.size, -1)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _RankPeers) and other._ranks.group is self._ranks.group
+        return isinstance(other, _GroupRanks) and other._ranks.group is self._ranks.group
 
     def __hash__(self) -> int:
         return hash(self._ranks.group)
@@ -146,25 +155,27 @@ def clip_grad_norm_(
     sharded tables have dense gradients, it would scale every rank's replica of the dense part by a
     different factor. Here every shard counts on the rank that stores it and all other parameters
     count once, so the result is the same as for the whole model in one process. All ranks call this
-    together, after the gradients of the dense part are averaged. Sparse gradients, which torch
-    refuses, are clipped too. Tables that backward updates have no gradients to clip, and raise:
-    make their optimizer `deferred`, or set its `max_gradient`. To clip the dense part alone, pass
-    its parameters.
+    together, after the gradients of the dense part are averaged, and wait for each other and for
+    their GPUs. Sparse gradients, which torch refuses, are clipped too. Tables that backward updates
+    have no gradients to clip, and raise: make their optimizer `deferred`, or set its
+    `max_gradient`. To clip the dense part alone, pass its parameters.
 
     Args:
         parameters: a model that `DistributedModelParallel` or `shard` returned, or parameters of
             one. Pass the model if the dense part was wrapped by hand after `shard`.
-        max_norm: the largest norm after clipping; `inf` only computes the norm.
-        norm_type: the order of the norm; `inf` for the largest magnitude.
-        error_if_nonfinite: whether to raise, on every rank, if the norm is infinite or NaN.
+        max_norm: the largest norm after clipping, >= 0; `inf` only computes the norm.
+        norm_type: the order of the norm, above 0; `inf` for the largest magnitude.
+        error_if_nonfinite: whether to raise, on every rank, if the norm is infinite or NaN; the
+            host then waits for it.
 
     Returns:
-        The norm before clipping, the same on all ranks.
+        The norm before clipping, a scalar tensor with the same value on all ranks: over several
+        ranks float32 on the device of the ranks, else on the device of the gradients.
 
     Raises:
-        ValueError: backward updates some of the tables (on all ranks if one has such tables); the
-            parameters belong to several groups of ranks; or, over ranks or with sparse gradients,
-            `norm_type` is not positive.
+        ValueError: `max_norm` is negative or NaN, or `norm_type` is not above 0; backward updates
+            some of the tables (on all ranks if one has such tables); or the parameters belong to
+            several groups of ranks.
         RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
 
     Example:
@@ -175,20 +186,20 @@ def clip_grad_norm_(
         >>> model.weight.grad
         tensor([[0.6000, 0.8000]])
     """
-    peers = None
+    ranks = None
     if isinstance(parameters, nn.Module):
-        peers = _peers_in(parameters)
+        ranks = _ranks_of_model(parameters)
         parameters = parameters.parameters()
     return keyed.clip_grad_norm_(
-        parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, peers=peers
+        parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, ranks=ranks
     )
 
 
-def _peers_in(model: nn.Module) -> _RankPeers | None:
+def _ranks_of_model(model: nn.Module) -> _GroupRanks | None:
     """Return the ranks of the sharded modules of a model; None without any."""
     # A rank may have no parameter at all, but takes part in the collective.
     for module in model.modules():
         ranks = getattr(module, "ranks", None)
         if isinstance(ranks, RankGroup) and ranks.size > 1:
-            return _RankPeers(ranks)
+            return _GroupRanks(ranks)
     return None

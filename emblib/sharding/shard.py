@@ -14,7 +14,7 @@ from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.codecs import CommPrecision, check_comm_precision
-from emblib.sharding.parameters import mark_dense
+from emblib.sharding.parameters import mark_as_replicas
 from emblib.sharding.plan import ModulePlan, ShardingPlan, module_plan
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
@@ -143,7 +143,7 @@ def shard(
     # Replace only after all are constructed: if one fails, the model does not change.
     for collection, sharded in zip(selected, modules, strict=True):
         _replace(module, collection.source, sharded)
-    mark_dense(module, ranks)
+    mark_as_replicas(module, ranks)
     return module
 
 

@@ -130,7 +130,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self.embedding_bags.bind()
+        self.embedding_bags.register_parameters()
         return self
 
     def embedding_bag_configs(self) -> tuple[Any, ...]:
@@ -153,7 +153,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
                 wrong, ids differ in dtype between ranks, or only some ranks have weights or
                 features of different batch sizes.
         """
-        self.embedding_bags.check()
+        self.embedding_bags.check_not_replaced()
         return look_up(self, features)
 
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[IncomingBatch]]:

@@ -485,7 +485,7 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self.embeddings.bind()
+        self.embeddings.register_parameters()
         return self
 
     @property
@@ -593,7 +593,7 @@ class ShardedEmbeddingCollection(StateOfTables):
                 wrong, ids differ in dtype between ranks, or only some ranks have features of
                 different batch sizes.
         """
-        self.embeddings.check()
+        self.embeddings.check_not_replaced()
         return look_up(self, features)
 
     def _output(

@@ -557,7 +557,7 @@ class ShardedTables(nn.Module):
         return TableHyperparams(self._effective_plan(), modules, self.ranks)
 
     def handles(self) -> list[ShardHandle]:
-        """Return the handle of each shard on this rank."""
+        """Return the handle of each shard on this rank, with the shares of its gradients."""
         shard_handles = []
         for local_shard in self.local_shards():
             first_share = other_share = GradientShare.SHARD

@@ -25,6 +25,7 @@ from tests.sharding import worlds
 
 TRAIN = TensorTrain((2,), (4, 6), (2, 2))
 TABLES = ("r", "t", "d", "tt")
+INF, NAN = float("inf"), float("nan")
 EXAMPLES, ROWS, STEPS, BOUND = 8, 24, 2, 0.25
 
 
@@ -132,7 +133,7 @@ class OtherRank:
     def __init__(self, shards: float, replicas: float = 0.0) -> None:
         self.numbers = torch.tensor([shards, replicas, 0.0])
 
-    def gather_numbers(self, numbers: Tensor) -> Tensor:
+    def all_gather_floats(self, numbers: Tensor) -> Tensor:
         """Return the numbers of both ranks."""
         assert numbers.device.type == "cpu"
         return torch.stack([numbers, self.numbers])
@@ -176,7 +177,7 @@ def _no_part(ranks: RankGroup, wrap: str) -> list[float]:
             parameter.grad = torch.full_like(parameter, float("nan"))
     with pytest.raises(RuntimeError, match="all gradients together have a norm of nan"):
         clip_grad_norm_(model, BOUND, error_if_nonfinite=True)
-    with pytest.raises(ValueError, match="norm_type must be positive over ranks"):
+    with pytest.raises(ValueError, match="norm_type must be above 0"):
         clip_grad_norm_(model, BOUND, 0)
     return norms
 
@@ -238,3 +239,14 @@ def test_tables_that_backward_updates_are_not_clipped_by_value() -> None:
     optimizer = GradientClippingOptimizer(FusedOptimizer.of(bags), GradientClipping.VALUE, BOUND)
     with pytest.raises(ValueError, match="set its max_gradient"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(-1.0, 2.0), (NAN, 2.0), (1.0, 0.0), (INF, 0)])
+def test_bounds_and_exponents_without_a_meaning_are_refused(
+    max_norm: float, norm_type: float
+) -> None:
+    model = nn.Linear(2, 1)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    with pytest.raises(ValueError, match=r"(max_norm must be >=|norm_type must be above) 0"):
+        clip_grad_norm_(model, max_norm, norm_type)
+    assert model.weight.grad.tolist() == [[3.0, 4.0]]

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from emblib import optim
 from emblib.collections.configs import TableConfig
 from emblib.collections.fused_states import HYPER, FusedTableEntry, check_saved_states
-from emblib.collections.optimizers.keyed import KeyedOptimizer, Peers, State, cycled_defaults
+from emblib.collections.optimizers.keyed import (
+    GradientRanks,
+    KeyedOptimizer,
+    State,
+    cycled_defaults,
+)
 from emblib.collections.optimizers.table_groups import TableGroup
 from emblib.collections.optimizers.torch_states import (
     Template,
@@ -146,11 +151,11 @@ class FusedOptimizer(KeyedOptimizer):
                 modules[path] = _BareTables(submodule)
         return FusedOptimizer(modules)
 
-    def gradient_peers(self) -> Peers | None:
+    def gradient_ranks(self) -> GradientRanks | None:
         """Return the ranks over which the tables are sharded; None without sharding."""
-        peers_of = (getattr(m, "gradient_peers", None) for m in self._modules_by_path.values())
-        all_peers = (peers() for peers in peers_of if peers is not None)
-        return super().gradient_peers() or next((p for p in all_peers if p is not None), None)
+        methods = (getattr(m, "gradient_ranks", None) for m in self._modules_by_path.values())
+        all_ranks = (method() for method in methods if method is not None)
+        return super().gradient_ranks() or next((r for r in all_ranks if r is not None), None)
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group, on all ranks."""

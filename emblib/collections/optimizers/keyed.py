@@ -62,16 +62,16 @@ class KeyedOptimizer(TorchOptimizer):
         names = {id(parameter): name for name, parameter in self.params.items()}
         return [[names[id(p)] for p in group["params"]] for group in self.param_groups]
 
-    def gradient_peers(self) -> Peers | None:
+    def gradient_ranks(self) -> GradientRanks | None:
         """Return the ranks over which gradients are sharded, see `clip_grad_norm_`.
 
         None means that all gradients are on this rank, or that this rank has no parameters; the
         optimizers of sharded tables return the ranks then too.
 
         Raises:
-            ValueError: parameters over several groups of ranks.
+            ValueError: the parameters are over several groups of ranks.
         """
-        return _peers_of([p for group in self.param_groups for p in group["params"]])
+        return _ranks_of_parameters([p for group in self.param_groups for p in group["params"]])
 
     def keyed_state(self) -> State:
         """Return the state by parameter name; its tensors are not copied."""
@@ -271,9 +271,9 @@ class OptimizerWrapper(KeyedOptimizer):
         """Reset the gradients."""
         self.wrapped.zero_grad(set_to_none)
 
-    def gradient_peers(self) -> Peers | None:
+    def gradient_ranks(self) -> GradientRanks | None:
         """Return the ranks over which the gradients of the wrapped optimizer are sharded."""
-        return self.wrapped.gradient_peers()
+        return self.wrapped.gradient_ranks()
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group of the wrapped optimizer."""
@@ -368,7 +368,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     def _clip_norm(self, max_norm: float) -> Tensor:
         return clip_grad_norm_(
-            self._parameters(), max_norm, self.norm_type, peers=self.gradient_peers()
+            self._parameters(), max_norm, self.norm_type, ranks=self.gradient_ranks()
         )
 
     def step(self, closure: Any = None) -> Any:
@@ -389,7 +389,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         self.last_total_grad_norm = None
         is_clipped = self.clipping is GradientClipping.NORM
         # A rank without parameters takes part: the others wait for it.
-        takes_part = bool(self._parameters()) or self.gradient_peers() is not None
+        takes_part = bool(self._parameters()) or self.gradient_ranks() is not None
         if takes_part and (is_clipped or self.track_grad_norm):
             self.last_total_grad_norm = self._clip_norm(
                 self.max_gradient if is_clipped else math.inf
@@ -410,11 +410,14 @@ class GradientShare(OptionEnum):
     COUNTED_ELSEWHERE = "counted_elsewhere"
 
 
-class Peers(Protocol):
-    """The group of ranks that have the other shards; groups of the same ranks compare equal."""
+class GradientRanks(Protocol):
+    """The ranks over which gradients are sharded; objects for the same ranks compare equal."""
 
-    def gather_numbers(self, numbers: Tensor) -> Tensor:
-        """Return the numbers `[n]` of all ranks, `[W, n]`, on any device; all ranks call this."""
+    def all_gather_floats(self, numbers: Tensor) -> Tensor:
+        """Gather float32 numbers `[n]` of every rank; return `[W, n]`, on any device.
+
+        All ranks call this, with equal n.
+        """
         ...
 
 
@@ -423,7 +426,7 @@ class _Mark:
     """The arguments of `mark_gradient`."""
 
     share: GradientShare
-    peers: Peers
+    ranks: GradientRanks
 
 
 _NORM_EPS = 1e-6  # that of `torch.nn.utils.clip_grads_with_norm_`
@@ -432,12 +435,12 @@ _NORM_EPS = 1e-6  # that of `torch.nn.utils.clip_grads_with_norm_`
 _gradient_marks = WeakTensorKeyDictionary()
 
 
-def mark_gradient(parameter: Tensor, share: GradientShare, peers: Peers) -> None:
+def mark_gradient(parameter: Tensor, share: GradientShare, ranks: GradientRanks) -> None:
     """Record this rank's share of a parameter's gradient, for `clip_grad_norm_`.
 
     It replaces an earlier mark, and ends with the parameter object; copies have none.
     """
-    _gradient_marks[parameter] = _Mark(share, peers)
+    _gradient_marks[parameter] = _Mark(share, ranks)
 
 
 def is_marked(parameter: Tensor) -> bool:
@@ -452,47 +455,47 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
-    peers: Peers | None = None,
+    ranks: GradientRanks | None = None,
 ) -> Tensor:
     """Clip gradients by their norm over all ranks; return the norm before, a scalar tensor.
 
-    Sparse gradients are coalesced first, and only their rows are read and scaled. With peers all
-    ranks call this, and the host waits for them and for a GPU.
+    Sparse gradients are coalesced first, and only their rows are read and scaled. Over several
+    ranks all of them call this, and the host waits for them and for a GPU.
 
     Args:
         parameters: parameters whose gradients are clipped in place; some may have none.
-        max_norm: bound of the norm; `inf` only computes the norm.
-        norm_type: exponent of the norm; `inf` for the maximum.
+        max_norm: bound of the norm, >= 0; `inf` only computes the norm.
+        norm_type: exponent of the norm, above 0; `inf` for the maximum.
         error_if_nonfinite: whether a norm that is not finite raises; the host then waits for it.
-        peers: the ranks; None is those that `mark_gradient` recorded for the parameters.
+        ranks: the ranks over which gradients are sharded; None takes those that `mark_gradient`
+            recorded for the parameters.
 
     Raises:
-        ValueError: parameters of tables that backward updates, on any rank; parameters over several
-            groups of ranks; or, over ranks or with sparse gradients, a `norm_type` that is not
-            positive.
-        RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
+        ValueError: `max_norm` is negative or NaN, or `norm_type` is not above 0; parameters are of
+            tables that backward updates, on any rank; or the parameters are over several groups of
+            ranks.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
-    peers = _peers_of(parameters) if peers is None else peers
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be >= 0, inf to compute the norm only; got {max_norm}")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0, inf for the maximum; got {norm_type}")
+    ranks = _ranks_of_parameters(parameters) if ranks is None else ranks
     num_updated = _num_updated_in_backward(parameters)
-    if peers is None:
+    if ranks is None:
         _refuse_updated_in_backward(num_updated)
     # Empty gradients need no scaling, and torch's infinity norm raises for them.
     parameters = [p for p in parameters if p.grad is None or p.grad.numel()]
     is_clipped = max_norm < math.inf  # inf / inf would be NaN
-    if is_clipped and peers is None and not any(_is_sparse(p) for p in parameters):
+    if is_clipped and ranks is None and not any(_is_sparse(p) for p in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    if not norm_type > 0:
-        raise ValueError(
-            f"norm_type must be positive over ranks and for sparse gradients, inf for the largest "
-            f"value; got {norm_type}"
-        )
     with_grad = [p for p in parameters if p.grad is not None]
-    if peers is None:
+    if ranks is None:
         total = _total_norm([_values_of(p) for p in with_grad], norm_type)
     else:
-        total = _norm_over_ranks(with_grad, norm_type, peers, num_updated)
+        total = _norm_over_ranks(with_grad, norm_type, ranks, num_updated)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"all gradients together have a norm of {float(total)}, which cannot be clipped; "
@@ -517,7 +520,7 @@ def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every gradient to `[-clip_value, clip_value]`, also sparse ones.
 
     Raises:
-        ValueError: parameters of tables that backward updates; nothing is clipped.
+        ValueError: parameters are of tables that backward updates; nothing is clipped.
     """
     parameters = list(parameters)
     _refuse_updated_in_backward(_num_updated_in_backward(parameters))
@@ -561,22 +564,23 @@ def _values_of(parameter: Tensor) -> Tensor:
     return grad._values()
 
 
-def _peers_of(parameters: Sequence[Tensor]) -> Peers | None:
+def _ranks_of_parameters(parameters: Sequence[Tensor]) -> GradientRanks | None:
     """Return the ranks over which parameters are sharded; None if they are not.
 
-    Parameters over several groups of ranks raise ValueError.
+    Raises:
+        ValueError: the parameters are over several groups of ranks.
     """
-    peers: list[Peers] = []
+    ranks: list[GradientRanks] = []
     for parameter in parameters:
         mark = _gradient_marks.get(parameter)
-        if mark is not None and mark.peers not in peers:
-            peers.append(mark.peers)
-    if len(peers) > 1:
+        if mark is not None and mark.ranks not in ranks:
+            ranks.append(mark.ranks)
+    if len(ranks) > 1:
         raise ValueError(
             "the parameters are of tables over several groups of ranks, which have no one norm: "
             "clip those of each group by themselves"
         )
-    return peers[0] if peers else None
+    return ranks[0] if ranks else None
 
 
 def _is_dtensor(parameter: Tensor) -> bool:
@@ -585,7 +589,7 @@ def _is_dtensor(parameter: Tensor) -> bool:
 
 
 def _norm_over_ranks(
-    parameters: Sequence[Tensor], norm_type: float, peers: Peers, num_updated: int
+    parameters: Sequence[Tensor], norm_type: float, ranks: GradientRanks, num_updated: int
 ) -> Tensor:
     """Return the norm of the gradients of all ranks, a scalar tensor; all ranks call this.
 
@@ -609,7 +613,7 @@ def _norm_over_ranks(
             shards.append(_values_of(parameter))
     local_norms = [_host_norm(shards, norm_type), _host_norm(replicas, norm_type)]
     updated = torch.tensor(float(num_updated), device="cpu")
-    norms_of_ranks = peers.gather_numbers(torch.stack([*local_norms, updated]))
+    norms_of_ranks = ranks.all_gather_floats(torch.stack([*local_norms, updated]))
     _refuse_updated_in_backward(int(norms_of_ranks[:, 2].max()))
     # Rank 0's norm of the replicas on all ranks: replicas diverge if factors differ in one bit.
     norms = [norms_of_ranks[:, 0], norms_of_ranks[:1, 1]]
@@ -671,10 +675,10 @@ class CombinedOptimizer(KeyedOptimizer):
             for names in optimizer.group_names()
         ]
 
-    def gradient_peers(self) -> Peers | None:
+    def gradient_ranks(self) -> GradientRanks | None:
         """Return the ranks over which the gradients of any of the optimizers are sharded."""
-        all_peers = (optimizer.gradient_peers() for _, optimizer in self.optimizers)
-        return super().gradient_peers() or next((p for p in all_peers if p is not None), None)
+        all_ranks = (optimizer.gradient_ranks() for _, optimizer in self.optimizers)
+        return super().gradient_ranks() or next((p for p in all_ranks if p is not None), None)
 
     def keyed_state(self) -> State:
         """Return the states of all optimizers."""

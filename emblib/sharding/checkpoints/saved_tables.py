@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.fused_states import HYPER, FusedTableEntry
 from emblib.collections.groups import TableGroups
-from emblib.collections.optimizers.keyed import Peers
+from emblib.collections.optimizers.keyed import GradientRanks
 from emblib.columns import Hyper
 from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.grad_mode import without_gradients
@@ -23,7 +23,7 @@ from emblib.ops import autograd
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.sharding.checkpoints import keyed, sharded_table
 from emblib.sharding.checkpoints.sharded_table import RowStates, ShardedTable
-from emblib.sharding.parameters import peers_of
+from emblib.sharding.parameters import gradient_ranks_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard
 from emblib.sharding.shared_shards import Shared
@@ -612,7 +612,7 @@ class StateOfTables(nn.Module):
         super().__setstate__(state)
         # The modules of a copy have created new parameters.
         handles: Any = self._modules[self.handles_name]
-        handles.bind()
+        handles.register_parameters()
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -684,10 +684,10 @@ class StateOfTables(nn.Module):
         collection: Any = self
         return fused_tables(collection, f"{self.handles_name}.")
 
-    def gradient_peers(self) -> Peers | None:
+    def gradient_ranks(self) -> GradientRanks | None:
         """Return the ranks that have the gradients of other shards; None for one rank."""
         collection: Any = self
-        return peers_of(collection.ranks)
+        return gradient_ranks_of(collection.ranks)
 
     @cached_property
     @shows_attribute_errors
