@@ -14,7 +14,7 @@ from emblib.collections.groups import TableGroups
 from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import ShardingPlan, construct_plan
 from emblib.sharding.planner import Planner, Reservation, TableConstraints, TableWorkload, Topology
-from emblib.sharding.planner.simulate import batch_of
+from emblib.sharding.planner.simulate import draw_batch
 from emblib.sharding.planner.workloads import workloads_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import (
@@ -95,7 +95,7 @@ def step_bytes(
     topology = Topology(ranks.size, ranks.local_size, memory=1 << 33)
     planner = Planner(topology, batch, constraints, reservation=Reservation(share=0.0))
     plan = plan_of(module, ranks.size, way, ranks.local_size)
-    kjt = batch_of(workloads_of(module, batch, constraints), ranks.rank)
+    kjt = draw_batch(workloads_of(module, batch, constraints), ranks.rank)
     sharded = _sharded(module, plan, ranks, pooled=pooled)
     gradients = [torch.ones_like(out) for out in _tensors(sharded(kjt))]
     torch.autograd.backward(_tensors(sharded(kjt)), gradients)

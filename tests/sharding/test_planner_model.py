@@ -32,9 +32,9 @@ from emblib.sharding.planner.estimate import INPUT, LOOKUP, OUTPUT, UPDATE, Cost
 from emblib.sharding.planner.measure import Sizes, calibrate
 from emblib.sharding.planner.report import Prediction
 from emblib.sharding.planner.simulate import (
-    Point,
-    batch_of,
+    PlanTiming,
     compare,
+    draw_batch,
     format_simulated,
     rank_correlation,
 )
@@ -329,7 +329,7 @@ def test_weak_and_strong_scaling() -> None:
     assert weak[1].prediction == planner.solve(module)
     strong = simulate(planner, module, [2, 4, 16], scaling=Scaling.STRONG)
     assert [(s.world_size, s.batch_size) for s in strong] == [(2, 128), (4, 64), (16, 16)]
-    with pytest.raises(ValueError, match="must divide the batch of all together = 256"):
+    with pytest.raises(ValueError, match="must divide the global batch = 256"):
         simulate(planner, module, [6], scaling=Scaling.STRONG)
     planner.constraints = {"t1": TableConstraints(batch_size=24)}
     for scaling, size in ((Scaling.STRONG, 12), (Scaling.WEAK, 24)):
@@ -339,7 +339,7 @@ def test_weak_and_strong_scaling() -> None:
             size,
             *[size * 8 // 3] * 2,
         ]
-    with pytest.raises(ValueError, match="must divide the batch of all together = 96"):
+    with pytest.raises(ValueError, match="must divide the global batch = 96"):
         simulate(planner, module, [64], scaling=Scaling.STRONG)
     planner.constraints = {}
     rows = simulate(planner, module, [8], sharding=ShardingType.ROW_WISE)[0].prediction
@@ -363,7 +363,9 @@ def test_packing_numbers_the_bags_as_input_dist_does(monkeypatch: pytest.MonkeyP
 # Against measurements
 
 
-def _compared(ranks: RankGroup, kind: str, constraints: dict[str, TableConstraints]) -> list[Point]:
+def _compared(
+    ranks: RankGroup, kind: str, constraints: dict[str, TableConstraints]
+) -> list[PlanTiming]:
     module = collection(3, 500, 16, kind)
     planner = Planner(Topology(2), 32, constraints)
     plans = {way: plan_of(module, 2, way) for way in ("table_wise", "row_wise", "data_parallel")}
@@ -381,8 +383,8 @@ def test_predictions_beside_measurements(
     assert points[0] == points[1]
     assert [point.name for point in points[0]] == ["table_wise", "row_wise", "data_parallel"]
     for point in points[0]:
-        assert len(point.samples_s) == 2
-        assert 0 < point.measured_s == min(point.samples_s)
+        assert len(point.seconds_per_round) == 2
+        assert 0 < point.measured_s == min(point.seconds_per_round)
         assert point.predicted_s > 0
 
 
@@ -392,13 +394,13 @@ def test_ids_of_a_feature_of_several_tables_are_valid_in_all() -> None:
         for name, rows in (("large", 1000), ("small", 3))
     ]
     works = workloads_of(EmbeddingBagCollection(configs), 64, {})
-    assert int(batch_of(works, seed=0).values().max()) < 3
+    assert int(draw_batch(works, seed=0).values().max()) < 3
 
 
 def test_batches_of_a_collection_may_differ_in_size() -> None:
     constraints = {"t1": TableConstraints(batch_size=7, pooling_factor=3)}
     works = workloads_of(collection(3, 500, 16, "pooled"), 32, constraints)
-    batch = batch_of(works, seed=0)
+    batch = draw_batch(works, seed=0)
     assert batch.stride_per_key() == [32, 7, 32]
     assert batch.length_per_key() == [32, 21, 32]
     assert batch.stride() == 32
@@ -408,14 +410,14 @@ def test_weights_of_a_batch_are_float32_whatever_the_default_is() -> None:
     works = [dataclasses.replace(_work(1000, 64, ids=3.0), is_weighted=True)]
     torch.set_default_dtype(torch.float64)
     try:
-        assert batch_of(works, seed=0).weights().dtype is torch.float32
+        assert draw_batch(works, seed=0).weights().dtype is torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_rank_correlation() -> None:
-    def points(*pairs: tuple[float, float]) -> list[Point]:
-        return [Point("", predicted, (measured,)) for predicted, measured in pairs]
+    def points(*pairs: tuple[float, float]) -> list[PlanTiming]:
+        return [PlanTiming("", predicted, (measured,)) for predicted, measured in pairs]
 
     assert rank_correlation(points((1, 10), (2, 20), (3, 25))) == pytest.approx(1.0)
     assert rank_correlation(points((1, 30), (2, 20), (3, 10))) == pytest.approx(-1.0)

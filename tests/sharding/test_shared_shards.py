@@ -574,7 +574,7 @@ def _planned(ranks: RankGroup) -> None:
         ranks,
         rounds=1,
     )
-    assert len(points[0].samples_s) == 1
+    assert len(points[0].seconds_per_round) == 1
 
 
 def test_models_without_a_plan() -> None:

@@ -11,7 +11,7 @@ from emblib.sharding.planner.estimate import CostModel
 from emblib.sharding.planner.feasible import PlanError
 from emblib.sharding.planner.planner import Planner, collective_plan
 from emblib.sharding.planner.report import Prediction
-from emblib.sharding.planner.simulate import Scaling, Simulated, simulate
+from emblib.sharding.planner.simulate import Scaling, SimulatedWorld, simulate
 from emblib.sharding.planner.topology import Topology
 from emblib.sharding.planner.workloads import Reservation, TableConstraints, TableWorkload
 from emblib.storage import MemoryBytes
@@ -25,7 +25,7 @@ __all__ = [
     "Prediction",
     "Reservation",
     "Scaling",
-    "Simulated",
+    "SimulatedWorld",
     "TableConstraints",
     "TableWorkload",
     "Topology",

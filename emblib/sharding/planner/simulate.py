@@ -1,7 +1,8 @@
 """Predict steps of larger and smaller clusters, and compare predictions with measurements.
 
-The constants come from `Topology.calibration`. For other worlds than the calibrated one, two things
-are assumed: an exchange costs more with more ranks, and the bandwidth of a rank stays the same.
+The constants come from `Topology.calibration`. For other world sizes than the calibrated one it is
+assumed that the latency of an exchange grows with the number of ranks, and that the bandwidth per
+rank stays the same.
 """
 
 import copy
@@ -27,14 +28,14 @@ from emblib.specs import OptionEnum, check_count
 
 
 class Scaling(OptionEnum):
-    """Quantity that is constant over worlds: the global batch (STRONG) or each rank's (WEAK)."""
+    """What stays constant as ranks are added: the global batch (STRONG) or that per rank (WEAK)."""
 
     STRONG = "strong"
     WEAK = "weak"
 
 
-class Simulated(NamedTuple):
-    """A world that was not run: its ranks, the examples per rank, and the prediction."""
+class SimulatedWorld(NamedTuple):
+    """A predicted world: its ranks, the examples per rank, and the prediction of a step."""
 
     world_size: int
     batch_size: int
@@ -54,7 +55,7 @@ def simulate(
     scaling: Scaling = Scaling.WEAK,
     sharding: ShardingType | None = None,
     optimizer: Optimizer | None = None,
-) -> list[Simulated]:
+) -> list[SimulatedWorld]:
     """Predict steps of a model in other worlds of the same machines.
 
     Each world is planned separately. The arguments are not changed.
@@ -63,8 +64,8 @@ def simulate(
         planner: planner of the measured world, whose settings are used.
         module: model to plan.
         world_sizes: numbers of ranks, one per prediction.
-        scaling: whether the examples per rank (WEAK) or of all ranks (STRONG) stay equal, also
-            those of tables with a `batch_size` of their own.
+        scaling: quantity that stays constant: WEAK keeps the examples per rank, STRONG those of all
+            ranks; so for tables with a `batch_size` of their own too.
         sharding: sharding type of all tables; None lets the planner choose.
         optimizer: optimizer of tables whose configuration has none, as for `Planner.plan`.
 
@@ -86,7 +87,7 @@ def _simulate_world(
     scaling: Scaling,
     sharding: ShardingType | None,
     optimizer: Optimizer | None,
-) -> Simulated:
+) -> SimulatedWorld:
     """Plan the model for one world size; return the prediction with its batch size."""
     topology = planner.topology.of_size(world_size)
     batch_size, constraints = planner.batch_size, dict(planner.constraints)
@@ -112,24 +113,27 @@ def _simulate_world(
         comm_precision=planner.comm_precision,
         max_trials=planner.max_trials,
     )
-    return Simulated(world_size, batch_size, planner_of_size.solve(module, optimizer=optimizer))
+    return SimulatedWorld(
+        world_size, batch_size, planner_of_size.solve(module, optimizer=optimizer)
+    )
 
 
 def _divide_batch(batch_size: int, old_size: int, new_size: int) -> int:
     """Return the examples per rank of `new_size` ranks, if `old_size` ranks have `batch_size` each.
 
-    Raises ValueError if the ranks do not divide the batch.
+    Raises:
+        ValueError: the ranks do not divide the global batch.
     """
     global_batch = batch_size * old_size
     if global_batch % new_size:
         raise ValueError(
-            f"{new_size} ranks must divide the batch of all together = {global_batch}; choose "
+            f"{new_size} ranks must divide the global batch = {global_batch}; choose "
             "others, or Scaling.WEAK"
         )
     return global_batch // new_size
 
 
-def format_simulated(simulated: Sequence[Simulated]) -> str:
+def format_simulated(simulated: Sequence[SimulatedWorld]) -> str:
     """Format worlds as lines: ranks, examples per rank, predicted step, exchange, and rate."""
     rows = [("ranks", "examples/rank", "step ms", "exchange ms", "examples/s")]
     for world in simulated:
@@ -150,17 +154,17 @@ def format_simulated(simulated: Sequence[Simulated]) -> str:
 _WARM_UP_ROUNDS = 2
 
 
-class Point(NamedTuple):
-    """One plan: predicted seconds of a step, and measured seconds per round."""
+class PlanTiming(NamedTuple):
+    """A plan's predicted seconds per step, and the measured seconds of one step in each round."""
 
     name: str
     predicted_s: float
-    samples_s: tuple[float, ...]
+    seconds_per_round: tuple[float, ...]
 
     @property
     def measured_s(self) -> float:
         """Return the minimum over rounds, to exclude other load on the machine."""
-        return min(self.samples_s)
+        return min(self.seconds_per_round)
 
 
 def compare(
@@ -171,55 +175,60 @@ def compare(
     *,
     rounds: int = 30,
     seed: int = 0,
-) -> list[Point]:
+) -> list[PlanTiming]:
     """Measure steps of a model's collections under plans, and predict them.
 
-    A collective: all ranks call it with the same arguments, and all return the same points. It
+    A collective: all ranks call it with the same arguments, and get the same results. It
     copies and shards `module` once per plan, and keeps all copies until it returns.
 
     Args:
         planner: planner with the constants of this machine.
         module: model whose collections are measured, with their own optimizers; it stays as it is.
-        plans: plans by the names of their points.
+        plans: plans by the names of their results.
         ranks: the ranks that measure.
-        rounds: measured rounds, after `_WARM_UP_ROUNDS`; in each, the plans take turns.
+        rounds: number of measured rounds, after two rounds of warm-up; each round runs one step
+            of every plan in turn.
         seed: seed of the ids; each rank adds its rank number.
 
     Raises:
+        TypeError: `rounds` is not an int.
         ValueError: `rounds` is below 1, or a plan does not fit the model, see `shard`.
     """
     check_count("rounds", rounds)
     steps = {}
     for name, plan in plans.items():
-        steps[name] = _steps(planner, module, plan, ranks, seed)
+        steps[name] = _prepare_steps(planner, module, plan, ranks, seed)
     samples: dict[str, list[float]] = {name: [] for name in plans}
     for number in range(_WARM_UP_ROUNDS + rounds):
         for name, step in steps.items():
-            seconds = _step_s(step, ranks)
+            seconds = _time_step(step, ranks)
             if number >= _WARM_UP_ROUNDS:
                 samples[name].append(seconds)
     predicted = {name: planner.predict(module, plan).step_s for name, plan in plans.items()}
-    return [Point(name, predicted[name], tuple(measured)) for name, measured in samples.items()]
+    return [
+        PlanTiming(name, predicted[name], tuple(measured)) for name, measured in samples.items()
+    ]
 
 
-def rank_correlation(points: Sequence[Point]) -> float:
+def rank_correlation(points: Sequence[PlanTiming]) -> float:
     """Return Spearman's rank correlation of predictions with measurements, -1 to 1.
 
     Raises:
         statistics.StatisticsError: there are fewer than two points, or all predictions or all
             measurements are equal.
     """
-    predicted = _mean_positions([point.predicted_s for point in points])
-    measured = _mean_positions([point.measured_s for point in points])
+    predicted = _mean_ranks([point.predicted_s for point in points])
+    measured = _mean_ranks([point.measured_s for point in points])
     return statistics.correlation(predicted, measured)
 
 
-def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
+def draw_batch(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
     """Draw a batch of uniform ids for the tables of one collection, sized by their workloads.
 
-    The ids of a feature of several tables are valid in all of these tables. Weights are ones; the
-    batch has none if no workload is weighted. If batch sizes differ, the examples of the largest
-    share the bags of the other features, by `inverse_indices`.
+    There must be at least one workload. The tensors are on the CPU. The ids of a feature of several
+    tables are valid in all of these tables. Weights are ones; the batch has none if no workload is
+    weighted. If batch sizes differ, the examples of the largest share the bags of the other
+    features, by `inverse_indices`.
     """
     generator = torch.Generator().manual_seed(seed)
     min_rows: dict[str, int] = {}  # of the tables that a feature reads
@@ -271,37 +280,40 @@ class _CollectionStep(NamedTuple):
     gradients: list[Tensor]
 
 
-def _steps(
+def _prepare_steps(
     planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: RankGroup, seed: int
 ) -> list[_CollectionStep]:
     """Shard the model, and draw a batch and gradients for each of its collections."""
-    by_table = workloads_of(module, planner.batch_size, planner.constraints)
-    workloads = [reader for workload in by_table for reader in workload.by_reader]
+    table_workloads = workloads_of(module, planner.batch_size, planner.constraints)
+    workloads = [reader for workload in table_workloads for reader in workload.by_reader]
     sharded = shard(copy.deepcopy(module), plan, ranks)
     steps = []
     for path in dict.fromkeys(workload.path for workload in workloads):
         collection_tables = [workload for workload in workloads if workload.path == path]
         collection = sharded.get_submodule(path)
-        batch = batch_of(collection_tables, seed + ranks.rank).to(ranks.device)
-        gradients = [torch.ones_like(out) * 1e-3 for out in _outputs(collection(batch))]
+        batch = draw_batch(collection_tables, seed + ranks.rank).to(ranks.device)
+        gradients = [torch.ones_like(out) * 1e-3 for out in _output_tensors(collection(batch))]
         steps.append(_CollectionStep(collection, batch, gradients))
     return steps
 
 
-def _outputs(result: Any) -> list[Tensor]:
+def _output_tensors(result: Any) -> list[Tensor]:
     """Return the tensors of a KeyedTensor, or of a dict of JaggedTensors."""
     if hasattr(result, "length_per_key"):
         return [result.values()]
     return [jagged.values() for jagged in result.values()]
 
 
-def _step_s(steps: Sequence[_CollectionStep], ranks: RankGroup) -> float:
-    """Return the seconds of a step on the slowest rank; a collective that may update the tables."""
+def _time_step(steps: Sequence[_CollectionStep], ranks: RankGroup) -> float:
+    """Run one step, and return its seconds on the slowest rank.
+
+    A collective. Backward may update the tables.
+    """
     ranks.barrier()
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
     start = time.perf_counter()
-    outputs = [out for step in steps for out in _outputs(step.collection(step.batch))]
+    outputs = [out for step in steps for out in _output_tensors(step.collection(step.batch))]
     torch.autograd.backward(outputs, [grad for step in steps for grad in step.gradients])
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
@@ -309,7 +321,7 @@ def _step_s(steps: Sequence[_CollectionStep], ranks: RankGroup) -> float:
     return max(ranks.gather_objects(seconds))
 
 
-def _mean_positions(values: Sequence[float]) -> list[float]:
-    """Return the position of each value in sorted order; equal values get their mean position."""
+def _mean_ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value, from 0; equal values get the mean of their ranks."""
     order = sorted(values)
     return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
