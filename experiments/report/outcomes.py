@@ -1,4 +1,7 @@
-"""The outcomes of contenders in cells, failures too: a map, a table and a sentence."""
+"""Report the outcome of every contender in every cell: a map, a table and a sentence of failures.
+
+A failure is any status but "ok": "partly", "unsupported" and "missing" too.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.report import text
 from experiments.report.charts import Square, squares
 from experiments.report.data import Run
 from experiments.report.style import STATUS_COLOURS, Figure, Panel
 from experiments.report.tables import Table, Value
+from experiments.report.text import is_missing
 from experiments.results.metrics import mode_of, replicate_of
 
-MEANINGS = {  # by status
+STATUS_MEANINGS = {
     "ok": "measured",
-    "partly": "measured in some of its processes",
+    "partly": "measured in only some of its processes",
     "oom": "out of memory",
     "timeout": "no progress within the time limit",
     "wrong": "its result differs from the reference",
@@ -23,77 +26,106 @@ MEANINGS = {  # by status
     "missing": "a package is not installed",
     "unsupported": "the contender does not offer this",
 }
-MAP_LABELS = {"ok": "✓", "partly": "½", "oom": "oom", "timeout": "time", "unsupported": "n/a"}
+STATUS_LABELS = {"ok": "✓", "partly": "½", "oom": "oom", "timeout": "time", "unsupported": "n/a"}
 """Labels of squares of the map by status; a status without an entry is its own label."""
-OK_OPACITY, FAILURE_OPACITY = 0.25, 0.6  # of squares of the map: failures stand out
-SHORT_AXES = ("D=", "B=", "L=", "s=")  # of a cell's key: the axes that short names keep
+OK_OPACITY, FAILURE_OPACITY = 0.25, 0.6  # of the map's squares; failures are more opaque
+AXES_IN_SHORT_NAMES = ("D=", "B=", "L=", "s=")  # prefixes of the axes in a cell's key
 
 
 def outcome_frame(run: Run) -> pd.DataFrame:
-    """Return a row per contender, cell and mode, with its outcome over all processes.
+    """Return one row per contender, cell and mode, with its outcome over all processes.
 
-    Columns: cell, arm, label, mode, process (that of the first record), `status` (a key of
-    MEANINGS), `reason` (the reasons of all failures), `num_ok` (processes with status "ok"),
-    `num_processes`.
+    Records must have the keys cell, arm, label, status and reason; mode and replicate are optional.
+    Of a repeated process the last record counts.
+
+    Returns:
+        A frame with the columns
+            cell, arm, label: strings; `arm` is the key of the contender, `label` its name.
+            status: a key of `STATUS_MEANINGS`, or another word of a newer harness.
+            reason: the reasons of all failures, joined; "" without failures.
+            mode: a string.
+            process: the lowest number of a process, an int.
+            num_ok: number of processes with status "ok".
+            num_processes: number of processes.
     """
     columns = ["cell", "arm", "label", "status", "reason"]
     frame = pd.DataFrame(run.records, columns=columns, dtype=object)
-    frame["mode"] = [mode_of(r) for r in run.records]
-    frame["process"] = [replicate_of(r) for r in run.records]
+    frame["mode"] = [mode_of(record) for record in run.records]
+    frame["process"] = [replicate_of(record) for record in run.records]
     keys = ["cell", "arm", "mode"]
-    last = frame.drop_duplicates([*keys, "process"], keep="last")  # a repeated process counts once
+    last = frame.drop_duplicates([*keys, "process"], keep="last")
+    last = last.sort_values("process", kind="stable")  # a repeated process has a late record
     rows = [_combine_processes(group) for _, group in last.groupby(keys, sort=False)]
     return pd.DataFrame(rows, columns=[*frame, "num_ok", "num_processes"])
 
 
-def _combine_processes(processes: pd.DataFrame) -> dict[str, Any]:
-    """Return the outcome of a contender in a cell, from the rows of its processes.
+def _combine_processes(process_rows: pd.DataFrame) -> dict[str, Any]:
+    """Combine the rows of a contender's processes in one cell and mode into one row.
 
-    One "wrong" process makes it "wrong". Otherwise it is "ok", "partly", or, if all failed, the
-    failure of the first process.
+    `process_rows` has one row per process, in their order. One "wrong" process makes the outcome
+    "wrong". Otherwise it is "ok", "partly", or, if all failed, the failure of the first process.
     """
     # Plain strings instead of operations on columns: the dtype of a text column, above all of an
     # empty one, depends on the release of pandas and on pyarrow.
-    outcomes = zip(processes["status"], processes["reason"], strict=True)
+    outcomes = zip(process_rows["status"], process_rows["reason"], strict=True)
     failures = [
-        (status, "" if text.is_missing(reason) else str(reason))
+        (status, "" if is_missing(reason) else str(reason))
         for status, reason in outcomes
         if status != "ok"
     ]
     statuses, reasons = [status for status, _ in failures], [reason for _, reason in failures]
     if "wrong" in statuses:
         status = "wrong"
-    elif len(failures) < len(processes):
+    elif len(failures) < len(process_rows):
         status = "partly" if failures else "ok"
         reasons = [f"{status}: {reason}" for status, reason in failures]
     else:
         status = statuses[0]
-    counts = {"num_ok": len(processes) - len(failures), "num_processes": len(processes)}
+    counts = {"num_ok": len(process_rows) - len(failures), "num_processes": len(process_rows)}
     return {
-        **processes.iloc[0],
+        **process_rows.iloc[0],
         "status": status,
         "reason": "; ".join(dict.fromkeys(reasons)),
         **counts,
     }
 
 
-def figures(run: Run) -> list[Figure]:
-    """Draw a map of all outcomes; [] if all are "ok"."""
+def outcome_figures(run: Run) -> list[Figure]:
+    """Draw a map of all outcomes, with one panel per mode. Return no figure if all are "ok"."""
     results = outcome_frame(run)
-    if (results["status"] == "ok").all():
+    statuses = set(results["status"])
+    if statuses <= {"ok"}:
         return []
-    legend = "; ".join(f"{s}: {MEANINGS[s]}" for s in MEANINGS if s in set(results["status"]))
+    legend = "; ".join(f"{s}: {meaning}" for s, meaning in STATUS_MEANINGS.items() if s in statuses)
     results["short_name"] = results["cell"].map(_short_name)
-    is_unique = results["short_name"].nunique() == results["cell"].nunique()
-    cells = results["short_name" if is_unique else "cell"]
-    arms = results["label"]
-    # The longer list becomes the rows of the map, because names of rows need no tilt.
-    y_names, x_names = (arms, cells) if arms.nunique() > cells.nunique() else (cells, arms)
+    if results["short_name"].nunique() == results["cell"].nunique():
+        results["cell"] = results["short_name"]
+    modes = list(results.groupby("mode", sort=False))
+    return [
+        Figure(
+            "outcomes",
+            "Outcome of every measurement",
+            f"Cells by contenders. {legend}. Reasons are in the table.",
+            f"{len(results)} measurements",
+            [
+                _map_panel("Outcomes" if len(modes) == 1 else f"Outcomes, {mode}", in_mode)
+                for mode, in_mode in modes
+            ],
+        )
+    ]
+
+
+def _map_panel(title: str, results: pd.DataFrame) -> Panel:
+    """Return a panel with a square per contender and cell, from the outcomes of one mode."""
+    cells, contenders = results["cell"], results["label"]
+    # The longer list becomes the rows, because their labels are horizontal and need less space.
+    contenders_are_rows = contenders.nunique() > cells.nunique()
+    y_names, x_names = (contenders, cells) if contenders_are_rows else (cells, contenders)
     entries = [
         Square(
             column,
             row,
-            MAP_LABELS.get(status, status),
+            STATUS_LABELS.get(status, status),
             STATUS_COLOURS.get(status, STATUS_COLOURS["error"]),
             OK_OPACITY if status == "ok" else FAILURE_OPACITY,
         )
@@ -101,25 +133,17 @@ def figures(run: Run) -> list[Figure]:
     ]
     width = max(5.4, 2.6 + 0.55 * x_names.nunique())
     height = max(2.2, 0.26 * y_names.nunique() + 1.6)
-    return [
-        Figure(
-            "outcomes",
-            "Outcome of every measurement",
-            f"Cells by contenders. {legend}. Reasons are in the table.",
-            f"{len(results)} measurements",
-            [Panel("Outcomes", squares(entries), width, height)],
-        )
-    ]
+    return Panel(title, squares(entries), width, height)
 
 
 def _short_name(cell: str) -> str:
-    """Return the section of a cell's key, and those of its axes that SHORT_AXES has."""
+    """Shorten a cell's key "section D=64 x=3 ..." to its section and `AXES_IN_SHORT_NAMES`."""
     section, *axes = cell.split(" ")
-    return " ".join([section, *(a for a in axes if a[:2] in SHORT_AXES)])
+    return " ".join([section, *(axis for axis in axes if axis.startswith(AXES_IN_SHORT_NAMES))])
 
 
 def failures_table(run: Run) -> Table:
-    """Return a row per outcome that is not "ok", with the reason; "partly" is not "ok"."""
+    """Return one row per failure, with its reason."""
     results = outcome_frame(run)
     return Table.of(
         results[results["status"] != "ok"],
@@ -137,13 +161,15 @@ def failures_table(run: Run) -> Table:
 
 
 def failures_sentence(run: Run) -> str:
-    """Count the outcomes that are not "ok"; without any, return the kind's words of success."""
+    """Count the failures by status; without any, return the success message of the run's kind."""
     statuses = outcome_frame(run)["status"]
     failures = statuses[statuses != "ok"].value_counts()
     if not len(failures):
         return run.kind.reporting.success.format(count=len(statuses))
-    counts = ", ".join(f"{failures[status]} {status}" for status in MEANINGS if status in failures)
+    known_first = [*STATUS_MEANINGS, *failures.index]
+    counts = {status: failures[status] for status in known_first if status in failures}
+    listed = ", ".join(f"{count} {status}" for status, count in counts.items())
     return (
-        f"{failures.sum()} of {len(statuses)} measurements have no result, or not all of it: "
-        f"{counts}."
+        f"{failures.sum()} of {len(statuses)} measurements are incomplete or have no result: "
+        f"{listed}."
     )

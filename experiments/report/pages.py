@@ -84,7 +84,8 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
                 *(figure for case in run_in_mode.case_reports() for figure in case.figures),
             ]
         ]
-        mode_figures += [*figures.mode_figures(run), *outcomes.figures(run)] if is_first else []
+        if is_first:
+            mode_figures += [*figures.mode_figures(run), *outcomes.outcome_figures(run)]
     cases = [
         section for name in run_in_mode.sections() for section in _case_sections(run_in_mode, name)
     ]

@@ -211,7 +211,7 @@ def _fate(arm: Arm, cell: Cell, process: int) -> tuple[str, str]:
 
 def test_failures_are_a_map_and_a_table(tmp_path: Path) -> None:
     run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, fate=_fate)))
-    (figure,) = outcomes.figures(run)
+    (figure,) = outcomes.outcome_figures(run)
     marks = _texts(figure.panels[0])
     _, axes = plt.subplots()
     figure.panels[0].draw(axes)
@@ -237,7 +237,7 @@ def test_wrong_in_one_process_is_wrong(tmp_path: Path) -> None:
 
 
 def test_no_map_where_nothing_failed(plain: Run) -> None:
-    assert outcomes.figures(plain) == []
+    assert outcomes.outcome_figures(plain) == []
     assert outcomes.failures_sentence(plain).startswith("None: all ")
 
 

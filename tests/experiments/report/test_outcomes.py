@@ -52,6 +52,30 @@ def test_reasons_of_several_processes_and_a_missing_one(tmp_path: Path) -> None:
     assert set(found["num_ok"]) == {1}
 
 
+def test_a_repeated_process_is_not_the_last(tmp_path: Path) -> None:
+    fates = {0: ("error", "first"), 1: ("oom", "second")}
+    path = make_run(
+        tmp_path / "run",
+        Recipe(words=SMALL, replicates=2, fate=lambda arm, cell, process: fates[process]),
+    )
+    records = lines(path)
+    again = [record for record in records if record["replicate"] == 0]
+    (path / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records + again))
+    found = outcomes.outcome_frame(Run.read(path))
+    assert set(found["status"]) == {"error"}
+    assert set(found["process"]) == {0}
+    assert set(found["reason"]) == {"first; second"}
+
+
+def test_each_mode_has_a_map(tmp_path: Path) -> None:
+    path = make_run(
+        tmp_path / "run",
+        Recipe(words=SMALL, modes=("hot", "cold"), fate=lambda arm, cell, process: ("oom", "")),
+    )
+    (figure,) = outcomes.outcome_figures(Run.read(path))
+    assert [panel.title for panel in figure.panels] == ["Outcomes, hot", "Outcomes, cold"]
+
+
 UNKNOWN = (
     "optimizer",
     "mode",
@@ -74,6 +98,8 @@ def test_a_value_of_a_newer_harness_has_a_report(key: str, tmp_path: Path) -> No
     (path / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     write_report(path)
     assert "How to read this" in (path / "index.html").read_text()
+    if key == "status":
+        assert outcomes.failures_sentence(Run.read(path)).endswith(f": {len(records)} unheard_of.")
     if key == "optimizer":  # the bytes of its state are not known here
         (figure,) = figures.roofline_figures(Run.read(path))
         assert [panel.title for panel in figure.panels] == ["Forward"]
