@@ -28,7 +28,7 @@ from emblib.specs import OptionEnum, check_count
 
 
 class Scaling(OptionEnum):
-    """What stays constant as ranks are added: the global batch (STRONG) or that per rank (WEAK)."""
+    """Quantity that stays constant as ranks are added: the batch of all (STRONG) or one (WEAK)."""
 
     STRONG = "strong"
     WEAK = "weak"
