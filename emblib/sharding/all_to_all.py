@@ -70,6 +70,7 @@ def start_all_to_all(
     *,
     received: Tensor | None = None,
     content: Content = Content.VALUES,
+    encoding: int = 0,
     has_header: bool = True,
 ) -> CollectiveAwaitable:
     """Start an all-to-all of one message per rank; return an awaitable of the received messages.
@@ -87,6 +88,7 @@ def start_all_to_all(
         received: buffer for the messages, flat, in rank order, of the dtype and device of `sent`;
             allocated if None.
         content: kind of the message, the same on all ranks.
+        encoding: number of the encoding of VALUES, which headers compare.
         has_header: whether ranks compare headers, if the content allows it. Pass False if ranks
             cannot disagree: an earlier header of this step covers the message, or no other
             collective uses the process group. Without a header no rank waits for the others here.
@@ -104,7 +106,7 @@ def start_all_to_all(
     if in_flight is not None and has_header and content not in _WITHIN_FORWARD:
         itemsize = sent.element_size()
         Headers(
-            [content, ALL_TO_ALL],
+            [content, ALL_TO_ALL, encoding],
             [n * itemsize for n in sizes],
             [n * itemsize for n in received_sizes],
             ranks,
@@ -121,12 +123,14 @@ def start_all_gather(
     ranks: RankGroup,
     *,
     content: Content = Content.VALUES,
+    encoding: int = 0,
     has_header: bool = True,
 ) -> CollectiveAwaitable:
     """Start to send all of `sent` (flat) to every rank; `sizes[r]` elements come from rank r.
 
-    `sizes` must have the size of `sent` for this rank. The result is flat, in rank order. `content`
-    and `has_header` are those of `start_all_to_all`, but any content may have a header here.
+    `sizes` must have the size of `sent` for this rank. The result is flat, in rank order.
+    `content`, `encoding` and `has_header` are those of `start_all_to_all`, but any content may have
+    a header here.
 
     Raises:
         RuntimeError: see `start_all_to_all`.
@@ -139,7 +143,7 @@ def start_all_gather(
     if in_flight is not None and has_header:
         itemsize = sent.element_size()
         Headers(
-            [content, ALL_GATHER],
+            [content, ALL_GATHER, encoding],
             [sent.nbytes] * ranks.size,
             [n * itemsize for n in sizes],
             ranks,

@@ -24,6 +24,7 @@ on a GPU they are not compared.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from torch import Tensor
 from emblib.ops.derivatives import once_differentiable
 from emblib.sharding.all_to_all import start_all_gather, start_all_to_all
 from emblib.sharding.awaitables import Awaitable
-from emblib.sharding.codecs import Codec, CommPrecision
+from emblib.sharding.codecs import Codec, CommPrecision, check_comm_precision
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.specs import OptionEnum
@@ -272,6 +273,7 @@ def _start_collective(
 ) -> Awaitable[Tensor]:
     """Start a collective whose backward is the opposite one; sizes are elements per rank."""
     pattern, comm_precision, gradients = options
+    comm_precision = check_comm_precision(comm_precision)
     _check_floating(values.dtype)
     sent_sizes, received_sizes = tuple(sizes), tuple(received_sizes)
     directions = (
@@ -313,13 +315,14 @@ class _Direction:
 
     def start(self, values: Tensor) -> Any:
         """Start to send flat `values`: those for each rank, or for COPIES those for all ranks."""
-        splits = self.codec.payload_splits
+        splits, encoding = self.codec.payload_splits, _encoding(self.codec, values.dtype)
         if self.pattern is _Pattern.COPIES:
             payload = self.codec.encode(values, self.sent_sizes[:1])
-            return start_all_gather(payload, splits(self.received_sizes), self.ranks)
+            received_sizes = splits(self.received_sizes)
+            return start_all_gather(payload, received_sizes, self.ranks, encoding=encoding)
         payload = self.codec.encode(values, self.sent_sizes)
         sizes, received_sizes = splits(self.sent_sizes), splits(self.received_sizes)
-        return start_all_to_all(payload, sizes, received_sizes, self.ranks)
+        return start_all_to_all(payload, sizes, received_sizes, self.ranks, encoding=encoding)
 
     def finish(self, pending: Any, dtype: torch.dtype) -> Tensor:
         """Return the received elements, flat: those of all ranks, or their sum over ranks."""
@@ -401,11 +404,20 @@ class _CollectiveAwaitable(Awaitable[Tensor]):
         return result
 
 
+def _encoding(codec: Codec, dtype: torch.dtype) -> int:
+    """Return a number of a codec and the dtype of its values, the same in all processes."""
+    text = str(codec)
+    name = type(codec).__name__ if " at 0x" in text else text
+    return zlib.crc32(f"{name} {dtype}".encode())
+
+
 def _check_ranks(name: str, per_rank: Sequence[Any], ranks: RankGroup) -> None:
     if len(per_rank) != ranks.size:
         raise ValueError(
             f"{name} must have an entry for each of {ranks.size} ranks: got {per_rank}"
         )
+    if any(isinstance(size, int | float) and size < 0 for size in per_rank):
+        raise ValueError(f"{name} must be >= 0, got {per_rank}")
 
 
 def _check_floating(dtype: torch.dtype) -> None:

@@ -75,7 +75,8 @@ class _KindEntry(enum.IntEnum):
 
     CONTENT = 0  # a `Content`
     COLLECTIVE = 1  # ALL_TO_ALL or ALL_GATHER
-    # GRADIENTS: a bit mask of outputs and the `_SCALED_BIT`; SIZES: the number of lists; else 0.
+    # GRADIENTS: a bit mask of outputs and the `_SCALED_BIT`; SIZES: the number of lists; VALUES: a
+    # number of their encoding; else 0.
     DETAILS = 2
 
 
@@ -226,6 +227,11 @@ def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: H
         raise RuntimeError(
             f"the losses of rank {peer} and rank {rank} used the outputs of different sharded "
             "collections: every rank's loss must use all of them, if only times 0"
+        )
+    if details[rank] != details[peer] and contents[rank] == Content.VALUES:
+        raise RuntimeError(
+            f"rank {peer} sent values in another dtype or with another codec than rank {rank}: all "
+            "ranks must call a collective with one dtype and one CommPrecision"
         )
     if details[rank] != details[peer]:
         raise RuntimeError(

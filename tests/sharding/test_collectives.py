@@ -279,6 +279,24 @@ def test_several_under_way() -> None:
     worlds.run(3, _reordered)
 
 
+def _values_that_differ(ranks: RankGroup) -> None:
+    """Messages of equal sizes in other encodings raise on all ranks, which can go on."""
+    rows = torch.ones(2, 4)
+    half = (torch.float16, torch.bfloat16)[ranks.rank]
+    codec = (INT8(row_dim=4), FP8(row_dim=4))[ranks.rank]
+    other = "in another dtype or with another codec"
+    with pytest.raises(RuntimeError, match=other):
+        collectives.all_gather_base_pooled(rows.to(half), ranks)
+    with pytest.raises(RuntimeError, match=other):
+        collectives.reduce_scatter_base_pooled(rows, ranks, comm_precision=CommPrecision(codec))
+    gathered = collectives.all_gather_base_pooled(rows, ranks).wait()
+    assert torch.equal(gathered, torch.ones(4, 4))
+
+
+def test_encodings_that_differ_between_ranks() -> None:
+    worlds.run(2, _values_that_differ)
+
+
 def _frozen(ranks: RankGroup) -> None:
     with torch.no_grad():
         out = collectives.all_gather_base_pooled(torch.ones(2, 2), ranks).wait()
@@ -297,6 +315,10 @@ def test_wrong_use() -> None:
         collectives.reduce_scatter_v_pooled(rows, [1, 2], ranks)
     with pytest.raises(ValueError, match=r"2 dimensions and 4 rows.*got \[3, 2\]"):
         collectives.reduce_scatter_v_pooled(rows, [4], ranks)
+    with pytest.raises(ValueError, match=r"sizes must be >= 0, got \[-1\]"):
+        collectives.alltoall_sequence(rows, [-1], [3], ranks)
+    with pytest.raises(TypeError, match="CommPrecision"):
+        collectives.all_gather_base_pooled(rows, ranks, comm_precision=FP16())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"columns\[0\] of this rank: got 2"):
         collectives.alltoall_pooled(rows, [3], [5], ranks)
     with pytest.raises(TypeError, match=r"must be floating, got torch\.int64"):
