@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from emblib.collections.optimizers.table_groups import TableGroup
 from emblib.jagged.static_batches import BatchLayout, StaticBatch
-from emblib.tables.bounds_report import lookups_with_padding
+from emblib.tables.bounds_report import with_padding
 
 __all__ = ["CapturedStep"]
 
@@ -141,8 +141,7 @@ class CapturedStep:
         if self._device.type != "cuda":
             padded = StaticBatch(layout, bound, self._device)
             padded.fill(leaves)
-            with lookups_with_padding():
-                return _detach(self._step(padded.batch()))
+            return _detach(with_padding(self._step)(padded.batch()))
         size_class = self._size_classes.get(bound)
         if size_class is None:
             inputs = StaticBatch(layout, bound, self._device)
@@ -151,8 +150,7 @@ class CapturedStep:
             self._check_unchanged(size_class)
         with self._on_stream() as caller:
             size_class.inputs.fill(leaves)
-            with lookups_with_padding():
-                result = self._run_or_replay(size_class)
+            result = with_padding(self._run_or_replay)(size_class)
             return result if size_class.graph is not None else _record_stream(result, caller)
 
     def run_eagerly(self, batch: Any) -> Any:

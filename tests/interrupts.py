@@ -18,8 +18,8 @@ import emblib
 ROOT = str(Path(emblib.__file__).parent)
 # Between a change of the mode and its `try` or `finally` no signal is handled, as there is no call;
 # an exception that a trace function raises there would leave gradients off. Real signals are in
-# tests/test_grad_mode.py.
-ATOMIC = str(Path(ROOT, "grad_mode.py"))
+# tests/test_grad_mode.py and tests/test_context_values.py.
+ATOMIC = {str(Path(ROOT, name)) for name in ("grad_mode.py", "context_values.py")}
 
 
 @functools.cache
@@ -64,7 +64,7 @@ class interrupt_at_line:
         """Be the trace function of a thread."""
         if event == "call":
             name = frame.f_code.co_filename
-            return self.trace if name.startswith(ROOT) and name != ATOMIC else None
+            return self.trace if name.startswith(ROOT) and name not in ATOMIC else None
         if event == "line" and frame.f_lasti not in _exits(frame.f_code):
             self._left -= 1
             if self._left == 0:

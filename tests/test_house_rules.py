@@ -59,6 +59,7 @@ LAYERS = (
         "emblib.attribute_errors",
         "emblib.tt",
         "emblib.columns",
+        "emblib.context_values",
         "emblib.grad_mode",
         "emblib.torch_names",
     ),

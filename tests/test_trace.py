@@ -17,7 +17,7 @@ import emblib
 from emblib.compat import fbgemm
 from emblib.compat.fbgemm_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from emblib.inference import InferenceEmbeddingBags, RowIndex
-from emblib.tables.bounds_report import lookups_with_padding
+from emblib.tables.bounds_report import with_padding
 from emblib.trace.recorder import distinct_names
 from tests.compat.peer import peer_module
 
@@ -138,9 +138,8 @@ def test_padding_before_the_first_bag_is_not_recorded() -> None:
         emblib.TTEmbeddingBag(trains[0], sgd),
     ):
         assert bags(recorded(module, *batch)) == [[8], [49]], type(module)
-    with lookups_with_padding():
-        for other in (cached, emblib.DynamicEmbeddingBags([emblib.DynamicSpec(64, 4)], sgd)):
-            assert bags(recorded(other, *batch)) == [[8], [49]], type(other)
+    for other in (cached, emblib.DynamicEmbeddingBags([emblib.DynamicSpec(64, 4)], sgd)):
+        assert bags(with_padding(recorded)(other, *batch)) == [[8], [49]], type(other)
     assert bags(recorded(cached, torch.tensor([[7, 8], [9, 1]]))) == [[7, 8], [9, 1]]
 
 

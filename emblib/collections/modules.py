@@ -42,7 +42,7 @@ from emblib.specs import BoundsCheck, Pooling
 from emblib.storage import Quantized, TableHandle, TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.handles import TableHandles
-from emblib.storage.initial_values import skip_initial_values
+from emblib.storage.initial_values import without_initial_values
 from emblib.tables import state_dicts
 
 
@@ -336,9 +336,9 @@ class TableCollection(nn.Module):
                 for config in configs
             )
             try:
-                with skip_initial_values():
-                    groups = self._make_groups(old_groups.device, old_groups.seeds)
-            except Exception:
+                make_groups = without_initial_values(self._make_groups)
+                groups = make_groups(old_groups.device, old_groups.seeds)
+            except BaseException:
                 self.configs = configs
                 raise
         for install in installs:
@@ -365,8 +365,7 @@ class TableCollection(nn.Module):
         """
         old_groups = self.groups
         self._shared = {**self._shared, **tables}
-        with skip_initial_values():
-            groups = self._make_groups(old_groups.device, old_groups.seeds)
+        groups = without_initial_values(self._make_groups)(old_groups.device, old_groups.seeds)
         groups.set_output_dtype(old_groups.output_dtype)
         for s, handle in groups.unshared_handles() if old_groups.device.type != "meta" else ():
             table_slice, source = groups.slices[s], old_groups.handles[s]
@@ -396,8 +395,7 @@ class TableCollection(nn.Module):
         """
         for config in self.configs:
             config.storage.check_copyable(config)
-        with skip_initial_values():
-            copied = self._with_configs(self.quantized_configs(bits))
+        copied = without_initial_values(self._with_configs)(self.quantized_configs(bits))
         copied.groups.set_output_dtype(self.groups.output_dtype)
         copied.copy_rows(self)
         return copied.eval()

@@ -30,7 +30,7 @@ from emblib.specs import BoundsCheck, Pooling, format_config
 from emblib.storage import Dense, Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.dense import DenseHandle, DenseModule
-from emblib.storage.initial_values import skip_initial_values
+from emblib.storage.initial_values import without_initial_values
 from emblib.tables import state_dicts
 from emblib.tables.cache import BatchId
 from emblib.tables.graph_break import run_uncompiled
@@ -248,8 +248,8 @@ class SharedTable:
             ValueError: the table cannot have the optimizer.
         """
         config, old_groups = replace(self.config, optimizer=optimizer), self.groups
-        with skip_initial_values():
-            groups = self._make_groups(config, old_groups.device, old_groups.seeds)
+        make_groups = without_initial_values(self._make_groups)
+        groups = make_groups(config, old_groups.device, old_groups.seeds)
 
         def install() -> None:
             self.config = config

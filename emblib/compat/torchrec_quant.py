@@ -31,7 +31,7 @@ from emblib.compat.torchrec_types import (
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.sharding.shard import SHARDED
 from emblib.storage import Dense, Quantized
-from emblib.storage.initial_values import skip_initial_values
+from emblib.storage.initial_values import without_initial_values
 
 _BITS_PER_VALUE = {DataType.INT8: 8, DataType.INT4: 4}
 
@@ -110,11 +110,10 @@ class _Quantised:
             for config in module.configs
         ]
         option = {cls._option_name: getattr(module, cls._option_name)()}
-        with skip_initial_values():
-            quantised_class: Any = cls
-            quantised = quantised_class(
-                configs, device=module.device, output_dtype=output_dtype, **option
-            )
+        quantised_class: Any = cls
+        quantised = without_initial_values(quantised_class)(
+            configs, device=module.device, output_dtype=output_dtype, **option
+        )
         quantised.copy_rows(module)
         return quantised
 
@@ -243,8 +242,7 @@ class _ShardedOverDevices(Subscripted, nn.Module):
         configs = [
             config for config in self.configs if device_of_table[config.name] == device_number
         ]
-        with skip_initial_values():
-            part = self._make_collection(module, configs, device)
+        part = without_initial_values(self._make_collection)(module, configs, device)
         part.copy_rows(module)
         return part
 

@@ -693,7 +693,7 @@ def check_batch(
 def num_padding_ids(ids: Tensor, offsets: Tensor) -> int:
     """Return the number of ids before the first offset, if they are padding.
 
-    The result is 0 outside `lookups_with_padding`, and on a GPU, whose kernels skip padding. On the
+    The result is 0 outside `with_padding`, and on a GPU, whose kernels skip padding. On the
     CPU the caller must remove the padding from the batch.
     """
     if not is_padded() or ids.is_cuda or not offsets.numel():

@@ -7,16 +7,17 @@ reads; shapes and dtypes are those of `emblib.ops.tbe`.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from emblib.columns import FeatureColumn, Hyper, Tier
+from emblib.context_values import with_value
 from emblib.ops import codes, tbe
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import count_step, native
@@ -113,30 +114,23 @@ class Tiers(NamedTuple):
     output_dtype: torch.dtype
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _for_update = ContextVar("for_update", default=False)
 
 
-@contextmanager
-def for_update() -> Iterator[None]:
-    """Context in which lookups are made for their backward only.
+def for_update(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that makes the lookups of another one for their backward only.
 
     `FusedLookup` and `GradientLookup` return zeros, which take no memory, except in compiled code.
     """
-    token = _for_update.set(True)
-    try:
-        yield
-    finally:
-        _for_update.reset(token)
+    return with_value(_for_update, True, function)
 
 
-@contextmanager
-def with_values() -> Iterator[None]:
-    """Context in which lookups return their values even within `for_update`."""
-    token = _for_update.set(False)
-    try:
-        yield
-    finally:
-        _for_update.reset(token)
+def with_values(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function whose lookups return their values even within `for_update`."""
+    return with_value(_for_update, False, function)
 
 
 def is_for_update() -> bool:

@@ -15,15 +15,15 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from emblib.columns import FeatureColumn
+from emblib.context_values import with_value
 from emblib.grad_mode import in_grad_mode
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.scaled_gradients import unscale
@@ -142,21 +142,19 @@ class _OuterStep(NamedTuple):
         return self.step.add(contribution, self.task_id)
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _outer_task_id: ContextVar[int | None] = ContextVar("outer_task_id", default=None)
 
 
-@contextmanager
-def adding_to(task_id: int) -> Iterator[None]:
-    """Context in which lookups add their gradients to the joint steps of another backward.
+def adding_to(task_id: int, function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function whose lookups add their gradients to the joint steps of another backward.
 
     `task_id` is the graph task id of that backward, whose graph must contain the anchors of the
     tables.
     """
-    token = _outer_task_id.set(task_id)
-    try:
-        yield
-    finally:
-        _outer_task_id.reset(token)
+    return with_value(_outer_task_id, task_id, function)
 
 
 def apply_contributions(

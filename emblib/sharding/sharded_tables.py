@@ -179,8 +179,8 @@ class GradientSink(torch.autograd.Function):
             weights = weights.detach().requires_grad_(ctx.needs_input_grad[1])
 
         def look_up_and_update() -> None:
-            with autograd.for_update(), adding_to(torch._C._current_graph_task_id()):
-                rows = ctx.look_up(weights)
+            task_id = torch._C._current_graph_task_id()
+            rows = autograd.for_update(adding_to(task_id, ctx.look_up))(weights)
             if rows.requires_grad:  # frozen tables have nothing to do
                 mark_nested(rows)
                 rows.backward(grad.reshape(rows.shape).to(rows.dtype))

@@ -8,7 +8,6 @@ kinds of tables.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -301,8 +300,8 @@ class ComposedLookup(nn.Module):
         """
         sizes = None if batch_sizes is None else [*batch_sizes] * self._rows_per_id
         updates_only = not torch.compiler.is_compiling() and autograd.is_for_update()
-        with autograd.with_values() if updates_only else contextlib.nullcontext():
-            looked_up = self.components(rows, all_offsets, None, batch_sizes=sizes).float()
+        look_up = autograd.with_values(self.components) if updates_only else self.components
+        looked_up = look_up(rows, all_offsets, None, batch_sizes=sizes).float()
         first_rows, second_rows = looked_up.view(self._rows_per_id, -1, looked_up.shape[1])
         products = (1.0 + first_rows) * second_rows
         if self.pooling is Pooling.NONE:

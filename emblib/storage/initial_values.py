@@ -8,12 +8,14 @@ overlaps and copies its part.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from emblib.context_values import with_value
 from emblib.grad_mode import without_gradients
 from emblib.init import ByRows
 from emblib.ops import primitives
@@ -29,25 +31,27 @@ def new_seeds(slices: Iterable[TableSlice]) -> dict[str, int]:
     return {name: primitives.new_seed() for name in names}
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _is_skipping = ContextVar("_is_skipping", default=False)
 
 
-@contextlib.contextmanager
-def skip_initial_values() -> Iterator[None]:
-    """Construct tables without initial values inside this context; the caller writes all rows.
+def without_initial_values(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that constructs tables without initial values; the caller writes all rows.
 
     `init_fn` is not called, and torch's CPU generator does not advance.
     """
-    token = _is_skipping.set(True)
-    try:
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         with torch.random.fork_rng(devices=[]):  # seeds of tables are drawn from it
-            yield
-    finally:
-        _is_skipping.reset(token)
+            return function(*args, **kwargs)
+
+    return with_value(_is_skipping, True, call)
 
 
 def skips_initial_values() -> bool:
-    """Return whether the caller is inside `skip_initial_values()`."""
+    """Return whether the caller is inside `without_initial_values`."""
     return _is_skipping.get()
 
 
@@ -59,7 +63,7 @@ def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
     `ByRows` writes the whole table, for a slice in CPU memory, and draws other random values there
     than on a GPU. `ByRows` writes each block that the slice overlaps, on the device of `weight`.
     Torch's generators are seeded before each call. Does nothing on meta or inside
-    `skip_initial_values`.
+    `without_initial_values`.
     """
     config = table_slice.config
     if weight.is_meta or skips_initial_values():

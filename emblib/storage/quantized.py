@@ -179,7 +179,7 @@ class QuantizedModule(QuantizedEmbeddingBags):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial values of all tables, unless on meta or in `skip_initial_values`."""
+        """Draw the initial values of all tables, unless on meta or in `without_initial_values`."""
         super().reset_parameters()
         if self.packed.is_meta or skips_initial_values():
             return

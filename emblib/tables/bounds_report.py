@@ -7,18 +7,21 @@ copy is complete, so a lookup does not make the host wait.
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from emblib.columns import FeatureColumn
+from emblib.context_values import with_value
 from emblib.tables.parameters import caller_level
 
 CHECKS_PER_COPY = 16  # checks per copy of the counts, which costs a copy and an event; not measured
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _is_padded = ContextVar("is_padded", default=False)
 BOUNDS_MESSAGE = (
     "emblib: {indices} indices and {offsets} offsets out of bounds{where}; "
@@ -40,22 +43,17 @@ class BatchCheck(NamedTuple):
     violations: Tensor
 
 
-@contextmanager
-def lookups_with_padding() -> Iterator[None]:
-    """Declare that lookups in this context may have padding: ids -1 before the first offset.
+def with_padding(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function whose lookups may have padding: ids -1 before the first offset.
 
     Dense tables skip id -1 in any case. In dynamic tables -1 is a valid key, so their lookups call
     `is_padded` to know whether such ids are padding.
     """
-    token = _is_padded.set(True)
-    try:
-        yield
-    finally:
-        _is_padded.reset(token)
+    return with_value(_is_padded, True, function)
 
 
 def is_padded() -> bool:
-    """Return whether the caller is inside `lookups_with_padding()`."""
+    """Return whether the caller is inside `with_padding`."""
     return _is_padded.get()
 
 

@@ -19,7 +19,7 @@ from emblib import (
 )
 from emblib.collections.checked_batch import checked_batch
 from emblib.inference import for_inference
-from emblib.tables.bounds_report import lookups_with_padding
+from emblib.tables.bounds_report import with_padding
 from tests.sharding import worlds
 
 IDS = torch.tensor([1, 2, 3, 4, 5])
@@ -118,8 +118,7 @@ def test_ids_before_the_first_bag() -> None:
     output, text = outcome(make(), padding)
     assert text == ""
     assert torch.equal(output.values(), make()(batch(keys, [1, 2], IDS[2:])).values())
-    with lookups_with_padding():
-        assert checked_batch(lost, BoundsCheck.WARNING).values() is IDS
+    assert with_padding(checked_batch)(lost, BoundsCheck.WARNING).values() is IDS
 
 
 def test_a_valid_batch_is_returned_as_it_is() -> None:

@@ -83,8 +83,7 @@ def test_long_path_where_more_is_asked(device: torch.device) -> None:
     weights = torch.ones(6, device=device, requires_grad=True)
     assert not is_short(module(ids, offsets, weights))
     assert not is_short(module(ids, offsets, batch_sizes=[[1], [1]]))
-    with autograd.for_update():
-        assert not is_short(module(ids, offsets))
+    assert not is_short(autograd.for_update(module)(ids, offsets))
     external = make(device, optim.External())
     assert not is_short(external(ids, offsets))
 

@@ -316,8 +316,7 @@ def _one_table_frozen(module: TableBatchedEmbeddingBags) -> Tensor:
 
 
 def _for_update(module: TableBatchedEmbeddingBags) -> Tensor:
-    with autograd.for_update():
-        return module(*BATCH)
+    return autograd.for_update(module)(*BATCH)
 
 
 def _reported(module: TableBatchedEmbeddingBags) -> Tensor:

@@ -6,7 +6,6 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -506,8 +505,8 @@ def test_lookups_for_the_sake_of_their_update(
         )
         weights = torch.linspace(0, 1, indices.numel(), device=device).requires_grad_()
         given = weights if weighted else None
-        with autograd.for_update() if for_update else nullcontext():
-            out = table(indices, offsets, given, batch_sizes=sizes)
+        look_up = autograd.for_update(table) if for_update else table
+        out = look_up(indices, offsets, given, batch_sizes=sizes)
         if for_update:
             assert out.untyped_storage().nbytes() == out.element_size()
         grad = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)
