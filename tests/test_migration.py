@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 import emblib
 from emblib import optim
 from emblib.migration import MigratedEmbedding, MigratedEmbeddingBag, TorchWeight, Trained
+from tests.interrupts import each_line
 
 ROWS, DIM = 50, 8
 IDS = torch.randint(ROWS, (12, 4), generator=torch.Generator().manual_seed(0))
@@ -519,6 +520,30 @@ def test_means_take_no_weights() -> None:
         with pytest.raises(NotImplementedError, match="per_sample_weights"):
             model[0](ids, per_sample_weights=weights)
         emblib.migrate(model)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adagrad"])  # not fused, and fused
+def test_an_interrupted_undo_is_repeated(name: str) -> None:
+    def migrated() -> tuple[Model, torch.optim.Optimizer, emblib.Migration]:
+        model = Model()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        train(model, optimizer, 2)
+        migration = emblib.migrate(model, optimizer)
+        train(model, optimizer, 2)
+        return model, optimizer, migration
+
+    expected, optimizer, migration = migrated()
+    migration.undo()
+    train(expected, optimizer, 2)
+    for attempt in each_line(step=17):
+        model, optimizer, migration = migrated()
+        with attempt:
+            migration.undo()
+        if not migration._is_undone:
+            migration.undo()
+        train(model, optimizer, 2)
+        assert all(map(torch.equal, rows_of(model), rows_of(expected))), attempt.where
+        assert len(optimizer.param_groups[0]["params"]) == 4
 
 
 def test_undoing_keeps_the_mode() -> None:

@@ -314,19 +314,26 @@ class TorchWeight:
             trained.optimizer.state[table.parameter] = trained.state
 
     def carry_back(self, table: MigratedTable) -> None:
-        """Copy rows and states back, and put the weight into the optimizer's group again."""
+        """Copy rows and states back, and put the weight into the optimizer's group again.
+
+        The group changes last, so that the call can be repeated after an interrupt.
+        """
         weight, trained = self.weight, self.trained
         weight.copy_(table.rows)
         if trained is None:
             return
-        if not table.is_fused:
-            state = trained.optimizer.state.get(table.parameter, {})
-            trained.replace(table.parameter, [weight])
-        else:
-            trained.restore(weight)
+        if table.is_fused:
             state = self.state_of(table)
+        else:
+            state = trained.optimizer.state.get(table.parameter, {})
         if state:
             trained.optimizer.state[weight] = state
+        if any(parameter is weight for parameter in trained.group["params"]):
+            return
+        if table.is_fused:
+            trained.restore(weight)
+        else:
+            trained.replace(table.parameter, [weight])
 
     def _common_states(self, table: MigratedTable) -> set[str]:
         """Return the names of states that both a fused table and the optimizer of torch have."""

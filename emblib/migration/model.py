@@ -83,7 +83,7 @@ class Migration:
         tables: Optimizer | None,
     ) -> None:
         self._model, self._tables = model, tables
-        self._is_undone = False
+        self._is_undone = self._is_undoing = False
         self.replaced, self.left = tuple(replaced), tuple(left)
         self.warnings = tuple(self._warnings(optimizers))
 
@@ -242,23 +242,36 @@ class Migration:
     def undo(self) -> None:
         """Put the old modules back, with the current rows and states of the tables.
 
+        If it is interrupted, call it again: it puts back the modules that are left.
+
         Raises:
             RuntimeError: the migration was undone, or a new module has been replaced since.
         """
-        self._require_migrated()
+        self._check_modules()
+        self._is_undoing = True
         for replaced in self.replaced:
-            replaced.carry_back()
-            replaced.old.train(replaced.new.training)
-            _set_module(self._model, replaced.paths, replaced.old)
+            modules = dict(self._model.named_modules(remove_duplicate=False))
+            if any(modules.get(path) is replaced.new for path in replaced.paths):
+                replaced.carry_back()
+                replaced.old.train(replaced.new.training)
+                _set_module(self._model, replaced.paths, replaced.old)
         self._is_undone = True
 
     def _require_migrated(self) -> None:
+        """Raise RuntimeError unless all new modules are in the model."""
+        self._check_modules()
+        if self._is_undoing:
+            raise RuntimeError("undo() was interrupted: call it again")
+
+    def _check_modules(self) -> None:
         """Raise RuntimeError if the migration was undone, or a module was replaced since."""
         if self._is_undone:
             raise RuntimeError("the migration was undone already")
         modules = dict(self._model.named_modules(remove_duplicate=False))
         for replaced in self.replaced:
             for path in replaced.paths:
+                if self._is_undoing and modules.get(path) is replaced.old:
+                    continue
                 if modules.get(path) is not replaced.new:
                     raise RuntimeError(
                         f"the module that migrate put at {path} has been replaced since, e.g. by "
