@@ -158,7 +158,7 @@ def module_plan(
     Raises:
         ValueError: a table has no rule, a rule has no table, shards do not fit, or a storage cannot
             be sharded.
-        TypeError: an entry of `rules` is no rule, or `rules` is no mapping.
+        TypeError: an entry of `rules` is not a rule, or `rules` is not a mapping.
     """
     if not isinstance(rules, Mapping):
         raise TypeError(

@@ -596,7 +596,7 @@ class ShardedTables(nn.Module):
 
         Raises:
             KeyError: the batch lacks a feature.
-            TypeError: `features` is no batch, or the dtype of its values is none of ids.
+            TypeError: `features` is not a batch, or the dtype of its values is none of ids.
             ValueError: values have another number of dimensions than 1; or see the subclass.
             RuntimeError: lengths do not fit the ids, see `checked_batch`, or with
                 `BoundsCheck.FATAL` and several ranks an id is outside of its table.

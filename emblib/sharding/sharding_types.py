@@ -58,7 +58,7 @@ class World(NamedTuple):
         """Return the ranks of a node.
 
         Raises:
-            TypeError: the node is no int.
+            TypeError: the node is not an int.
             ValueError: there is no such node.
         """
         try:
@@ -117,7 +117,7 @@ class ParameterSharding:
             None keeps it.
 
     Raises:
-        TypeError: a rank or a bound of a shard is no int.
+        TypeError: a rank or a bound of a shard is not an int.
 
     Example:
         >>> left = emblib.sharding.Shard(rank=0, rows=(0, 8), columns=(0, 2))

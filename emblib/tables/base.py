@@ -271,8 +271,8 @@ class FusedTables(nn.Module):
         """Continue counting from `step`, which bias corrections and row counters use.
 
         Raises:
-            TypeError: no int.
-            ValueError: a negative step.
+            TypeError: `step` is not an int.
+            ValueError: `step` is negative.
         """
         step = check_count("step", step, minimum=0)
         self.hyperparams[Hyper.STEP].fill_(step)
@@ -288,7 +288,7 @@ class FusedTables(nn.Module):
 
         Raises:
             RuntimeError: the tables leave gradients for another optimizer.
-            ValueError: no number >= 0 that is finite in float32.
+            ValueError: `lr` is not a number >= 0 that is finite in float32.
         """
         if not autograd.is_fused(self.optimizer):
             raise RuntimeError(
@@ -309,8 +309,8 @@ class FusedTables(nn.Module):
 
         Raises:
             RuntimeError: the tables leave gradients for another optimizer.
-            TypeError: no such field.
-            ValueError: a value that the field cannot have, or that makes it another kind of
+            TypeError: the optimizer has no such field.
+            ValueError: a field cannot have its value, or the value would make it another kind of
                 optimizer.
         """
         if not autograd.is_fused(self.optimizer):
@@ -327,7 +327,7 @@ class FusedTables(nn.Module):
         and device may differ. The host waits for a GPU that has it.
 
         Raises:
-            ValueError: numbers that the optimizer cannot have; nothing is changed.
+            ValueError: the optimizer cannot have the numbers; nothing is changed.
         """
         hyperparameters.set_saved_fields(self, values)
         self.hyperparams.copy_(values)
@@ -458,7 +458,7 @@ class FusedTables(nn.Module):
         """Load a state dict, or nothing of it if an entry is invalid.
 
         Raises:
-            RuntimeError: an invalid entry or, with `strict`, a missing or unexpected key.
+            RuntimeError: an entry is invalid or, with `strict`, a key is missing or unexpected.
         """
         if strict:
             state_dicts.check_keys(self._expected_keys(state_dict), state_dict)
@@ -591,7 +591,7 @@ def table_numbers(feature_tables: Sequence[int] | None, num_tables: int) -> tupl
     """Return the table of each feature; None gives feature i table i.
 
     Raises:
-        TypeError: anything but a sequence of integers.
+        TypeError: `feature_tables` is not a sequence of integers.
     """
     if feature_tables is None:
         return tuple(range(num_tables))
@@ -622,7 +622,7 @@ def table_names(names: Sequence[str]) -> list[str]:
     """Return the name of each table in state dicts: its own, or `table_<i>` if it has none.
 
     Raises:
-        ValueError: two tables of one name.
+        ValueError: two tables have the same name.
     """
     result = [name or f"table_{t}" for t, name in enumerate(names)]
     for name in result:

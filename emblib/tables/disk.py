@@ -267,7 +267,7 @@ class DiskStore:
             bool: whether some pages were not in memory, and so were read.
 
         Raises:
-            IndexError: a row that no table has.
+            IndexError: no table has one of the rows.
             OSError: a page cannot be read.
         """
         rows = self._flat_rows(rows)
@@ -286,7 +286,7 @@ class DiskStore:
             rows: rows as `protect` takes them.
 
         Raises:
-            IndexError: a row that no table has, unless all pages are verified already.
+            IndexError: no table has one of the rows, unless all pages are verified already.
             ChecksumError: a page is not as the last commit left it.
             OSError: a page cannot be read.
         """
@@ -347,7 +347,7 @@ class DiskStore:
                 from the first row of the first table.
 
         Raises:
-            IndexError: a row that no table has.
+            IndexError: no table has one of the rows.
             RuntimeError: the store is closed, or a sync of it has failed.
             OSError: the disk is full, or a page cannot be read. The rows must not be written then;
                 the store stays usable.

@@ -70,7 +70,7 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
     """Return a copy of an optimizer with some fields changed, by their names in `emblib.optim`.
 
     Raises:
-        TypeError: no such field.
+        TypeError: the optimizer has no such field.
         ValueError: a field cannot have its value, or the changes would make another kind of
             optimizer: with other states or kernels, or with another `deferred`.
     """
@@ -212,7 +212,7 @@ def changes_of_group(optimizer: Optimizer, entries: Mapping[str, Any]) -> GroupC
     Of the values of fields only `lr` is checked here; `with_changes` checks the others.
 
     Raises:
-        TypeError, ValueError: `lr` is no number.
+        TypeError, ValueError: `lr` is not a number.
         ValueError: an entry would have an effect in `torch.optim`, but has none on these tables.
     """
     changes = GroupChanges({}, {})

@@ -177,8 +177,8 @@ class Memory:
         layout: location of each table.
 
     Raises:
-        ValueError: a placement that `device` does not have, or DISK tables without a directory.
-            `DiskStore` lists more errors of DISK tables.
+        ValueError: `device` does not have the placement of a table, or DISK tables have no
+            directory. `DiskStore` lists more errors of DISK tables.
     """
 
     def __init__(

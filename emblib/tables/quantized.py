@@ -78,7 +78,8 @@ def formats_of(num_tables: int, bits: int | None, formats: Formats | None) -> tu
 
     Raises:
         TypeError: `formats` is neither a format nor a sequence.
-        ValueError: both arguments, other bits or formats, or not one format per table.
+        ValueError: both arguments are set, `bits` or a format is unknown, or there is not one
+            format per table.
     """
     if formats is None:
         bits = 8 if bits is None else bits
@@ -158,10 +159,10 @@ class QuantizedEmbeddingBags(nn.Module):
         formats: format of the rows of all tables, or of each, instead of `bits`.
 
     Raises:
-        TypeError: tables that are no `TableSpec`, or `formats` that are neither a format nor a
-            sequence.
-        ValueError: other bits or formats, or both arguments; another placement or output dtype,
-            equal table names, different dims without pooling, or features of missing tables.
+        TypeError: a table is not a `TableSpec`, or `formats` is neither a format nor a sequence.
+        ValueError: `bits` or a format is unknown, or both are set; a placement is not DEVICE, the
+            output dtype is unknown, table names are equal, dims differ without pooling, or a
+            feature reads a missing table.
 
     Example:
         >>> trained = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(1_000, 64, "item")])
@@ -323,9 +324,9 @@ class QuantizedEmbeddingBags(nn.Module):
             formats: format of the rows of all tables, or of each, instead of `bits`.
 
         Raises:
-            TypeError: another source, a module with `max_norm`, or bags with `padding_idx` or of
-                mode max.
-            ValueError: as of the constructor, or as of `write_rows`.
+            TypeError: the source is of another class, has a `max_norm`, or is a bag with
+                `padding_idx` or of mode max.
+            ValueError: see the constructor and `write_rows`.
         """
         tables = FloatTables.of(source)
         quantized = cls(
@@ -356,7 +357,7 @@ class QuantizedEmbeddingBags(nn.Module):
         They are of any real dtype and on any device.
 
         Raises:
-            ValueError: another dim, rows out of range or complex values; or values that are not
+            ValueError: the rows have another dim, are out of range or complex; or values are not
                 finite or exceed the range of float16, +-65504, unless the format is BF16 or FP32.
                 Nothing is written then.
         """
@@ -404,7 +405,7 @@ class QuantizedEmbeddingBags(nn.Module):
         Lookups raise RuntimeError unless it is contiguous. The counts of violations start from 0.
 
         Raises:
-            ValueError: another dtype or size.
+            ValueError: `packed` has another dtype or size.
         """
         if packed.dtype != torch.uint8 or tuple(packed.shape) != (self._num_bytes,):
             raise ValueError(
@@ -443,7 +444,7 @@ class QuantizedEmbeddingBags(nn.Module):
         """Dequantise `count` rows of a table to float32 `[count, dim]`.
 
         Raises:
-            ValueError: rows out of range of the table.
+            ValueError: a row is out of range of the table.
         """
         location, device = self._locations[table], self.packed.device
         self._check_rows(table, first_row, first_row + count)
@@ -475,11 +476,11 @@ class QuantizedEmbeddingBags(nn.Module):
         as there.
 
         Raises:
-            TypeError: indices, offsets or weights that are no tensors, or `batch_sizes` that are
-                no ints.
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights without pooling, or that require a gradient where gradients are enabled.
-            ValueError: `batch_sizes` that do not fit.
+            TypeError: indices, offsets or weights are not tensors, or `batch_sizes` are not ints.
+            RuntimeError: a dtype, a device or the number of offsets is wrong; an index or offset is
+                invalid, in mode FATAL; or there are weights without pooling, or weights that
+                require a gradient where gradients are enabled.
+            ValueError: `batch_sizes` do not fit.
         """
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)
         if per_sample_weights is not None:
@@ -669,8 +670,8 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, format_code: int)
         Rows of scale, offset and numbers, uint8 `[rows, bytes]`, on the device of `values`.
 
     Raises:
-        ValueError: another format; no tensors, or tensors of another dtype or table; or values
-            beyond the range of float16.
+        ValueError: the format is neither INT4 nor INT8; `values` or `scales` is not a tensor, or
+            has another dtype or shape; or a value exceeds the range of float16.
     """
     if not isinstance(values, Tensor) or not isinstance(scales, Tensor):
         raise ValueError(f"values and scales must be tensors, got {values!r} and {scales!r}")

@@ -80,9 +80,10 @@ class TableBatchedEmbeddingBags(FusedTables):
             `nn.EmbeddingBag` takes them.
 
     Raises:
-        TypeError: an argument of another class.
-        ValueError: features of missing tables, equal table names, different dims where one is
-            needed, a placement that `device` does not have, or tables that the optimizer excludes.
+        TypeError: an argument has another class.
+        ValueError: a feature reads a missing table, table names are equal, dims differ where one is
+            needed, `device` does not have the placement of a table, or the optimizer excludes a
+            table.
         OSError: files of DISK tables cannot be opened; `DiskStore` lists more errors of these.
 
     Weights start uniform in +-1/sqrt(rows) of their table, as DLRM's do; existing DISK tables start
@@ -244,12 +245,11 @@ class TableBatchedEmbeddingBags(FusedTables):
                 vector: rank by rank, feature by feature, bag by bag.
 
         Raises:
-            TypeError: indices, offsets or weights that are no tensors, `batch_sizes` that are no
-                ints.
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights without pooling; a batch that with gradients is not the next prefetched one,
-                or that was written to since its prefetch.
-            ValueError: `batch_sizes` that do not fit.
+            TypeError: indices, offsets or weights are not tensors, or `batch_sizes` are not ints.
+            RuntimeError: a dtype, a device or the number of offsets is wrong; an index or offset is
+                invalid, in mode FATAL; there are weights without pooling; or the batch is, with
+                gradients, not the next prefetched one, or was written to since its prefetch.
+            ValueError: `batch_sizes` do not fit.
         """
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets, module=self)
         if not torch.compiler.is_compiling():

@@ -110,10 +110,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             `nn.EmbeddingBag` takes them.
 
     Raises:
-        TypeError: an argument of another class.
-        ValueError: no tables, features of missing tables, equal table names, different dims without
-            pooling, ranks that the factors do not allow, an unknown `init`, or an optimizer that
-            reads rows.
+        TypeError: an argument has another class.
+        ValueError: there are no tables, a feature reads a missing table, table names are equal,
+            dims differ without pooling, the factors do not allow the ranks, `init` is unknown, or
+            the optimizer reads rows.
 
     Threads may read a module at the same time; simultaneous updates may be lost (docs/threads.md).
 
@@ -366,11 +366,11 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 `TableBatchedEmbeddingBags`; the output is one vector then.
 
         Raises:
-            TypeError: indices, offsets or weights that are no tensors, `batch_sizes` that are no
-                ints.
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights without pooling; only some cores of a table frozen.
-            ValueError: `batch_sizes` that do not fit.
+            TypeError: indices, offsets or weights are not tensors, or `batch_sizes` are not ints.
+            RuntimeError: a dtype, a device or the number of offsets is wrong; an index or offset is
+                invalid, in mode FATAL; there are weights without pooling; or only some cores of a
+                table are frozen.
+            ValueError: `batch_sizes` do not fit.
         """
         cores = self._all_cores()
         refuse_transforms(
@@ -490,7 +490,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """Return a table as a dense float32 `[rows, D]` matrix, with products in float32.
 
         Raises:
-            IndexError: no such table.
+            IndexError: there is no such table.
         """
         spec = self.tables[table]
         return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
@@ -668,7 +668,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
                 include the rounding.
 
         Raises:
-            TypeError, ValueError: as `decompose` and the constructor raise them.
+            TypeError, ValueError: see `decompose` and the constructor.
 
         Example:
             >>> trained = torch.nn.EmbeddingBag(1_000, 16)
@@ -717,10 +717,11 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
                 if it requires one.
 
         Raises:
-            TypeError: indices, offsets or weights that are no tensors.
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights without pooling; only some cores frozen.
-            ValueError: no offsets for 1-dimensional indices; offsets for 2-dimensional ones, or
+            TypeError: indices, offsets or weights are not tensors.
+            RuntimeError: a dtype, a device or the number of offsets is wrong; an index or offset is
+                invalid, in mode FATAL; there are weights without pooling; or only some cores are
+                frozen.
+            ValueError: 1-dimensional indices have no offsets, or 2-dimensional ones have offsets or
                 weights of another shape.
         """
         check_tensor("indices", indices)

@@ -77,10 +77,10 @@ def decompose(
         dtype: dtype to which the values of the cores are rounded: float32, float16 or bfloat16.
 
     Raises:
-        TypeError: a rank is no integer.
-        ValueError: none or several of the sizes; a size, `counts` or `spec` that does not fit the
-            table; another dtype; values or counts that are not finite, or cores that exceed the
-            range of `dtype`.
+        TypeError: a rank is not an integer.
+        ValueError: none or several of the sizes are set; a size, `counts` or `spec` does not fit
+            the table; a dtype is not supported; values or counts are not finite, or the cores
+            exceed the range of `dtype`.
 
     Source: Oseledets, Tensor-Train Decomposition, SIAM J. Sci. Comput. 33 (2011).
 

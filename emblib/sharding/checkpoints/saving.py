@@ -48,7 +48,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
         ranks: the ranks that save; by default all processes, or this process alone.
 
     Raises:
-        TypeError: `state` is no dict, or a value could not be loaded again, because it needs a
+        TypeError: `state` is not a dict, or a value could not be loaded again, because it needs a
             class that may run code.
         ValueError: `state` has an entry named "emblib", which `NOTES` reserves.
         CheckpointError: a rank could not write, e.g. to a full disk, or another rank raised one of
@@ -85,7 +85,7 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     directory is created if missing, and the name "emblib" is not reserved.
 
     Raises:
-        TypeError: `state` is no dict, or a value could not be loaded again, because it needs a
+        TypeError: `state` is not a dict, or a value could not be loaded again, because it needs a
             class that may run code.
         OSError: this is rank 0 and it could not write.
         CheckpointError: another rank raised one of these.

@@ -55,8 +55,8 @@ class TrainPipelineBase:
             if it has none.
 
     Raises:
-        TypeError: `model` is no module, `optimizer` has no `zero_grad`, `forward` or `on_progress`
-            is no function, `uneven_inputs` or `ranks` has another type.
+        TypeError: `model` is not a module, `optimizer` has no `zero_grad`, `forward` or
+            `on_progress` is not a function, `uneven_inputs` or `ranks` has another type.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -124,8 +124,8 @@ class TrainPipelineBase:
             StopIteration: all ranks are drained (`StopAtShortest`: one is); the next call may pass
                 a new iterator.
             ValueError: the model is in training mode, and the pipeline has no optimizer.
-            TypeError: `batches` is no iterator or returned None, or `forward` returned no loss to
-                train with.
+            TypeError: `batches` is not an iterator or returned None, or `forward` returned no loss
+                to train with.
             RuntimeError: another rank could not read its batch; that rank raises its own error.
                 With `AssumeEqual` other ranks wait for it instead.
             Exception: the iterator, the model, the optimizer or `on_progress` raised it.
@@ -251,7 +251,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             the batch is expected at the same path in later batches.
 
     Raises:
-        TypeError: see `TrainPipelineBase`; or `inputs` is no function.
+        TypeError: see `TrainPipelineBase`; or `inputs` is not a function.
 
     `progress` also raises:
         ValueError: `inputs` names something that is no sharded collection of the model.

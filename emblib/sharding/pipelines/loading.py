@@ -158,7 +158,7 @@ class Step:
         """Raise, on all ranks, if a rank failed to read its batch of this step.
 
         Raises:
-            Exception: the error of this rank.
+            Exception: this rank failed; its own error is raised.
             RuntimeError: another rank failed.
         """
         if self.error is not None:
@@ -205,7 +205,7 @@ class Loader:
 
     Raises:
         TypeError: `uneven_inputs` is another value. `begin` and `read` raise it for a value that is
-            no iterator.
+            not an iterator.
     """
 
     def __init__(self, ranks: RankGroup, uneven_inputs: UnevenInputs, device: torch.device) -> None:

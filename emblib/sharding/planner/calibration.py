@@ -61,9 +61,9 @@ class Calibration:
         step_s: seconds of a step that looks up nothing: Python, dispatch, autograd.
 
     Raises:
-        ValueError: `source` is no text; a constant is no number, is negative or not finite, or is a
-            rate below 1 byte per second; a curve has no points, or they are not pairs of finite
-            numbers >= 0 that ascend in bytes.
+        ValueError: `source` is not a text; a constant is not a number, is negative or not finite,
+            or is a rate below 1 byte per second; a curve has no points, or they are not pairs of
+            finite numbers >= 0 that ascend in bytes.
     """
 
     source: str

@@ -42,7 +42,7 @@ class Planner:
 
     Raises:
         TypeError: `topology` or `constraints` are of another type, or `batch_size` or `max_trials`
-            is no int.
+            is not an int.
         ValueError: `batch_size` or `max_trials` is below 1.
 
     The search is deterministic: with the same arguments it finds the same plan on any machine.
@@ -124,7 +124,7 @@ class Planner:
         """Predict a step under any plan, whether or not it fits; `optimizer` is as for `plan`.
 
         Raises:
-            TypeError: the plan is no `ShardingPlan`, e.g. one of rules, which fit any world.
+            TypeError: the plan is not a `ShardingPlan`, e.g. one of rules, which fit any world.
             ValueError: the plan is for another world, or lacks a table; or the model or the
                 constraints are wrong, see `workloads_of`.
         """

@@ -74,7 +74,8 @@ class Topology:
         calibration: the constants; by default `calibration.CPU` or `CUDA`, by the device.
 
     Raises:
-        TypeError: a number of ranks or bytes is no int, or `calibration` is no `Calibration`.
+        TypeError: a number of ranks or bytes is not an int, or `calibration` is not a
+            `Calibration`.
         ValueError: a number of ranks or bytes is below 1 (`host_memory` and `disk`: below 0),
             `local_world_size` does not divide `world_size`, `memory` has more or fewer entries than
             there are ranks, or the device is unknown.

@@ -31,8 +31,8 @@ class TableConstraints:
 
     Raises:
         TypeError: `sharding_types` is a single string or no sequence, `storages` has an entry that
-            is neither `TensorTrain` nor `Dense`, `batch_size` or `min_partition` is no int, or a
-            pooling factor is no number.
+            is neither `TensorTrain` nor `Dense`, `batch_size` or `min_partition` is not an int, or
+            a pooling factor is not a number.
         ValueError: `sharding_types` is empty or has an unknown type; a pooling factor is negative
             or not finite, or there is none; `batch_size` or `min_partition` is below 1.
     """
@@ -133,7 +133,7 @@ class Reservation:
             step.
 
     Raises:
-        TypeError: `nbytes` or `batches` is no int, or another value is no number.
+        TypeError: `nbytes` or `batches` is not an int, or another value is not a number.
         ValueError: `share` is not in [0, 1), `batches` is below 1, or another number is negative
             or not finite.
     """
