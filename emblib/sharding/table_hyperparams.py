@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from emblib.columns import Hyper
-from emblib.ops.autograd import is_fused
+from emblib.ops.autograd import UpdateRule, is_fused
 from emblib.optim import Counter, Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.headers import Headers
@@ -97,7 +97,8 @@ class TableHyperparams:
             end = -1 if isinstance(getattr(module.optimizer, "counter", None), Counter) else None
             entries = values[Hyper.L2 : Hyper.SEED], values[Hyper.OPTIMIZER_ARGS : end]
             values = torch.cat([values[: Hyper.STEP], *entries])
-        return values.numpy().tobytes()
+        rule = UpdateRule.of(module.optimizer)  # has numbers that are not in `hyperparams`
+        return values.numpy().tobytes() + f"{rule.max_gradient} {rule.maximize}".encode()
 
     def description(self) -> fingerprint.Description:
         """Describe the optimizers of the tables, as they are now, for an error message."""

@@ -57,6 +57,11 @@ def set_betas(model: Any, beta1: float) -> None:
             group["betas"] = (beta1, 0.999)
 
 
+def clip_replica(model: Any, bound: float) -> None:
+    module = model.module["bags"].replicated.groups.module_of(0)[0]
+    module.set_hyperparameters(max_gradient=bound)
+
+
 def set_rate_of_single(model: Any, lr: float) -> None:
     for shard in model.module["bags"].local_shards():
         if shard.table == "single":
@@ -95,6 +100,7 @@ def changed_on_rank_0(ranks: RankGroup, change: Any, value: float) -> str:
         (set_rates, 0.5, "table columns: optimizer.lr is 0.5 on rank 0 and 0.1 on rank 1"),
         (set_betas, 0.5, "table replica: optimizer.betas is 0.5, 0.999 on rank 0 and 0.9, 0.999"),
         (set_step_of_replica, 7, "table replica: step is 7 on rank 0 and 2 on ranks 1-2"),
+        (clip_replica, 0.5, "table replica: optimizer.max_gradient is 0.5 on rank 0 and None"),
         (set_rate_of_single, 0.5, ""),
     ],
 )
