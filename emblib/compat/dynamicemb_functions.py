@@ -186,7 +186,7 @@ def checked_numbers(
     if optimizer is not None and "iters" in content:
         step = _whole_number(path, content, "iters", 0, 2**53)
     if counts_steps and "step_score" in content:
-        step_score = _whole_number(path, content, "step_score", -(2**63), 2**63 - 1)
+        step_score = _whole_number(path, content, "step_score", -(2**63), 2**62 - 1)
     return SavedNumbers(hyperparameters, step, step_score)
 
 

@@ -563,7 +563,7 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"weight_decay": -1}, "'weight_decay'"),
     ({"weight_decay": {}}, "'weight_decay'"),
     ({"step_score": "x"}, "'step_score'"),
-    ({"step_score": 2**63}, "'step_score'"),
+    ({"step_score": 2**62}, "'step_score'"),
     ({"dist_type": 5}, "'dist_type'"),
     ({"opt_type": None}, "'opt_type'"),
     ({"evict_strategy": 7}, "'evict_strategy'"),

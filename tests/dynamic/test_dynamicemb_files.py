@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emblib import DynamicEmbeddingBags, DynamicSpec, optim
+from emblib import DynamicEmbeddingBags, DynamicSpec, Eviction, optim
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import DumpError
 from emblib.dynamic.saving.dynamicemb import load_dynamicemb, save_dynamicemb
@@ -172,3 +172,14 @@ def test_states_of_tables_of_any_dim_are_loaded(
     for name, rows in saved.state_dict().items():
         if name.startswith(("items.weight", "items.exp_avg")):
             assert torch.equal(rows, loaded.state_dict()[name])
+
+
+def test_steps_go_on_from_their_scores(tmp_path: Path) -> None:
+    """The files of one table have no count of steps; keys of later batches rank above theirs."""
+    spec = DynamicSpec(64, 2, name="items", eviction=Eviction.STEP)
+    trained, loaded = (DynamicEmbeddingBags([spec], optim.SGD(0.1)) for _ in range(2))
+    for key in range(4):
+        trained(torch.tensor([key]), torch.tensor([0, 1])).sum().backward()
+    save_dynamicemb(trained, tmp_path, "items")
+    load_dynamicemb(loaded, tmp_path, "items")
+    assert loaded.eviction_score("items") == 5

@@ -153,6 +153,9 @@ def set_dynamicemb(state: DynamicState, table: int | str, content: DynamicEmbTab
     """Replace a table by what `read_dynamicemb` returned, and its exact counts if both have any."""
     t = state.table_number(table)
     loaded = set_table_entries(state, t, content.entries)
+    if state.scores is not None:  # files with scores of steps have no times of use
+        scores = content.entries.scores
+        state.scores.continue_steps(t, content.entries.stamps if scores is None else scores, scores)
     admission = state.admission
     if content.counts is not None and admission is not None and admission.counts_exactly(t):
         admission.set_counts(t, content.counts[0], content.counts[1])
