@@ -478,7 +478,9 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
     if not sharding.worlds or not sharding.scaling:
         raise UsageError(f"{prefix}sharding.worlds and .scaling must name at least one each")
     require(f"{prefix}tt.tables must be >= 1", tt.tables, holds=tt.tables >= 1)
-    require(f"{prefix}tt.ranks must be >= 1", tt.ranks, holds=all(rank >= 1 for rank in tt.ranks))
+    for name in ("ranks", "row_factors", "dim_factors"):
+        sizes = getattr(tt, name)
+        require(f"{prefix}tt.{name} must be >= 1", sizes, holds=all(size >= 1 for size in sizes))
 
 
 def _is_number_from_0(value: float) -> bool:

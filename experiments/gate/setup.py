@@ -164,7 +164,7 @@ def start_gate(config: Config, words: Sequence[str]) -> GateStart:
     """
     device = device_of(config)
     points = points_of(config)
-    if config.gate.inject < 1:
+    if not 1 <= config.gate.inject < math.inf:
         raise UsageError(f"gate.inject must be >= 1, got {config.gate.inject:g}")
     if config.gate.inject > 1 and device.type != "cpu":
         raise UsageError("gate.inject keeps the host busy, which a GPU does not notice: device=cpu")

@@ -198,6 +198,8 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
             raise UsageError(f"there is no folder {folder}")
         for path in sorted(folder.rglob("*.json")):
             saved = _read_findings(path)
+            if saved is None and path.name == "gate.json":
+                left_out.append(f"{path.relative_to(folder)}: it is damaged")
             if saved is None or (device and saved.get("device") not in (device, None)):
                 continue
             if reason := _reason_left_out(saved):

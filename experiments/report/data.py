@@ -27,6 +27,8 @@ from experiments.results.metrics import mode_of, replicate_of
 from experiments.results.store import Record, read_config, read_json, read_records
 from experiments.workloads.distributions import describe_distribution
 
+# Keys of every run's config.yaml, whatever its age; a copy that broke off lacks the last ones.
+REQUIRED_KEYS = ("workload", "contenders", "timing", "report.subject", "report.baseline")
 AXIS_NAMES = {
     "T": "tables T",
     "E": "rows per table E",
@@ -78,6 +80,9 @@ class Run:
         """
         try:
             config = read_config(path / "config.yaml")
+            for key in REQUIRED_KEYS:
+                if OmegaConf.select(config, key) is None:
+                    raise ValueError(f"config.yaml is incomplete: it has no {key}")
             # In the order of the experiment, not in the order of measuring.
             records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
             info, environment = (read_json(path, f"{name}.json") for name in ("run", "environment"))

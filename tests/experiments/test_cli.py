@@ -40,6 +40,8 @@ PROBES = {
     (OK, "workload.D=16,32"): "with -m before the other words",
     (OK, "sweep.D=[x]"): "sweep.D[0]: Value 'x'",
     (OK, "tt.tables=0"): "tt.tables must be >= 1, got 0",
+    (OK, "tt.row_factors=[0]"): "tt.row_factors must be >= 1, got [0]",
+    ("+experiment=gate", "device=cpu", "gate.inject=nan"): "gate.inject must be >= 1, got nan",
     (OK, "workload.B=0"): "workload.B must be >= 1, got 0",
     (OK, "lr=-1"): "lr must be > 0 and finite, got -1.0",
     (OK, "lr=inf"): "lr must be > 0 and finite, got inf",

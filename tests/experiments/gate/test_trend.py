@@ -120,6 +120,12 @@ def test_what_has_no_place_is_left_out(change: Any, reason: str, tmp_path: Path)
         trend.read_trend([tmp_path])
 
 
+def test_a_damaged_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gate.json").write_text('{"status": 0,')
+    _, left_out = trend.read_trend([store(tmp_path, gate("a", "b", 2, finding("wide", 1.0)))])
+    assert left_out == ["gate.json: it is damaged"]
+
+
 def test_devices_are_not_mixed(tmp_path: Path) -> None:
     runs = (
         gate("a", "b", 2, finding("wide", 1.0)),

@@ -450,6 +450,16 @@ def test_rebuilding_what_is_no_run_says_so(
     assert f"report: {good / 'index.html'}" in told.out
 
 
+def test_a_configuration_that_broke_off_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_run(tmp_path / "run", Recipe(words=SMALL, replicates=1))
+    config = path / "config.yaml"
+    config.write_text(config.read_text().partition("report:\n")[0])
+    assert cli.main(["report", str(path)]) == 2
+    assert "config.yaml is incomplete: it has no report.subject" in capsys.readouterr().err
+
+
 def test_flags_of_the_machine_are_said_once_with_what_would_help(tmp_path: Path) -> None:
     path = make_run(tmp_path, Recipe(words=SMALL))
     records = [r | {"flags": ["throttled", "virtual"]} for r in lines(path)]
