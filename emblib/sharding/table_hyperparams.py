@@ -14,16 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from emblib.columns import Hyper
-from emblib.ops.autograd import UpdateRule, is_fused
+from emblib.ops.autograd import is_fused
 from emblib.optim import Counter, Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.headers import Headers
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
 from emblib.storage.base import TrainedModule, has_hyperparams
+
+_ITEM = 8  # bytes of a float64
 
 
 class TableHyperparams:
@@ -67,7 +67,7 @@ class TableHyperparams:
         numbers: dict[tuple[int, bool], bytes] = {}  # tables of one module have the same
         digests = []
         for tables in self.tables.values():
-            digest = hashlib.blake2b(digest_size=7)  # fits into int64
+            compared = []
             for table in tables:
                 module = self._modules.get(table)
                 if module is None:
@@ -75,7 +75,8 @@ class TableHyperparams:
                 key = id(module), table in self._replicated
                 if key not in numbers:
                     numbers[key] = self._compared(module, is_replica=key[1])
-                digest.update(numbers[key])
+                compared.append(numbers[key])
+            digest = hashlib.blake2b(b"".join(compared), digest_size=7)  # fits into int64
             digests.append(int.from_bytes(digest.digest()))
         return digests
 
@@ -89,16 +90,19 @@ class TableHyperparams:
     @staticmethod
     def _compared(module: TrainedModule, *, is_replica: bool) -> bytes:
         """Return the hyperparameters that must be equal on all ranks with a shard or replica."""
-        values = module.hyperparams
-        if values.is_meta:
+        if module.hyperparams.is_meta:
             return b""
-        values = values.detach()
+        numbers = module.hyperparams.numpy().tobytes()
+        optimizer = module.optimizer
         if not is_replica:
-            end = -1 if isinstance(getattr(module.optimizer, "counter", None), Counter) else None
-            entries = values[Hyper.L2 : Hyper.SEED], values[Hyper.OPTIMIZER_ARGS : end]
-            values = torch.cat([values[: Hyper.STEP], *entries])
-        rule = UpdateRule.of(module.optimizer)  # has numbers that are not in `hyperparams`
-        return values.numpy().tobytes() + f"{rule.max_gradient} {rule.maximize}".encode()
+            has_count = isinstance(getattr(optimizer, "counter", None), Counter)
+            numbers = (
+                numbers[: Hyper.STEP * _ITEM]
+                + numbers[Hyper.L2 * _ITEM : Hyper.SEED * _ITEM]
+                + numbers[Hyper.OPTIMIZER_ARGS * _ITEM : len(numbers) - has_count * _ITEM]
+            )
+        # Two fields of optimizers are not among the numbers.
+        return numbers + f"{optimizer.max_gradient} {optimizer.maximize}".encode()
 
     def description(self) -> fingerprint.Description:
         """Describe the optimizers of the tables, as they are now, for an error message."""
