@@ -157,10 +157,11 @@ class QuantizationError(NamedTuple):
         format: format of its rows.
         rows: number of rows that were compared.
         nbytes: bytes of the read-only table without its index.
-        largest: largest error of a value.
+        largest: largest error of a value; equal infinities, and NaN for NaN, are no error.
         rms: root mean square of the errors.
         relative: norm of the errors of pooled outputs, sums of `bag` rows drawn at random, divided
-            by the norm of these outputs; 0 if that norm is 0, or there are fewer than `bag` rows.
+            by the norm of these outputs; 0 if that norm is 0, or there are fewer than `bag` rows;
+            NaN if one of these outputs is.
     """
 
     table: str
@@ -275,8 +276,10 @@ class _ErrorSums:
 
     def add(self, exact: Tensor, served: Tensor) -> None:
         """Add the trained and the read-only values, `[n, dim]`, of a block of rows."""
-        exact = exact.detach().double().cpu()
-        errors = served.double().cpu() - exact
+        exact, served = exact.detach().double().cpu(), served.double().cpu()
+        # The difference of equal infinities is NaN, as that of NaN and NaN is.
+        is_equal = (exact == served) | (exact.isnan() & served.isnan())
+        errors = (served - exact).masked_fill(is_equal, 0.0)
         self.num_rows += exact.size(0)
         self._num_values += exact.numel()
         if exact.numel():

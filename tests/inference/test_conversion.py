@@ -1,5 +1,6 @@
 """Every kind of trained table becomes a read-only one, with an error that is reported."""
 
+import math
 from typing import Any
 
 import pytest
@@ -168,6 +169,17 @@ def test_errors_are_those_of_the_rows() -> None:
     assert all(0 < error.largest < 0.1 for error in errors)
     exact = quantization_errors(bags, for_inference(bags))
     assert [(error.largest, error.rms, error.relative) for error in exact] == [(0, 0, 0)] * 2
+
+
+def test_rows_that_are_not_finite_have_no_error_where_they_are_equal() -> None:
+    weights = torch.ones(4, 2)
+    weights[1], weights[2, 0] = float("inf"), float("nan")
+    (exact,) = quantization_errors(weights, for_inference(weights))
+    assert (exact.largest, exact.rms) == (0.0, 0.0)
+    weights[3, 1] = 3.4e38  # is infinity in bfloat16
+    (error,) = quantization_errors(weights, for_inference(weights, "bfloat16"), bag=1)
+    assert (error.largest, error.rms) == (float("inf"), float("inf"))
+    assert math.isnan(error.relative)
 
 
 def test_wrong_use_is_refused() -> None:
