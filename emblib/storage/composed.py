@@ -11,7 +11,7 @@ combines the `count` blocks of the result (`ComposedLookup`).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -246,7 +246,7 @@ class ComposedStorage(Storage):
     def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
         """Raise ValueError for components that were saved with another mapping of ids."""
         if not entries.keys().isdisjoint(self.parameter_layouts(table)):
-            problem = _describe_difference(
+            problem = describe_difference(
                 entries.get(LAYOUT), self.layout_entry(table.num_embeddings)
             )
             if problem:
@@ -300,8 +300,18 @@ class ComposedStorage(Storage):
 LAYOUT = "id_layout"  # key of the `layout_entry` in state dicts
 
 
-def _describe_difference(actual: Tensor | None, expected: Tensor) -> str:
-    """Describe how the saved mapping of ids differs from the expected one; "" if it does not."""
+def describe_difference(actual: Tensor | None, expected: Tensor | None) -> str:
+    """Describe how the saved mapping of ids differs from the expected one; "" if it does not.
+
+    None is a table without a mapping, each of whose ids reads its own row.
+    """
+    if expected is None:
+        return (
+            ""
+            if actual is None
+            else "the rows of the saved table are shared by ids: its storage is "
+            f"{_describe_layout(actual)}; use it here"
+        )
     if actual is None:
         return f"the state dict lacks {LAYOUT}, so it is of another kind of table"
     if not torch.equal(actual.cpu(), expected):
@@ -484,16 +494,14 @@ class ComposedHandle(DenseHandle):
         if prefix + LAYOUT in unexpected:
             unexpected.remove(prefix + LAYOUT)
 
-    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield one message per invalid entry of the table in a state dict."""
-        if any(prefix + name in state_dict for name in self._tables):
-            saved = state_dict.get(prefix + LAYOUT)
-            problem = "" if saved is None else state_dicts.tensor_problem(saved, self._layout)
-            problem = problem or _describe_difference(saved, self._layout)
-            if problem:
-                yield f"{prefix}: {problem}"
-                return
-        yield from super().state_problems(state_dict, prefix)
+    def _mapping_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str:
+        """Return why ids read other rows than in the saved table, as a message; "" if not."""
+        if not any(prefix + name in state_dict for name in self._tables):
+            return ""
+        saved = state_dict.get(prefix + LAYOUT)
+        problem = "" if saved is None else state_dicts.tensor_problem(saved, self._layout)
+        problem = problem or describe_difference(saved, self._layout)
+        return f"{prefix}: {problem}" if problem else ""
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:

@@ -448,6 +448,17 @@ class DenseHandle(TableHandle):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""
+        if problem := self._mapping_problem(state_dict, prefix):
+            yield problem
+            return
         with torch._C.DisableTorchFunctionSubclass():
             tensors = state_dicts.loadable_tensors(self, prefix)
         yield from state_dicts.entry_problems(state_dict, tensors)
+
+    def _mapping_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str:
+        """Return why ids read other rows than in the saved table, as a message; "" if not."""
+        from emblib.storage.composed import LAYOUT, describe_difference
+
+        saved = state_dict.get(prefix + LAYOUT)
+        problem = describe_difference(saved, None) if isinstance(saved, Tensor) else ""
+        return f"{prefix}{LAYOUT}: {problem}" if problem else ""

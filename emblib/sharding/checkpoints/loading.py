@@ -36,6 +36,8 @@ from emblib.sharding.checkpoints.state_trees import (
 )
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import Shard, Span
+from emblib.storage.composed import LAYOUT as ID_LAYOUT
+from emblib.storage.composed import describe_difference
 from emblib.tables.durable_files import check_archive
 from emblib.tt import layout_entry
 
@@ -273,6 +275,7 @@ class _Loading:
         all_leaves = self._drop_unsaved_layouts(
             self._drop_unsaved_hash_keys(list(leaves(self.tree)))
         )
+        self._check_id_mappings(all_leaves)
         missing_names = [leaf.name for leaf in all_leaves if leaf.name not in self.saved]
         self._check_quantised(missing_names)
         for groups in self._groups.values():
@@ -474,6 +477,22 @@ class _Loading:
         for name in tables_without:  # the sizes of the cores are checked instead
             del layouts[name].container[layouts[name].key]
         return [leaf for leaf in all_leaves if leaf.name not in tables_without]
+
+    def _check_id_mappings(self, all_leaves: Sequence[Leaf]) -> None:
+        """Raise CheckpointError where ids read other rows than those of the saved table."""
+        current = {leaf.name: leaf.value for leaf in all_leaves}
+        tables = {_sibling(n, ID_LAYOUT) for n in current.keys() & self.saved.keys()}
+        saved_mappings = self._read_small(
+            [name for name in tables & self.saved.keys() if self._is_tensor(name)]
+        )
+        names = sorted(name for name in tables if name in saved_mappings or name in current)
+        problems = [
+            f"{name}: {problem}"
+            for name in names
+            if (problem := describe_difference(saved_mappings.get(name), current.get(name)))
+        ]
+        if problems:
+            raise CheckpointError(f"{self.path} is of other tables; {_join_texts(problems, '; ')}")
 
     def _saved_size(self, leaf: Leaf) -> torch.Size | None:
         """Return the saved size; None for values that are not tensors."""
