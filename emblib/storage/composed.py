@@ -39,6 +39,8 @@ from emblib.storage.base import (
     state_bytes,
 )
 from emblib.storage.composed_lookup import (
+    LAYOUT,
+    SHARED_ROWS,
     Combine,
     Component,
     ComposedLookup,
@@ -297,21 +299,13 @@ class ComposedStorage(Storage):
         )
 
 
-LAYOUT = "id_layout"  # key of the `layout_entry` in state dicts
-
-
 def describe_difference(actual: Tensor | None, expected: Tensor | None) -> str:
     """Describe how the saved mapping of ids differs from the expected one; "" if it does not.
 
     None is a table without a mapping, each of whose ids reads its own row.
     """
     if expected is None:
-        return (
-            ""
-            if actual is None
-            else "the rows of the saved table are shared by ids: its storage is "
-            f"{_describe_layout(actual)}; use it here"
-        )
+        return "" if actual is None else SHARED_ROWS
     if actual is None:
         return f"the state dict lacks {LAYOUT}, so it is of another kind of table"
     if not torch.equal(actual.cpu(), expected):

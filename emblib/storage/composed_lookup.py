@@ -22,6 +22,9 @@ from emblib.specs import BoundsCheck, OptionEnum, Pooling
 from emblib.tables.batches import check_bounds, layout_of_bags
 from emblib.tables.bounds_report import is_padded
 
+LAYOUT = "id_layout"  # entry of a composed table in state dicts: which rows its ids read
+SHARED_ROWS = "ids share the rows of the saved table: make this one with its storage"
+
 
 class Combine(OptionEnum):
     """Operation that combines the rows that an id reads into the row of the id.

@@ -279,6 +279,8 @@ def criteo(source: DataSource) -> Clicks:
             f"{num_columns}, of which the first is 0 or 1"
         )
     numbers = frame[range(1, 1 + NUM_CRITEO_NUMBERS)].fillna(0).clip(lower=0)
+    if not np.isfinite(numbers).all(axis=None):
+        raise Unreadable(f"{path}: every count must be finite")
     fields = frame[range(1 + NUM_CRITEO_NUMBERS, num_columns)].fillna("")
     return _make_clicks(
         source, f"clicks of {path.name}", fields, np.log1p(numbers.to_numpy()), frame[0] == 1
@@ -301,7 +303,9 @@ def interactions(source: DataSource) -> Clicks:
             with np.load(path, allow_pickle=False) as arrays:
                 frame = pd.DataFrame({name: arrays[name] for name in names if name in arrays})
         else:
-            frame = pd.read_csv(path)
+            # As text: pandas reads numbers with a missing one as floats, which merges large ids,
+            # and a column of numbers and texts block by block, which splits an id in two.
+            frame = pd.read_csv(path, dtype={"user": str, "item": str}, index_col=False)
     except (ValueError, EOFError, BadZipFile) as error:
         raise Unreadable(f"{path} is no CSV or npz of three columns: {error}") from error
     if missing_columns := sorted(set(names) - set(frame)):

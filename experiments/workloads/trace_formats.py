@@ -326,6 +326,8 @@ class CsvReader(LineReader):
                     )
                 words_by_table = (SEPARATORS.split(fields[t]) for t in tables)
                 try:
+                    if any("_" in fields[t] for t in tables):  # `int` ignores it
+                        raise ValueError("an underscore is no digit")
                     bags = [[int(word) for word in words if word] for words in words_by_table]
                 except ValueError as error:
                     raise TraceError(

@@ -36,8 +36,8 @@ from emblib.sharding.checkpoints.state_trees import (
 )
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import Shard, Span
-from emblib.storage.composed import LAYOUT as ID_LAYOUT
 from emblib.storage.composed import describe_difference
+from emblib.storage.composed_lookup import LAYOUT as ID_LAYOUT
 from emblib.tables.durable_files import check_archive
 from emblib.tt import layout_entry
 

@@ -121,6 +121,11 @@ def test_interactions_have_as_many_that_did_not_happen(tmp_path: Path) -> None:
             "\t".join(["1", "many", *["1"] * (CRITEO - 2)]) + "\n",
             "not of Criteo's layout",
         ),
+        (
+            "criteo",
+            "\t".join(["1", "inf", *["1"] * (CRITEO - 2)]) + "\n",
+            "every count must be finite",
+        ),
         ("interactions", "user,item\n1,2\n", "no column time"),
         ("interactions", "", "no CSV or npz"),
         ("interactions", "user,item,time\n1,2,\n3,4,5\n", "every time must be a finite number"),
@@ -140,6 +145,19 @@ def test_missing_users_and_items_are_an_id(tmp_path: Path) -> None:
     data = load(DataSource("interactions", str(path)))
     assert data.rows == (4, 10)
     assert data.ids.min() == 0
+
+
+def test_ids_are_read_as_they_are_written(tmp_path: Path) -> None:
+    """Large ones beside a missing one, and numbers among texts in a file of several blocks."""
+    path = tmp_path / "views.csv"
+    users = [str(2**60 + n) for n in range(9)] + [""]
+    path.write_text("user,item,time\n" + "".join(f"{u},1,{n}\n" for n, u in enumerate(users)))
+    assert load(DataSource("interactions", str(path))).rows == (10, 1)
+    numbers = [f"{n % 5},1,{n}\n" for n in range(200_000)]
+    path.write_text("user,item,time\n" + "".join([*numbers, "x,1,0\n", *numbers]))
+    assert load(DataSource("interactions", str(path))).rows == (6, 1)
+    path.write_text("user,item,time\n7,8,1,\n7,9,2,\n")
+    assert load(DataSource("interactions", str(path))).rows == (1, 2)
 
 
 def test_packaged_data_or_how_to_get_it() -> None:

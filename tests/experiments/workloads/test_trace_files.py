@@ -339,6 +339,7 @@ def test_what_does_not_fit_the_file(changes: dict[str, Any], message: str, tmp_p
         ("a.csv", "1,2\n3,4\n", "first line must name the columns"),
         ("a.csv", "x,y\n1,2,3\n", "there are 2 columns, got 3 fields; lists with commas"),
         ("a.csv", "x\n1\nfive\n", "line 3: ids must be integers"),
+        ("a.csv", "x\n1\n1_2\n", r"line 3: ids must be integers \(an underscore"),
         ("a.csv", "x\n", "has no samples"),
         ("a.txt", "1\t2\t3\n", r"line 1: a line of Criteo's has 40 fields.*got 3"),
         ("a.txt", "\t".join(["0"] * 39 + ["xyz"]), "line 1: a category must be hexadecimal"),
