@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -243,3 +244,13 @@ def test_a_config_is_formatted_without_its_defaults() -> None:
 
     assert format_config(Config(0.5)) == "Config(rate=0.5)"
     assert format_config(Config(0.5, ["a"], 4)) == "Config(rate=0.5, names=['a'], rounds=4)"
+
+
+def test_numbers_of_numpy_and_torch_become_python_numbers() -> None:
+    """Parameter groups have them, which `torch.load` reads with `weights_only`."""
+    numpy_betas = (np.float64(0.5), np.float32(0.75))
+    decay = optim.Decoupled(np.float32(0.5))
+    made = optim.Adam(0.1, eps=torch.tensor(0.25), betas=numpy_betas, weight_decay=decay)
+    assert made == optim.Adam(0.1, betas=(0.5, 0.75), eps=0.25, weight_decay=optim.Decoupled(0.5))
+    numbers = (made.eps, *made.betas, made.weight_decay.rate)
+    assert {type(number) for number in numbers} == {float}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -40,6 +40,7 @@ class L2:
     rate: float
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rate", _python_numbers(self.rate))
         check_number("the rate of L2", self.rate)
 
 
@@ -58,6 +59,7 @@ class Decoupled:
     rate: float
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rate", _python_numbers(self.rate))
         check_number("the rate of Decoupled", self.rate)
 
 
@@ -143,6 +145,8 @@ class Optimizer:
     decays: ClassVar[tuple[type, ...]] = (L2, Decoupled)  # kinds that `weight_decay` may have
 
     def __post_init__(self) -> None:
+        for name in [entry.name for entry in fields(self)]:
+            object.__setattr__(self, name, _python_numbers(getattr(self, name)))
         check_number("the learning rate", self.lr)
         object.__setattr__(self, "lr", float(self.lr))
         if self.max_gradient is not None:
@@ -219,6 +223,16 @@ class Optimizer:
     def _functor_decay_rate(self) -> float:
         """Return the rate of a decay inside the functor."""
         return 0.0 if self.weight_decay is None else float(self.weight_decay.rate)
+
+
+def _python_numbers(value: Any) -> Any:
+    """Convert scalars of numpy and torch to Python numbers, in a tuple too.
+
+    They are saved in parameter groups, which `torch.load` reads with `weights_only`.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(_python_numbers, value))
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
 _MAX_FLOAT32 = torch.finfo(torch.float32).max

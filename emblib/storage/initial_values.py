@@ -8,9 +8,10 @@ overlaps and copies its part.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,16 +77,27 @@ def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
     if config.init_fn is not None:
         with seeded(weight.device, seed):
             if table_slice.is_whole:
-                config.init_fn(weight)
+                _check_used(config.name, config.init_fn(weight), weight)
                 return
             table = torch.empty(
                 config.num_embeddings, config.embedding_dim, dtype=weight.dtype, device="cpu"
             )
-            config.init_fn(table)
+            _check_used(config.name, config.init_fn(table), table)
         weight.copy_(table_slice.view_of(table))
         return
     for rows, block_seed in _seeded_blocks(table_slice, seed):
         _draw_block(table_slice, weight, rows, block_seed)
+
+
+def _check_used(table: str, result: Any, target: Tensor) -> None:
+    """Warn if an `init_fn` returned values that are not in the tensor that it should fill."""
+    is_alike = isinstance(result, Tensor) and result.shape == target.shape
+    if is_alike and result.data_ptr() != target.data_ptr():
+        warnings.warn(
+            f"init_fn of {table!r} returned another tensor, which is not used: fill the tensor "
+            "that it is given, e.g. torch.nn.init.normal_ or lambda rows: rows.copy_(values)",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager
@@ -117,10 +129,10 @@ def _fill_block(table_slice: TableSlice, weight: Tensor, rows: range, init_fn: B
     begin, end = max(rows.start, table_slice.rows[0]), min(rows.stop, table_slice.rows[1])
     target = weight[begin - table_slice.rows[0] : end - table_slice.rows[0]]
     if len(target) == len(rows) and table_slice.dim == table_slice.config.embedding_dim:
-        init_fn.function(target, rows)
+        _check_used(table_slice.config.name, init_fn.function(target, rows), target)
         return
     block = target.new_empty(len(rows), table_slice.config.embedding_dim)
-    init_fn.function(block, rows)
+    _check_used(table_slice.config.name, init_fn.function(block, rows), block)
     target.copy_(block[begin - rows.start : end - rows.start, slice(*table_slice.columns)])
 
 

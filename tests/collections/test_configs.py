@@ -22,7 +22,7 @@ from emblib import (
     TTSpec,
     optim,
 )
-from emblib.init import Uniform
+from emblib.init import ByRows, Uniform
 from emblib.storage import Dense, Hash, Quantized, TableSlice, TensorTrain
 
 
@@ -181,3 +181,17 @@ def test_slices_of_a_tensor_train_are_slices_of_its_first_core() -> None:
         TableSlice(config, (10, 95), (0, 8))
     with pytest.raises(ValueError, match="must be multiples of 4"):
         TableSlice(config, (0, 95), (0, 2))
+
+
+@pytest.mark.parametrize("function", [torch.zeros_like, ByRows(lambda rows, _: rows + 1)])
+def test_an_init_fn_that_does_not_fill_its_tensor_is_told(function: Any) -> None:
+    """The rows would be whatever was in memory."""
+    with pytest.warns(UserWarning, match="init_fn of 't' returned another tensor, which is not"):
+        EmbeddingBagCollection([EmbeddingBagConfig(4, 2, "t", init_fn=function)])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("function", [torch.nn.init.zeros_, lambda rows: rows.zero_()[:2]])
+def test_an_init_fn_may_return_what_it_filled(function: Any) -> None:
+    model = EmbeddingBagCollection([EmbeddingBagConfig(4, 2, "t", init_fn=function)])
+    assert not model.embedding_bags["t"].weight.any()

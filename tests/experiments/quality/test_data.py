@@ -148,7 +148,7 @@ def test_missing_users_and_items_are_an_id(tmp_path: Path) -> None:
 
 
 def test_ids_are_read_as_they_are_written(tmp_path: Path) -> None:
-    """Large ones beside a missing one, and numbers among texts in a file of several blocks."""
+    """Large ones in a column with a missing one, and numbers among texts."""
     path = tmp_path / "views.csv"
     users = [str(2**60 + n) for n in range(9)] + [""]
     path.write_text("user,item,time\n" + "".join(f"{u},1,{n}\n" for n, u in enumerate(users)))
