@@ -412,6 +412,17 @@ def test_unknown_ids_raise_as_before(unknown: int, name: str, padding: int | Non
     module(ids)
 
 
+def test_what_torch_refuses_is_refused() -> None:
+    bags, items = nn.EmbeddingBag(ROWS, DIM, mode="sum"), nn.Embedding(ROWS, DIM, padding_idx=3)
+    modules = nn.ModuleList([bags, items])
+    emblib.migrate(modules)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    with pytest.raises(ValueError, match=r"shape of the ids, got \(3, 2\) and \(2, 3\)"):
+        modules[0](ids, per_sample_weights=torch.ones(3, 2))
+    with pytest.raises((TypeError, RuntimeError)):
+        modules[1](torch.tensor([True, False]))
+
+
 def test_optimizers_in_backward_move_or_leave_the_table() -> None:
     model = Model()
     with_sgd, with_momentum = (

@@ -89,7 +89,7 @@ class _DropIn(nn.Module):
             return ids
         is_skipped = ids == -1
         if ids.device.type != "cpu" or not is_eager(ids):
-            return torch.where(is_skipped, _UNKNOWN_ID, ids)
+            return ids.masked_fill(is_skipped, _UNKNOWN_ID)
         if is_skipped.any():
             position = int(is_skipped.nonzero()[0])
             raise RuntimeError(
@@ -154,13 +154,19 @@ class MigratedEmbeddingBag(_DropIn):
             per_sample_weights: weights of the shape of `input`, only for the mode "sum".
 
         Raises:
-            ValueError: `offsets` with ids of two dimensions, or none with ids of another number.
+            ValueError: `offsets` with ids of two dimensions, or none with ids of another number;
+                weights of another shape than the ids.
             NotImplementedError: `per_sample_weights` with another mode, as in `nn.EmbeddingBag`.
             RuntimeError: an id is outside the table, or offsets do not fit, on the CPU.
         """
         if per_sample_weights is not None and self.mode != "sum":
             raise NotImplementedError(
                 f'per_sample_weights are for mode="sum", as in nn.EmbeddingBag, got {self.mode!r}'
+            )
+        if per_sample_weights is not None and per_sample_weights.shape != input.shape:
+            raise ValueError(
+                "per_sample_weights must have the shape of the ids, got "
+                f"{tuple(per_sample_weights.shape)} and {tuple(input.shape)}"
             )
         if (input.dim() == 2) is (offsets is not None):
             raise ValueError(
@@ -199,7 +205,7 @@ class MigratedEmbedding(_DropIn):
         """
         ids = self._refuse_skipped_ids(input.flatten())
         if self.padding_idx is not None:  # whose row is zeros and is not trained
-            ids = torch.where(ids == self.padding_idx, -1, ids)
+            ids = ids.masked_fill(ids == self.padding_idx, -1)  # keeps the dtype, which is checked
         offsets = torch.arange(2, device=ids.device, dtype=ids.dtype) * ids.numel()
         out: Tensor = self.table(ids, offsets)
         return out.view(*input.shape, self.embedding_dim)
