@@ -84,8 +84,8 @@ class CapturedStep:
             needs 11. Every later size class has one uncaptured step.
 
     Raises:
-        ValueError: `bounds` that are empty or no ascending ints in [1, 2^31 - 4096], or a `warmup`
-            that is no int >= 1.
+        ValueError: `bounds` are empty or not ascending ints in [1, 2^31 - 4096], or `warmup` is not
+            an int >= 1.
 
     Example:
         >>> optimizer = emblib.optim.SGD(0.1)
@@ -125,10 +125,9 @@ class CapturedStep:
         """Train on a batch and return the result of the step.
 
         Raises:
-            TypeError: a batch with a leaf that is neither a tensor, a jagged tensor nor a plain
-                value.
-            ValueError: a batch that differs from the first one in more than the number of ids, is
-                on another device, or has no fixed shape (`BatchLayout.of`).
+            TypeError: a leaf of the batch is neither a tensor, a jagged tensor nor a plain value.
+            ValueError: the batch differs from the first one in more than the number of ids, is on
+                another device, or has no fixed shape (`BatchLayout.of`).
             RuntimeError: the step cannot be captured; or a number of an optimizer has changed, or a
                 parameter or state was replaced, since the capture. In each case no table,
                 parameter or state is changed.
@@ -159,7 +158,7 @@ class CapturedStep:
         The batch is moved to `device`, by default its own. It may differ from all other batches.
 
         Raises:
-            TypeError, ValueError: a batch that no layout describes, see `BatchLayout.of`.
+            TypeError, ValueError: no layout describes the batch, see `BatchLayout.of`.
         """
         layout, leaves = BatchLayout.of(batch)
         if self.device is None:
@@ -184,7 +183,7 @@ class CapturedStep:
         """Return the bound of the size class of a batch; None if it has more ids than all bounds.
 
         Raises:
-            TypeError, ValueError: a batch that no layout describes, see `BatchLayout.of`.
+            TypeError, ValueError: no layout describes the batch, see `BatchLayout.of`.
         """
         layout, leaves = BatchLayout.of(batch)
         return self._bound_of(layout.num_ids(leaves))

@@ -22,8 +22,7 @@ class Uniform:
     Rounding to the dtype of the table may give a value just outside the interval.
 
     Raises:
-        ValueError: one of the bounds without the other, or bounds that are not finite with
-            low < high.
+        ValueError: only one of the bounds is set, or they are not finite with low < high.
 
     Example:
         >>> emblib.init.Uniform(-0.1, 0.1)
@@ -48,7 +47,7 @@ class Normal:
     """Draw from the normal distribution with this mean and standard deviation.
 
     Raises:
-        ValueError: a number that is not finite, or a negative `std`.
+        ValueError: a number is not finite, or `std` is negative.
 
     Example:
         >>> emblib.DynamicSpec(1_000, 16, initializer=emblib.init.Normal(std=0.01)).initializer
@@ -71,8 +70,8 @@ class TruncatedNormal:
     The default interval is two standard deviations to either side of the mean.
 
     Raises:
-        ValueError: a number that is not finite, a `std` that is not positive, `low` not below
-            `high`, or less than a thousandth of the distribution in the interval.
+        ValueError: a number is not finite, `std` is not positive, `low` is not below `high`, or
+            less than a thousandth of the distribution is in the interval.
 
     Example:
         >>> emblib.init.TruncatedNormal(std=0.01, low=-0.02, high=0.02)

@@ -418,7 +418,7 @@ def complete_options(config: Config) -> None:
     """Complete the options of the run, and of cases with a kind, by the defaults of their kinds.
 
     Raises:
-        UsageError: an unknown kind, or options that it does not have or permit.
+        UsageError: the kind is unknown, or does not have or permit the options.
     """
     if config.kind not in kinds.KINDS:
         raise UsageError(_unknown_name("kind", config.kind, kinds.KINDS, "kind=", 0.4))

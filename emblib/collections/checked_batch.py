@@ -35,8 +35,8 @@ def check_ids(ids: Tensor, *, allow_uint64: bool) -> None:
         allow_uint64: whether uint64 is allowed too.
 
     Raises:
-        TypeError: a dtype other than int32, int64 and, if allowed, uint64.
-        ValueError: another number of dimensions than 1.
+        TypeError: the dtype is not int32, int64 or, if allowed, uint64.
+        ValueError: the number of dimensions is not 1.
     """
     is_integer = ids.dtype is torch.int64 or ids.dtype is torch.int32
     if not is_integer and not (allow_uint64 and ids.dtype is torch.uint64):

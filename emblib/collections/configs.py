@@ -48,9 +48,9 @@ class TableConfig:
 
     Raises:
         TypeError: an argument of another type, or an empty name of a feature.
-        ValueError: a `name` that breaks these rules or is no text, a `data_type` that is none of
-            these dtypes, a size below 1, a feature named twice, bounds that are not finite or not
-            in order, or an argument that `storage` does not support.
+        ValueError: `name` breaks these rules or is not a text, `data_type` is none of these dtypes,
+            a size is below 1, a feature is named twice, bounds are not finite or not in order, or
+            `storage` does not support an argument.
     """
 
     num_embeddings: int

@@ -26,8 +26,8 @@ class PositionWeightedModule(nn.Module):
         device: device of the weights; None is torch's default device.
 
     Raises:
-        TypeError: a length that is no int.
-        ValueError: a length below 1.
+        TypeError: a length is not an int.
+        ValueError: a length is below 1.
 
     Example:
         >>> positions = emblib.collections.PositionWeightedModule({"seen": 3})

@@ -622,7 +622,7 @@ def group_slices(
     in different groups. `optimizer` is for tables whose configuration has none.
 
     Raises:
-        ValueError: a table with `rounding` whose optimizer leaves gradients.
+        ValueError: a table has `rounding`, and its optimizer leaves gradients.
     """
     optimizers = [table_slice.config.optimizer or optimizer or NO_UPDATE for table_slice in slices]
     for table_slice, slice_optimizer in zip(slices, optimizers, strict=True):

@@ -310,9 +310,9 @@ class TableCollection(nn.Module):
 
         Raises:
             KeyError: there is no such table.
-            TypeError: an optimizer that is not of `emblib.optim`.
-            ValueError: an optimizer that a table does not support; or the collection has a hash
-                table with a backing store or in a memory budget. In each case nothing is changed.
+            TypeError: an optimizer is not of `emblib.optim`.
+            ValueError: a table does not support the optimizer; or the collection has a hash table
+                with a backing store or in a memory budget. In each case nothing is changed.
         """
         names = {config.name for config in self.configs}
         unknown = sorted(optimizers.keys() - names)
@@ -390,8 +390,8 @@ class TableCollection(nn.Module):
 
         Raises:
             KeyError: there is no such table.
-            TypeError: bits that are no int.
-            ValueError: other bits, or a hash table with a backing store.
+            TypeError: `bits` has a value that is not an int.
+            ValueError: bits are not 8, 4 or 2, or a hash table has a backing store.
         """
         for config in self.configs:
             config.storage.check_copyable(config)
@@ -451,7 +451,7 @@ class TableCollection(nn.Module):
 
         Raises:
             KeyError: a parameter or one of its states is missing.
-            ValueError: a state of another shape, or hyperparameters that the optimizer cannot have.
+            ValueError: a state has another shape, or the optimizer cannot have the hyperparameters.
                 Nothing is written in either case.
         """
         load_optimizer_state(self.groups, self.handles_name, self.handles(), state)
@@ -487,7 +487,7 @@ class EmbeddingBagCollection(TableCollection):
         bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument has another type.
         ValueError: two tables or outputs of one name, a table that differs from the shared one of
             its name, or an optimizer that a table does not support.
 
@@ -547,7 +547,7 @@ class EmbeddingBagCollection(TableCollection):
             RuntimeError: a parameter was replaced, as by `torch.func.functional_call`; an id or
                 length is invalid, with `BoundsCheck.FATAL`, for some lengths also with WARNING (see
                 `BoundsCheck`); or `torch.export` of a collection with hash tables.
-            TypeError: ids that are not int32 or int64, nor uint64 for hash tables only.
+            TypeError: ids are not int32 or int64, nor uint64 for hash tables only.
             ValueError: ids are not one-dimensional, the collection is weighted and the batch is
                 not, or features differ in their bags and the batch has no inverse indices.
         """

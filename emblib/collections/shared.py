@@ -57,8 +57,9 @@ class SharedTables:
             the parameters get dense gradients, which autograd adds up.
 
     Raises:
-        TypeError: tables that are no configurations, or an optimizer that is not of `emblib.optim`.
-        ValueError: a storage other than `Dense`, an optimizer with `GlobalDecay`, or a name twice.
+        TypeError: a table is not a configuration, or an optimizer is not of `emblib.optim`.
+        ValueError: a storage is not `Dense`, an optimizer has `GlobalDecay`, or a name occurs
+            twice.
 
     Example:
         >>> shared = emblib.SharedTables([emblib.EmbeddingConfig(1000, 16, "item")])
@@ -145,8 +146,8 @@ class SharedTable:
         joint: sum of the gradients of all lookups in a backward.
 
     Raises:
-        ValueError: a storage other than `Dense`, or an optimizer that the table cannot have, such
-            as one with `GlobalDecay`.
+        ValueError: the storage is not `Dense`, or the table cannot have the optimizer, such as one
+            with `GlobalDecay`.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class SharedTable:
         are reset. Nothing changes before it is called. None leaves dense gradients.
 
         Raises:
-            TypeError: an optimizer that is not of `emblib.optim`.
+            TypeError: an optimizer is not of `emblib.optim`.
             ValueError: the table cannot have the optimizer.
         """
         config, old_groups = replace(self.config, optimizer=optimizer), self.groups

@@ -75,9 +75,9 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
         initial_state: initial value of its optimizer states.
 
     Raises:
-        ValueError: options that are missing or contradict each other.
+        ValueError: options are missing or contradict each other.
         NotImplementedError: options that emblib does not have.
-        TypeError: an `admit_strategy` that is no AdmissionStrategy.
+        TypeError: `admit_strategy` is not an AdmissionStrategy.
     """
     _check_options(options, name)
     assert options.max_capacity is not None

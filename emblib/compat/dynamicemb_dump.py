@@ -53,7 +53,7 @@ def _numbers_by_module(
 
     Raises:
         TypeError: neither an int nor ints by module and table.
-        ValueError: no such module.
+        ValueError: there is no such module.
     """
     modules = list(modules_of(model))
     if isinstance(numbers, int) and not isinstance(numbers, bool):
@@ -117,7 +117,7 @@ def incremental_dump(
 
     Raises:
         TypeError: `score_threshold` is neither an int nor ints by module and table.
-        ValueError: no such module or table.
+        ValueError: there is no such module or table.
     """
     rows_by_module, scores = {}, {}
     for path, module, thresholds in _numbers_by_module(model, score_threshold):

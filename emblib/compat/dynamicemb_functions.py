@@ -126,7 +126,7 @@ def check_same_kind(
         with_optimizer: whether the optimizer must be the same.
 
     Raises:
-        DumpError: an entry that should be a name is no string.
+        DumpError: an entry that should be a name is not a string.
         ValueError: the table is of another kind.
     """
     names = ["evict_strategy", *(["opt_type"] if with_optimizer else [])]
@@ -153,7 +153,7 @@ def _warn_of_initial_state(
     """Warn if new rows of the dumped table began with another optimizer state than here.
 
     Raises:
-        DumpError: the value is no number.
+        DumpError: the value is not a number.
     """
     name = "initial_accumulator_value"
     if name not in content or name not in current:
@@ -378,9 +378,9 @@ class DynamicEmbTables:
         A score below the previous one warns, unless `warns_of_lower_scores()` is False.
 
         Raises:
-            TypeError: a score that is no int, or no mapping.
-            ValueError: 0, which DynamicEmb reserves; no such table; not a CUSTOMIZED one. Tables of
-                other modules may have got their scores.
+            TypeError: `named_score` is not a mapping, or a score is not an int.
+            ValueError: a score is 0, which DynamicEmb reserves; or a table does not exist or is not
+                a CUSTOMIZED one. Tables of other modules may have got their scores.
         """
         if not isinstance(named_score, Mapping):
             raise TypeError(f"scores must be ints by name of a table, got {named_score!r}")
@@ -473,7 +473,7 @@ class DynamicEmbTables:
         call; a CUSTOMIZED table without a score has none.
 
         Raises:
-            ValueError: no such table.
+            ValueError: there is no such table.
         """
         ranks = RankGroup.from_value(pg)
         entries_by_table: dict[str, tuple[Tensor, Tensor]] = {}

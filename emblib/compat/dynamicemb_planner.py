@@ -56,7 +56,7 @@ def _rows_per_bucket(bucket_capacity: int) -> int:
     """Return the rows per bucket: the rows of a table are a multiple of this number.
 
     Raises:
-        ValueError: a bucket that is not a positive multiple of BUCKET_ALIGNMENT.
+        ValueError: a bucket is not a positive multiple of BUCKET_ALIGNMENT.
     """
     if bucket_capacity == MAX_BUCKET_CAPACITY:  # one bucket per table
         return BUCKET_ALIGNMENT
@@ -113,7 +113,7 @@ def get_constraint_capacity(
 
     Raises:
         NotImplementedError: an optimizer that dynamic tables do not have.
-        ValueError: a bucket that is not a positive multiple of BUCKET_ALIGNMENT.
+        ValueError: a bucket is not a positive multiple of BUCKET_ALIGNMENT.
     """
     bucket_rows = _rows_per_bucket(bucket_capacity)
     bucket_bytes = bytes_per_row(dtype, dim, _optimizer_of(optimizer_type)) * bucket_rows

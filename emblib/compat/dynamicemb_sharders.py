@@ -154,7 +154,7 @@ class _DynamicSharder:
         If `module` is itself such a collection, it does not change: its replacement is returned.
 
         Raises:
-            ValueError: a collection that is not on the meta device, whose rows would be lost.
+            ValueError: a collection is not on the meta device, so its rows would be lost.
         """
         for path, tables in plan.plan.items():
             dynamic = [t for t in tables.values() if isinstance(t, DynamicEmbParameterSharding)]

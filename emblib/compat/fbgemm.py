@@ -335,7 +335,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     `preallocated_host_buffers` they are the values in the buffers.
 
     Raises:
-        AssertionError: `preallocated_host_buffers` that do not fit the module.
+        AssertionError: `preallocated_host_buffers` do not fit the module.
         NotImplementedError: an argument, or a value of one, that emblib does not have.
         RuntimeError: tables for a GPU, and torch sees none.
         ValueError: values that do not exist, or contradict each other.

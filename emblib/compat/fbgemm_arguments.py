@@ -102,7 +102,7 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
     Raises:
         NotImplementedError: an argument, or a device, that emblib does not have.
         RuntimeError: torch sees no GPU, and the tables are for one.
-        TypeError: rows, a dim or a table of a feature that is no integer.
+        TypeError: rows, a dim or the table of a feature is not an integer.
         ValueError: no table, an unknown enum member, or arguments that contradict each other.
     """
     args = SimpleNamespace(**arguments)

@@ -279,7 +279,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
 
         Raises:
             ValueError: offsets missing, or given for bags of N lookups.
-            RuntimeError: a number of offsets or bags that does not fit the tables.
+            RuntimeError: a number of offsets or bags does not fit the tables.
         """
         if indices.dim() > 1:
             if offsets is not None:

@@ -60,7 +60,7 @@ class Topology:
 
     Raises:
         RuntimeError, AssertionError: "cuda" without `hbm_cap`, and torch finds no GPU.
-        TypeError: `calibration` is no `Calibration`.
+        TypeError: `calibration` is not a `Calibration`.
         ValueError: another rate of TorchRec's cost model.
     """
 

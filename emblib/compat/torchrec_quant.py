@@ -176,7 +176,7 @@ def _device_of(name: str, parameter: ParameterSharding, world_size: int) -> int:
     """Return the number of the device of a table.
 
     Raises:
-        ValueError: a table that is not on one device.
+        ValueError: a table is not on one device.
     """
     ranks = sorted(set(parameter.ranks or [0]))
     if parameter.sharding_type != ShardingType.TABLE_WISE.value or len(ranks) != 1:

@@ -569,8 +569,8 @@ def construct_module_sharding_plan(
             are passed.
 
     Raises:
-        TypeError: a sharding that is not such a result.
-        ValueError: a rule that does not fit a table or the ranks.
+        TypeError: a sharding is not such a result.
+        ValueError: a rule does not fit a table or the ranks.
     """
     ranks = RankGroup() if world_size is None or local_size is None else None
     size = world_size or (ranks.size if ranks else 1)

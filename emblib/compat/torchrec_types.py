@@ -170,7 +170,7 @@ class _Config:
     optimizer, and how updates of rows in 16 bits are rounded.
 
     Raises:
-        ValueError: an option of TorchRec that has no effect here, with what to use instead.
+        ValueError: an option of TorchRec has no effect here; the message tells what to use instead.
     """
 
     def __init__(

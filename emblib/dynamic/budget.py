@@ -105,8 +105,8 @@ class MemoryBudget:
 
     Raises:
         TypeError: `nbytes` or `interval` is not an int.
-        ValueError: `nbytes` or `interval` below 1, or `share` or `ratio` not a number or out of
-            range.
+        ValueError: `nbytes` or `interval` is below 1, or `share` or `ratio` is not a number or out
+            of range.
 
     Example:
         >>> specs = [
@@ -152,8 +152,8 @@ class MemoryBudget:
         """Add all dynamic tables of a model, after it has its optimizers and is sharded.
 
         Raises:
-            TypeError: not a module.
-            RuntimeError: tables on meta.
+            TypeError: `model` is not a module.
+            RuntimeError: tables are on meta.
             ValueError: no dynamic tables, tables on CUDA, tables that are in a budget already, or
                 tables that use more bytes than the budget has left; nothing is changed.
         """

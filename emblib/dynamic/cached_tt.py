@@ -130,7 +130,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         stored_rows: maximum number of stored rows, cached or spilled, by table.
 
     Raises:
-        TypeError: an argument of another class.
+        TypeError: an argument has another class.
         ValueError: a `TTCache` for another number of tables, a deferred optimizer, the device meta;
             `SPILL` with an optimizer that leaves gradients; as `TableBatchedTTEmbeddingBags`.
 
@@ -293,9 +293,9 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
                 weights without pooling, or of another dtype or number; stored rows that changed
                 before checkpointing repeats the lookup; `TTCache.every` in a captured lookup.
-            TypeError: indices or offsets that are no tensors, `batch_sizes` that are no ints.
-            ValueError: `batch_sizes` that do not fit; offsets missing, or given with 2-dimensional
-                indices; weights of another shape than these.
+            TypeError: indices or offsets are not tensors, or `batch_sizes` are not ints.
+            ValueError: `batch_sizes` do not fit; 1-dimensional indices have no offsets, or
+                2-dimensional ones have offsets or weights of another shape.
         """
         check_tensor("indices", indices)
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)

@@ -485,7 +485,7 @@ class EvictionLog:
         is_returned: whether `track_evictions` has returned the log to the program.
 
     Raises:
-        TypeError: `max_keys` is no int.
+        TypeError: `max_keys` is not an int.
         ValueError: `max_keys` is below 1.
     """
 

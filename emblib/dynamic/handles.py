@@ -301,8 +301,9 @@ class DynamicTable:
         Each shard shrinks to its part, see `DynamicEmbeddingBags.shrink`.
 
         Raises:
-            TypeError: `rows` is no int.
-            ValueError: less than `initial_capacity`, a table on CUDA, or one that evicts no keys.
+            TypeError: `rows` is not an int.
+            ValueError: `rows` is less than `initial_capacity`, the table is on CUDA, or it evicts
+                no keys.
         """
         rows_per_shard = self._rows_per_shard(rows)
         return sum(
@@ -365,8 +366,8 @@ class DynamicTable:
         """Replace the entries; every shard takes those it owns. The eviction log restarts.
 
         Raises:
-            TypeError: another argument than `Entries`.
-            ValueError: entries that do not fit; then nothing is changed.
+            TypeError: the argument is not `Entries`.
+            ValueError: the entries do not fit; then nothing is changed.
         """
 
         def check(state: DynamicState, index: int, number: int) -> None:
@@ -415,7 +416,7 @@ class DynamicTable:
         """Apply the changes of another table to this copy of it; a warning counts lost keys.
 
         Raises:
-            TypeError: another argument than `TableChanges`.
+            TypeError: the argument is not `TableChanges`.
             ValueError: this table has not reached the first step of the changes, or is past the
                 last, or the changes do not fit it.
         """

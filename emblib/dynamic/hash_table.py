@@ -93,9 +93,9 @@ class HashTable(SentAsCopy, nn.Module):
         device: device of the table, not meta; None is torch's default device.
 
     Raises:
-        TypeError: no `DynamicSpec`, or a seed that is no int.
-        ValueError: a dtype that is not float32, float16 or bfloat16, a seed out of range, or the
-            device meta.
+        TypeError: `spec` is not a `DynamicSpec`, or the seed is not an int.
+        ValueError: the dtype is not float32, float16 or bfloat16, the seed is out of range, or the
+            device is meta.
 
     Attributes:
         values: `[spec.rows, dim]`, rows by slot; the rows of empty slots are unspecified.

@@ -45,7 +45,7 @@ def hash_keys_of(
 
     Raises:
         TypeError: a seed is not an int.
-        ValueError: another number of seeds than of tables, or one outside [0, 2^63).
+        ValueError: the numbers of seeds and tables differ, or a seed is outside [0, 2^63).
     """
     if hash_seeds is None:
         hash_seeds = [new_seed() if seed is None else seed] * len(names)
@@ -61,7 +61,7 @@ def as_keys(keys: Tensor) -> Tensor:
     Only int32 is copied; else the result shares the memory of `keys`.
 
     Raises:
-        TypeError: another dtype, or no tensor.
+        TypeError: `keys` is not a tensor, or has another dtype.
     """
     if not isinstance(keys, Tensor):
         raise TypeError(

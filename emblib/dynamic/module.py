@@ -92,8 +92,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         BlockingIOError: the store is open in another module or process; it may raise other
             exceptions of its own.
         MemoryError: the system has no address space for the capacities, on the CPU.
-        TypeError: an argument of another type.
-        ValueError: inconsistent arguments, or a store that has other tables.
+        TypeError: an argument has another type.
+        ValueError: arguments are inconsistent, or a store has other tables.
 
     Example:
         >>> table = emblib.DynamicSpec(capacity=1_000, dim=16, name="item")
@@ -300,15 +300,15 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 each. Eviction by counts and admission use it.
 
         Raises:
-            RuntimeError: wrong shape, dtype, device or number of offsets; offsets that would leave
-                out ids or a bag, on the CPU; a key that found no slot in a table with
-                `OnInsertFailure.RAISE`; a batch with more ids outside the fast tier than
-                `BackingStore.max_misses`; in training, a table with `Eviction.CUSTOM` without a
-                score, or tables of which only some are frozen.
-            TypeError: indices of another dtype, indices or offsets that are no tensors, or
-                `batch_sizes` that are no ints.
-            ValueError: `batch_sizes` that do not fit; counts below 0, on the CPU; weights without
-                pooling.
+            RuntimeError: a shape, a dtype, a device or the number of offsets is wrong; on the CPU,
+                offsets would leave out ids or a bag; a key found no slot in a table with
+                `OnInsertFailure.RAISE`; the batch has more ids outside the fast tier than
+                `BackingStore.max_misses`; or, in training, a table with `Eviction.CUSTOM` has no
+                score, or only some tables are frozen.
+            TypeError: indices have another dtype, indices or offsets are not tensors, or
+                `batch_sizes` are not ints.
+            ValueError: `batch_sizes` do not fit; on the CPU, counts are below 0; or there are
+                weights without pooling.
             Exception: the backing store raised it.
         """
         if is_padded() and (num_padding := training.num_padding_ids(indices, offsets)):

@@ -50,11 +50,11 @@ def shrink(state: DynamicState, table: int | str, rows: int) -> int:
         The number of evicted keys.
 
     Raises:
-        ValueError: less than `initial_capacity` rows, or a table on CUDA, whose memory is allocated
-            for its whole capacity, or one that evicts no keys; all of these also if it has no more
-            rows than `rows`.
+        ValueError: `rows` is less than `initial_capacity`, the table is on CUDA, where its memory
+            is allocated for its whole capacity, or it evicts no keys; all of these also if it has
+            no more rows than `rows`.
         KeyError, IndexError: there is no such table.
-        TypeError: `rows` is no int.
+        TypeError: `rows` is not an int.
         Exception: the backing store raised it.
     """
     table_number = state.table_number(table)

@@ -226,7 +226,7 @@ class DynamicState:
         """Overwrite `hyperparams` with saved values.
 
         Raises:
-            ValueError: numbers that the optimizer cannot have; nothing is changed.
+            ValueError: the optimizer cannot have the numbers; nothing is changed.
         """
         if (module := self.owner()) is not None:
             hyperparameters.set_saved_fields(module, values)
@@ -414,7 +414,7 @@ def track_statistics(state: DynamicState, *, remember: int = 0) -> None:
 
     Raises:
         ValueError: `remember` is negative.
-        TypeError: it is no int.
+        TypeError: it is not an int.
     """
     current = state.statistics
     if current is None or current.remember != remember:
@@ -487,7 +487,7 @@ def track_evictions(state: DynamicState, max_keys: int = 1 << 24) -> EvictionLog
     existing log is returned, and `max_keys` has no effect.
 
     Raises:
-        TypeError: `max_keys` is no int.
+        TypeError: `max_keys` is not an int.
         ValueError: `max_keys` is below 1.
         Exception: the backing store raised it.
     """

@@ -217,7 +217,7 @@ class StatisticsCollector:
 
     Raises:
         ValueError: `remember` is negative.
-        TypeError: it is no int.
+        TypeError: it is not an int.
     """
 
     def __init__(self, num_tables: int, remember: int = 0) -> None:

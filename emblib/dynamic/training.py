@@ -464,7 +464,7 @@ def erase(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
 
     Raises:
         KeyError, IndexError: there is no such table.
-        TypeError: ids of another dtype.
+        TypeError: the ids have another dtype.
         Exception: the backing store raised it.
     """
     table, effects = state.table_number(table), Effects()
@@ -658,9 +658,9 @@ def check_batch(
     Counts on the CPU must be >= 0. The dtype of ids is not checked.
 
     Raises:
-        RuntimeError: wrong shape, dtype or device.
-        ValueError: negative counts; weights without pooling.
-        NotImplementedError: weights with a tangent of forward-mode derivatives.
+        RuntimeError: a shape, a dtype or a device is wrong.
+        ValueError: a count is negative, or there are weights without pooling.
+        NotImplementedError: the weights have a tangent of forward-mode derivatives.
     """
     refuse_tangents("per_sample_weights", sample_weights)
     if ids.dim() != 1:

@@ -76,7 +76,7 @@ class TTCache:
     Raises:
         ValueError: a number below its minimum, `spill_rows` with another eviction, or no eviction
             of this name.
-        TypeError: a number that is no int.
+        TypeError: a number is not an int.
 
     Example:
         >>> cache = emblib.TTCache(rows=2)  # chosen again only by `populate`

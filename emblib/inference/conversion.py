@@ -68,8 +68,8 @@ def for_inference(
 
     Raises:
         TypeError: another source, read-only tables, or a table with rows on other ranks.
-        ValueError: rows that the format does not hold, another format for quantised rows, or not
-            one format per table.
+        ValueError: the format does not hold the rows, quantised rows have another format, or there
+            is not one format per table.
 
     Example:
         >>> bags = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(1_000, 16, name="item")])
@@ -185,10 +185,10 @@ def quantization_errors(
         seed: seed of the draw of bags.
 
     Raises:
-        TypeError: a source that `for_inference` does not take, no read-only tables of its kind, or
-            `bag` that is no int.
-        ValueError: tables of other sizes, another number of them or, in collections, other names;
-            or `bag` < 1.
+        TypeError: `for_inference` does not take the source, the tables are not read-only ones of
+            its kind, or `bag` is not an int.
+        ValueError: the tables differ in size, in number or, in collections, in name; or `bag` is
+            below 1.
 
     Example:
         >>> weights = torch.randn(1_000, 16, generator=torch.Generator().manual_seed(0))

@@ -64,9 +64,10 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
     Raises:
         OSError: the file could not be written. If only the sync of its directory failed, `path` has
             the new content.
-        TypeError: another source, or formats for tables that are read-only already.
-        ValueError: rows that the format does not hold, another format for quantised rows, or not
-            one format per table.
+        TypeError: the source is of another class, or there are formats for tables that are
+            read-only already.
+        ValueError: the format does not hold the rows, quantised rows have another format, or there
+            is not one format per table.
 
     Example:
         >>> import tempfile, os

@@ -40,10 +40,10 @@ class HostEmbeddingBags(nn.Module):
         output_dtype: dtype of the output, that of `tables`.
 
     Raises:
-        KeyError: a mask of an unknown table.
-        TypeError: `tables` of another class.
-        ValueError: tables that are not on the CPU, a table without a mask, or a mask that does not
-            fit or has no row.
+        KeyError: a mask is of an unknown table.
+        TypeError: `tables` has another class.
+        ValueError: tables are not on the CPU, a table has no mask, or a mask does not fit or has no
+            row.
 
     Example:
         >>> tables = emblib.inference.for_inference({"item": torch.eye(4)})
@@ -110,8 +110,9 @@ class HostEmbeddingBags(nn.Module):
             one vector as of `QuantizedEmbeddingBags`.
 
         Raises:
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
-            ValueError: `batch_sizes` that do not fit.
+            RuntimeError: a dtype, a device or the number of offsets is wrong; or an index or offset
+                is invalid, in mode FATAL.
+            ValueError: `batch_sizes` do not fit.
         """
         rows, all_offsets = self.rows, offsets
         if not rows.include_last_offset:

@@ -64,7 +64,7 @@ class RowIndex:
         The other arguments are the fields of these names. Reads the keys from the device.
 
         Raises:
-            TypeError: keys of another dtype or shape, or no tensor.
+            TypeError: `keys` is not a tensor, or has another dtype or shape.
             ValueError: a key occurs twice.
         """
         if not isinstance(keys, Tensor) or keys.dtype is not torch.int64 or keys.dim() != 1:
@@ -82,7 +82,7 @@ class RowIndex:
         """Return the array of ids `[0, len(keep))`, of which those in the bool mask have rows.
 
         Raises:
-            ValueError: 2^31 rows or more.
+            ValueError: there are 2^31 rows or more.
         """
         num_ids = keep.numel()
         rows = torch.full((num_ids + num_ids % 2,), -1, dtype=torch.int32, device=keep.device)
@@ -117,7 +117,7 @@ class InferenceEmbeddingBags(nn.Module):
         indexes: the index of each table, with views of `index` as entries.
 
     Raises:
-        ValueError: another number of indexes than of tables.
+        ValueError: the numbers of indexes and tables differ.
 
     Example:
         >>> rows = emblib.QuantizedEmbeddingBags.from_float(torch.ones(2, 4))
@@ -190,8 +190,9 @@ class InferenceEmbeddingBags(nn.Module):
             `batch_sizes` one vector as of `QuantizedEmbeddingBags`.
 
         Raises:
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
-            ValueError: `batch_sizes` that do not fit.
+            RuntimeError: a dtype, a device or the number of offsets is wrong; or an index or offset
+                is invalid, in mode FATAL.
+            ValueError: `batch_sizes` do not fit.
         """
         if indices.dtype == torch.uint64:
             indices = indices.view(torch.int64)
@@ -274,8 +275,8 @@ def top_rows(scores: Tensor, share: float) -> Tensor:
         share: share of the rows to keep, in [0, 1]; their number is rounded up.
 
     Raises:
-        TypeError: scores that are no tensor of real numbers.
-        ValueError: scores that are no vector or have NaN, or another share.
+        TypeError: the scores are not a tensor of real numbers.
+        ValueError: the scores are not a vector or have NaN, or the share is out of range.
 
     Example:
         >>> emblib.inference.top_rows(torch.tensor([3.0, 9.0, 1.0, 9.0]), 0.5)
@@ -309,9 +310,9 @@ def prune(
             result, or None for the smaller one.
 
     Raises:
-        KeyError: a mask of an unknown table.
-        TypeError: tables of another class.
-        ValueError: a mask that does not fit or keeps no row, or another index.
+        KeyError: a mask is of an unknown table.
+        TypeError: `tables` has another class.
+        ValueError: a mask does not fit or keeps no row, or there is another index.
 
     Example:
         >>> tables = emblib.QuantizedEmbeddingBags.from_float({"item": torch.randn(1_000, 16)})

@@ -125,7 +125,7 @@ def readers_of(source: Any) -> dict[str, RowReader]:
     A composed table has a reader per component, `table.component`.
 
     Raises:
-        TypeError: a table whose rows cannot be read.
+        TypeError: the rows of a table cannot be read.
     """
     keyed_tables = source.table_handles()
     readers = {}
@@ -277,9 +277,9 @@ class InferenceEmbeddingBagCollection(InferenceCollection):
             KeyError: the batch lacks a feature of a table.
             RuntimeError: an id or length is invalid, with `BoundsCheck.FATAL`; for some lengths
                 also with WARNING (see `BoundsCheck`).
-            TypeError: ids of another dtype than those of the collection that was converted.
-            ValueError: features with different numbers of bags, no weights for a weighted
-                collection, or ids that are not one-dimensional.
+            TypeError: the ids have another dtype than those of the collection that was converted.
+            ValueError: features differ in their number of bags, a weighted collection gets no
+                weights, or the ids are not one-dimensional.
         """
         if not self._names:
             batch = KeyedJaggedTensor.adopt(features)
@@ -326,8 +326,7 @@ class InferenceEmbeddingCollection(InferenceCollection):
 
         Raises:
             KeyError, RuntimeError, TypeError: as `InferenceEmbeddingBagCollection.forward`.
-            ValueError: features with different numbers of bags, or ids that are not
-                one-dimensional.
+            ValueError: features differ in their number of bags, or the ids are not one-dimensional.
         """
         by_position: dict[int, JaggedTensor] = {}
         for tables, positions, batch in self._part_batches(features):
@@ -356,9 +355,8 @@ def convert(
         output_dtype: dtype of the output; None keeps the collection's, float32 if it is sharded.
 
     Raises:
-        TypeError: a table whose rows cannot be read.
-        ValueError: another number of formats than of tables, or another format than that of rows
-            that are quantised already.
+        TypeError: the rows of a table cannot be read.
+        ValueError: the numbers of formats and tables differ, or quantised rows have another format.
     """
     configs, readers = configs_of(source), readers_of(source)
     features = table_features(configs)

@@ -19,8 +19,9 @@ def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
     holes the function waits for a GPU, to compare the lengths or to pack the bags.
 
     Raises:
-        TypeError: not a nested tensor, another layout, or raggedness in another dimension.
-        ValueError: weights of other lengths.
+        TypeError: `nested` is not a nested tensor, has another layout, or is ragged in another
+            dimension.
+        ValueError: the weights have other lengths.
     """
     values, lengths, offsets = _unpack_nested(nested)
     if weights is None:
@@ -80,7 +81,7 @@ def jagged_tensors(other: Any) -> JaggedTensors:
     """Return the tensors of an object with the accessors of a JaggedTensor, without copying them.
 
     Raises:
-        TypeError: no `values()` or no `lengths()`.
+        TypeError: the object has no `values()` or no `lengths()`.
     """
     _require_accessors(other, "JaggedTensor", "values", "lengths")
     return other.values(), _call_accessor(other, "weights_or_none"), other.lengths(), None
@@ -90,7 +91,7 @@ def keyed_jagged_arguments(other: Any) -> dict[str, Any]:
     """Return arguments of `KeyedJaggedTensor` from an object with its accessors; copy no tensors.
 
     Raises:
-        TypeError: no `keys()`, `values()` or `lengths()`.
+        TypeError: the object has no `keys()`, `values()` or `lengths()`.
     """
     _require_accessors(other, "KeyedJaggedTensor", "keys", "values", "lengths")
     keys = list(other.keys())
@@ -115,7 +116,7 @@ def keyed_arguments(other: Any) -> dict[str, Any]:
     """Return arguments of `KeyedTensor` from an object with its accessors; copy no tensors.
 
     Raises:
-        TypeError: no `keys()`, `length_per_key()` or `values()`.
+        TypeError: the object has no `keys()`, `length_per_key()` or `values()`.
     """
     _require_accessors(other, "KeyedTensor", "keys", "length_per_key", "values")
     return {

@@ -40,9 +40,9 @@ class JaggedTensor(metaclass=TracedClass):
         offsets: int32 or int64 `[B + 1]`, from 0 to L.
 
     Raises:
-        ValueError: neither lengths nor offsets, sizes that do not match, or int32 lengths or
-            offsets for 2^31 values or more.
-        TypeError: an argument that is no tensor; lengths or offsets that are not integers.
+        ValueError: there are neither lengths nor offsets, sizes do not match, or lengths or offsets
+            are int32 for 2^31 values or more.
+        TypeError: an argument is not a tensor, or lengths or offsets are not integers.
 
     Example:
         >>> bags = emblib.JaggedTensor(torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 0, 1]))
@@ -136,7 +136,7 @@ class JaggedTensor(metaclass=TracedClass):
         """Concatenate a list of bags, one tensor each; lengths are int32.
 
         Raises:
-            ValueError: no bags, or bags of other lengths in `weights` than in `values`.
+            ValueError: there are no bags, or those of `weights` and `values` differ in length.
         """
         all_values, lengths = concatenate_bags(values)
         if weights is None:
@@ -168,8 +168,9 @@ class JaggedTensor(metaclass=TracedClass):
             weights: another nested tensor of the same lengths; None for bags without weights.
 
         Raises:
-            TypeError: not a nested tensor, another layout, or raggedness in another dimension.
-            ValueError: weights of other lengths.
+            TypeError: `nested` is not a nested tensor, has another layout, or is ragged in another
+                dimension.
+            ValueError: the weights have other lengths.
         """
         return JaggedTensor(*convert.tensors_of_nested(nested, weights))
 
@@ -178,7 +179,7 @@ class JaggedTensor(metaclass=TracedClass):
         """Convert an object with TorchRec's accessors, e.g. a torchrec.JaggedTensor; copy nothing.
 
         Raises:
-            TypeError: no `values()` or no `lengths()`.
+            TypeError: the object has no `values()` or no `lengths()`.
         """
         return JaggedTensor(*convert.jagged_tensors(other))
 
@@ -307,8 +308,8 @@ class JaggedTensor(metaclass=TracedClass):
         """Overwrite every tensor with that of `other`, computed if it has none; return self.
 
         Raises:
-            ValueError: other shapes of values or weights, weights in only one of them, or another
-                number of bags; nothing is changed.
+            ValueError: values or weights differ in shape, only one of the two has weights, or the
+                numbers of bags differ; nothing is changed.
         """
         (shapes, num_bags), (other_shapes, other_num_bags) = (
             ([None if t is None else list(t.shape) for t in (x._values, x._weights)], x._num_bags())
@@ -419,8 +420,8 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     Reads the device, for the checks.
 
     Raises:
-        ValueError: lengths that are not int32 or int64, negative lengths, or int32 lengths whose
-            sum is no int32.
+        ValueError: lengths are not int32 or int64, a length is negative, or the sum of int32
+            lengths is not an int32.
 
     Example:
         >>> emblib.jagged.offsets_from_lengths(torch.tensor([2, 0, 1]))

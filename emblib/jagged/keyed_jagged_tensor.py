@@ -83,9 +83,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             from the other arguments.
 
     Raises:
-        ValueError: neither lengths nor offsets, sizes that do not match, or int32 for L >= 2^31.
-        TypeError: values, weights, lengths or offsets that are no tensors; lengths or offsets that
-            are not integers; another argument.
+        ValueError: lengths and offsets are missing, sizes do not match, or L >= 2^31 with int32.
+        TypeError: values, weights, lengths or offsets are not tensors, lengths or offsets are not
+            integers, or there is another argument.
 
     Example:
         >>> batch = emblib.KeyedJaggedTensor(  # 2 features of 2 samples: 4 bags
@@ -282,8 +282,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Combine the features of `batches` of the same examples; values are copied.
 
         Raises:
-            ValueError: no batches, weights in only some of them, or strides, numbers of ranks or
-                inverse indices that do not fit each other.
+            ValueError: there are no batches, only some of them have weights, or strides, numbers of
+                ranks or inverse indices do not fit each other.
         """
         return concat_batches(batches)
 
@@ -482,8 +482,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Read and check the whole content, and return self.
 
         Raises:
-            ValueError: lengths or offsets that do not fit the values, tensors on several devices, a
-                repeated key, or inverse indices with other keys or with bags that do not exist.
+            ValueError: lengths or offsets do not fit the values, tensors are on several devices, a
+                key is repeated, or inverse indices have other keys or bags that do not exist.
         """
         check_content(self._values, self._lengths, self._offsets)
         length_per_key, bounds = self._length_per_key, self._read_bounds()
@@ -507,7 +507,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Return the bags of one feature, as views; read `offset_per_key` if it is not known.
 
         Raises:
-            KeyError: a key that the batch does not have.
+            KeyError: the batch does not have the key.
         """
         position = self.index_per_key().get(key)
         if position is None:
@@ -544,7 +544,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         indices of the batch.
 
         Raises:
-            ValueError: segments that are negative or do not add up to the number of keys.
+            ValueError: segments are negative or do not add up to the number of keys.
         """
         if sum(segments) != len(self._keys) or any(num_keys < 0 for num_keys in segments):
             raise ValueError(
@@ -575,7 +575,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
                 None copies them there.
 
         Raises:
-            IndexError: a position out of range.
+            IndexError: a position is out of range.
         """
         if any(not 0 <= i < len(self._keys) for i in indices):
             raise IndexError(f"positions must be 0 to {len(self._keys) - 1}, got {list(indices)}")
@@ -696,7 +696,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         Tensors that are there already are shared, not copied. Ids keep their dtype.
 
         Raises:
-            TypeError: a dtype in place of the device.
+            TypeError: `device` is a dtype.
         """
         refuse_dtype(device)
         on_device = self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
@@ -719,8 +719,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Overwrite tensors and numbers known on the host by what `other` has; return self.
 
         Raises:
-            ValueError: other keys (also of inverse indices), strides (also per rank) or shapes, or
-                weights or inverse indices in only one of them; nothing is changed.
+            ValueError: the batches differ in keys (also of inverse indices), strides (also per
+                rank) or shapes, or only one has weights or inverse indices; nothing is changed.
         """
         is_alike = (
             self._keys == other._keys

@@ -89,8 +89,8 @@ def bags_per_key(strides: list[list[int]], num_keys: int, num_bags: int) -> list
         num_bags: number of bags of the batch.
 
     Raises:
-        ValueError: not one list per key, lists of different lengths, a negative number, or a sum
-            that is not the number of bags.
+        ValueError: there is not one list per key, the lists differ in length, a number is negative,
+            or the sum is not the number of bags.
     """
     if len(strides) != num_keys or len({len(row) for row in strides}) > 1:
         raise ValueError(
@@ -169,7 +169,7 @@ def dict_arguments(
     `force_variable_stride`.
 
     Raises:
-        ValueError: no features, or weights in only some of them.
+        ValueError: there are no features, or only some of them have weights.
     """
     if not jagged:
         raise ValueError("from_jt_dict needs a feature, got none: use KeyedJaggedTensor.empty()")
@@ -191,8 +191,8 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of the `KeyedJaggedTensor` that combines batches of the same examples.
 
     Raises:
-        ValueError: no batches, weights in only some of them, or strides, numbers of ranks or
-            inverse indices that do not fit each other.
+        ValueError: there are no batches, only some of them have weights, or strides, numbers of
+            ranks or inverse indices do not fit each other.
     """
     if not batches:
         raise ValueError("concat needs a batch, got none: use KeyedJaggedTensor.empty()")

@@ -24,7 +24,7 @@ class KeyedTensor(metaclass=TracedClass):
 
     Raises:
         TypeError: `keys` is one string.
-        ValueError: not one length per key.
+        ValueError: there is not one length per key.
 
     Example:
         >>> pooled = emblib.KeyedTensor(["user", "item"], [2, 3], torch.arange(10.0).view(2, 5))
@@ -75,7 +75,7 @@ class KeyedTensor(metaclass=TracedClass):
         `cat_dim` must be `key_dim`; not checked.
 
         Raises:
-            ValueError: no tensors, or not one per key.
+            ValueError: there are no tensors, or not one per key.
         """
         lengths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, lengths, torch.cat(list(tensors), dim=cat_dim), key_dim)
@@ -85,7 +85,7 @@ class KeyedTensor(metaclass=TracedClass):
         """Convert an object with TorchRec's accessors, e.g. a torchrec.KeyedTensor; copy no tensor.
 
         Raises:
-            TypeError: no `keys()`, `length_per_key()` or `values()`.
+            TypeError: the object has no `keys()`, `length_per_key()` or `values()`.
         """
         return KeyedTensor(**convert.keyed_arguments(other))
 
@@ -146,7 +146,7 @@ class KeyedTensor(metaclass=TracedClass):
         """Return the block of `key`, usually `[B, dim]`, as a view.
 
         Raises:
-            KeyError: a key that the tensor does not have.
+            KeyError: the tensor does not have the key.
         """
         position = self.index_per_key().get(key)
         if position is None:
@@ -171,9 +171,9 @@ class KeyedTensor(metaclass=TracedClass):
         keys has size 0 along `key_dim`.
 
         Raises:
-            KeyError: a key that no tensor has.
-            ValueError: a key of a group that several tensors have, no tensors, or several values of
-                `key_dim`.
+            KeyError: no tensor has one of the keys.
+            ValueError: several tensors have a key of a group, there are no tensors, or they differ
+                in `key_dim`.
         """
         return regroup(keyed_tensors, groups)
 
@@ -184,8 +184,9 @@ class KeyedTensor(metaclass=TracedClass):
         """Return the results of `regroup` by the name of each group, `keys`.
 
         Raises:
-            KeyError: a key that no tensor has.
-            ValueError: as `regroup`, not one name per group, or a name of several groups.
+            KeyError: no tensor has one of the keys.
+            ValueError: see `regroup`; or there is not one name per group, or several groups have
+                one name.
         """
         return regroup_by_name(keyed_tensors, groups, keys)
 

@@ -58,7 +58,7 @@ def drop_padding(
         padding_idx: the id to remove, from all features or by key; other keys keep all ids.
 
     Raises:
-        KeyError: a key that the batch does not have.
+        KeyError: the batch does not have the key.
 
     Example:
         >>> batch = emblib.KeyedJaggedTensor(

@@ -101,8 +101,8 @@ class BatchLayout:
         """Return the layout and the leaves of a batch.
 
         Raises:
-            TypeError: a leaf that is neither a tensor, a jagged tensor nor a plain value.
-            ValueError: a jagged tensor whose features differ in their bags, or a tensor that is not
+            TypeError: a leaf is neither a tensor, a jagged tensor nor a plain value.
+            ValueError: the features of a jagged tensor differ in their bags, or a tensor is not
                 dense or requires a gradient.
         """
         leaves, tree = pytree.tree_flatten(batch, is_leaf=_is_jagged)
@@ -289,8 +289,8 @@ def _fixed_part_of(leaf: Any, leaf_index: int) -> _FixedPart:
     """Return the part of a leaf that all batches share.
 
     Raises:
-        TypeError: a leaf of another type, which may contain tensors that a graph would not see.
-        ValueError: a leaf without a fixed shape, or one that requires a gradient.
+        TypeError: a leaf has another type, which may contain tensors that a graph would not see.
+        ValueError: a leaf has no fixed shape, or requires a gradient.
     """
     if isinstance(leaf, KeyedJaggedTensor):
         if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:

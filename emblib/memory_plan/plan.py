@@ -106,7 +106,7 @@ class BackingMemory:
         min_hit_rate: minimum share of lookups that a cache is expected to serve, 0 to 1.
 
     Raises:
-        TypeError: `nbytes` is no integer.
+        TypeError: `nbytes` is not an integer.
         ValueError: `nbytes` is below 1, or `min_hit_rate` is outside [0, 1].
 
     Example:

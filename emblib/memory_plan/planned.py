@@ -45,7 +45,8 @@ def planned_tables(
 
     Raises:
         TypeError: `tables` is neither a model nor a list of configurations.
-        ValueError: no tables, tables shared by collections, or two of one `path_name`.
+        ValueError: there are no tables, collections share tables, or two tables have the same
+            `path_name`.
     """
     if not isinstance(tables, nn.Module):
         configs = list(tables) if isinstance(tables, Iterable) else []  # any iterable is read once
@@ -87,7 +88,7 @@ def importances_of(
     """Return the importance of each table: by its `path.name`, else by its name, else 1.0.
 
     Raises:
-        TypeError: `importance` is no dict, or has a value that is no number.
+        TypeError: `importance` is not a dict, or has a value that is not a number.
         ValueError: a name that no table has, or an importance that is negative or not finite.
     """
     if importance is not None and not isinstance(importance, Mapping):

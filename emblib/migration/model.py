@@ -157,7 +157,7 @@ class Migration:
             rounds: timed lookups, and training steps, per module; batches come in turn.
 
         Raises:
-            TypeError: `trace` is no `LookupTrace`, or `batch_size` or `rounds` no int.
+            TypeError: `trace` is not a `LookupTrace`, or `batch_size` or `rounds` is not an int.
             ValueError: one of them is below 1, or the trace has no full batch of any replaced
                 module.
             RuntimeError: the migration was undone, or a new module has been replaced since.
@@ -311,8 +311,9 @@ def migrate(
             a state with one number per row gets the mean of those of its elements.
 
     Raises:
-        TypeError: `model` is no module or an embedding itself, backward does not apply `tables`, or
-            `optimizer` has something else than optimizers of torch, or a wrapper of TorchRec.
+        TypeError: `model` is not a module, or is an embedding itself, backward does not apply
+            `tables`, or `optimizer` has something else than optimizers of torch, or a wrapper of
+            TorchRec.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8), torch.nn.Linear(8, 1))

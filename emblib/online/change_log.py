@@ -71,10 +71,10 @@ class ChangeLog:
     Raises:
         TypeError: there are tensor trains or quantised tables in the model, or a
             `ReplicatedModelParallel`, or no tables; `sink` is no sink, or a count no int.
-        ValueError: an optimizer that changes rows without a lookup; two tables of one name; a
-            table whose evictions are tracked already; states of a table sharded by columns;
-            collections over different ranks; a count that is too small; or, without
-            `compact_every`, a sink with records.
+        ValueError: an optimizer changes rows without a lookup; two tables have the same name; the
+            evictions of a table are tracked already; states are of a table sharded by columns;
+            collections are over different ranks; a count is too small; or, without `compact_every`,
+            a sink has records.
         LogError: a record in the sink is damaged.
         OSError: the sink cannot be read; sinks may raise errors of other types.
 
@@ -166,7 +166,7 @@ class ChangeLog:
                 this step's changes then wait for the next call.
             RuntimeError: tables made steps that the log has not seen, or were replaced, or the log
                 is closed. Rows that a program writes are not noticed.
-            TypeError: the step is no int.
+            TypeError: the step is not an int.
             ValueError: the step is not after the last one, or more keys left a dynamic table since
                 the last entry than its record of evictions holds.
         """
@@ -195,7 +195,7 @@ class ChangeLog:
         Raises:
             ChangeLogError: an earlier entry could not be written.
             RuntimeError: the log is closed.
-            TypeError, ValueError: the step is no int >= 0.
+            TypeError, ValueError: the step is not an int >= 0.
         """
         step = check_count("step", step, minimum=0)
         self._writer.wait_for_space()

@@ -188,8 +188,8 @@ class PlainChanges:
         states: whether optimizer states are copied too.
 
     Raises:
-        TypeError: a quantised table.
-        ValueError: an optimizer that changes rows without a lookup, or states of a table that is
+        TypeError: the table is quantised.
+        ValueError: the optimizer changes rows without a lookup, or states are of a table that is
             sharded by columns.
     """
 
@@ -271,7 +271,7 @@ class KeyedChanges:
         states: whether optimizer states are copied too.
 
     Raises:
-        ValueError: an optimizer that changes rows without a lookup, or a table whose evictions are
+        ValueError: the optimizer changes rows without a lookup, or the evictions of the table are
             tracked already.
     """
 

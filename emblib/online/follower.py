@@ -68,8 +68,8 @@ class LogFollower:
 
     Raises:
         KeyError: the model lacks one of `tables`.
-        TypeError: a sharded model, something else than sinks, a step that is no integer, or one
-            string as `tables`.
+        TypeError: the model is sharded, a sink is something else, a step is not an integer, or
+            `tables` is one string.
         ValueError: a pruned table, a table on disk, two tables of one name, no sink, or a step
             below 0.
 

@@ -92,7 +92,7 @@ class DirectorySink:
         segment_bytes: maximum bytes of a file, unless one record has more; then another is begun.
 
     Raises:
-        TypeError: `segment_bytes` is no int.
+        TypeError: `segment_bytes` is not an int.
         ValueError: `segment_bytes` is below 1.
         BlockingIOError: `append`, if another process writes to the directory.
         LogError: `append`, if the last file is damaged.

@@ -71,7 +71,7 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
     """Return the layout of tables in the order of `specs`.
 
     Raises:
-        ValueError: more halves or keys than the ops can number.
+        ValueError: there are more halves or keys than the ops can number.
     """
     tables = []
     num_keys = left_ids = right_ids = 0

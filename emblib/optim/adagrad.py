@@ -121,7 +121,7 @@ class Counter:
         update_every: steps between updates of the largest count; <= 0 never updates it.
 
     Raises:
-        ValueError: a number that is not finite; `bound` and a count as threshold may be infinite.
+        ValueError: a number is not finite; `bound` and a count as threshold may be infinite.
 
     Example:
         >>> counter = emblib.optim.Counter(halflife=1_000, tail=emblib.optim.TailRate.BY_COUNT)
@@ -292,8 +292,8 @@ class RowwiseAdagrad(Optimizer):
             must be None, and `deferred` False.
 
     Raises:
-        TypeError: `counter` or `global_decay` of another type.
-        ValueError: a number or combination that is not allowed; `AdagradW` without a `Counter`.
+        TypeError: `counter` or `global_decay` has another type.
+        ValueError: a number or combination is not allowed, such as `AdagradW` without a `Counter`.
 
     Example:
         >>> optimizer = emblib.optim.RowwiseAdagrad(0.1, max_norm=1.0)

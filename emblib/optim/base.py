@@ -124,8 +124,8 @@ class Optimizer:
 
     Raises:
         TypeError: an argument has its name of `torch.optim` (the message has the name here).
-        ValueError: a number that is negative, NaN or infinite in float32; or a weight decay of a
-            kind that the optimizer does not have.
+        ValueError: a number is negative, NaN or infinite in float32; or the optimizer does not have
+            this kind of weight decay.
 
     Example:
         >>> emblib.optim.SGD(0.1, max_gradient=1.0, deferred=True)
@@ -201,7 +201,7 @@ class Optimizer:
         """Return this optimizer with other `hyperparams`, except for learning rate, step and seed.
 
         Raises:
-            ValueError: a number out of range.
+            ValueError: a number is out of range.
         """
         kind: Any = Decoupled if numbers[Hyper.DECAY] else L2
         rate = numbers[Hyper.DECAY] or numbers[Hyper.L2]

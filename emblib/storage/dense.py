@@ -129,7 +129,8 @@ class Dense(Storage):
         """Return the module of slices with equal group keys.
 
         Raises:
-            ValueError: `External` for tables with a placement other than DEVICE and HOST.
+            ValueError: the optimizer is `External`, and a table has a placement other than DEVICE
+                and HOST.
         """
         _check_optimizer(slices, optimizer)
         return DenseModule(slices, feature_tables, optimizer, pooling, seeds, self.cache, device)

@@ -91,8 +91,8 @@ class Hash(Storage):
             the collection draws from torch's generator, the same on all ranks.
 
     Raises:
-        TypeError: `seed` is no int; `backing` is no `BackingStore`, or has a store that cannot be
-            made per shard; or see `DynamicSpec`.
+        TypeError: `seed` is not an int; `backing` is not a `BackingStore`, or has a store that
+            cannot be made per shard; or see `DynamicSpec`.
         ValueError: `seed` is not in [0, 2^63), or see `DynamicSpec`.
 
     Example:

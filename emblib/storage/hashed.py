@@ -53,7 +53,7 @@ class Hashed(ComposedStorage):
         seed: seed of the hashes, 0 to 2^56.
 
     Raises:
-        TypeError: `rows`, `functions` or `seed` is no int.
+        TypeError: `rows`, `functions` or `seed` is not an int.
         ValueError: a number out of its range, or an unknown `hash`. `rows` above `num_embeddings`
             is found when a table is configured.
 

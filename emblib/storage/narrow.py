@@ -24,7 +24,7 @@ class Narrow(ComposedStorage):
         columns: number of stored columns, at least 1 and fewer than the dim.
 
     Raises:
-        TypeError: `columns` is no int.
+        TypeError: `columns` is not an int.
         ValueError: `columns` is below 1. Too many columns are found when a table is configured.
 
     Example:

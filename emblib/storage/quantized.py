@@ -42,7 +42,7 @@ class Quantized(Storage):
         bits: bits per value: 8, 4 or 2.
 
     Raises:
-        TypeError: `bits` is no int.
+        TypeError: `bits` is not an int.
         ValueError: `bits` is another number.
 
     Example:

@@ -29,7 +29,7 @@ class QuotientRemainder(ComposedStorage):
         combine: operation on the two rows, "multiply", "add" or "concatenate", see `Combine`.
 
     Raises:
-        TypeError: `divisor` is no int.
+        TypeError: `divisor` is not an int.
         ValueError: `divisor` is below 1, or `combine` is unknown. A `divisor` above
             `num_embeddings` is found when a table is configured.
 
@@ -66,7 +66,7 @@ class QuotientRemainder(ComposedStorage):
             combine: operation on the two rows, see `QuotientRemainder`.
 
         Raises:
-            TypeError: `num_embeddings` is no int, or `share` is no number.
+            TypeError: `num_embeddings` is not an int, or `share` is not a number.
             ValueError: `num_embeddings` is below 1, `share` is not in (0, 1], or `share *
                 num_embeddings` is below the least number of rows, `2 * sqrt(num_embeddings)`.
 

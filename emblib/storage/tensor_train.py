@@ -63,7 +63,7 @@ class TensorTrain(Storage):
         matmul: precision of the products of cores on a GPU, see `MatmulPrecision`.
 
     Raises:
-        TypeError: a rank, a factor or `seed` is no int, or `cache` is no `TTCache`.
+        TypeError: a rank, a factor or `seed` is not an int, or `cache` is not a `TTCache`.
         ValueError: a number is out of its range; there are not 2 to 4 cores, or not one factor per
             core; `init`, `ids` or `matmul` is unknown; or the cache has several numbers of rows.
             Factors that do not fit a table are found when its spec is made.
@@ -118,7 +118,7 @@ class TensorTrain(Storage):
             init: initializer of both cores; see `first_core` in `emblib.tt.initializers`.
 
         Raises:
-            TypeError: `columns` is no int.
+            TypeError: `columns` is not an int.
             ValueError: `columns` is below 1, or `init` is unknown.
 
         Example:
@@ -280,7 +280,7 @@ class TensorTrain(Storage):
         """Return the module of slices with equal group keys.
 
         Raises:
-            ValueError: an optimizer that a cache does not support.
+            ValueError: a cache does not support the optimizer.
         """
         if self.cache is None:
             return TTModule(slices, feature_tables, optimizer, pooling, seeds, device)

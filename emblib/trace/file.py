@@ -101,7 +101,7 @@ class LookupTrace:
 
         Raises:
             OSError: there is no such file, it is a directory, or may not be read.
-            ValueError: a file of another kind or version, a damaged one, or one with inconsistent
+            ValueError: the file is of another kind or version, is damaged, or has inconsistent
                 parts.
         """
         try:

@@ -332,7 +332,7 @@ class TraceRecorder:
 
     Raises:
         ValueError: no module, or a negative number of calls.
-        TypeError: an argument that is not a module, or `calls` is no int.
+        TypeError: an argument is not a module, or `calls` is not an int.
         RuntimeError: the block is entered inside itself.
 
     Example:

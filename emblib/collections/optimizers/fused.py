@@ -89,7 +89,7 @@ class FusedOptimizer(KeyedOptimizer):
         modules: the modules with tables, by path; see `of`.
 
     Raises:
-        RuntimeError: tables on meta.
+        RuntimeError: tables are on meta.
     """
 
     _is_bound: bool = True  # False in a copy until its groups have the parameters of its modules
@@ -141,7 +141,7 @@ class FusedOptimizer(KeyedOptimizer):
         """Return the optimizer of all fused tables in a module, by the names of its parameters.
 
         Raises:
-            RuntimeError: tables on meta.
+            RuntimeError: tables are on meta.
         """
         modules: dict[str, HasFusedTables] = {}
         for path, submodule in module.named_modules():
@@ -202,8 +202,8 @@ class FusedOptimizer(KeyedOptimizer):
         See `from_torch_states` for which classes of `torch.optim`, and how parameters are matched.
 
         Raises:
-            KeyError: other tables, or states of another optimizer.
-            ValueError: states of other shapes, or hyperparameters that these tables cannot adopt.
+            KeyError: the state dict has other tables, or states of another optimizer.
+            ValueError: states have other shapes, or these tables cannot adopt the hyperparameters.
         """
         super().load_state_dict(state_dict)
 
@@ -492,7 +492,7 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
     attribute `fused_class` is such a class; `fused_defaults` are then default arguments.
 
     Raises:
-        ValueError: an argument without an equivalent.
+        ValueError: an argument has no equivalent.
         TypeError: another class, or a class of `emblib.optim` that does not take the arguments.
     """
     arguments = {**getattr(optimizer_class, "fused_defaults", {}), **arguments}
@@ -582,7 +582,7 @@ def apply_optimizer_in_backward(
         TypeError: a parameter that cannot have this optimizer, or already has one in backward, if
             that is from torch or the parameter is of no table; or `optimizer_kwargs` with an
             optimizer that is no class.
-        ValueError: an argument or optimizer that tables do not support.
+        ValueError: tables do not support an argument or the optimizer.
     """
     arguments = dict(optimizer_kwargs or {})
     if isinstance(optimizer, Optimizer) and arguments:
@@ -629,7 +629,7 @@ def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tupl
     collection's. All other configurations are returned unchanged.
 
     Raises:
-        TypeError: an optimizer that tables do not support.
+        TypeError: tables do not support the optimizer.
         ValueError: an argument that tables do not support, several optimizers of one table, or one
             that has made steps, since its state would be lost.
     """

@@ -115,7 +115,7 @@ class KeyedOptimizer(TorchOptimizer):
         A state dict without `param_groups` leaves the groups unchanged.
 
         Raises:
-            KeyError: other parameters, or other groups of them.
+            KeyError: the state dict has other parameters, or other groups of them.
         """
         state_dict = self.check_state_dict(state_dict)
         self.load_keyed_state(state_dict["state"])
@@ -328,7 +328,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         track_grad_norm: whether `last_total_grad_norm` is computed if the norm is not clipped.
 
     Raises:
-        TypeError: `optimizer` is no `KeyedOptimizer`.
+        TypeError: `optimizer` is not a `KeyedOptimizer`.
         ValueError: `max_gradient` is negative or NaN, `norm_type` not above 0, or `clipping`
             another word.
 
@@ -641,7 +641,7 @@ class CombinedOptimizer(KeyedOptimizer):
             the names of the optimizer.
 
     Raises:
-        TypeError: an optimizer that is no `KeyedOptimizer`.
+        TypeError: an optimizer is not a `KeyedOptimizer`.
         ValueError: two optimizers have a parameter or a state of the same name.
     """
 
@@ -712,8 +712,8 @@ class CombinedOptimizer(KeyedOptimizer):
         """Load the state of each optimizer, after each has checked its own.
 
         Raises:
-            KeyError: other parameters, or other groups of them.
-            ValueError: a state that one of the optimizers cannot have.
+            KeyError: the state dict has other parameters, or other groups of them.
+            ValueError: one of the optimizers cannot have a state.
         """
         state_dict = self.check_state_dict(state_dict)
         for optimizer, part in self._parts_of(state_dict):

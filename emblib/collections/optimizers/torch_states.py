@@ -38,7 +38,7 @@ def with_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) ->
         names: the names of the parameters of each group.
 
     Raises:
-        KeyError: other groups, or groups with other numbers of parameters.
+        KeyError: the state dict has other groups, or groups with other numbers of parameters.
     """
     if "param_groups" not in state_dict:
         return {**state_dict, "param_groups": [{"params": list(group)} for group in names]}

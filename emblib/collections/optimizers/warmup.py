@@ -132,7 +132,7 @@ class WarmupOptimizer(OptimizerWrapper):
         lr_param: key of the rate in the groups.
 
     Raises:
-        TypeError: `optimizer` is no `KeyedOptimizer`.
+        TypeError: `optimizer` is not a `KeyedOptimizer`.
         ValueError: `max_iters` of the stages are not > 0 and ascending, or `optimizer` contains
             another `WarmupOptimizer` whose progress a state dict would mix up with this one's.
     """

@@ -291,7 +291,7 @@ def block_bucketize_sparse_features_inference(
         in the result each of `indices` is, and the bucket of each of `indices`.
 
     Raises:
-        RuntimeError: tensors that do not fit each other.
+        RuntimeError: tensors do not fit each other.
     """
     lengths = lengths.flatten()
     block_arguments = _BlockArguments(

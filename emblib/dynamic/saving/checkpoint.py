@@ -110,7 +110,7 @@ def set_table_entries(
 
     Raises:
         KeyError, IndexError: there is no such table.
-        ValueError: entries that do not fit, before anything is changed.
+        ValueError: the entries do not fit; then nothing is changed.
         Exception: the backing store or `report` raised it.
     """
     table = state.table_number(table)
@@ -377,7 +377,7 @@ def hash_keys_in(
     `saved` has the hash keys of all tables, or of the tables in `entries`, in their order.
 
     Raises:
-        ValueError: another dtype or shape.
+        ValueError: `saved` has another dtype or shape.
     """
     if saved is None or not entries:
         return {}
@@ -421,8 +421,8 @@ def replace_tables(
         Numbers of loaded entries, by name of the table.
 
     Raises:
-        ValueError: entries or hyperparameters that do not fit. Tables may be replaced then, so
-            callers check them first.
+        ValueError: entries or hyperparameters do not fit. Tables may be replaced then, so callers
+            check them first.
         Exception: the backing store or `report` raised it.
     """
 

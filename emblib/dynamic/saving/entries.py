@@ -88,7 +88,7 @@ class Entries:
 
     Raises:
         ValueError: lengths or dtypes differ.
-        TypeError: keys of another dtype.
+        TypeError: the keys have another dtype.
     """
 
     keys: Tensor

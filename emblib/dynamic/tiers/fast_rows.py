@@ -129,7 +129,7 @@ class FastRows:
         """Set the fallback rows of a table to those that `fallback_bytes` returned.
 
         Raises:
-            ValueError: another number of bytes than this table has.
+            ValueError: the number of bytes is not that of this table.
         """
         views = self._tier.layout.fallback_views(self._tier.row_buffers, table).values()
         nbytes = sum(view.nbytes for view in views)

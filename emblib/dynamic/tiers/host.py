@@ -41,8 +41,9 @@ class HostRows:
             generator.
 
     Raises:
-        ValueError: `Eviction.NONE`, no capacity or one below 1, or a negative seed.
-        TypeError: a capacity or the seed is no int.
+        ValueError: the eviction is `Eviction.NONE`, the capacity is missing or below 1, or the seed
+            is negative.
+        TypeError: a capacity or the seed is not an int.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))

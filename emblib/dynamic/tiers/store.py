@@ -294,7 +294,7 @@ class BackingStore:
             are then called by either thread, though only by one at a time.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument has another type.
         ValueError: no mode of this name, or `max_misses` below 1.
 
     Example:
