@@ -413,7 +413,7 @@ def _pickled(pair: Any) -> Any:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
-@pytest.mark.parametrize("kind", ["optimizer", "clipped", "in the model"])
+@pytest.mark.parametrize("kind", ["optimizer", "clipped", "combined", "in the model"])
 def test_the_groups_of_a_copied_optimizer_have_the_parameters_of_the_copied_model(
     kind: str, copied: Any
 ) -> None:
@@ -423,6 +423,8 @@ def test_the_groups_of_a_copied_optimizer_have_the_parameters_of_the_copied_mode
     optimizer: Any = FusedOptimizer.of(model)
     if kind == "clipped":
         optimizer = GradientClippingOptimizer(optimizer, GradientClipping.NORM, 0.5)
+    elif kind == "combined":
+        optimizer = CombinedOptimizer([("tables", optimizer)])
     elif kind == "in the model":
         model.optimizer_of_tables = optimizer
     twins = [(model, optimizer), copied((model, optimizer))]
@@ -432,5 +434,13 @@ def test_the_groups_of_a_copied_optimizer_have_the_parameters_of_the_copied_mode
             batch_of_one = KeyedJaggedTensor(["f"], torch.tensor([3]), lengths=torch.ones(1).long())
             collection(batch_of_one).values().sum().backward()
             its_optimizer.step()
-        assert its_optimizer.param_groups[0]["params"][0] is next(collection.parameters())
+        (weight,) = collection.parameters()
+        assert its_optimizer.param_groups[0]["params"] == [weight]
+        assert [*map(id, its_optimizer.params.values())] == [id(weight)]
     assert torch.equal(*(next(collection.parameters()) for collection, _ in twins))
+
+
+def test_a_pickled_optimizer_has_no_copy_of_the_tables() -> None:
+    model = EmbeddingBagCollection([EmbeddingBagConfig(5_000, 8, "t")], optimizer=optim.SGD(0.5))
+    combined = CombinedOptimizer([FusedOptimizer.of(model)])
+    assert len(pickle.dumps((model, combined))) < 1.1 * len(pickle.dumps(model))

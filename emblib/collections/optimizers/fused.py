@@ -239,7 +239,8 @@ class FusedOptimizer(KeyedOptimizer):
             self._bind_parameters()
         for group_index, group in enumerate(self.param_groups[: len(self._table_modules)]):
             if not isinstance(group, TableGroup) or not group.is_connected:
-                self.param_groups[group_index] = TableGroup({"params": group["params"]})
+                parameters = self._parameters_of(group_index)
+                self.param_groups[group_index] = TableGroup({"params": parameters})
                 self._connect(group_index).update({k: v for k, v in group.items() if k != "params"})
             else:
                 group.warn_of_disagreement()
@@ -255,6 +256,9 @@ class FusedOptimizer(KeyedOptimizer):
         group.show()
         return group
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "params": {}}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         groups: list[Any] = self.param_groups
@@ -262,6 +266,7 @@ class FusedOptimizer(KeyedOptimizer):
             groups, self._optimizers, self._table_modules, strict=False
         ):
             # The rates are not read from the modules, which may not be unpickled completely yet.
+            group.show_entries({"params": []})
             group.connect(optimizer, modules, [group["lr"]] * len(modules))
         self._is_bound = False
         with contextlib.suppress(AttributeError, KeyError):  # of modules that are not complete yet
@@ -269,14 +274,21 @@ class FusedOptimizer(KeyedOptimizer):
 
     def _bind_parameters(self) -> None:
         """Put the parameters of the modules into the groups: copied modules make new ones."""
-        for path, module in self._modules_by_path.items():
-            for table in module.fused_tables():
-                parameters = {_join_path(path, name): p for name, p in table.parameters.items()}
-                self.params.update({k: p for k, p in parameters.items() if k in self.params})
-        groups = zip(self.param_groups, self._local_names, self._table_modules, strict=False)
-        for group, names, modules in groups:
-            group["params"][:] = [*(self.params[name] for name in names), *_anchors_of(modules)]
+        parameters = {
+            _join_path(path, name): parameter
+            for path, module in self._modules_by_path.items()
+            for table in module.fused_tables()
+            for name, parameter in table.parameters.items()
+        }
+        self.params = {name: parameters[name] for names in self._local_names for name in names}
+        for index, group in enumerate(self.param_groups[: len(self._table_modules)]):
+            group["params"][:] = self._parameters_of(index)
         self._is_bound = True
+
+    def _parameters_of(self, group_index: int) -> list[Tensor]:
+        """Return the parameters of a group, then the scalars of its modules."""
+        parameters = [self.params[name] for name in self._local_names[group_index]]
+        return [*parameters, *_anchors_of(self._table_modules[group_index])]
 
     def step(self, closure: Any = None) -> Any:
         """Apply the gradients of deferred tables; return the result of `closure`, called first."""

@@ -263,6 +263,13 @@ class OptimizerWrapper(KeyedOptimizer):
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.defaults = optimizer.defaults
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "params"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.params = self.wrapped.params
+
     def step(self, closure: Any = None) -> Any:
         """Make one step of the wrapped optimizer."""
         return self.wrapped.step(closure)
@@ -661,6 +668,17 @@ class CombinedOptimizer(KeyedOptimizer):
         self.extra_state_names = tuple(name for name, p in parameter_of_name.items() if p is None)
         groups = [group for _, o in self._optimizers for group in o.param_groups]
         self.param_groups, self.defaults = groups, cycled_defaults(groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "params"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.params = {
+            _add_prefix(prefix, name): parameter
+            for prefix, optimizer in self._optimizers
+            for name, parameter in optimizer.params.items()
+        }
 
     @property
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:

@@ -111,8 +111,10 @@ class TableGroup(dict[str, Any]):
         """Set entries to the values that the modules have, without writing them to the modules."""
         super().update(entries)
 
-    def __getstate__(self) -> None:
-        return None
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Without parameters: copies of the tables, which the copied modules do not have.
+        entries = {k: v for k, v in self.items() if k != "params" or not self.is_connected}
+        return TableGroup, (entries,)
 
 
 class _GroupTables:
