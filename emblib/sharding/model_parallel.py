@@ -110,7 +110,7 @@ class DistributedModelParallel(nn.Module):
         self.ranks = RankGroup.from_value(ranks)
         wrapping = fingerprint.agree(
             self.ranks,
-            prepare=lambda: parse_wrapping(wrap),
+            prepare=lambda: (collections_of(module), parse_wrapping(wrap))[1],
             describe=lambda parsed: {
                 "": fingerprint.settings_of(
                     self.ranks,
@@ -380,7 +380,12 @@ def make_plan(
         topology = Topology.detect(ranks.size, ranks.local_size, device=ranks.device.type)
         return Planner(topology, DEFAULT_BATCH_SIZE)
 
-    agreed_planner = fingerprint.agree(
-        ranks, lambda: default_planner() if planner is None else planner
-    )
+    def check() -> Any:
+        if planner is not None and not hasattr(planner, "plan"):
+            raise TypeError(
+                f"planner must be None or a Planner of emblib.sharding.planner, got {planner!r}"
+            )
+        return default_planner() if planner is None else planner
+
+    agreed_planner = fingerprint.agree(ranks, check)
     return collective_plan(module, agreed_planner, ranks, optimizer=optimizer)

@@ -47,6 +47,9 @@ class ShardingPlan:
     `str(plan)` formats the plan as a table; `save` and `load` store it as JSON. `plan[path]` raises
     KeyError if the plan has no such collection.
 
+    Raises:
+        TypeError: a table has something else than a `ParameterSharding`, such as a rule.
+
     Example:
         >>> model = torch.nn.Sequential(
         ...     emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
@@ -64,6 +67,13 @@ class ShardingPlan:
     world: World
 
     def __post_init__(self) -> None:
+        for tables in self.modules.values():
+            for table, sharding in tables.items():
+                if not isinstance(sharding, ParameterSharding):
+                    raise TypeError(
+                        f"table {table} of a ShardingPlan must have a ParameterSharding, got "
+                        f"{sharding!r}: construct_module_plan makes them from rules"
+                    )
         frozen = {path: MappingProxyType(dict(tables)) for path, tables in self.modules.items()}
         object.__setattr__(self, "modules", MappingProxyType(frozen))
         object.__setattr__(self, "world", World(*self.world))

@@ -36,11 +36,15 @@ Rules = Mapping[str, Mapping[str, Rule | ParameterSharding]]
 def collections_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the collections of a model, including subclasses, by the first path of each.
 
+    Raises TypeError for a model that is no `nn.Module`.
+
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
         >>> list(emblib.sharding.collections_of(torch.nn.Sequential(bags, torch.nn.Linear(4, 1))))
         ['0']
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"the model must be an nn.Module, got {type(module).__name__}")
     classes = tuple(SHARDED)
     return {path: child for path, child in module.named_modules() if isinstance(child, classes)}
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.collections.modules import EmbeddingBagCollection
 from emblib.columns import PieceColumn, TargetColumn
 from emblib.grad_mode import in_grad_mode
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
@@ -111,6 +112,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             gradients=gradients,
             optimizer=optimizer,
             shared=shared or {},
+            kind=EmbeddingBagCollection,
         )
         super().__init__(
             source,

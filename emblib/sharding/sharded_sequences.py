@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.groups import TableGroups
+from emblib.collections.modules import EmbeddingCollection
 from emblib.grad_mode import in_grad_mode
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
@@ -446,6 +447,7 @@ class ShardedEmbeddingCollection(StateOfTables):
             gradients=gradients,
             optimizer=optimizer,
             shared=self.shared,
+            kind=EmbeddingCollection,
         )
         self.configs, self.plan = settings.configs, settings.plan
         self.comm_precision, self.gradients = settings.comm_precision, settings.gradients

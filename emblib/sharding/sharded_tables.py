@@ -55,7 +55,7 @@ from emblib.sharding.parameters import ShardHandle
 from emblib.sharding.plan import module_plan
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, World, table_wise
-from emblib.sharding.shared_shards import Shared
+from emblib.sharding.shared_shards import Shared, check_shared_known, check_source
 from emblib.sharding.table_hyperparams import TableHyperparams
 from emblib.sharding.tensor_train import share_cores
 from emblib.specs import BoundsCheck, OptionEnum, Pooling
@@ -334,17 +334,6 @@ class Settings:
     gradients: GradientReduction
 
 
-def check_shared_known(source: Any, shared: Shared) -> None:
-    """Raise TypeError for shared tables without the shards that other collections read too."""
-    names = sorted(source.shared_tables().keys() - shared.keys())
-    if names:
-        raise TypeError(
-            f"the collection reads shared tables {names}, so it cannot be sharded by itself: shard "
-            "the model with all collections that read them, with emblib.sharding.shard or "
-            "DistributedModelParallel; without shared=, each collection has its own table"
-        )
-
-
 def agreed_settings(
     source: Any,
     plan: Mapping[str, Rule | ParameterSharding],
@@ -354,17 +343,19 @@ def agreed_settings(
     gradients: GradientReduction,
     optimizer: Optimizer | None,
     shared: Shared,
+    kind: type[nn.Module],
 ) -> Settings:
-    """Return the checked settings of a sharded collection; all ranks call this.
+    """Return the checked settings of a sharded collection of a `kind`; all ranks call this.
 
     Raises:
         ValueError: tables, plans, optimizers or settings differ between ranks or are wrong here, or
             new modules cannot take the place of those of the tables.
-        TypeError: a setting is of a wrong type, or `shared` lacks a table.
+        TypeError: the source or a setting is of a wrong type, or `shared` lacks a table.
         RuntimeError: another rank's settings are wrong.
     """
 
     def check() -> Settings:
+        check_source(source, kind)
         check_shared_known(source, shared)
         for handle in source.groups.handles:
             handle.check_replaced()

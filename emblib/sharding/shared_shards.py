@@ -11,6 +11,8 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from emblib.collections.groups import SliceKey
 from emblib.collections.shared import SharedEntry, SharedTable
 from emblib.sharding.sharding_types import ParameterSharding
@@ -18,6 +20,26 @@ from emblib.storage import Dense, TableSlice
 
 Shared = Mapping[str, "SharedTableShards"]
 """The shared tables of a collection, by name."""
+
+
+def check_source(source: Any, kind: type[nn.Module]) -> None:
+    """Raise TypeError unless the source of a sharded collection is a collection of `kind`."""
+    if not isinstance(source, kind):
+        raise TypeError(
+            f"only an unsharded {kind.__name__} can be sharded here, got {type(source).__name__}; "
+            "emblib.sharding.shard shards all collections of a model"
+        )
+
+
+def check_shared_known(source: Any, shared: Shared) -> None:
+    """Raise TypeError for shared tables without the shards that other collections read too."""
+    names = sorted(source.shared_tables().keys() - shared.keys())
+    if names:
+        raise TypeError(
+            f"the collection reads shared tables {names}, so it cannot be sharded by itself: shard "
+            "the model with all collections that read them, with emblib.sharding.shard or "
+            "DistributedModelParallel; without shared=, each collection has its own table"
+        )
 
 
 class SharedTableShards:

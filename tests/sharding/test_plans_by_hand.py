@@ -244,3 +244,34 @@ def test_ranks_may_be_a_tensor() -> None:
     assert ShardingPlan.from_json(plan.to_json()) == plan
     with pytest.raises(TypeError, match="custom takes a list of Shard"):
         custom(sharding.shards[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: DistributedModelParallel("net"), "model must be an nn.Module, got str"),  # type: ignore[arg-type]
+        (
+            lambda: DistributedModelParallel(model(), plan=GOOD, optimizer=torch.optim.SGD),  # type: ignore[arg-type]
+            "must be None or one of emblib.optim.*SGD",
+        ),
+        (lambda: DistributedModelParallel(model(), planner=3), "planner must be None or a Planner"),  # type: ignore[arg-type]
+        (
+            lambda: ShardingPlan({"": {"a": row_wise()}}, World(1, 1)),  # type: ignore[dict-item]
+            "table a of a ShardingPlan must have a ParameterSharding",
+        ),
+        (
+            lambda: ShardedEmbeddingCollection(model().get_submodule("bags"), {}),
+            "only an unsharded EmbeddingCollection .* got EmbeddingBagCollection",
+        ),
+        (
+            lambda: ShardedEmbeddingBagCollection(
+                ShardedEmbeddingBagCollection(model().get_submodule("bags"), GOOD["bags"]),
+                GOOD["bags"],
+            ),
+            "only an unsharded EmbeddingBagCollection .* got ShardedEmbeddingBagCollection",
+        ),
+    ],
+)
+def test_arguments_of_another_type(call: Callable[[], Any], error: str) -> None:
+    with pytest.raises(TypeError, match=error):
+        call()

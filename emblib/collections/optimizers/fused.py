@@ -641,10 +641,15 @@ def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tupl
     collection's. All other configurations are returned unchanged.
 
     Raises:
-        TypeError: tables do not support the optimizer.
+        TypeError: tables do not support the optimizer, or `optimizer` is none of emblib.
         ValueError: an argument that tables do not support, several optimizers of one table, or one
             that has made steps, since its state would be lost.
     """
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be None or one of emblib.optim, e.g. optim.SGD(lr=0.01), got "
+            f"{optimizer!r}"
+        )
     configs, handles = [], collection.handles()
     shared = collection.shared_tables()
     for config in collection.configs:
