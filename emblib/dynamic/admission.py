@@ -552,8 +552,9 @@ class Admission(nn.Module):
     ) -> None:
         """Copy the counts of a table of another module that has the same admission.
 
-        A sketch is copied with its hash key and the counts of all keys, and only between modules
-        of one table: others share their sketches.
+        A sketch is copied with the counts of all keys, and only between modules of one table, as
+        others share their sketches, with equal hash keys: ranks may shard collections with other
+        hash keys than that of rank 0, which all shards have.
 
         Args:
             table: number of the table.
@@ -565,7 +566,12 @@ class Admission(nn.Module):
             keys, counts = source.counts(source_table)
             is_copied = is_owned(keys)
             self.set_counts(table, keys[is_copied], counts[is_copied])
-        elif self.sketches is not None and source.sketches is not None and len(self.specs) == 1:
+        elif (
+            self.sketches is not None
+            and source.sketches is not None
+            and len(self.specs) == 1
+            and torch.equal(self.sketches.hash_keys, source.sketches.hash_keys)
+        ):
             state = source.sketches.state_dict()
             self.sketches.load_state_dict({name: value.clone() for name, value in state.items()})
 
