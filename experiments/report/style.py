@@ -150,6 +150,7 @@ SETTINGS: Any = {
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "text.color": INK,
+    "text.parse_math": False,  # names of users may have "$", which is no formula
     "xtick.color": INK,
     "ytick.color": INK,
     "grid.color": GRID,

@@ -323,6 +323,20 @@ def test_an_axis_of_one_value_has_two_ends(scale: charts.Scale, value: float) ->
 
 
 @pytest.mark.filterwarnings("error")
+def test_dollars_in_names_are_no_formulas(tmp_path: Path) -> None:
+    title = "$x_$ a \\frac$"
+    panel = Panel(title, charts.curves([charts.Curve([1, 10], [1, 10], "k")], *_log_scales()))
+    figure = style.Figure("money", title, "", title, [panel])
+    with style.theme():
+        (drawn,) = style.draw_files(figure, title, tmp_path)
+    assert title in drawn
+    assert "mathdefault" not in drawn
+
+
+def _log_scales() -> tuple[charts.Scale, charts.Scale]:
+    return charts.Scale("$x_$", log=10), charts.Scale("$y_$", log=10)
+
+
 def test_an_axis_reaches_and_has_headroom_at_once() -> None:
     _, axes = plt.subplots()
     charts.curves(
