@@ -62,9 +62,10 @@ def reason_not_to_count(config: Config, device: str, *, smoke: bool) -> str:
 
 
 def count(setup: Setup, folders: Mapping[str, str]) -> tuple[Counts, str]:
-    """Count the points that each side can build; return (counts, ""), or ({}, why there are none).
+    """Count the points that each side can build; return the counts, and why some are missing.
 
-    `folders` has the folder of the package that a side imports, by the name of the side.
+    The second result is "" if both sides have counts of every point; without any counts the first
+    one is {}. `folders` has the folder of the package that a side imports, by the name of the side.
     """
     with tempfile.TemporaryDirectory() as scratch:
         setup_file = Path(scratch) / "setup.pickle"
@@ -85,7 +86,10 @@ def count(setup: Setup, folders: Mapping[str, str]) -> tuple[Counts, str]:
             for process in processes.values():
                 process.kill()
                 process.wait()
-    return counts, ""
+    names = [point.name for point in setup.points]
+    uncounted = [name for name in names if len(counts.get(name, {})) < len(folders)]
+    reason = f"not every side could build {', '.join(uncounted)} under valgrind" * bool(uncounted)
+    return counts, reason
 
 
 def _start(side: str, package: str, setup_file: Path) -> subprocess.Popen[str]:

@@ -102,7 +102,8 @@ def _compare(
         counts, reason = _count_instructions(start, folders, display)
         store.write_json("instructions.json", counts)
         if reason and not start.is_smoke:
-            facts["notices"].append(f"Instructions were not counted: {reason}.")
+            subject = "Some instructions" if counts else "Instructions"
+            facts["notices"].append(f"{subject} were not counted: {reason}.")
         runner.finish(trial)
         trial.add_counts(counts)
     except BuildError as error:
@@ -117,7 +118,7 @@ def _compare(
 def _count_instructions(
     start: GateStart, folders: SideFolders, display: Display
 ) -> tuple[Counts, str]:
-    """Count the instructions of all points; return (counts, ""), or ({}, why there are none)."""
+    """Count the instructions of all points; return the counts, and why some are missing."""
     if reason := instructions.reason_not_to_count(
         start.config, start.device.type, smoke=start.is_smoke
     ):

@@ -203,9 +203,12 @@ def changed_counts(
     """Return the sentences on numbers that became worse, and those on numbers that became better.
 
     The numbers are those of `Bench.weigh` and counted instructions, by name. Hit rates, peak memory
-    and instructions have a tolerance; other bytes are compared exactly.
+    and instructions have a tolerance; other bytes are compared exactly. A hit rate that only base
+    has is worse: head counts no lookups in its cache.
     """
     worse, better = [], []
+    if "hit_rate" in base and "hit_rate" not in head:
+        worse.append(f"hit rate {base['hit_rate']:,.4g} → not counted")
     for key in sorted(base.keys() & head.keys()):
         base_value, head_value = base[key], head[key]
         growth = base_value - head_value if key == "hit_rate" else head_value - base_value

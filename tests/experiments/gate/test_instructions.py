@@ -78,6 +78,23 @@ def test_a_side_that_fails_ends_the_other_too(monkeypatch: pytest.MonkeyPatch) -
     assert started["head"].poll() == -signal.SIGKILL
 
 
+def test_points_that_one_side_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure.load(["+experiment=gate", "device=cpu"])
+    points = points_of(config)[:1]
+
+    def start(side: str, folder: str, message: Path) -> subprocess.Popen[str]:
+        dumps = message.parent / side
+        dumps.mkdir()
+        (dumps / "names").write_text(points[0].name if side == "base" else "")
+        (dumps / "dump.1").write_text(DUMP)
+        return subprocess.Popen(["true"], stderr=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(instructions, "_start", start)
+    counts, reason = instructions.count(Setup(points, config, "cpu", 1), {"base": "", "head": ""})
+    assert list(counts[points[0].name]) == ["base"]
+    assert points[0].name in reason
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code for x86-64")
 def test_requests_do_nothing_without_valgrind() -> None:
     requests = instructions.ClientRequests()

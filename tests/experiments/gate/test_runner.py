@@ -240,6 +240,9 @@ def test_bytes_are_exact_and_peaks_nearly_so() -> None:
     assert [w.split()[0] for w in worse] == ["hit", "peak"]
     _, better = verdicts.changed_counts(base, {**base, "weights_bytes": 900.0, "hit_rate": 0.95})
     assert [b.split()[0] for b in better] == ["hit", "weights"]
+    without_hits = {key: value for key, value in base.items() if key != "hit_rate"}
+    assert verdicts.changed_counts(base, without_hits) == (["hit rate 0.9 → not counted"], [])
+    assert verdicts.changed_counts(without_hits, base) == ([], [])
 
 
 def made_up(points: list[Point]) -> tuple[Findings, Rules]:
