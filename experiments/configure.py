@@ -161,7 +161,11 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _convert_modes(config: Config) -> None:
-    """Convert the modes, which OmegaConf does not check behind ${cpu_gpu:...}."""
+    """Convert the modes, which OmegaConf does not check behind ${cpu_gpu:...}.
+
+    A mode that is named twice counts once: two measurements of one process would pass for two
+    processes, and give an interval.
+    """
     names = [getattr(mode, "value", mode) for mode in config.timing.modes]
     for name in names:
         if name not in [mode.value for mode in Mode]:
@@ -170,7 +174,7 @@ def _convert_modes(config: Config) -> None:
             )
     if not names:
         raise UsageError("timing.modes must name at least one mode, e.g. timing.modes=[hot]")
-    config.timing.modes = [Mode(name) for name in names]
+    config.timing.modes = [Mode(name) for name in dict.fromkeys(names)]
 
 
 def _clear_headline(config: Config) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from experiments import cli, configure, kinds
 from experiments.bundle import pack
+from experiments.config.schema import Mode
 from experiments.paths import ROOT
 from experiments.run import runner
 from tests.experiments import FIRST_SCHEMA
@@ -250,6 +251,11 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 def test_the_wrong_usage_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["reference", "keep", "/nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: /nowhere is not a run")
+
+
+def test_a_mode_that_is_named_twice_is_measured_once() -> None:
+    config = configure.load([OK, "device=cpu", "timing.modes=[hot,cold,hot]"])
+    assert config.timing.modes == [Mode.hot, Mode.cold]
 
 
 def test_values_that_a_cap_leaves_out_are_named() -> None:
