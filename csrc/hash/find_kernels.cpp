@@ -101,13 +101,18 @@ EMB_HD int64_t slot_to_read(int64_t slot, uint32_t candidates) {
 }
 
 // Compare the tags of the chosen bucket and prefetch the entry of the lowest candidate. Most keys
-// have chosen their first bucket, whose tags are still in the cache and are compared again.
+// have chosen their first bucket, whose tags are still in the cache and are compared again. The
+// last word of an entry is used only if hits are touched; a quarter of the entries of three words
+// have it in another cache line than the first.
+template <bool kTouches>
 EMB_HD void probe_chosen(const HashTable& table, int64_t position, Probes* probes) {
   const int i = Probes::ring_index(position);
   const int64_t bucket = probes->slot[i] / kBucketSlots;
   probes->candidates[i] = match_tags(table.tags + bucket * kBucketSlots, probes->tag[i]);
   probes->slot[i] = lowest_slot(bucket, probes->candidates[i]);
-  __builtin_prefetch(table.entry(slot_to_read(probes->slot[i], probes->candidates[i])), 0, 2);
+  const int64_t* entry = table.entry(slot_to_read(probes->slot[i], probes->candidates[i]));
+  __builtin_prefetch(entry, 0, 2);
+  if (kTouches) __builtin_prefetch(entry + table.entry_words - 1, 0, 2);
 }
 
 // Return the slot of the lowest candidate if it has the key, else -1. If the result is -1, the key
@@ -135,8 +140,16 @@ EMB_HD void empty_queue(const HashTouch& touch, int64_t slot) {
   __atomic_store_n(&touch.queues[slot / kBucketSlots].size, uint8_t{0}, __ATOMIC_RELAXED);
 }
 
+// Add `count` to `uses`, which saturates at INT64_MAX, while other threads may do the same.
+EMB_HD void add_uses_atomically(int64_t* uses, int64_t count) {
+  // The thread whose addition makes the sum wrap around sets it to the maximum afterwards.
+  const int64_t old_uses = __atomic_fetch_add(uses, count, __ATOMIC_RELAXED);
+  if (count_overflows(old_uses, count)) __atomic_store_n(uses, INT64_MAX, __ATOMIC_RELAXED);
+}
+
 // Update the entry of a hit at a position. Other threads may update the same entry: all store the
-// same stamp and assigned score, and counts add up in any order.
+// same stamp and assigned score, and counts add up in any order. An atomic addition waits for all
+// earlier reads and writes of the processor, so it is avoided where no other thread can interfere.
 EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, int64_t position) {
   __atomic_store_n(entry + HashEntry::kStamp, touch.stamp, __ATOMIC_RELAXED);
   if (!has_scores(touch.order)) return;
@@ -148,10 +161,11 @@ EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, in
   }
   const int64_t count = touch.counts == nullptr ? 1 : touch.counts[position];
   if (count < 0) empty_queue(touch, slot);
-  // The thread whose addition makes the sum wrap around sets it to the maximum afterwards.
-  const int64_t old_uses = __atomic_fetch_add(entry + HashEntry::kScore, count, __ATOMIC_RELAXED);
-  if (count_overflows(old_uses, count)) {
-    __atomic_store_n(entry + HashEntry::kScore, INT64_MAX, __ATOMIC_RELAXED);
+  int64_t* const uses = entry + HashEntry::kScore;
+  if (touch.is_concurrent) {
+    add_uses_atomically(uses, count);
+  } else {
+    __atomic_store_n(uses, add_uses(*uses, count), __ATOMIC_RELAXED);
   }
 }
 
@@ -207,7 +221,7 @@ int64_t find_all(const HashTable& table_, const int64_t* ids, int64_t n, const H
       if (has_all_keys || is_position(i - kKeysToProbeFirst))
         probe_first(table, i - kKeysToProbeFirst, &probes);
       if (has_all_keys || is_position(i - kKeysToProbeChosen))
-        probe_chosen(table, i - kKeysToProbeChosen, &probes);
+        probe_chosen<kTouches>(table, i - kKeysToProbeChosen, &probes);
       const int64_t compared = i - kKeysToCompare;
       if (has_all_keys || is_position(compared))
         record(compared, compare(table, compared, ids[compared], probes, &current));

@@ -178,8 +178,9 @@ class StorePut {
     const HashTable table = store_.index.table(0);
     const HashFindKernels& kernels = hash_find_kernels();
     parallel_balanced(n_, kKeyGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-      const HashTouch touch{store_.scoring.order, *store_.index.clock, 0, zeros_.get() + begin,
-                            store_.index.queues_of(0)};
+      const HashTouch touch{
+          store_.scoring.order, *store_.index.clock,       0,
+          zeros_.get() + begin, store_.index.queues_of(0), /*is_concurrent=*/false};
       kernels.find(table, keys_.get() + begin, end - begin, &touch, slots_.get() + begin);
     });
   }
