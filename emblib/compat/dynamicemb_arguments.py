@@ -76,7 +76,7 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
 
     Raises:
         ValueError: options are missing or contradict each other.
-        NotImplementedError: options that emblib does not have.
+        NotImplementedError: emblib does not have the options.
         TypeError: `admit_strategy` is not an AdmissionStrategy.
     """
     _check_options(options, name)
@@ -264,8 +264,8 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
     """Return the optimizer that the arguments `args` of a module describe.
 
     Raises:
-        NotImplementedError: an optimizer or an option that DynamicEmb does not run either.
-        ValueError: a number, or a mode of weight decay, that would have no effect.
+        NotImplementedError: DynamicEmb does not run the optimizer or an option either.
+        ValueError: a number, or the mode of weight decay, would have no effect.
     """
     kind = EmbOptimType(getattr(args.optimizer, "value", args.optimizer))
     if kind not in _NUMBERS_OF_OPTIMIZER:

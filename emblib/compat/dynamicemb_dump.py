@@ -52,7 +52,7 @@ def _numbers_by_module(
     """Yield path and tables of each module that `numbers` names, and the numbers by table.
 
     Raises:
-        TypeError: neither an int nor ints by module and table.
+        TypeError: the value is neither an int nor ints by module and table.
         ValueError: there is no such module.
     """
     modules = list(modules_of(model))
@@ -89,7 +89,7 @@ def set_score(model: nn.Module, table_score: Scores) -> None:
     """Set the scores that keys of the next batches get, in CUSTOMIZED tables.
 
     Raises:
-        TypeError: neither an int nor ints by module and table.
+        TypeError: the value is neither an int nor ints by module and table.
         ValueError: no such module or table, a table that is not CUSTOMIZED, or the score 0. Other
             modules may have got their scores.
     """
@@ -155,10 +155,10 @@ def DynamicEmbDump(
 
     Raises:
         FileExistsError: `path` is not empty and may not be overwritten, or is no directory.
-        NotImplementedError: a table of an optimizer that DynamicEmb does not have.
+        NotImplementedError: DynamicEmb does not have the optimizer of a table.
         OSError: a file could not be written or moved; the earlier files are unchanged.
         RuntimeError: another rank failed; the earlier files are unchanged.
-        ValueError: no such module or table, or ranks that write other paths or tables.
+        ValueError: there is no such module or table, or ranks write other paths or tables.
     """
     ranks, root = RankGroup.from_value(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
@@ -317,7 +317,7 @@ def DynamicEmbLoad(
     Raises:
         DumpError: a file is missing or damaged, or tables are of different dumps; nothing is
             changed.
-        NotImplementedError: a table of an optimizer that DynamicEmb does not have.
+        NotImplementedError: DynamicEmb does not have the optimizer of a table.
         ValueError: the dump is of another optimizer or score strategy, or has remainders of keys
             (`dist_type` continuous of DynamicEmb); no such module or table; ranks that read other
             paths or tables. Nothing is changed.

@@ -46,7 +46,7 @@ def arguments_in_dumps(
     `table` is the number of the table in `bags`. Waits for a GPU.
 
     Raises:
-        NotImplementedError: an optimizer or a decay that DynamicEmb does not have.
+        NotImplementedError: DynamicEmb does not have the optimizer or the decay.
     """
     optimizer: Any = bags.optimizer
     if type(optimizer) not in _OPTIMIZER_NAMES_IN_DUMPS:
@@ -325,9 +325,9 @@ class DynamicEmbTables:
         more keys is left as it is.
 
         Raises:
-            RuntimeError: a CUSTOMIZED table without a score.
-            ValueError: a load factor outside of (0, 1], a negative tolerance, or a table that no
-                feature reads.
+            RuntimeError: a CUSTOMIZED table has no score.
+            ValueError: the load factor is outside of (0, 1], the tolerance is negative, or no
+                feature reads a table.
         """
         if not tolerance >= 0.0:  # true for NaN
             raise ValueError(f"tolerance must be at least 0, got {tolerance}")

@@ -64,7 +64,7 @@ def torch_to_dyn_emb(torch_dtype: torch.dtype) -> DynamicEmbDataType:
     """Return DynamicEmb's name of a dtype.
 
     Raises:
-        ValueError: a dtype that its tables do not have.
+        ValueError: its tables do not have the dtype.
     """
     return DynamicEmbDataType(torch_dtype)
 
@@ -78,7 +78,7 @@ def data_type_to_dyn_emb(data_type: Any) -> DynamicEmbDataType:
     """Return DynamicEmb's name of TorchRec's data type.
 
     Raises:
-        ValueError: a quantised type, which its tables do not have.
+        ValueError: the type is quantised, which its tables do not have.
     """
     return torch_to_dyn_emb(torchrec_types.data_type_to_dtype(data_type))
 
@@ -127,7 +127,7 @@ def get_optimizer_ckpt_state_dim(
         dtype: without effect, as states are float32.
 
     Raises:
-        NotImplementedError: an optimizer that DynamicEmb does not run.
+        NotImplementedError: DynamicEmb does not run the optimizer.
     """
     rule = dynamicemb_arguments.default_optimizer(as_member(EmbOptimType, optimizer_type))
     return num_state_values(rule, dim)
@@ -157,7 +157,7 @@ def encode_checkpoint_file_path(
     """Return the path of a rank's keys, values, scores or opt_values of a table.
 
     Raises:
-        ValueError: another item.
+        ValueError: the item is unknown.
     """
     return _item_path(root_path, table_name, rank, world_size, f"emb_{item}")
 
@@ -168,7 +168,7 @@ def encode_counter_checkpoint_file_path(
     """Return the path of the keys or frequencies that a rank's admission counted.
 
     Raises:
-        ValueError: another item.
+        ValueError: the item is unknown.
     """
     return _item_path(root_path, table_name, rank, world_size, f"counter_{item}")
 
@@ -186,7 +186,7 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
     The item is chosen by `suffix`, a key of `_ITEM_OF_SUFFIX`. Without files the result is `[]`, 0.
 
     Raises:
-        ValueError: an unknown suffix.
+        ValueError: the suffix is unknown.
         DumpError: some of the files are missing, or the dump has no keys, or keys of two sizes of
             the world.
     """

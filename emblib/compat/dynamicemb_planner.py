@@ -73,7 +73,7 @@ def get_sharded_table_capacity(
     """Return the rows of a table per rank: its share of `num_embeddings` in whole buckets.
 
     Raises:
-        ValueError: no ranks, or a bucket that is not a positive multiple of BUCKET_ALIGNMENT.
+        ValueError: there are no ranks, or a bucket is not a positive multiple of BUCKET_ALIGNMENT.
     """
     if world_size <= 0:
         raise ValueError(f"world_size must be positive, got {world_size}")
@@ -112,7 +112,7 @@ def get_constraint_capacity(
     """Return the rows in whole buckets that fit into memory: at least one bucket, with a warning.
 
     Raises:
-        NotImplementedError: an optimizer that dynamic tables do not have.
+        NotImplementedError: dynamic tables do not have the optimizer.
         ValueError: a bucket is not a positive multiple of BUCKET_ALIGNMENT.
     """
     bucket_rows = _rows_per_bucket(bucket_capacity)
@@ -159,7 +159,7 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
     rows are in memory of the device, and every id is valid.
 
     Raises:
-        ValueError: a dynamic table without options, or that is not row-wise.
+        ValueError: a dynamic table has no options, or is not row-wise.
     """
 
     use_dynamicemb: bool | None = False
@@ -371,7 +371,7 @@ def get_planner(
         pg: the ranks; None is all processes.
 
     Raises:
-        ValueError: another pipeline_type.
+        ValueError: `pipeline_type` has another value.
     """
     kernels = {"none": None, "native": None, "prefetch": ["fused_uvm_caching"]}
     if pipeline_type not in kernels:

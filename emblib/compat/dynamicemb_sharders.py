@@ -89,7 +89,7 @@ def hash_storage(
         device: device of the tables.
 
     Raises:
-        NotImplementedError: options that emblib does not have, see `docs/dynamicemb.md`.
+        NotImplementedError: emblib does not have the options, see `docs/dynamicemb.md`.
         TypeError, ValueError: as `dynamicemb_arguments.spec`.
     """
     if not options.training:
@@ -251,7 +251,7 @@ def _split_params(fused_params: Mapping[str, Any] | None) -> tuple[dict[str, Any
     """Return fused_params without parameters of dynamic tables, and the initial optimizer state.
 
     Raises:
-        ValueError: an output dtype other than float32.
+        ValueError: the output dtype is not float32.
     """
     params = dict(fused_params or {})
     output = params.pop("output_dtype", None)

@@ -58,8 +58,8 @@ def split_tiers(
         device: device of the tables.
 
     Raises:
-        NotImplementedError: a GPU without memory for values and without `caching`; tables without
-            eviction that do not fit.
+        NotImplementedError: a GPU has no memory for values and no `caching`; or tables without
+            eviction do not fit.
     """
     fast_rows_of_tables = [
         _num_fast_rows(o, s, rule, device) for o, s in zip(options, specs, strict=True)
@@ -185,10 +185,10 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
     torch's generator. In place, it sets `evict_strategy` and `init_capacity` of `table_options`.
 
     Raises:
-        NotImplementedError: an option or an optimizer that emblib does not have.
-        TypeError: table options or an admission strategy of another class.
-        ValueError: options that contradict each other, or tables that differ in options that must
-            be equal (`DynamicEmbTableOptions.get_grouped_key`).
+        NotImplementedError: emblib does not have an option or the optimizer.
+        TypeError: table options or an admission strategy have another class.
+        ValueError: options contradict each other, or tables differ in options that must be equal
+            (`DynamicEmbTableOptions.get_grouped_key`).
     """
 
     def __init__(
@@ -285,11 +285,11 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             pooling_weights: factors of the rows, `[L]`, for SUM and MEAN.
 
         Raises:
-            NotImplementedError: an argument that must be None.
-            RuntimeError: training of tables with `training=False`, or of CUSTOMIZED ones without a
+            NotImplementedError: an argument must be None and is not.
+            RuntimeError: tables with `training=False` are trained, or CUSTOMIZED ones without a
                 score.
-            ValueError: weights that the pooling mode or the score strategy does not use;
-                on a CPU, fractions of uses.
+            ValueError: the pooling mode or the score strategy does not use the weights; or, on a
+                CPU, they are fractions of uses.
         """
         _refuse(
             feature_requires_grad=feature_requires_grad,

@@ -174,9 +174,9 @@ class DynamicEmbTableOptions:
         admission_counter: counter of keys without a row; with `admit_strategy` only.
 
     Raises:
-        NotImplementedError: a tuple of scores other than TIMESTAMP and LFU.
+        NotImplementedError: a tuple of scores is not TIMESTAMP and LFU.
         TypeError: `score_strategy` is no strategy and no tuple of them.
-        ValueError: another mode of `eval_initializer_args`, or another `dist_type`.
+        ValueError: `eval_initializer_args` has another mode, or `dist_type` another value.
     """
 
     embedding_dtype: torch.dtype | None = None
@@ -241,8 +241,8 @@ def _normal_form(strategy: Any) -> ScoreStrategy:
     """Return the strategy; a tuple of one strategy becomes that strategy.
 
     Raises:
-        TypeError: not a strategy.
-        NotImplementedError: a tuple other than of TIMESTAMP and LFU.
+        TypeError: the value is not a strategy.
+        NotImplementedError: a tuple is not of TIMESTAMP and LFU.
     """
     strategies = strategy if isinstance(strategy, tuple) else (strategy,)
     for member in strategies:

@@ -89,7 +89,7 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
     Raises:
         NotImplementedError: MTIA, or another number format.
         RuntimeError: without `use_cpu`, torch sees no GPU.
-        ValueError: no table, or a feature of a table that does not exist.
+        ValueError: there is no table, or the table of a feature does not exist.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ def mask_gradients(
         bags: module that reads the features.
 
     Raises:
-        ValueError: not one entry of `feature_requires_grad` per feature.
+        ValueError: `feature_requires_grad` does not have one entry per feature.
     """
     if feature_requires_grad is None:
         return sample_weights
@@ -249,7 +249,8 @@ def keep_first_lookups(
         first_feature_only: whether the gradient of all other features is zero, too.
 
     Raises:
-        ValueError: pooled bags of more than one lookup, whose gradients are not one row's.
+        ValueError: pooled bags have more than one lookup, so that their gradients are not one
+            row's.
     """
     if not output.requires_grad:
         return
@@ -336,9 +337,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
     Raises:
         AssertionError: `preallocated_host_buffers` do not fit the module.
-        NotImplementedError: an argument, or a value of one, that emblib does not have.
-        RuntimeError: tables for a GPU, and torch sees none.
-        ValueError: values that do not exist, or contradict each other.
+        NotImplementedError: emblib does not have an argument, or a value of one.
+        RuntimeError: tables are for a GPU, and torch sees none.
+        ValueError: values do not exist or contradict each other.
     """
 
     def __init__(
@@ -710,8 +711,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
         Raises:
             NotImplementedError: another name, INT8 rows, or OptimType.NONE.
-            ValueError: a number out of range, or a weight decay that the module's
-                `weight_decay_mode` would ignore.
+            ValueError: a number is out of range, or the module's `weight_decay_mode` would ignore
+                the weight decay.
         """
         self._require_fused("update_hyper_parameters")
         fbgemm_arguments.update(self.bags, self._arguments, params_dict)
@@ -749,7 +750,7 @@ def install(*, fallback: bool = False) -> None:
             that emblib lacks; its libraries are never loaded.
 
     Raises:
-        ModuleNotFoundError: a fallback without an installed FBGEMM.
+        ModuleNotFoundError: `fallback` is set, and FBGEMM is not installed.
         RuntimeError: the real fbgemm_gpu was imported before, or its operators are registered.
     """
     _installation.install(fallback=fallback)

@@ -100,10 +100,11 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
     torch.device.
 
     Raises:
-        NotImplementedError: an argument, or a device, that emblib does not have.
+        NotImplementedError: emblib does not have an argument or the device.
         RuntimeError: torch sees no GPU, and the tables are for one.
         TypeError: rows, a dim or the table of a feature is not an integer.
-        ValueError: no table, an unknown enum member, or arguments that contradict each other.
+        ValueError: there is no table, an enum member is unknown, or arguments contradict each
+            other.
     """
     args = SimpleNamespace(**arguments)
     for name, reason in _UNSUPPORTED.items():
@@ -348,9 +349,8 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
     """Return the optimizer that the arguments of the module describe.
 
     Raises:
-        NotImplementedError: an optimizer or an option that emblib does not have.
-        ValueError: a mode of weight decay, an option or a rate of weight decay that the optimizer
-            would not use.
+        NotImplementedError: emblib does not have the optimizer or an option.
+        ValueError: the optimizer would not use the mode or rate of weight decay, or an option.
     """
     if args.optimizer not in _HYPERPARAMETERS_OF_OPTIMIZER:
         raise NotImplementedError(
@@ -585,7 +585,7 @@ def update(
 
     Raises:
         NotImplementedError: another name; nothing is changed.
-        ValueError: a value that the optimizer refuses; nothing is changed.
+        ValueError: the optimizer refuses a value; nothing is changed.
     """
     new_args = with_current_hyperparameters(bags, args)
     for name, value in new.items():
@@ -655,7 +655,7 @@ def in_place_average(args: SimpleNamespace) -> InPlaceAverage | None:
     """Return the averaging of EMAINPLACE_ROWWISE_ADAGRAD; None for other optimizers.
 
     Raises:
-        ValueError: an odd dim, or a `step_ema` below 1.
+        ValueError: a dim is odd, or `step_ema` is below 1.
     """
     if args.optimizer is not EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD:
         return None

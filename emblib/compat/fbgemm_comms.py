@@ -50,7 +50,7 @@ def fp32_to_mx4(
 
     Raises:
         NotImplementedError: other bits, or `stochastic_casting`.
-        RuntimeError, ValueError: a group size or a rounding that `to_mx4` refuses.
+        RuntimeError, ValueError: `to_mx4` refuses the group size or the rounding.
     """
     if (ebits, mbits) != (2, 1) or stochastic_casting:
         raise NotImplementedError(
@@ -73,7 +73,7 @@ def mx4_to_float(
 
     Raises:
         NotImplementedError: other bits.
-        RuntimeError: a group size, or rows, that `messages.mx4_to_float` refuses.
+        RuntimeError: `messages.mx4_to_float` refuses the group size or the rows.
         ValueError: another `output_dtype`.
     """
     kind = SparseType.FP32 if output_dtype is None else as_member(SparseType, output_dtype)
@@ -131,7 +131,7 @@ class QuantizedCommCodec:
         output_dtype: format of decoded FP8 rows and MX4; None is FP32.
 
     Raises:
-        NotImplementedError: messages of another format.
+        NotImplementedError: the messages have another format.
     """
 
     def __init__(

@@ -114,9 +114,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     `reverse_qparam` must be their defaults.
 
     Raises:
-        NotImplementedError: a location, format or value of an argument that emblib does not have.
+        NotImplementedError: emblib does not have a location, a format or the value of an argument.
         RuntimeError: no device is passed, and torch sees no GPU.
-        ValueError: no table, or arguments that do not fit each other.
+        ValueError: there is no table, or arguments do not fit each other.
     """
 
     def __init__(
@@ -224,8 +224,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             per_sample_weights: `[L]`, scales each row.
 
         Raises:
-            RuntimeError: there are no rows yet; weights without pooling; invalid input in mode
-                FATAL.
+            RuntimeError: there are no rows yet; there are weights without pooling; or the input is
+                invalid, in mode FATAL.
         """
         return self._forward_impl(indices, offsets, per_sample_weights)
 
@@ -353,7 +353,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
         Raises:
             RuntimeError: there are no rows yet.
-            ValueError: another mode.
+            ValueError: the mode is unknown.
         """
         if split_scale_bias_mode not in (0, 1, 2):
             raise ValueError(
@@ -410,7 +410,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         A tensor may be one row, without the dimension of rows: it is copied into each row.
 
         Raises:
-            ValueError: another number of tables, dtype or shape; FP8 rows that are not finite.
+            ValueError: the number of tables, a dtype or a shape is wrong; or FP8 rows are not
+                finite.
         """
         self.initialize_weights()
         targets = self.split_embedding_weights()
@@ -466,7 +467,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
         Raises:
             RuntimeError: there are no rows yet.
-            ValueError: lists of different lengths; nothing is changed.
+            ValueError: the lists differ in length; nothing is changed.
         """
         tables = self._row_views()
         updates = list(zip(update_table_indices, update_row_indices, update_weights, strict=True))
@@ -489,7 +490,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         rows. It is at most half full; `pruning_hash_load_factor` is ignored.
 
         Raises:
-            ValueError: another number of maps than tables.
+            ValueError: the numbers of maps and tables differ.
         """
         num_tables = len(self.embedding_specs)
         maps: list[Tensor | None] = list(index_remapping) or [None] * num_tables

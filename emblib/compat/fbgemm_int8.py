@@ -56,7 +56,7 @@ class Int8Tables(nn.Module):
         args: arguments of the module, as `fbgemm_arguments.normalise` returns them.
 
     Raises:
-        NotImplementedError: an output dtype other than FP32, FP16 and BF16.
+        NotImplementedError: the output dtype is not FP32, FP16 or BF16.
     """
 
     weights: Tensor  # uint8, the rows of all tables
@@ -116,7 +116,7 @@ class Int8Tables(nn.Module):
 
         Raises:
             NotImplementedError: `batch_sizes`.
-            RuntimeError: weights without pooling; invalid input in mode FATAL.
+            RuntimeError: there are weights without pooling, or the input is invalid, in mode FATAL.
         """
         if batch_sizes is not None:
             raise NotImplementedError("INT8 tables are looked up with one batch size per feature")

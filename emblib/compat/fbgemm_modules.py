@@ -207,7 +207,7 @@ class Installation:
                 names that emblib lacks. Its libraries are never loaded.
 
         Raises:
-            ModuleNotFoundError: a fallback without an installed FBGEMM.
+            ModuleNotFoundError: `fallback` is set, and FBGEMM is not installed.
             RuntimeError: the real fbgemm_gpu was imported, or its operators are registered.
         """
         foreign_modules = sorted(

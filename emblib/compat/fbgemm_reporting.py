@@ -115,7 +115,7 @@ class TBEStatsReporterConfig:
         """Return None: this class has no reporter.
 
         Raises:
-            AssertionError: an `interval` above 0, which would have no effect.
+            AssertionError: `interval` is above 0, which would have no effect.
         """
         if self.interval > 0:
             raise AssertionError(

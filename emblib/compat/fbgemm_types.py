@@ -60,7 +60,7 @@ class EmbeddingLocation(_NamedIntEnum):
         """Return HOST on a CPU; on a GPU MANAGED for load factor 0, DEVICE for 1, else a cache.
 
         Raises:
-            ValueError: another type of device, or a load factor outside [0, 1].
+            ValueError: the device is of another type, or the load factor is outside [0, 1].
         """
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
@@ -185,7 +185,7 @@ class SparseType(enum.Enum):
         in FBGEMM.
 
         Raises:
-            ValueError: another code.
+            ValueError: the code is unknown.
         """
         for value, number_format in _FORMATS.items():
             if number_format.code + (number_format.code >= _FIRST_SHIFTED_CODE) == ty:

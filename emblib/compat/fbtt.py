@@ -144,7 +144,7 @@ def tt_matrix_to_full(
             3], the order in which the modules here store them.
 
     Raises:
-        ValueError: another number of ranks or cores.
+        ValueError: the number of ranks or cores is wrong.
     """
     num_cores = len(tt_p_shapes)
     full_ranks = [1, *tt_ranks, 1] if len(tt_ranks) == num_cores - 1 else list(tt_ranks)
@@ -362,7 +362,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         `sparse=False` gradients of the other rows reach the cores.
 
         Raises:
-            ValueError: several tables.
+            ValueError: there are several tables.
         """
         if self.num_tables != 1:
             raise ValueError(f"full_weight is of one table, there are {self.num_tables}")

@@ -107,7 +107,7 @@ class KJTAllToAll(nn.Module):
         stagger: number that must be 1: batches of ranks follow each other in rank order.
 
     Raises:
-        ValueError: another number of splits than ranks, or another `stagger`.
+        ValueError: the numbers of splits and ranks differ, or `stagger` has another value.
     """
 
     def __init__(self, pg: Any, splits: Sequence[int], stagger: int = 1) -> None:
@@ -128,8 +128,8 @@ class KJTAllToAll(nn.Module):
         their size, or if only some batches have weights.
 
         Raises:
-            ValueError: features with different batch sizes, or other features than `splits` say;
-                the other ranks then wait.
+            ValueError: features differ in batch size, or are not those of `splits`; the other ranks
+                then wait.
         """
         batch, ranks = KeyedJaggedTensor.adopt(input), self._ranks
         if batch.variable_stride_per_key():
@@ -301,7 +301,8 @@ class KJTOneToAll(nn.Module):
         device: device type of the outputs; None is "cuda" if there are GPUs, else "cpu".
 
     Raises:
-        ValueError: another number of splits than devices; in a call, other features than they say.
+        ValueError: the numbers of splits and devices differ; or, in a call, the features are not
+            those of the splits.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class LFU_EvictionPolicy:
     """Evict the ids that were used least often.
 
     Raises:
-        ValueError: a `threshold_filtering_func`.
+        ValueError: there is a `threshold_filtering_func`.
     """
 
     eviction: ClassVar[Eviction] = Eviction.LFU
@@ -127,8 +127,8 @@ class ManagedCollisionCollection(nn.Module):
         need_preprocess: whether a call applies hash functions; False returns the batch as it is.
 
     Raises:
-        ValueError: a table without a module, a module without a table, or a module with another
-            number of rows; in a call, an `input_hash_func` that returns another number of ids.
+        ValueError: a table has no module, a module has no table or another number of rows; or, in a
+            call, `input_hash_func` returns another number of ids.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class ManagedCollisionCollection(nn.Module):
         """Return the configurations as hash tables.
 
         Raises:
-            ValueError: a table with another storage than plain rows, or with `init_fn`.
+            ValueError: a table has another storage than plain rows, or `init_fn`.
         """
         hashed_configs = []
         for config in self._configs:
@@ -304,7 +304,7 @@ class ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     `mc_sharder` is ignored: keys are routed as those of every hash table are.
 
     Raises:
-        ValueError: `fused_params` that `ec_sharder` does not have.
+        ValueError: `ec_sharder` does not have the `fused_params`.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def shard(
         sharder: sharder of the module; None uses the default one of its class.
 
     Raises:
-        TypeError: a module without a sharder.
+        TypeError: a module has no sharder.
     """
     env = ShardingEnv(RankGroup()) if env is None else env
     sharder = _sharder_of(module, default_sharders()) if sharder is None else sharder
@@ -199,7 +199,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         ddp_kwargs: further arguments of DistributedDataParallel, which win over these.
 
     Raises:
-        ValueError: another `allreduce_comm_precision`.
+        ValueError: `allreduce_comm_precision` has another value.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ def shard_quant_model(
         sharding_plan: plan to use; None places the largest tables first.
 
     Raises:
-        ValueError: constraints that are not table-wise, or too little memory.
+        ValueError: constraints are not table-wise, or there is too little memory.
     """
     for name, constraint in (constraints or {}).items():
         types = constraint.sharding_types

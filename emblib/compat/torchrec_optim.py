@@ -65,7 +65,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     Raises:
         ValueError: a number is negative or NaN.
-        RuntimeError: in `step`, a sparse gradient.
+        RuntimeError: a gradient is sparse, in `step`.
     """
 
     def __init__(

@@ -166,7 +166,7 @@ class ParameterConstraints:
         """Convert to emblib's class.
 
         Raises:
-            ValueError: batch sizes that differ by feature.
+            ValueError: batch sizes differ by feature.
         """
         types = None
         if self.sharding_types is not None:

@@ -95,7 +95,7 @@ class _Quantised:
         `use_precomputed_fake_quant` is ignored.
 
         Raises:
-            ValueError: a collection without a `qconfig`, or a dtype that rows cannot have.
+            ValueError: a collection has no `qconfig`, or rows cannot have the dtype.
         """
         qconfig = getattr(module, "qconfig", None)
         if qconfig is None:
@@ -411,7 +411,7 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
         capacity: bytes for tables per device; None for no limit.
 
     Raises:
-        ValueError: more bytes on a device than `capacity`.
+        ValueError: a device would have more bytes than `capacity`.
     """
     sharder = _QuantSharder()
     collections = _quantised_collections(module)
@@ -485,7 +485,7 @@ def quantize_embeddings(
         per_table_weight_dtype: dtypes of the rows of some tables, by name.
 
     Raises:
-        ValueError: a dtype that rows cannot have, or a class that `additional_mapping` lacks.
+        ValueError: rows cannot have the dtype, or `additional_mapping` lacks a class.
     """
     observer = torch.ao.quantization.PlaceholderObserver
     qconfig = QuantConfig(

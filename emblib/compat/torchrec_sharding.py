@@ -74,7 +74,7 @@ def checked_kernel(kernel: Any) -> str:
     """Return the value of a kernel of emblib's.
 
     Raises:
-        ValueError: another kernel.
+        ValueError: the kernel is unknown.
     """
     value = str(getattr(kernel, "value", kernel))
     if value not in KERNELS:
@@ -442,7 +442,7 @@ class ShardingEnv:
         """Return the ranks that train.
 
         Raises:
-            ValueError: several devices of one process.
+            ValueError: a process has several devices.
         """
         if self.is_local and self.world_size > 1:
             raise ValueError(
@@ -511,7 +511,7 @@ def column_wise(
     Without `ranks` they are 0, 1, ..., one per size.
 
     Raises:
-        ValueError: neither of them.
+        ValueError: neither of them is set.
     """
     if ranks is None and size_per_rank is None:
         raise ValueError("column_wise needs ranks or size_per_rank")

@@ -141,7 +141,7 @@ class Installation:
             fallback: whether the installed TorchRec serves what the tree lacks.
 
         Raises:
-            ModuleNotFoundError: a fallback without an installed TorchRec.
+            ModuleNotFoundError: `fallback` is set, and TorchRec is not installed.
             RuntimeError: another `torchrec` was imported before.
         """
         root = self._modules[TORCHREC]

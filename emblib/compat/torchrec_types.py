@@ -80,7 +80,7 @@ def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
     """Return the dtype of rows of FP32, FP16 or BF16; a dtype is returned as it is.
 
     Raises:
-        ValueError: another type.
+        ValueError: the type is unknown.
     """
     if isinstance(data_type, torch.dtype):
         return data_type
@@ -256,7 +256,7 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
     """Return the optimizer of a sharder's `fused_params`; None if they have no optimizer arguments.
 
     Raises:
-        ValueError: a parameter that would have no effect.
+        ValueError: a parameter would have no effect.
     """
     if not fused_params:
         return None
@@ -281,7 +281,7 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     """Return the data type of a dtype; integers of 8 bits, signed or not, are INT8.
 
     Raises:
-        ValueError: a dtype that rows cannot have.
+        ValueError: rows cannot have the dtype.
     """
     data_types = {torch.uint8: DataType.INT8, torch.int8: DataType.INT8, torch.qint8: DataType.INT8}
     data_types |= {torch.quint8: DataType.INT8, torch.quint4x2: DataType.INT4}

@@ -158,7 +158,7 @@ class DynamicTable:
         `local.statistics()` returns the numbers of the shards of this rank.
 
         Raises:
-            ValueError: `local` of a rank without a shard.
+            ValueError: `local` is of a rank without a shard.
         """
         return TableStatistics.merged(self._map_shards("statistics", dynamic_state.statistics))
 

@@ -413,8 +413,8 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
     ignores a decay whose mode is NONE, its default; here it raises.
 
     Raises:
-        ValueError: an optimizer or decay mode that emblib does not have, or a hyperparameter other
-            than 0 that the optimizer would ignore.
+        ValueError: emblib does not have the optimizer or decay mode, or the optimizer would ignore
+            a hyperparameter other than 0.
     """
     table_arguments = {
         key: value for key, value in params.items() if key not in _OPTIMIZER_ARGUMENTS
@@ -505,7 +505,8 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
 
     Raises:
         ValueError: an argument has no equivalent.
-        TypeError: another class, or a class of `emblib.optim` that does not take the arguments.
+        TypeError: the class is unknown, or is one of `emblib.optim` that does not take the
+            arguments.
     """
     arguments = {**getattr(optimizer_class, "fused_defaults", {}), **arguments}
     optimizer_class = getattr(optimizer_class, "fused_class", optimizer_class)

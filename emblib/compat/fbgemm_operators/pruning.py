@@ -82,7 +82,7 @@ def embedding_bag_rowwise_prune(
     of the single entry 0 are returned. `min_save_ratio=None` prunes without this test.
 
     Raises:
-        RuntimeError: a negative threshold, or an indicator with other than one entry per row.
+        RuntimeError: the threshold is negative, or the indicator does not have one entry per row.
     """
     check(threshold >= 0, f"threshold must not be negative, got {threshold}")
     check(indicator.numel() == len(weight), f"indicator must have {len(weight)} entries")
@@ -133,7 +133,7 @@ def pruned_hashmap_insert(
         hash_table_offsets: first slot of each table, and the end.
 
     Raises:
-        RuntimeError: offsets that do not fit, or a table whose slots are full; nothing is written.
+        RuntimeError: offsets do not fit, or the slots of a table are full; nothing is written.
     """
     map_starts, capacities = _map_ranges(indices, offsets, hash_table_offsets)
     is_stored = (dense_indices != _FREE) & (capacities > 0)

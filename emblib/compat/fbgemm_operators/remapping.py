@@ -146,8 +146,8 @@ def zero_collision_hash(
         runtime_meta: ignored.
 
     Raises:
-        NotImplementedError: arguments that insert or evict.
-        RuntimeError: tensors that do not fit each other, or arguments that contradict each other.
+        NotImplementedError: the arguments insert or evict.
+        RuntimeError: tensors do not fit each other, or arguments contradict each other.
     """
     has_eviction = exp_hours != -1 or eviction_threshold != -1 or eviction_policy != 0
     if not readonly or has_eviction or any(t is not None for t in (metadata, input_metadata)):

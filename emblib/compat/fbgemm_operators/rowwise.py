@@ -108,7 +108,7 @@ def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
 
     Raises:
         RuntimeError: `input` has fewer than two dimensions.
-        ValueError: a bit rate other than 2, 4 and 8, or a D whose codes do not fill whole bytes.
+        ValueError: the bit rate is not 2, 4 or 8, or the codes of a row do not fill whole bytes.
     """
     _check_bits(bit_rate)
     check_rows("input", input)
@@ -170,7 +170,7 @@ def fused_nbit_to_float(
     Other arguments and errors are those of `fused_8bit_to_float`.
 
     Raises:
-        ValueError: a bit rate other than 2, 4 and 8.
+        ValueError: the bit rate is not 2, 4 or 8.
     """
     _check_bits(bit_rate)
     codes, header = _split_rows(input, _HALF_HEADER_BYTES, header_last=scale_bias_last)

@@ -41,7 +41,7 @@ def install(*, fallback: bool = False) -> _tree.Installation:
             its datasets, models and metrics, executed over emblib's collections.
 
     Raises:
-        ModuleNotFoundError: `fallback` without an installed TorchRec.
+        ModuleNotFoundError: `fallback` is set, and TorchRec is not installed.
         RuntimeError: the real torchrec was imported before.
     """
     return _installation.install(fallback=fallback)

@@ -38,7 +38,7 @@ def save_dynamicemb(
 
     Raises:
         KeyError, IndexError: there is no such table.
-        ValueError: an unknown word in `leave_out`.
+        ValueError: `leave_out` has an unknown word.
         OSError: the files cannot be written; old ones stay.
     """
     t = state.table_number(table)

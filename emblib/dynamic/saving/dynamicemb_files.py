@@ -427,7 +427,7 @@ def owner_ranks(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
     """Return the rank that DynamicEmb's routers of a `dist_type` send each key to, int64.
 
     Raises:
-        ValueError: another `dist_type` than roundrobin and hash_roundrobin.
+        ValueError: `dist_type` is neither roundrobin nor hash_roundrobin.
     """
     if dist_type == "hash_roundrobin":
         keys = finalise(keys)
@@ -604,7 +604,7 @@ def _stamps_and_scores(
     that have none.
 
     Raises:
-        DumpError: another number of scores.
+        DumpError: the number of scores is wrong.
     """
     order, ones = layout.order, torch.ones(count, dtype=torch.int64, device="cpu")
     needs_scores = order in ("lfu", "lru_lfu", "assigned")
