@@ -267,6 +267,17 @@ def check_learning_rate(lr: float) -> None:
     check_number("the learning rate", lr)
 
 
+_ROUNDING_ERROR = 1e-12  # of a learning rate that a schedule computes
+
+
+def scheduled_rate(lr: float) -> float:
+    """Return a learning rate of a schedule: 0 for one below it by a rounding error.
+
+    Schedules of torch that end at 0 may end at -1e-18, e.g. `LinearLR(optimizer, 1 / 3, 0.0, 22)`.
+    """
+    return 0.0 if -_ROUNDING_ERROR < number_or_nan(lr) < 0.0 else lr
+
+
 @dataclass(frozen=True)
 class SGD(Optimizer):
     """`w -= lr * g`, once per distinct row.

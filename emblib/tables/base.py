@@ -24,6 +24,7 @@ from emblib.columns import FeatureColumn, Hyper
 from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, tbe
 from emblib.optim import FUSED, NO_UPDATE, External, Gradient, Optimizer, check_learning_rate
+from emblib.optim.base import scheduled_rate
 from emblib.specs import (
     BoundsCheck,
     MatmulPrecision,
@@ -294,6 +295,7 @@ class FusedTables(nn.Module):
             raise RuntimeError(
                 "these tables leave gradients for your own optimizer: set its learning rate"
             )
+        lr = scheduled_rate(lr)
         check_learning_rate(lr)
         # A kernel argument; `= lr` might copy from the host, and wait for the GPU.
         self.hyperparams[Hyper.LEARNING_RATE].fill_(lr)

@@ -26,6 +26,7 @@ from emblib.optim import (
     Optimizer,
     check_learning_rate,
 )
+from emblib.optim.base import scheduled_rate
 
 
 class HasHyperparams(Protocol):
@@ -220,7 +221,7 @@ def changes_of_group(optimizer: Optimizer, entries: Mapping[str, Any]) -> GroupC
     values = {name: _as_python_numbers(value) for name, value in entries.items() if _is_known(name)}
     for name, value in values.items():
         if name in field_names and name not in _DECAY_ENTRIES:
-            changes.fields[name] = float(value) if name == "lr" else value
+            changes.fields[name] = scheduled_rate(float(value)) if name == "lr" else value
         elif name not in _DECAY_ENTRIES and not _is_without_effect(name, value):
             accepted_names = sorted(("lr", *group_entries_of(optimizer)))
             raise ValueError(

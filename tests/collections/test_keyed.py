@@ -253,3 +253,16 @@ def test_clipping(clipping: GradientClipping, *, by_closure: bool) -> None:
         clipped.step()
     bounds = {"norm": [[0.3, 0.4]], "value": [[0.5, 0.5]], "none": [[3.0, 4.0]]}
     torch.testing.assert_close(before - layer.weight.detach(), torch.tensor(bounds[clipping.value]))
+
+
+def test_loading_copies_a_rate_that_is_a_tensor() -> None:
+    """Schedulers write it in place, so two optimizers would share one rate."""
+    one, other = (
+        KeyedOptimizerWrapper(
+            dict(nn.Linear(2, 2).named_parameters()), partial(torch.optim.Adam, lr=torch.tensor(lr))
+        )
+        for lr in (0.5, 0.25)
+    )
+    other.load_state_dict(one.state_dict())
+    one.param_groups[0]["lr"].fill_(0.125)
+    assert other.param_groups[0]["lr"] == 0.5

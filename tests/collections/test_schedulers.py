@@ -407,6 +407,24 @@ def test_every_field_of_an_optimizer_acts() -> None:
     )
 
 
+def test_a_schedule_may_end_below_zero_by_a_rounding_error() -> None:
+    bags = _bags(optim.SGD(0.1))
+    fused = FusedOptimizer.of(bags)
+    schedule = schedulers.LinearLR(fused, 1 / 3, 0.0, 22)
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    torch_schedule = schedulers.LinearLR(plain, 1 / 3, 0.0, 22)
+    for _ in range(22):
+        for optimizer, its_schedule in ((fused, schedule), (plain, torch_schedule)):
+            optimizer.step()
+            its_schedule.step()
+    assert plain.param_groups[0]["lr"] < 0.0  # what tables refuse, were it the rate of a user
+    assert fused.param_groups[0]["lr"] == bags.learning_rate == 0.0
+    bags.set_learning_rate(-1e-17)
+    assert bags.learning_rate == 0.0
+    with pytest.raises(ValueError, match="learning rate must be a finite number >= 0, got -0"):
+        fused.param_groups[0]["lr"] = -0.001
+
+
 def test_a_group_shows_the_bound_of_gradients_that_its_module_sets() -> None:
     bags = _bags(optim.SGD(0.5))
     fused = FusedOptimizer.of(bags)

@@ -8,6 +8,7 @@ a parameter is a shard or a replica.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class KeyedOptimizer(TorchOptimizer):
         state_dict = self.check_state_dict(state_dict)
         self.load_keyed_state(state_dict["state"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({k: copy.deepcopy(v) for k, v in saved.items() if k != "params"})
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raise what `load_state_dict` would raise, writing nothing; return the dict by name.
