@@ -42,6 +42,7 @@ class RankGroup:
         RuntimeError: torchrun has started several processes and `torch.distributed` is not
             initialized, so that each would train alone. Initialize it first, as
             `with init_distributed()` does, or use `RankGroup.single()`.
+        TypeError: `local_size` is no int.
         ValueError: `local_size` does not divide the number of ranks, this process is not in the
             group, or a mesh of several dimensions lacks processes.
 
@@ -76,6 +77,8 @@ class RankGroup:
         self.rank, self.size = (0, 1) if group is None else (_rank_in(group), group.size())
         if local_size is None:
             local_size = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)), self.size)
+        if not isinstance(local_size, int):
+            raise TypeError(f"local_size must be an int, got {local_size!r}")
         if not 1 <= local_size <= self.size:
             raise ValueError(
                 f"local_size is the number of ranks per node, 1 to {self.size} here, "

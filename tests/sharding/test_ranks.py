@@ -100,6 +100,8 @@ def _wrong(ranks: RankGroup) -> None:
         RankGroup(ranks.group, local_size=3)
     with pytest.raises(ValueError, match="1 to 4 here, got 5"):
         RankGroup(ranks.group, local_size=5)
+    with pytest.raises(TypeError, match=r"local_size must be an int, got 2\.0"):
+        RankGroup(ranks.group, local_size=2.0)  # type: ignore[arg-type]
     last = dist.new_group([2])
     if ranks.rank != 2:
         with pytest.raises(ValueError, match="this process is not in the group"):
