@@ -479,6 +479,40 @@ def load_json(path: str | Path) -> str:
     return json.dumps(content)
 
 
+class _RecordingStream:
+    """An output stream that records the first error of its writes, `error`; else as `stream`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> Any:
+        """Write `data`; return what the stream returns."""
+        try:
+            return self._stream.write(data)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def raising_write_errors(stream: Any) -> Iterator[Any]:
+    """Yield `stream` for `torch.save`, and raise the error of a write that failed as it is.
+
+    When a write fails, torch tries to end its archive, and raises a RuntimeError about positions.
+    """
+    recording = _RecordingStream(stream)
+    try:
+        yield recording
+    except RuntimeError:
+        if recording.error is None:
+            raise
+        raise recording.error from None
+
+
 def save_archive(content: Any, file: BinaryIO) -> None:
     """Write a file for `torch.load`, a zip archive, with a checksum of each of its parts.
 
@@ -487,7 +521,8 @@ def save_archive(content: Any, file: BinaryIO) -> None:
     crc32_before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
-        torch.save(content, file)
+        with raising_write_errors(file) as stream:
+            torch.save(content, stream)
     finally:
         torch.serialization.set_crc32_options(crc32_before)
 

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import io
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from emblib.sharding.checkpoints.checksums import SummingStream
 from emblib.sharding.checkpoints.sharded_table import average_columns
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import Shard
+from emblib.tables.durable_files import save_archive
 from tests.sharding import checkpoint_kills, worlds
 from tests.sharding.checkpoint_worlds import assert_is, numbers, spread
 from tests.sync_calls import record_syncs
@@ -280,6 +282,30 @@ def fail_on_rank_1(ranks: RankGroup, path: Path) -> list[str]:
 def test_failures_of_a_rank_are_errors_of_all(tmp_path: Path) -> None:
     message = "CheckpointError: OSError: [Errno 28] No space left on device"
     assert worlds.run(2, fail_on_rank_1, tmp_path) == [[message] * 2] * 2
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
+def test_errors_in_the_middle_of_a_file_stay_what_they_are(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch goes on to end its archive, which raises an error about positions."""
+    write = SummingStream.write
+
+    def fill_disk(stream: SummingStream, data: bytes) -> int:
+        if stream.sums.nbytes > 600 and len(data) > 40:
+            raise error
+        return write(stream, data)
+
+    monkeypatch.setattr(SummingStream, "write", fill_disk)
+    kind = CheckpointError if isinstance(error, OSError) else CheckpointException
+    with pytest.raises(kind, match=rf"{type(error).__name__}(: \[Errno 28\] No space left)?\s*$"):
+        checkpoints.save({"a": numbers(300), "b": numbers(300)}, tmp_path / "saved", ALONE)
+    monkeypatch.undo()
+    file = mock.Mock(wraps=io.BytesIO())
+    file.write = mock.Mock(side_effect=[64, error, *[64] * 100])
+    with pytest.raises(type(error)) as raised:
+        save_archive({"a": numbers(300)}, file)
+    assert raised.value is error
 
 
 def test_interrupts_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

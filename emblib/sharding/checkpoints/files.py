@@ -30,7 +30,7 @@ from emblib.sharding.checkpoints import checksums, unpickling, values
 from emblib.sharding.checkpoints.checksums import CheckedStream, FileSums, SummingStream
 from emblib.sharding.checkpoints.state_trees import CheckpointError
 from emblib.sharding.ranks import RankGroup
-from emblib.tables.durable_files import flush_directory, replacing
+from emblib.tables.durable_files import flush_directory, raising_write_errors, replacing
 
 METADATA = ".metadata"
 _DATA_FILES = "*.distcp"
@@ -52,7 +52,8 @@ class _SummedFiles(FileSystem):
         """Open a file to write."""
         with super().create_stream(path, mode) as stream:
             summing = SummingStream(stream)
-            yield summing
+            with raising_write_errors(summing) as recording:
+                yield recording
             self.sums[Path(path).name] = summing.sums
 
 
