@@ -1,6 +1,6 @@
 """`JaggedTensor`: the bags of one feature, and functions on lengths, offsets and padding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -203,7 +203,7 @@ class JaggedTensor(metaclass=TracedClass):
         """Return the lengths `[B]`, computed from the offsets on first use."""
         if self._lengths is None:
             assert self._offsets is not None
-            self._lengths = self._offsets.diff()
+            self._lengths = as_normal_tensor(torch.diff, self._offsets)
         return self._lengths
 
     def lengths_or_none(self) -> Tensor | None:
@@ -214,7 +214,7 @@ class JaggedTensor(metaclass=TracedClass):
         """Return the offsets `[B + 1]`, computed from the lengths on first use."""
         if self._offsets is None:
             assert self._lengths is not None
-            self._offsets = running_sums(self._lengths)
+            self._offsets = as_normal_tensor(running_sums, self._lengths)
         return self._offsets
 
     def offsets_or_none(self) -> Tensor | None:
@@ -453,6 +453,17 @@ def running_sums(lengths: Tensor) -> Tensor:
     offsets = lengths.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
     return offsets
+
+
+def as_normal_tensor(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Call a function of a tensor; its result is no inference tensor, so that it may be stored.
+
+    A batch that an evaluation in `torch.inference_mode()` has read may be trained on later.
+    """
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return function(tensor)
+    with torch.inference_mode(mode=False):
+        return function(tensor)
 
 
 def refuse_dtype(device: Any) -> None:

@@ -13,6 +13,7 @@ from emblib.jagged.jagged_tensor import (
     JaggedTensor,
     TracedClass,
     are_weights_of,
+    as_normal_tensor,
     bags_text,
     check_content,
     check_int32_range,
@@ -341,11 +342,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     def lengths(self) -> Tensor:
         """Return the lengths `[bags]`, computed from the offsets on first use."""
-        lengths = self._lengths
-        if lengths is None:
+        if self._lengths is None:
             assert self._offsets is not None
-            lengths = self._lengths = self._offsets.diff()
-        return lengths
+            self._lengths = as_normal_tensor(torch.diff, self._offsets)
+        return self._lengths
 
     def lengths_or_none(self) -> Tensor | None:
         """Return the lengths `[bags]`; None if neither passed to the constructor nor computed."""
@@ -356,7 +356,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         offsets = self._offsets
         if offsets is None:
             assert self._lengths is not None
-            offsets = self._offsets = running_sums(self._lengths)
+            offsets = self._offsets = as_normal_tensor(running_sums, self._lengths)
         return offsets
 
     def offsets_or_none(self) -> Tensor | None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.fx import _pytree as fx_pytree
 from torch.utils import _pytree as pytree
 
-from emblib import EmbeddingBagCollection, EmbeddingBagConfig
-from emblib.jagged import KeyedJaggedTensor, KeyedTensor
+from emblib import EmbeddingBagCollection, EmbeddingBagConfig, optim
+from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 def batch(*keys: str, stride: int = 3) -> KeyedJaggedTensor:
@@ -220,3 +220,24 @@ def test_parts_of_a_batch_keep_its_stride(make: Any, remake: Any) -> None:
         assert again.stride() == whole.stride()
         assert again.variable_stride_per_key() == whole.variable_stride_per_key()
         assert again.stride_per_key_per_rank() == part.stride_per_key_per_rank()
+
+
+@pytest.mark.parametrize("given", ["lengths", "offsets"])
+def test_a_batch_that_was_evaluated_in_inference_mode_is_trained_on(given: str) -> None:
+    """As in evaluation of each batch before it is trained on."""
+    table = EmbeddingBagConfig(8, 4, "item")
+    bags = EmbeddingBagCollection([table], optimizer=optim.SGD(0.1))
+    sizes = {"lengths": torch.tensor([2, 1]), "offsets": torch.tensor([0, 2, 3])}[given]
+    batch = KeyedJaggedTensor(["item"], torch.tensor([1, 2, 3]), **{given: sizes})
+    with torch.inference_mode():
+        before = bags(batch).values().clone()
+        batch["item"].lengths()
+    bags(batch).values().sum().backward()
+    assert not batch.lengths().is_inference()
+    assert not batch.offsets().is_inference()
+    assert not torch.equal(bags(batch).values(), before)
+    jagged = JaggedTensor(torch.rand(3), **{given: sizes})
+    with torch.inference_mode():
+        jagged.lengths(), jagged.offsets()
+    assert not jagged.lengths().is_inference()
+    assert not jagged.offsets().is_inference()
