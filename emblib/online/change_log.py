@@ -6,6 +6,7 @@ compactions are *whole* entries: they have all rows. When a whole entry has been
 drops all entries before its previous whole entry.
 """
 
+import os
 import threading
 import time
 from collections import deque
@@ -165,7 +166,7 @@ class ChangeLog:
             ChangeLogError: an earlier entry could not be written, e.g. because the disk is full;
                 this step's changes then wait for the next call.
             RuntimeError: tables made steps that the log has not seen, or were replaced, or the log
-                is closed. Rows that a program writes are not noticed.
+                is closed, or of another process. Rows that a program writes are not noticed.
             TypeError: the step is not an int.
             ValueError: the step is not after the last one, or more keys left a dynamic table since
                 the last entry than its record of evictions holds.
@@ -237,6 +238,8 @@ class ChangeLog:
     def close(self) -> None:
         """Write the pending entries, end the log and close the sink; the model may go on training.
 
+        In a forked process the log of its parent goes on.
+
         Raises:
             ChangeLogError: an entry could not be written; `close` may be called again.
             Exception: the sink could not be closed; `close` may be called again.
@@ -302,6 +305,7 @@ class _Writer:
         self._condition = threading.Condition()
         self._error: Exception | None = None  # the thread waits until `raise_error` clears it
         self._is_closing = self._is_closed = False
+        self._process = os.getpid()
         self._last_whole_position: str | None = None
         self._thread = threading.Thread(target=self._run, name="emblib change log", daemon=True)
         self._thread.start()
@@ -341,13 +345,23 @@ class _Writer:
             self._last_whole_position = position
         self._generation, self._sequence = generation, numbered.sequence
 
+    @property
+    def is_forked(self) -> bool:
+        """Return whether this is the copy of a forked process."""
+        return os.getpid() != self._process
+
     def raise_error(self) -> None:
         """Raise ChangeLogError if the thread has failed, and let it try again.
 
         Raises:
             ChangeLogError: the thread could not write a record.
-            RuntimeError: the log is closed.
+            RuntimeError: the log is closed, or of another process.
         """
+        if self.is_forked:
+            raise RuntimeError(
+                "the change log belongs to the process that made it, whose thread writes it: a "
+                "forked process has no such thread; make a log there, for another sink"
+            )
         if self._is_closing:
             raise RuntimeError("the change log is closed: make another one for the same sink")
         with self._condition:
@@ -368,8 +382,9 @@ class _Writer:
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Wait until `is_done()` or an error of the thread; raise as `raise_error`."""
-        with self._condition:
-            self._condition.wait_for(lambda: is_done() or self._error is not None)
+        if not self.is_forked:
+            with self._condition:
+                self._condition.wait_for(lambda: is_done() or self._error is not None)
         self.raise_error()
 
     def wait_for_space(self) -> None:
@@ -389,8 +404,11 @@ class _Writer:
     def close(self) -> None:
         """Write all records, end the thread, and close the sink; do nothing if it is closed.
 
-        After an error it may be called again.
+        After an error it may be called again. A forked process only closes its handles of the sink.
         """
+        if self.is_forked:
+            self._sink.close()
+            return
         if self._is_closed:
             return
         if not self._is_closing:

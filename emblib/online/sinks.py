@@ -109,10 +109,13 @@ class DirectorySink:
         self.directory = Path(directory).expanduser()
         self._segment_bytes = check_count("segment_bytes", segment_bytes)
         self._file = self._lock = -1  # handles of the last segment and of the lock; -1 if not open
+        self._process = os.getpid()  # which opened them; a forked one has copies of the handles
         self._segment_number, self._segment_size = 0, 0  # number of the last segment, and its bytes
 
     def append(self, record: bytes, *, starts_segment: bool = False) -> str:
         """See `Sink`; the record is synced to the disk."""
+        if self._process != os.getpid():
+            self.close()  # what follows finds the lock of the other process
         if self._lock < 0:
             self._open()
         is_full = self._segment_size > 0 and self._segment_size + len(record) > self._segment_bytes
@@ -152,7 +155,7 @@ class DirectorySink:
         except BaseException:
             os.close(lock)
             raise
-        self._lock = lock
+        self._process, self._lock = os.getpid(), lock
 
     def _next_segment(self) -> None:
         """Start a new file, whose name is durable before a record is in it."""
@@ -224,8 +227,11 @@ class DirectorySink:
                 self._segment_path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the files, and let another process write; may be repeated."""
-        if self._lock >= 0:
+        """Close the files, and let another process write; may be repeated.
+
+        A forked process closes its own handles: the parent writes on.
+        """
+        if self._lock >= 0 and self._process == os.getpid():
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # processes that were forked have it, too
         # Each handle is forgotten before it is closed, so that no interrupt lets it be closed
         # twice: its number may be that of another file by then.

@@ -21,6 +21,7 @@ from emblib.online.records import Record, decode
 from emblib.online.sinks import Stored
 from emblib.storage import Hash, Hashed, TensorTrain
 from tests.interrupts import each_line
+from tests.thread_cases import in_fork
 
 
 class Memory:
@@ -326,6 +327,29 @@ def test_a_snapshot_that_failed_has_no_number(monkeypatch: pytest.MonkeyPatch) -
     log.snapshot(1)
     assert follows(sink, trained, log)
     assert [record.generation for record in sink.decoded()] == [1, 2]
+    log.close()
+
+
+def test_a_log_belongs_to_the_process_that_made_it(tmp_path: Path) -> None:
+    trained = bags(optim.SGD(0.1))
+    log = ChangeLog(trained, DirectorySink(tmp_path))
+    log.flush()
+
+    def use_in_child() -> None:
+        for use in (lambda: log.record(1), log.flush, lambda: log.snapshot(1)):
+            with pytest.raises(RuntimeError, match="belongs to the process that made it"):
+                use()
+        with pytest.raises(BlockingIOError, match="another log writes"):
+            log._writer._sink.append(b"")
+        log.close()
+        log._writer._sink.close()
+
+    assert in_fork(use_in_child) == ""
+    with pytest.raises(BlockingIOError, match="another log writes"):
+        DirectorySink(tmp_path).append(b"")
+    train(trained, 2)
+    log.record(1)
+    assert follows(DirectorySink(tmp_path), trained, log)
     log.close()
 
 
