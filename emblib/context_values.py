@@ -1,8 +1,10 @@
-"""The value of a context variable for one call, restored however the call ends."""
+"""Values of context variables and attributes for one call, restored however the call ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import ParamSpec, TypeVar
+from functools import partial
+from operator import call as call_it
+from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -31,5 +33,45 @@ def with_value(variable: ContextVar[_T], value: _T, function: Callable[_P, _R]) 
             return function(*args, **kwargs)
         finally:
             variable.set(previous_value)
+
+    return call
+
+
+def with_attribute(
+    name: str, values: Mapping[Any, Any], function: Callable[_P, _R]
+) -> Callable[_P, _R]:
+    """Return a function that calls another one while objects have an attribute of their own.
+
+    However the call ends, even by a signal, the objects then have the attribute as before: one call
+    of C code restores all of them.
+
+    Args:
+        name: name of the attribute.
+        values: value of the attribute of each object.
+        function: function to call.
+
+    Example:
+        >>> from emblib.context_values import with_attribute
+        >>> model = torch.nn.Linear(1, 1)
+        >>> with_attribute("forward", {model: torch.neg}, model)(torch.ones(1)), vars(model).keys()
+        ... # doctest: +ELLIPSIS
+        (tensor([-1.]), dict_keys(['training', ...]))
+    """
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        attributes = [(vars(owner), value) for owner, value in values.items()]
+        restorations: list[Callable[[], Any]] = [
+            partial(names.__setitem__, name, names[name])
+            if name in names
+            else partial(names.pop, name, None)
+            for names, _ in attributes
+        ]
+        restore = map(call_it, restorations)
+        try:
+            for names, value in attributes:
+                names[name] = value
+            return function(*args, **kwargs)
+        finally:
+            list(restore)
 
     return call

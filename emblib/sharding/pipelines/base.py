@@ -317,15 +317,13 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         Without `inputs` the first forward learns them; its collections exchange by themselves.
         """
         if isinstance(self._inputs, LearnedInputs) and not self._inputs.is_known:
-            with self._inputs.learning_from(batch):
-                return self._forward(batch)
-        with self._sent_batch(step).feeding_forward():
-            return self._forward(batch)
+            return self._inputs.learn_from(batch, self._forward)
+        return self._sent_batch(step).feed(self._forward, batch)
 
     def _before_forward(self, step: Step) -> None:
         """Send the sizes of this batch, unless they were sent, then the sizes of the next batches.
 
-        The ids of this batch are sent by `feeding_forward`. Does nothing until the inputs are
+        The ids of this batch are sent by `SentBatch.feed`. Does nothing until the inputs are
         known.
         """
         if self._inputs.is_known:

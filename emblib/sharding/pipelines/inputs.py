@@ -7,16 +7,16 @@ while the pipeline runs the model's forward, the `forward` of each collection is
 that uses the batch which was sent ahead.
 """
 
-import contextlib
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from emblib.context_values import with_attribute
 from emblib.grad_mode import in_grad_mode
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.dense import unwrapped
@@ -66,13 +66,11 @@ class LearnedInputs:
         """Return whether a batch has passed through the model."""
         return self._paths is not None
 
-    @contextlib.contextmanager
-    def learning_from(self, batch: Any) -> Iterator[None]:
-        """Learn the inputs from the forward of this batch."""
+    def learn_from(self, batch: Any, forward: Callable[[Any], Any]) -> Any:
+        """Call `forward` with a batch, learn the inputs from it, and return its result."""
         calls: list[InputCall] = []
         forwards = {module: _recording_forward(module, calls) for module in self._names}
-        with _replaced_forwards(forwards):
-            yield
+        result = _call_with_forwards(forwards, forward, batch)
         paths = [(call.module, path_to(batch, call.features)) for call in calls]
         # Calls of a module are matched by their order, so all of its inputs must be known.
         unlearned = {module: None for module, path in paths if path is None}
@@ -84,6 +82,7 @@ class LearnedInputs:
                 stacklevel=2,
             )
         self._paths = [(m, path) for m, path in paths if path is not None and m not in unlearned]
+        return result
 
     def __call__(self, batch: Any) -> list[InputCall]:
         """Return the calls for a batch, in the order in which the model makes them."""
@@ -251,9 +250,10 @@ class SentBatch:
         assert self._ids is not None
         return self._lane.run(_wait_for_each, self._ids)
 
-    @contextlib.contextmanager
-    def feeding_forward(self) -> Iterator[None]:
-        """Make collections use the ids that were sent ahead, inside this context; send them first.
+    def feed(self, forward: Callable[[Any], Any], batch: Any) -> Any:
+        """Call `forward`, whose collections use the ids that were sent ahead; return its result.
+
+        The ids are sent first, if they were not.
 
         Raises:
             RuntimeError: the model calls a collection with another input, or less often than its
@@ -266,10 +266,8 @@ class SentBatch:
         for i, call in enumerate(self._calls):
             queue = waiting.setdefault(call.module, deque())
             queue.append((call.features, self._make_output_getter(i, with_grad=with_grad)))
-        with _replaced_forwards(
-            {module: _forward_from_queue(module, queue) for module, queue in waiting.items()}
-        ):
-            yield
+        forwards = {module: _forward_from_queue(module, queue) for module, queue in waiting.items()}
+        result = _call_with_forwards(forwards, forward, batch)
         self._separate_calls.is_learned = True
         for module, queue in waiting.items():
             if queue:
@@ -278,6 +276,7 @@ class SentBatch:
                     f"to: {len(queue)} of its inputs were sent and not used; give the pipeline "
                     "`inputs` with what every forward uses"
                 )
+        return result
 
     def _make_output_getter(self, index: int, *, with_grad: bool) -> Callable[[], Any]:
         """Return a function that returns the output of call `index`.
@@ -332,17 +331,9 @@ def _forward_from_queue(
     return forward
 
 
-@contextlib.contextmanager
-def _replaced_forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the `forward` of modules in a block; their hooks still run."""
-    previous = {module: module.__dict__.get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.__dict__["forward"] = run_uncompiled(forward)
-    try:
-        yield
-    finally:
-        for module, instance_forward in previous.items():
-            if instance_forward is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = instance_forward
+def _call_with_forwards(
+    forwards: Mapping[Any, Callable[..., Any]], function: Callable[[Any], Any], batch: Any
+) -> Any:
+    """Call a function of a batch while modules have other forwards; their hooks still run."""
+    uncompiled = {module: run_uncompiled(forward) for module, forward in forwards.items()}
+    return with_attribute("forward", uncompiled, function)(batch)
