@@ -217,7 +217,7 @@ def check_keys(overrides: Sequence[str]) -> None:
     """Raise UsageError for an override of an unknown key, group or choice.
 
     Hydra would accept any +key. Also refused are words that Hydra cannot parse, the removal of a
-    key, `+` before a known key, and lists without brackets.
+    key, `+` before a known key, empty groups, which Hydra ignores, and lists without brackets.
     """
     choices = groups()
     cases = _case_names(overrides)
@@ -231,6 +231,11 @@ def check_keys(overrides: Sequence[str]) -> None:
             _check_choice(key, override, choices[key])
         elif key not in type_of_key and not OPTION_OF_KIND.match(key):
             raise UsageError(_unknown_key(key, override, set(type_of_key), choices))
+        elif isinstance(override.value(), dict) and not override.value():
+            raise UsageError(
+                f"'{text}' changes nothing, because other keys of a group are kept"
+                + "; cases.NAME.contenders=[] leaves a case out" * (key == "cases")
+            )
         elif override.is_add():
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
         elif type_of_key.get(key, "").startswith("list["):
@@ -259,7 +264,7 @@ def _check_list(key: str, override: Override) -> None:
     value = override.value()
     values = value.list if isinstance(value, ChoiceSweep) else [value]
     if not all(isinstance(item, list) or str(item).startswith("${") for item in values):
-        typed = (override.input_line or "").partition("=")[2]
+        typed = (override.input_line or "").partition("=")[2].replace("null", "")
         raise UsageError(f"{key} is a list: write {key}=[{typed}]")
 
 
