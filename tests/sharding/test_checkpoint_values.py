@@ -138,3 +138,23 @@ def test_other_values_are_refused_before_anything_is_written(value: Any, tmp_pat
         with pytest.raises(TypeError, match=r"deep\.value is a .* and needs"):
             save(state, tmp_path / "c", ALONE)
     assert list(tmp_path.iterdir()) == []
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer whose state dict has other entries than those of torch."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.steps = state_dict["steps"]
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own(tmp_path: Path) -> None:
+    one, other = (Counting([torch.nn.Parameter(torch.ones(1))], 0.1) for _ in range(2))
+    one.steps = 3
+    checkpoints.save({"optimizer": one}, tmp_path, ALONE)
+    assert checkpoints.load({"optimizer": other}, tmp_path, ALONE) == []
+    assert other.steps == 3

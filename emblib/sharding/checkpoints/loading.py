@@ -370,14 +370,12 @@ class _Loading:
         optimizer, "state", parameter, name of the state). States are added to `tree`.
         """
         for key, value in self.state.items():
-            if not isinstance(value, torch.optim.Optimizer):
+            if not isinstance(value, torch.optim.Optimizer) or "state" not in self.tree[key]:
                 continue
             states = self.tree[key]["state"]
             names = {leaf.name for leaf in leaves(self.tree[key], f"{key}.")}
             parameters = _parameters(value)
-            own_names = {
-                name for group in self.tree[key]["param_groups"] for name in group["params"]
-            }
+            own_names = self._groups[key].own_names
             # Numbers of parameters are text in a checkpoint.
             by_text = {str(number): number for number in parameters}
             for name, path in paths.items():

@@ -43,7 +43,9 @@ class SavedGroups:
     ) -> None:
         self._prefix, self._saved, self._read = f"{key}.", saved, read
         self._optimizer, self._tree = optimizer, tree
-        self._own: list[list[Any]] = [list(group["params"]) for group in tree["param_groups"]]
+        # A class of the user may have state dicts of other entries.
+        groups = tree.get("param_groups", [])
+        self._own: list[list[Any]] = [list(group["params"]) for group in groups]
         self._saved_groups = self._read_parameters()
 
     def _read_parameters(self) -> list[list[Any]]:
@@ -62,9 +64,14 @@ class SavedGroups:
         return f"{self._prefix}state.", f"{self._prefix}param_groups."
 
     @property
+    def own_names(self) -> set[Any]:
+        """Return the names or numbers of the parameters of the optimizer."""
+        return {name for names in self._own for name in names}
+
+    @property
     def fit(self) -> bool:
-        """Return whether the groups are the saved ones, or the checkpoint has none."""
-        if not self._saved_groups:
+        """Return whether the groups are the saved ones, or one of the two has none."""
+        if not self._saved_groups or not self._own:
             return True
         if isinstance(self._optimizer, KeyedOptimizer):
             return [set(group) for group in self._own] == [set(g) for g in self._saved_groups]
@@ -121,7 +128,7 @@ class SavedGroups:
 
     def share_steps(self) -> None:
         """Give parameters without saved hyperparameters those of their group with most steps."""
-        states = self._tree["state"]
+        states = self._tree.get("state", {})
         for names in self._own:
             saved_name = {name: f"{self._prefix}state.{name}.{HYPER}" for name in names}
             absent = [
