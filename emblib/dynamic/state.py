@@ -413,7 +413,7 @@ def track_statistics(state: DynamicState, *, remember: int = 0) -> None:
             restarts the counts; 0 remembers none.
 
     Raises:
-        ValueError: `remember` is negative.
+        ValueError: `remember` is negative or more than 2^40.
         TypeError: it is not an int.
     """
     current = state.statistics

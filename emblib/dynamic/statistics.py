@@ -32,6 +32,7 @@ AGE_BOUNDS = tuple(1 << power for power in range(32))
 
 _NUM_BINS = len(AGE_BOUNDS) + 1
 _MIN_CELLS = 64  # cells per table; any number above 1 would do
+_MAX_REMEMBERED = 1 << 40  # keys per table; they take 8 TiB
 _MULTIPLIER = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
 
 
@@ -216,12 +217,14 @@ class StatisticsCollector:
             of two, at least 64; 0 remembers none.
 
     Raises:
-        ValueError: `remember` is negative.
+        ValueError: `remember` is negative or more than 2^40.
         TypeError: it is not an int.
     """
 
     def __init__(self, num_tables: int, remember: int = 0) -> None:
         self.remember = remember = check_count("remember", remember, minimum=0)
+        if remember > _MAX_REMEMBERED:
+            raise ValueError(f"remember must be at most 2^40, got {remember}")
         self._num_tables = num_tables
         self._ages = torch.zeros(num_tables * _NUM_BINS, dtype=torch.int64, device="cpu")
         self._total_age, self._refused, self._not_admitted, self._reinserted = (

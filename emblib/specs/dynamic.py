@@ -124,7 +124,8 @@ class CountMinSketch:
 
     The sketch has `depth` rows with `width` counters each. Each counter is halved once per
     `halve_every` batches, so that old counts fade; None never halves them. All numbers must be ints
-    (else TypeError) of at least 1, and `width` must be below 2^31 (else ValueError).
+    (else TypeError) of at least 1, `width` must be below 2^31 and `width * depth` below 2^60 (else
+    ValueError).
 
     Example:
         >>> counter = emblib.CountMinSketch(width=1 << 16, depth=4, halve_every=1_000)
@@ -141,6 +142,11 @@ class CountMinSketch:
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if self.width >= 2**31:
             raise ValueError(f"width of CountMinSketch must be below 2^31, got {self.width}")
+        if self.width * self.depth >= 2**60:
+            raise ValueError(
+                "a CountMinSketch must have fewer than 2^60 counters, got depth * width = "
+                f"{self.depth} * {self.width}"
+            )
         if self.halve_every is not None:
             object.__setattr__(self, "halve_every", check_count("halve_every", self.halve_every))
 

@@ -73,6 +73,7 @@ def test_truncated_normal_knows_its_share() -> None:
         (lambda: Uniform("a", 2.0), "low and high of Uniform must be finite"),
         (lambda: ExactCounter(0), "capacity must be >= 1"),
         (lambda: CountMinSketch(0), "width must be >= 1"),
+        (lambda: CountMinSketch(2**30, 2**31), r"fewer than 2\^60 counters"),
         (lambda: FrequencyAdmission(0, ExactCounter(1)), "threshold must be >= 1"),
     ],
 )

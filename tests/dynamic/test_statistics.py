@@ -222,6 +222,8 @@ def test_reset_clear_and_copies(device: torch.device) -> None:
     bags = module(device)
     with pytest.raises(ValueError, match="remember must be"):
         bags.track_statistics(remember=-1)
+    with pytest.raises(ValueError, match=r"remember must be at most 2\^40"):
+        bags.track_statistics(remember=2**63 - 1)
     bags.track_statistics(remember=PLACES)
     for step in range(10):
         train(bags, batch(step))
