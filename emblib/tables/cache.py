@@ -735,6 +735,11 @@ class PrefetchingCache:
         self.wait_for_prefetch()
         self.fetch_postponed(self.cache.last_ticket)
 
+    def forget_prefetched(self) -> None:
+        """Forget the prefetched batches; their rows stay in the cache, and may be evicted."""
+        with self.lock:
+            self._queue.clear()  # batches in flight that nothing refers to are released later
+
     def reset(self) -> None:
         """Empty the cache and forget prefetched batches; updates of cached rows are dropped."""
         with self.lock:

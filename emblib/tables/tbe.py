@@ -591,11 +591,13 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self._prefetching_cache is not None:
             self._prefetching_cache.flush(self._tiers())
 
-    def reset_cache_states(self) -> None:
-        """Empty the cache without writing back, and forget prefetched batches.
+    def forget_prefetched(self) -> None:
+        """Forget prefetched batches, so that any batch may be the next; rows stay in the cache."""
+        if self._prefetching_cache is not None:
+            self._prefetching_cache.forget_prefetched()
 
-        Updates since the last `flush` of rows in the cache are dropped.
-        """
+    def reset_cache_states(self) -> None:
+        """Empty the cache and forget prefetched batches; drop updates since the last `flush`."""
         if self._prefetching_cache is not None:
             self._prefetching_cache.reset()
 

@@ -2,6 +2,8 @@
 
 import functools
 import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ from emblib.collections import EmbeddingBagCollection
 from emblib.collections.configs import EmbeddingBagConfig
 from emblib.jagged import KeyedJaggedTensor
 from emblib.optim import SGD
-from emblib.sharding import pipelines
+from emblib.sharding import DistributedModelParallel, pipelines
 from emblib.sharding.pipelines import EvalPipelineSparseDist, StopAtShortest, empty_batch
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharding_types import row_wise
+from emblib.specs import Placement
+from emblib.storage import Dense
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import (
     Batch,
@@ -288,6 +292,39 @@ def _epochs(ranks: RankGroup, case: Case, name: str) -> Trained:
     for start in range(0, max(case.counts), 2):
         losses += list(pipeline.run(batches[start : start + 2]))
     return losses, values_of(model)
+
+
+@pytest.mark.parametrize("name", PIPELINES[1:])
+def test_a_step_that_fails_before_its_lookups_stops_no_later_one(name: str) -> None:
+    table = EmbeddingBagConfig(100, 4, "item", storage=Dense(Placement.MANAGED_CACHING))
+    batches = [
+        KeyedJaggedTensor(["item"], torch.arange(i, 8 * i + 9), lengths=torch.tensor([7 * i + 9]))
+        for i in range(7)
+    ]
+
+    def train(*, fails: bool, used: Sequence[int]) -> Tensor:
+        torch.manual_seed(0)
+        bags = EmbeddingBagCollection([table], optimizer=SGD(0.1))
+        model = DistributedModelParallel(bags, RankGroup.single(), plan={"": {"item": row_wise()}})
+
+        def loss(batch: Any) -> Tensor:
+            if fails and batch is batches[3]:
+                raise ZeroDivisionError
+            return model(batch).values().square().sum()
+
+        inputs: dict[str, Any] = (
+            {} if name == PIPELINES[0] else {"inputs": lambda b: {model.module: b}}
+        )
+        pipeline = getattr(pipelines, name)(model, model.fused_optimizer, forward=loss, **inputs)
+        iterator = iter([batches[i] for i in used])
+        for i in used:
+            with pytest.raises(ZeroDivisionError) if fails and i == 3 else nullcontext():
+                pipeline.progress(iterator)
+        weight: Tensor = model.state_dict()["embedding_bags.item.weight"].full_tensor()
+        return weight
+
+    failed = train(fails=True, used=range(7))
+    assert torch.equal(failed, train(fails=False, used=[0, 1, 2, 4, 5, 6]))
 
 
 @pytest.mark.parametrize("name", PIPELINES)

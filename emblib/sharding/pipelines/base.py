@@ -446,6 +446,16 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     batches_ahead: ClassVar[int] = 3
     _num_sent_ahead: ClassVar[int] = 2
 
+    def _train(self, step: Step) -> Any:
+        """Train as the base class does; a step that fails stops no later one."""
+        try:
+            return super()._train(step)
+        except BaseException:
+            for next_step in (step, *self._steps_ahead):
+                if next_step.sent is not None:
+                    next_step.sent.forget_prefetched()
+            raise
+
     @cached_property
     def _prefetch_lane(self) -> Lane:
         return Lane(self.device)

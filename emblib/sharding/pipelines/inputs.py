@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from emblib.collections.groups import TableGroups
 from emblib.context_values import with_attribute
 from emblib.grad_mode import in_grad_mode
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
@@ -29,6 +30,7 @@ from emblib.sharding.lookup import (
     start_joint_output_dist,
 )
 from emblib.sharding.pipelines.batches import ItemPath, Lane, Staged, follow, path_to, same_input
+from emblib.tables import TableBatchedEmbeddingBags
 from emblib.tables.graph_break import run_uncompiled
 
 Inputs = Callable[[Any], Mapping[Any, Any]]
@@ -208,6 +210,7 @@ class SentBatch:
         )
         self._ids: Staged[list[Awaitable[Any]]] | None = None  # in flight
         self._prefetched: Staged[list[Any]] | None = None  # received, with rows in the caches
+        self._is_prefetch_due = True
         self._received: list[Any] | None = None  # ready on the stream of the forward
         self._outputs: dict[int, Callable[[], Any]] = {}  # of joint calls, by number of the call
 
@@ -234,9 +237,25 @@ class SentBatch:
             self._sizes = None
 
     def prefetch(self, lane: Lane) -> None:
-        """Wait for the ids and prefetch their rows into the caches, in `lane`; only once."""
-        if self._prefetched is None:
-            self._prefetched = lane.run(self._prefetch_rows, self._receive())
+        """Wait for the ids and prefetch their rows into the caches, in `lane`; only once.
+
+        It is done again after `forget_prefetched`.
+        """
+        if self._is_prefetch_due:
+            self._prefetched = lane.run(self._prefetch_rows, self._prefetched or self._receive())
+            self._is_prefetch_due = False
+
+    def forget_prefetched(self) -> None:
+        """Forget the prefetched batches of the collections: this one and all others.
+
+        A step that fails may not have read its own, which tables expect to be the next lookup.
+        """
+        self._is_prefetch_due = True
+        modules: list[Any] = [call.module for call in self._calls]
+        for groups in (part for module in modules for part in module.modules()):
+            for handle in groups.handles if isinstance(groups, TableGroups) else ():
+                if isinstance(handle.module, TableBatchedEmbeddingBags):
+                    handle.module.forget_prefetched()
 
     def _prefetch_rows(self, received: list[Any]) -> list[Any]:
         """Load the rows of received ids into the caches of their modules."""
