@@ -252,14 +252,14 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     @staticmethod
     def from_jt_dict(
-        jagged: Mapping[str, JaggedTensor], *, force_variable_stride: bool = False
+        jt_dict: Mapping[str, JaggedTensor], *, force_variable_stride: bool = False
     ) -> "KeyedJaggedTensor":
         """Construct from one JaggedTensor per feature; if they differ in bags, strides vary.
 
         Values are concatenated, so copied. Raises ValueError without features, or if only some of
         them have weights.
         """
-        arguments = dict_arguments(jagged, force_variable_stride=force_variable_stride)
+        arguments = dict_arguments(jt_dict, force_variable_stride=force_variable_stride)
         return KeyedJaggedTensor(**arguments)
 
     @staticmethod
@@ -279,14 +279,14 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return KeyedJaggedTensor(**convert.keyed_jagged_arguments(other))
 
     @staticmethod
-    def concat(batches: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """Combine the features of `batches` of the same examples; values are copied.
+    def concat(kjt_list: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
+        """Combine the features of batches of the same examples; values are copied.
 
         Raises:
             ValueError: there are no batches, only some of them have weights, or strides, numbers of
                 ranks or inverse indices do not fit each other.
         """
-        return concat_batches(batches)
+        return concat_batches(kjt_list)
 
     @staticmethod
     def empty(
@@ -305,23 +305,23 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     @staticmethod
     def empty_like(
-        batch: "KeyedJaggedTensor", device: torch.device | str | None = None
+        kjt: "KeyedJaggedTensor", device: torch.device | str | None = None
     ) -> "KeyedJaggedTensor":
-        """Return a batch without features, with the dtypes and the stride of `batch`.
+        """Return a batch without features, with the dtypes and the stride of `kjt`.
 
         With a `device`, return its keys and uninitialised tensors of its sizes there, as a target
         for `copy_`.
         """
         if device is not None:
-            return batch._map_tensors(lambda t: torch.empty_like(t, device=device))
+            return kjt._map_tensors(lambda t: torch.empty_like(t, device=device))
         return KeyedJaggedTensor.from_valid(
             [],
-            batch._values.new_empty(0),
-            None if batch._weights is None else batch._weights.new_empty(0),
-            batch.lengths().new_empty(0),
+            kjt._values.new_empty(0),
+            None if kjt._weights is None else kjt._weights.new_empty(0),
+            kjt.lengths().new_empty(0),
             None,
-            batch._stride,
-            strides=None if batch._stride_per_key_per_rank is None else [],
+            kjt._stride,
+            strides=None if kjt._stride_per_key_per_rank is None else [],
         )
 
     # Tensors

@@ -57,9 +57,14 @@ def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
         TypeError: `value` is not an integer, or is a bool.
         ValueError: `value` is outside [minimum, 2^63); kernels take counts in int64.
     """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    number: int | None
+    try:
+        number = operator.index(value)
+    except (TypeError, ValueError):  # of NumPy and torch, for floats and several elements
+        number = None
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
+    if number is None or is_bool:
         raise TypeError(f"{name} must be an int, got {value!r}")
-    number = operator.index(value)
     if number < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {number}")
     if number >= 1 << 63:

@@ -278,6 +278,13 @@ def test_copy_refuses_numbers_that_it_would_not_copy(changed: str) -> None:
         batch(keys, strides).copy_(other)
 
 
+def test_arguments_have_the_names_of_torchrec() -> None:
+    one = JaggedTensor(torch.tensor([1, 2]), lengths=torch.tensor([2]))
+    batch = KeyedJaggedTensor.from_jt_dict(jt_dict={"x": one})
+    assert held(KeyedJaggedTensor.concat(kjt_list=[batch])) == held(batch)
+    assert KeyedJaggedTensor.empty_like(kjt=batch).keys() == []
+
+
 def test_empty_ones() -> None:
     nothing = KeyedJaggedTensor.empty(is_weighted=True, values_dtype=torch.int32)
     assert (nothing.keys(), nothing.stride(), nothing.offsets().tolist()) == ([], 0, [0])

@@ -201,6 +201,8 @@ def test_external_has_no_learning_rate_to_set() -> None:
         (lambda: optim.SGD(1e300), ValueError, "finite number >= 0"),
         (lambda: optim.Adam(0.1, betas=0.9), ValueError, "tuple of two numbers"),
         (lambda: TableSpec(3.5, 4), TypeError, "rows must be an int"),
+        (lambda: TableSpec(torch.tensor(True), 4), TypeError, "rows must be an int"),
+        (lambda: TableSpec(4, torch.tensor([1.5])), TypeError, "dim must be an int"),
     ],
 )
 def test_wrong_arguments_are_refused(
