@@ -257,7 +257,6 @@ struct HashTouch {
   int64_t batch_score;    // the new score, if the caller assigns scores
   const int64_t* counts;  // uses of the key at each position of the call; null for 1 each
   EvictionQueue* queues;  // by bucket of the table; null if the index has none
-  bool is_concurrent;     // whether other threads may touch the same entries during the call
 };
 
 // The insertion of misses into one table. All arrays except `ids` and `queues` have an element per

@@ -270,10 +270,8 @@ inline void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, 
                        index.num_tables);
   const HashFindKernels& kernels = hash_find_kernels();
   parallel_segments(keys, [&](int64_t t, int64_t begin, int64_t end) {
-    const HashTouch touch{call.scoring.order,       stamp,
-                          call.scoring.score_of(t), distinct.uses.get() + begin,
-                          index.queues_of(t),
-                          /*is_concurrent=*/false};
+    const HashTouch touch{call.scoring.order, stamp, call.scoring.score_of(t),
+                          distinct.uses.get() + begin, index.queues_of(t)};
     kernels.find(index.table(t), keys.ids + begin, end - begin, &touch, slots + begin);
   });
 }

@@ -140,16 +140,8 @@ EMB_HD void empty_queue(const HashTouch& touch, int64_t slot) {
   __atomic_store_n(&touch.queues[slot / kBucketSlots].size, uint8_t{0}, __ATOMIC_RELAXED);
 }
 
-// Add `count` to `uses`, which saturates at INT64_MAX, while other threads may do the same.
-EMB_HD void add_uses_atomically(int64_t* uses, int64_t count) {
-  // The thread whose addition makes the sum wrap around sets it to the maximum afterwards.
-  const int64_t old_uses = __atomic_fetch_add(uses, count, __ATOMIC_RELAXED);
-  if (count_overflows(old_uses, count)) __atomic_store_n(uses, INT64_MAX, __ATOMIC_RELAXED);
-}
-
 // Update the entry of a hit at a position. Other threads may update the same entry: all store the
-// same stamp and assigned score, and counts add up in any order. An atomic addition waits for all
-// earlier reads and writes of the processor, so it is avoided where no other thread can interfere.
+// same stamp and assigned score, and counts add up in any order.
 EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, int64_t position) {
   __atomic_store_n(entry + HashEntry::kStamp, touch.stamp, __ATOMIC_RELAXED);
   if (!has_scores(touch.order)) return;
@@ -161,11 +153,10 @@ EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, in
   }
   const int64_t count = touch.counts == nullptr ? 1 : touch.counts[position];
   if (count < 0) empty_queue(touch, slot);
-  int64_t* const uses = entry + HashEntry::kScore;
-  if (touch.is_concurrent) {
-    add_uses_atomically(uses, count);
-  } else {
-    __atomic_store_n(uses, add_uses(*uses, count), __ATOMIC_RELAXED);
+  // The thread whose addition makes the sum wrap around sets it to the maximum afterwards.
+  const int64_t old_uses = __atomic_fetch_add(entry + HashEntry::kScore, count, __ATOMIC_RELAXED);
+  if (count_overflows(old_uses, count)) {
+    __atomic_store_n(entry + HashEntry::kScore, INT64_MAX, __ATOMIC_RELAXED);
   }
 }
 

@@ -150,10 +150,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   const HashFindKernels& kernels = hash_find_kernels();
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
     const int64_t t = batch.tables[f];
-    const HashTouch touch{
-        call.scoring.order,       stamp,
-        call.scoring.score_of(t), call.counts == nullptr ? nullptr : call.counts + begin,
-        index.queues_of(t),       /*is_concurrent=*/num_threads() > 1};
+    const HashTouch touch{call.scoring.order, stamp, call.scoring.score_of(t),
+                          call.counts == nullptr ? nullptr : call.counts + begin,
+                          index.queues_of(t)};
     const int64_t hits =
         kernels.find(index.table(t), batch.ids + begin, end - begin, &touch, out + begin);
     __atomic_fetch_add(&index.counter(t, HashCounter::kLookups), end - begin, __ATOMIC_RELAXED);

@@ -178,9 +178,8 @@ class StorePut {
     const HashTable table = store_.index.table(0);
     const HashFindKernels& kernels = hash_find_kernels();
     parallel_balanced(n_, kKeyGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-      const HashTouch touch{
-          store_.scoring.order, *store_.index.clock,       0,
-          zeros_.get() + begin, store_.index.queues_of(0), /*is_concurrent=*/false};
+      const HashTouch touch{store_.scoring.order, *store_.index.clock, 0, zeros_.get() + begin,
+                            store_.index.queues_of(0)};
       kernels.find(table, keys_.get() + begin, end - begin, &touch, slots_.get() + begin);
     });
   }
@@ -205,40 +204,6 @@ class StorePut {
   Scratch<uint8_t> status_;
   const int64_t* entries_ = nullptr;
   int64_t n_ = 0, num_new_ = 0;
-};
-
-// Overflow rows of a table that go back to its store: the rows from `first_overflow` on, with
-// `entries`, int64 [n, 3]. The constructor allocates all memory except what StorePut::insert needs.
-class OverflowRows {
- public:
-  OverflowRows(const HostStore& store, const PackedRows& table, int64_t first_overflow,
-               const int64_t* entries, int64_t n)
-      : table_(table),
-        first_overflow_(first_overflow),
-        entries_(entries),
-        n_(n),
-        row_bytes_(store.row_bytes),
-        put_(store, n),
-        rows_(new_scratch<char>(n * store.row_bytes)) {}
-
-  // Put the rows into the store. Return how many rows the store drops for them.
-  int64_t write_back() {
-    for (int64_t i = 0; i < n_; ++i) table_.read(first_overflow_ + i, rows_.get() + i * row_bytes_);
-    put_.insert(entries_, n_);
-    int64_t num_dropped = 0;
-    put_.for_dropped([&](int64_t, const int64_t*) { ++num_dropped; },
-                     [&](int64_t) { ++num_dropped; });
-    put_.write(rows_.get());
-    return num_dropped;
-  }
-
- private:
-  const PackedRows& table_;
-  int64_t first_overflow_;
-  const int64_t* entries_;
-  int64_t n_, row_bytes_;
-  StorePut put_;
-  Scratch<char> rows_;  // [n, row_bytes]
 };
 
 }  // namespace emb

@@ -72,19 +72,14 @@ struct BatchStores {
     }
   }
 
-  // Write the overflow rows back to their stores. Return how many rows each store drops for them,
-  // [T], or an empty vector if there are no overflow rows.
+  // Put the overflow rows into their stores. Return how many rows each store drops for them, [T],
+  // or an empty vector if there are no overflow rows. If memory is short, this throws, and some
+  // stores may have their rows; the caller can put the same rows again.
   std::vector<int64_t> write_back() const {
-    std::vector<OverflowRows> overflow_rows;
-    int64_t num_rows = 0;
-    for (const Store& store : stores) {
-      overflow_rows.emplace_back(store.host, store.rows, store.first_overflow, store.overflow,
-                                 store.num_overflow);
-      num_rows += store.num_overflow;
-    }
     std::vector<int64_t> num_dropped;
-    if (num_rows == 0) return num_dropped;
-    for (OverflowRows& rows : overflow_rows) num_dropped.push_back(rows.write_back());
+    const auto has_overflow = [](const Store& store) { return store.num_overflow > 0; };
+    if (std::none_of(stores.begin(), stores.end(), has_overflow)) return num_dropped;
+    for (const Store& store : stores) num_dropped.push_back(write_back(store));
     return num_dropped;
   }
 
@@ -96,6 +91,23 @@ struct BatchStores {
       if (keys > stores[t].rows.num_slots - stores[t].first_overflow) return false;
     }
     return true;
+  }
+
+ private:
+  // Put the overflow rows of one table into its store. Return how many rows it drops for them.
+  static int64_t write_back(const Store& store) {
+    const int64_t n = store.num_overflow, row_bytes = store.host.row_bytes;
+    StorePut put(store.host, n);
+    const Scratch<char> rows = new_scratch<char>(n * row_bytes);
+    for (int64_t i = 0; i < n; ++i) {
+      store.rows.read(store.first_overflow + i, rows.get() + i * row_bytes);
+    }
+    put.insert(store.overflow, n);
+    int64_t num_dropped = 0;
+    put.for_dropped([&](int64_t, const int64_t*) { ++num_dropped; },
+                    [&](int64_t) { ++num_dropped; });
+    put.write(rows.get());
+    return num_dropped;
   }
 };
 
