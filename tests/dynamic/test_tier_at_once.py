@@ -9,6 +9,7 @@ from torch import Tensor
 from emblib import BackingStore, DynamicEmbeddingBags, HostRows, TierMode, optim
 from emblib.dynamic import training
 from emblib.dynamic.hash_index import HashIndex
+from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.specs import Eviction
 from tests.dynamic.tier_cases import batch, prefetched, specs
 from tests.thread_cases import in_fork
@@ -150,6 +151,27 @@ def test_the_op_leaves_a_store_alone_while_the_thread_prefetches(
         assert bool(exchanges) is (3 <= step < 6)
         assert torch.equal(out, other(*batch(step)))
         _assert_same(module, other)
+
+
+@pytest.mark.parametrize("mode", TierMode)
+def test_rows_that_are_prefetched_at_the_last_moment_do_not_get_old(
+    mode: TierMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may prefetch rows after the module has chosen the op, before the op runs."""
+    chooses_op = False
+    monkeypatch.setattr(BackingTier, "inserts_in_one_op", property(lambda _: chooses_op))
+    module, other = (_module(Eviction.LFU, mode, 2048) for _ in range(2))
+    assert module.state.backing is not None
+    for step in range(24):
+        ids, offsets = batch(step % 5)
+        prefetched(module).prefetch(ids, offsets)
+        module.state.backing.store.wait()
+        chooses_op = step % 3 > 0  # in the other steps rows in memory are read
+        out, wanted = module(ids, offsets), other(ids, offsets)
+        assert torch.equal(out, wanted)
+        for result in (out, wanted):
+            result.sum().backward()
+    assert module.tier_stats()["a"].served_in_place
 
 
 class _Blocked:

@@ -292,10 +292,13 @@ class BackingTier:
         """Return the last arguments of `tier_insert_batch_`, from `store_indices` on.
 
         The op changes the stores, and so writes overflow rows back, unless the store's thread is to
-        do that, or may use them now. Then overflow rows are written back here.
+        do that, may use them now, or has prefetched rows since `inserts_in_one_op` was read: the op
+        would leave copies of their old values in memory. Then overflow rows are written back here.
         """
-        store, changes = self.store.wrapped_store, not self._writes_behind and self.store.is_idle
+        store = self.store.wrapped_store
         assert isinstance(store, HostRows)
+        changes = not self._writes_behind and self.store.is_idle
+        changes = changes and not self.store.has_rows_in_memory  # read after `is_idle`
         if not changes:
             self.write_back()
         self.generation += 1
