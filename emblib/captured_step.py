@@ -4,8 +4,8 @@ A small step spends its time on the host: Python, autograd and a launch per kern
 CUDA graph is one launch, but it repeats kernels with the shapes and the addresses that they were
 captured with. `CapturedStep` gives every batch such fixed shapes:
 
-1. All batches must have one `BatchLayout`; another one raises before anything is written.
-   (`run_eagerly` takes any batch.)
+1. All batches must have one `BatchLayout`, that of the first one; another one raises before
+   anything is written. (`run_eagerly` takes any batch.) A first batch whose step raises fixes none.
 2. Batches are divided into size classes by `bounds`. A `_SizeClass` has a `StaticBatch` of one
    bound, which pads its batches; one with more ids than all bounds runs uncaptured and unpadded.
 3. The first steps of a class run uncaptured, on the stream of the capture. They are the warm-up and
@@ -133,7 +133,18 @@ class CapturedStep:
                 parameter or state is changed.
             Exception: an uncaptured step raised it.
         """
+        is_first, device = self._layout is None, self.device
         layout, leaves = self._check_layout(batch)
+        try:
+            return self._run_step(layout, leaves)
+        except BaseException:
+            if is_first:  # the next batch may be the valid one
+                self._layout, self.device = None, device
+                self._size_classes.clear()
+            raise
+
+    def _run_step(self, layout: BatchLayout, leaves: list[Any]) -> Any:
+        """Run or replay the step of a batch with the common layout."""
         bound = self._bound_of(layout.num_ids(leaves))
         if bound is None:
             return self._run_eagerly(layout, leaves)
@@ -147,10 +158,12 @@ class CapturedStep:
             size_class = self._size_classes[bound] = _SizeClass(inputs)
         if size_class.graph is not None:
             self._check_unchanged(size_class)
-        with self._on_stream() as caller:
+        with self._on_stream() as caller_stream:
             size_class.inputs.fill(leaves)
             result = with_padding(self._run_or_replay)(size_class)
-            return result if size_class.graph is not None else _record_stream(result, caller)
+            if size_class.graph is not None:
+                return result
+            return _record_stream(result, caller_stream)
 
     def run_eagerly(self, batch: Any) -> Any:
         """Train on a batch uncaptured and unpadded, e.g. on the last one, which has fewer samples.
@@ -192,7 +205,9 @@ class CapturedStep:
     def captured_bounds(self) -> list[int]:
         """Return the bounds whose graphs exist."""
         return sorted(
-            b for b, size_class in self._size_classes.items() if size_class.graph is not None
+            bound
+            for bound, size_class in self._size_classes.items()
+            if size_class.graph is not None
         )
 
     # Batches
@@ -217,30 +232,35 @@ class CapturedStep:
         return self._layout, leaves
 
     def _bound_of(self, num_ids: int) -> int | None:
+        """Return the smallest bound that is not below `num_ids`; None if all are."""
         return next((bound for bound in self.bounds if num_ids <= bound), None)
 
     # Steps
 
     @contextmanager
     def _on_stream(self) -> Any:
-        """Run the block on the stream of the captures, in order with the caller's stream."""
+        """Run the block on the stream of the captures, in order with the caller's stream.
+
+        Yields the caller's stream.
+        """
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
-            caller = torch.cuda.current_stream(self._device)
-            self._stream.wait_stream(caller)
+            caller_stream = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(caller_stream)
             try:
                 with torch.cuda.stream(self._stream):
-                    yield caller
+                    yield caller_stream
             finally:
-                caller.wait_stream(self._stream)
+                caller_stream.wait_stream(self._stream)
 
     def _run_eagerly(self, layout: BatchLayout, leaves: list[Any]) -> Any:
         """Run the step uncaptured on a batch, given as `leaves`; its result is detached."""
         if self._device.type != "cuda":
             return _detach(self._step(layout.move(leaves, self._device)))
-        with self._on_stream() as caller:
-            return _record_stream(_detach(self._step(layout.move(leaves, self._device))), caller)
+        with self._on_stream() as caller_stream:
+            result = _detach(self._step(layout.move(leaves, self._device)))
+            return _record_stream(result, caller_stream)
 
     def _run_or_replay(self, size_class: _SizeClass) -> Any:
         """Run a step with the static tensors of its class: uncaptured, or by replay."""
@@ -265,7 +285,11 @@ class CapturedStep:
                 as before.
         """
         graph = torch.cuda.CUDAGraph()
-        gradients = [(p, p.grad) for o in self._optimizers.values() for p in _parameters_of(o)]
+        gradients = [
+            (parameter, parameter.grad)
+            for optimizer in self._optimizers.values()
+            for parameter in _parameters_of(optimizer)
+        ]
         values_before = self._optimizer_values()
         try:
             with (
@@ -293,10 +317,10 @@ class CapturedStep:
         size_class.graph = graph  # last, so that an interrupt before it leads to another capture
 
     def _end_capture_of_random_numbers(self) -> None:
-        """Free torch's generator from a capture that CUDA refused, which an empty capture does.
+        """Make an empty capture, so that torch's generator works again after a refused capture.
 
-        Torch ends the capture of its generator only with a graph; until then every random number
-        that is drawn on the device raises "Offset increment outside graph capture".
+        Torch ends the capture of its generator only with a graph. Until then every draw of random
+        numbers on the device raises "Offset increment outside graph capture".
         """
         with warnings.catch_warnings(), suppress(RuntimeError):
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
@@ -435,14 +459,14 @@ def _record_stream(result: Any, stream: Any) -> Any:
 
 
 def _check_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
-    """Return bounds as an ascending tuple; raise ValueError unless they are positive."""
-    given_bounds = tuple(bounds) if isinstance(bounds, Sequence) else ()
-    is_valid = all(type(bound) is int and 0 < bound <= MAX_BOUND for bound in given_bounds)
-    if not given_bounds or not is_valid or list(given_bounds) != sorted(set(given_bounds)):
+    """Return bounds as a tuple; raise ValueError unless they are as `CapturedStep` needs them."""
+    bound_tuple = tuple(bounds) if isinstance(bounds, Sequence) else ()
+    is_valid = all(type(bound) is int and 0 < bound <= MAX_BOUND for bound in bound_tuple)
+    if not bound_tuple or not is_valid or list(bound_tuple) != sorted(set(bound_tuple)):
         raise ValueError(
             f"bounds must be ascending ints in [1, {MAX_BOUND}], e.g. [4096, 16384], got {bounds!r}"
         )
-    return given_bounds
+    return bound_tuple
 
 
 @contextmanager

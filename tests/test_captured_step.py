@@ -376,6 +376,23 @@ def test_a_refused_batch_sets_no_layout() -> None:
     assert step([torch.ones(2)]).tolist() == [2.0, 2.0]
 
 
+def test_a_first_batch_whose_step_fails_sets_no_layout(device: torch.device) -> None:
+    def step_of_pairs(batch: Tensor) -> Tensor:
+        if batch.numel() != 2:
+            raise ValueError("pairs, please")
+        return batch + 1
+
+    step = CapturedStep(step_of_pairs, [8])
+    with pytest.raises(ValueError, match="pairs, please"):
+        step(torch.ones(3, dtype=torch.int32, device="cpu"))
+    assert step.device is None
+    for _ in range(2):
+        assert step(torch.ones(2, device=device)).tolist() == [2.0, 2.0]
+    assert step.device == torch.empty(0, device=device).device
+    with pytest.raises(ValueError, match="must differ from the first one"):
+        step(torch.ones(3, device=device))
+
+
 def test_an_odd_batch_runs_eagerly(device: torch.device) -> None:
     one, other = twins(Problem(), device)
     step = CapturedStep(other.step, BOUNDS, device=device)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import emblib
 from emblib.compat import fbgemm
@@ -372,6 +373,36 @@ def test_hooks_go_when_the_model_fails() -> None:
         model(1_000_000)
     assert not model.user._forward_pre_hooks
     assert not model.item._forward_pre_hooks
+
+
+def test_hooks_go_when_their_removal_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, interrupts = Model(), [KeyboardInterrupt()]
+    remove = RemovableHandle.remove
+
+    def interrupted_remove(handle: RemovableHandle) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        remove(handle)
+
+    recorder = emblib.TraceRecorder(model)
+    monkeypatch.setattr(RemovableHandle, "remove", interrupted_remove)
+    with pytest.raises(KeyboardInterrupt), recorder:
+        pass
+    assert not model.user._forward_pre_hooks
+    assert not model.item._forward_pre_hooks
+    with recorder:  # it can be entered again
+        pass
+
+
+def test_a_padded_batch_of_a_captured_step_is_recorded_without_padding() -> None:
+    tables = [emblib.EmbeddingBagConfig(10, 4, name) for name in ("user", "item")]
+    collection = emblib.EmbeddingBagCollection(tables)
+    step = emblib.CapturedStep(lambda batch: collection(batch).values(), [8], device="cpu")
+    ids, lengths = torch.tensor([1, 2, 3]), torch.tensor([1, 0, 0, 2])
+    with emblib.TraceRecorder(collection) as recorder:
+        step(emblib.KeyedJaggedTensor(["user", "item"], ids, lengths=lengths))
+    assert bags(recorder.trace) == [[1], []]
+    assert bags(recorder.trace, 1) == [[], [2, 3]]
 
 
 def test_equal_modules_are_told_apart() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from emblib.collections.optimizers import keyed
-from emblib.collections.optimizers.keyed import GradientShare
+from emblib.collections.optimizers import gradient_norms
+from emblib.collections.optimizers.gradient_norms import GradientShare
 from emblib.sharding.all_to_all import start_all_gather
 from emblib.sharding.ranks import RankGroup
 from emblib.storage import TableHandle
@@ -104,23 +104,23 @@ def mark_as_replicas(module: nn.Module, ranks: RankGroup) -> None:
     one rank do nothing.
     """
     for parameter in module.parameters():
-        if not keyed.is_marked(parameter):
+        if not gradient_norms.is_marked(parameter):
             _mark_gradient(parameter, GradientShare.REPLICA, ranks)
 
 
 def _mark_gradient(parameter: Tensor, share: GradientShare, ranks: RankGroup) -> None:
-    """Mark this rank's share of a gradient for `keyed.clip_grad_norm_`; for one rank do nothing."""
+    """Mark this rank's share of a gradient for `clip_grad_norm_`; for one rank do nothing."""
     if ranks.size > 1:
-        keyed.mark_gradient(parameter, share, _GroupRanks(ranks))
+        gradient_norms.mark_gradient(parameter, share, _GroupRanks(ranks))
 
 
-def gradient_ranks_of(ranks: RankGroup) -> keyed.GradientRanks | None:
-    """Return the argument `ranks` of `keyed.clip_grad_norm_`; None for one rank."""
+def gradient_ranks_of(ranks: RankGroup) -> gradient_norms.GradientRanks | None:
+    """Return the argument `ranks` of `gradient_norms.clip_grad_norm_`; None for one rank."""
     return _GroupRanks(ranks) if ranks.size > 1 else None
 
 
 class _GroupRanks:
-    """The ranks of a group as `keyed.GradientRanks`, over which it gathers norms."""
+    """The ranks of a group as `gradient_norms.GradientRanks`, over which it gathers norms."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
@@ -190,7 +190,7 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module):
         ranks = _ranks_of_model(parameters)
         parameters = parameters.parameters()
-    return keyed.clip_grad_norm_(
+    return gradient_norms.clip_grad_norm_(
         parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, ranks=ranks
     )
 

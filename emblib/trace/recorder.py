@@ -1,7 +1,7 @@
 """The recorder: hooks on a model's embeddings that copy the ids of their calls.
 
-A `Reading` is a function of (name, module, args, kwargs) that extracts the bags of a call;
-`_reading_of` selects it by the kind of module.
+A `CallReader` is a function of (name, module, args, kwargs) that extracts the bags of a call;
+`_find_reader` selects it by the kind of module.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _BATCHED = (
     DynamicEmbeddingBags,
     QuantizedEmbeddingBags,
 )
-Reading = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], list[Bags]]
-NamedEmbedding = tuple[str, nn.Module, Reading]  # name in the trace, module, its reading
+CallReader = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], list[Bags]]
+NamedEmbedding = tuple[str, nn.Module, CallReader]  # name in the trace, module, its reader
 
 
 def find_embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
@@ -77,9 +77,9 @@ def _outermost_embeddings(root: nn.Module) -> list[NamedEmbedding]:
     for path, module in root.named_modules():
         if any(path.startswith(f"{outer_path}.") or not outer_path for outer_path in outer_paths):
             continue
-        reading = _reading_of(module)
-        if reading is not None:
-            embeddings.append((path or type(root).__name__, module, reading))
+        reader = _find_reader(module)
+        if reader is not None:
+            embeddings.append((path or type(root).__name__, module, reader))
             outer_paths.append(path)
     return embeddings or [(type(root).__name__, root, _read_keyed)]
 
@@ -96,7 +96,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     return result
 
 
-def _reading_of(module: nn.Module) -> Reading | None:
+def _find_reader(module: nn.Module) -> CallReader | None:
     """Return the function that reads the lookups of a module's calls; None if it is no table."""
     if isinstance(module, nn.EmbeddingBag):
         return _read_bag
@@ -279,19 +279,18 @@ def _read_keyed(
             f"{name} must be called with a KeyedJaggedTensor (keys(), values(), lengths()) to be "
             f"recorded, got {type(jagged).__name__}: pass the embeddings inside it to TraceRecorder"
         )
-    keys, lengths = list(jagged.keys()), jagged.lengths()
+    keys, num_bags = list(jagged.keys()), jagged.lengths().numel()
     strides = getattr(jagged, "stride_per_key", None)
-    bags_per_key = (
-        list(strides()) if strides else [lengths.numel() // max(len(keys), 1)] * len(keys)
-    )
-    unnamed = [TracedFeature(f"{name}.{key}", f"{name}.{key}") for key in keys]
-    all_bags = _split_by_feature(unnamed, jagged.values(), lengths, bags_per_key)
+    bags_per_key = list(strides()) if strides else [num_bags // max(len(keys), 1)] * len(keys)
+    features = [TracedFeature(f"{name}.{key}", f"{name}.{key}") for key in keys]
+    ids, lengths = _ids_and_lengths(jagged.values(), _offsets_of(jagged))
+    all_bags = _split_by_feature(features, ids, lengths, bags_per_key)
     configs = _configurations(module)
     if configs is None:
         return all_bags
     # A collection looks up a feature once per table that reads it, and ignores other features.
     num_tables = Counter(feature for config in configs for feature in config.feature_names)
-    read = []
+    bags_of_tables = []
     for (key, bags), config in product(zip(keys, all_bags, strict=True), configs):
         if key not in config.feature_names:
             continue
@@ -302,8 +301,19 @@ def _read_keyed(
             config.num_embeddings,
             config.embedding_dim,
         )
-        read.append(bags._replace(feature=feature))
-    return read
+        bags_of_tables.append(bags._replace(feature=feature))
+    return bags_of_tables
+
+
+def _offsets_of(jagged: Any) -> Tensor:
+    """Return the offsets `[bags + 1]` of an object with `lengths()`, or with `offsets()` too.
+
+    In a `CapturedStep` the first offset is not 0, but the number of padding ids.
+    """
+    if callable(getattr(jagged, "offsets", None)):
+        offsets: Tensor = jagged.offsets()
+        return offsets
+    return nn.functional.pad(jagged.lengths().cumsum(0), (1, 0))
 
 
 class TraceRecorder:
@@ -331,7 +341,7 @@ class TraceRecorder:
         calls: maximum number of calls to record per embedding and `with` block; 0 records all.
 
     Raises:
-        ValueError: no module, or a negative number of calls.
+        ValueError: there is no module, or `calls` is negative.
         TypeError: an argument is not a module, or `calls` is not an int.
         RuntimeError: the block is entered inside itself.
 
@@ -364,8 +374,8 @@ class TraceRecorder:
         if self._hooks:
             raise RuntimeError("a recorder is entered once at a time; leave its `with` block first")
         try:
-            for name, (_, module, read) in zip(self._names, self._embeddings, strict=True):
-                hook = _Hook(name, read, self._recorded, self._max_calls, self._lock)
+            for name, (_, module, reader) in zip(self._names, self._embeddings, strict=True):
+                hook = _Hook(name, reader, self._recorded, self._max_calls, self._lock)
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         except BaseException:
             self._remove_hooks()
@@ -381,9 +391,14 @@ class TraceRecorder:
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Remove all hooks, also if an interrupt comes meanwhile: it is raised after that."""
+        try:
+            for hook in self._hooks:
+                hook.remove()
+        finally:
+            for hook in self._hooks:  # a hook may be removed twice
+                hook.remove()
+            self._hooks.clear()
 
     @property
     def trace(self) -> LookupTrace:
@@ -426,12 +441,12 @@ class _Hook:
     def __init__(
         self,
         name: str,
-        read: Reading,
+        reader: CallReader,
         recorded: dict[str, list[Bags]],
         max_calls: int,
         lock: ModuleLock,
     ) -> None:
-        self.name, self.read, self.recorded, self.lock = name, read, recorded, lock
+        self.name, self.reader, self.recorded, self.lock = name, reader, recorded, lock
         self.calls_left = max_calls or math.inf
 
     @run_uncompiled
@@ -439,7 +454,7 @@ class _Hook:
         if self.calls_left <= 0 or is_repeated():
             return
         recorded_bags = [
-            _valid_lookups(bags) for bags in self.read(self.name, module, args, kwargs)
+            _valid_lookups(bags) for bags in self.reader(self.name, module, args, kwargs)
         ]
         with self.lock:
             if self.calls_left <= 0:

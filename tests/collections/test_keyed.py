@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from emblib import TableBatchedEmbeddingBags, TableSpec, optim
 from emblib.collections.optimizers import (
     CombinedOptimizer,
+    FusedOptimizer,
     GradientClipping,
     GradientClippingOptimizer,
+    KeyedOptimizer,
     KeyedOptimizerWrapper,
     WarmupOptimizer,
     WarmupPolicy,
@@ -87,6 +90,51 @@ def test_a_step_is_loaded_to_where_the_kernel_reads_it(is_on_device: bool) -> No
     states = keyed.wrapped.state[layer.weight]
     assert states["step"].device.type == ("meta" if is_on_device else "cpu")
     assert states["exp_avg"].device.type == "meta"
+
+
+def _wrapped(kind: str) -> KeyedOptimizer:
+    """Return an optimizer of a layer, itself or in a wrapper."""
+    names = dict(nn.Linear(3, 2).named_parameters())
+    inner = KeyedOptimizerWrapper(names, partial(torch.optim.SGD, lr=0.1))
+    kinds: dict[str, Any] = {
+        "wrapper": lambda: inner,
+        "clipping": lambda: GradientClippingOptimizer(inner),
+        "warm-up": lambda: WarmupOptimizer(inner, [WarmupStage(max_iters=2)]),
+        "combined": lambda: CombinedOptimizer([("a", inner)]),
+        "fused": lambda: FusedOptimizer.of(
+            TableBatchedEmbeddingBags([TableSpec(3, 4)], optim.SGD(0.1))
+        ),
+    }
+    made: KeyedOptimizer = kinds[kind]()
+    return made
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "clipping", "warm-up", "combined", "fused"])
+def test_hooks_of_state_dicts_are_called_once_as_in_torch(kind: str) -> None:
+    optimizer = _wrapped(kind)
+    calls: list[str] = []
+
+    def record(name: str, *_: Any) -> None:
+        calls.append(name)
+
+    def add_version(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "version": 2}
+
+    def take_version(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        calls.append(f"version {state_dict.pop('version')}")
+        return state_dict
+
+    optimizer.register_state_dict_pre_hook(partial(record, "save"))
+    optimizer.register_state_dict_post_hook(partial(record, "saved"))
+    optimizer.register_state_dict_post_hook(add_version)
+    optimizer.register_load_state_dict_pre_hook(take_version)
+    optimizer.register_load_state_dict_post_hook(partial(record, "loaded"))
+    state_dict = optimizer.state_dict()
+    optimizer.load_state_dict(state_dict)
+    assert calls == ["save", "saved", "version 2", "loaded"]
+    assert state_dict["version"] == 2, "hooks get a shallow copy"
+    copy.deepcopy(optimizer).state_dict()
+    assert len(calls) == 4, "copies have no hooks"
 
 
 def test_combined_refuses_equal_names() -> None:

@@ -13,9 +13,9 @@ from emblib.collections.optimizers import (
     GradientClipping,
     GradientClippingOptimizer,
     KeyedOptimizerWrapper,
-    keyed,
+    gradient_norms,
 )
-from emblib.collections.optimizers.keyed import GradientShare, mark_gradient
+from emblib.collections.optimizers.gradient_norms import GradientShare, mark_gradient
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel, clip_grad_norm_, shard
 from emblib.sharding.ranks import RankGroup
@@ -151,7 +151,7 @@ def test_a_rank_whose_gradients_have_no_rows(norm_type: float, values: list[floa
     shard.grad = torch.zeros(0, 2)
     for parameter in (rows, table, shard):
         mark_gradient(parameter, GradientShare.SHARD, other)
-    norm = keyed.clip_grad_norm_([rows, table, shard], 1.0, norm_type)
+    norm = gradient_norms.clip_grad_norm_([rows, table, shard], 1.0, norm_type)
     expected = torch.linalg.vector_norm(torch.tensor([*values, 2.0]), norm_type)
     torch.testing.assert_close(norm, expected)
     scaled = torch.tensor(values).view(-1, 2) / expected

@@ -18,12 +18,8 @@ from torch import Tensor, nn
 from emblib import optim
 from emblib.collections.configs import TableConfig
 from emblib.collections.fused_states import HYPER, FusedTableEntry, check_saved_states
-from emblib.collections.optimizers.keyed import (
-    GradientRanks,
-    KeyedOptimizer,
-    State,
-    cycled_defaults,
-)
+from emblib.collections.optimizers.gradient_norms import GradientRanks
+from emblib.collections.optimizers.keyed import KeyedOptimizer, State, cycled_defaults
 from emblib.collections.optimizers.table_groups import TableGroup
 from emblib.collections.optimizers.torch_states import (
     Template,

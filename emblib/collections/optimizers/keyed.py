@@ -2,8 +2,6 @@
 
 `KeyedOptimizer` is the base. `KeyedOptimizerWrapper` makes one of an optimizer of `torch.optim`,
 `GradientClippingOptimizer` clips before its steps, and `CombinedOptimizer` steps several.
-`clip_grad_norm_` computes one norm over all ranks: `mark_gradient` records whether the gradient of
-a parameter is a shard or a replica.
 """
 
 from __future__ import annotations
@@ -11,14 +9,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from emblib.collections.optimizers.gradient_norms import (
+    GradientRanks,
+    clip_grad_norm_,
+    clip_grad_value_,
+    ranks_of_parameters,
+)
 from emblib.collections.optimizers.torch_states import with_names
 from emblib.grad_mode import without_gradients
 from emblib.specs import OptionEnum
@@ -30,8 +32,10 @@ State = dict[str, dict[str, Any]]  # states by name, by the name of their parame
 class KeyedOptimizer(TorchOptimizer):
     """Base of optimizers with a state dict by name: `state` by parameter, and `param_groups`.
 
-    It is a `torch.optim.Optimizer`: learning-rate schedulers work on its `param_groups`. Loading
-    updates the dicts of the groups, and writes into state tensors of equal shape.
+    It is a `torch.optim.Optimizer`: learning-rate schedulers work on its `param_groups`, and its
+    hooks are called. Loading updates the dicts of the groups, and writes into state tensors of
+    equal shape. A subclass whose state dict differs overrides `_make_state_dict` and
+    `_load_checked`, and `check_state_dict`.
 
     Args:
         params: the parameters by name.
@@ -72,7 +76,7 @@ class KeyedOptimizer(TorchOptimizer):
         Raises:
             ValueError: the parameters are over several groups of ranks.
         """
-        return _ranks_of_parameters([p for group in self.param_groups for p in group["params"]])
+        return ranks_of_parameters([p for group in self.param_groups for p in group["params"]])
 
     def keyed_state(self) -> State:
         """Return the state by parameter name; its tensors are not copied."""
@@ -102,7 +106,20 @@ class KeyedOptimizer(TorchOptimizer):
                     states[key] = _copy_for(parameter, value, is_step=key == "step")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `state` by parameter name, and `param_groups` with parameter names."""
+        """Return `state` by parameter name, and `param_groups` with parameter names.
+
+        The state-dict hooks of torch are called, before and after.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = self._make_state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            hook_result = post_hook(self, state_dict)
+            state_dict = state_dict if hook_result is None else hook_result
+        return state_dict
+
+    def _make_state_dict(self) -> dict[str, Any]:
+        """Return the state dict, before hooks change it."""
         groups = [
             {"params": names, **{k: v for k, v in group.items() if k != "params"}}
             for names, group in zip(self.group_names(), self.param_groups, strict=True)
@@ -113,11 +130,22 @@ class KeyedOptimizer(TorchOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of the same parameters and groups: all of it, or nothing.
 
-        A state dict without `param_groups` leaves the groups unchanged.
+        A state dict without `param_groups` leaves the groups unchanged. The load hooks of torch are
+        called: pre-hooks with a shallow copy of the state dict, post-hooks after all is loaded.
 
         Raises:
             KeyError: the state dict has other parameters, or other groups of them.
         """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            hook_result = pre_hook(self, state_dict)
+            state_dict = state_dict if hook_result is None else hook_result
+        self._load_checked(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_checked(self, state_dict: Mapping[str, Any]) -> None:
+        """Check a state dict, then load it; hooks have changed it already."""
         state_dict = self.check_state_dict(state_dict)
         self.load_keyed_state(state_dict["state"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -126,8 +154,8 @@ class KeyedOptimizer(TorchOptimizer):
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raise what `load_state_dict` would raise, writing nothing; return the dict by name.
 
-        `CombinedOptimizer` checks all of its optimizers before it loads the first one. Override it
-        together with `load_state_dict`.
+        `CombinedOptimizer` checks all of its optimizers before it loads the first one. Hooks are
+        not called.
         """
         state_dict = with_names(state_dict, self.group_names())
         group_names = [sorted(names) for names in self.group_names()]
@@ -295,12 +323,10 @@ class OptimizerWrapper(KeyedOptimizer):
         """Load the state of some parameters of the wrapped optimizer, by name."""
         self.wrapped.load_keyed_state(state)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the wrapped optimizer."""
+    def _make_state_dict(self) -> dict[str, Any]:
         return self.wrapped.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state dict of the wrapped optimizer."""
+    def _load_checked(self, state_dict: Mapping[str, Any]) -> None:
         self.wrapped.load_state_dict(state_dict)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -406,241 +432,6 @@ class GradientClippingOptimizer(OptimizerWrapper):
             clip_grad_value_(self._parameters(), self.max_gradient)
 
 
-class GradientShare(OptionEnum):
-    """Share of a rank's gradient of a parameter in the norm over all ranks.
-
-    SHARD: only this rank has the gradient. REPLICA: all ranks have the same gradient.
-    COUNTED_ELSEWHERE: another rank has the gradient too, and only that rank counts it.
-    """
-
-    SHARD = "shard"
-    REPLICA = "replica"
-    COUNTED_ELSEWHERE = "counted_elsewhere"
-
-
-class GradientRanks(Protocol):
-    """The ranks over which gradients are sharded; objects for the same ranks compare equal."""
-
-    def all_gather_floats(self, numbers: Tensor) -> Tensor:
-        """Gather float32 numbers `[n]` of every rank; return `[W, n]`, on any device.
-
-        All ranks call this, with equal n.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """The arguments of `mark_gradient`."""
-
-    share: GradientShare
-    ranks: GradientRanks
-
-
-_NORM_EPS = 1e-6  # that of `torch.nn.utils.clip_grads_with_norm_`
-
-# Not attributes of the parameters: those would be pickled with them.
-_gradient_marks = WeakTensorKeyDictionary()
-
-
-def mark_gradient(parameter: Tensor, share: GradientShare, ranks: GradientRanks) -> None:
-    """Record this rank's share of a parameter's gradient, for `clip_grad_norm_`.
-
-    It replaces an earlier mark, and ends with the parameter object; copies have none.
-    """
-    _gradient_marks[parameter] = _Mark(share, ranks)
-
-
-def is_marked(parameter: Tensor) -> bool:
-    """Return whether `mark_gradient` was called for this parameter."""
-    return parameter in _gradient_marks
-
-
-@without_gradients
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
-    ranks: GradientRanks | None = None,
-) -> Tensor:
-    """Clip gradients by their norm over all ranks; return the norm before, a scalar tensor.
-
-    Sparse gradients are coalesced first, and only their rows are read and scaled. Over several
-    ranks all of them call this, and the host waits for them and for a GPU.
-
-    Args:
-        parameters: parameters whose gradients are clipped in place; some may have none.
-        max_norm: bound of the norm, >= 0; `inf` only computes the norm.
-        norm_type: exponent of the norm, above 0; `inf` for the maximum.
-        error_if_nonfinite: whether a norm that is not finite raises; the host then waits for it.
-        ranks: the ranks over which gradients are sharded; None takes those that `mark_gradient`
-            recorded for the parameters.
-
-    Raises:
-        ValueError: `max_norm` is negative or NaN, or `norm_type` is not above 0; parameters are of
-            tables that backward updates, on any rank; or the parameters are over several groups of
-            ranks.
-        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
-    """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm_type = float(norm_type)
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must be >= 0, inf to compute the norm only; got {max_norm}")
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be above 0, inf for the maximum; got {norm_type}")
-    ranks = _ranks_of_parameters(parameters) if ranks is None else ranks
-    num_updated = _num_updated_in_backward(parameters)
-    if ranks is None:
-        _refuse_updated_in_backward(num_updated)
-    # Empty gradients need no scaling, and torch's infinity norm raises for them.
-    parameters = [p for p in parameters if p.grad is None or p.grad.numel()]
-    is_clipped = max_norm < math.inf  # inf / inf would be NaN
-    if is_clipped and ranks is None and not any(_is_sparse(p) for p in parameters):
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    with_grad = [p for p in parameters if p.grad is not None]
-    if ranks is None:
-        total = _total_norm([_values_of(p) for p in with_grad], norm_type)
-    else:
-        total = _norm_over_ranks(with_grad, norm_type, ranks, num_updated)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"all gradients together have a norm of {float(total)}, which cannot be clipped; "
-            "error_if_nonfinite=False scales them nevertheless"
-        )
-    if not is_clipped:
-        return total
-    # DTensors separately: torch cannot scale a list with both kinds.
-    dense = [p for p in with_grad if not _is_sparse(p)]
-    for same_kind in (list(filter(_is_dtensor, dense)), [p for p in dense if not _is_dtensor(p)]):
-        torch.nn.utils.clip_grads_with_norm_(same_kind, max_norm, total)
-    factor = (max_norm / (total + _NORM_EPS)).clamp(max=1.0)
-    for parameter in with_grad:
-        if _is_sparse(parameter):
-            values = _values_of(parameter)
-            values.mul_(factor.to(values.device))
-    return total
-
-
-@without_gradients
-def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
-    """Clamp every gradient to `[-clip_value, clip_value]`, also sparse ones.
-
-    Raises:
-        ValueError: parameters are of tables that backward updates; nothing is clipped.
-    """
-    parameters = list(parameters)
-    _refuse_updated_in_backward(_num_updated_in_backward(parameters))
-    with_grad = [p for p in parameters if p.grad is not None]
-    if dense := [p for p in with_grad if not _is_sparse(p)]:
-        torch.nn.utils.clip_grad_value_(dense, clip_value)
-    for parameter in with_grad:
-        if _is_sparse(parameter):
-            _values_of(parameter).clamp_(-clip_value, clip_value)
-
-
-def _num_updated_in_backward(parameters: Sequence[Tensor]) -> int:
-    """Count the trained parameters of tables that backward updates."""
-    return sum(p.requires_grad and is_updated_in_backward(p) for p in parameters)
-
-
-def _refuse_updated_in_backward(count: int) -> None:
-    """Raise ValueError if `count` parameters have no gradient to clip, because backward uses it."""
-    if count:
-        raise ValueError(
-            f"{count} of the parameters are of tables that backward updates, which leaves no "
-            "gradient to clip: make their optimizer deferred, e.g. optim.Adam(0.01, "
-            "deferred=True), or set its max_gradient; to clip other parameters alone, pass those, "
-            "e.g. model.dense.parameters()"
-        )
-
-
-def _is_sparse(parameter: Tensor) -> bool:
-    """Return whether a parameter has a sparse gradient."""
-    return parameter.grad is not None and parameter.grad.is_sparse
-
-
-def _values_of(parameter: Tensor) -> Tensor:
-    """Return the values of a gradient, of any shape; a sparse one is coalesced first."""
-    grad = parameter.grad
-    assert grad is not None
-    if not grad.is_sparse:
-        return grad
-    if not grad.is_coalesced():
-        parameter.grad = grad = grad.coalesce()
-    return grad._values()
-
-
-def _ranks_of_parameters(parameters: Sequence[Tensor]) -> GradientRanks | None:
-    """Return the ranks over which parameters are sharded; None if they are not.
-
-    Raises:
-        ValueError: the parameters are over several groups of ranks.
-    """
-    ranks: list[GradientRanks] = []
-    for parameter in parameters:
-        mark = _gradient_marks.get(parameter)
-        if mark is not None and mark.ranks not in ranks:
-            ranks.append(mark.ranks)
-    if len(ranks) > 1:
-        raise ValueError(
-            "the parameters are of tables over several groups of ranks, which have no one norm: "
-            "clip those of each group by themselves"
-        )
-    return ranks[0] if ranks else None
-
-
-def _is_dtensor(parameter: Tensor) -> bool:
-    """Return whether a parameter is a `DTensor` (FSDP2), whose norm includes other ranks."""
-    return hasattr(parameter, "full_tensor")
-
-
-def _norm_over_ranks(
-    parameters: Sequence[Tensor], norm_type: float, ranks: GradientRanks, num_updated: int
-) -> Tensor:
-    """Return the norm of the gradients of all ranks, a scalar tensor; all ranks call this.
-
-    All of them raise ValueError if `num_updated`, the number of this rank's parameters that
-    backward updates, is positive on any.
-    """
-    shards: list[Tensor] = []
-    replicas: list[Tensor] = []
-    dtensor_grads: list[Tensor] = []
-    for parameter in parameters:
-        grad, mark = parameter.grad, _gradient_marks.get(parameter)
-        assert grad is not None
-        if _is_dtensor(parameter) and norm_type == math.inf:
-            any_grad: Any = grad
-            shards.append(any_grad.to_local())  # may be empty, which torch's maximum refuses
-        elif _is_dtensor(parameter):
-            dtensor_grads.append(grad)
-        elif mark is None or mark.share is GradientShare.REPLICA:
-            replicas.append(_values_of(parameter))
-        elif mark.share is GradientShare.SHARD:
-            shards.append(_values_of(parameter))
-    local_norms = [_host_norm(shards, norm_type), _host_norm(replicas, norm_type)]
-    updated = torch.tensor(float(num_updated), device="cpu")
-    norms_of_ranks = ranks.all_gather_floats(torch.stack([*local_norms, updated]))
-    _refuse_updated_in_backward(int(norms_of_ranks[:, 2].max()))
-    # Rank 0's norm of the replicas on all ranks: replicas diverge if factors differ in one bit.
-    norms = [norms_of_ranks[:, 0], norms_of_ranks[:1, 1]]
-    if dtensor_grads:
-        total: Any = torch.nn.utils.get_total_norm(dtensor_grads, norm_type)
-        norms.append(total.full_tensor().to(norms_of_ranks).view(1))
-    return torch.linalg.vector_norm(torch.cat(norms), norm_type)
-
-
-def _host_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm in float32 on the host; 0 without gradients."""
-    return _total_norm(grads, norm_type).float().cpu()
-
-
-def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all values, a scalar tensor; 0 without values."""
-    return torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
-
-
 class CombinedOptimizer(KeyedOptimizer):
     """Several optimizers as one; their parameters have different names.
 
@@ -715,7 +506,7 @@ class CombinedOptimizer(KeyedOptimizer):
             if part:
                 optimizer.load_keyed_state(part)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _make_state_dict(self) -> dict[str, Any]:
         """Return `state` and `param_groups` of all optimizers."""
         states: State = {}
         groups = []
@@ -730,10 +521,15 @@ class CombinedOptimizer(KeyedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of each optimizer, after each has checked its own.
 
+        The check precedes the load hooks of these optimizers, which get parts that are valid.
+
         Raises:
             KeyError: the state dict has other parameters, or other groups of them.
             ValueError: one of the optimizers cannot have a state.
         """
+        super().load_state_dict(state_dict)
+
+    def _load_checked(self, state_dict: Mapping[str, Any]) -> None:
         state_dict = self.check_state_dict(state_dict)
         for optimizer, part in self._parts_of(state_dict):
             optimizer.load_state_dict(part)

@@ -173,9 +173,9 @@ class WarmupOptimizer(OptimizerWrapper):
         self._set_rate()
         return result
 
-    def state_dict(self) -> dict[str, Any]:
+    def _make_state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer, and the current step and stage."""
-        saved = super().state_dict()
+        saved = super()._make_state_dict()
         progress = torch.tensor([self._step, self._stage], device="cpu")
         return {**saved, "state": {**saved["state"], _WARMUP_KEY: {"warmup": progress}}}
 
@@ -188,9 +188,12 @@ class WarmupOptimizer(OptimizerWrapper):
             ValueError: the saved stage is none of `stages`; nothing is loaded.
             Exception: as `load_state_dict` of the wrapped optimizer.
         """
+        super().load_state_dict(state_dict)
+
+    def _load_checked(self, state_dict: Mapping[str, Any]) -> None:
         states = dict(state_dict["state"])
         progress = self._checked_progress(states.pop(_WARMUP_KEY, None))
-        super().load_state_dict({**state_dict, "state": states})
+        super()._load_checked({**state_dict, "state": states})
         self._step, self._stage = progress
         self._set_rate()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.fused_states import HYPER, FusedTableEntry
 from emblib.collections.groups import TableGroups
-from emblib.collections.optimizers.keyed import GradientRanks
+from emblib.collections.optimizers.gradient_norms import GradientRanks
 from emblib.columns import Hyper
 from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.grad_mode import without_gradients
