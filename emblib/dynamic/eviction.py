@@ -26,6 +26,38 @@ from emblib.tables import state_dicts
 _STEPS_END = 3 * (MAX_TICK // 2)  # exclusive, of saved counts: no training reaches it from 2^62
 
 
+def checked_custom_score(table: str, eviction: Eviction, score: Any) -> int:
+    """Return a score for a table with `Eviction.CUSTOM` as an int.
+
+    Raises:
+        ValueError: the table, which `table` names, has another eviction, or the score does not fit
+            into int64.
+        TypeError: the score is not an int.
+    """
+    if eviction is not Eviction.CUSTOM:
+        raise ValueError(
+            f"only tables with Eviction.CUSTOM take scores, table {table!r} has {eviction}"
+        )
+    return checked_score(score)
+
+
+def checked_step(table: str, eviction: Eviction, step: Any) -> int:
+    """Return a step for a table with `Eviction.STEP` as an int.
+
+    Raises:
+        ValueError: the table, which `table` names, has another eviction, or the step is not in
+            [-2^63, 2^62).
+        TypeError: the step is not an int.
+    """
+    if eviction is not Eviction.STEP:
+        raise ValueError(
+            f"only tables with Eviction.STEP count steps, table {table!r} has {eviction}"
+        )
+    if (number := checked_score(step)) >= MAX_TICK:
+        raise ValueError(f"steps must be below 2^62, so that counts go on, got {number}")
+    return number
+
+
 class EvictionScores(nn.Module):
     """Scores that each table assigns to the keys of its next training batch.
 
@@ -86,14 +118,11 @@ class EvictionScores(nn.Module):
                 raise ValueError(
                     "scores are set for tables with Eviction.CUSTOM, and no table has it"
                 )
-        for table in scores:
-            if self._evictions[table] is not Eviction.CUSTOM:
-                raise ValueError(
-                    f"only tables with Eviction.CUSTOM take scores, table "
-                    f"{self._names[table]!r} has {self._evictions[table]}"
-                )
-        int64_scores = {table: checked_score(score) for table, score in scores.items()}
-        for table, score in int64_scores.items():
+        checked_scores = {
+            table: checked_custom_score(self._names[table], self._evictions[table], score)
+            for table, score in scores.items()
+        }
+        for table, score in checked_scores.items():
             self.values[table].fill_(score)
             self.is_set[table].fill_(True)
         self._unset_tables -= set(scores)
@@ -105,16 +134,11 @@ class EvictionScores(nn.Module):
             ValueError: a table is not STEP, or a step is not in [-2^63, 2^62).
             TypeError: a step is not an int.
         """
-        for table in steps:
-            if self._evictions[table] is not Eviction.STEP:
-                raise ValueError(
-                    f"only tables with Eviction.STEP count steps, table {self._names[table]!r} has "
-                    f"{self._evictions[table]}"
-                )
-        int64_steps = {table: checked_score(step) for table, step in steps.items()}
-        if too_large := [step for step in int64_steps.values() if step >= MAX_TICK]:
-            raise ValueError(f"steps must be below 2^62, so that counts go on, got {too_large[0]}")
-        for table, step in int64_steps.items():
+        checked_steps = {
+            table: checked_step(self._names[table], self._evictions[table], step)
+            for table, step in steps.items()
+        }
+        for table, step in checked_steps.items():
             self.values[table].fill_(step)
 
     def resume_steps(self, steps: Sequence[int]) -> None:

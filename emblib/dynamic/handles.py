@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from emblib.dynamic import keys as routing
 from emblib.dynamic import shrinking, training
 from emblib.dynamic import state as dynamic_state
+from emblib.dynamic.eviction import checked_custom_score, checked_step
 from emblib.dynamic.saving import checkpoint, fallback, table_dumps
 from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.entries import Changes, Entries, concatenate
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.saving.table_dumps import ChangeSet
 from emblib.dynamic.state import DynamicState
-from emblib.dynamic.statistics import TableStatistics
+from emblib.dynamic.statistics import TableStatistics, checked_remember
 from emblib.dynamic.tiers.store import TierStats
 from emblib.specs import DynamicSpec, check_count
 
@@ -83,10 +84,11 @@ class DynamicTable:
     If the table is sharded over several ranks, methods are collectives: all ranks call them. An
     error on one rank is raised there, and as a RuntimeError on all others. Properties,
     `local_shards`, `reserve` and options (`set_score`, `set_step`, `set_clock`, `track_...`) do not
-    communicate, but must be used in the same way on all ranks. Each rank passes any keys, possibly
-    none, and gets results for these keys, on the CPU. Other arguments must be equal on all ranks,
-    and results about the whole table are equal. `local` acts on the shards of this rank alone,
-    possibly none. Keys are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
+    communicate, but must be used in the same way on all ranks; a rank without shards checks their
+    arguments too, so that all ranks raise. Each rank passes any keys, possibly none, and gets
+    results for these keys, on the CPU. Other arguments must be equal on all ranks, and results
+    about the whole table are equal. `local` acts on the shards of this rank alone, possibly none.
+    Keys are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
 
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
 
@@ -95,12 +97,15 @@ class DynamicTable:
         shards: the shards of this process, by number.
         owners: the rank that has each shard.
         ranks: the ranks that act together; None for this process alone.
+        spec: the spec of the table, by which a rank without shards checks scores and steps; None
+            checks none.
     """
 
     name: str
     shards: Mapping[int, ShardLocation]
     owners: Sequence[int] = (0,)
     ranks: RankLinks | None = None
+    spec: DynamicSpec | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -113,8 +118,8 @@ class DynamicTable:
         return DynamicTable(self.name, self.shards, self.owners)
 
     def __repr__(self) -> str:
-        over = f" over {self.ranks.size} ranks" if self.is_sharded and self.ranks else ""
-        return f"DynamicTable({self.name!r}, {len(self.owners)} shard(s){over})"
+        ranks_text = f" over {self.ranks.size} ranks" if self.is_sharded and self.ranks else ""
+        return f"DynamicTable({self.name!r}, {len(self.owners)} shard(s){ranks_text})"
 
     # Counts
 
@@ -147,8 +152,10 @@ class DynamicTable:
     def track_statistics(self, *, remember: int = 0) -> None:
         """Count more in `statistics`, see `DynamicEmbeddingBags.track_statistics`.
 
-        Tables of one module are tracked together.
+        Tables of one module are tracked together. Raises TypeError or ValueError unless `remember`
+        is an int in [0, 2^40].
         """
+        checked_remember(remember)
         for _, state, _ in self.local_shards():
             dynamic_state.track_statistics(state, remember=remember)
 
@@ -214,6 +221,8 @@ class DynamicTable:
         """
         for _, state, index in self.local_shards():
             dynamic_state.set_eviction_score(state, {index: score})
+        if self.spec is not None and not self.shards:
+            checked_custom_score(self.name, self.spec.eviction, score)
 
     def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
         """Set scores of single keys, for `Eviction.CUSTOM`; return which are present, bool `[n]`.
@@ -249,6 +258,8 @@ class DynamicTable:
         """
         for _, state, index in self.local_shards():
             dynamic_state.set_eviction_step(state, index, step)
+        if self.spec is not None and not self.shards:
+            checked_step(self.name, self.spec.eviction, step)
 
     def score(self) -> int | None:
         """Return the score of the next batch; None if eviction assigns none, or none was set."""
@@ -283,6 +294,7 @@ class DynamicTable:
             ValueError: no table of the module has a ttl that is a time.
             TypeError: the clock is not a function.
         """
+        dynamic_state.check_clock(clock)
         for _, state, _ in self.local_shards():
             dynamic_state.set_clock(state, clock)
 
@@ -305,12 +317,11 @@ class DynamicTable:
             ValueError: `rows` is less than `initial_capacity`, the table is on CUDA, or it evicts
                 no keys.
         """
-        rows_per_shard = self._rows_per_shard(rows)
-        return sum(
-            self._map_shards(
-                "shrink", lambda state, index: shrinking.shrink(state, index, rows_per_shard)
-            )
+        counts = self._map_shards(
+            "shrink",
+            lambda state, index: shrinking.shrink(state, index, self._rows_per_shard(rows)),
         )
+        return sum(counts)
 
     def _rows_per_shard(self, rows: int) -> int:
         """Return the rows of each shard if the table has `rows`, rounded up."""
@@ -322,6 +333,7 @@ class DynamicTable:
         Tables of one module are tracked together. If they are tracked already, nothing changes.
         Raises TypeError or ValueError unless `max_keys` is an int of at least 1.
         """
+        check_count("max_keys", max_keys)
         for _, state, _ in self.local_shards():
             dynamic_state.track_evictions(state, max_keys)
 

@@ -592,6 +592,12 @@ def _timed_expiry(state: DynamicState) -> Expiry:
     return state.expiry
 
 
+def check_clock(clock: object) -> None:
+    """Raise TypeError unless a clock is a function."""
+    if not callable(clock):
+        raise TypeError(f"a clock is a function that returns seconds, got {clock!r}")
+
+
 @of_state
 def set_clock(state: DynamicState, clock: Callable[[], float]) -> None:
     """Set the clock by which keys expire where `ttl` is a time; `time.time` by default.
@@ -606,8 +612,7 @@ def set_clock(state: DynamicState, clock: Callable[[], float]) -> None:
         ValueError: no table has a ttl that is a time.
         TypeError: the clock is not a function.
     """
-    if not callable(clock):
-        raise TypeError(f"a clock is a function that returns seconds, got {clock!r}")
+    check_clock(clock)
     _timed_expiry(state).clock = clock
 
 
@@ -647,7 +652,9 @@ def close(state: DynamicState) -> None:
     """Close the backing store, if there is one; changes since the last flush are lost.
 
     Do not use the module then: calls that need the store raise an exception of the store, except
-    with a `HostRows`, and another module may open it.
+    with a `HostRows`. Another module with the same tables may open the store. A `HostRows` keeps
+    its rows, but not those of the fast tier, and the other module counts training steps on from the
+    newest of them.
     """
     if state.backing is not None:
         state.backing.store.close()

@@ -205,6 +205,19 @@ class TrackedCounts(NamedTuple):
     eviction_ages: AgeHistogram
 
 
+def checked_remember(remember: int) -> int:
+    """Return a number of evicted keys to remember per table as an int.
+
+    Raises:
+        ValueError: `remember` is negative or more than 2^40.
+        TypeError: it is not an int.
+    """
+    number = check_count("remember", remember, minimum=0)
+    if number > _MAX_REMEMBERED:
+        raise ValueError(f"remember must be at most 2^40, got {number}")
+    return number
+
+
 class StatisticsCollector:
     """Count what the insertions of batches do, on the device of the tables.
 
@@ -214,17 +227,11 @@ class StatisticsCollector:
     Args:
         num_tables: the number of tables.
         remember: number of evicted keys per table to remember, 8 bytes each, rounded up to a power
-            of two, at least 64; 0 remembers none.
-
-    Raises:
-        ValueError: `remember` is negative or more than 2^40.
-        TypeError: it is not an int.
+            of two, at least 64; 0 remembers none. See `checked_remember` for its errors.
     """
 
     def __init__(self, num_tables: int, remember: int = 0) -> None:
-        self.remember = remember = check_count("remember", remember, minimum=0)
-        if remember > _MAX_REMEMBERED:
-            raise ValueError(f"remember must be at most 2^40, got {remember}")
+        self.remember = remember = checked_remember(remember)
         self._num_tables = num_tables
         self._ages = torch.zeros(num_tables * _NUM_BINS, dtype=torch.int64, device="cpu")
         self._total_age, self._refused, self._not_admitted, self._reinserted = (

@@ -75,6 +75,31 @@ def test_steps_go_on_where_a_store_was_flushed(kind: str, tmp_path: Path) -> Non
     assert opened().eviction_score(0) == 5
 
 
+@pytest.mark.parametrize("eviction", [Eviction.LRU, Eviction.STEP])
+@pytest.mark.parametrize("flushes", [False, True])
+def test_steps_go_on_from_the_rows_of_a_host_store(eviction: Eviction, flushes: bool) -> None:
+    """Else rows of later steps would rank below those of before."""
+    store, offsets = HostRows(64, eviction=eviction), torch.tensor([0, 32])
+
+    def opened() -> DynamicEmbeddingBags:
+        spec = DynamicSpec(32, 4, name="a", eviction=eviction)
+        return DynamicEmbeddingBags([spec], optim.SGD(0.1), backing=BackingStore(store))
+
+    first = opened()
+    for step in range(20):
+        first(torch.arange(step, step + 32), offsets)
+        if flushes and step == 3:
+            first.flush()
+    first.close()
+    second = opened()
+    newest = max(int(rows.stamps.max()) for rows in store.iterate(0))
+    assert second.num_training_steps == newest == 19
+    for begin in range(1000, 1160, 32):
+        second(torch.arange(begin, begin + 32), offsets)
+    assert second.size(0) == 96
+    assert min(int(rows.keys.min()) for rows in store.iterate(0)) >= 1000
+
+
 @pytest.mark.parametrize("kind", ["disk", "sqlite"])
 def test_a_store_is_let_go_of_with_its_module(kind: str, tmp_path: Path) -> None:
     module = DynamicEmbeddingBags(

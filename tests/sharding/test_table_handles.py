@@ -214,6 +214,50 @@ def fail_alone(ranks: RankGroup, directory: Path) -> list[str]:
     return errors
 
 
+WRONG_SETTINGS: list[tuple[str, Any]] = [
+    ("set_score", 1.5),
+    ("set_score", 2**63),
+    ("set_step", 3),  # `whole` has Eviction.CUSTOM
+    ("set_clock", 7),
+    ("track_evictions", 0),
+]
+
+
+def set_wrongly(ranks: RankGroup) -> list[str]:
+    """The types of the errors of wrong settings; `whole` has its only shard on one of the ranks."""
+    model = DistributedModelParallel(source().to(ranks.device), ranks, plan={"": PLAN})
+    whole = model.tables["whole"]
+    errors = []
+    for name, argument in WRONG_SETTINGS:
+        try:
+            getattr(whole, name)(argument)
+        except (TypeError, ValueError) as error:
+            errors.append(type(error).__name__)
+    try:
+        model.tables["user"].set_score(3)  # it has Eviction.LRU
+    except ValueError:
+        errors.append("set_score of user")
+    try:
+        whole.track_statistics(remember=-1)
+    except ValueError:
+        errors.append("track_statistics")
+    try:  # a wrong argument of one rank
+        model.tables["user"].shrink(None if ranks.rank else 4096)
+    except (TypeError, RuntimeError) as error:
+        errors.append(type(error).__name__)
+    assert whole.size() == 0  # the ranks are still in step
+    return errors
+
+
+def test_wrong_settings_raise_on_ranks_without_a_shard_too() -> None:
+    first, second = worlds.run(2, set_wrongly)
+    assert first == [
+        *("TypeError", "ValueError", "ValueError", "TypeError", "ValueError"),
+        *("set_score of user", "track_statistics", "RuntimeError"),
+    ]
+    assert second == [*first[:-1], "TypeError"]
+
+
 def grow_and_shrink(ranks: RankGroup) -> tuple[list[int], int]:
     """Capacities and sizes of a table that grows in advance and shrinks by its parts."""
     config = EmbeddingBagConfig(4096, 4, "user", ["u"], storage=Hash(initial_capacity=32))

@@ -154,6 +154,8 @@ class BackingTier:
         self.reset_stats()
         if self.store.note:
             self._resume(json.loads(self.store.note))
+        if not self.store.note or isinstance(backing.store, HostRows):
+            self._continue_clocks()
 
     def __del__(self) -> None:
         # The store's thread, which may be this one, may be in a call and keep the store open.
@@ -200,6 +202,22 @@ class BackingTier:
             self.store.close()
             raise
         fast.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64, device="cpu"))
+
+    def _continue_clocks(self) -> None:
+        """Count steps on from the rows in the store, so that rows of later steps rank above them.
+
+        This is for stores in memory that were open before: other stores have only rows of the last
+        commit, whose note has the clocks.
+        """
+        fast = self.fast
+        for t in range(len(self._row_bytes)):
+            if not self.store.size(t):
+                continue
+            blocks = [(rows.stamps, rows.scores) for rows in self.store.iterate(t)]
+            stamps, scores = (torch.cat(columns) for columns in zip(*blocks, strict=True))
+            fast.index.set_tick(max(fast.index.tick, int(stamps.max())))
+            if fast.scores is not None:
+                fast.scores.continue_steps(t, stamps, scores)
 
     def reset_stats(self) -> None:
         """Set the counts of `stats` to zero."""

@@ -233,4 +233,7 @@ class HostRows:
         self.note = note
 
     def close(self) -> None:
-        """Do nothing: the rows stay, and the store can be opened again with the same tables."""
+        """Do nothing: the rows stay, changes since the last `flush` included.
+
+        The store can be opened again with the same tables.
+        """

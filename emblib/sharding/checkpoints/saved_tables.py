@@ -380,9 +380,10 @@ class KeyedTable(SavedTable):
 
     def handle(self) -> DynamicTable:
         """Return the handle of the table, whose methods are collectives."""
-        return DynamicTable(
-            self.name, self._handles_by_number(), self._owners() or (0,), self.ranks
-        )
+        storage: Any = self.storage
+        spec = storage.spec(self.config.num_embeddings, self.config.embedding_dim, self.name)
+        owners = self._owners() or (0,)
+        return DynamicTable(self.name, self._handles_by_number(), owners, self.ranks, spec)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return rows by key over all ranks; for other tensors the maximum over the shards.
