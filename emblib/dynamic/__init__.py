@@ -10,7 +10,8 @@ number of bytes among many tables.
 
 from emblib.dynamic.budget import BudgetedTable, MemoryBudget, Pressure
 from emblib.dynamic.cached_tt import CachedTTEmbeddingBags
-from emblib.dynamic.handles import DynamicTable, DynamicTables, TableChanges, tables_of
+from emblib.dynamic.dynamic_tables import DynamicTables, tables_of
+from emblib.dynamic.handles import DynamicTable, TableChanges
 from emblib.dynamic.hash_table import HashTable, Insertion, TableRows
 from emblib.dynamic.keys import KeyStatus
 from emblib.dynamic.module import DynamicEmbeddingBags

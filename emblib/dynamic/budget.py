@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from emblib.columns import HashEntryColumn
-from emblib.dynamic.handles import tables_of
+from emblib.dynamic.dynamic_tables import tables_of
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.shrinking import release_rows, shrink_to
 from emblib.dynamic.state import DynamicState, track_statistics

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.dynamic import shrinking, training
 from emblib.dynamic import state as dynamic_state
+from emblib.dynamic.dynamic_tables import DynamicTables, TableSpecs, handles_of
 from emblib.dynamic.eviction import EvictionLog
-from emblib.dynamic.handles import DynamicTables, TableSpecs, handles_of
 from emblib.dynamic.hash_index import check_device
 from emblib.dynamic.keys import as_keys, hash_keys_of
 from emblib.dynamic.rows import BatchReads, WeightGradient, check_capacity

@@ -33,7 +33,7 @@ from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
 from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.state import DynamicState, of_state
-from emblib.dynamic.tiers.backing_tier import BatchPlacement, OneOpPlacement
+from emblib.dynamic.tiers.placements import BatchPlacement, OneOpPlacement
 from emblib.dynamic.tiers.store import FoundRows
 from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash, tiers

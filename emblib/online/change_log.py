@@ -15,7 +15,7 @@ from types import TracebackType
 
 from torch import nn
 
-from emblib.dynamic.handles import tables_of
+from emblib.dynamic.dynamic_tables import tables_of
 from emblib.grad_mode import without_gradients
 from emblib.online.changes import KeyedChanges, Lookups, PlainChanges
 from emblib.online.records import Record, RecordKind, decode, encode

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from emblib.columns import HashEntryColumn
+from emblib.dynamic.dynamic_tables import tables_of
 from emblib.dynamic.eviction import EvictionLog
-from emblib.dynamic.handles import ShardLocation, tables_of
+from emblib.dynamic.handles import ShardLocation
 from emblib.dynamic.keys import as_keys
 from emblib.dynamic.saving import fallback
 from emblib.dynamic.saving.checkpoint import table_entries

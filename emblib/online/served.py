@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from emblib.columns import IndexKind
-from emblib.dynamic.handles import DynamicTable, tables_of
+from emblib.dynamic.dynamic_tables import tables_of
+from emblib.dynamic.handles import DynamicTable
 from emblib.dynamic.keys import range_indices
 from emblib.dynamic.saving import fallback
 from emblib.dynamic.saving.checkpoint import check_entries, set_table_entries

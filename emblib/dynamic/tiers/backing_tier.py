@@ -23,7 +23,7 @@ import json
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from emblib.dynamic.saving.entries import ConcatenatedRows, Entries, SelectedRow
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.tiers.fast_rows import FastRows, FastTier, as_bytes
 from emblib.dynamic.tiers.host import HostRows
+from emblib.dynamic.tiers.placements import BatchPlacement, OneOpPlacement, SwappedRows
 from emblib.dynamic.tiers.prefetched_rows import PrefetchedRows, RowMoves
 from emblib.dynamic.tiers.store import (
     BATCH,
@@ -53,61 +54,6 @@ _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]  # the index counts lookups and hits
 # The columns of `InsertedMisses.counts`.
 _COUNTERS_OF_BATCH = ("backing_hits", "new", "promoted", "demoted", "served_in_place", "dropped")
-
-
-class SwappedRows(NamedTuple):
-    """Result of `emblib.ops.tiers.tier_swap_` for the n misses of one table.
-
-    The first two and `refused` are on the device of the tables, the others on the CPU.
-
-    Attributes:
-        slots: int64 `[n]`, slot of each miss, -1 for none; overflow rows follow the slots.
-        status: uint8 `[n]`, status of each miss.
-        demoted: int64 `[3, k]`, keys, stamps and scores of the evicted keys.
-        demoted_rows: uint8 `[k, row_bytes]`, their rows.
-        refused: int64 `[r]`, numbers of the misses that found no slot.
-        found_slots: int64 `[m]`, slots of the misses that were in the store, -1 for none.
-    """
-
-    slots: Tensor
-    status: Tensor
-    demoted: Tensor
-    demoted_rows: Tensor
-    refused: Tensor
-    found_slots: Tensor
-
-
-class BatchPlacement(NamedTuple):
-    """Slots that the rows of a batch get; slots >= `DynamicSpec.rows` are overflow rows.
-
-    Attributes:
-        misses: result of the swap of rows, per table.
-        slots_by_position: int64 `[L]`, the slot of each position of the batch; None if no row is
-            in an overflow row.
-        overflow: int64 `[r, 3]` per table, keys, stamps and scores of the overflow rows.
-        moves: rows that move between the tiers.
-        counts: counters of `TierStats` after the batch, per table.
-    """
-
-    misses: list[SwappedRows]
-    slots_by_position: Tensor | None
-    overflow: list[Tensor]
-    moves: RowMoves
-    counts: list[dict[str, int]]
-
-
-class OneOpPlacement(NamedTuple):
-    """Placement of a batch with misses that one op inserted.
-
-    Attributes:
-        overflow: int64 `[r, 3]` per table, keys, stamps and scores of the overflow rows.
-        moves: rows that move between the tiers.
-        counts: counters of `TierStats` after the batch, per table.
-    """
-
-    overflow: list[Tensor]
-    moves: RowMoves
-    counts: list[dict[str, int]]
 
 
 class BackingTier:
