@@ -19,7 +19,7 @@ from emblib.ops.route import is_captured
 from emblib.specs import BoundsCheck
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.parameters import caller_level
-from emblib.tables.recomputation import is_repeated
+from emblib.tables.recomputation import is_recomputation
 
 _LENGTHS_MESSAGE = (
     "offsets out of bounds: the lengths of the bags add up to {last_offset}, "
@@ -117,7 +117,7 @@ def _repair(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor:
         text = _LENGTHS_MESSAGE.format(last_offset=last_offset, num_ids=num_ids)
         if check is BoundsCheck.FATAL or (last_offset < num_ids and len(batch.keys()) == 1):
             raise RuntimeError(f"bounds_check: {text} (are they offsets, not lengths?)")
-        if not is_repeated():
+        if not is_recomputation():
             warnings.warn(
                 f"emblib: {text}; offsets are clamped, and the last bag, of feature "
                 f"{batch.keys()[-1]!r}, gets ids that no bag has (are they offsets, not lengths? "

@@ -40,7 +40,7 @@ from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
 from emblib.ops.derivatives import refuse_transforms
 from emblib.ops.hash import Keys
-from emblib.ops.one_call import in_one_call, native
+from emblib.ops.one_call import c_function, in_one_call
 from emblib.ops.route import is_captured
 from emblib.ops.tt_layout import id_table_row
 from emblib.optim import Optimizer
@@ -64,14 +64,14 @@ from emblib.tables.batches import (
     check_bounds,
     check_tensor,
     flatten_equal_bags,
-    layout_of_bags,
+    lay_out_bags,
 )
 from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.recomputation import running_forward
 from emblib.tables.tt import join_blocks
 
 _ops = torch.ops.emblib
-_count_ = native(_ops.tt_count_.default)
+_count_ = c_function(_ops.tt_count_.default)
 
 
 class _Lookups(NamedTuple):
@@ -340,7 +340,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             RuntimeError: see `forward`: a repetition after a change, or a captured lookup.
         """
         running = running_forward(training=self.training)
-        if running is not None and running.is_repeated:
+        if running is not None and running.is_recomputation:
             self._check_choice(running.noted(self))
             return False
         with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
@@ -404,15 +404,15 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                 f"offsets must have F * B + 1 entries for {num_features} features, got "
                 f"{num_bags + 1}"
             )
-        layout = self.layout_of_bags(offsets, batch_sizes)
+        layout = self._bag_layout(offsets, batch_sizes)
         return check_bounds(self, indices, offsets, self.features, layout)
 
-    def layout_of_bags(
+    def _bag_layout(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor | None:
         """Return `bag_layout`, int64 `[bags, 2]`; None if all features have B bags."""
         dims = [self.tables[t].dim for t in self.feature_tables]
-        return layout_of_bags(self.pooling, dims, offsets, batch_sizes, offsets.device)[0]
+        return lay_out_bags(self.pooling, dims, offsets, batch_sizes, offsets.device)[0]
 
     def _check_choice(self, choice: int | None, gradient: Tensor | None = None) -> None:
         """Raise RuntimeError if stored rows have changed since `choice`; also a gradient hook."""
@@ -428,7 +428,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
         """Split a batch into lookups of the cores, lookups of stored rows, and keys to count."""
-        num_features, layout = len(self.rows_of_features), self.layout_of_bags(offsets, batch_sizes)
+        num_features, layout = len(self.rows_of_features), self._bag_layout(offsets, batch_sizes)
         ids: Tensor = _ops.tt_keys(indices, offsets, layout, self.id_tables)
         starts = feature_starts(offsets, num_features, batch_sizes)
         keys = ids

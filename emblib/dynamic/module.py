@@ -382,7 +382,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             offsets = append_last_offset(ids, offsets)
         bag_layout, output_dim = None, self.output_dim
         if batch_sizes is not None:
-            bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes)
+            bag_layout, output_dim = self.lay_out_bags(offsets, batch_sizes)
         # Every id is valid, so only the offsets are checked, with zeros in place of the ids. In
         # padded batches -1 is used, which the check also accepts before the first bag.
         valid_ids = torch.full_like(ids, -1) if is_padded() else self._zeros_like(ids)

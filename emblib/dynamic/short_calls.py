@@ -22,13 +22,13 @@ from emblib.dynamic.state import DynamicState
 from emblib.dynamic.training import InsertionArguments, can_insert_in_one_op
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
-from emblib.ops.one_call import native
+from emblib.ops.one_call import c_function
 from emblib.ops.scaled_gradients import scale_of_backward, unscale
 from emblib.tables import recomputation
 from emblib.tables.base import FusedTables
 from emblib.tables.short_calls import can_serve_inputs, update_in_one_op
 
-_lookup = native(tbe.tbe_lookup)
+_lookup = c_function(tbe.tbe_lookup)
 
 
 class KeyedCalls:

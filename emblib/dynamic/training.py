@@ -72,7 +72,7 @@ def insert_or_repeat(
     Raises:
         Exception: see `insert_batch`.
     """
-    if running is not None and running.is_repeated:
+    if running is not None and running.is_recomputation:
         return TrainingUpdate.of_repetition(running.noted(state), keys)
     inserted = insert_batch(state, keys, counts)
     reads = state.row_initializer.reads_of_inserted(keys, inserted)

@@ -117,7 +117,7 @@ class HostEmbeddingBags(nn.Module):
         rows, all_offsets = self.rows, offsets
         if not rows.include_last_offset:
             all_offsets = append_last_offset(indices, offsets)
-        bag_layout, _ = rows.layout_of_bags(all_offsets, batch_sizes)
+        bag_layout, _ = rows.lay_out_bags(all_offsets, batch_sizes)
         index, index_tables = self.stored.index, self.stored.index_tables
         # Rows in the copies, -1 for ids without a copy; each module skips -1.
         device_rows = quant.map_ids(

@@ -199,7 +199,7 @@ class InferenceEmbeddingBags(nn.Module):
         rows = self.rows
         if not rows.include_last_offset:
             offsets = append_last_offset(indices, offsets)
-        bag_layout, _ = rows.layout_of_bags(offsets, batch_sizes)
+        bag_layout, _ = rows.lay_out_bags(offsets, batch_sizes)
         row_ids = quant.map_ids(
             self.index, self.index_tables, rows.features, indices, offsets, bag_layout
         )

@@ -20,7 +20,7 @@ from emblib.columns import FeatureColumn, Hyper, Tier
 from emblib.context_values import with_value
 from emblib.ops import codes, tbe
 from emblib.ops.derivatives import once_differentiable
-from emblib.ops.one_call import count_step, native
+from emblib.ops.one_call import c_function, count_step
 from emblib.ops.scaled_gradients import scale_of_backward, step_increment_if_unscaled, unscale
 from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import Pooling
@@ -714,9 +714,9 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
 def may_move_rows(hyper: Tensor, optimizer_code: int) -> bool:
     """Return whether an update may write weights: at rate 0 (`gradcheck`) only to bound norms.
 
-    On a GPU `hyper` is not read, and the result is True.
+    `hyper` is read only on the CPU; on other devices the result is True.
     """
-    if hyper.is_cuda:
+    if hyper.device.type != "cpu":
         return True
     rate, *_, max_norm = hyper.tolist()[: Hyper.OPTIMIZER_ARGS + 2]  # costs as much as one number
     return bool(rate != 0 or (optimizer_code in codes.WITH_MAX_NORM and max_norm > 0))
@@ -742,7 +742,7 @@ def _update_call(
     """Return the call of the op that updates rows; `grad` has the shape of the output."""
     is_compiling = torch.compiler.is_compiling()
     return partial(
-        tbe.tbe_update_ if is_compiling else native(tbe.tbe_update_),
+        tbe.tbe_update_ if is_compiling else c_function(tbe.tbe_update_),
         tiers.weights,
         tiers.states,
         tiers.hyperparams,

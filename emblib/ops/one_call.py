@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 
-def native(op: Any) -> Callable[..., Any]:
+def c_function(op: Any) -> Callable[..., Any]:
     """Return the C function of an op overload, whose own `__call__` is a Python function."""
     function: Callable[..., Any] = op._op
     return function
@@ -37,7 +37,7 @@ def count_step(step: Tensor, increment: Tensor | int, *updates: partial[Any]) ->
         step: float64 scalar to increment in place, before the updates; undone after them if
             `increment` is a tensor 0.
         increment: 1, or a scalar tensor 1 or 0 on the device of `step`. The updates run for 0 too.
-        updates: calls of `native` ops, which check their arguments before they write.
+        updates: calls of functions of `c_function`, which check their arguments before they write.
     """
     calls = [partial(step.add_, 1), *updates]
     if isinstance(increment, Tensor):

@@ -54,7 +54,7 @@ from torch import Tensor
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
-from emblib.ops.one_call import count_step, native
+from emblib.ops.one_call import c_function, count_step
 from emblib.ops.scaled_gradients import scale_of_backward, step_increment_if_unscaled, unscale
 from emblib.ops.tt_fakes import left_value_size
 from emblib.ops.tt_layout import Chunk, chunks_of, is_chunked
@@ -673,7 +673,7 @@ def _make_step(
     count_step(
         hyper[Hyper.STEP],
         step_increment,
-        *(partial(native(update.func), *update.args) for update in updates),
+        *(partial(c_function(update.func), *update.args) for update in updates),
     )
 
 

@@ -87,7 +87,7 @@ def look_up(module: ShardedModule, features: Any) -> LazyAwaitable[Any]:
     A forward that backward repeats uses the batch that was sent ahead for the first one.
     """
     running = running_forward(training=module.training)
-    if running is not None and running.is_repeated:
+    if running is not None and running.is_recomputation:
         received = running.noted(module)
         if received is not None:
             return module.compute_and_output_dist(received)

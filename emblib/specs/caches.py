@@ -71,7 +71,8 @@ class CacheConfig:
         policy: policy that selects the row that a full set evicts.
         load_factor: fraction of the rows of those tables that fits into the cache, in (0, 1];
             unused if `sets` is set.
-        sets: number of sets of 32 rows; 0 computes it from `load_factor`.
+        sets: number of sets of 32 rows, at most one set per row of those tables; 0 computes it from
+            `load_factor`.
         reserved_bytes: bytes of GPU memory to leave free when the cache is allocated.
         dtype: dtype of the cached rows; None is the dtype of the weights.
         directory: directory of the DISK tables, one per module. It is created if it is missing;

@@ -19,7 +19,7 @@ from emblib.columns import FeatureColumn
 from emblib.ops import autograd
 from emblib.ops.route import is_captured, take_or_fill
 from emblib.specs import BoundsCheck, OptionEnum, Pooling
-from emblib.tables.batches import check_bounds, layout_of_bags
+from emblib.tables.batches import check_bounds, lay_out_bags
 from emblib.tables.bounds_report import is_padded
 
 LAYOUT = "id_layout"  # entry of a composed table in state dicts: which rows its ids read
@@ -171,7 +171,7 @@ class ComposedLookup(nn.Module):
 
         `ids` is `[L]`, `offsets` `[F * B + 1]`, `weights` float32 `[L]` or None for ones.
         """
-        layout, _ = layout_of_bags(self.pooling, self._dims, offsets, batch_sizes, ids.device)
+        layout, _ = lay_out_bags(self.pooling, self._dims, offsets, batch_sizes, ids.device)
         offsets = check_bounds(self, ids, offsets, self.features, layout)
         rows = self._rows_of(ids, offsets, batch_sizes)
         count = self._rows_per_id

@@ -243,12 +243,12 @@ class FusedTables(nn.Module):
                 "tables as ignored_params; write values with load_state_dict"
             )
 
-    def layout_of_bags(
+    def lay_out_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tuple[Tensor | None, int]:
-        """Return `bag_layout` and `output_dim` of a batch, see `batches.layout_of_bags`."""
+        """Return `bag_layout` and `output_dim` of a batch, see `batches.lay_out_bags`."""
         device = self.features.device
-        return batches.layout_of_bags(self.pooling, self._dims, offsets, batch_sizes, device)
+        return batches.lay_out_bags(self.pooling, self._dims, offsets, batch_sizes, device)
 
     def _states(self) -> list[Tensor]:
         return [getattr(self, f"state_{state.name}") for state in self.optimizer.states]

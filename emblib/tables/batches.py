@@ -1,7 +1,8 @@
 """Checks and layouts of the batches of table modules.
 
 `check_bounds` checks indices and repairs offsets before an op reads them. `make_variable_layout`
-and `layout_of_bags` compute where the output of each bag begins if features differ in batch size.
+and `lay_out_bags` compute where the output of each bag begins if features differ in
+batch size.
 `append_last_offset` and `flatten_equal_bags` convert the input forms of `nn.EmbeddingBag`.
 `is_eager` tells whether an op may be called without torch's Python dispatch.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from emblib.ops import codes, tbe
-from emblib.ops.one_call import native
+from emblib.ops.one_call import c_function
 from emblib.specs import BoundsCheck, Pooling
 from emblib.tables.bounds_report import (
     BOUNDS_MESSAGE,
@@ -25,9 +26,9 @@ from emblib.tables.bounds_report import (
     report_of,
 )
 from emblib.tables.parameters import caller_level
-from emblib.tables.recomputation import is_repeated
+from emblib.tables.recomputation import is_recomputation
 
-_bounds_check_ = native(tbe.bounds_check_)
+_bounds_check_ = c_function(tbe.bounds_check_)
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -40,7 +41,7 @@ class BoundsCheckedModule(Protocol):
     """A module whose batches `check_bounds` can check."""
 
     features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
-    bounds_violations: Tensor  # int64 `[2]`, invalid indices and invalid offsets so far
+    bounds_violations: Tensor  # int64 `[2]`, numbers of invalid indices and offsets so far
     bounds_check: BoundsCheck
 
 
@@ -141,49 +142,77 @@ def check_bounds(
     mode = module.bounds_check
     if mode is BoundsCheck.NONE:
         return offsets
+    batch = _Batch(indices, offsets, features, bag_layout)
     if device.type == "cuda" and is_eager(indices):
-        is_counted = mode is BoundsCheck.WARNING and counts_violations and not is_repeated()
-        code = "ignore" if mode is BoundsCheck.WARNING and not is_counted else mode.value
-        repaired = _bounds_check_(
-            indices,
-            offsets,
-            features,
-            bag_layout,
-            codes.BOUNDS_CHECK[code],
-            module.bounds_violations,
-        )
-        if is_counted:
-            report_of(module).add_check(module, message)
-        return repaired
-    arguments = indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
+        return _check_eager_on_gpu(module, batch, message, counts_violations=counts_violations)
     if mode is BoundsCheck.FATAL and not torch.compiler.is_compiling():
-        try:
-            return tbe.check_bounds(*arguments)[0]
-        except RuntimeError as error:
-            raise named_violation(module, error, offsets, bag_layout) from None
-    repaired, violations = tbe.check_bounds(*arguments)
-    if mode is not BoundsCheck.WARNING or not counts_violations:
-        return repaired
-    if isinstance(violations, FakeTensor):  # under FakeTensorMode there are no numbers to count
-        return repaired
-    if torch.compiler.is_compiling():  # a compiled graph counts and does not warn
+        return _check_or_raise(module, batch)
+    repaired, violations = tbe.check_bounds(*batch, codes.BOUNDS_CHECK[mode.value])
+    if mode is BoundsCheck.WARNING and counts_violations:
+        _count_violations(module, violations, batch, repaired, message)
+    return repaired
+
+
+class _Batch(NamedTuple):
+    """The first arguments of the ops that check bounds; see `check_bounds`."""
+
+    indices: Tensor
+    offsets: Tensor
+    features: Tensor
+    bag_layout: Tensor | None
+
+
+def _check_eager_on_gpu(
+    module: BoundsCheckedModule, batch: _Batch, message: str, *, counts_violations: bool
+) -> Tensor:
+    """Check a batch on a GPU by one op, which also counts; return the repaired offsets."""
+    mode = module.bounds_check
+    is_counted = mode is BoundsCheck.WARNING and counts_violations and not is_recomputation()
+    if mode is BoundsCheck.WARNING and not is_counted:
+        mode = BoundsCheck.IGNORE
+    repaired = _bounds_check_(*batch, codes.BOUNDS_CHECK[mode.value], module.bounds_violations)
+    if is_counted:
+        report_of(module).add_check(module, message)
+    return repaired
+
+
+def _check_or_raise(module: BoundsCheckedModule, batch: _Batch) -> Tensor:
+    """Check a batch in mode FATAL; return the offsets, or raise an error that names the feature."""
+    try:
+        return tbe.check_bounds(*batch, codes.BOUNDS_CHECK[BoundsCheck.FATAL.value])[0]
+    except RuntimeError as error:
+        raise named_violation(module, error, batch.offsets, batch.bag_layout) from None
+
+
+def _count_violations(
+    module: BoundsCheckedModule, violations: Tensor, batch: _Batch, repaired: Tensor, message: str
+) -> None:
+    """Count the violations of a batch, int64 `[2]`, in mode WARNING, and warn of them.
+
+    `repaired` are the repaired offsets of the batch.
+    """
+    if isinstance(violations, FakeTensor) or violations.is_meta:  # a shape without numbers
+        return
+    if torch.compiler.is_compiling():  # a compiled graph counts, and cannot warn
         module.bounds_violations.add_(violations)
-        return repaired
-    if violations.is_cuda:  # not eager: a mode or transform of torch sees every op
-        if not is_repeated():
+        return
+    if violations.is_cuda:  # here if a mode or transform of torch must see every op, see `is_eager`
+        if not is_recomputation():
             module.bounds_violations.add_(violations)
             report_of(module).add_check(module, message)
-        return repaired
+        return
     num_indices, num_offsets = violations.tolist()
-    negative = negative_length(module, offsets, bag_layout) if num_offsets else None
-    if negative is not None:
-        raise negative
-    if (num_indices or num_offsets) and not is_repeated():
+    if num_offsets:
+        negative = negative_length(module, batch.offsets, batch.bag_layout)
+        if negative is not None:
+            raise negative
+    if (num_indices or num_offsets) and not is_recomputation():
         module.bounds_violations.add_(violations)
-        location = first_violation(module, indices, repaired, features, bag_layout)
+        location = first_violation(
+            module, batch.indices, repaired, batch.features, batch.bag_layout
+        )
         text = message.format(indices=num_indices, offsets=num_offsets, where=location)
         warnings.warn(text, stacklevel=caller_level())
-    return repaired
 
 
 def is_eager(indices: Tensor) -> bool:
@@ -213,13 +242,6 @@ class VariableBatchLayout(NamedTuple):
     output_numel: int
 
 
-def _is_floating_point(number: object) -> bool:
-    """Return whether a number, or tensor of one number, cannot be an index by its type."""
-    if isinstance(number, Tensor):
-        return number.is_floating_point()
-    return not isinstance(number, SupportsIndex)
-
-
 def make_variable_layout(
     batch_sizes: Sequence[Sequence[int]], dims: Sequence[int], num_bags: int, device: torch.device
 ) -> VariableBatchLayout:
@@ -240,33 +262,14 @@ def make_variable_layout(
         ValueError: there is not one list per feature, the lists differ in length, a size is
             negative, or the sizes do not add up to `num_bags`.
     """
-    if not all(hasattr(sizes, "__len__") for sizes in batch_sizes):
-        raise TypeError(f"batch_sizes must be one list of ints per feature, got {batch_sizes}")
-    if len(batch_sizes) != len(dims):
-        raise ValueError(
-            f"batch_sizes must have one list per feature = {len(dims)}, got {len(batch_sizes)}"
-        )
-    ranks = {len(sizes) for sizes in batch_sizes}
-    if len(ranks) > 1:
-        raise ValueError(
-            f"batch_sizes must have the same number of ranks for every feature, got {sorted(ranks)}"
-        )
-    sizes = [size for row in batch_sizes for size in row]
-    total = sum(sizes)
-    if not isinstance(total, int) and _is_floating_point(total):  # as the sum, if one of them is
-        raise TypeError(f"batch_sizes must be ints, got {batch_sizes}")
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"batch_sizes must be >= 0, got {min(sizes)}")
-    if total != num_bags:
-        raise ValueError(
-            f"batch_sizes add up to {total} bags, but offsets has {num_bags} + 1 entries"
-        )
-    # Python numbers up to here, so that a compiled graph accepts other sizes without recompilation.
-    output_numel = sum(dim * sum(row) for dim, row in zip(dims, batch_sizes, strict=True))
+    _check_batch_sizes(batch_sizes, len(dims), num_bags)
+    # Of Python numbers, so that a compiled graph accepts other sizes without recompilation.
+    output_numel = sum(dim * sum(sizes) for dim, sizes in zip(dims, batch_sizes, strict=True))
     # A block is the bags of feature f from rank r.
+    sizes = [size for sizes_of_feature in batch_sizes for size in sizes_of_feature]
     num_bags_of_block = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     dim = torch.tensor(list(dims), dtype=torch.int64, device="cpu").unsqueeze(1)
-    shape = (len(dims), max(ranks, default=0))
+    shape = (len(dims), len(batch_sizes[0]) if batch_sizes else 0)
     elements = (num_bags_of_block.view(shape) * dim).t().reshape(-1)  # rank-major, as the output
     # First element of each block, [F, ranks].
     starts = (elements.cumsum(0) - elements).view(shape[::-1]).t()
@@ -285,7 +288,42 @@ def make_variable_layout(
     return VariableBatchLayout(layout.to(device, non_blocking=True), output_numel)
 
 
-def layout_of_bags(
+def _check_batch_sizes(
+    batch_sizes: Sequence[Sequence[int]], num_features: int, num_bags: int
+) -> None:
+    """Raise the errors of `make_variable_layout`."""
+    if not all(hasattr(sizes, "__len__") for sizes in batch_sizes):
+        raise TypeError(f"batch_sizes must be one list of ints per feature, got {batch_sizes}")
+    if len(batch_sizes) != num_features:
+        raise ValueError(
+            f"batch_sizes must have one list per feature = {num_features}, got {len(batch_sizes)}"
+        )
+    numbers_of_ranks = {len(sizes) for sizes in batch_sizes}
+    if len(numbers_of_ranks) > 1:
+        raise ValueError(
+            "batch_sizes must have the same number of ranks for every feature, got "
+            f"{sorted(numbers_of_ranks)}"
+        )
+    sizes = [size for sizes_of_feature in batch_sizes for size in sizes_of_feature]
+    total = sum(sizes)
+    if not isinstance(total, int) and _is_floating_point(total):  # one float makes the sum one
+        raise TypeError(f"batch_sizes must be ints, got {batch_sizes}")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"batch_sizes must be >= 0, got {min(sizes)}")
+    if total != num_bags:
+        raise ValueError(
+            f"batch_sizes add up to {total} bags, but offsets has {num_bags} + 1 entries"
+        )
+
+
+def _is_floating_point(number: object) -> bool:
+    """Return whether a number, or tensor of one number, cannot be an index by its type."""
+    if isinstance(number, Tensor):
+        return number.is_floating_point()
+    return not isinstance(number, SupportsIndex)
+
+
+def lay_out_bags(
     pooling: Pooling,
     dims: Sequence[int],
     offsets: Tensor,

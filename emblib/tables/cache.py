@@ -416,7 +416,7 @@ class PrefetchingCache:
         """
         with self.lock:
             running = running_forward(training=training)
-            if running is not None and running.is_repeated:
+            if running is not None and running.is_recomputation:
                 first_flight: InFlight | None = running.noted(self)
                 if first_flight is not None:
                     return read(

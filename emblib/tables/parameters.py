@@ -636,8 +636,9 @@ class UnsteppedGradients:
         """
         if not self._watch or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        trained = [w for w in weights if w.requires_grad and w.grad is not None]
-        versions = [weight._version for weight in trained]
+        # Weights that a parametrization computes are no leaves; torch warns if their grad is read.
+        trained = [w for w in weights if w.requires_grad and w.is_leaf and w.grad is not None]
+        versions = list(map(version_of, trained))
         self._num_passes = self._num_passes + 1 if trained and versions == self._versions else 0
         self._versions = versions
         if self._num_passes > self.MAX_PASSES:
@@ -691,9 +692,8 @@ def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     `fn` is called for one int64 on torch's default device, and the host waits for the result. False
     for a result on meta, or of another dtype: a cast keeps values, rounded.
     """
-    probe = torch.tensor(
-        [time.monotonic_ns()], device="cpu"
-    )  # a value that uninitialised memory does not have
+    # A value that uninitialised memory does not have.
+    probe = torch.tensor([time.monotonic_ns()], device="cpu")
     result = fn(probe)
     if result.is_meta or result.dtype != probe.dtype:
         return False

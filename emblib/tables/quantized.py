@@ -17,7 +17,7 @@ from emblib.attribute_errors import shows_attribute_errors
 from emblib.columns import FeatureColumn, FeatureRow, RowFormatCode
 from emblib.ops import codes, quant
 from emblib.ops.derivatives import refuse_transforms
-from emblib.ops.one_call import native
+from emblib.ops.one_call import c_function
 from emblib.specs import (
     FLOAT_DTYPES,
     BoundsCheck,
@@ -34,7 +34,7 @@ from emblib.tables.short_calls import LookupBoundsCheck, can_serve_inputs
 from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags
 
-_lookup_checked = native(quant.quant_lookup_checked_)
+_lookup_checked = c_function(quant.quant_lookup_checked_)
 _BLOCK_ROWS = 1 << 16  # rows that are quantised or dequantised at a time
 FORMER_ENTRIES = ("values", "scales")
 """The entries of a table in state dicts from before 0.1.0."""
@@ -500,7 +500,7 @@ class QuantizedEmbeddingBags(nn.Module):
                 out = self._look_up_at_once(indices, offsets, per_sample_weights)
                 if out is not None:
                     return out
-        bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes)
+        bag_layout, output_dim = self.lay_out_bags(offsets, batch_sizes)
         offsets = batches.check_bounds(self, indices, offsets, self.features, bag_layout)
         return quant.quant_lookup(
             self.packed,
@@ -515,12 +515,12 @@ class QuantizedEmbeddingBags(nn.Module):
             self.output_dtype,
         )
 
-    def layout_of_bags(
+    def lay_out_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tuple[Tensor | None, int]:
-        """Return `bag_layout` and `output_dim` of a batch, see `batches.layout_of_bags`."""
+        """Return `bag_layout` and `output_dim` of a batch, see `batches.lay_out_bags`."""
         device = self.features.device
-        return batches.layout_of_bags(self.pooling, self._dims, offsets, batch_sizes, device)
+        return batches.lay_out_bags(self.pooling, self._dims, offsets, batch_sizes, device)
 
     def _look_up_at_once(
         self, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None

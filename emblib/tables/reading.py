@@ -15,7 +15,7 @@ from torch import Tensor
 from emblib.columns import FeatureColumn
 from emblib.ops.joint_step import GradientSum
 from emblib.specs import Pooling
-from emblib.tables.batches import BoundsCheckedModule, layout_of_bags
+from emblib.tables.batches import BoundsCheckedModule, lay_out_bags
 from emblib.tables.memory import TableOffset
 
 
@@ -51,9 +51,9 @@ class TableReading(NamedTuple):
         rows = [table.feature(feature * width) for feature in range(num_features)]
         return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, len(FeatureColumn))
 
-    def layout_of_bags(
+    def lay_out_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tuple[Tensor | None, int]:
-        """Return `bag_layout` and `output_dim` of a batch, see `batches.layout_of_bags`."""
+        """Return `bag_layout` and `output_dim` of a batch, see `batches.lay_out_bags`."""
         dims = [self.dim] * len(self.features)
-        return layout_of_bags(self.pooling, dims, offsets, batch_sizes, self.features.device)
+        return lay_out_bags(self.pooling, dims, offsets, batch_sizes, self.features.device)

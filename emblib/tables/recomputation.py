@@ -39,14 +39,14 @@ class RunningForward:
     """The checkpointed regions around a running forward.
 
     Attributes:
-        is_repeated: whether backward repeats an earlier forward.
+        is_recomputation: whether backward repeats an earlier forward.
         trains_without_grad: whether a lookup without gradients trains, because a region disables
             them in its first forward.
         regions: regions that may repeat this forward, innermost first.
     """
 
     def __init__(self) -> None:
-        self.is_repeated = False
+        self.is_recomputation = False
         self.trains_without_grad = False
         self._repeated: _Region | None = None
         self.regions: list[_Region] = []
@@ -62,7 +62,7 @@ class RunningForward:
     def noted(self, owner: object) -> Any:
         """Return the value that the first forward noted at this call of `owner`, or None.
 
-        Call it only if `is_repeated`, once per call of `owner`: it counts the calls.
+        Call it only if `is_recomputation`, once per call of `owner`: it counts the calls.
         """
         assert self._repeated is not None
         value = self._repeated.next_value(owner)
@@ -93,7 +93,7 @@ class RunningForward:
 
     def _begin_repetition(self, region: _Region, run_id: object) -> None:
         region.begin(run_id)
-        self._repeated, self.is_repeated = region, True
+        self._repeated, self.is_recomputation = region, True
 
 
 class _Region:
@@ -143,10 +143,10 @@ def running_forward(*, training: bool = True) -> RunningForward | None:
     while frame is not None and frame.f_code is not _CALL_OF_AUTOGRAD:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
             running.add_region_of(frame)
-            if running.is_repeated:
+            if running.is_recomputation:
                 break
         frame = frame.f_back
-    return running if running.is_repeated or running.regions else None
+    return running if running.is_recomputation or running.regions else None
 
 
 def trains_first(*, training: bool) -> bool:
@@ -154,10 +154,10 @@ def trains_first(*, training: bool) -> bool:
     running = running_forward(training=training)
     if running is None:
         return torch.is_grad_enabled()
-    return not running.is_repeated and (torch.is_grad_enabled() or running.trains_without_grad)
+    return not running.is_recomputation and (torch.is_grad_enabled() or running.trains_without_grad)
 
 
-def is_repeated() -> bool:
+def is_recomputation() -> bool:
     """Return whether backward repeats the running forward."""
     running = running_forward(training=False)
-    return running is not None and running.is_repeated
+    return running is not None and running.is_recomputation

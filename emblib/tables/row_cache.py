@@ -26,7 +26,7 @@ from emblib.columns import FeatureColumn
 from emblib.ops import cache as cache_ops
 from emblib.ops import codes
 from emblib.ops.autograd import Lookup, Tiers
-from emblib.ops.one_call import in_one_call, native
+from emblib.ops.one_call import c_function, in_one_call
 from emblib.ops.tbe import Groups
 from emblib.optim import State
 from emblib.specs import CacheConfig, CachePolicy, Precision
@@ -34,7 +34,7 @@ from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.memory import TableLayout
 from emblib.tables.parameters import loses_values
 
-_prefetch_ = native(cache_ops.prefetch_)
+_prefetch_ = c_function(cache_ops.prefetch_)
 _PREFETCH_TENSORS = ("tags", "stamps", "counts", "counters", "clock", "conflicts")
 _MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # since slots are int32
 TAG_AND_STAMP_BYTES = 16  # per slot: two int64
@@ -380,11 +380,11 @@ class RowCache(nn.Module):
         moves, plan_results = [], []
         conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
         for groups, postponed_rows in zip_longest(passes, postponed):
-            plan = partial(native(cache_ops.plan_), *self._plan_arguments(groups))
+            plan = partial(c_function(cache_ops.plan_), *self._plan_arguments(groups))
             # The move asks for the plan's results, which runs the plan; `tee` keeps them for us.
             results_to_move, results = tee(map(call, (plan,)))
             move = partial(
-                native(cache_ops.move_),
+                c_function(cache_ops.move_),
                 tiers.weights,
                 tiers.states,
                 tiers.hyperparams,
@@ -401,7 +401,7 @@ class RowCache(nn.Module):
     def fetch_postponed(self, tiers: Tiers, postponed: PostponedRows) -> partial[Any]:
         """Return the call that fetches the rows which `fetch` or `prefetch` postponed."""
         return partial(
-            native(cache_ops.move_),
+            c_function(cache_ops.move_),
             tiers.weights,
             tiers.states,
             tiers.hyperparams,
@@ -501,11 +501,12 @@ class RowCache(nn.Module):
 def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.device) -> int:
     """Return `options.sets`, or the number of sets for `options.load_factor`; at least 1.
 
-    It is lowered to what fits into the free memory of a GPU less `options.reserved_bytes`, and to
-    what int32 slots can number. `layout.sets` is not read.
+    The number is lowered to one set per cached row, to what fits into the free memory of a GPU less
+    `options.reserved_bytes`, and to what int32 slots can number. `layout.sets` is not read.
     """
     sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
+    sets = min(sets, layout.cached_rows, _MAX_SETS)  # a row is in one set, so more would be empty
     if device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(device)[0] - options.reserved_bytes
         sets = min(sets, free_bytes // layout.bytes_per_set)
-    return min(max(sets, 1), _MAX_SETS)
+    return max(sets, 1)

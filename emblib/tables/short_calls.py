@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from emblib.columns import Tier
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
-from emblib.ops.one_call import native
+from emblib.ops.one_call import c_function
 from emblib.ops.scaled_gradients import scale_of_backward, unscale
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
@@ -33,10 +33,10 @@ from emblib.tables import batches, optimizer_hooks
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, BatchCheck, report_of
 from emblib.tables.cache import BatchId, InFlight, PrefetchingCache
 from emblib.tables.memory import Memory
-from emblib.tables.recomputation import is_repeated, running_forward
+from emblib.tables.recomputation import is_recomputation, running_forward
 
-_lookup_checked = native(tbe.tbe_lookup_checked_)
-_backward_ = native(tbe.tbe_backward_)
+_lookup_checked = c_function(tbe.tbe_lookup_checked_)
+_backward_ = c_function(tbe.tbe_backward_)
 _IGNORE = codes.BOUNDS_CHECK["ignore"]
 
 
@@ -127,7 +127,7 @@ class LookupBoundsCheck:
 
     def begin(self) -> BatchCheck:
         """Return the check of the next op; it counts nothing if checkpointing repeats a forward."""
-        return self.uncounted() if is_repeated() else self.check
+        return self.uncounted() if is_recomputation() else self.check
 
     def uncounted(self) -> BatchCheck:
         """Return the check without counting."""

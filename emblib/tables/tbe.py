@@ -117,6 +117,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     _calls: ShortCalls | None = None
     _begun_steps_at_update: int  # `_num_begun_steps` at the last deferred update
 
+    @torch.inference_mode(mode=False)  # tensors of inference mode could not be trained later
     def __init__(
         self,
         tables: Sequence[TableSpec],
@@ -339,7 +340,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             offsets = batches.append_last_offset(indices, offsets)
         source = self if reading is None else reading
         checked_module: batches.BoundsCheckedModule = self if reading is None else reading.reader
-        lay_out = self.layout_of_bags if reading is None else reading.layout_of_bags
+        lay_out = self.lay_out_bags if reading is None else reading.lay_out_bags
         bag_layout, output_dim = lay_out(offsets, batch_sizes)
         offsets = batches.check_bounds(
             checked_module,

@@ -142,6 +142,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     frozen_cores: frozenset[int] = frozenset()  # indices in `cores`
     _calls: ShortTTCalls | None = None
 
+    @torch.inference_mode(mode=False)  # tensors of inference mode could not be trained later
     def __init__(
         self,
         tables: Sequence[TTSpec],
@@ -446,7 +447,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
         Arguments are those of `forward`.
         """
-        bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes)
+        bag_layout, output_dim = self.lay_out_bags(offsets, batch_sizes)
         return tt.TTLookup(
             self.core_layout,
             self.table_ids,

@@ -19,19 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from emblib.ops import autograd, codes, tt
 from emblib.ops.derivatives import once_differentiable
-from emblib.ops.one_call import native
+from emblib.ops.one_call import c_function
 from emblib.ops.scaled_gradients import scale_of_backward, unscale
 from emblib.specs import BoundsCheck
 from emblib.tables import batches
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
-from emblib.tables.recomputation import is_repeated
+from emblib.tables.recomputation import is_recomputation
 
 if TYPE_CHECKING:
     from emblib.tables.tt import TableBatchedTTEmbeddingBags
 
 
-_lookup_checked = native(tt.tt_lookup_checked_)
-_backward_ = native(tt.tt_backward_)
+_lookup_checked = c_function(tt.tt_lookup_checked_)
+_backward_ = c_function(tt.tt_backward_)
 _versions_of = operator.attrgetter("_version")
 _IGNORE = codes.BOUNDS_CHECK["ignore"]
 _SAVE_NOTHING = -1  # value of `num_saved` with which a lookup saves nothing for backward
@@ -162,7 +162,7 @@ class ShortTTCalls:
         """Pool each bag; with gradients enabled, backward applies the optimizer."""
         bag_layout, output_dim = None, module.output_dim
         if batch_sizes is not None:
-            bag_layout, output_dim = module.layout_of_bags(offsets, batch_sizes)
+            bag_layout, output_dim = module.lay_out_bags(offsets, batch_sizes)
         batch = TTBatch(indices, offsets, sample_weights, bag_layout, output_dim)
         if torch.is_grad_enabled():
             return _apply_lookup(self._anchor, self, module, batch)
@@ -187,7 +187,7 @@ class ShortTTCalls:
         """
         mode = self._bounds_mode
         warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
-        if warns and is_repeated():
+        if warns and is_recomputation():
             warns, mode = False, _IGNORE
         results = self._run_lookup(module, batch, num_saved, mode)
         if warns:

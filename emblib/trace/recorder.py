@@ -28,7 +28,7 @@ from emblib.tables import (
 )
 from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.locks import ModuleLock
-from emblib.tables.recomputation import is_repeated
+from emblib.tables.recomputation import is_recomputation
 from emblib.trace.file import INTEGERS, LookupTrace, TracedFeature
 
 
@@ -451,7 +451,7 @@ class _Hook:
 
     @run_uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.calls_left <= 0 or is_repeated():
+        if self.calls_left <= 0 or is_recomputation():
             return
         recorded_bags = [
             _valid_lookups(bags) for bags in self.reader(self.name, module, args, kwargs)

@@ -91,6 +91,11 @@ def test_sizes_follow_the_options() -> None:
     assert lfu.nbytes() == sum(tensor.nbytes for tensor in lfu.buffers())
 
 
+def test_has_at_most_one_set_per_row() -> None:
+    cache = make(CacheConfig(sets=2**40), Adam(0.1))
+    assert cache.layout.sets == cache.layout.cached_rows == 130
+
+
 def test_fits_into_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make(CacheConfig(sets=2), PartialRowwiseAdam(0.1))
     slot = 8 * 4 + 16 + 8 * 4 + 4  # row, tag and stamp, element-wise and row-wise state
@@ -105,7 +110,7 @@ def test_fits_into_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (CacheConfig(load_factor=1.0), 5),
     ):
         assert number_of_sets(options, cache.layout, cuda) == sets
-    assert number_of_sets(CacheConfig(sets=500), cache.layout, torch.device("cpu")) == 500
+    assert number_of_sets(CacheConfig(sets=99), cache.layout, torch.device("cpu")) == 99
     large = replace(cache.layout, tables=((0, 0, 2**45, 8, 0, 1, 0, 8),))
     assert number_of_sets(CacheConfig(), large, torch.device("cpu")) * 32 < 2**31
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrizations
 
 from emblib import (
     BoundsCheck,
@@ -175,6 +176,38 @@ def test_freezing_by_no_grad() -> None:
 def test_indices_without_bags_are_refused(mode: BoundsCheck) -> None:
     with pytest.raises(RuntimeError, match="5 indices but no bags"):
         small(bounds_check=mode)(INDICES, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD(0.1), optim.SGD(0.1, deferred=True), None])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: TableBatchedEmbeddingBags([TableSpec(5, 4)], optimizer),
+        lambda optimizer: TTEmbeddingBag(TTSpec(5, 4, (2,)), optimizer),
+        lambda optimizer: TTEmbeddingBag.from_dense(torch.ones(5, 4), optimizer, ranks=(2,)),
+    ],
+)
+def test_tables_of_inference_mode_are_trained(
+    make: Callable[[optim.Optimizer | None], Any], optimizer: optim.Optimizer | None
+) -> None:
+    with torch.inference_mode():
+        module = make(optimizer)
+    before = [parameter.clone() for parameter in module.parameters()]
+    module(INDICES, OFFSETS).sum().backward()
+    if optimizer is None:
+        torch.optim.SGD(module.parameters(), 0.1).step()
+    elif optimizer.deferred:
+        module.apply_gradients()
+    changed = [not torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True)]
+    assert all(changed)
+
+
+def test_a_parametrized_core_trains_without_a_warning() -> None:
+    module = TTEmbeddingBag(TTSpec(5, 4, (2,)))
+    parametrizations.weight_norm(module.cores, "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(INDICES, OFFSETS).sum().backward()
 
 
 def test_inputs_on_another_device_are_refused() -> None:

@@ -228,6 +228,19 @@ def test_to_empty_reads_no_uninitialized_memory(
     one_step(module)
 
 
+@pytest.mark.parametrize("mode", BoundsCheck)
+@pytest.mark.parametrize("optimizer", [optim.Adam(0.1), None])
+def test_trains_on_meta_as_embedding_bag(
+    mode: BoundsCheck, optimizer: optim.Optimizer | None
+) -> None:
+    module = small(optimizer, device="meta", bounds_check=mode)
+    indices = torch.empty(4, dtype=torch.int64, device="meta")
+    out = module(indices, torch.empty(5, dtype=torch.int64, device="meta"))
+    assert out.is_meta
+    assert out.shape == (2, 12)
+    out.sum().backward()
+
+
 def test_moves_from_meta() -> None:
     module = small(optim.Adagrad(0.1), device="meta").to_empty(device="cpu")
     module.reset_parameters()
