@@ -195,10 +195,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         """
         stored_hyperparams = self._memory.take_stored_hyperparams()
         # Opening changes nothing on disk, so a process that ends now damages nothing.
-        write_context = (
-            self.overwriting() if stored_hyperparams is None else contextlib.nullcontext()
-        )
-        with write_context:
+        with self.overwriting() if stored_hyperparams is None else contextlib.nullcontext():
             self._reset_common()
             if stored_hyperparams is not None:
                 self.hyperparams[: len(stored_hyperparams)] = torch.tensor(
@@ -255,9 +252,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets, module=self)
         if not torch.compiler.is_compiling():
             self.check_layout()
-        if batch_sizes is None and not torch.compiler.is_compiling():
-            calls = self._current_calls()
-            if calls.can_serve(self, indices, offsets, per_sample_weights):
+            calls = self._current_calls() if batch_sizes is None else None
+            if calls and calls.can_serve(self, indices, offsets, per_sample_weights):
                 return calls(self, indices, offsets, per_sample_weights)
         if per_sample_weights is not None:
             batches.check_tensor("per_sample_weights", per_sample_weights)
