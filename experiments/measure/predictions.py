@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 from torch import Tensor
 
 import emblib
@@ -289,6 +288,8 @@ def _fit_constants(
 
     The divisors default to the times, which makes errors relative.
     """
+    from scipy.optimize import nnls  # slow to import; few processes fit constants
+
     divisors = times_s if divisors is None else divisors
     scales = terms.max(0).clip(min=1e-300)  # of the columns, which differ by orders of magnitude
     constants, _ = nnls(terms / scales / divisors[:, None], times_s / divisors)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor, nn
 
 from experiments.config.sweep import PLAIN
@@ -207,7 +206,9 @@ def auc(labels: np.ndarray, log_odds: np.ndarray) -> float:
 
     `labels` are 0 and 1; the result is nan if one of these is missing.
     """
-    ranks = stats.rankdata(log_odds)
+    from scipy.stats import rankdata  # slow to import; `Scores` and the models do not need it
+
+    ranks = rankdata(log_odds)
     num_positive = int((labels == 1).sum())
     num_negative = len(labels) - num_positive
     if not num_positive or not num_negative:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
@@ -456,7 +455,9 @@ def test_rates_in_a_compiled_step() -> None:
     twin, grad = copy.deepcopy(bags), torch.randn(ROWS, DIM)
     fused, eager = FusedOptimizer.of(bags), FusedOptimizer.of(twin)
     torch._dynamo.reset()
-    counts = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend  # imports networkx
+
+    counts = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(bags, backend=counts)
     for number in range(3):
         for optimizer, module in ((fused, compiled), (eager, twin)):

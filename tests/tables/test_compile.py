@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
 
@@ -60,6 +59,8 @@ class Twins:
     def __init__(
         self, make: Callable[[], nn.Module], backend: str = "aot_eager", **options: Any
     ) -> None:
+        from torch._dynamo.testing import CompileCounterWithBackend  # imports networkx
+
         self.eager, self.other = make(), make()
         self._graphs = CompileCounterWithBackend(backend)
         self.compiled = torch.compile(
