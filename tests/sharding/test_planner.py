@@ -17,7 +17,7 @@ from emblib.sharding.planner import (
     TableWorkload,
     Topology,
 )
-from emblib.sharding.planner.enumerate import Domain, Option, Unit, options_of
+from emblib.sharding.planner.enumerate import Domain, Option, ShardGroup, enumerate_options
 from emblib.sharding.planner.estimate import Load
 from emblib.sharding.planner.feasible import _Search
 from emblib.sharding.planner.report import predict
@@ -64,7 +64,7 @@ def _greedy_table_wise(planner: Planner, works: Sequence[TableWorkload]) -> Shar
     """Longest processing time first: each table whole, on the rank that has least to do."""
     model, free_memory = planner.model(works), planner.free_memory()
     whole = [
-        next(o for o in options_of(work, model) if o.type is ShardingType.TABLE_WISE)
+        next(o for o in enumerate_options(work, model) if o.type is ShardingType.TABLE_WISE)
         for work in works
     ]
     world = planner.topology.world_size
@@ -73,7 +73,7 @@ def _greedy_table_wise(planner: Planner, works: Sequence[TableWorkload]) -> Shar
     common = sum(option.common_cost.nbytes.device for option in whole)
     ranks: dict[int, int] = {}
     for t in order:
-        load = whole[t].units[0].members[0]
+        load = whole[t].groups[0].loads[0]
         free = [
             r
             for r in range(world)
@@ -158,9 +158,9 @@ def _small_problem(seed: int) -> tuple[Planner, list[TableWorkload]]:
 
 
 def _all_choices(option: Option, loads: RankCosts) -> Iterator[PlacedOption]:
-    places = [range(loads.num_targets(unit)) for unit in option.units]
+    places = [range(loads.num_targets(group)) for group in option.groups]
     for targets in itertools.product(*places):
-        if len(set(targets)) == len(targets) or option.units[0].domain is Domain.WORLD:
+        if len(set(targets)) == len(targets) or option.groups[0].domain is Domain.WORLD:
             yield PlacedOption(option, targets)
 
 
@@ -169,7 +169,7 @@ def _exists(planner: Planner, works: Sequence[TableWorkload]) -> bool:
     model = planner.model(works)
     loads = RankCosts(model, planner.free_memory(), is_weighted=False)
     choices = [
-        [c for option in options_of(work, model) for c in _all_choices(option, loads)]
+        [c for option in enumerate_options(work, model) for c in _all_choices(option, loads)]
         for work in works
     ]
     for plan in itertools.product(*choices):
@@ -189,8 +189,8 @@ def test_nodes_are_alike_where_each_of_their_ranks_is() -> None:
     rooms = [MemoryBytes(MB * device) for device in (4, 1, 4, 3, 4, 1)]
     search = _Search(RankCosts(model, rooms, is_weighted=False), [], [[0.0] * 4])
     members = (Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(10, 10)),) * 2
-    assert list(search._targets(Unit(Domain.NODE, members), [])) == [0, 1]
-    assert list(search._targets(Unit(Domain.RANK, members[:1]), [])) == [0, 1, 2, 3]
+    assert list(search._targets(ShardGroup(Domain.NODE, members), [])) == [0, 1]
+    assert list(search._targets(ShardGroup(Domain.RANK, members[:1]), [])) == [0, 1, 2, 3]
 
 
 def test_feasible_wherever_a_plan_exists() -> None:
@@ -267,10 +267,10 @@ def test_plans_tile_their_tables_and_cost_what_the_search_said(seed: int) -> Non
         loads = RankCosts(model, topology.capacity(), is_weighted=False)
         shardings = {}
         for t, work in enumerate(limited):
-            options = [o for o in options_of(work, model) if o.type is sharding_type]
-            option = (options or options_of(work, model))[-1]
+            options = [o for o in enumerate_options(work, model) if o.type is sharding_type]
+            option = (options or enumerate_options(work, model))[-1]
             targets = tuple(
-                (t + u) % loads.num_targets(unit) for u, unit in enumerate(option.units)
+                (t + u) % loads.num_targets(group) for u, group in enumerate(option.groups)
             )
             loads.add(PlacedOption(option, targets))
             sharding = option.sharding(work, topology, targets)
@@ -288,7 +288,9 @@ def test_plans_tile_their_tables_and_cost_what_the_search_said(seed: int) -> Non
 def test_optimizers_that_see_whole_rows_are_not_cut_by_columns() -> None:
     def found(optimizer: optim.Optimizer) -> set[ShardingType]:
         work = TableWorkload("", EmbeddingBagConfig(100, 64, "t"), optimizer, False, 16, 1.0)
-        return {option.type for option in options_of(work, planner_of(Topology(4)).model([work]))}
+        return {
+            option.type for option in enumerate_options(work, planner_of(Topology(4)).model([work]))
+        }
 
     for optimizer in (optim.SGD(0.1), optim.Adagrad(0.1), optim.Adam(0.1), optim.FTRL(0.1)):
         assert ShardingType.COLUMN_WISE in found(optimizer)
@@ -304,9 +306,9 @@ def test_no_column_shard_is_narrower_than_min_partition() -> None:
         work = TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0, constraints)
         topology = Topology(16, 4)
         types = set()
-        for option in options_of(work, planner_of(topology).model([work])):
-            num_units = len(option.units)
-            shards = option.sharding(work, topology, range(num_units)).shards
+        for option in enumerate_options(work, planner_of(topology).model([work])):
+            num_groups = len(option.groups)
+            shards = option.sharding(work, topology, range(num_groups)).shards
             assert min((shard.shape[1] for shard in shards), default=dim) >= min_partition
             types.add(option.type)
         assert types >= {ShardingType.COLUMN_WISE, ShardingType.GRID}
@@ -317,7 +319,7 @@ def test_no_more_placements_are_tried_than_allowed(max_trials: int) -> None:
     planner = planner_of(Topology(4), max_trials=max_trials)
     works = random_works(seed=3, count=6)
     model = planner.model(works)
-    options = [options_of(work, model) for work in works]
+    options = [enumerate_options(work, model) for work in works]
     problem = Problem(model, planner.free_memory(), options, max_trials=max_trials)
     improve_best(problem, starting_plans(problem))
     assert problem.num_tried == max_trials
@@ -326,7 +328,7 @@ def test_no_more_placements_are_tried_than_allowed(max_trials: int) -> None:
 def test_dynamic_tables_are_cut_by_keys_alone() -> None:
     config = EmbeddingBagConfig(1000, 64, "t", storage=Hash())
     work = TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0)
-    options = options_of(work, planner_of(Topology(4, 2)).model([work]))
+    options = enumerate_options(work, planner_of(Topology(4, 2)).model([work]))
     assert {option.type for option in options} == {
         ShardingType.TABLE_WISE,
         ShardingType.ROW_WISE,
@@ -337,7 +339,7 @@ def test_dynamic_tables_are_cut_by_keys_alone() -> None:
 def test_fallback_rows_are_not_cut() -> None:
     config = EmbeddingBagConfig(1000, 64, "t", storage=Hash(fallback_rows=6))
     work = TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0)
-    options = options_of(work, planner_of(Topology(4, 2)).model([work]))
+    options = enumerate_options(work, planner_of(Topology(4, 2)).model([work]))
     types = {option.type for option in options}
     assert types == {ShardingType.TABLE_WISE, ShardingType.TABLE_ROW_WISE}  # not over 4 ranks
 
@@ -360,4 +362,4 @@ def test_tables_are_cut_where_their_storage_allows_a_slice(storage: Storage) -> 
     every_type = TableConstraints(sharding_types=tuple(ShardingType))
     for constraints in (TableConstraints(), every_type):
         work = TableWorkload("", config, optimizer, False, 64, 1.0, constraints)
-        assert options_of(work, planner_of(Topology(16, 8)).model([work]))
+        assert enumerate_options(work, planner_of(Topology(16, 8)).model([work]))

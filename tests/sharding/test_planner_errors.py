@@ -23,7 +23,7 @@ from emblib.sharding.planner import (
     feasible,
     simulate,
 )
-from emblib.sharding.planner.enumerate import options_of
+from emblib.sharding.planner.enumerate import enumerate_options
 from emblib.sharding.planner.report import predict
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard, ShardingType
@@ -247,7 +247,7 @@ def test_an_alternative_may_be_the_only_storage_with_a_plan() -> None:
 
 
 def test_the_search_for_any_plan_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicated tables have no units, whose placements alone were counted."""
+    """Replicated tables have no groups, whose placements alone were counted."""
     monkeypatch.setattr(feasible, "_MAX_STEPS", 50)
     depths = []
     place_from = feasible._Search.place_from
@@ -262,7 +262,9 @@ def test_the_search_for_any_plan_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         dataclasses.replace(_table(f"t{i}", 700 * 256), constraints=constraints) for i in range(16)
     ]
     model = planner_of(Topology(2)).model(works)
-    smallest = min(option.common_cost.nbytes.device for option in options_of(works[0], model))
+    smallest = min(
+        option.common_cost.nbytes.device for option in enumerate_options(works[0], model)
+    )
     # Rank 0 lacks a few bytes, which shows only with the last tables.
     least = Topology(2, memory=(int(16 * smallest) - 8, 1 << 36))
     with pytest.raises(PlanError):
@@ -302,6 +304,10 @@ def test_wrong_arguments() -> None:
         Planner(Topology(2), 16, {"t": {"pooling_factor": 2.0}})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="constraints must be a dict"):
         Planner(Topology(2), 16, [TableConstraints()])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="reservation must be None or a Reservation.*got 0.2"):
+        Planner(Topology(2), 4, reservation=0.2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got 'fp16'"):
+        Planner(Topology(2), 4, comm_precision="fp16")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a Topology, got 2"):
         Planner(2, 16)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"must be a ShardingPlan.* got dict"):
@@ -328,7 +334,7 @@ def test_a_plan_for_another_world_is_refused() -> None:
     with pytest.raises(ValueError, match="plan again"):
         predict(works, found.plan, planner.model(works), planner.free_memory())
     lacking = ShardingPlan({"": {"t0": found.plan[""]["t0"]}}, found.plan.world)
-    with pytest.raises(ValueError, match="says nothing of table t1"):
+    with pytest.raises(ValueError, match="the plan has no table t1"):
         predict(works, lacking, planner_of(Topology(2)).model(works), planner.free_memory()[:2])
 
 

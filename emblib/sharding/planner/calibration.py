@@ -1,7 +1,7 @@
-"""The constants of the cost model for one machine, which can be saved and loaded.
+"""The constants of the cost model for one kind of machine, which can be saved and loaded.
 
-`docs/planner.md` describes how the model uses them, `measure.calibrate` measures them. Curves are
-pairs of (bytes, nanoseconds), ascending in bytes and interpolated linearly.
+`docs/planner.md` describes how the model uses them, `measure.calibrate` measures them. A curve has
+points (bytes, nanoseconds), ascending in bytes, between which it is interpolated linearly.
 
 There are two defaults. `CPU` was measured by `calibrate` and rounded: on two virtual cores of an
 AMD EPYC with 32 MiB of L3 cache, between two processes that shared memory. It has round figures for
@@ -33,7 +33,7 @@ class Calibration:
 
     Args:
         source: origin of the figures, shown in reports.
-        lookup_near: ns to add one row to its bag, by bytes per row, where the table is in cache.
+        lookup_near: ns to add one row to its bag, by bytes per row, if the table is in cache.
         lookup_far: the same for a table much larger than the cache.
         update_near: ns of backward to update the row of one id, by bytes of the row and its
             optimizer state.
@@ -97,7 +97,7 @@ class Calibration:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.type is Curve:
-                object.__setattr__(self, f.name, _checked_curve(f.name, value))
+                object.__setattr__(self, f.name, _as_curve(f.name, value))
             elif f.type is float:
                 minimum = 1.0 if f.name.endswith("bytes_per_s") else 0.0
                 number = number_or_nan(value)
@@ -113,11 +113,11 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str) -> "Calibration":
-        """Parse the JSON of `to_json`.
+        """Return the calibration that `to_json` wrote.
 
         Raises:
-            ValueError: the text is not the JSON of `to_json`, constants are missing or unknown, or
-                a constant is refused by the class.
+            ValueError: the text is not the JSON of `to_json`, or has another version; a constant is
+                missing or unknown, or the class refuses its value.
         """
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("version") != _VERSION:
@@ -147,17 +147,17 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
-        """Read a file of `save`.
+        """Return the calibration in a file that `save` wrote.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file is damaged or not a calibration.
+            ValueError: the file is damaged, or not a calibration of this version.
         """
         return cls.from_json(load_json(path))
 
 
 def interpolate(curve: Curve, nbytes: float) -> float:
-    """Interpolate a curve, in ns, at a size in bytes.
+    """Return the nanoseconds of a curve at a size in bytes, interpolated linearly.
 
     Before the first point the result is the value of that point. After the last point the curve
     continues with its last slope, but never below 0. A curve of one point is constant.
@@ -171,8 +171,8 @@ def interpolate(curve: Curve, nbytes: float) -> float:
     return max(left[1] + ns_per_byte * (nbytes - left[0]), 0.0)
 
 
-def _checked_curve(name: str, points: Any) -> Curve:
-    """Return points as a curve; raise ValueError if they are no curve."""
+def _as_curve(name: str, points: Any) -> Curve:
+    """Return points as a curve; raise ValueError, with `name`, if they are not a curve."""
     try:
         curve = tuple((number_or_nan(x), number_or_nan(y)) for x, y in points)
     except (TypeError, ValueError):
@@ -189,25 +189,25 @@ def _checked_curve(name: str, points: Any) -> Curve:
     return curve
 
 
-def _streamed(bytes_per_s: float, *, times: float) -> Curve:
-    """Return the curve of rows whose time is that of moving each byte `times` times.
+def _bandwidth_curve(bytes_per_s: float, *, num_moves: float) -> Curve:
+    """Return the curve of rows of which each byte is moved `num_moves` times at this rate.
 
     The curve begins at 32 bytes, one sector of GPU memory: a smaller row costs as much.
     """
-    return tuple((float(n), times * n / bytes_per_s * 1e9) for n in (32, 4096))
+    return tuple((float(n), num_moves * n / bytes_per_s * 1e9) for n in (32, 4096))
 
 
 _HBM_BYTES_PER_S, _L2_BYTES_PER_S = 3.35e12, 5.5e12
 
 CUDA = Calibration(
     source="data sheet of an H100 SXM5, not measured",
-    lookup_near=_streamed(_L2_BYTES_PER_S, times=1),
-    lookup_far=_streamed(_HBM_BYTES_PER_S, times=1),
+    lookup_near=_bandwidth_curve(_L2_BYTES_PER_S, num_moves=1),
+    lookup_far=_bandwidth_curve(_HBM_BYTES_PER_S, num_moves=1),
     # Read and write of the row and its state, and the gradient of its bag.
-    update_near=_streamed(_L2_BYTES_PER_S, times=3),
-    update_far=_streamed(_HBM_BYTES_PER_S, times=3),
-    bag=_streamed(_HBM_BYTES_PER_S, times=1),
-    bag_gradient=_streamed(_HBM_BYTES_PER_S, times=1),
+    update_near=_bandwidth_curve(_L2_BYTES_PER_S, num_moves=3),
+    update_far=_bandwidth_curve(_HBM_BYTES_PER_S, num_moves=3),
+    bag=_bandwidth_curve(_HBM_BYTES_PER_S, num_moves=1),
+    bag_gradient=_bandwidth_curve(_HBM_BYTES_PER_S, num_moves=1),
     near_bytes=50e6,
     unit_s=1e-6,
     route_ns=0.05,

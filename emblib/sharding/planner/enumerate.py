@@ -1,4 +1,8 @@
-"""Enumerate the ways to shard a table, as units placed on a rank, a node or all ranks."""
+"""Enumerate the ways to shard a table.
+
+An `Option` is one way: a sharding type, a storage, and groups of shards. The search places each
+group on a rank or a node; some groups take all ranks.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,11 +36,11 @@ _COLUMN_TYPES = frozenset(
     {ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID}
 )
 _KEYED_TYPES = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
-_TYPES_ON_REQUEST = frozenset({ShardingType.GRID})
+_TYPES_ON_REQUEST = frozenset({ShardingType.GRID})  # only if the constraints name them
 
 
 class Domain(OptionEnum):
-    """The kind of target that a unit is placed on: one RANK, one NODE, or the whole WORLD."""
+    """The kind of target that a group is placed on: one RANK, one NODE, or the whole WORLD."""
 
     RANK = "rank"
     NODE = "node"
@@ -44,35 +48,35 @@ class Domain(OptionEnum):
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A group of shards placed together.
+class ShardGroup:
+    """Shards of a table that are placed together.
 
     Attributes:
-        domain: kind of target that the unit is placed on.
-        members: one load per rank. The domain RANK has one member, NODE one per rank of the node,
-            in order. In the domain WORLD the members belong to the ranks from `first_rank` on: each
-            is the difference of the rank's load from `Option.common_cost`, and may be negative.
-        first_rank: rank of the first member in the domain WORLD; unused in the others.
+        domain: kind of target that the group is placed on.
+        loads: one load per rank. The domain RANK has one load, NODE one per rank of the node, in
+            order. In the domain WORLD the loads belong to the ranks from `first_rank` on: each is
+            the difference of the rank's load from `Option.common_cost`, and may be negative.
+        first_rank: rank of the first load in the domain WORLD; unused in the others.
     """
 
     domain: Domain
-    members: tuple[Load, ...]
+    loads: tuple[Load, ...]
     first_rank: int = 0
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all members together."""
-        return sum(sum(load.seconds) for load in self.members)
+        """Return the sum of the seconds of all loads."""
+        return sum(sum(load.seconds) for load in self.loads)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to shard a table, before its units are placed.
+    """One way to shard a table, before its groups are placed.
 
     Attributes:
         type: sharding type.
         storage: storage of the table; None for the configured one.
-        units: groups of shards to place; empty for a replicated table.
+        groups: groups of shards to place; empty for a replicated table.
         common_cost: cost that all ranks have.
         penalty: 0 for the configured storage, n for the n-th alternative.
         custom_shards: shards of the type CUSTOM, which fix their ranks; empty for other types.
@@ -82,7 +86,7 @@ class Option:
 
     type: ShardingType
     storage: Storage | None
-    units: tuple[Unit, ...]
+    groups: tuple[ShardGroup, ...]
     common_cost: CommonCost
     penalty: int = 0
     custom_shards: tuple[Shard, ...] = ()
@@ -100,21 +104,24 @@ class Option:
 
     def seconds(self, world_size: int) -> float:
         """Return the seconds of all ranks together."""
-        units_s = sum(unit.seconds for unit in self.units)
-        return units_s + world_size * (sum(self.common_cost.seconds) + self.common_cost.arrange_s)
+        groups_s = sum(group.seconds for group in self.groups)
+        return groups_s + world_size * (sum(self.common_cost.seconds) + self.common_cost.arrange_s)
 
     def nbytes(self, world_size: int) -> MemoryNeed:
         """Return the bytes on all ranks together."""
         total = MemoryNeed(0, 0).plus(self.common_cost.nbytes, world_size)
-        for unit in self.units:
-            for load in unit.members:
+        for group in self.groups:
+            for load in group.loads:
                 total = total.plus(load.nbytes)
         return total
 
     def sharding(
         self, workload: TableWorkload, topology: Topology, targets: Sequence[int]
     ) -> ParameterSharding:
-        """Return the sharding, given the rank or node of each unit (0 for the domain WORLD)."""
+        """Return the sharding of the table with its groups on these targets.
+
+        `targets` are the rank or node of each group, 0 for the domain WORLD.
+        """
         shape = shape_of(workload.config, self.storage)
         sharding = self._rule(tuple(targets))(shape, topology.world)
         return ParameterSharding(sharding.type, sharding.shards, self.storage)
@@ -139,11 +146,11 @@ class Option:
         return rules_of_one_target[self.type](targets[0])
 
 
-def options_of(workload: TableWorkload, model: CostModel) -> list[Option]:
+def enumerate_options(workload: TableWorkload, model: CostModel) -> list[Option]:
     """Return the options of all allowed types, those of the configured storage first.
 
-    Not every allowed cut is an option: tables are cut by columns into a few numbers of shards, and
-    no option is CUSTOM. The list is never empty.
+    The list is not complete: of the numbers of column shards only some are tried, and no option is
+    CUSTOM. It is never empty.
 
     Raises:
         ValueError: the constraints allow no option, or allow a hash table another storage.
@@ -157,7 +164,7 @@ def options_of(workload: TableWorkload, model: CostModel) -> list[Option]:
     storages: list[Storage | None] = [None, *workload.constraints.storages]
     for penalty, storage in enumerate(storages):
         for sharding_type in allowed_types(workload, model.topology, storage):
-            options += list(_options_of_type(workload, model, sharding_type, storage, penalty))
+            options += list(_enumerate_type(workload, model, sharding_type, storage, penalty))
     if not options:
         types = workload.constraints.sharding_types or allowed_types(workload, model.topology, None)
         raise ValueError(
@@ -183,9 +190,10 @@ def allowed_types(
 ) -> list[ShardingType]:
     """Return the types that the constraints allow, by default those that change no result.
 
-    Hash tables have only the types in `_KEYED_TYPES`. Without constraints the types are left out
-    that `_TYPES_ON_REQUEST` has, that cut columns if the optimizer needs whole rows
-    (`cuts_columns_exactly`), or that equal another type in this topology.
+    Hash tables have only the types in `_KEYED_TYPES`. If the constraints name no types, these are
+    left out: the types in `_TYPES_ON_REQUEST`; types that cut columns, if the optimizer needs whole
+    rows (`cuts_columns_exactly`); types that equal another type in this topology. `storage` is the
+    storage of the table, None for the configured one.
     """
     requested_types = workload.constraints.sharding_types
     types = [t for t in ShardingType if requested_types is None or t in requested_types]
@@ -217,9 +225,10 @@ class ShardCosts:
         self._loads: dict[tuple[int, int, float, bool], Load] = {}
 
     def id_shares(self, shards: Sequence[Shard]) -> list[float]:
-        """Return each shard's share of the ids: its share of the rows, or equal shares if keyed.
+        """Return each shard's share of the table's ids, which is its share of the rows.
 
-        `shards` must be all shards of the table.
+        Blocks of keys, in a hash table, have equal shares. `shards` must be all shards of the
+        table.
         """
         if self.config.storage.is_keyed:
             return [1.0 / len({shard.rows for shard in shards})] * len(shards)
@@ -230,7 +239,10 @@ class ShardCosts:
         return TableSlice(self.config, shard.rows, shard.columns)
 
     def are_summed(self, shards: Sequence[Shard]) -> list[bool]:
-        """Return whether the node of each shard sums its rows, see `layout.sum_in_nodes`."""
+        """Return, per shard, whether its node sums its rows with rows of its other shards.
+
+        The condition is that of `layout.sum_in_nodes`, and that sums save messages.
+        """
         local_size = self.model.topology.local_world_size
         if not self.config.pooled or local_size == 1 or self.model.topology.num_nodes == 1:
             return [False] * len(shards)
@@ -269,14 +281,14 @@ class ShardCosts:
         return self.model.replicated_cost(self.workload, TableSlice.whole(self.config))
 
 
-def _options_of_type(
+def _enumerate_type(
     workload: TableWorkload,
     model: CostModel,
     sharding_type: ShardingType,
     storage: Storage | None,
     penalty: int,
 ) -> Iterator[Option]:
-    """Yield the options of one sharding type with one storage."""
+    """Yield the options of one sharding type; `storage` is None for the configured storage."""
     shard_costs, topology = ShardCosts(workload, model, storage), model.topology
     if sharding_type is ShardingType.DATA_PARALLEL:
         yield Option(sharding_type, storage, (), shard_costs.replicated_cost(), penalty)
@@ -290,10 +302,10 @@ def _options_of_type(
             continue
         if not shard_costs.config.storage.can_divide(len({shard.rows for shard in shards})):
             continue
-        yield option_of(shard_costs, sharding_type, shards, domain, penalty)
+        yield build_option(shard_costs, sharding_type, shards, domain, penalty)
 
 
-def option_of(
+def build_option(
     shard_costs: ShardCosts,
     sharding_type: ShardingType,
     shards: Sequence[Shard],
@@ -307,7 +319,7 @@ def option_of(
         sharding_type: type of the option.
         shards: all shards of the table. With the domain RANK or NODE their ranks only group them;
             with WORLD the shards stay on their ranks.
-        domain: target that each unit of the option is placed on.
+        domain: kind of target that each group of the option is placed on.
         penalty: penalty of the storage, see `Option`.
     """
     topology = shard_costs.model.topology
@@ -321,19 +333,19 @@ def option_of(
     common_cost = shard_costs.common_cost(shards)
     if domain is Domain.WORLD:
         by_rank = _loads_by_rank(shards, loads, topology.world_size)
-        common_load, unit = _split_off_common_load(by_rank)
+        common_load, group = _split_off_common_load(by_rank)
         seconds, nbytes = common_load
         # The seconds are replaced: those of `ShardCosts.common_cost` are 0.
         common_cost = common_cost._replace(seconds=seconds, nbytes=common_cost.nbytes.plus(nbytes))
-        units: tuple[Unit, ...] = (unit,)
+        groups: tuple[ShardGroup, ...] = (group,)
     else:
-        units = tuple(_make_units(shards, loads, domain, topology))
+        groups = tuple(_make_groups(shards, loads, domain, topology))
     custom_shards = tuple(shards) if sharding_type is ShardingType.CUSTOM else ()
     cuts_rows = any(shard.shape[0] < shard_costs.config.num_embeddings for shard in shards)
     return Option(
         sharding_type,
         shard_costs.storage,
-        units,
+        groups,
         common_cost,
         penalty,
         custom_shards,
@@ -344,26 +356,27 @@ def option_of(
 
 def _loads_by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:
     """Return the sum of the loads of each rank modulo `size`; `NO_LOAD` for a rank without."""
-    members = [NO_LOAD] * size
+    totals = [NO_LOAD] * size
     for shard, load in zip(shards, loads, strict=True):
-        total = members[shard.rank % size]
-        members[shard.rank % size] = load if total is NO_LOAD else total.plus(load, 1)
-    return members
+        total = totals[shard.rank % size]
+        totals[shard.rank % size] = load if total is NO_LOAD else total.plus(load, 1)
+    return totals
 
 
-def _split_off_common_load(members: Sequence[Load]) -> tuple[Load, Unit]:
-    """Split loads by rank into a load that all ranks have, and a unit of the differences from it.
+def _split_off_common_load(loads: Sequence[Load]) -> tuple[Load, ShardGroup]:
+    """Split loads by rank into a load that all ranks have, and a group of the differences from it.
 
     Equal blocks of rows have equal loads; only the last blocks may be smaller or missing. The
-    common load is then the load of rank 0, and the unit has the last ranks. For any other pattern
-    of loads the unit has all loads, and the common load is `NO_LOAD`.
+    common load is then the load of rank 0, and the group has the last ranks. For any other pattern
+    the group has all loads, and the common load is `NO_LOAD`.
     """
-    common, index = members[0], len(members)
-    while index > 0 and members[index - 1] != common:
+    common, index = loads[0], len(loads)
+    while index > 0 and loads[index - 1] != common:
         index -= 1
-    if any(load != common for load in members[:index]):
-        return NO_LOAD, Unit(Domain.WORLD, tuple(members))
-    return common, Unit(Domain.WORLD, tuple(m.plus(common, -1) for m in members[index:]), index)
+    if any(load != common for load in loads[:index]):
+        return NO_LOAD, ShardGroup(Domain.WORLD, tuple(loads))
+    differences = tuple(load.plus(common, -1) for load in loads[index:])
+    return common, ShardGroup(Domain.WORLD, differences, index)
 
 
 def _placeholder_rules(
@@ -408,18 +421,18 @@ def _are_wide_enough(shape: TableShape, num_shards: int, min_partition: int) -> 
     return all(end - start >= min_partition for start, end in column_blocks(shape, num_shards))
 
 
-def _make_units(
+def _make_groups(
     shards: Sequence[Shard], loads: Sequence[Load], domain: Domain, topology: Topology
-) -> Iterator[Unit]:
-    """Yield one unit per shard (RANK) or per node (NODE); ranks without a shard get `NO_LOAD`."""
+) -> Iterator[ShardGroup]:
+    """Yield one group per shard (RANK) or per node (NODE); ranks without a shard get `NO_LOAD`."""
     if domain is Domain.RANK:
         for load in loads:
-            yield Unit(domain, (load,))
+            yield ShardGroup(domain, (load,))
         return
     local_size = topology.local_world_size
     for node in dict.fromkeys(shard.rank // local_size for shard in shards):
         indices = [i for i, shard in enumerate(shards) if shard.rank // local_size == node]
-        members = _loads_by_rank(
+        loads_of_node = _loads_by_rank(
             [shards[i] for i in indices], [loads[i] for i in indices], local_size
         )
-        yield Unit(domain, tuple(members))
+        yield ShardGroup(domain, tuple(loads_of_node))

@@ -1,4 +1,4 @@
-"""The cost model: seconds and bytes of a shard for the rank that stores it.
+"""The cost model: predict the seconds and bytes of shards and replicas.
 
 `docs/planner.md` derives the formulas. A step has four phases, and in each all ranks wait for the
 slowest one. Ids are sent (INPUT), rows are looked up (LOOKUP), rows are sent back and later their
@@ -44,7 +44,7 @@ _GRID_S = 2.0**-44  # 0.06 ps: costs are multiples of it, see `_round_to_grid`
 
 
 class Load(NamedTuple):
-    """The cost of a shard for the rank that stores it: seconds by phase, and bytes."""
+    """The cost of one or more shards for the rank that stores them: seconds by phase, and bytes."""
 
     seconds: Seconds
     nbytes: MemoryNeed
@@ -58,7 +58,7 @@ class Load(NamedTuple):
 
 
 class ShardShape(NamedTuple):
-    """Shape of a shard, as far as the cost of sending its rows depends on it.
+    """The properties of a shard on which the cost of sending its rows depends.
 
     Attributes:
         columns: number of columns.
@@ -75,9 +75,10 @@ class CommonCost(NamedTuple):
     """The cost of a table for every rank, in addition to the `Load`s of its shards.
 
     Attributes:
-        seconds: seconds by phase; 0 except for replicas and for shards that load all ranks alike.
+        seconds: seconds by phase. 0 for a sharded table, except for the part of the shards' loads
+            that is equal on all ranks (`enumerate.build_option` moves it here).
         arrange_s: seconds of the work that every rank does, whatever shards it has.
-        nbytes: bytes of batches and replicas.
+        nbytes: bytes of batches and replicas, and of that part of the loads.
         position_nbytes: bytes of the original positions of ids, which ranks store if any table is
             cut by rows.
         drops_empty_bags: whether bags without ids are not sent to a shard.
@@ -124,13 +125,13 @@ NO_LOAD = Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(0, 0))
 
 
 class BytesPerFloat(NamedTuple):
-    """Bytes that a float takes in transit: `forward` in rows, `backward` in their gradients."""
+    """Mean bytes of a float in a message: of rows (`forward`) and of gradients (`backward`)."""
 
     forward: float = 4.0
     backward: float = 4.0
 
     @classmethod
-    def of_codecs(cls, comm_precision: "CommPrecision") -> "BytesPerFloat":
+    def from_codecs(cls, comm_precision: "CommPrecision") -> "BytesPerFloat":
         """Measure the mean encoded size of floats with the codecs of a `CommPrecision`."""
         zeros = torch.zeros(_SAMPLE_FLOATS, device="cpu")
         codecs = comm_precision.forward, comm_precision.backward
@@ -145,16 +146,17 @@ FLOAT32_IN_TRANSIT = BytesPerFloat()
 class CostModel:
     """Compute the costs of shards and replicas on a topology.
 
-    Nothing is measured or stored here: equal arguments give equal costs. Several collections may
-    share a table. Each of them is a *reader* of the table, with a `TableWorkload` of its lookups.
-    Storages get the costs of single rows from this object, as the `RowTimes` of `emblib.storage`.
+    Equal arguments give equal costs; nothing is measured here. Several collections may share a
+    table. Each of them is a *reader* of the table, with a `TableWorkload` of its lookups. The
+    methods of storages get this object as their `RowTimes` (`emblib.storage`), for the costs of
+    single rows.
 
     Args:
         topology: machine whose constants are used.
         bytes_per_float: bytes of a float in transit.
         batches_in_flight: number of distributed batches in memory at the same time.
-        workloads: the tables that are planned together, which share the cache of a rank. Without
-            them, each shard has the whole cache.
+        workloads: the tables that are planned together, which share the cache of a rank. If there
+            are none, each shard has the whole cache.
 
     Attributes:
         floats_per_rank: floats that a rank looks up per step. A shard's share of them is its share
@@ -283,7 +285,10 @@ class CostModel:
         return _LookupCost(seconds, combining_nbytes, updating_nbytes)
 
     def common_cost(self, workload: TableWorkload, shards: Iterable[ShardShape]) -> CommonCost:
-        """Return what a sharded table costs every rank: to send ids and to combine rows."""
+        """Return what a sharded table costs every rank: it sends ids and combines returned rows.
+
+        `shards` must be all shards of the table.
+        """
         shapes = list(shards)
         by_reader = (self._common_cost_of(reader, shapes) for reader in workload.by_reader)
         return reduce(CommonCost.plus, by_reader)
@@ -432,7 +437,7 @@ class CostModel:
 
     @property
     def device(self) -> str:
-        """Return "cpu" or "cuda"."""
+        """Return the kind of device that has the tables, "cpu" or "cuda"."""
         return self.topology.device
 
     @property
@@ -441,23 +446,24 @@ class CostModel:
         return self.topology.costs
 
     def lookup_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
-        """Return the mean ns to add one row of `row_bytes` to its bag, from cache or memory.
+        """Return the mean ns to add one row of `row_bytes` to its bag.
 
-        A step looks up `ids` rows of `table_slice`, a share of whose rows is in cache.
+        `ids` is the number of rows of `table_slice` that a step looks up. It determines the share
+        of the slice that is in cache.
         """
         costs = self.costs
         return self._mean_row_ns(costs.lookup_near, costs.lookup_far, table_slice, row_bytes, ids)
 
     def update_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
-        """Return the mean ns to update one row, where `row_bytes` include its optimizer state.
+        """Return the mean ns to update one row, whose `row_bytes` include its optimizer state.
 
-        A step looks up `ids` rows of `table_slice`, a share of whose rows is in cache.
+        `ids` is as for `lookup_row_ns`.
         """
         costs = self.costs
         return self._mean_row_ns(costs.update_near, costs.update_far, table_slice, row_bytes, ids)
 
     def cached_lookup_ns(self, row_bytes: float) -> float:
-        """Return the ns to add one row of `row_bytes` to its bag if the table is in cache."""
+        """Return the ns to add one row of `row_bytes` of a table in cache to its bag."""
         return interpolate(self.costs.lookup_near, row_bytes)
 
     def cached_update_ns(self, row_bytes: float) -> float:
@@ -483,7 +489,7 @@ class CostModel:
     def _lookup_s(
         self, reader: TableWorkload, table_slice: TableSlice, num_ids: float, num_output_rows: float
     ) -> float:
-        """Return the seconds to look up `num_ids` rows of a shard for `num_output_rows`."""
+        """Return the seconds of forward: look up `num_ids` rows, write `num_output_rows` rows."""
         costs = self.costs
         rows_ns = table_slice.storage.lookup_ns(table_slice, reader.optimizer, num_ids, self)
         bags_ns = num_output_rows * interpolate(costs.bag, table_slice.dim * _FLOAT_BYTES)
@@ -493,7 +499,7 @@ class CostModel:
     def _update_s(
         self, reader: TableWorkload, table_slice: TableSlice, num_ids: float, num_output_rows: float
     ) -> float:
-        """Return the seconds that backward takes for these lookups; 0 for frozen tables."""
+        """Return the seconds of backward: update the looked-up rows; 0 for frozen tables."""
         if not table_slice.storage.is_trained:
             return 0.0
         costs = self.costs
@@ -504,7 +510,10 @@ class CostModel:
     # Steps
 
     def exchanges_s(self, *, is_weighted: bool) -> float:
-        """Return the seconds of a step's empty all-to-alls; 0 for one rank."""
+        """Return the seconds of a step's all-to-alls if they were empty; 0 for one rank.
+
+        `is_weighted` says whether any collection sends weights.
+        """
         if self.topology.world_size == 1:
             return 0.0
         # Sizes, ids, rows and gradients; weights and their gradients are separate messages.
@@ -512,9 +521,9 @@ class CostModel:
         return num_exchanges * self._exchange_s(self.topology.world_size)
 
     def sums_s(self) -> float:
-        """Return the seconds of the empty all-to-alls of a step whose rows are summed by nodes.
+        """Return the seconds of the all-to-alls of sums within nodes, if they were empty.
 
-        The result has no meaning for one node, or for nodes of one rank, which sum nothing.
+        The caller must not ask for one node, or for nodes of one rank, which sum nothing.
         """
         sizes = self.topology.local_world_size, self.topology.num_nodes
         return sum(_PASSES * self._exchange_s(size) for size in sizes)

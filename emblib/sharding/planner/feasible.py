@@ -1,7 +1,7 @@
-"""Plans for tables that hardly fit, and the error if none does.
+"""Plans for tables that barely fit into memory, and the error if no plan fits.
 
-`any_plan` searches all placements for one that fits, however slow. `cut_to_fit` cuts tables into
-blocks of rows that fill the free memory of each rank. Both ignore time.
+`any_plan` searches all placements for one that fits. `cut_to_fit` cuts tables into blocks of rows
+that fill the free memory of each rank. Both ignore how long a step takes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,9 @@ from emblib.sharding.planner.enumerate import (
     Domain,
     Option,
     ShardCosts,
-    Unit,
+    ShardGroup,
     allowed_types,
-    option_of,
+    build_option,
 )
 from emblib.sharding.planner.estimate import ShardShape
 from emblib.sharding.planner.search import PlacedOption, Plan, Problem, RankCosts, place
@@ -25,7 +25,7 @@ from emblib.specs import Placement
 from emblib.storage import Dense, MemoryBytes
 
 _MAX_STEPS = 200_000  # placements that `any_plan` tries, to bound its time; not measured
-_MAX_UNITS = 400  # with more units there is no such search, which few large tables need
+_MAX_GROUPS = 400  # `any_plan` tries nothing with more: it is meant for a few large tables
 _FLOAT_BYTES = 4
 _ROW_OVERHEAD_FLOATS = 4  # per received row, for ids, lengths and indices; a guess, rather high
 
@@ -33,13 +33,13 @@ _ROW_OVERHEAD_FLOATS = 4  # per received row, for ids, lengths and indices; a gu
 def any_plan(problem: Problem) -> Plan:
     """Search all placements for a plan that fits; return an empty plan if none was found.
 
-    Each table must have an option. The search ends after `_MAX_STEPS` placements, of units or of
-    options without units, which problems of a few tables do not reach. Of interchangeable ranks and
-    nodes only one is tried. With more than `_MAX_UNITS` units nothing is tried.
+    Each table must have an option. The search ends after `_MAX_STEPS` placements, of groups or of
+    options without groups; problems of a few tables need fewer. Of interchangeable ranks and nodes
+    only one is tried. With more than `_MAX_GROUPS` groups nothing is tried.
     """
     world = problem.model.topology.world_size
-    num_units = sum(max(len(o.units) for o in options) for options in problem.options)
-    if num_units > _MAX_UNITS:
+    num_groups = sum(max(len(o.groups) for o in options) for options in problem.options)
+    if num_groups > _MAX_GROUPS:
         return []
     rank_costs = problem.empty_costs()
     options = [
@@ -66,12 +66,12 @@ def any_plan(problem: Problem) -> Plan:
 
 def _largest_nbytes(option: Option) -> float:
     """Return the bytes of the largest shard, plus the bytes that every rank needs for the table."""
-    member_nbytes = [max(load.nbytes) for unit in option.units for load in unit.members]
+    member_nbytes = [max(load.nbytes) for group in option.groups for load in group.loads]
     return max(member_nbytes, default=0.0) + max(option.common_cost.nbytes)
 
 
 class _Search:
-    """A depth-first search over tables, options, and targets of units.
+    """A depth-first search over tables, options, and targets of groups.
 
     Args:
         rank_costs: costs of an empty plan. A search that finds a plan adds its costs in place.
@@ -81,7 +81,7 @@ class _Search:
 
     Attributes:
         choices: the placements of the tables so far.
-        num_steps: placements of units, and of options without units, that were tried.
+        num_steps: placements of groups, and of options without groups, that were tried.
     """
 
     def __init__(
@@ -107,20 +107,20 @@ class _Search:
         ):
             return False
         for option in self.options[table]:
-            if not option.units and not self._count_step():
+            if not option.groups and not self._count_step():
                 return False
             self.rank_costs.add_common(option)
-            if self._place_units(table, option, []):
+            if self._place_groups(table, option, []):
                 return True
             self.rank_costs.add_common(option, -1)
         return False
 
-    def _place_units(self, table: int, option: Option, targets: list[int]) -> bool:
-        """Place the units that have no target yet, then the following tables; undo what fails.
+    def _place_groups(self, table: int, option: Option, targets: list[int]) -> bool:
+        """Place the groups that have no target yet, then the following tables; undo what fails.
 
         Returns whether all were placed.
         """
-        if len(targets) == len(option.units):
+        if len(targets) == len(option.groups):
             if not self.rank_costs.all_ranks_fit():
                 return False
             self.choices.append(PlacedOption(option, tuple(targets)))
@@ -128,16 +128,16 @@ class _Search:
                 return True
             self.choices.pop()
             return False
-        unit = option.units[len(targets)]
-        for target in self._targets(unit, targets):
+        group = option.groups[len(targets)]
+        for target in self._targets(group, targets):
             if not self._count_step():
                 return False
-            self.rank_costs.move(unit, target, 1)
+            self.rank_costs.move(group, target, 1)
             targets.append(target)
-            if self._place_units(table, option, targets):
+            if self._place_groups(table, option, targets):
                 return True
             targets.pop()
-            self.rank_costs.move(unit, target, -1)
+            self.rank_costs.move(group, target, -1)
         return False
 
     def _count_step(self) -> bool:
@@ -145,37 +145,35 @@ class _Search:
         self.num_steps += 1
         return self.num_steps <= _MAX_STEPS
 
-    def _targets(self, unit: Unit, used_targets: Sequence[int]) -> Iterator[int]:
-        """Yield the unused targets with memory for a unit; of interchangeable targets, the first.
+    def _targets(self, group: ShardGroup, used_targets: Sequence[int]) -> Iterator[int]:
+        """Yield the unused targets with memory for a group; of interchangeable targets, the first.
 
         In the domain WORLD memory is not checked here, but by `all_ranks_fit`.
         """
         tried_keys = set()
-        for target in range(self.rank_costs.num_targets(unit)):
+        for target in range(self.rank_costs.num_targets(group)):
             if target in used_targets:
                 continue
-            if unit.domain is not Domain.WORLD:
-                key = self._free_memory_key(unit, target)
-                if key in tried_keys or not self.rank_costs.fits(unit, target):
+            if group.domain is not Domain.WORLD:
+                key = self._free_memory_key(group, target)
+                if key in tried_keys or not self.rank_costs.fits(group, target):
                     continue
                 tried_keys.add(key)
             yield target
 
-    def _free_memory_key(self, unit: Unit, target: int) -> tuple[object, ...]:
+    def _free_memory_key(self, group: ShardGroup, target: int) -> tuple[object, ...]:
         """Return a key that is equal for interchangeable targets.
 
         The key of a node is the free memory of its ranks. The key of a rank is its free memory, and
         the sorted free memory of all ranks of its node.
         """
-        local_size, rank = (
-            self.rank_costs.topology.local_world_size,
-            self.rank_costs.first_rank(unit, target),
-        )
-        node = rank // local_size * local_size
-        ranks = [self._free_nbytes_of(r) for r in range(node, node + local_size)]
-        if unit.domain is Domain.NODE:
-            return tuple(ranks)
-        return self._free_nbytes_of(rank), tuple(sorted(ranks))
+        rank = self.rank_costs.first_rank(group, target)
+        local_size = self.rank_costs.topology.local_world_size
+        first_rank = rank // local_size * local_size  # of the node
+        node_free = [self._free_nbytes_of(r) for r in range(first_rank, first_rank + local_size)]
+        if group.domain is Domain.NODE:
+            return tuple(node_free)
+        return self._free_nbytes_of(rank), tuple(sorted(node_free))
 
     def _free_nbytes_of(self, rank: int) -> tuple[float, ...]:
         """Return a rank's free bytes by field of `MemoryNeed`; common costs count as free."""
@@ -203,8 +201,8 @@ class _Search:
 def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
     """Cut tables that fit nowhere into unequal blocks of rows; return an empty plan if that fails.
 
-    Each table must have an option. Tables that must not be cut are placed before the others.
-    In both groups the largest comes first.
+    Each table must have an option. Tables that must not be cut are placed first, then the others;
+    the largest comes first among both.
     """
     world = problem.model.topology.world_size
     nbytes = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
@@ -239,7 +237,7 @@ def _cut_into_blocks(
     """Cut a table into blocks of rows sized by the free memory of each rank.
 
     The ranks with most free memory are filled first. Returns None if the table does not fit.
-    `rank_costs` are the costs of the other tables, the same again on return.
+    `rank_costs` are the costs of the other tables; they are changed and restored.
     """
     shard_costs, shape = ShardCosts(workload, problem.model, None), shape_of(workload.config)
     world = problem.model.topology.world_size
@@ -288,7 +286,7 @@ def _cut_into_blocks(
             break
     if begin < shape.rows:
         return None
-    option = option_of(shard_costs, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
+    option = build_option(shard_costs, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
     return place(rank_costs, option)
 
 
@@ -296,13 +294,13 @@ _MAX_NAMES = 5  # tables that a message names
 
 
 class PlanError(ValueError):
-    """No plan fits.
+    """No plan fits into the memory.
 
     Attributes:
-        tables: names of the tables that do not fit even alone, the largest first. If each fits
-            alone, all tables. Empty if the reservation is as large as the memory of a rank.
+        tables: names of the tables that do not fit even alone, the largest first; all tables if
+            each fits alone; empty if the reservation takes all memory of a rank.
         missing_nbytes: lower bound of the missing bytes on all ranks together, 0 if unknown. If the
-            reservation is too large, the missing bytes of the first such rank.
+            reservation takes all memory of a rank: the missing bytes of the first such rank.
         remedies: changes that may make the tables fit, one sentence each.
     """
 
@@ -325,7 +323,7 @@ class PlanError(ValueError):
 
 
 def format_bytes(nbytes: float) -> str:
-    """Format bytes: `1.50 GiB`."""
+    """Format a number of bytes in the largest unit that fits, e.g. "1.50 GiB"."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f} {unit}"
@@ -390,19 +388,19 @@ def _min_nbytes(problem: Problem) -> MemoryBytes:
 
 
 def _missing_alone(problem: Problem, table: int) -> MemoryBytes:
-    """Return the bytes that the best option of a table lacks on ranks without other tables.
+    """Return a lower bound of the bytes that a table lacks on ranks without other tables.
 
-    The largest shards are compared with the ranks that have most memory: a lower bound.
+    It is that of the option that lacks least: its largest shards on the ranks with most memory.
     """
     missing_by_option: list[MemoryBytes] = []
     free_by_field = list(zip(*problem.empty_costs().free_memory, strict=True))
     for option in problem.options[table]:
-        members = [load.nbytes for unit in option.units for load in unit.members]
+        needs = [load.nbytes for group in option.groups for load in group.loads]
         missing = [0.0] * len(MemoryNeed._fields)
         for pool, (common_nbytes, free_by_rank) in enumerate(
             zip(option.common_cost.nbytes, free_by_field, strict=True)
         ):
-            shards = [member[pool] for member in members]
+            shards = [need[pool] for need in needs]
             shards += [0.0] * (len(free_by_rank) - len(shards))
             missing[pool] = sum(
                 max(0.0, shard_nbytes + common_nbytes - free_nbytes)
@@ -410,13 +408,15 @@ def _missing_alone(problem: Problem, table: int) -> MemoryBytes:
                     sorted(shards, reverse=True), sorted(free_by_rank, reverse=True), strict=False
                 )
             )
-        need = MemoryNeed(*missing)
-        missing_by_option.append(MemoryBytes(need.device, need.host, need.disk))
+        missing_need = MemoryNeed(*missing)
+        missing_by_option.append(
+            MemoryBytes(missing_need.device, missing_need.host, missing_need.disk)
+        )
     return min(missing_by_option, key=sum)
 
 
 def _format_need(nbytes: MemoryBytes) -> str:
-    """Format bytes by the kind of memory, for a message: `1.50 GiB and 3.00 GiB of disk`."""
+    """Format bytes per kind of memory, e.g. "1.50 GiB and 3.00 GiB of disk"."""
     names = ("", " of host memory", " of disk")
     parts = [format_bytes(n) + name for n, name in zip(nbytes, names, strict=True) if n]
     return " and ".join(parts) or format_bytes(0)
@@ -425,7 +425,10 @@ def _format_need(nbytes: MemoryBytes) -> str:
 def _describe_tables(
     workloads: Sequence[TableWorkload], needs: Sequence[float], tables: Sequence[int]
 ) -> str:
-    """Name the first tables and their bytes, for a message."""
+    """Name the first `_MAX_NAMES` tables and their bytes, for a message.
+
+    `needs` are the bytes of all tables, `tables` the indices of those to name.
+    """
     described = ", ".join(
         f"{workloads[t].name} ({format_bytes(needs[t])})" for t in tables[:_MAX_NAMES]
     )
@@ -444,7 +447,7 @@ def _remedies(
     Args:
         problem: the problem without a plan.
         workloads: tables of the problem.
-        tables: tables that the message is about, the largest first.
+        tables: indices of the tables that the message is about, the largest first.
         missing: bytes that are missing; 0 if unknown.
     """
     topology = problem.model.topology
@@ -479,7 +482,7 @@ def _remedies(
 
 
 def _smaller_storages(workload: TableWorkload, device: str) -> list[str]:
-    """Name the storages that need less memory than that of a dense table, for a message."""
+    """Return the code of storages that need less memory than that of a dense table."""
     storage, names = workload.config.storage, []
     if not isinstance(storage, Dense):
         return []
@@ -491,7 +494,10 @@ def _smaller_storages(workload: TableWorkload, device: str) -> list[str]:
 
 
 def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> None:
-    """Raise PlanError if the reservation leaves no byte of the device memory of a rank."""
+    """Raise PlanError if the reservation leaves no byte of the device memory of a rank.
+
+    `free_memory` is what the reservation leaves, by rank; `dense_nbytes` is for the message.
+    """
     for rank, memory in enumerate(free_memory):
         if memory.device < 1:  # a share of the reservation may leave a part of a byte
             lacking = max(0.0, -memory.device)

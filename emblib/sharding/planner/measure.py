@@ -50,20 +50,20 @@ _ADAM_DIMS = (64, 128)  # measured with Adam as well, whose states are twice as 
 _BAGS = 4096
 _FEW_IDS, _MANY_IDS = 1, 13  # ids per bag; the slope between the two is the cost of an id
 _CACHED_BYTES = 1 << 19  # bytes of a table that is in cache
-_NUM_BATCHES = 6  # batches used in turn, so that a batch does not find its rows in cache
+_NUM_BATCHES = 6  # batches used in turn, so that the rows of a batch are not in cache
 _NUM_COLD_BUFFERS = 3  # large buffers used in turn, so that no buffer stays in cache
 _COPY_ACCESSES = 2  # bytes read or written per byte copied
 _EXTRA_TABLES = 64  # tables added to a step of one table, to measure the cost of a table
 _TINY = TableShape(64, 8)  # rows and columns of tables whose rows cost nothing
 _ROUND_S = 5e-3  # duration of a round
 _NS_PER_S = 1e9
-_MIN_NEAR_FRACTION = 0.02  # of the middle table, so that the cache is not empty
+_MIN_NEAR_FRACTION = 0.02  # least share of the middle table in cache, as noise may hide it
 _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurements: smaller sizes are faster and less exact.
+    """Sizes of the measurements. Smaller sizes take less time and are less exact.
 
     Attributes:
         large_bytes: bytes of the largest table, which must be larger than the cache. The middle
@@ -78,24 +78,24 @@ class Sizes:
 def time_call(function: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Return the seconds per call of a function: the minimum over rounds of `_ROUND_S` each.
 
-    First calls the function twice, to warm up and to choose the number of calls per round. Waits
-    for the device before and after each round. With one CPU thread the seconds are processor time
-    of this thread.
+    Calls the function twice before, to warm up and to choose the number of calls per round. Waits
+    for the device before and after each round. On a CPU with one thread, the seconds are processor
+    time of this thread.
     """
     is_serial = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_serial else time.perf_counter
 
-    def once(times: int) -> float:
+    def time_round(num_calls: int) -> float:
         synchronize(device)
         start = clock()
-        for _ in range(times):
+        for _ in range(num_calls):
             function()
         synchronize(device)
-        return (clock() - start) / times
+        return (clock() - start) / num_calls
 
-    once(1)
-    times = max(1, round(_ROUND_S / max(once(1), 1e-7)))  # the clock may not have moved
-    return min(once(times) for _ in range(rounds))
+    time_round(1)
+    num_calls = max(1, round(_ROUND_S / max(time_round(1), 1e-7)))  # the clock may not have moved
+    return min(time_round(num_calls) for _ in range(rounds))
 
 
 def synchronize(device: torch.device) -> None:
@@ -108,16 +108,19 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
-    """Measure the constants of one rank; the other constants keep their defaults."""
+    """Measure the constants of what a rank computes; other constants keep their defaults.
+
+    Not a collective. Allocates tables of `sizes.large_bytes` on `device`.
+    """
     base = calibration.CUDA if device.type == "cuda" else calibration.CPU
     table_overhead = _measure_tiny_table(device, sizes.rounds)
     step_s, unit_s = _measure_step_and_unit(device, sizes.rounds)
-    near_rows, middle_rows, far_rows = (
-        _Rows(device, nbytes, sizes.rounds, table_overhead)
+    near, middle, far = (
+        _TableTimer(device, nbytes, sizes.rounds, table_overhead)
         for nbytes in (_CACHED_BYTES, sizes.large_bytes // 4, sizes.large_bytes)
     )
     far_update_ns, middle_update_ns, near_update_ns = (
-        rows.costs(64, SGD(0.1)).update_ns for rows in (far_rows, middle_rows, near_rows)
+        timer.costs(64, SGD(0.1)).update_ns for timer in (far, middle, near)
     )
     # In the middle table, as many rows as the cache holds cost as much as rows of the near table.
     # The other rows cost as much as rows of the far table.
@@ -132,12 +135,12 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
     return replace(
         base,
         source=f"measured on {_name(device)}",
-        lookup_near=near_rows.lookups(),
-        lookup_far=far_rows.lookups(),
-        update_near=near_rows.updates(),
-        update_far=far_rows.updates(),
-        bag=near_rows.bags(),
-        bag_gradient=near_rows.bag_gradients(),
+        lookup_near=near.lookup_curve(),
+        lookup_far=far.lookup_curve(),
+        update_near=near.update_curve(),
+        update_far=far.update_curve(),
+        bag=near.bag_curve(),
+        bag_gradient=near.gradient_curve(),
         near_bytes=near_fraction * sizes.large_bytes / 4,
         unit_s=unit_s,
         step_s=step_s,
@@ -145,13 +148,13 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
         arrange_ns=arrange_ns,
         pack_ns=measure_packing(device, sizes.rounds),
         uneven_ns=_measure_uneven(device, sizes.rounds),
-        hash_ns=_measure_hashing(device, sizes.rounds, near_rows.costs(64, SGD(0.1)).id_ns),
+        hash_ns=_measure_hashing(device, sizes.rounds, near.costs(64, SGD(0.1)).id_ns),
         tt_ns=_measure_multiply_add(device, sizes.rounds),
     )
 
 
 def _name(device: torch.device) -> str:
-    """Return the name of a device with its number of threads, for the report."""
+    """Return the name of a device for reports; for a CPU with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -159,8 +162,15 @@ def _name(device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class _Costs:
-    """Nanoseconds per looked-up id and per bag, per updated id and per bag gradient."""
+class _RowCosts:
+    """Nanoseconds of a step in a table.
+
+    Attributes:
+        id_ns: per looked-up id.
+        bag_ns: per bag.
+        update_ns: per updated id.
+        gradient_ns: per gradient of a bag.
+    """
 
     id_ns: float
     bag_ns: float
@@ -168,12 +178,12 @@ class _Costs:
     gradient_ns: float
 
 
-class _Rows:
-    """Measure lookups and updates in one table of a given size.
+class _TableTimer:
+    """Measures lookups and updates in tables of one size in bytes.
 
     Args:
         device: device of the table.
-        nbytes: bytes of rows and optimizer state, at any dim.
+        nbytes: bytes of rows and optimizer state; a table of more columns has fewer rows.
         rounds: number of rounds, see `Sizes`.
         overhead_s: seconds of forward and of backward that do not depend on the batch.
     """
@@ -182,9 +192,9 @@ class _Rows:
         self, device: torch.device, nbytes: int, rounds: int, overhead_s: tuple[float, float]
     ) -> None:
         self.device, self.nbytes, self.rounds, self.overhead_s = device, nbytes, rounds, overhead_s
-        self._costs: dict[tuple[int, str], _Costs] = {}
+        self._costs: dict[tuple[int, str], _RowCosts] = {}
 
-    def costs(self, dim: int, optimizer: Optimizer) -> _Costs:
+    def costs(self, dim: int, optimizer: Optimizer) -> _RowCosts:
         """Measure rows of `dim` float32 columns, once per dim and type of optimizer.
 
         The difference between steps of `_MANY_IDS` and `_FEW_IDS` ids per bag is the cost of ids;
@@ -210,7 +220,7 @@ class _Rows:
                 for few, overhead, per_id in zip(few_s, self.overhead_s, id_s, strict=True)
             ]
             ns = [max(_NS_PER_S * s, 0.0) for s in (id_s[0], bag_s[0], id_s[1], bag_s[1])]
-            self._costs[key] = _Costs(*ns)
+            self._costs[key] = _RowCosts(*ns)
         return self._costs[key]
 
     def _step(self, table: TableBatchedEmbeddingBags, rows: int, ids: int) -> tuple[float, float]:
@@ -222,11 +232,11 @@ class _Rows:
         grad = torch.randn(_BAGS, table.tables[0].dim, device=self.device) * 1e-3
         return _measure_step(lambda: table(next(batches), offsets), grad, self.device, self.rounds)
 
-    def lookups(self) -> Curve:
+    def lookup_curve(self) -> Curve:
         """Return the curve of ns per id by bytes per row."""
-        return _line({4.0 * d: self.costs(d, SGD(0.1)).id_ns for d in _DIMS})
+        return _fit_line({4.0 * d: self.costs(d, SGD(0.1)).id_ns for d in _DIMS})
 
-    def updates(self) -> Curve:
+    def update_curve(self) -> Curve:
         """Return the curve of ns per updated id by bytes of the row and its state."""
         points = {4.0 * d: self.costs(d, SGD(0.1)).update_ns for d in _DIMS}
         for d in _ADAM_DIMS:
@@ -234,18 +244,18 @@ class _Rows:
             points[float(row_bytes(optimizer, d, _FLOAT_BYTES))] = self.costs(
                 d, optimizer
             ).update_ns
-        return _line(points)
+        return _fit_line(points)
 
-    def bags(self) -> Curve:
+    def bag_curve(self) -> Curve:
         """Return the curve of ns per bag by bytes of its row."""
-        return _line({4.0 * d: self.costs(d, SGD(0.1)).bag_ns for d in _DIMS})
+        return _fit_line({4.0 * d: self.costs(d, SGD(0.1)).bag_ns for d in _DIMS})
 
-    def bag_gradients(self) -> Curve:
+    def gradient_curve(self) -> Curve:
         """Return the curve of ns per bag gradient by bytes of its row."""
-        return _line({4.0 * d: self.costs(d, SGD(0.1)).gradient_ns for d in _DIMS})
+        return _fit_line({4.0 * d: self.costs(d, SGD(0.1)).gradient_ns for d in _DIMS})
 
 
-def _line(points: dict[float, float]) -> Curve:
+def _fit_line(points: dict[float, float]) -> Curve:
     """Fit a straight line that neither falls nor is negative at 0 bytes; return its two ends.
 
     `points` are ns by bytes. The fit minimises relative distances, so that small rows, which cost
@@ -306,7 +316,10 @@ class TinyStep(NamedTuple):
 
 
 def tiny_step(ranks: RankGroup, num_tables: int, *rules: Rule) -> TinyStep:
-    """Build a step with one id for each of several small tables, sharded by the rules in turn."""
+    """Build a step with one id for each of `num_tables` small tables; a collective over `ranks`.
+
+    Table t is sharded by `rules[t % len(rules)]`.
+    """
     names = [f"t{t}" for t in range(num_tables)]
     source = EmbeddingBagCollection(
         [EmbeddingBagConfig(_TINY.rows, _TINY.columns, name) for name in names],
@@ -325,7 +338,7 @@ def tiny_step(ranks: RankGroup, num_tables: int, *rules: Rule) -> TinyStep:
 
 
 def _measure_routing(device: torch.device, rounds: int) -> tuple[float, float]:
-    """Measure the ns to sort an id into four blocks of rows, and per byte that `combine` moves."""
+    """Measure the ns per id to sort ids into four blocks of rows, and per byte that is copied."""
     rows, bags, width = 1 << 20, 1 << 15, 64
     ids = torch.randint(rows, (bags,), device=device)
     offsets = torch.arange(bags + 1, device=device)
@@ -363,7 +376,7 @@ def _measure_routing(device: torch.device, rounds: int) -> tuple[float, float]:
 
 
 def measure_packing(device: torch.device, rounds: int) -> float:
-    """Measure the ns per bag to drop bags without ids, as `InputDist` does."""
+    """Measure the ns per bag to drop bags without ids, as a sharded lookup does."""
     num_units = 16
     lengths = torch.randint(0, 2, (num_units * _BAGS,), device=device)
 
@@ -424,7 +437,7 @@ def _measure_multiply_add(device: torch.device, rounds: int) -> float:
 # What ranks exchange
 
 _NUM_EXCHANGES = 4  # all-to-alls of a step: header, ids, rows, gradients
-# Elements to each rank, so that messages are larger than caches, like rows of large batches.
+# Floats for each rank. Messages are then larger than caches, as those of large batches are.
 _MESSAGE_FLOATS = 1 << 21
 
 
@@ -436,11 +449,12 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     ranks get the same result.
 
     Args:
-        ranks: the processes, whose devices are measured; by default this one alone.
-        sizes: sizes of what is measured; by default `Sizes()`.
+        ranks: the processes, whose devices are measured; None is this process alone.
+        sizes: sizes of what is measured; None is `Sizes()`.
 
     Raises:
-        RuntimeError: the measurement failed on another rank; where it failed, its own error.
+        RuntimeError: what a rank computes could not be measured on another rank; that rank raises
+            its own error.
     """
     ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
@@ -510,32 +524,32 @@ def _measure_overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[fl
 def _synchronised_step_s(ranks: RankGroup, step: TinyStep, rounds: int) -> float:
     """Measure the seconds of a step that all ranks make together."""
 
-    def once() -> None:
+    def run_step() -> None:
         step.forward().backward(step.gradient)
 
-    return _fastest_call_s(ranks, once, 2, 5 * rounds)
+    return _fastest_call_s(ranks, run_step, 2, 5 * rounds)
 
 
 def _fastest_call_s(
-    ranks: RankGroup, function: Callable[[], object], times: int, rounds: int
+    ranks: RankGroup, function: Callable[[], object], num_calls: int, rounds: int
 ) -> float:
     """Return the seconds per call of a function that all ranks call together.
 
-    The result is the minimum over rounds of `times` calls each, on this rank's clock, after one
+    The result is the minimum over rounds of `num_calls` calls each, on this rank's clock, after one
     more round to warm up.
     """
 
-    def once() -> float:
+    def time_round() -> float:
         ranks.barrier()
         synchronize(ranks.device)
         start = time.perf_counter()
-        for _ in range(times):
+        for _ in range(num_calls):
             function()
         synchronize(ranks.device)
-        return (time.perf_counter() - start) / times
+        return (time.perf_counter() - start) / num_calls
 
-    once()
-    return min(once() for _ in range(rounds))
+    time_round()
+    return min(time_round() for _ in range(rounds))
 
 
 def _measure_links(ranks: RankGroup, step_s: float, sizes: Sizes) -> _LinkCosts:
@@ -557,9 +571,9 @@ def _measure_links(ranks: RankGroup, step_s: float, sizes: Sizes) -> _LinkCosts:
 
 
 def _measure_exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
-    """Measure the seconds of an all-to-all of `count` floats with each of `peers`.
+    """Measure the seconds of an all-to-all that sends `count` floats to each of `peers`.
 
-    All ranks call this together, and peers must be mutual; not checked.
+    All ranks call this together. A rank must be a peer of its peers; not checked.
     """
     sizes = [count if r in peers else 0 for r in range(ranks.size)]
     is_large = count > 1
@@ -568,9 +582,9 @@ def _measure_exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds
         for _ in range(_NUM_COLD_BUFFERS if is_large else 1)
     )
 
-    def once() -> None:
+    def exchange() -> None:
         # The messages are received into new memory, as in a step.
         start_all_to_all(next(outgoing), sizes, sizes, ranks).wait()
 
-    times, factor = (1, 2) if is_large else (4, 5)  # small messages vary more
-    return _fastest_call_s(ranks, once, times, factor * rounds)
+    num_calls, factor = (1, 2) if is_large else (4, 5)  # small messages vary more
+    return _fastest_call_s(ranks, exchange, num_calls, factor * rounds)

@@ -1,14 +1,21 @@
-"""The planner: from a model and a machine to a sharding plan."""
+"""The planner: find a sharding plan for a model on a machine, and predict its steps.
+
+`Planner.plan` enumerates the ways to shard each table (`enumerate.py`), whose costs come from a
+model of the machine (`estimate.py`), and searches for the fastest plan that fits (`search.py`). If
+memory is short, it searches for any plan that fits (`feasible.py`).
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from emblib.optim import Optimizer
+from emblib.sharding.codecs import CommPrecision, check_comm_precision
 from emblib.sharding.plan import ShardingPlan
-from emblib.sharding.planner.enumerate import Option, options_of
-from emblib.sharding.planner.estimate import FLOAT32_IN_TRANSIT, BytesPerFloat, CostModel
+from emblib.sharding.planner.enumerate import enumerate_options
+from emblib.sharding.planner.estimate import BytesPerFloat, CostModel
 from emblib.sharding.planner.feasible import any_plan, check_free_memory, cut_to_fit, no_plan_error
 from emblib.sharding.planner.report import Prediction, predict
 from emblib.sharding.planner.search import Plan, Problem, improve_best, starting_plans
@@ -17,6 +24,7 @@ from emblib.sharding.planner.workloads import (
     Reservation,
     TableConstraints,
     TableWorkload,
+    any_is_weighted,
     dense_bytes,
     workloads_of,
 )
@@ -24,7 +32,6 @@ from emblib.specs import check_count
 from emblib.storage import MemoryBytes
 
 if TYPE_CHECKING:
-    from emblib.sharding.codecs import CommPrecision
     from emblib.sharding.ranks import RankGroup
 
 
@@ -34,15 +41,16 @@ class Planner:
     Args:
         topology: the machine.
         batch_size: examples per rank.
-        constraints: constraints by table name, or by `path.name` if collections share names; None
-            for the defaults of `TableConstraints`.
-        reservation: memory that is not for tables; by default `Reservation()`.
+        constraints: constraints by table name, or by `path.name` if collections share names. Other
+            tables have the defaults of `TableConstraints`, and so have all tables if it is None.
+        reservation: memory that is not for tables; None is `Reservation()`.
         comm_precision: codecs of rows and gradients in transit; None for float32.
-        max_trials: maximum number of placements that local moves try; more takes longer.
+        max_trials: maximum number of placements that local moves try. A larger number may find a
+            faster plan, and takes longer.
 
     Raises:
-        TypeError: `topology` or `constraints` are of another type, or `batch_size` or `max_trials`
-            is not an int.
+        TypeError: `topology`, `constraints`, `reservation` or `comm_precision` has another type, or
+            `batch_size` or `max_trials` is not an int.
         ValueError: `batch_size` or `max_trials` is below 1.
 
     The search is deterministic: with the same arguments it finds the same plan on any machine.
@@ -55,7 +63,7 @@ class Planner:
         constraints: Mapping[str, TableConstraints] | None = None,
         *,
         reservation: Reservation | None = None,
-        comm_precision: "CommPrecision | None" = None,
+        comm_precision: CommPrecision | None = None,
         max_trials: int = 60_000,
     ) -> None:
         if not isinstance(topology, Topology):
@@ -64,13 +72,14 @@ class Planner:
         self.batch_size = check_count("batch_size", batch_size)
         self.constraints = _check_constraints(constraints or {})
         self.reservation = Reservation() if reservation is None else reservation
+        if not isinstance(self.reservation, Reservation):
+            raise TypeError(
+                "reservation must be None or a Reservation, e.g. Reservation(share=0.2), got "
+                f"{reservation!r}"
+            )
         self.max_trials = check_count("max_trials", max_trials)
         self.comm_precision = comm_precision
-        self._bytes_per_float = (
-            FLOAT32_IN_TRANSIT
-            if comm_precision is None
-            else BytesPerFloat.of_codecs(comm_precision)
-        )
+        self._bytes_per_float = BytesPerFloat.from_codecs(check_comm_precision(comm_precision))
 
     def plan(self, module: nn.Module, *, optimizer: Optimizer | None = None) -> ShardingPlan:
         """Return the plan for all collections of a model.
@@ -78,12 +87,13 @@ class Planner:
         Args:
             module: model with unsharded collections.
             optimizer: optimizer of tables whose configuration has none; pass `shard` the same. None
-                for that of their collection.
+                is the optimizer of their collection.
 
         Raises:
-            PlanError: no plan fits.
-            ValueError: no sharding type satisfies the constraints, or the model or the constraints
-                are wrong, see `workloads_of`.
+            PlanError: no plan fits into the memory. A `PlanError` is a ValueError.
+            TypeError: `module` is not a module, or `optimizer` is not an emblib optimizer.
+            ValueError: no sharding type satisfies the constraints of a table, or the model or the
+                constraints are wrong, see `workloads_of`.
         """
         return self.solve(module, optimizer=optimizer).plan
 
@@ -100,7 +110,10 @@ class Planner:
     ) -> Prediction:
         """Return the plan and its prediction for tables that belong to no model.
 
-        `dense_nbytes` is the size of the dense parameters.
+        Args:
+            workloads: the tables, with their own batch sizes and constraints: `batch_size` and
+                `constraints` of the planner are not used.
+            dense_nbytes: bytes of the dense parameters, for the reservation.
 
         Raises:
             PlanError: no plan fits.
@@ -111,9 +124,10 @@ class Planner:
         free_memory = self.free_memory(dense_nbytes)
         check_free_memory(free_memory, dense_nbytes)
         model = self.model(workloads)
-        options = [options_of(workload, model) for workload in workloads]
-        problem = self._make_problem(model, workloads, options, free_memory)
-        plan = self._search(problem, workloads)
+        options = [enumerate_options(workload, model) for workload in workloads]
+        is_weighted = any_is_weighted(workloads)
+        problem = Problem(model, free_memory, options, is_weighted, self.max_trials)
+        plan = _search(problem, workloads)
         if not plan:
             raise no_plan_error(problem, workloads)
         return predict(workloads, self._sharding_plan(workloads, plan), model, free_memory)
@@ -124,7 +138,8 @@ class Planner:
         """Predict a step under any plan, whether or not it fits; `optimizer` is as for `plan`.
 
         Raises:
-            TypeError: the plan is not a `ShardingPlan`, e.g. one of rules, which fit any world.
+            TypeError: `plan` is not a `ShardingPlan`, for example a dict of rules; or as for
+                `plan`.
             ValueError: the plan is for another world, or lacks a table; or the model or the
                 constraints are wrong, see `workloads_of`.
         """
@@ -143,48 +158,13 @@ class Planner:
         return CostModel(self.topology, self._bytes_per_float, self.reservation.batches, workloads)
 
     def free_memory(self, dense_nbytes: int = 0) -> list[MemoryBytes]:
-        """Return the memory for tables and batches, by rank; negative if more is reserved."""
+        """Return the memory for tables and batches of each rank, in bytes.
+
+        `dense_nbytes` is the size of the dense parameters. Device memory is negative if more is
+        reserved than a rank has.
+        """
         capacity = self.topology.capacity()
         return [self.reservation.left(pool, dense_nbytes) for pool in capacity]
-
-    def _make_problem(
-        self,
-        model: CostModel,
-        workloads: Sequence[TableWorkload],
-        options: Sequence[Sequence[Option]],
-        free_memory: Sequence[MemoryBytes],
-    ) -> Problem:
-        """Return the problem that the search solves."""
-        is_weighted = any(
-            reader.is_weighted for workload in workloads for reader in workload.by_reader
-        )
-        return Problem(model, free_memory, options, is_weighted, self.max_trials)
-
-    def _search(self, problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
-        """Search with the configured storages; allow alternatives only if no such plan fits.
-
-        Returns an empty plan if no plan with alternatives fits either.
-        """
-        configured = [[o for o in options if not o.penalty] for options in problem.options]
-        has_alternatives = any(
-            len(a) < len(b) for a, b in zip(configured, problem.options, strict=True)
-        )
-        configured_problem = self._make_problem(
-            problem.model, workloads, configured, problem.free_memory
-        )
-        plans: list[Plan] = []
-        if all(configured):
-            plans = starting_plans(configured_problem) or [
-                p
-                for p in (any_plan(configured_problem), cut_to_fit(configured_problem, workloads))
-                if p
-            ]
-        if plans:
-            return improve_best(configured_problem, plans)
-        if not has_alternatives:
-            return []
-        plans = starting_plans(problem) or [p for p in (any_plan(problem),) if p]
-        return improve_best(problem, plans) if plans else []
 
     def _sharding_plan(self, workloads: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
         """Convert choices by workload to a plan by module and table."""
@@ -194,6 +174,25 @@ class Planner:
             for reader in workload.by_reader:
                 modules.setdefault(reader.path, {})[reader.config.name] = sharding
         return ShardingPlan(modules, self.topology.world)  # type: ignore[arg-type]
+
+
+def _search(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
+    """Return a plan that fits: with the configured storages, else with alternatives.
+
+    Returns an empty plan if none was found. `workloads` are the tables of the problem.
+    """
+    configured_options = [[o for o in options if not o.penalty] for options in problem.options]
+    if all(configured_options):
+        configured = replace(problem, options=configured_options)
+        plans = starting_plans(configured)
+        if not plans:  # memory is short
+            plans = [p for p in (any_plan(configured), cut_to_fit(configured, workloads)) if p]
+        if plans:
+            return improve_best(configured, plans)
+    if configured_options == problem.options:
+        return []  # no table has an alternative
+    plans = starting_plans(problem) or [p for p in (any_plan(problem),) if p]
+    return improve_best(problem, plans) if plans else []
 
 
 def _check_constraints(constraints: Mapping[str, TableConstraints]) -> dict[str, TableConstraints]:
@@ -219,9 +218,10 @@ def collective_plan(
     *,
     optimizer: Optimizer | None = None,
 ) -> ShardingPlan:
-    """Plan on rank 0 and return the plan on all ranks; an error is raised on all ranks.
+    """Plan on rank 0 and return the plan on all ranks; a collective over `ranks`.
 
-    A collective: all ranks wait for rank 0. `optimizer` is as for `Planner.plan`.
+    All ranks wait for rank 0, whose `module`, `planner` and `optimizer` are used; these are as for
+    `Planner.plan`, and so are the errors, which all ranks raise.
     """
     from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 

@@ -1,16 +1,16 @@
-"""Predict a step under a plan, and format the prediction."""
+"""Predict the seconds and bytes of a step under a plan, and format the prediction as a report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from emblib.sharding.plan import ShardingPlan, ranges
-from emblib.sharding.planner.enumerate import Domain, Option, ShardCosts, option_of
+from emblib.sharding.planner.enumerate import Domain, Option, ShardCosts, build_option
 from emblib.sharding.planner.estimate import PHASES, CostModel
 from emblib.sharding.planner.feasible import format_bytes
 from emblib.sharding.planner.search import PlacedOption, RankCosts
 from emblib.sharding.planner.topology import MemoryNeed
-from emblib.sharding.planner.workloads import TableWorkload
+from emblib.sharding.planner.workloads import TableWorkload, any_is_weighted
 from emblib.sharding.sharding_types import ParameterSharding, ShardingType
 from emblib.storage import MemoryBytes
 
@@ -19,16 +19,16 @@ class RankPrediction(NamedTuple):
     """One rank of a predicted step.
 
     Attributes:
-        seconds: seconds by phase, including the work that all ranks do.
-        nbytes: memory that the tables and batches need.
-        free_memory: memory for them, after the reservation.
-        num_shards: number of tables of which the rank stores a shard or a replica.
+        seconds: seconds by phase, in the order of `PHASES`, with the work that all ranks do.
+        nbytes: bytes that the tables and batches need.
+        free_memory: bytes for tables and batches, after the reservation.
+        num_tables: number of tables of which the rank stores a shard or a replica.
     """
 
     seconds: tuple[float, ...]
     nbytes: MemoryNeed
     free_memory: MemoryBytes
-    num_shards: int
+    num_tables: int
 
 
 class TablePrediction(NamedTuple):
@@ -49,7 +49,7 @@ class TablePrediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step under a plan; printed, it is a report.
+    """The predicted step under a plan; `str()` formats it as a report.
 
     Attributes:
         plan: the plan.
@@ -74,12 +74,12 @@ class Prediction:
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds that ranks compute: lookups, updates and the order of ids and rows."""
+        """Return the seconds in which ranks look up and update rows, and order ids and rows."""
         return self.step_s - self.exchange_s - self.phases["overhead"]
 
     @property
     def exchange_s(self) -> float:
-        """Return the seconds that ranks exchange data, without the overhead of empty messages."""
+        """Return the seconds in which ranks send data, without the overhead of empty messages."""
         return self.phases["input"] + self.phases["output"]
 
     @property
@@ -97,14 +97,14 @@ class Prediction:
         return report(self)
 
 
-def option_for(workload: TableWorkload, sharding: ParameterSharding, model: CostModel) -> Option:
-    """Return the option of a given sharding, which may be any tiling."""
+def option_with(workload: TableWorkload, sharding: ParameterSharding, model: CostModel) -> Option:
+    """Return the option whose shards are those of a sharding, which may be any tiling."""
     shard_costs = ShardCosts(workload, model, sharding.storage)
     if sharding.is_replicated:
         return Option(
             ShardingType.DATA_PARALLEL, sharding.storage, (), shard_costs.replicated_cost()
         )
-    return option_of(shard_costs, sharding.type, sharding.shards, Domain.WORLD, 0)
+    return build_option(shard_costs, sharding.type, sharding.shards, Domain.WORLD, 0)
 
 
 def predict(
@@ -128,15 +128,14 @@ def predict(
         raise ValueError(
             f"the plan is for {plan.world}, the topology has {model.topology.world}: plan again"
         )
-    is_weighted = any(reader.is_weighted for workload in workloads for reader in workload.by_reader)
-    rank_costs = RankCosts(model, free_memory, is_weighted=is_weighted)
+    rank_costs = RankCosts(model, free_memory, is_weighted=any_is_weighted(workloads))
     tables = []
     for workload in workloads:
         sharding = plan.modules.get(workload.path, {}).get(workload.config.name)
         if sharding is None:
-            raise ValueError(f"the plan says nothing of table {workload.name}")
-        option = option_for(workload, sharding, model)
-        rank_costs.add(PlacedOption(option, (0,) * len(option.units)))
+            raise ValueError(f"the plan has no table {workload.name}")
+        option = option_with(workload, sharding, model)
+        rank_costs.add(PlacedOption(option, (0,) * len(option.groups)))
         tables.append(_predict_table(workload, sharding, option, model.topology.world_size))
     return _prediction(plan, rank_costs, tuple(tables), model)
 
@@ -145,12 +144,12 @@ def _predict_table(
     workload: TableWorkload, sharding: ParameterSharding, option: Option, world_size: int
 ) -> TablePrediction:
     """Predict the bytes and seconds of one table."""
-    members = [load for unit in option.units for load in unit.members]
-    # Members of the domain WORLD are differences from the common cost, and may be negative.
-    units_s = max((sum(load.seconds) for load in members), default=0.0)
+    loads = (load for group in option.groups for load in group.loads)
+    # Loads of the domain WORLD are differences from the common cost, and may be negative.
+    groups_s = max((sum(load.seconds) for load in loads), default=0.0)
     common_s = sum(option.common_cost.seconds) + option.common_cost.arrange_s
-    slowest = max(units_s, 0.0) + common_s
-    return TablePrediction(workload, sharding, option.nbytes(world_size), slowest)
+    step_s = max(groups_s, 0.0) + common_s
+    return TablePrediction(workload, sharding, option.nbytes(world_size), step_s)
 
 
 def _prediction(
@@ -163,10 +162,10 @@ def _prediction(
     phases = {name: rank_costs.phase_s(number) for number, name in enumerate(PHASES)}
     phases["arrange"] = rank_costs.arrange_s * ranks_per_core
     phases["overhead"] = rank_costs.overhead_s
-    num_shards = [0] * topology.world_size
+    num_tables = [0] * topology.world_size
     for table in tables:
         for rank in table.sharding.ranks or range(topology.world_size):
-            num_shards[rank] += 1
+            num_tables[rank] += 1
     ranks = tuple(
         RankPrediction(
             tuple(
@@ -182,7 +181,7 @@ def _prediction(
                 )
             ),
             MemoryBytes(*rank_costs.free_memory[r][1:]),  # device memory is there twice
-            num_shards[r],
+            num_tables[r],
         )
         for r in range(topology.world_size)
     )
@@ -193,13 +192,13 @@ _MAX_TABLES, _MAX_RANKS = 40, 16  # rows of a report, so that it fits on a scree
 
 
 def report(prediction: Prediction) -> str:
-    """Format a plan by table and by rank, and the phase that limits it."""
+    """Format a prediction: lines per table and per rank, the phases, and whether the plan fits."""
     world = prediction.plan.world
     nodes = -(-world.size // world.local_size)
     lines = [
         f"{_format_count(len(prediction.tables), 'table')} on {_format_count(world.size, 'rank')} "
         f"({_format_count(nodes, 'node')} of {world.local_size}); predicted step "
-        f"{_format_ms(prediction.step_s)} ms, dense part apart",
+        f"{_format_ms(prediction.step_s)} ms, without the dense part",
         "",
         *_format_columns(_table_rows(prediction.tables)),
         "",
@@ -276,7 +275,7 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
         rows.append(
             [
                 str(r),
-                str(rank.num_shards),
+                str(rank.num_tables),
                 format_bytes(rank.nbytes.device),
                 format_bytes(rank.free_memory.device),
                 *host_and_disk,

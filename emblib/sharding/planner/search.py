@@ -1,9 +1,12 @@
-"""Search for a plan: several greedy starts, then local moves; deterministic.
+"""Search for a plan: make several starting plans, then improve the best two by local moves.
 
-Each starting plan places one table after the other, in most of them where the table lengthens the
-step least. The two best starting plans are improved: tables are moved, sharded differently or
-swapped as long as that shortens the step. One starting plan places every table whole, if that fits.
-The result is therefore predicted to be no slower than such a plan.
+A starting plan places one table after the other, in most of them where the table lengthens the step
+least. A local move moves a table, shards it differently, or swaps it with another, if that shortens
+the step. One starting plan places every table whole, if that fits, so the result is predicted to be
+no slower than that plan. The search is deterministic.
+
+`RankCosts` has the seconds and bytes of each rank while tables are added and removed, `Problem`
+what is searched.
 """
 
 import operator
@@ -11,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from emblib.sharding.planner.enumerate import Domain, Option, Unit
+from emblib.sharding.planner.enumerate import Domain, Option, ShardGroup
 from emblib.sharding.planner.estimate import INPUT, OUTPUT, PHASES, CostModel
 from emblib.sharding.planner.topology import MemoryNeed
 from emblib.sharding.sharding_types import ShardingType
@@ -22,7 +25,7 @@ Targets = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PlacedOption:
-    """An option of a table, and the rank or node of each of its units."""
+    """An option of a table, and the rank or node of each of its groups."""
 
     option: Option
     targets: Targets
@@ -50,7 +53,7 @@ class RankCosts:
         num_cut_by_rows: tables that are cut by rows.
         num_summed_in_nodes: tables whose rows nodes sum.
         num_without_empty_bags: tables whose empty bags are not sent.
-        num_sharded: tables whose ids are exchanged, see `Option.exchanges_ids`.
+        num_sharded: tables whose ids ranks exchange, see `Option.exchanges_ids`.
         num_replicated: tables without shards.
         penalty: sum of the penalties of the options.
     """
@@ -79,32 +82,30 @@ class RankCosts:
 
     # Changes
 
-    def first_rank(self, unit: Unit, target: int) -> int:
-        """Return the rank of a unit's first member; `target` is a rank or a node, by its domain.
+    def first_rank(self, group: ShardGroup, target: int) -> int:
+        """Return the rank of a group's first load, if the group is on `target`.
 
-        In the domain WORLD the target is ignored.
+        The target is a rank or a node, by the domain of the group; it is ignored for WORLD.
         """
-        if unit.domain is Domain.RANK:
+        if group.domain is Domain.RANK:
             return target
-        return (
-            target * self.topology.local_world_size
-            if unit.domain is Domain.NODE
-            else unit.first_rank
-        )
+        if group.domain is Domain.NODE:
+            return target * self.topology.local_world_size
+        return group.first_rank
 
-    def num_targets(self, unit: Unit) -> int:
-        """Return the number of ranks or nodes that a unit can be placed on."""
-        if unit.domain is Domain.RANK:
+    def num_targets(self, group: ShardGroup) -> int:
+        """Return the number of ranks or nodes that a group can be placed on."""
+        if group.domain is Domain.RANK:
             return self.topology.world_size
-        return self.topology.num_nodes if unit.domain is Domain.NODE else 1
+        return self.topology.num_nodes if group.domain is Domain.NODE else 1
 
-    def move(self, unit: Unit, target: int, sign: int) -> None:
-        """Add a unit to a rank or node (sign 1) or remove it (sign -1)."""
-        rank = self.first_rank(unit, target)
+    def move(self, group: ShardGroup, target: int, sign: int) -> None:
+        """Add a group to a rank or node (sign 1) or remove it (sign -1)."""
+        rank = self.first_rank(group, target)
         combining, updating, host, disk = self.nbytes
         input_s, lookup_s, output_s, update_s = self.seconds
         totals = self.totals
-        for phase_seconds, nbytes in unit.members:  # unrolled: the search moves units often
+        for phase_seconds, nbytes in group.loads:  # unrolled: the search moves groups often
             in_s, look_s, out_s, up_s = phase_seconds
             input_s[rank] += sign * in_s
             lookup_s[rank] += sign * look_s
@@ -120,8 +121,8 @@ class RankCosts:
 
     def add(self, choice: PlacedOption, sign: int = 1) -> None:
         """Add a table (sign 1) or remove it (sign -1)."""
-        for unit, target in zip(choice.option.units, choice.targets, strict=True):
-            self.move(unit, target, sign)
+        for group, target in zip(choice.option.groups, choice.targets, strict=True):
+            self.move(group, target, sign)
         self.add_common(choice.option, sign)
 
     def add_common(self, option: Option, sign: int = 1) -> None:
@@ -144,17 +145,17 @@ class RankCosts:
         self._counted_nbytes = counted_nbytes
         self.penalty += sign * option.penalty
         self.num_sharded += sign * option.exchanges_ids
-        self.num_replicated += sign * (not option.units)
+        self.num_replicated += sign * (not option.groups)
 
     # Fit and time
 
-    def fits(self, unit: Unit, target: int) -> bool:
-        """Return whether the ranks of a target have enough free memory for a unit.
+    def fits(self, group: ShardGroup, target: int) -> bool:
+        """Return whether the ranks of a target have enough free memory for a group.
 
-        The caller must have added the common costs of the unit's option; not checked.
+        The caller must have added the common costs of the group's option; not checked.
         """
-        rank = self.first_rank(unit, target)
-        for _, nbytes in unit.members:
+        rank = self.first_rank(group, target)
+        for _, nbytes in group.loads:
             free_memory = self.free_memory[rank]
             for pool, needed_nbytes in enumerate(nbytes):
                 if (
@@ -209,7 +210,7 @@ class RankCosts:
 
     @property
     def overhead_s(self) -> float:
-        """Return the seconds that do not depend on the batch."""
+        """Return the seconds of a step that do not depend on the batch."""
         costs = self.topology.costs
         exchanges = self._exchanges_s if self.num_sharded else 0.0
         blocks = costs.blocks_s if self.num_cut_by_rows else 0.0
@@ -301,15 +302,15 @@ def _is_better(new: Score, old: Score) -> bool:
     return new.imbalance < old.imbalance * (1 - _TOLERANCE)
 
 
-# Where one table goes
+# Place one table
 
 
 def place(
     rank_costs: RankCosts, option: Option, order: Sequence[int] | None = None
 ) -> PlacedOption | None:
-    """Find a target for every unit of a table: the least loaded ranks or nodes with free memory.
+    """Find a target for every group of a table: the least loaded ranks or nodes with free memory.
 
-    The units of a table go to different ranks or nodes. Returns None if a unit fits nowhere.
+    The groups of a table go to different ranks or nodes. Returns None if a group fits nowhere.
 
     Args:
         rank_costs: costs of the other tables; changed while the function runs, and restored.
@@ -318,32 +319,35 @@ def place(
     """
     targets: list[int] = []
     rank_costs.add_common(option)
-    placed: list[tuple[Unit, int]] = []
-    for unit in option.units:
-        target = _find_target(rank_costs, unit, targets, order)
+    placed: list[tuple[ShardGroup, int]] = []
+    for group in option.groups:
+        target = _find_target(rank_costs, group, targets, order)
         if target is None:
             break
         targets.append(target)
-        placed.append((unit, target))
-        rank_costs.move(unit, target, 1)
-    is_placed = len(targets) == len(option.units) and rank_costs.all_ranks_fit()
-    for unit, target in reversed(placed):
-        rank_costs.move(unit, target, -1)
+        placed.append((group, target))
+        rank_costs.move(group, target, 1)
+    is_placed = len(targets) == len(option.groups) and rank_costs.all_ranks_fit()
+    for group, target in reversed(placed):
+        rank_costs.move(group, target, -1)
     rank_costs.add_common(option, -1)
     return PlacedOption(option, tuple(targets)) if is_placed else None
 
 
 def _find_target(
-    rank_costs: RankCosts, unit: Unit, used_targets: Sequence[int], order: Sequence[int] | None
+    rank_costs: RankCosts,
+    group: ShardGroup,
+    used_targets: Sequence[int],
+    order: Sequence[int] | None,
 ) -> int | None:
     """Return the first target with memory: in `order`, then by seconds; None if none has.
 
-    Targets in `used_targets` are left out. A unit of the domain WORLD gets target 0; its memory is
+    Targets in `used_targets` are left out. A group of the domain WORLD gets target 0; its memory is
     not checked.
     """
-    if unit.domain is Domain.WORLD:
+    if group.domain is Domain.WORLD:
         return 0  # `all_ranks_fit` checks the memory of all ranks at once
-    if unit.domain is Domain.RANK:
+    if group.domain is Domain.RANK:
         rank_seconds = rank_costs.totals
     else:
         local_size = rank_costs.topology.local_world_size
@@ -355,12 +359,12 @@ def _find_target(
     if order is not None:
         candidates = [*order, *candidates]
     for target in candidates:
-        if target not in used_targets and rank_costs.fits(unit, target):
+        if target not in used_targets and rank_costs.fits(group, target):
             return target
     return None
 
 
-# Starts
+# Starting plans
 
 
 def place_greedily(
@@ -516,7 +520,7 @@ def _find_placements(rank_costs: RankCosts, option: Option) -> list[PlacedOption
     if first_placement is None:
         return []
     placements = {first_placement.targets: first_placement}
-    if len(option.units) == 1 and option.units[0].domain is Domain.RANK:
+    if len(option.groups) == 1 and option.groups[0].domain is Domain.RANK:
         ranks = sorted(range(len(rank_costs.totals)), key=rank_costs.totals.__getitem__)[
             :_MAX_RANKS_TRIED
         ]
@@ -524,24 +528,26 @@ def _find_placements(rank_costs: RankCosts, option: Option) -> list[PlacedOption
             ranks.append(min(range(len(seconds)), key=seconds.__getitem__))
         rank_costs.add_common(option)
         for rank in ranks:
-            if (rank,) not in placements and rank_costs.fits(option.units[0], rank):
+            if (rank,) not in placements and rank_costs.fits(option.groups[0], rank):
                 placements[rank,] = PlacedOption(option, (rank,))
         rank_costs.add_common(option, -1)
-    elif option.units and option.units[0].domain is not Domain.WORLD:
+    elif option.groups and option.groups[0].domain is not Domain.WORLD:
         for seconds in rank_costs.seconds:
-            order = _targets_by_load(rank_costs, option.units[0], seconds)
+            order = _targets_by_load(rank_costs, option.groups[0], seconds)
             choice = place(rank_costs, option, order)
             if choice is not None:
                 placements.setdefault(choice.targets, choice)
     return list(placements.values())
 
 
-def _targets_by_load(rank_costs: RankCosts, unit: Unit, seconds: Sequence[float]) -> list[int]:
-    """Return ranks, or nodes for a unit of the domain NODE, in the order of ascending seconds.
+def _targets_by_load(
+    rank_costs: RankCosts, group: ShardGroup, seconds: Sequence[float]
+) -> list[int]:
+    """Return ranks, or nodes for a group of the domain NODE, in the order of ascending seconds.
 
     `seconds` are by rank; a node has the seconds of its slowest rank.
     """
-    if unit.domain is Domain.NODE:
+    if group.domain is Domain.NODE:
         local_size = rank_costs.topology.local_world_size
         seconds = [max(seconds[n : n + local_size]) for n in range(0, len(seconds), local_size)]
     return sorted(range(len(seconds)), key=seconds.__getitem__)
@@ -554,12 +560,12 @@ def _slow_ranks(rank_costs: RankCosts) -> list[int]:
 
 
 def _seconds_on(rank_costs: RankCosts, choice: PlacedOption, rank: int) -> float:
-    """Return the seconds of a table's units on a rank, without its common cost."""
+    """Return the seconds of a table's groups on a rank, without its common cost."""
     total = 0.0
-    for unit, target in zip(choice.option.units, choice.targets, strict=True):
-        member = rank - rank_costs.first_rank(unit, target)
-        if 0 <= member < len(unit.members):
-            total += sum(unit.members[member].seconds)
+    for group, target in zip(choice.option.groups, choice.targets, strict=True):
+        member = rank - rank_costs.first_rank(group, target)
+        if 0 <= member < len(group.loads):
+            total += sum(group.loads[member].seconds)
     return total
 
 
@@ -596,7 +602,7 @@ def _swap_tables(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
     rank_of_table = {
         t: c.targets[0]
         for t, c in enumerate(plan)
-        if len(c.targets) == 1 and c.option.units[0].domain is Domain.RANK
+        if len(c.targets) == 1 and c.option.groups[0].domain is Domain.RANK
     }
     least_loaded = sorted(range(len(rank_costs.totals)), key=rank_costs.totals.__getitem__)[
         :_MAX_RANKS_TRIED
@@ -625,23 +631,23 @@ def _try_swap(plan: Plan, rank_costs: RankCosts, first_table: int, second_table:
     old_score = score(rank_costs)
     first, second = plan[first_table], plan[second_table]
     moves = [
-        (choice.option.units[0], old.targets[0], new.targets[0])
+        (choice.option.groups[0], old.targets[0], new.targets[0])
         for choice, old, new in ((first, first, second), (second, second, first))
     ]
     # The common costs of both tables stay added: `RankCosts.fits` needs them.
-    for unit, old_rank, _ in moves:
-        rank_costs.move(unit, old_rank, -1)
+    for group, old_rank, _ in moves:
+        rank_costs.move(group, old_rank, -1)
     fits = True
-    for unit, _, new_rank in moves:
-        fits = fits and rank_costs.fits(unit, new_rank)
-        rank_costs.move(unit, new_rank, 1)
+    for group, _, new_rank in moves:
+        fits = fits and rank_costs.fits(group, new_rank)
+        rank_costs.move(group, new_rank, 1)
     if fits and _is_better(score(rank_costs), old_score):
         plan[first_table] = PlacedOption(first.option, second.targets)
         plan[second_table] = PlacedOption(second.option, first.targets)
         return True
-    for unit, old_rank, new_rank in moves:
-        rank_costs.move(unit, new_rank, -1)
-        rank_costs.move(unit, old_rank, 1)
+    for group, old_rank, new_rank in moves:
+        rank_costs.move(group, new_rank, -1)
+        rank_costs.move(group, old_rank, 1)
     return False
 
 

@@ -28,14 +28,17 @@ from emblib.specs import OptionEnum, check_count
 
 
 class Scaling(OptionEnum):
-    """Quantity that stays constant as ranks are added: the batch of all (STRONG) or one (WEAK)."""
+    """Quantity that stays constant as ranks are added.
+
+    It is the batch of all ranks together (STRONG) or the batch per rank (WEAK).
+    """
 
     STRONG = "strong"
     WEAK = "weak"
 
 
 class SimulatedWorld(NamedTuple):
-    """A predicted world: its ranks, the examples per rank, and the prediction of a step."""
+    """A predicted world: number of ranks, examples per rank, and the prediction of a step."""
 
     world_size: int
     batch_size: int
@@ -43,7 +46,7 @@ class SimulatedWorld(NamedTuple):
 
     @property
     def examples_per_s(self) -> float:
-        """Return the examples per second of all ranks, without the dense part."""
+        """Return the examples of all ranks per second, for steps without the dense part."""
         return self.world_size * self.batch_size / self.prediction.step_s
 
 
@@ -66,12 +69,13 @@ def simulate(
         world_sizes: numbers of ranks, one per prediction.
         scaling: quantity that stays constant: WEAK keeps the examples per rank, STRONG those of all
             ranks; so for tables with a `batch_size` of their own too.
-        sharding: sharding type of all tables; None lets the planner choose.
+        sharding: sharding type of all tables; None lets the planner choose. CUSTOM is refused.
         optimizer: optimizer of tables whose configuration has none, as for `Planner.plan`.
 
     Raises:
-        ValueError: ranks do not fill whole nodes, or, with STRONG, do not divide a batch; or an
-            argument is wrong, see `Planner.plan`.
+        TypeError: see `Planner.plan`.
+        ValueError: ranks do not fill whole nodes; with STRONG, they do not divide a batch; a table
+            cannot have the type `sharding`; or see `Planner.plan`.
         PlanError: the tables do not fit.
     """
     return [
@@ -88,7 +92,7 @@ def _simulate_world(
     sharding: ShardingType | None,
     optimizer: Optimizer | None,
 ) -> SimulatedWorld:
-    """Plan the model for one world size; return the prediction with its batch size."""
+    """Plan the model for one world size, and return the prediction; arguments as `simulate`."""
     topology = planner.topology.of_size(world_size)
     batch_size, constraints = planner.batch_size, dict(planner.constraints)
     if scaling is Scaling.STRONG:
@@ -127,14 +131,14 @@ def _divide_batch(batch_size: int, old_size: int, new_size: int) -> int:
     global_batch = batch_size * old_size
     if global_batch % new_size:
         raise ValueError(
-            f"{new_size} ranks must divide the global batch = {global_batch}; choose "
-            "others, or Scaling.WEAK"
+            f"the number of ranks must divide the global batch = {global_batch}, got {new_size}; "
+            "choose another, or Scaling.WEAK"
         )
     return global_batch // new_size
 
 
 def format_simulated(simulated: Sequence[SimulatedWorld]) -> str:
-    """Format worlds as lines: ranks, examples per rank, predicted step, exchange, and rate."""
+    """Format predicted worlds as a table with one line per world."""
     rows = [("ranks", "examples/rank", "step ms", "exchange ms", "examples/s")]
     for world in simulated:
         rows.append(
@@ -178,21 +182,23 @@ def compare(
 ) -> list[PlanTiming]:
     """Measure steps of a model's collections under plans, and predict them.
 
-    A collective: all ranks call it with the same arguments, and get the same results. It
-    copies and shards `module` once per plan, and keeps all copies until it returns.
+    A collective: all ranks call it with the same arguments, and get the same results. It copies and
+    shards `module` once per plan, and keeps all copies until it returns. A step looks up one batch
+    of random ids in every collection and runs backward; the dense part of the model does not run.
 
     Args:
         planner: planner with the constants of this machine.
-        module: model whose collections are measured, with their own optimizers; it stays as it is.
-        plans: plans by the names of their results.
+        module: model whose collections are measured, with their own optimizers; not changed.
+        plans: plans by name; the results have these names.
         ranks: the ranks that measure.
         rounds: number of measured rounds, after two rounds of warm-up; each round runs one step
             of every plan in turn.
         seed: seed of the ids; each rank adds its rank number.
 
     Raises:
-        TypeError: `rounds` is not an int.
-        ValueError: `rounds` is below 1, or a plan does not fit the model, see `shard`.
+        TypeError: `rounds` is not an int, or a plan is not a `ShardingPlan`.
+        ValueError: `rounds` is below 1, a plan does not fit the model (see `shard`), or `ranks` are
+            not the world of the planner.
     """
     check_count("rounds", rounds)
     steps = {}
@@ -210,25 +216,25 @@ def compare(
     ]
 
 
-def rank_correlation(points: Sequence[PlanTiming]) -> float:
-    """Return Spearman's rank correlation of predictions with measurements, -1 to 1.
+def rank_correlation(timings: Sequence[PlanTiming]) -> float:
+    """Return Spearman's rank correlation of predicted with measured seconds, -1 to 1.
 
     Raises:
-        statistics.StatisticsError: there are fewer than two points, or all predictions or all
+        statistics.StatisticsError: there are fewer than two timings, or all predictions or all
             measurements are equal.
     """
-    predicted = _mean_ranks([point.predicted_s for point in points])
-    measured = _mean_ranks([point.measured_s for point in points])
+    predicted = _mean_ranks([timing.predicted_s for timing in timings])
+    measured = _mean_ranks([timing.measured_s for timing in timings])
     return statistics.correlation(predicted, measured)
 
 
 def draw_batch(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
     """Draw a batch of uniform ids for the tables of one collection, sized by their workloads.
 
-    There must be at least one workload. The tensors are on the CPU. The ids of a feature of several
-    tables are valid in all of these tables. Weights are ones; the batch has none if no workload is
-    weighted. If batch sizes differ, the examples of the largest share the bags of the other
-    features, by `inverse_indices`.
+    There must be at least one workload. The tensors are on the CPU: int64 ids and lengths, float32
+    weights. A feature of several tables gets ids that are valid in all of them. Weights are ones;
+    the batch has none if no workload is weighted. The batch has as many examples as the largest
+    workload; in features of smaller ones several examples share a bag, by `inverse_indices`.
     """
     generator = torch.Generator().manual_seed(seed)
     min_rows: dict[str, int] = {}  # of the tables that a feature reads
@@ -273,7 +279,7 @@ def _draw_lengths(mean: float, batch_size: int, generator: torch.Generator) -> T
 
 
 class _CollectionStep(NamedTuple):
-    """A sharded collection with its batch and the gradients of its outputs: a part of a step."""
+    """The part of a step for one sharded collection: its batch, and gradients of its outputs."""
 
     collection: Any
     batch: KeyedJaggedTensor
@@ -283,7 +289,7 @@ class _CollectionStep(NamedTuple):
 def _prepare_steps(
     planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: RankGroup, seed: int
 ) -> list[_CollectionStep]:
-    """Shard the model, and draw a batch and gradients for each of its collections."""
+    """Shard a copy of the model; draw a batch and gradients for each of its collections."""
     table_workloads = workloads_of(module, planner.batch_size, planner.constraints)
     workloads = [reader for workload in table_workloads for reader in workload.by_reader]
     sharded = shard(copy.deepcopy(module), plan, ranks)

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: ranks, nodes, memory and costs."""
+"""The machine that a plan is for: its ranks and nodes, their memory, and the costs of work."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from emblib.storage import MemoryBytes
 def refuse_old_names(new_names: Mapping[str, str]) -> Callable[[Any, str], Any]:
     """Return a `__getattr__` that raises AttributeError, with the new name of a renamed attribute.
 
-    `new_names` are the new names by old name.
+    `new_names` has the new name of each renamed attribute.
     """
 
     def refuse(instance: Any, name: str) -> Any:
@@ -31,12 +31,12 @@ def refuse_old_names(new_names: Mapping[str, str]) -> Callable[[Any, str], Any]:
 class MemoryNeed(NamedTuple):
     """Bytes that a rank needs: device memory at the two peaks of a step, host memory and disk.
 
-    The bytes are whole numbers, so that sums are exact. The search refers to fields by number, in
-    this order.
+    The bytes are whole numbers, as floats, so that sums are exact. The search refers to fields by
+    number, in this order.
 
     Attributes:
-        combining: device memory while returned rows are combined into the output.
-        updating: device memory when gradients have been sent and rows are updated.
+        combining: device memory in forward, while returned rows are combined into the output.
+        updating: device memory in backward, while rows are updated.
         host: host memory behind a GPU; the memory of a CPU counts as device memory.
         disk: disk.
     """
@@ -58,7 +58,7 @@ class MemoryNeed(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks, their memory, and the constants of the cost model.
+    """The machine that a plan is for: ranks, their memory, and the constants of the cost model.
 
     Args:
         world_size: number of ranks.
@@ -153,10 +153,15 @@ class Topology:
     def of_size(self, world_size: int, local_world_size: int | None = None) -> "Topology":
         """Return the topology of another number of ranks on machines like these.
 
-        By default nodes keep their size; a world smaller than a node is one node. If ranks differ
-        in memory, every new rank has the least of them.
+        If ranks differ in memory, every new rank has the smallest memory.
+
+        Args:
+            world_size: number of ranks.
+            local_world_size: ranks per node; None or 0 keeps the size of nodes, but a world that is
+                smaller than a node is one node.
 
         Raises:
+            TypeError: a number is not an int.
             ValueError: the ranks do not fill whole nodes, or a number is below 1.
         """
         local_size = local_world_size or min(self.local_world_size, world_size)
@@ -172,7 +177,7 @@ class Topology:
         device: str | None = None,
         calibration: Calibration | None = None,
     ) -> "Topology":
-        """Describe this machine, and assume that the machines of other ranks are equal.
+        """Describe this machine; all ranks are assumed to have machines like it.
 
         The memory of a rank is the memory of the current GPU. On a CPU it is the memory of the
         host, or the limit of its container, divided by the ranks per node. Ranks on a CPU compute
@@ -187,7 +192,8 @@ class Topology:
 
         Raises:
             TypeError, ValueError: see the class.
-            RuntimeError, AssertionError: the device is "cuda", and torch finds no GPU.
+            RuntimeError: the device is "cuda", and torch finds no GPU.
+            AssertionError: the device is "cuda", and torch is built without CUDA.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,11 @@
-"""The planner's view of a model: its tables, and how much each is looked up."""
+"""The planner's input: the tables of a model, their lookups per step, and limits on their plan.
+
+Users write `TableConstraints` and a `Reservation`; `workloads_of` makes a `TableWorkload` of each
+table of a model.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +29,7 @@ class TableConstraints:
         sharding_types: allowed types; by default all that change no result (see `docs/planner.md`).
         storages: storages that the table may have if no plan fits with its configured storage:
             `TensorTrain(...)` or `Dense(Placement....)`, in order of preference; none by default.
-        pooling_factor: mean ids per bag; one number, or one per feature.
+        pooling_factor: mean number of ids per bag; one number, or one per feature of the table.
         batch_size: examples per rank; None for the `batch_size` of the planner.
         min_partition: minimum number of columns of a column shard.
 
@@ -52,7 +56,7 @@ class TableConstraints:
                 )
             types = tuple(ShardingType(t) for t in self.sharding_types)
             if not types:
-                raise ValueError("sharding_types must name one at least; leave it out for any")
+                raise ValueError("sharding_types must have at least one type; None allows any")
             object.__setattr__(self, "sharding_types", types)
         storages = self.storages
         storages = (storages,) if isinstance(storages, Storage) else tuple(storages)
@@ -105,7 +109,7 @@ class TableWorkload:
 
     @property
     def name(self) -> str:
-        """Return the table's name, with the path of its collection if any."""
+        """Return the table's name after the path of its collection: `path.name`, or `name`."""
         return f"{self.path}.{self.config.name}" if self.path else self.config.name
 
     @property
@@ -152,10 +156,14 @@ class Reservation:
             raise ValueError(f"dense_copies must be finite and >= 0, got {self.dense_copies}")
 
     def left(self, capacity: MemoryBytes, dense_bytes: int) -> MemoryBytes:
-        """Return the memory of a rank for tables and batches: its `capacity` less the reservation.
+        """Return the memory that is left for tables and batches on a rank, in bytes.
 
-        Device memory is negative in the result if the reservation is larger. Of host memory and
-        disk only `share` is reserved. `dense_bytes` is the size of the dense parameters.
+        Of host memory and disk only `share` is reserved. Device memory is negative if more is
+        reserved than the rank has.
+
+        Args:
+            capacity: memory of the rank.
+            dense_bytes: bytes of the dense parameters.
         """
         memory = capacity.times(1.0 - self.share)
         return memory._replace(device=memory.device - self.nbytes - self.dense_copies * dense_bytes)
@@ -177,10 +185,11 @@ def workloads_of(
         batch_size: examples per rank, for tables whose constraints have no `batch_size`.
         constraints: constraints by table name or by `path.name`. If a table has both, those by
             `path.name` are used.
-        optimizer: optimizer of tables whose configuration has none; None for that of their
+        optimizer: optimizer of tables whose configuration has none; None is the optimizer of their
             collection.
 
     Raises:
+        TypeError: `module` is not a module, or `optimizer` is not an emblib optimizer.
         ValueError: the model has no collections with tables; constraints name an unknown table;
             constraints of a shared table allow another storage than `Dense`, or have other
             `sharding_types`, `storages` or `min_partition` in another collection; a
@@ -229,9 +238,10 @@ def workloads_of(
 
 
 def _check_shared(workload: TableWorkload, first_reader: TableWorkload) -> None:
-    """Raise ValueError for constraints of a shared table that do not fit those of its first reader.
+    """Raise ValueError unless constraints of a shared table fit those of its first reader.
 
-    For the first reader both arguments are the same.
+    `workload` is the table as one collection reads it, `first_reader` as the first collection does;
+    both are the same for the first collection.
     """
     constraints, first_constraints = workload.constraints, first_reader.constraints
     if not all(type(storage) is Dense for storage in constraints.storages):
@@ -277,8 +287,13 @@ def _workload_of(
     )
 
 
+def any_is_weighted(workloads: Iterable[TableWorkload]) -> bool:
+    """Return whether any collection that reads one of the tables sends weights with its ids."""
+    return any(reader.is_weighted for workload in workloads for reader in workload.by_reader)
+
+
 def dense_bytes(module: nn.Module) -> int:
-    """Return the bytes of parameters and buffers outside collections."""
+    """Return the bytes of the parameters and buffers of a model outside its collections."""
     tensors_of_tables = {
         id(t) for c in collections_of(module).values() for t in (*c.parameters(), *c.buffers())
     }
