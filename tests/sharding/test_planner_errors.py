@@ -304,7 +304,7 @@ def test_wrong_arguments() -> None:
         Planner(Topology(2), 16, {"t": {"pooling_factor": 2.0}})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="constraints must be a dict"):
         Planner(Topology(2), 16, [TableConstraints()])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="reservation must be None or a Reservation.*got 0.2"):
+    with pytest.raises(TypeError, match=r"reservation must be None or a Reservation.*got 0.2"):
         Planner(Topology(2), 4, reservation=0.2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got 'fp16'"):
         Planner(Topology(2), 4, comm_precision="fp16")  # type: ignore[arg-type]
