@@ -163,13 +163,13 @@ def _name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _RowCosts:
-    """Nanoseconds of a step in a table.
+    """Nanoseconds of the parts of a step in a table.
 
     Attributes:
-        id_ns: per looked-up id.
-        bag_ns: per bag.
-        update_ns: per updated id.
-        gradient_ns: per gradient of a bag.
+        id_ns: nanoseconds to look up one id.
+        bag_ns: nanoseconds to write the pooled row of one bag.
+        update_ns: nanoseconds to update the row of one id.
+        gradient_ns: nanoseconds to read the gradient of one bag.
     """
 
     id_ns: float
