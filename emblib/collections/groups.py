@@ -260,7 +260,7 @@ class TableGroups(nn.Module):
         ]
         self.active = [slice_group for slice_group in self.groups if slice_group.units]
         self.has_one_module = len(self.active) == 1
-        self._views = parameters.registered(
+        self._views = parameters.registered_parameters(
             module for _, handle in self.unshared_handles() for module in handle.checked_modules()
         )
         # `self._only_module = ...` would make it a child of this module.

@@ -166,7 +166,7 @@ class TableCollection(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Check the state dict entries of all tables, before the first one is written."""
-        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+        if not state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1]):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     # Batches

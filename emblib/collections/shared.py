@@ -496,7 +496,7 @@ class SharedHandle(DenseHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         *_, missing_keys, _, errors = arguments
-        if state_dicts.refuses(self, state_dict, prefix, errors):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         key = f"{prefix}weight"
         if self.entry.claim_load(key, state_dict.get(key), missing_keys, errors):

@@ -232,7 +232,7 @@ class _ExactCounters(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         missing_names, unexpected = arguments[2], arguments[3]
@@ -369,7 +369,7 @@ class _Sketches(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         name, (unexpected, errors) = prefix + HASH_KEYS, arguments[3:]
-        if state_dicts.refuses(self, state_dict, prefix, errors):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         hash_keys = self.layout[:-1, _SketchColumn.HASH_KEY]
         saved = state_dict.get(name, torch.zeros_like(hash_keys))

@@ -67,7 +67,7 @@ from emblib.tables.batches import (
     lay_out_bags,
 )
 from emblib.tables.graph_break import run_uncompiled
-from emblib.tables.recomputation import running_forward
+from emblib.tables.recomputation import checkpointed_forward
 from emblib.tables.tt import join_blocks
 
 _ops = torch.ops.emblib
@@ -339,9 +339,9 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         Raises:
             RuntimeError: see `forward`: a repetition after a change, or a captured lookup.
         """
-        running = running_forward(training=self.training)
+        running = checkpointed_forward(training=self.training)
         if running is not None and running.is_recomputation:
-            self._check_choice(running.noted(self))
+            self._check_choice(running.recall(self))
             return False
         with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
         is_counted = self.training and with_grad
@@ -375,7 +375,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             return skips_rows
         skips_rows = skips_rows and updates_in_backward(self.optimizer)
         is_frozen = self.trains.is_frozen or self.rows.is_frozen
-        if not skips_rows or is_frozen or self.trains.untrained or self.rows.untrained:
+        if not skips_rows or is_frozen or self.trains.frozen_tables or self.rows.frozen_tables:
             self._count_skipped_steps()
             return False
         if self._step_offset is None:
@@ -492,7 +492,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def _populate_due_tables(self) -> None:
         """Choose rows of the tables with `every` lookups since their choice, except frozen ones."""
         period = self.cache.every or math.inf
-        frozen = self.trains.untrained
+        frozen = self.trains.frozen_tables
         due_tables = [
             t for t, since in enumerate(self._lookups_since) if since >= period and t not in frozen
         ]
@@ -554,7 +554,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         keys_after[free_rows] = new_keys
         ids = new_keys - self._first_keys[table]
         new_rows = tt_projection.rows(self.tables[table], cores, ids) if len(new_keys) else None
-        self.rows.settle()  # `overwriting` would drop newer rows in the row cache
+        self.rows.flush_and_empty()  # `overwriting` would drop newer rows in the row cache
         if new_rows is not None:
             for name, view in self.rows.table_views()[table].items():
                 device_rows = free_rows.to(view.device)
@@ -722,7 +722,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         problems = [*stored.problems(state_dict, prefix)]
         if not problems:
             state_dict.update(stored.resized(state_dict, prefix))
-        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1], problems):
+        if not state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1], problems):
             self._invalidate_choice()
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 

@@ -195,7 +195,7 @@ class EvictionScores(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         is_set = self.is_set.tolist()
@@ -470,7 +470,7 @@ class Expiry(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+        if not state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1]):
             self.times = self.times.clone()
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 

@@ -593,7 +593,7 @@ class HashTable(SentAsCopy, nn.Module):
         If there are too few slots, the keys that would be evicted last are loaded, and a warning
         counts the others.
         """
-        if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1]):
             return
         missing_names, unexpected = arguments[2:4]
         names = [prefix + name for name in (*TableRows._fields, "tick")]

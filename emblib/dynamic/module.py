@@ -349,7 +349,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         calls, state = self._calls, self.state
         if calls is None or not calls.matches(self):
             calls = self._prepare_calls()
-        is_frozen = self._frozen or self._untrained
+        is_frozen = self._frozen or self._frozen_tables
         if is_frozen or not calls.can_insert(state, ids, offsets, sample_weights):
             return None
         ids = ids.contiguous()
@@ -438,14 +438,15 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         is_replicated = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
         if is_replicated and self._updates_in_backward:
             check_not_replicated(self.features)
-        running = recomputation.running_forward(training=self.training)
+        running = recomputation.checkpointed_forward(training=self.training)
         if self._frozen or not self._trains(running):
             return self._look_up_untrained(keys, batch, sample_weights, calls)
-        if self._untrained:
+        if self._frozen_tables:
             raise RuntimeError(
                 f"of the dynamic tables {self.table_names}, which are one kernel, "
-                f"{[self.table_names[t] for t in sorted(self._untrained)]} are frozen: a training "
-                "forward inserts the keys of all; freeze all of them, or look up in evaluation mode"
+                f"{[self.table_names[t] for t in sorted(self._frozen_tables)]} are frozen: a "
+                "training forward inserts the keys of all; freeze all of them, or look up in "
+                "evaluation mode"
             )
         if is_replicated:
             training.check_replicas(self.state.index.tags, self.weights)
@@ -483,7 +484,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         self._calls = KeyedCalls(self, self._tiers(), insertion)
         return self._calls
 
-    def _trains(self, running: recomputation.RunningForward | None) -> bool:
+    def _trains(self, running: recomputation.CheckpointedForward | None) -> bool:
         """Return whether a lookup inserts keys: in training mode with gradients enabled.
 
         A checkpointed region that trains counts as enabled. If backward leaves gradients, the
@@ -581,7 +582,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, *arguments)
         _, _, missing_names, unexpected, errors = arguments
-        if not state_dicts.refuses(self, state_dict, prefix, errors):
+        if not state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             checkpoint.read_state(self.state, state_dict, prefix, missing_names, unexpected)
 
     @property

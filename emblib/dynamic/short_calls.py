@@ -94,7 +94,7 @@ class KeyedCalls:
             and (offsets.numel() - 1) % self._num_features == 0
             and can_serve_inputs(self._weights.device, ids, offsets, sample_weights)
             and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
-            and recomputation.running_forward() is None
+            and recomputation.checkpointed_forward() is None
             and not autograd.is_for_update()
             and can_insert_in_one_op(state)
         )

@@ -51,12 +51,12 @@ from emblib.tables.parameters import (
     loses_values,
     version_of,
 )
-from emblib.tables.recomputation import RunningForward
+from emblib.tables.recomputation import CheckpointedForward
 
 
 @without_gradients
 def insert_or_repeat(
-    state: DynamicState, keys: Keys, counts: Tensor | None, running: RunningForward | None
+    state: DynamicState, keys: Keys, counts: Tensor | None, running: CheckpointedForward | None
 ) -> TrainingUpdate:
     """Insert the keys of a training batch, or find the keys of a forward that backward repeats.
 
@@ -73,7 +73,7 @@ def insert_or_repeat(
         Exception: see `insert_batch`.
     """
     if running is not None and running.is_recomputation:
-        return TrainingUpdate.of_repetition(running.noted(state), keys)
+        return TrainingUpdate.of_repetition(running.recall(state), keys)
     inserted = insert_batch(state, keys, counts)
     reads = state.row_initializer.reads_of_inserted(keys, inserted)
     slots = inserted.slots

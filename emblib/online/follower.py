@@ -21,7 +21,7 @@ from emblib.online.records import LogError, Record, RecordKind, TableChange, dec
 from emblib.online.served import ServedTable, concatenate, join_columns, served_tables
 from emblib.online.sinks import Sink, check_sink
 from emblib.specs import check_count
-from emblib.tables.locks import ModuleLock, call_in_forks
+from emblib.tables.locks import ModuleLock, register_after_fork
 
 # The maximum number of records that one poll reads. A log that is not behind another log reads no
 # more records while as many are pending.
@@ -443,7 +443,7 @@ class ReaderLock:
         self._gate = ModuleLock()  # held by the writer, and by a reader that is about to enter
         self._reader_locks: weakref.WeakSet[ModuleLock] = weakref.WeakSet()
         self._thread_state = threading.local()
-        call_in_forks(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
         """Forget the readers of other threads, which a forked process does not have."""

@@ -177,7 +177,7 @@ class FloatRows:
         def write() -> None:
             module: TableBatchedEmbeddingBags = table.module
             begin, end = change.first_column, change.first_column + change.weight.size(1)
-            module.settle()
+            module.flush_and_empty()
             views = module.table_views()[table.number]
             for name, rows in change.rows().items():
                 if name in views:

@@ -24,7 +24,7 @@ from emblib.sharding.input_dist import IncomingBatch
 from emblib.sharding.input_messages import InputRequest, start_input_dists
 from emblib.sharding.output_dist import OutputStep, start_output_dists
 from emblib.sharding.ranks import RankGroup
-from emblib.tables.recomputation import running_forward
+from emblib.tables.recomputation import checkpointed_forward
 
 
 class Inputs(NamedTuple):
@@ -86,9 +86,9 @@ def look_up(module: ShardedModule, features: Any) -> LazyAwaitable[Any]:
 
     A forward that backward repeats uses the batch that was sent ahead for the first one.
     """
-    running = running_forward(training=module.training)
+    running = checkpointed_forward(training=module.training)
     if running is not None and running.is_recomputation:
-        received = running.noted(module)
+        received = running.recall(module)
         if received is not None:
             return module.compute_and_output_dist(received)
     elif module.sent_ahead is not None:
@@ -102,7 +102,7 @@ def look_up(module: ShardedModule, features: Any) -> LazyAwaitable[Any]:
 
 def is_checkpointed(module: ShardedModule) -> bool:
     """Return whether the running forward of a collection is in a checkpointed region."""
-    return running_forward(training=module.training) is not None
+    return checkpointed_forward(training=module.training) is not None
 
 
 def look_up_separately(module: ShardedModule, received: Any) -> LazyAwaitable[Any]:
@@ -110,7 +110,7 @@ def look_up_separately(module: ShardedModule, received: Any) -> LazyAwaitable[An
 
     In a checkpointed region the batch is noted for the forward that backward repeats.
     """
-    running = running_forward(training=module.training)
+    running = checkpointed_forward(training=module.training)
     if running is not None:
         running.note(module, received)
     return module.compute_and_output_dist(received)

@@ -11,7 +11,7 @@ from emblib.collections.optimizers.gradient_norms import GradientShare
 from emblib.sharding.all_to_all import start_all_gather
 from emblib.sharding.ranks import RankGroup
 from emblib.storage import TableHandle
-from emblib.tables.parameters import Registered, check_registered, refuse_replacement
+from emblib.tables.parameters import RegisteredParameter, check_registered, refuse_replacement
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ShardParameters(nn.Module):
 
         The message tells the user to write into the parameter instead.
         """
-        check_registered(Registered(self, *entry) for entry in self._registered.items())
+        check_registered(RegisteredParameter(self, *entry) for entry in self._registered.items())
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_parameters", {}) and isinstance(value, nn.Parameter):

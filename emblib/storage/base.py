@@ -509,20 +509,21 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     return result
 
 
-Registered = TypeVar("Registered", bound=type[Storage])
+StorageClass = TypeVar("StorageClass", bound=type[Storage])
 _registry: dict[str, type[Storage]] = {}
 
 
-def register(storage: Registered) -> Registered:
+def register(storage: StorageClass) -> StorageClass:
     """Register a class of storage under its `plan_name`, and return it; usable as a decorator.
 
     Raises:
         ValueError: another kind has this name.
     """
-    registered = _registry.setdefault(storage.plan_name, storage)
-    if registered is not storage:
+    known_storage = _registry.setdefault(storage.plan_name, storage)
+    if known_storage is not storage:
         raise ValueError(
-            f"{storage.__name__}.plan_name {storage.plan_name!r} is that of {registered.__name__}"
+            f"{storage.__name__}.plan_name {storage.plan_name!r} is that of "
+            f"{known_storage.__name__}"
         )
     return storage
 

@@ -338,7 +338,7 @@ def views(module: Any) -> list[dict[str, Tensor]]:
 
     The row cache on the device, if there is one, is flushed and emptied first.
     """
-    module.rows.settle()
+    module.rows.flush_and_empty()
     views_of_rows = module.rows.table_views()
     return [
         {
@@ -473,7 +473,7 @@ class CachedTTHandle(TTHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         cache_prefix = f"{prefix}cache."
-        if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if f"{prefix}cores.0" in state_dict and f"{cache_prefix}keys" not in state_dict:
@@ -575,7 +575,7 @@ class StoredRowsHandle(DenseHandle):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Load stored rows: at their positions if the sizes agree, else into the first rows."""
         _, _, missing_keys, unexpected, errors = arguments
-        if state_dicts.refuses(self, state_dict, prefix, errors):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         if self._refuses_load_on_meta(state_dict, prefix, errors) or not has_cache(self._train):
             missing_keys.append(f"{prefix}keys")
@@ -592,7 +592,7 @@ class StoredRowsHandle(DenseHandle):
         """Replace the stored rows by saved ones."""
         bags: CachedTTModule = self._train
         ids = saved["keys"]
-        bags.rows.settle()
+        bags.rows.flush_and_empty()
         with bags.rows.overwriting():
             tensors = self._tensors()
             capacity = len(tensors["weight"])
@@ -652,7 +652,7 @@ class CountsHandle(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Replace the counts of the table if all entries are there; do nothing on meta."""
         _, _, missing_keys, unexpected, errors = arguments
-        if state_dicts.refuses(self, state_dict, prefix, errors):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         module, index = self._module_and_index
         saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}

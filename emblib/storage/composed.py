@@ -415,7 +415,7 @@ class ComposedModule(ComposedLookup):
 
         A row cache is flushed and emptied first.
         """
-        self.dense.settle()
+        self.dense.flush_and_empty()
         table_views = self.dense.table_views()
         return [
             {

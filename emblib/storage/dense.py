@@ -141,7 +141,7 @@ class Dense(Storage):
 
     def views(self, module: Any) -> list[dict[str, Tensor]]:
         """Return `weight` and the optimizer states of each table; flushes and empties caches."""
-        module.settle()
+        module.flush_and_empty()
         views: list[dict[str, Tensor]] = module.table_views()
         return views
 
@@ -232,10 +232,13 @@ class Dense(Storage):
 
 
 def cached_rows(storage: Dense, rows: int) -> int:
-    """Return the number of rows in a cache that only one table uses, a multiple of 32."""
+    """Return the number of rows in a cache that only one table uses, a multiple of 32.
+
+    The number of sets is that of `row_cache.number_of_sets`, if the memory is not the limit.
+    """
     cache = storage.cache or CacheConfig()
-    sets = max(cache.sets or math.ceil(cache.load_factor * rows / WAYS), 1)
-    return sets * WAYS
+    sets = cache.sets or math.ceil(cache.load_factor * rows / WAYS)
+    return max(min(sets, rows), 1) * WAYS
 
 
 def view_name(parameter: str, state: str) -> str:
@@ -338,7 +341,7 @@ class DenseModule(TableBatchedEmbeddingBags):
     def commit(self) -> None:
         """Commit writes to the views, if the tables are on disk.
 
-        The caller must have called `settle`: rows that are in the cache are dropped, not written.
+        The caller must have called `flush_and_empty`; rows that are in the cache would be lost.
         """
         with self.overwriting():
             pass
@@ -374,7 +377,7 @@ class DenseHandle(TableHandle):
 
     def is_trained(self, name: str) -> bool:
         """Return whether the table of a parameter is trained; False if it is frozen."""
-        return self._tables[name] not in self.module.untrained
+        return self._tables[name] not in self.module.frozen_tables
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table of a parameter, with any optimizer."""
@@ -398,12 +401,12 @@ class DenseHandle(TableHandle):
                 f"table {self.name!r} is on disk, where writes are committed: load a state dict "
                 "instead of writing its parameter"
             )
-        self.module.settle()
+        self.module.flush_and_empty()
 
     def views(self) -> dict[str, Tensor]:
         """Return views of parameters and optimizer states; flushes and empties the cache first."""
         module: DenseModule = self.module
-        module.settle()
+        module.flush_and_empty()
         return {
             parameter if name == "weight" else view_name(parameter, name): view
             for parameter, number in self._tables.items()
@@ -438,13 +441,13 @@ class DenseHandle(TableHandle):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         metadata, *other_arguments = arguments
         module: DenseModule = self.module
-        if state_dicts.refuses(self, state_dict, prefix, other_arguments[-1]):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, other_arguments[-1]):
             return
         if self._refuses_load_on_meta(state_dict, prefix, other_arguments[-1]):
             return
         # The parameter stays the view that it is, whatever load_state_dict(assign=...) asks for.
         metadata = {k: v for k, v in metadata.items() if k != state_dicts.ASSIGN}
-        module.settle()
+        module.flush_and_empty()
         with module.overwriting(), torch._C.DisableTorchFunctionSubclass():
             super()._load_from_state_dict(state_dict, prefix, metadata, *other_arguments)
 

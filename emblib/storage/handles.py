@@ -78,7 +78,7 @@ class TableHandle(nn.Module):
 
         `name` is the name of a parameter; a handle with several tables selects by it.
         """
-        return self.index not in getattr(self.module, "_untrained", ())
+        return self.index not in getattr(self.module, "_frozen_tables", ())
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table, from the next forward on.

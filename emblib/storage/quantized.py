@@ -235,7 +235,7 @@ class QuantizedHandle(TableHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         _, _, missing_keys, unexpected_keys, errors = arguments
-        if state_dicts.refuses(self, state_dict, prefix, errors):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         if self._refuses_load_on_meta(state_dict, prefix, errors):
             return

@@ -182,7 +182,7 @@ class TTHandle(TableHandle):
         unexpected, errors = arguments[-2:]
         problems: list[str] = []
         self._refuses_load_on_meta(state_dict, prefix, problems)
-        if state_dicts.refuses(self, state_dict, prefix, errors, problems):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, errors, problems):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if f"{prefix}{layout_entry.NAME}" in unexpected:

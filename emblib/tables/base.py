@@ -94,8 +94,8 @@ class FusedTables(nn.Module):
     _layout: list[tuple[int, ...]]  # the values of `features`
     _frozen: bool = False
     """Whether all tables are frozen: nothing is updated, and no step is counted."""
-    _untrained: frozenset[int] = frozenset()
-    """See `untrained`."""
+    _frozen_tables: frozenset[int] = frozenset()
+    """See `frozen_tables`."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class FusedTables(nn.Module):
     def _check_in_place(self, weights: Iterable[Any]) -> None:
         """Raise RuntimeError where a wrapper has replaced or replicated the memory of tables."""
         parameters.check_not_replicated(self.features)
-        if parameters.are_replaced(weights):
+        if parameters.has_replaced(weights):
             raise RuntimeError(
                 "the weights of a table with a fused optimizer were replaced, as fully_shard does: "
                 "updates would go to a copy. Use emblib.sharding.DistributedModelParallel, with "
@@ -399,17 +399,17 @@ class FusedTables(nn.Module):
 
     def set_table_trained(self, table: int, *, trained: bool) -> None:
         """Train a table from the next forward on, or freeze it."""
-        untrained = self._untrained - {table}
-        self._untrained = untrained if trained else untrained | {table}
-        self._frozen = len(self._untrained) == len(self.tables)
+        frozen_tables = self._frozen_tables - {table}
+        self._frozen_tables = frozen_tables if trained else frozen_tables | {table}
+        self._frozen = len(self._frozen_tables) == len(self.tables)
 
     @property
-    def untrained(self) -> frozenset[int]:
+    def frozen_tables(self) -> frozenset[int]:
         """Return the numbers of frozen tables, in modules that freeze tables one by one.
 
         Empty in a module whose tables share one parameter: `is_frozen` tells whether they train.
         """
-        return self._untrained
+        return self._frozen_tables
 
     @property
     def is_frozen(self) -> bool:
@@ -473,7 +473,7 @@ class FusedTables(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1]):
             return
         hyperparams = state_dict.get(f"{prefix}hyper")
         if isinstance(hyperparams, Tensor) and hyperparams.shape == self.hyperparams.shape:

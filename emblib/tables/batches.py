@@ -20,9 +20,9 @@ from emblib.ops.one_call import c_function
 from emblib.specs import BoundsCheck, Pooling
 from emblib.tables.bounds_report import (
     BOUNDS_MESSAGE,
-    first_violation,
-    named_violation,
-    negative_length,
+    describe_first_violation,
+    error_with_names,
+    negative_length_error,
     report_of,
 )
 from emblib.tables.parameters import caller_level
@@ -181,7 +181,7 @@ def _check_or_raise(module: BoundsCheckedModule, batch: _Batch) -> Tensor:
     try:
         return tbe.check_bounds(*batch, codes.BOUNDS_CHECK[BoundsCheck.FATAL.value])[0]
     except RuntimeError as error:
-        raise named_violation(module, error, batch.offsets, batch.bag_layout) from None
+        raise error_with_names(module, error, batch.offsets, batch.bag_layout) from None
 
 
 def _count_violations(
@@ -203,12 +203,12 @@ def _count_violations(
         return
     num_indices, num_offsets = violations.tolist()
     if num_offsets:
-        negative = negative_length(module, batch.offsets, batch.bag_layout)
+        negative = negative_length_error(module, batch.offsets, batch.bag_layout)
         if negative is not None:
             raise negative
     if (num_indices or num_offsets) and not is_recomputation():
         module.bounds_violations.add_(violations)
-        location = first_violation(
+        location = describe_first_violation(
             module, batch.indices, repaired, batch.features, batch.bag_layout
         )
         text = message.format(indices=num_indices, offsets=num_offsets, where=location)

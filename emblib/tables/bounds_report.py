@@ -1,8 +1,8 @@
 """Report of a bounds check: which index of which feature was invalid.
 
-On the CPU `first_violation` names the index at once. On a GPU the check only counts violations in
-device memory. Every few checks `BoundsReport` copies the counts to pinned memory. It warns after a
-copy is complete, so a lookup does not make the host wait.
+On the CPU `describe_first_violation` names the index at once. On a GPU the check only counts
+violations, in device memory. Every few checks `BoundsReport` copies the counts to pinned memory. It
+warns after a copy is complete, so a lookup does not make the host wait.
 """
 
 import re
@@ -57,7 +57,7 @@ def is_padded() -> bool:
     return _is_padded.get()
 
 
-def first_violation(
+def describe_first_violation(
     module: object,
     indices: Tensor,
     offsets: Tensor,
@@ -106,15 +106,16 @@ def feature_label(module: Any, feature: int) -> str:
     return f"feature {feature}, table {module.table_names[module.feature_tables[feature]]!r}"
 
 
-def named_violation(
+def error_with_names(
     module: Any, error: RuntimeError, offsets: Tensor, bag_layout: Tensor | None
 ) -> RuntimeError:
     """Return the error of a check in mode FATAL, with names in place of a feature's number.
 
-    Arguments are those of `first_violation`, except that `offsets` are not repaired.
+    Arguments are those of `describe_first_violation`, but `offsets` are those of the batch, not
+    repaired ones.
     """
     if "not decrease" in str(error):
-        negative = negative_length(module, offsets, bag_layout)
+        negative = negative_length_error(module, offsets, bag_layout)
         if negative is not None:
             return negative
 
@@ -124,12 +125,14 @@ def named_violation(
     return RuntimeError(re.sub(r"indices of feature (\d+)", label, str(error)))
 
 
-def negative_length(module: Any, offsets: Tensor, bag_layout: Tensor | None) -> RuntimeError | None:
+def negative_length_error(
+    module: Any, offsets: Tensor, bag_layout: Tensor | None
+) -> RuntimeError | None:
     """Return an error if offsets on the CPU decrease in a module of a collection; None otherwise.
 
     A bag whose offsets decrease has a negative length. No repair is possible: later bags would get
-    ids of other bags. Arguments are those of `first_violation`, except that `offsets` are not
-    repaired.
+    ids of other bags. Arguments are those of `describe_first_violation`, but `offsets` are those of
+    the batch, not repaired ones.
     """
     lengths = offsets.diff()
     labels: Sequence[str] | None = getattr(module, "feature_labels", None)

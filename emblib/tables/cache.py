@@ -2,8 +2,8 @@
 
 `PrefetchingCache` is the cache of a module with its batches in flight; its `RowCache` has the
 cached rows and the counters. `prefetch`, `look_up` or `start` plans a batch and fetches its rows.
-The batch is then in flight until its update (`InFlight`, the hooks of its autograd graph), which
-releases it.
+The batch is then in flight until its update, which releases it (`BatchInFlight`, the hooks of the
+batch's autograd graph).
 
 The rows of a batch in flight are not evicted, so their slots are stored with the batch. A row for
 which its set has no free way is read in its table. If a later batch assigns a way to the row, the
@@ -46,7 +46,7 @@ from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import version_of
-from emblib.tables.recomputation import RunningForward, running_forward
+from emblib.tables.recomputation import CheckpointedForward, checkpointed_forward
 from emblib.tables.row_cache import PostponedRows, RowCache
 
 
@@ -91,7 +91,7 @@ _SAMPLED_ROWS = 128
 _FETCHES_PER_PROBE = 8  # while a probe finds all pages in memory
 
 
-class _Ticket(weakref.ref["InFlight"]):
+class _Ticket(weakref.ref["BatchInFlight"]):
     """The number of a batch in flight, and the stream of its last lookup.
 
     If the batch's graph is deleted without an update, the callback of this weak reference, which is
@@ -102,7 +102,7 @@ class _Ticket(weakref.ref["InFlight"]):
     stream: torch.cuda.Stream | None = None
 
 
-class InFlight:
+class BatchInFlight:
     """A batch between its prefetch and the end of its update: the `hooks` of its autograd graph.
 
     The caller of every method holds `lock`, the lock of the module.
@@ -114,16 +114,19 @@ class InFlight:
         self.ticket: _Ticket | None = None
         self.prefetch_event: torch.cuda.Event | None = None  # recorded after its prefetch
         self.offsets: Tensor | None = None  # as repaired by its prefetch
-        self._last_arrival = -1  # the `last_arrival` of its owner for which its slots are current
+        # The slots are current while the `last_fetched_batch` of the owner is at most this.
+        self._newest_fetch_of_slots = -1
         self._will_be_repeated = False  # after a lookup without gradients
         self._locations: autograd.RowLocations | None = None
 
     def set_locations(self, locations: autograd.RowLocations) -> None:
         """Store the current slots of the rows of the batch."""
         assert self.ticket is not None
-        self._locations, self._last_arrival = locations, self.ticket.number
+        self._locations, self._newest_fetch_of_slots = locations, self.ticket.number
 
-    def set_repetition(self, owner: "PrefetchingCache", running: RunningForward | None) -> None:
+    def set_repetition(
+        self, owner: "PrefetchingCache", running: CheckpointedForward | None
+    ) -> None:
         """Store this batch for the repetition of its forward, if checkpointing will repeat it."""
         self._will_be_repeated = running is not None and running.trains_without_grad
         if running is not None:
@@ -142,10 +145,10 @@ class InFlight:
             owner.wait_for_prefetch()
         if self.ticket is not None:
             owner.fetch_postponed(self.ticket.number)
-        if self.ticket is None or self._last_arrival < owner.last_arrival:
+        if self.ticket is None or self._newest_fetch_of_slots < owner.last_fetched_batch:
             # The batch was released, so its rows may have been evicted since.
             locations = autograd.RowLocations(locations.groups, owner.find(locations.groups))
-            self._last_arrival = owner.last_arrival
+            self._newest_fetch_of_slots = owner.last_fetched_batch
         if lookups and locations.slots is None:
             assert locations.row_slots is not None
             slots = owner.cache.slots_of_lookups(locations.groups, locations.row_slots)
@@ -213,7 +216,7 @@ class _PostponedFetch(NamedTuple):
         return PostponedRows(*tensors) if tensors else None
 
 
-class _Prefetched(NamedTuple):
+class _PrefetchedBatch(NamedTuple):
     """A prefetched batch in the queue.
 
     Attributes:
@@ -224,7 +227,7 @@ class _Prefetched(NamedTuple):
 
     batch_id: BatchId
     versions: tuple[int, int]
-    flight: InFlight
+    flight: BatchInFlight
 
 
 class _LastWork:
@@ -288,10 +291,10 @@ class PrefetchingCache:
         self.rounds_rows = cache.layout.weights is not memory.precision.weights
         # Number of the last batch whose rows were fetched. Its plan may have assigned ways to rows
         # of earlier batches in flight; later batches were planned with its rows in the cache.
-        self.last_arrival = -1
-        self._queue: deque[_Prefetched] = deque()
+        self.last_fetched_batch = -1
+        self._queue: deque[_PrefetchedBatch] = deque()
         self._tickets: dict[int, _Ticket] = {}  # ticket per batch in flight
-        self._dropped: deque[_Ticket] = deque()  # to be released by the next batch
+        self._dropped_tickets: deque[_Ticket] = deque()  # to be released by the next batch
         self._postponed_fetches: deque[_PostponedFetch] = deque()  # in the order of the tickets
         self._fetches_until_probe = 0  # see `_read_pages`
         self._last_prefetch = _LastWork()
@@ -302,7 +305,9 @@ class PrefetchingCache:
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
         work = {name: _LastWork() for name in ("_last_prefetch", "_last_access", "_last_postponed")}
-        empty = {name: deque[object]() for name in ("_queue", "_dropped", "_postponed_fetches")}
+        empty = {
+            name: deque[object]() for name in ("_queue", "_dropped_tickets", "_postponed_fetches")
+        }
         return {**self.__dict__, **work, **empty, "_tickets": {}, "_streams": []}
 
     @property
@@ -328,7 +333,7 @@ class PrefetchingCache:
         for first_stream in self._streams:
             for work in (self._last_prefetch, self._last_access, self._last_postponed):
                 work.end_on(first_stream)
-            for ticket in (*self._tickets.values(), *self._dropped):
+            for ticket in (*self._tickets.values(), *self._dropped_tickets):
                 ticket.stream = first_stream
         self._streams.append(stream)
         return len(self._streams) == 1
@@ -345,11 +350,11 @@ class PrefetchingCache:
             Whether the batch is valid; an invalid one, on the CPU, is not fetched.
         """
         with self.lock:
-            flight = InFlight(self)
+            flight = BatchInFlight(self)
             try:
                 if not self._fetch_rows(flight, batch, tiers, check):
                     return False
-                self._queue.append(_Prefetched(batch_id, batch_id.versions(), flight))
+                self._queue.append(_PrefetchedBatch(batch_id, batch_id.versions(), flight))
             except BaseException:
                 self.drop(flight)
                 raise
@@ -363,7 +368,7 @@ class PrefetchingCache:
         check: BatchCheck,
         *,
         is_next: bool,
-    ) -> InFlight | None:
+    ) -> BatchInFlight | None:
         """Return the batch that forward looks up, prefetched or fetched now; None if it is invalid.
 
         A prefetched batch stays at the head of the queue until `dequeue`. The caller must hold the
@@ -372,7 +377,7 @@ class PrefetchingCache:
         """
         if is_next:
             return self._check_next_prefetched(batch_id)
-        flight = InFlight(self)
+        flight = BatchInFlight(self)
         try:
             return flight if self._fetch_rows(flight, batch, tiers, check) else None
         except BaseException:
@@ -387,7 +392,7 @@ class PrefetchingCache:
         """
         return bool(self._queue) and (in_order or batch_id.is_same(self._queue[0].batch_id))
 
-    def dequeue(self, flight: InFlight) -> None:
+    def dequeue(self, flight: BatchInFlight) -> None:
         """Remove a batch that was looked up from the queue, if it is the next prefetched one."""
         if self._queue and self._queue[0].flight is flight:
             self._queue.popleft()
@@ -415,9 +420,9 @@ class PrefetchingCache:
                 one were written to since its prefetch.
         """
         with self.lock:
-            running = running_forward(training=training)
+            running = checkpointed_forward(training=training)
             if running is not None and running.is_recomputation:
-                first_flight: InFlight | None = running.noted(self)
+                first_flight: BatchInFlight | None = running.recall(self)
                 if first_flight is not None:
                     return read(
                         batch._replace(slots=first_flight.locate().slots, hooks=first_flight)
@@ -434,7 +439,7 @@ class PrefetchingCache:
             self.dequeue(flight)
             return out
 
-    def _check_next_prefetched(self, batch_id: BatchId) -> InFlight:
+    def _check_next_prefetched(self, batch_id: BatchId) -> BatchInFlight:
         """Return the next prefetched batch; raise RuntimeError if it is not `batch_id`."""
         expected, versions, flight = self._queue[0]
         if expected.versions() != versions:
@@ -452,7 +457,7 @@ class PrefetchingCache:
 
     def _fetch_rows(
         self,
-        flight: InFlight,
+        flight: BatchInFlight,
         batch: autograd.Lookup,
         tiers: autograd.Tiers,
         check: BatchCheck,
@@ -480,7 +485,11 @@ class PrefetchingCache:
         return True
 
     def _fetch_at_once(
-        self, flight: InFlight, batch: autograd.Lookup, tiers: autograd.Tiers, check: BatchCheck
+        self,
+        flight: BatchInFlight,
+        batch: autograd.Lookup,
+        tiers: autograd.Tiers,
+        check: BatchCheck,
     ) -> bool:
         """Check the batch, group it and fetch its rows in one op; return whether it is valid."""
         ticket, tiers = self._new_ticket(flight), self.moved_tiers(tiers)
@@ -491,7 +500,7 @@ class PrefetchingCache:
                 _PostponedFetch(ticket.number, tiers, results, _NUM_LOCATIONS)
             )
         else:
-            self.last_arrival = ticket.number
+            self.last_fetched_batch = ticket.number
         prefetch = self.cache.prefetch(ticket.number, tiers, batch, check, postpones=postpones)
         # One C call runs the op and stores its results: no interrupt can come between the two, and
         # lose the list of postponed rows.
@@ -514,7 +523,7 @@ class PrefetchingCache:
         return tiers._replace(hyperparams=tiers.hyperparams[:0])
 
     def _fetch_in_passes(
-        self, flight: InFlight, batch: autograd.Lookup, tiers: autograd.Tiers, size: int
+        self, flight: BatchInFlight, batch: autograd.Lookup, tiers: autograd.Tiers, size: int
     ) -> None:
         """Fetch the rows of a batch in passes of at most `size` ids."""
         passes = self._passes(batch, size)
@@ -561,7 +570,7 @@ class PrefetchingCache:
                 _PostponedFetch(number, tiers, list(rows), 0) for rows in postponed
             )
         else:
-            self.last_arrival = number
+            self.last_fetched_batch = number
         # Passes of DISK tables are fetched one by one: each evicts rows that must be journaled.
         for groups_of_pass in [passes] if disk is None else [[groups] for groups in passes]:
             if disk is not None:
@@ -591,7 +600,7 @@ class PrefetchingCache:
                 self._last_postponed.begin(device)
                 for tensor in rows:
                     tensor.record_stream(torch.cuda.current_stream(device))
-            self.last_arrival = max(self.last_arrival, work.number)
+            self.last_fetched_batch = max(self.last_fetched_batch, work.number)
             # In one native call: fetching a row again would lose the updates in between.
             fetch = self.cache.fetch_postponed(work.tiers, rows)
             in_one_call(fetch, partial(self._postponed_fetches.popleft))
@@ -664,10 +673,10 @@ class PrefetchingCache:
         if not self.note_stream():
             self._last_access.end(self.cache.weights.device)
 
-    def _new_ticket(self, flight: InFlight) -> _Ticket:
+    def _new_ticket(self, flight: BatchInFlight) -> _Ticket:
         """Return the ticket of a new batch, whose rows are not evicted from its plan on."""
         number = self.cache.new_ticket()
-        flight.ticket = ticket = _Ticket(flight, self._dropped.append)
+        flight.ticket = ticket = _Ticket(flight, self._dropped_tickets.append)
         ticket.number = number
         self._tickets[number] = ticket
         return ticket
@@ -677,7 +686,7 @@ class PrefetchingCache:
         self.cache.release(ticket.number)
         self._tickets.pop(ticket.number, None)
 
-    def drop(self, flight: InFlight) -> None:
+    def drop(self, flight: BatchInFlight) -> None:
         """Have the next prefetch release a batch whose prefetch or lookup raised.
 
         The traceback of the exception may still refer to the batch. A prefetched batch stays at the
@@ -685,22 +694,22 @@ class PrefetchingCache:
         """
         is_next = bool(self._queue) and self._queue[0].flight is flight
         if flight.ticket is not None and not is_next:
-            self._dropped.append(flight.ticket)
+            self._dropped_tickets.append(flight.ticket)
 
     def _release_dropped(self) -> None:
         """End batches that will not be updated, so that their rows may be evicted.
 
         Their graph was deleted, or their prefetch or lookup raised.
         """
-        while self._dropped:
-            ticket = self._dropped[0]
+        while self._dropped_tickets:
+            ticket = self._dropped_tickets[0]
             self.fetch_postponed(ticket.number)
             if ticket.stream is not None and not torch.cuda.is_current_stream_capturing():
                 self.begin_access()
                 _wait_for(ticket.stream.record_event())  # the looked-up rows may still be read
             self.release(ticket)
             self.end_access()  # no `begin_access` came if one stream has all work: it does nothing
-            self._dropped.popleft()
+            self._dropped_tickets.popleft()
 
     def protect_conflicts(self, locations: autograd.RowLocations) -> None:
         """Journal the rows of a batch that are on disk but not in the cache."""
@@ -747,7 +756,8 @@ class PrefetchingCache:
             self._postponed_fetches.clear()
             self.complete_fetches()
             self.begin_access()
-            self.last_arrival = self.cache.new_ticket()  # no earlier batch has rows in the cache
+            # A new number, so that slots of earlier batches are looked up again.
+            self.last_fetched_batch = self.cache.new_ticket()
             self.cache.reset()
             self.end_access()
 

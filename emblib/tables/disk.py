@@ -220,13 +220,13 @@ class DiskStore:
                 sums.length = length
                 sums.accept_all()
             return
-        with mentioning_restart(interrupted=self._journal.interrupted):
+        with mentioning_restart(may_miss_records=self._journal.may_miss_records):
             for sums, length, root in zip(self._sums, lengths, self._roots, strict=True):
                 sums.length = length
                 sums.verify_root(root)
-            if self._journal.interrupted or self._verify is Verify.OPEN:
+            if self._journal.may_miss_records or self._verify is Verify.OPEN:
                 self.verify_all()
-        if self._journal.interrupted:
+        if self._journal.may_miss_records:
             warn_of_restart(self.directory)
 
     def _read_store(self) -> None:
@@ -438,14 +438,14 @@ class DiskStore:
         if self._may_change_all:
             self._sync_files()  # only then are exactly the unwritten pages holes of the files
         for k, (sums, length) in enumerate(self._sums_and_lengths()):
-            for pages, new_sums in sums.renewed(length, skip_holes=self._may_change_all):
+            for pages, new_sums in sums.outdated_sums(length, skip_holes=self._may_change_all):
                 if not self._may_change_all:
                     self._journal_sums(k, pages)
                 sums.sums.index_copy_(0, pages, new_sums)
 
     def _journal_sums(self, block_index: int, pages: Tensor) -> None:
         """Journal checksums of file `block_index` before they are replaced, once per epoch."""
-        pages = self._sums[block_index].unjournaled(pages)
+        pages = self._sums[block_index].pages_to_journal(pages)
         if pages.numel():
             self._journal.begin(self._epoch)
             for journaled in self._journal.append(len(self._blocks) + block_index, pages):

@@ -79,15 +79,15 @@ class Journal:
     OSError where the disk does, and SyncError where a sync fails.
 
     Attributes:
-        interrupted: whether rows may have changed since the last commit without a record, because
-            the machine went down or the file is missing. Then all pages must be verified. Known
-            once `roll_back` was called.
+        may_miss_records: whether rows may have changed since the last commit without a record,
+            because the machine went down or the file is missing. Then all pages must be verified.
+            Final once `roll_back` was called.
     """
 
     def __init__(self, path: Path, blocks: Sequence[Block]) -> None:
         self.path = path
         self.blocks = blocks
-        self.interrupted = not path.exists()
+        self.may_miss_records = not path.exists()
         self._handle = durable_files.open_file(path)
         self._end = 0  # 0: the epoch has no records yet
 
@@ -183,7 +183,7 @@ class Journal:
         if not any(data[: _HEADER.size]):
             # The power failed before the header was on the disk, so no row can have changed. The
             # store verifies this.
-            self.interrupted = True
+            self.may_miss_records = True
             return False
         journal_epoch, boot_id = self._header(memoryview(data))
         if journal_epoch > epoch:
@@ -193,7 +193,7 @@ class Journal:
         if journal_epoch < epoch:
             return False
         if boot_id != boot_id_of_machine() or not any(boot_id):
-            self.interrupted = True
+            self.may_miss_records = True
         records = list(self._records(memoryview(data)))
         if records:
             self.sync()  # rows must not reach the disk before the records that lead back to them
@@ -227,7 +227,7 @@ class Journal:
             if magic != _RECORD_MAGIC or head_checksum != zlib.crc32(
                 data[offset : begin - _CHECKSUM.size]
             ):
-                if self.interrupted:
+                if self.may_miss_records:
                     return
                 raise self._damage_error(f"the record at byte {offset} has a wrong head")
             block = self.blocks[index]
@@ -235,7 +235,7 @@ class Journal:
             if end > len(data):
                 return
             if checksum != zlib.crc32(data[begin:end]):
-                if self.interrupted:
+                if self.may_miss_records:
                     return
                 raise self._damage_error(f"the record at byte {offset} has a wrong checksum")
             yield _Record(block, *_body_views(block, count, data[begin:end]))

@@ -27,7 +27,7 @@ class ModuleLock(_thread.RLock):  # type: ignore[misc]  # final in typeshed alon
     """
 
     def __init__(self) -> None:
-        call_in_forks(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
         """Make the lock raise from now on if another thread held it when the process forked."""
@@ -82,17 +82,17 @@ class Forked(Protocol):
         """Update this object in the forked process."""
 
 
-_called_in_forks: "weakref.WeakSet[Forked]" = weakref.WeakSet()
+_fork_listeners: "weakref.WeakSet[Forked]" = weakref.WeakSet()
 
 
-def call_in_forks(owner: Forked) -> None:
+def register_after_fork(owner: Forked) -> None:
     """Have `owner.after_fork` called in forked processes, as long as it lives."""
-    _called_in_forks.add(owner)
+    _fork_listeners.add(owner)
 
 
-def _call_all() -> None:
-    for owner in list(_called_in_forks):
+def _notify_listeners() -> None:
+    for owner in list(_fork_listeners):
         owner.after_fork()
 
 
-os.register_at_fork(after_in_child=_call_all)
+os.register_at_fork(after_in_child=_notify_listeners)

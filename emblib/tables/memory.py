@@ -258,9 +258,8 @@ class Memory:
         if self._host_tensors is None:
             return
         if self._mapped_tensors is not None and self._mapped_tensors[0].device != device:
-            torch.cuda.synchronize(
-                self._mapped_tensors[0].device
-            )  # kernels may still use the memory
+            # Kernels may still use the memory.
+            torch.cuda.synchronize(self._mapped_tensors[0].device)
             self._mapped_tensors = None
         self._tensors_of_host_tier(device)
 
@@ -397,9 +396,8 @@ class Memory:
                 "its state_dict instead, or open the directory in the other process"
             )
         if self._mapped_tensors is not None:
-            torch.cuda.synchronize(
-                self._mapped_tensors[0].device
-            )  # kernels may still write the rows
+            # Kernels may still write the rows.
+            torch.cuda.synchronize(self._mapped_tensors[0].device)
         return {**self.__dict__, "_mapped_tensors": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

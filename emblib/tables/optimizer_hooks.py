@@ -24,7 +24,7 @@ from emblib.optim.adagrad import Counter
 from emblib.specs import Placement, Pooling, TableSpec
 
 
-class KnownRows:
+class GroupedRows:
     """The update hooks of a batch whose rows were grouped before its lookup."""
 
     lock = None
@@ -115,4 +115,4 @@ def decay_rows(
     step, rate = hyperparams[Hyper.STEP] + 1, hyperparams[Hyper.LEARNING_RATE]
     row_factors = decay.scale(prev_iter[groups.rows], step, rate)
     factors = torch.where(inverse >= 0, row_factors[inverse.clamp(min=0)], 1.0)
-    return batch._replace(hooks=KnownRows(groups)), factors.to(torch.float32)
+    return batch._replace(hooks=GroupedRows(groups)), factors.to(torch.float32)

@@ -57,15 +57,15 @@ def check_upgrade(directory: Path, verify: Verify) -> None:
 
 
 @contextlib.contextmanager
-def mentioning_restart(*, interrupted: bool) -> Iterator[None]:
-    """Context for verifying a store at opening: if `interrupted`, ChecksumErrors mention a restart.
+def mentioning_restart(*, may_miss_records: bool) -> Iterator[None]:
+    """Context for verifying a store at opening, in which ChecksumErrors may mention a restart.
 
-    `interrupted` is that of the store's `Journal`.
+    They do if `may_miss_records`, that of the store's `Journal`, is true.
     """
     try:
         yield
     except ChecksumError as error:
-        if not interrupted:
+        if not may_miss_records:
             raise
         raise ChecksumError(
             f"{error}. The tables were being trained when this machine, or another that they were "
@@ -212,7 +212,9 @@ class PageSums:
         if length > self.length:
             self.change(torch.arange(self.length // PAGE_BYTES, num_pages(length), device="cpu"))
 
-    def renewed(self, length: int, *, skip_holes: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    def outdated_sums(
+        self, length: int, *, skip_holes: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pages, int64 `[n]`, whose checksums are out of date, and new ones, uint8 `[n, 4]`.
 
         Args:
@@ -232,7 +234,7 @@ class PageSums:
             if is_different.any():
                 yield pages[is_different], sums[is_different]
 
-    def unjournaled(self, pages: Tensor) -> Tensor:
+    def pages_to_journal(self, pages: Tensor) -> Tensor:
         """Return those of `pages`, int64 `[n]`, whose committed checksums are not journaled yet."""
         return pages[(pages < self.pages) & (self._is_journaled[pages] == 0)]
 

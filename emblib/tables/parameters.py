@@ -518,7 +518,7 @@ def _notify_owner(parameter: TableParameter) -> None:
         owner.set_trained(parameter, trained=parameter.requires_grad)
 
 
-class Registered(NamedTuple):
+class RegisteredParameter(NamedTuple):
     """A registered parameter, to be compared later by `check_registered`.
 
     Attributes:
@@ -532,16 +532,16 @@ class Registered(NamedTuple):
     parameter: nn.Parameter | None
 
 
-def registered(modules: Iterable[nn.Module]) -> list[Registered]:
+def registered_parameters(modules: Iterable[nn.Module]) -> list[RegisteredParameter]:
     """Return the parameters of these modules, without those of their children."""
     return [
-        Registered(module, name, parameter)
+        RegisteredParameter(module, name, parameter)
         for module in modules
         for name, parameter in module._parameters.items()
     ]
 
 
-def check_registered(views: Iterable[Registered]) -> None:
+def check_registered(views: Iterable[RegisteredParameter]) -> None:
     """Raise RuntimeError if a parameter was replaced, as by `torch.func.functional_call`.
 
     Lookups read the memory of the old parameter, and would ignore the new one. In compiled graphs
@@ -700,7 +700,7 @@ def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     return int(result) != int(probe)
 
 
-def are_replaced(parameters: Iterable[Any]) -> bool:
+def has_replaced(parameters: Iterable[Any]) -> bool:
     """Return whether one of these parameters is no `TableParameter`, since a wrapper replaced it.
 
     False in compiled graphs, where nothing is checked.

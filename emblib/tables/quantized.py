@@ -579,7 +579,7 @@ class QuantizedEmbeddingBags(nn.Module):
         targets = self._target_views()
         problems: list[str] = []
         packed_state = self._with_packed_rows(state_dict, prefix, problems)
-        if state_dicts.refuses(self, packed_state, prefix, errors, problems):
+        if state_dicts.refuse_invalid(self, packed_state, prefix, errors, problems):
             return
         sources = state_dicts.select_entries(
             targets, packed_state, prefix, missing_names, unexpected

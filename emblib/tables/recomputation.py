@@ -2,9 +2,9 @@
 
 `torch.utils.checkpoint` runs a function in forward and again in backward. The output of a lookup
 may be computed twice, but a key must be inserted, an id counted and a warning given only once. So a
-lookup that changes state calls `running_forward`. In the first forward it `note`s values that the
-repetition needs, e.g. the rows of its keys; in the repetition it gets them with `noted`, in the
-order of the calls, and changes nothing.
+lookup that changes state calls `checkpointed_forward`. In the first forward it stores values that
+the repetition needs with `note`, e.g. the rows of its keys. In the repetition it gets them with
+`recall`, in the order of the calls, and changes nothing.
 
 The checkpointed regions around a lookup are found on the call stack: torch does not say whether a
 running function is checkpointed or repeated. The notes are stored on torch's own object of a
@@ -35,8 +35,8 @@ _CALL_OF_AUTOGRAD = graph._engine_run_backward.__code__
 _NO_TASK = -1
 
 
-class RunningForward:
-    """The checkpointed regions around a running forward.
+class CheckpointedForward:
+    """A running forward within checkpointed regions, and the notes for its repetition.
 
     Attributes:
         is_recomputation: whether backward repeats an earlier forward.
@@ -48,7 +48,7 @@ class RunningForward:
     def __init__(self) -> None:
         self.is_recomputation = False
         self.trains_without_grad = False
-        self._repeated: _Region | None = None
+        self._repeated_region: _Region | None = None
         self.regions: list[_Region] = []
 
     def note(self, owner: object, value: Any) -> None:
@@ -59,13 +59,13 @@ class RunningForward:
         for region in self.regions:
             region.values.setdefault(owner, []).append(value)
 
-    def noted(self, owner: object) -> Any:
+    def recall(self, owner: object) -> Any:
         """Return the value that the first forward noted at this call of `owner`, or None.
 
-        Call it only if `is_recomputation`, once per call of `owner`: it counts the calls.
+        Call it only if `is_recomputation`, and once per call of `owner`: it counts the calls.
         """
-        assert self._repeated is not None
-        value = self._repeated.next_value(owner)
+        assert self._repeated_region is not None
+        value = self._repeated_region.next_value(owner)
         if value is not None:
             self.note(owner, value)
         return value
@@ -93,7 +93,7 @@ class RunningForward:
 
     def _begin_repetition(self, region: _Region, run_id: object) -> None:
         region.begin(run_id)
-        self._repeated, self.is_recomputation = region, True
+        self._repeated_region, self.is_recomputation = region, True
 
 
 class _Region:
@@ -123,11 +123,11 @@ def _region_of(holder: Any) -> _Region:
     return region
 
 
-def running_forward(*, training: bool = True) -> RunningForward | None:
-    """Return the regions around the running forward; None outside of checkpointing.
+def checkpointed_forward(*, training: bool = True) -> CheckpointedForward | None:
+    """Return the running forward with the regions around it; None outside of checkpointing.
 
-    Outside of checkpointing it costs three reads of torch's state. The call stack is searched only
-    within a backward, within hooks of saved tensors, and in `training` without gradients.
+    Outside of checkpointing this costs three reads of torch's state. The call stack is searched
+    only within a backward, within hooks of saved tensors, and in `training` without gradients.
 
     Args:
         training: whether the caller would train with gradients.
@@ -138,7 +138,7 @@ def running_forward(*, training: bool = True) -> RunningForward | None:
         and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     ):
         return None
-    running = RunningForward()
+    running = CheckpointedForward()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _CALL_OF_AUTOGRAD:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
@@ -149,9 +149,9 @@ def running_forward(*, training: bool = True) -> RunningForward | None:
     return running if running.is_recomputation or running.regions else None
 
 
-def trains_first(*, training: bool) -> bool:
+def is_first_training_forward(*, training: bool) -> bool:
     """Return whether the running forward trains, and is not repeated by backward."""
-    running = running_forward(training=training)
+    running = checkpointed_forward(training=training)
     if running is None:
         return torch.is_grad_enabled()
     return not running.is_recomputation and (torch.is_grad_enabled() or running.trains_without_grad)
@@ -159,5 +159,5 @@ def trains_first(*, training: bool) -> bool:
 
 def is_recomputation() -> bool:
     """Return whether backward repeats the running forward."""
-    running = running_forward(training=False)
+    running = checkpointed_forward(training=False)
     return running is not None and running.is_recomputation

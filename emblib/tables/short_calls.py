@@ -31,9 +31,9 @@ from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
 from emblib.tables import batches, optimizer_hooks
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, BatchCheck, report_of
-from emblib.tables.cache import BatchId, InFlight, PrefetchingCache
+from emblib.tables.cache import BatchId, BatchInFlight, PrefetchingCache
 from emblib.tables.memory import Memory
-from emblib.tables.recomputation import is_recomputation, running_forward
+from emblib.tables.recomputation import checkpointed_forward, is_recomputation
 
 _lookup_checked = c_function(tbe.tbe_lookup_checked_)
 _backward_ = c_function(tbe.tbe_backward_)
@@ -140,7 +140,7 @@ class LookupBoundsCheck:
 
 
 # Output, offsets as they were read (repaired if need be), batch in flight (None without a cache).
-LookedUp = tuple[Tensor, Tensor, InFlight | None]
+LookupResult = tuple[Tensor, Tensor, BatchInFlight | None]
 
 
 def update_in_one_op(tiers: autograd.Tiers, optimizer_code: int | None, *arguments: Any) -> None:
@@ -261,7 +261,7 @@ class ShortCalls:
         sample_weights: Tensor | None,
         *,
         in_order: bool,
-    ) -> LookedUp:
+    ) -> LookupResult:
         """Look up a batch, and report invalid indices and offsets.
 
         On the CPU, an invalid batch is repaired and looked up again, or raises as
@@ -326,7 +326,7 @@ class ShortCalls:
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
-        flight: InFlight | None,
+        flight: BatchInFlight | None,
         is_finite: Tensor | None = None,
     ) -> None:
         """Apply one optimizer step with the gradient of an output; skip it if `is_finite` is false.
@@ -393,7 +393,7 @@ class CachedCalls(ShortCalls):
         """Return whether a call may be short, see `ShortCalls`; False in checkpointed regions."""
         return (
             super().can_serve(module, indices, offsets, sample_weights)
-            and running_forward(training=module.training) is None
+            and checkpointed_forward(training=module.training) is None
         )
 
     def prefetch(self, module: ShortCallTables, batch_id: BatchId) -> None:
@@ -418,7 +418,7 @@ class CachedCalls(ShortCalls):
         sample_weights: Tensor | None,
         *,
         in_order: bool,
-    ) -> LookedUp:
+    ) -> LookupResult:
         """Look up a batch, which is in flight from now on, and report invalid input.
 
         With `in_order`, if batches are prefetched, this must be the next of them; RuntimeError for
@@ -436,7 +436,7 @@ class CachedCalls(ShortCalls):
         sample_weights: Tensor | None,
         *,
         is_prefetched: bool,
-    ) -> LookedUp:
+    ) -> LookupResult:
         """Fetch the rows of a batch unless they are prefetched, then read them at their slots.
 
         On the CPU, an invalid batch is repaired and fetched again. If the lookup fails, a
@@ -481,7 +481,7 @@ class CachedCalls(ShortCalls):
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
-        flight: InFlight | None,
+        flight: BatchInFlight | None,
         is_finite: Tensor | None = None,
     ) -> None:
         """Apply one optimizer step to the rows at their current slots.

@@ -31,7 +31,7 @@ class ChecksState(Protocol):
         """Yield one message per invalid entry, with its key; missing entries are valid."""
 
 
-def refuses(
+def refuse_invalid(
     module: nn.Module,
     state_dict: MutableMapping[str, Any],
     prefix: str,

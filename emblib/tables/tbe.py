@@ -42,7 +42,7 @@ from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import IncompleteParameter
 from emblib.tables.reading import TableReading
-from emblib.tables.recomputation import trains_first
+from emblib.tables.recomputation import is_first_training_forward
 from emblib.tables.reporting import Reporting, StatsReporter
 from emblib.tables.row_cache import CacheStats, RowCache
 from emblib.tables.short_calls import CachedCalls, ShortCalls
@@ -296,7 +296,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     @property
     def refuses_short_calls(self) -> bool:
         """Return whether calls are reported, or tables are frozen one by one."""
-        return self._reporting is not None or bool(self._untrained)
+        return self._reporting is not None or bool(self._frozen_tables)
 
     def call_tensors(self) -> tuple[Tensor | None, ...]:
         """Return the weights, None where a parametrization computes them, then all buffers."""
@@ -445,7 +445,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         trains = torch.is_grad_enabled() and not self._frozen
         wants_sample_grad = sample_weights is not None and sample_weights.requires_grad
         if trains or (wants_sample_grad and torch.is_grad_enabled()):
-            if trains and self._untrained:
+            if trains and self._frozen_tables:
                 batch = batch._replace(trained_features=self._trained_features())
             grad_anchor = self.grad_anchor
             if batch.joint is not None:
@@ -468,7 +468,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _trained_features(self) -> Tensor:
         """Return `features` without the rows of frozen tables: their lookups are not grouped."""
-        trained = [t not in self._untrained for t in self.feature_tables]
+        trained = [t not in self._frozen_tables for t in self.feature_tables]
         features = self.features.clone()
         features[:, FeatureColumn.ROWS] *= torch.tensor(trained, device=features.device)
         return features
@@ -502,12 +502,12 @@ class TableBatchedEmbeddingBags(FusedTables):
             )
         self._num_begun_steps += 1
         self._memory.verify()  # the hooks read whole tables
-        views = [v for t, v in enumerate(self.table_views()) if t not in self._untrained]
+        views = [v for t, v in enumerate(self.table_views()) if t not in self._frozen_tables]
         optimizer_hooks.before_forward(self.optimizer, self._num_begun_steps, tiers, views)
 
     def _begins_step(self, batch: autograd.Lookup) -> bool:
         """Return whether this is a training forward, and the first one of a step."""
-        if self._frozen or not trains_first(training=self.training):
+        if self._frozen or not is_first_training_forward(training=self.training):
             return False
         every_forward_begins = not self.optimizer.deferred and batch.joint is None
         return every_forward_begins or self._num_begun_steps == self._begun_steps_at_update
@@ -634,7 +634,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         `flush` after writes to DISK tables: the end of the process before that damages them.
         """
         with self._lock:
-            self.settle()
+            self.flush_and_empty()
             self._memory.verify()
             return [views["weight"] for views in self.table_views()]
 
@@ -644,7 +644,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         What `table_weights` says of its views holds for these.
         """
         with self._lock:
-            self.settle()
+            self.flush_and_empty()
             self._memory.verify()
             views = self.table_views()
         return [{k: v for k, v in tensors.items() if k != "weight"} for tensors in views]
@@ -714,7 +714,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             yield
 
     @atomic
-    def settle(self) -> None:
+    def flush_and_empty(self) -> None:
         """Write the cache back to the tables and empty it, before they are read or written."""
         if self._prefetching_cache is not None:
             self.flush()
@@ -738,7 +738,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         metadata, _, missing_names, unexpected, errors = arguments
-        if state_dicts.refuses(self, state_dict, prefix, errors):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         targets = self._checkpoint()
         sources = state_dicts.select_entries(targets, state_dict, prefix, missing_names, unexpected)
@@ -772,7 +772,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     @atomic
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._memory.check_device(fn(torch.empty(0, device="cpu")).device)
-        self.settle()
+        self.flush_and_empty()
         super()._apply(fn, recurse)
         self._memory.move_host_tier(self.hyperparams.device)
         return self

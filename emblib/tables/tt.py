@@ -64,7 +64,7 @@ class Cores(nn.ParameterList):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
-        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+        if not state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1]):
             super()._load_from_state_dict(
                 state_dict, prefix, _without_assign(local_metadata), *arguments
             )
@@ -267,7 +267,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """
         metadata, *other_arguments = arguments
         _, missing_names, _, errors = other_arguments
-        if state_dicts.refuses(self, state_dict, prefix, errors):
+        if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
         if (
@@ -304,10 +304,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """
         numbers = self._numbers_of(parameter)
         self.frozen_cores = self.frozen_cores - numbers if trained else self.frozen_cores | numbers
-        self._untrained = frozenset(
+        self._frozen_tables = frozenset(
             t for t in range(len(self.tables)) if self.frozen_cores >= set(self.core_numbers(t))
         )
-        self._frozen = len(self._untrained) == len(self.tables)
+        self._frozen = len(self._frozen_tables) == len(self.tables)
 
     def _numbers_of(self, parameter: nn.Parameter) -> frozenset[int]:
         """Return the indices in `cores` of a parameter: one core, or none."""
@@ -323,7 +323,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         for t in range(len(self.tables)):
             numbers = self.core_numbers(t)
             frozen = [k - numbers[0] for k in numbers if k in self.frozen_cores]
-            if frozen and t not in self._untrained:
+            if frozen and t not in self._frozen_tables:
                 raise RuntimeError(
                     f"cores {frozen} of {len(numbers)} are frozen in table "
                     f"{self.table_names[t]!r}: a tensor train is trained whole, so call "

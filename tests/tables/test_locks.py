@@ -26,7 +26,7 @@ from emblib import (
     TTSpec,
     optim,
 )
-from emblib.tables.cache import InFlight
+from emblib.tables.cache import BatchInFlight
 from tests.tables import forks
 from tests.tables.kills import run_alone
 from tests.thread_cases import Meeting, held_elsewhere, together
@@ -169,9 +169,9 @@ def test_a_lookup_without_gradients_ends_under_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, is_free = make(tmp_path), []
-    after_update = InFlight.after_update
+    after_update = BatchInFlight.after_update
 
-    def check(flight: InFlight) -> None:
+    def check(flight: BatchInFlight) -> None:
         thread = threading.Thread(
             target=lambda: is_free.append(flight.lock.acquire(blocking=False))
         )
@@ -179,7 +179,7 @@ def test_a_lookup_without_gradients_ends_under_the_lock(
         thread.join()
         after_update(flight)
 
-    monkeypatch.setattr(InFlight, "after_update", check)
+    monkeypatch.setattr(BatchInFlight, "after_update", check)
     with torch.no_grad():
         module(torch.arange(3), torch.arange(4))
     assert is_free == [False]

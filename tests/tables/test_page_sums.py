@@ -353,7 +353,7 @@ def test_holes_of_a_file_count_as_zeros_without_being_read(tmp_path: Path) -> No
         sums = PageSums(path, lambda begin, end: "")
         sums.resize(mmap.mmap(handle, length), mmap.mmap(-1, 16))
         sums.accept_all()
-        pages, found = zip(*sums.renewed(length, skip_holes=skip_holes), strict=True)
+        pages, found = zip(*sums.outdated_sums(length, skip_holes=skip_holes), strict=True)
         assert torch.cat(pages).tolist() == [0, 1, 2, 3]
         words = torch.cat(found).view(torch.int32).view(-1).tolist()
         assert [word & 0xFFFFFFFF for word in words] == want

@@ -286,7 +286,7 @@ class RowFile:
         for kind, (file, sums) in enumerate(zip(self._files, self.sums, strict=True)):
             length = self.end_slot * file.row_bytes
             sums.extend(length)
-            for pages, new_sums in sums.renewed(length):
+            for pages, new_sums in sums.outdated_sums(length):
                 yield kind, pages, new_sums
 
     def roots(self) -> list[int]:
@@ -524,16 +524,16 @@ class DiskRows:
             for sums in (sums for row_file in self._row_files for sums in row_file.sums):
                 sums.accept_all()
             return
-        interrupted = self._journal.interrupted
-        with mentioning_restart(interrupted=interrupted):
+        may_miss_records = self._journal.may_miss_records
+        with mentioning_restart(may_miss_records=may_miss_records):
             for row_file, roots in zip(self._row_files, self._roots, strict=True):
                 for sums, root in zip(row_file.sums, roots, strict=True):
                     sums.verify_root(root)
                 head_sums, value_sums = row_file.sums
                 head_sums.verify_all()
-                if interrupted or self._verify is Verify.OPEN:
+                if may_miss_records or self._verify is Verify.OPEN:
                     value_sums.verify_all()
-        if interrupted:
+        if may_miss_records:
             warn_of_restart(self.directory)
 
     def _layout(self) -> dict[str, Any]:
@@ -739,7 +739,7 @@ class DiskRows:
     def _journal_sums(self, table: int, kind: int, pages: Tensor) -> None:
         """Journal checksums of the last commit before they are replaced, once between commits."""
         sums = self._row_files[table].sums[kind]
-        pages = sums.unjournaled(pages)
+        pages = sums.pages_to_journal(pages)
         if pages.numel():
             self._journal.begin(self._commit_number)
             self._journal.blocks = self._blocks()

@@ -32,7 +32,7 @@ from emblib.dynamic.tiers.store import (
     match_keys,
 )
 from emblib.ops.tiers import SwappedMisses
-from emblib.tables.locks import call_in_forks
+from emblib.tables.locks import register_after_fork
 
 MAX_PREFETCHED = 1 << 20  # prefetched rows in memory per table; not measured
 _P = ParamSpec("_P")
@@ -129,7 +129,7 @@ class PrefetchedRows:
         self._prefetch_futures: list[Future[None]] = []  # errors not raised yet
         self._started_moves: RowMoves | None = None  # maybe applied, maybe not
         _instances.add(self)
-        call_in_forks(self)
+        register_after_fork(self)
 
     def before_fork(self) -> None:
         """Take the lock, so that no other thread uses the store, and apply started moves."""

@@ -38,7 +38,7 @@ from emblib.dynamic.tiers.store import (
 )
 from emblib.specs import Verify
 from emblib.tables.durable_files import ChecksumError, json_checksum
-from emblib.tables.locks import call_in_forks
+from emblib.tables.locks import register_after_fork
 
 _KEYS_PER_QUERY = 512  # SQLite before 3.32 takes at most 999 variables per statement
 _MIN_DATABASE_BYTES = 512  # a database has at least one page, the smallest has 512 bytes
@@ -83,7 +83,7 @@ class SqliteRows:
         self.note = ""
         self._tables: list[StoredTable] = []
         self._layout_entries: dict[str, str] = {}  # format and layout
-        call_in_forks(self)
+        register_after_fork(self)
 
     def for_shard(self, shard: StoreShard) -> "SqliteRows":
         """Return a store in a file next to this one, e.g. `tables.user.0_of_4.db`."""
