@@ -124,13 +124,11 @@ class BatchInFlight:
         assert self.ticket is not None
         self._locations, self._newest_fetch_of_slots = locations, self.ticket.number
 
-    def set_repetition(
-        self, owner: "PrefetchingCache", running: CheckpointedForward | None
-    ) -> None:
+    def note_for_repetition(self, running: CheckpointedForward | None) -> None:
         """Store this batch for the repetition of its forward, if checkpointing will repeat it."""
         self._will_be_repeated = running is not None and running.trains_without_grad
         if running is not None:
-            running.note(owner, self)
+            running.note(self.owner, self)
 
     def locate(self, *, lookups: bool = True) -> autograd.RowLocations:
         """Return the current locations of the batch's rows and, with `lookups`, of its lookups.
@@ -422,16 +420,14 @@ class PrefetchingCache:
         with self.lock:
             running = checkpointed_forward(training=training)
             if running is not None and running.is_recomputation:
-                first_flight: BatchInFlight | None = running.recall(self)
-                if first_flight is not None:
-                    return read(
-                        batch._replace(slots=first_flight.locate().slots, hooks=first_flight)
-                    )
+                first: BatchInFlight | None = running.recall(self)  # of the first forward
+                if first is not None:
+                    return read(batch._replace(slots=first.locate().slots, hooks=first))
             is_next = self.is_next(batch_id, in_order=torch.is_grad_enabled())
             flight = self.start(batch, tiers, batch_id, check, is_next=is_next)
             assert flight is not None
             try:
-                flight.set_repetition(self, running)
+                flight.note_for_repetition(running)
                 out = read(batch._replace(slots=flight.locate().slots, hooks=flight))
             except BaseException:
                 self.drop(flight)
