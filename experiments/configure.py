@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments import kinds
 from experiments.config.schema import (
+    MAX_WORKERS,
     OPERATIONS,
     CaseConfig,
     Config,
@@ -394,10 +395,15 @@ def check_values(config: Config) -> None:
         elif isinstance(value, int | float):
             require(f"timing.{name} must be >= 0", f"{value:g}", holds=value >= 0)
     require("seed must be in [0, 2**32)", config.seed, holds=0 <= config.seed < 2**32)
-    require("device.ranks must be >= 1", device.ranks, holds=device.ranks >= 1)
-    require("device.threads must be >= 0", device.threads, holds=device.threads >= 0)
-    share = device.memory_share
-    require("device.memory_share must be in (0, 1]", f"{share:g}", holds=0 < share <= 1)
+    for name, minimum in (("ranks", 1), ("threads", 0)):
+        number = getattr(device, name)
+        rule = f"device.{name} must be in [{minimum}, {MAX_WORKERS}]"
+        require(rule, number, holds=minimum <= number <= MAX_WORKERS)
+    for name, share in (
+        ("device.memory_share", device.memory_share),
+        ("report.subject_cache", config.report.subject_cache),
+    ):
+        require(f"{name} must be in (0, 1]", f"{share:g}", holds=0 < share <= 1)
     require("lr must be > 0 and finite", config.lr, holds=0 < config.lr < math.inf)
     kind.check(config)
     headline = config.report.headline
@@ -482,8 +488,13 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
             raise UsageError(
                 f"{prefix}keys.operations: no operation '{name}'. There is: {', '.join(OPERATIONS)}"
             )
-    for name, worlds in (("worlds", sharding.worlds), ("beyond", sharding.beyond)):
-        require(f"{prefix}sharding.{name} must be >= 1", worlds, holds=all(w >= 1 for w in worlds))
+    worlds, beyond = sharding.worlds, sharding.beyond
+    require(
+        f"{prefix}sharding.worlds must be in [1, {MAX_WORKERS}]",
+        worlds,
+        holds=all(1 <= world <= MAX_WORKERS for world in worlds),
+    )
+    require(f"{prefix}sharding.beyond must be >= 1", beyond, holds=all(w >= 1 for w in beyond))
     if not sharding.worlds or not sharding.scaling:
         raise UsageError(f"{prefix}sharding.worlds and .scaling must name at least one each")
     require(f"{prefix}tt.tables must be >= 1", tt.tables, holds=tt.tables >= 1)

@@ -36,6 +36,9 @@ def require(rule: str, value: object, *, holds: bool) -> None:
         raise UsageError(f"{rule}, got {value}")
 
 
+# Maximum number of threads or processes that work at once. It is more than any host has cores, and
+# far below the thousands at which starting them fails, OpenMP with a crash.
+MAX_WORKERS = 1024
 MULTIRUN = "multirun"  # name of the folder of launches, next to folders of runs
 _FOLDER = re.compile(r"\w[\w.-]{0,99}")
 
@@ -224,7 +227,7 @@ class KeysConfig:
 class ShardingConfig:
     """Collections over ranks (kinds sharding, calibration): a cell per world and scaling."""
 
-    worlds: list[int] = field(default_factory=lambda: [1, 2])
+    worlds: list[int] = field(default_factory=lambda: [1, 2])  # ranks, at most MAX_WORKERS each
     scaling: list[Scaling] = field(default_factory=lambda: [Scaling.weak])
     beyond: list[int] = field(default_factory=list)  # larger worlds, whose steps are predicted only
 
@@ -301,9 +304,9 @@ class DeviceConfig:
     """Device, and the share of the machine that a run uses."""
 
     kind: DeviceKind = DeviceKind.auto
-    threads: int = 0  # CPU threads; 0: torch's default
+    threads: int = 0  # CPU threads, at most MAX_WORKERS; 0: torch's default
     memory_share: float = 0.6  # tables ÷ free memory beyond which tables are shrunk
-    ranks: int = 1  # processes that measure a cell together, each with its own batches
+    ranks: int = 1  # processes (up to MAX_WORKERS) that measure a cell, each with its own batches
     strict: bool = False  # end with an error (status 2) on a machine that is unfit to measure on
 
 
@@ -342,7 +345,7 @@ class ReportConfig:
     headline: str = ""  # a key of `cases`, or empty for the sweep's base point
     subject: str = "tt"
     subject_rank: int = 16
-    subject_cache: float = 0.01  # cached rows ÷ all rows of a subject with a cache
+    subject_cache: float = 0.01  # cached rows ÷ all rows of a subject with a cache, in (0, 1]
     baseline: str = "tbe"
     figures: bool = True
     folder: str = "reports/runs"  # absolute, or relative to the repository

@@ -1,4 +1,4 @@
-"""What a worker of the gate does: build, verify, warm up and time points, and count their bytes."""
+"""The work of a gate's worker: build, verify, warm up and time points, and count their bytes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ReadyPoint:
     """A point that is built and can be timed."""
 
     contender: Contender
-    run: Phase  # the timed phase, adapted to the clock
-    step: Phase  # a whole step, for counters and memory
-    clock: Clock
+    run: Phase  # the timed phase, adapted to the clock; takes the number of a batch in the pool
+    step: Phase  # a whole step, for counters and memory; takes the number of a batch, too
+    clock: Clock  # measures the samples of `run`
 
 
 class Bench:
@@ -41,19 +41,20 @@ class Bench:
 
     The constructor changes the whole process: its allocator, and its core and number of threads if
     the setup names them. Methods write notes, "point|activity", from which `pairs` reads the point
-    at which a worker died.
+    at which a worker died. Methods that take the `name` of a point raise KeyError unless `build`
+    has built that point.
 
     Args:
         setup: points and settings.
-        now: clock that returns nanoseconds.
+        now_ns: clock that returns nanoseconds.
 
     Attributes:
         ready_points: points that `build` has built, by name.
         pools: batches by key of their cell.
     """
 
-    def __init__(self, setup: Setup, now: Callable[[], int] = time.perf_counter_ns) -> None:
-        self.setup, self.now = setup, now
+    def __init__(self, setup: Setup, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.setup, self.now_ns = setup, now_ns
         self.device = torch.device(setup.device)
         self.ready_points: dict[str, ReadyPoint] = {}
         self.pools: dict[str, Pool] = {}
@@ -64,7 +65,7 @@ class Bench:
         memory.keep_freed_blocks()
 
     def build(self) -> dict[str, BuildResult]:
-        """Build all points and return the result of each; a failure does not stop the others."""
+        """Build all points and return the result of each by name; no error is raised."""
         results = {}
         for point in self.setup.points:
             note(f"{point.name}|building")
@@ -104,7 +105,7 @@ class Bench:
         gc.disable()
 
     def warm(self, name: str) -> float:
-        """Warm up a built point; return the seconds of one execution, 0 if they are unknown."""
+        """Warm up a built point; return the median seconds of one call, 0 if it is unknown."""
         ready, timing = self.ready_points[name], self.setup.config.timing
         note(f"{name}|warming up")
         counters = ready.contender.counters
@@ -113,9 +114,14 @@ class Bench:
         return warm_state.median_s.get(name, 0.0)
 
     def take_samples(self, name: str, batches: Sequence[int], executions: int) -> list[float]:
-        """Return one sample per batch, in seconds per execution.
+        """Return one sample per batch, in seconds per call.
 
-        A sample executes the point `executions` times, on the batch and its successors in the pool.
+        Args:
+            name: name of a built point.
+            batches: numbers of batches in the pool.
+            executions: calls per sample, at least 1: on the batch and on its successors in the
+                pool, in turns.
+
         An uncounted sample precedes each sample, because the other worker has just filled the
         caches, and the scheduler may have to wake this process.
         """
@@ -130,29 +136,29 @@ class Bench:
 
     def _execute(self, run: Phase, batch: int, executions: int) -> None:
         """Execute a phase on `executions` successive batches; with `setup.slow`, then wait."""
-        begin_ns = self.now()
+        begin_ns = self.now_ns()
         for offset in range(executions):
             run((batch + offset) % self.setup.config.timing.pool)
         if self.setup.slow > 1:
-            self._wait((self.now() - begin_ns) / 1e9 * (self.setup.slow - 1))
+            self._wait((self.now_ns() - begin_ns) / 1e9 * (self.setup.slow - 1))
 
     def _wait(self, seconds: float) -> None:
         """Wait by spinning, because a sleeping process would lose its core and its warm caches."""
-        end_ns = self.now() + 1e9 * seconds
-        while self.now() < end_ns:
+        end_ns = self.now_ns() + 1e9 * seconds
+        while self.now_ns() < end_ns:
             pass
 
-    def weigh(self, name: str) -> dict[str, float]:
-        """Return the numbers of a point that are no times; less is better, except for hit rates.
+    def count_resources(self, name: str) -> dict[str, float]:
+        """Return the bytes and the hit rate of a point; call it after all samples of the point.
 
         Keys: those of `Contender.nbytes`, followed by "_bytes"; "hit_rate", a share of the lookups,
         if there is a cache; "peak_bytes" of a step, if the system counts it. The method executes
         steps, which change the parameters.
         """
         ready, contender = self.ready_points[name], self.ready_points[name].contender
-        weights: dict[str, float] = {f"{k}_bytes": v for k, v in contender.nbytes().items()}
+        resources: dict[str, float] = {f"{k}_bytes": v for k, v in contender.nbytes().items()}
         totals = counting_pass(contender, ready.step, self.setup.config.timing.pool)
         if totals.get("lookups"):
-            weights["hit_rate"] = totals["lookup_hits"] / totals["lookups"]
+            resources["hit_rate"] = totals["lookup_hits"] / totals["lookups"]
         peak = memory.peak_bytes(partial(ready.step, 0), self.device)
-        return weights if peak is None else weights | {"peak_bytes": peak}
+        return resources if peak is None else resources | {"peak_bytes": peak}

@@ -64,8 +64,12 @@ def reason_not_to_count(config: Config, device: str, *, smoke: bool) -> str:
 def count(setup: Setup, folders: Mapping[str, str]) -> tuple[Counts, str]:
     """Count the points that each side can build; return the counts, and why some are missing.
 
-    The second result is "" if both sides have counts of every point; without any counts the first
-    one is {}. `folders` has the folder of the package that a side imports, by the name of the side.
+    The second result is "" if both sides have counts of every point. If a side failed or took more
+    than LIMIT_SECONDS, the first one is {}, although the other side may have counts.
+
+    Args:
+        setup: points and settings, the same for both sides.
+        folders: folder of the emblib package that a side imports, by the name of the side.
     """
     with tempfile.TemporaryDirectory() as scratch:
         setup_file = Path(scratch) / "setup.pickle"
@@ -112,9 +116,10 @@ def _start(side: str, package: str, setup_file: Path) -> subprocess.Popen[str]:
 
 
 def read_dumps(folder: Path) -> dict[str, dict[str, float]]:
-    """Return the smallest counts of the dumps of each point.
+    """Return the smallest counts of the dumps of each point: {point: {name: count}}.
 
-    The file `names` has the point of each dump, and the dumps are numbered from 1 in this order.
+    The file `names` in `folder` has the point of each dump; the dumps are numbered from 1 in this
+    order.
     """
     names = (folder / "names").read_text().splitlines()
     smallest: dict[str, dict[str, float]] = {}
@@ -151,7 +156,11 @@ def count_dump(text: str) -> dict[str, float]:
 
 
 class ClientRequests:
-    """Valgrind's client requests from Python, by machine code for x86-64."""
+    """Valgrind's client requests from Python, by machine code in an executable page; x86-64 only.
+
+    Raises:
+        OSError: the system does not allow executable pages.
+    """
 
     def __init__(self) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
@@ -168,7 +177,15 @@ class ClientRequests:
 
 
 def main(package: str, setup_file: str, names_file: str) -> None:
-    """Build the points of a pickled `Setup` from a package; dump the counts of each, and names."""
+    """Count the points of one side; the main function of a process under valgrind.
+
+    Callgrind writes a dump per counted call, and this function the names of the dumped points.
+
+    Args:
+        package: folder of the emblib package to import; "" for the default.
+        setup_file: file with a pickled `Setup`.
+        names_file: file to write: the point of each dump, one per line.
+    """
     from experiments.gate.worker import import_from
 
     import_from(package)

@@ -38,7 +38,8 @@ HOW = (
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure, save noise.json and report; return the exit status.
 
-    A run that finished at full sizes also replaces the machine's floor in the folder gate.noise.
+    A run that finished at full sizes, and measured a point, also replaces the machine's floor in
+    the folder gate.noise. The exit status is 0; 5 if a point failed; 130 if it was interrupted.
 
     Raises:
         UsageError: the run cannot start.
@@ -68,7 +69,8 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     time_utc = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     floor = setup.noise_floor_content(start.environment, config, trial.evidence.first, time_utc)
     floor_path = store.write_json("noise.json", floor)
-    if status == "finished" and not start.is_smoke:
+    # Where every point failed, an earlier floor is worth more than an empty one.
+    if status == "finished" and not start.is_smoke and floor["points"]:
         floors = RunStore(ROOT / config.gate.noise)
         floor_path = floors.write_json(setup.floor_file(start.environment, config), floor)
     setup.write_info(store, config, question, status, begin_s)
@@ -78,7 +80,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def write(path: Path) -> str:
-    """Write all files that follow from the stored pairs; return the answer."""
+    """Write the page of a run directory from its stored pairs; return the answer."""
     config = OmegaConf.load(path / "config.yaml")
     points: NoiseFloor = (read_json(path, "noise.json") or _floor_of_killed(path))["points"]
     failures = {r["point"]: r for r in read_records(path) if r["status"] != "ok"}
@@ -94,28 +96,31 @@ def write(path: Path) -> str:
     if read_json(path, "run.json").get("status") != "finished":
         notices.append("This run was interrupted; it is not stored as the machine's noise floor.")
     notices += [f"{n}: {r['status']} ({r['reason']})" for n, r in failures.items()]
-    lines = []
+    section = Section(
+        "Noise by point", figures=_figures(points, margins), table=table(points, margins)
+    )
+    report = pages.page_of(path, str(config.name), [answer], [section], notices=notices, how=HOW)
+    document.write(path, report)
+    return answer
+
+
+def _figures(points: NoiseFloor, margins: Mapping[str, float]) -> list[Figure]:
+    """Return the figure of the effects of points with several pairs; [] without such a point."""
+    rows = []
     for name, noise in points.items():
         if noise["pairs"] > 1:
             effects, margin, colour = noise["effects"], margins[name], COLOURS["tbe"]
             effect = statistics.combine_processes(effects)
             is_hollow = effect.lo <= 1 <= effect.hi
-            lines.append(
-                pages.effect_row(name, effects, margin, colour=colour, is_hollow=is_hollow)
-            )
-    figures = []
-    if lines:
-        caption = (
-            "Bars: 95 % interval of the mean over all pairs; small dots: single pairs. Grey: "
-            "within the gate's margin. All of it is noise."
-        )
-        panel = forest("A against A", lines, "time of one ÷ time of the other")
-        title = "Difference of a revision from itself"
-        figures.append(Figure("funnel", title, caption, "", [panel]))
-    sections = [Section("Noise by point", figures=figures, table=table(points, margins))]
-    report = pages.page_of(path, str(config.name), [answer], sections, notices=notices, how=HOW)
-    document.write(path, report)
-    return answer
+            rows.append(pages.effect_row(name, effects, margin, colour=colour, is_hollow=is_hollow))
+    if not rows:
+        return []
+    caption = (
+        "Bars: 95 % interval of the mean over all pairs; small dots: single pairs. Grey: "
+        "within the gate's margin. All of it is noise."
+    )
+    panel = forest("A against A", rows, "time of one ÷ time of the other")
+    return [Figure("funnel", "Difference of a revision from itself", caption, "", [panel])]
 
 
 def _floor_of_killed(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The outputs of the gate: its page, gate.json, junit.xml and lines for the terminal.
+"""The outputs of the gate: its page, gate.json, gate.md, junit.xml and lines for the terminal.
 
-`write_outputs` writes all files of a comparison of two revisions. `page_of`, `effect_row` and the
-`*_value` functions also serve the pages of the kinds noise and power.
+`write_outputs` writes all files of a comparison of two revisions. The kinds noise and power also
+use `page_of`, `effect_row` and the `*_value` functions for their pages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.gate import rules
 from experiments.gate.instructions import NATIVE, TOTAL
 from experiments.gate.rules import Ruling
 from experiments.gate.verdicts import Findings, PointFinding, as_json
@@ -108,12 +109,12 @@ def instructions_value(finding: PointFinding, name: str) -> Value:
 
 
 MEANINGS = {  # by exit status
-    0: "no slowdown was found",
-    3: "a slowdown was found and confirmed",
-    4: "a point is unsure, which gate.strict does not accept",
-    5: "a point failed",
-    6: "nothing was comparable",
-    130: "interrupted",
+    rules.FINE: "no slowdown was found",
+    rules.REGRESSION: "a slowdown was found and confirmed",
+    rules.UNSURE: "a point is unsure, which gate.strict does not accept",
+    rules.FAILED: "a point failed",
+    rules.NOTHING: "nothing was comparable",
+    rules.INTERRUPTED: "interrupted",
 }
 STATE_COLOURS = {"SLOWER": SLOWER, "FASTER": FASTER}
 TILE_STYLES = {"SLOWER": "bad", "FASTER": "good", "UNSURE": "open"}
@@ -135,7 +136,7 @@ def write_outputs(
         facts: further entries of gate.json: experiment, base and head (in words) and notices. A
             complete run also has commits, device, machine, measured and seconds, for `trend`.
         status: exit status, a key of MEANINGS.
-        summary: file to which gate.md is appended, such as a GitHub job's; None for none.
+        summary: file to which gate.md is appended, such as a GitHub job's; None or "" for none.
     """
     store = RunStore(path)
     answer = sentence(findings, facts)
@@ -203,10 +204,10 @@ def format_finding(finding: PointFinding) -> str:
     times = f"{text.seconds(finding.base_s)} → {text.seconds(finding.head_s)}"
     has_interval = ruling.effect.processes > 1
     effect = _format_effect(finding) if has_interval else f"{ruling.effect.ratio:.3f}×"
-    grown_note = "".join(f" · {change}" for change in finding.grown)
+    worse_note = "".join(f" · {change}" for change in finding.worse)
     return (
         f"{finding.state:<8} {effect} m={100 * ruling.margin:.1f}% {finding.point} · {times} · "
-        f"k={_format_pairs(ruling)}{grown_note}"
+        f"k={_format_pairs(ruling)}{worse_note}"
     )
 
 
@@ -234,7 +235,7 @@ def _page(
         f"{x.state.lower()}: {x.point} – {x.reason}" for x in findings.points if x.ruling is None
     ]
     remarks += [f"unsure: {x.point} – {x.reason}" for x in findings.in_states("UNSURE")]
-    remarks += [f"{x.point}: {change}" for x in findings.points for change in (*x.grown, *x.shrunk)]
+    remarks += [f"{x.point}: {change}" for x in findings.points for change in (*x.worse, *x.better)]
     if remarks:
         sections.append(Section("Remarks", remarks))
     name = str(facts["experiment"])
@@ -250,7 +251,7 @@ def table(findings: Sequence[PointFinding]) -> Table:
 
     columns: dict[str, Callable[[PointFinding], Value | str]] = {
         "point": lambda f: f.point,
-        "verdict": lambda f: f.state + " (counted)" * bool(f.grown),
+        "verdict": lambda f: f.state + " (counted)" * bool(f.worse),
         "head ÷ base [95\u00a0%]": lambda f: effect_value(ruling_of(f).effect),
         "margin": lambda f: margin_value(ruling_of(f).margin),
         "smallest detectable": lambda f: margin_value(ruling_of(f).visible),
@@ -259,7 +260,7 @@ def table(findings: Sequence[PointFinding]) -> Table:
         "base": lambda f: tables.time_value(f.base_s),
         "head": lambda f: tables.time_value(f.head_s),
         "pairs": lambda f: _format_pairs(ruling_of(f)),
-        "what": lambda f: f.words,
+        "what": lambda f: f.description,
     }
     return Table.of([finding for finding in findings if finding.ruling], columns)
 
@@ -267,7 +268,10 @@ def table(findings: Sequence[PointFinding]) -> Table:
 def effect_row(
     name: str, effects: Sequence[float], margin: float, *, colour: str, is_hollow: bool
 ) -> Row:
-    """Return a row of a forest: the mean effect over pairs, its interval, the single pairs."""
+    """Return a row of a forest plot: the mean effect over pairs, its interval, the single pairs.
+
+    `effects` are log ratios, one per pair, at least one; `margin` is a relative effect.
+    """
     effect = combine_processes(effects)
     return Row(
         name,
@@ -323,7 +327,7 @@ def junit(findings: Findings, answer: str) -> str:
             num_failures += 1
             ElementTree.SubElement(
                 case, "failure", message=line, type=finding.state
-            ).text = finding.words
+            ).text = finding.description
         elif finding.state not in ("SAME", "FASTER"):
             ElementTree.SubElement(case, "skipped", message=f"{line} {finding.reason}".strip())
         ElementTree.SubElement(case, "system-out").text = line

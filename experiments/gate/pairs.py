@@ -58,7 +58,8 @@ class PairJob:
         device: device as torch names it, such as "cpu" or "cuda".
         number: number of the pair in its run; with config.seed it determines all random numbers.
         slow: factor by which head is slowed.
-        check: True to compare points with the reference, and to weigh them (`Bench.weigh`).
+        check: True to compare points with the reference, and to count their bytes and hit rates
+            (`Bench.count_resources`).
     """
 
     points: Sequence[Point]
@@ -77,18 +78,23 @@ class PointSamples:
         seconds: samples of each side, [blocks][2], in seconds; a sample is the mean of
             `executions` calls.
         executions: calls per sample.
-        weight: results of `Bench.weigh` by side; {} unless the job has `check`.
+        resources: results of `Bench.count_resources` by name of the side; {} unless the job has
+            `check`.
     """
 
     seconds: dict[Side, list[list[float]]] = field(
         default_factory=lambda: {side: [] for side in Side}
     )
     executions: int = 1
-    weight: dict[str, dict[str, float]] = field(default_factory=dict)
+    resources: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def effect(self) -> float:
-        """Return the median over the blocks of log(head / base), of the faster sample of each."""
+        """Return the median over the blocks of log(head ÷ base), of the faster sample of each.
+
+        Raises:
+            ValueError: there is no block.
+        """
         fastest = {side: dict(enumerate(map(min, self.seconds[side]))) for side in Side}
         return statistics.process_effect(fastest[Side.head], fastest[Side.base])
 
@@ -106,10 +112,10 @@ class PairResult:
         self.samples.pop(point, None)
 
 
-# Starts a worker for a side, which imports emblib from a folder; the context ends the worker.
+# Function (side, folder of emblib) that starts a worker; leaving the context ends the worker.
 WorkerFactory = Callable[[Side, str], AbstractContextManager[Child]]
-# Sends (side, message, point to blame if the worker dies); returns the worker's answer, the result
-# of the method of `Bench` that the message names.
+# Function (side, message, point) that sends a message to a worker and returns its answer. If the
+# worker dies, WorkerLost names the point.
 Ask = Callable[[Side, object, str], Any]
 
 
@@ -122,8 +128,13 @@ def run_pair(job: PairJob, folders: SideFolders, start: WorkerFactory | None = N
     """Measure all points of the job in one pair of processes, or in several after crashes.
 
     Only the point at which a process crashed fails: a new pair measures the others. If that point
-    is unknown, all points that are not measured yet fail. `start` is None for `start_worker` with
-    the time limit of the configuration.
+    is unknown, all points that are not measured yet fail. Every point of the job is then in
+    `samples` or in `failures` of the result.
+
+    Args:
+        job: points and settings.
+        folders: folder of emblib by side.
+        start: function that starts a worker; None for `start_worker` with timing.limit_seconds.
     """
     result, points = PairResult(), list(job.points)
     start = start or partial(start_worker, job.config.timing.limit_seconds)
@@ -140,7 +151,7 @@ def run_pair(job: PairJob, folders: SideFolders, start: WorkerFactory | None = N
 
 
 class WorkerLost(Exception):
-    """A worker died, at a point, or before the first point ("")."""
+    """A worker died: at the point that `point` names, or before the first point ("")."""
 
     def __init__(self, side: Side, point: str, death: Died) -> None:
         super().__init__(str(death))
@@ -151,6 +162,9 @@ def _measure_pair(
     job: PairJob, folders: SideFolders, start: WorkerFactory, result: PairResult
 ) -> None:
     """Measure all points in one pair of processes, in random order; add them to `result`.
+
+    The numbers of the seed and of the pair determine every random choice, so that a pair can be
+    repeated.
 
     Raises:
         WorkerLost: a process died. `result` has the points that were complete by then.
@@ -205,7 +219,7 @@ def _measure_pair(
 def _measure_point(job: PairJob, name: str, ask: Ask, rng: random.Random) -> PointSamples:
     """Warm up one point and measure its blocks: base head head base, or the reverse, at random.
 
-    If the job has `check`, also weigh the point on both sides.
+    If the job has `check`, also count the resources of the point on both sides.
     """
     samples = PointSamples()
     call_s = min(ask(side, ("warm", name), name) for side in rng.sample(list(Side), 2))
@@ -224,11 +238,11 @@ def _measure_point(job: PairJob, name: str, ask: Ask, rng: random.Random) -> Poi
         samples.seconds[inner].append(list(inner_both))
     if job.check:
         for side in Side:
-            samples.weight[side.value] = ask(side, ("weigh", name), name)
+            samples.resources[side.value] = ask(side, ("count_resources", name), name)
     return samples
 
 
-Measure = Callable[[PairJob, SideFolders], PairResult]
+Measure = Callable[[PairJob, SideFolders], PairResult]  # `run_pair`, or a substitute in tests
 
 
 @dataclass
@@ -241,7 +255,8 @@ class Trial:
         attempt: 1, or more if earlier attempts at the trial had a failure and were dropped.
         evidence: effects of the pairs so far.
         failures: failures by point and side.
-        weights: numbers that are no times, by point, side and name (`Bench.weigh`).
+        resources: results of `Bench.count_resources` and counted instructions, by point, name of
+            the side and name of the number.
     """
 
     number: int = 0
@@ -249,15 +264,15 @@ class Trial:
     attempt: int = 1
     evidence: Evidence = field(default_factory=Evidence)
     failures: dict[str, dict[Side, BuildResult]] = field(default_factory=dict)
-    weights: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    resources: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def add_record(self, record: Record) -> None:
-        """Add a stored record: the effect of a pair, or a failure."""
+        """Add a stored record: the effect of a pair, or a failure of one side."""
         if record["status"] == "ok":
             stage = Stage(record["stage"])
             self.evidence.add(stage, record["point"], record["effect"])
             if record.get("weight"):
-                self.weights[record["point"]] = record["weight"]
+                self.resources[record["point"]] = record["weight"]
         else:
             side = Side(record["side"])
             build_result = BuildResult(record["status"], record["reason"])
@@ -265,11 +280,11 @@ class Trial:
             self.evidence.lost_points.add(record["point"])
 
     def add_counts(self, counts: Counts) -> None:
-        """Add the counted instructions to the weights of each point and side."""
+        """Add the counted instructions to the resources of each point and side."""
         for point, counts_by_side in counts.items():
-            weights = self.weights.setdefault(point, {})
+            resources = self.resources.setdefault(point, {})
             for side, side_counts in counts_by_side.items():
-                weights[side] = {**weights.get(side, {}), **side_counts}
+                resources[side] = {**resources.get(side, {}), **side_counts}
 
 
 @dataclass
@@ -278,6 +293,17 @@ class TrialRunner:
 
     A trial changes only by what is stored: records (`Trial.add_record`) and counts of instructions
     (`Trial.add_counts`). So a resumed run continues exactly where these end.
+
+    Attributes:
+        config: configuration of the run.
+        device: device of the points.
+        points: all points of the run; `finish` measures those that `rules` gate.
+        rules: numbers of pairs and margins.
+        folders: folder of emblib by side.
+        store: directory of the run.
+        display: progress on the terminal.
+        measure: function that measures a pair.
+        num_pairs: pairs so far, which is the number of the next pair.
     """
 
     config: Config
@@ -288,19 +314,18 @@ class TrialRunner:
     store: RunStore
     display: Display
     measure: Measure = run_pair
-    num_pairs: int = 0  # pairs so far, by which the next one is seeded
+    num_pairs: int = 0
 
-    def finish(self, trial: Trial) -> Trial:
-        """Measure until the rules request no more; return the same trial."""
+    def finish(self, trial: Trial) -> None:
+        """Measure until the rules request no more; `trial` has the results, also after Ctrl-C."""
         names = [p.name for p in self.points if p.name in self.rules.margins]
         while request := next_request(names, trial.evidence, self.rules):
             self.measure_pair(trial, request)
-        return trial
 
     def measure_pair(self, trial: Trial, request: Request) -> None:
         """Run a pair of processes, store its records, and add them to the trial.
 
-        After a crash these are several pairs with the same seed.
+        After a crash, `run_pair` runs several pairs with the same number.
         """
         begin_s = time.monotonic()
         is_first = trial.number == 0 and not trial.evidence.first
@@ -357,7 +382,7 @@ class TrialRunner:
                 records.append(
                     shared
                     | {"status": "ok", "effect": samples.effect, "executions": samples.executions}
-                    | {"weight": samples.weight, **samples_ns}
+                    | {"weight": samples.resources, **samples_ns}
                 )
         return records
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from experiments.config.schema import PHASES, Config, Optimizer, UsageError
 from experiments.config.sweep import SWEEP, Arm, Cell
 from experiments.kinds import expand
+from experiments.kinds.base import TIME
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ def points_of(config: Config) -> list[Point]:
     """Return the points of gate.points: for each entry, a point per contender of its case.
 
     Raises:
-        UsageError: gate.points is empty, has an unknown case or phase, or two entries that measure
-            the same; entries of a forward do not differ by their optimizer.
+        UsageError: gate.points is empty, has an unknown case or phase, a case that is not of the
+            kind `time`, or two entries that measure the same; entries of a forward do not differ by
+            their optimizer.
     """
     cells = {c.section: c for c in expand(config) if c.section != SWEEP}
     gate_points = config.gate.points
@@ -54,6 +56,11 @@ def points_of(config: Config) -> list[Point]:
                 f"gate.points: no phase '{gate_point.phase}'. There is: {list(PHASES)}"
             )
         cell = cells[gate_point.case]
+        if cell.kind != TIME:  # its contenders have other operations, or none
+            raise UsageError(
+                f"gate.points: the case '{gate_point.case}' is of kind={cell.kind}; the gate times "
+                f"forward and step, which only cases of kind={TIME} have"
+            )
         update_note = f" {gate_point.optimizer.value}" * (gate_point.phase == "step")
         for arm in cell.arms:
             arm_note = f" {arm.key}" * (len(cell.arms) > 1)
@@ -75,11 +82,10 @@ class Setup:
         config: configuration of the run.
         device: device as torch names it, such as "cpu" or "cuda".
         seed: seed of the batches, the same on both sides.
-        slow: factor by which timed calls take longer, since the worker waits within the timed
-            region; 1 for no slowdown. A run with it shows that the gate detects a slowdown.
-        idle: factor by which calls take longer including a wait after the timed region, for the
-            side that is not slowed; 1 for no wait. With the `slow` of the other side, both sides
-            load the core alike.
+        slow: factor by which the worker prolongs its timed calls, by a wait within the timed
+            region; 1 for no wait. Runs with it show that the gate detects a slowdown.
+        idle: factor by which the worker prolongs its samples, by a wait after the timed region; 1
+            for no wait. It is the `slow` of the other side, so that both sides load the core alike.
         check: True to compare each point with the reference before it is timed.
         core: core on which the process stays; None for any.
     """
@@ -96,7 +102,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The result of building a point in one worker; `status` is "ok" or that of a failed record."""
+    """The result of building a point in one worker.
+
+    `status` is "ok" or that of a failed record; `reason` is "" if the point was built.
+    """
 
     status: str = "ok"
     reason: str = ""

@@ -54,15 +54,17 @@ Rates = Mapping[str, Any]  # as `compute_rates` returns them
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Run all trials, or those that an unfinished run lacks, then report; return the exit status.
 
+    The exit status is 0; 5 if a process failed in a trial; 130 if the run was interrupted.
+
     Raises:
         UsageError: the run cannot start.
     """
+    if config.gate.inject <= 1 and config.gate.slowed_trials:
+        raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
     if config.dry_run:
         trials = f"{len(schedule(config))} trials of a gate"
         return setup.print_plan(config, f"{trials} of {setup.describe_pairs(config)}")
     start = setup.start_gate(config, words)
-    if config.gate.inject <= 1 and config.gate.slowed_trials:
-        raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
     side_folders = setup.head_on_both_sides(start, print)
     store, records = setup.find_unfinished(start) or (start.create(), [])
     begin_s = time.monotonic()
@@ -115,10 +117,10 @@ def completed_outcomes(path: Path) -> list[dict[str, Any]]:
 
 
 def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
-    """Run the trials that are not complete; return the status of the run.
+    """Run the trials of `schedule` that are not complete; return the status of the run.
 
-    The status is 'finished', 'interrupted', or 'incomplete' if a process failed in a trial: such a
-    trial does not count.
+    The status is "finished", "interrupted", or "incomplete" if a process failed in a trial: such a
+    trial does not count. `earlier_trials` are those of an unfinished run, by number.
     """
     display, rules, num_failures = runner.display, runner.rules, 0
     names = list(rules.margins)
@@ -137,7 +139,7 @@ def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
                 display.finish(f"failed at {name}: {reason}")
             else:
                 display.finish(
-                    "" if was_complete else trial_line(trial_outcome(trial, names, rules))
+                    "" if was_complete else format_trial(trial_outcome(trial, names, rules))
                 )
     except KeyboardInterrupt:
         display.say("interrupted: the same command continues here")
@@ -148,7 +150,7 @@ def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
 
 
 def replay(records: Sequence[Record]) -> dict[int, Trial]:
-    """Return the trials of stored records by number.
+    """Return the trials of stored records by number, complete or not.
 
     A trial in which a process failed does not count: its next attempt is returned, without
     evidence.
@@ -168,6 +170,8 @@ def replay(records: Sequence[Record]) -> dict[int, Trial]:
 
 def trial_outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
     """Return the outcome of a complete trial, which is an entry of `trials` in power.json.
+
+    `names` are the gated points, those of `rules.margins`.
 
     Entries: `trial` (number), `slow` (factor), `alarm` (whether a point is SLOWER), the names of
     points by verdict (`slower`, `faster`, `same`, `unsure`), `screened` (points that the first set
@@ -192,7 +196,7 @@ def trial_outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str,
     }
 
 
-def trial_line(trial: Outcome) -> str:
+def format_trial(trial: Outcome) -> str:
     """Format a trial as a line for the terminal."""
     change = f"slowed {trial['slow']:g}×" if trial["slow"] > 1 else "A/A"
     counts = ", ".join(
@@ -221,25 +225,27 @@ def compute_rates(trials: Sequence[Outcome]) -> dict[str, Any]:
     caught_points = [name for t in slowed_trials for name in t["slower"]]
     by_point = {
         name: {
-            "false_alarms": rate_of(
+            "false_alarms": error_rate(
                 sum(name in t["slower"] for t in unchanged_trials),
                 sum(name in t["effects"] for t in unchanged_trials),
             ),
-            "caught": rate_of(caught_points.count(name), slowed_points.count(name)),
+            "caught": error_rate(caught_points.count(name), slowed_points.count(name)),
         }
         for name in sorted({n for t in trials for n in t["effects"]})
     }
     return {
-        "false_alarms": rate_of(sum(t["alarm"] for t in unchanged_trials), len(unchanged_trials)),
-        "false_screened": rate_of(
+        "false_alarms": error_rate(
+            sum(t["alarm"] for t in unchanged_trials), len(unchanged_trials)
+        ),
+        "false_screened": error_rate(
             sum(bool(t["screened"]) for t in unchanged_trials), len(unchanged_trials)
         ),
-        "false_faster": rate_of(
+        "false_faster": error_rate(
             sum(bool(t["faster"]) for t in unchanged_trials), len(unchanged_trials)
         ),
-        "caught": rate_of(len(caught_points), len(slowed_points)),
-        "caught_by_gate": rate_of(sum(t["alarm"] for t in slowed_trials), len(slowed_trials)),
-        "unsure": rate_of(
+        "caught": error_rate(len(caught_points), len(slowed_points)),
+        "caught_by_gate": error_rate(sum(t["alarm"] for t in slowed_trials), len(slowed_trials)),
+        "unsure": error_rate(
             sum(len(t["unsure"]) for t in unchanged_trials),
             sum(len(t["effects"]) for t in unchanged_trials),
         ),
@@ -247,8 +253,8 @@ def compute_rates(trials: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def rate_of(hits: int, num_cases: int) -> ErrorRate:
-    """Return the rate of `hits` events in `num_cases` cases, with its interval."""
+def error_rate(hits: int, num_cases: int) -> ErrorRate:
+    """Return the rate of `hits` events in `num_cases` cases, with its interval ((0, 1) for 0)."""
     lo, hi = wilson_interval(hits, num_cases)
     share = hits / num_cases if num_cases else None
     return {"hits": hits, "of": num_cases, "rate": share, "lo": lo, "hi": hi}
@@ -258,7 +264,7 @@ UNCHANGED_COLOUR, SLOWED_COLOUR = COLOURS["tbe"], COLOURS["tt"]
 
 
 def write(path: Path) -> str:
-    """Write all files that follow from the stored pairs; return the answer."""
+    """Write power.json, run.json and the page of a run from its stored pairs; return the answer."""
     store, trials, info = RunStore(path), completed_outcomes(path), read_json(path, "run.json")
     rates = compute_rates(trials)
     store.write_json("power.json", {"rates": rates, "trials": trials})

@@ -38,7 +38,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Revision:
-    """One state of the sources."""
+    """One state of the sources, checked out into a folder."""
 
     name: str  # as the user wrote it
     sha: str  # hash of the commit; WORKTREE for the working tree
@@ -51,7 +51,7 @@ class Revision:
 
 
 def git(*arguments: str) -> bytes:
-    """Return the output of git.
+    """Run git in the repository of this harness; return its output.
 
     Raises:
         UsageError: git is missing, or failed; the message has the last line of its error.
@@ -121,8 +121,11 @@ def default_base(config: Config, *, smoke: bool) -> str:
 def checkout(name: str, home: Path = CHECKOUTS) -> Revision:
     """Check out the sources of a revision into a folder below `home`, unless an earlier call did.
 
+    Only SOURCE_FOLDERS are checked out. WORKTREE is copied without built files; the folder is named
+    by the content, so that a later edit leads to another folder.
+
     Raises:
-        UsageError: there is no such revision.
+        UsageError: there is no such revision, it lacks one of SOURCE_FOLDERS, or git fails.
     """
     sha = resolve(name)
     folder = home / (sha[:12] if sha != WORKTREE else f"worktree-{_sources_digest(ROOT)}")
@@ -176,10 +179,20 @@ Say = Callable[[str], object]  # prints a message before a step that takes long
 def provide_libraries(
     base: Revision, head: Revision, device: str, say: Say, home: Path = CHECKOUTS
 ) -> None:
-    """Copy native libraries into both revisions; raise BuildError, which names the revision.
+    """Copy native libraries into the folders of both revisions.
 
     If both have the native sources of the working tree, both receive the installed libraries, which
     are assumed to be built from these sources. Otherwise the libraries are built.
+
+    Args:
+        base: revision that is built first.
+        head: revision that is built second; it may be the same.
+        device: "cpu" or "cuda", see `build`.
+        say: function that prints a message before a step that takes long.
+        home: folder of the cache of builds.
+
+    Raises:
+        BuildError: a revision does not build. The message begins with `Revision.description`.
     """
     digests = {_sources_digest(folder, "csrc/") for folder in (base.folder, head.folder, ROOT)}
     installed = installed_libraries() if len(digests) == 1 else []
@@ -214,7 +227,8 @@ def _build_key(revision: Revision, cuda: str) -> str:
 def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     """Compile a revision's libraries, or find libraries built earlier from the same sources.
 
-    CUDA kernels take long to compile and are left out if `device` is "cpu".
+    CUDA kernels take long to compile and are left out if `device` is "cpu". The libraries are
+    returned in the cache below `home`; the revision's folder is not changed.
 
     Raises:
         BuildError: a tool is missing, or the build fails.
@@ -274,6 +288,6 @@ def _first_error(log: Path) -> str:
     lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()]
     for mark in ("error:", "CMake Error", "FAILED:"):
         for number, line in enumerate(lines):
-            if mark in line:  # CMake writes the place on this line, and the error on the next one
+            if mark in line:  # CMake writes file and line here, and the error on the next line
                 return " ".join(lines[number : number + 1 + line.endswith(":")])
     return (lines or ["no output"])[-1]

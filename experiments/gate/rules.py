@@ -22,6 +22,8 @@ from experiments.timing.statistics import Effect, Verdict
 
 ALPHA = 0.05  # probability of a false alarm in the second set, over all points together
 CHANGES = (Verdict.SLOWER, Verdict.FASTER)
+# Exit statuses; `pages.MEANINGS` says what they mean.
+FINE, REGRESSION, UNSURE, FAILED, NOTHING, INTERRUPTED = 0, 3, 4, 5, 6, 130
 
 
 class Stage(Enum):
@@ -52,7 +54,7 @@ class Rules:
         saved = read_json(path, "rules.json")
         if not saved:
             return None
-        max_pairs = int(saved.get("max_pairs") or saved["most_pairs"])
+        max_pairs = int(saved.get("max_pairs") or saved["most_pairs"])  # the name in older runs
         return cls(saved["pairs"], max_pairs, saved["margins"])
 
 
@@ -97,7 +99,8 @@ class Ruling:
         screened: verdict of the first set alone.
         first: log(head ÷ base) of the pairs of the first set.
         second: the same of the second set; () without one.
-        p: p-value of the second set, adjusted for the number of points in it; nan without one.
+        p_value: p-value of the second set, adjusted for the number of points in it; nan without
+            one.
     """
 
     verdict: Verdict
@@ -107,34 +110,38 @@ class Ruling:
     screened: Verdict
     first: tuple[float, ...]
     second: tuple[float, ...]
-    p: float = math.nan
+    p_value: float = math.nan
 
 
 def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Request | None:
     """Return what to measure next; None when the procedure is complete.
 
-    `points` are names of `rules.margins`; lost ones are skipped.
+    `points` are names of `rules.margins`; lost ones are skipped. With one pair per point
+    (`rules.pairs` is 1, as in a smoke run) no verdict is possible, and no more pairs are requested.
     """
     points = [p for p in points if p not in evidence.lost_points]
     first = {p: evidence.first.get(p, []) for p in points}
-    short_points = [p for p in points if len(first[p]) < rules.pairs]
-    if short_points:
-        return Request(Stage.first, tuple(short_points))
+    # 1. The first set, of every point.
+    if incomplete := [p for p in points if len(first[p]) < rules.pairs]:
+        return Request(Stage.first, tuple(incomplete))
+    # 2. More pairs of the first set, of points that are unsure.
     verdicts = {p: _verdict(first[p], rules.margins[p]) for p in points}
     max_first_pairs = rules.max_pairs if rules.pairs >= statistics.MIN_PROCESSES else 0
     unsure = [p for p in points if verdicts[p] is Verdict.UNSURE]
-    if undecided := [p for p in unsure if len(first[p]) < max_first_pairs]:
-        return Request(Stage.first, tuple(undecided))
+    if extensible := [p for p in unsure if len(first[p]) < max_first_pairs]:
+        return Request(Stage.first, tuple(extensible))
+    # 3. The second set, of points that look slower or faster.
     changed = [p for p in points if verdicts[p] in CHANGES]
     unconfirmed = [p for p in changed if len(evidence.second.get(p, [])) < len(first[p])]
     return Request(Stage.second, tuple(unconfirmed)) if unconfirmed else None
 
 
 def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
-    """Return the rulings by point.
+    """Return the rulings by point, final if `next_request` returns None.
 
     `points` are names of `rules.margins`. A point that a side could not run, or that no pair has
-    measured, has no ruling.
+    measured, has no ruling. SLOWER and FASTER need a second set with the same verdict, whose
+    adjusted p-value is at most ALPHA; otherwise the point is UNSURE.
     """
     measured_points = [p for p in points if p not in evidence.lost_points and evidence.first.get(p)]
     screened = {p: _verdict(evidence.first[p], rules.margins[p]) for p in measured_points}

@@ -22,7 +22,7 @@ from experiments.gate.instructions import Counts
 from experiments.gate.pairs import Side, SideFolders, Trial, TrialRunner
 from experiments.gate.points import Setup, points_of
 from experiments.gate.revisions import BuildError
-from experiments.gate.rules import Rules
+from experiments.gate.rules import INTERRUPTED, Rules
 from experiments.gate.setup import GateStart
 from experiments.gate.verdicts import Findings, collect_findings
 from experiments.paths import shown_path
@@ -31,7 +31,12 @@ from experiments.run.progress import Display
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Compare two revisions; return the exit status (see cli.HELP).
+    """Compare two revisions; return the exit status (see `pages.MEANINGS`).
+
+    Args:
+        config: configuration of the run.
+        question: question of the experiment, for run.json.
+        words: arguments of the command line, for environment.json.
 
     Raises:
         UsageError: a revision is unknown, or the run cannot start.
@@ -171,13 +176,13 @@ def rebuild(path: Path) -> str:
     trial.add_counts(read_json(path, "instructions.json"))
     if "status" not in saved:
         saved = {
-            "status": 130,
+            "status": INTERRUPTED,
             "experiment": config.name,
             "base": config.gate.base or "its default base",
             "head": config.gate.head,
             "notices": ["This run was killed: points that it did not reach are missing."],
         }
     findings = collect_findings(points_of(config), trial, rules, records)
-    findings = dataclasses.replace(findings, interrupted=saved["status"] == 130)
+    findings = dataclasses.replace(findings, interrupted=saved["status"] == INTERRUPTED)
     facts = {k: v for k, v in saved.items() if k not in DERIVED_ENTRIES}
     return pages.write_outputs(path, findings, facts, saved["status"])

@@ -39,6 +39,7 @@ def measurement_key(config: Config) -> str:
 
     It is a part of the file names of the floors in reports/noise. So a new or renamed entry here,
     or a new field of CaseConfig or GatePoint, makes these floors unusable: measure them again.
+    timing.replicates has no effect, because `margin` scales the noise to any number of pairs.
     """
     timing, device = config.timing, config.device
     return digest(
@@ -78,7 +79,14 @@ def noise_floor_content(
     effects: Mapping[str, Sequence[float]],
     time_utc: str,
 ) -> dict[str, Any]:
-    """Return the content of noise.json: by point, the `effects`, log(A ÷ A), and their spread."""
+    """Return the content of noise.json.
+
+    Args:
+        environment: environment of the run.
+        config: configuration of the run.
+        effects: log(A ÷ A) of each pair by point; at least one per point.
+        time_utc: time of the run, ISO 8601; "" if it is unknown.
+    """
     return {
         "schema": SCHEMA,
         "machine": environment["device"],
@@ -118,7 +126,10 @@ def find_noise_floor(
 
 
 def margin(floor: NoiseFloor, point: str, min_effect: float, pairs: int) -> float:
-    """Return a point's margin for the mean of `pairs` pairs; `min_effect` without a floor."""
+    """Return a point's margin, a relative effect, for the mean of `pairs` pairs.
+
+    It is `min_effect` if the floor does not have the point.
+    """
     if point not in floor:
         return min_effect
     return statistics.gate_margin(min_effect, floor[point]["mad"], pairs)
@@ -155,9 +166,9 @@ class GateStart:
 
 
 def start_gate(config: Config, words: Sequence[str]) -> GateStart:
-    """Examine the machine and check the configuration of a run.
+    """Examine the machine and check the configuration of a run; nothing is written.
 
-    `words` are those of the command line, for environment.json.
+    `words` are the arguments of the command line, for environment.json.
 
     Raises:
         UsageError: the device, a point or gate.inject is impossible, or the machine is unfit.
@@ -176,9 +187,15 @@ def start_gate(config: Config, words: Sequence[str]) -> GateStart:
 def write_info(
     store: RunStore, config: Config, question: str, status: str, begin_s: float, **extra: Any
 ) -> None:
-    """Write run.json of a run that ends now, with the further entries `extra`.
+    """Write run.json of a run that ends now.
 
-    `begin_s` is time.monotonic() at the beginning of the run.
+    Args:
+        store: directory of the run.
+        config: configuration of the run.
+        question: question of the experiment.
+        status: "finished", "interrupted" or "incomplete".
+        begin_s: time.monotonic() at the beginning of the run.
+        extra: further entries.
     """
     seconds = round(time.monotonic() - begin_s, 1)
     info = {"experiment": config.name, "question": question, "status": status, "seconds": seconds}
@@ -208,7 +225,8 @@ def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
 def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> SideFolders:
     """Build head, and return its folder for both sides.
 
-    A working tree is copied, so that later edits do not affect the run.
+    A working tree is copied, so that later edits do not affect the run. `say` prints a message
+    before a step that takes long.
 
     Raises:
         UsageError: head is unknown or does not build.

@@ -4,8 +4,9 @@ A run compares two commits and measures a ratio, head ÷ base. Two runs are link
 is the base of the other, and linked runs form a *chain*. The *level* of a commit is 1 at the start
 of a chain, else the level of its base times the ratio. So a level is relative to the first commit
 of its chain, and runs may be from different machines. Levels are computed by point, for times and
-for instructions. If the run of a base did not measure the quantity at the point, its level is 1,
-too. The interval of a level combines the intervals of all runs since the start of its chain.
+for instructions. If the base of a run has no level of the quantity at the point, its level is 1, as
+at the start of a chain. The interval of a level combines the intervals of all runs since the start
+of its chain.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 from experiments.config.schema import UsageError
 from experiments.gate.instructions import NATIVE, TOTAL
+from experiments.gate.rules import INTERRUPTED
 from experiments.paths import ROOT
 from experiments.report import document, text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
@@ -38,7 +40,7 @@ QUANTITIES = {  # (name in the legend, colour, line) by quantity
 }
 FAILED_STATES = ("MISSING", "FAILED")
 MOVED_COLOURS = {"SLOWER": SLOWER, "FASTER": FASTER}  # by state of a finding
-MAX_NAMES = 5  # most names of commits below a panel
+MAX_NAMES = 5  # maximum number of names of commits below a panel
 PANEL_HEIGHT = 2.7  # inches
 LEVEL_RANGE = (0.95, 1.05)  # levels that every panel shows, so that noise looks small
 HOW = (
@@ -80,7 +82,7 @@ class GateRun:
     points: Mapping[str, Mapping[str, Any]]  # findings by point, as `verdicts.as_json` writes them
 
     def ratios(self, point: str) -> Iterator[tuple[str, Level]]:
-        """Yield each quantity that was measured at a point, with head ÷ base."""
+        """Yield each of QUANTITIES that was measured at a point, with head ÷ base."""
         finding = self.points.get(point, {})
         if finding.get("ratio"):
             ends = [finding.get(end) for end in ("lo", "hi")]
@@ -116,7 +118,7 @@ class PointInRun(NamedTuple):
     """A finding about a point, and its run."""
 
     run: GateRun
-    finding: Mapping[str, Any]
+    finding: Mapping[str, Any]  # as `verdicts.as_json` writes it
 
     @property
     def is_worse(self) -> bool:
@@ -143,7 +145,11 @@ class Trend:
         return list(dict.fromkeys(name for gate_run in self.runs for name in gate_run.points))
 
     def chains(self) -> list[list[Commit]]:
-        """Return the commits of each chain of runs."""
+        """Return the commits of each chain of runs, first to last.
+
+        A commit with several runs to it is in the chain of the first one. A branch, a second run
+        from one base, is part of the chain of that base.
+        """
         chains: dict[Commit, list[Commit]] = {}
         for gate_run in self.runs:
             chain = chains.setdefault(gate_run.base, [gate_run.base])
@@ -183,8 +189,14 @@ class Trend:
 def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
     """Read every gate.json in folders, at any depth, whatever the names of the files.
 
-    Return the trend, and a line per run that is left out. Runs on another `device` are skipped; ""
-    is any device. If several runs have the same head, the latest one counts.
+    If several runs have the same head, the latest one counts.
+
+    Args:
+        folders: folders to search.
+        device: "cpu" or "cuda" to skip runs on the other one; "" for any.
+
+    Returns:
+        The trend, and the exclusions: a line per run that is not in the trend, with the reason.
 
     Raises:
         UsageError: a folder is missing, there is no run between two commits, or there are runs on
@@ -192,36 +204,44 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
     """
     runs: dict[Commit, GateRun] = {}
     devices = set()
-    left_out = []
+    exclusions = []
     for folder in folders:
         if not folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
         for path in sorted(folder.rglob("*.json")):
             saved = _read_findings(path)
             if saved is None and path.name == "gate.json":
-                left_out.append(f"{path.relative_to(folder)}: it is damaged")
+                exclusions.append(f"{path.relative_to(folder)}: it is damaged")
             if saved is None or (device and saved.get("device") not in (device, None)):
                 continue
-            if reason := _reason_left_out(saved):
-                left_out.append(f"{path.relative_to(folder)}: {reason}")
+            try:
+                reason = _exclusion_reason(saved)
+                gate_run = None if reason else _parse_gate_run(saved)
+            except (
+                LookupError,
+                TypeError,
+                AttributeError,
+            ):  # missing or wrong entries
+                reason, gate_run = "it is damaged", None
+            if gate_run is None:
+                exclusions.append(f"{path.relative_to(folder)}: {reason}")
                 continue
-            gate_run = _parse_gate_run(saved)
             devices.add(gate_run.device)
             if gate_run.head not in runs or runs[gate_run.head].measured < gate_run.measured:
                 runs[gate_run.head] = gate_run
     if not runs:
-        reasons = f" ({left_out[0]})" if left_out else ""
+        reason = f" ({exclusions[0]})" if exclusions else ""
         folder_names = ", ".join(map(str, folders))
-        raise UsageError(
-            f"{folder_names}: no finished run of the gate between two commits{reasons}"
-        )
+        raise UsageError(f"{folder_names}: no finished run of the gate between two commits{reason}")
     if len(devices) > 1:
         raise UsageError("there are runs on CPUs and on GPUs: choose with --device cpu or cuda")
-    return Trend(_order_by_link(runs)), left_out
+    return Trend(_order_by_link(runs)), exclusions
 
 
 def _order_by_link(runs: Mapping[Commit, GateRun]) -> list[GateRun]:
-    """Return runs, given by head, by date, but each after the run whose head is its base.
+    """Order runs by the date of their head, but each run after the run whose head is its base.
+
+    The keys of `runs` are the heads.
 
     Dates alone do not do: a commit may be older than its base, on a branch for example.
     """
@@ -248,8 +268,12 @@ def _read_findings(path: Path) -> dict[str, Any] | None:
     return saved if is_gate else None
 
 
-def _reason_left_out(saved: Mapping[str, Any]) -> str:
-    """Return why a run is left out of a trend; "" if it is not."""
+def _exclusion_reason(saved: Mapping[str, Any]) -> str:
+    """Return why the run of a gate.json is not in a trend; "" if it is."""
+    if saved["status"] == INTERRUPTED:
+        return "it was interrupted"
+    if not saved["points"]:
+        return f"it has no findings ({saved['answer']})"
     commits = saved.get("commits")
     if commits is None:
         return "it was measured before the gate stored commits"
@@ -257,26 +281,28 @@ def _reason_left_out(saved: Mapping[str, Any]) -> str:
         return "a side is a working tree with changes"
     if commits["base"]["sha"] == commits["head"]["sha"]:
         return "it compares a commit with itself"
-    if saved["status"] == 130 or not saved["points"]:
-        return f"it has no findings ({saved['answer']})"
     return ""
 
 
 def _parse_gate_run(saved: Mapping[str, Any]) -> GateRun:
-    """Return the run of a gate.json for which `_reason_left_out` is empty."""
+    """Return the run of a gate.json for which `_exclusion_reason` is empty.
+
+    Raises:
+        KeyError, TypeError: an entry is missing, or of another type.
+    """
     base, head = (Commit(**saved["commits"][side]) for side in ("base", "head"))
-    points = {finding["point"]: finding for finding in saved["points"]}
+    points = {finding["point"]: finding for finding in saved["points"] if finding["state"]}
     return GateRun(base, head, saved["device"], saved["machine"], saved["measured"], points)
 
 
-def page_of(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Page:
-    """Return the page of a trend, with a remark per line of `left_out`."""
+def page_of(trend: Trend, exclusions: Sequence[str] = (), command: str = "") -> Page:
+    """Return the page of a trend, with a remark per line of `exclusions`; `command` repeats it."""
     commits, moves = trend.commits, trend.moves()
     num_worse = sum(move.is_worse for move in moves)
     num_better = len(moves) - num_worse
     machines = sorted({gate_run.machine for gate_run in trend.runs})
     chains = trend.chains()
-    notices = [Notice(f"Left out: {reason}.", "remark") for reason in left_out]
+    notices = [Notice(f"Left out: {reason}.", "remark") for reason in exclusions]
     for failure in trend.failures():
         finding = failure.finding
         explanation = f"{finding['point']} {finding['state'].lower()}: {finding.get('reason')}"
@@ -472,6 +498,7 @@ def _level_table(trend: Trend) -> Table:
 
     def level_column(quantity: str) -> Column:
         def level_value(row: PointInRun) -> Value:
+            """Return the entry of one quantity; a dash if the run did not measure it."""
             level = levels_by_point[row.finding["point"]].get((row.run.head, quantity))
             return Value.of(level.ratio if level else None, lambda v: f"{v:.4f}")
 
@@ -506,11 +533,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page of a trend and print its answer; raise what `read_trend` raises."""
-    trend, left_out = read_trend(arguments.folders, arguments.device)
+    """Write the page of a trend and print its answer; return exit status 0.
+
+    Raises:
+        UsageError: see `read_trend`.
+        OSError: the page cannot be written.
+    """
+    trend, exclusions = read_trend(arguments.folders, arguments.device)
     words = ["python", "run.py", "trend", *map(str, arguments.folders)]
     words += ["--device", arguments.device] if arguments.device else []
-    report = page_of(trend, left_out, shlex.join(words))
+    report = page_of(trend, exclusions, shlex.join(words))
     store = RunStore(arguments.out.resolve())
     written = document.write(store.path, report)
     store.write("trend.md", report.markdown(figures=False))

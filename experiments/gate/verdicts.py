@@ -12,18 +12,27 @@ from typing import Any
 from experiments.gate.instructions import NATIVE, TOTAL
 from experiments.gate.pairs import Side, Trial, faster_samples
 from experiments.gate.points import BuildResult, Point
-from experiments.gate.rules import CHANGES, Rules, Ruling, decide
+from experiments.gate.rules import (
+    CHANGES,
+    FAILED,
+    FINE,
+    INTERRUPTED,
+    NOTHING,
+    REGRESSION,
+    UNSURE,
+    Rules,
+    Ruling,
+    decide,
+)
 from experiments.results.store import Record
 from experiments.timing.statistics import MIN_PROCESSES, Verdict
 
-PEAK_SHARE, PEAK_BYTES = 0.01, 16 << 20  # tolerated growth of peak memory, which is not exact
+# Tolerated growth of peak memory, which is not exact: a share of base's, plus bytes.
+PEAK_SHARE, PEAK_BYTES = 0.01, 16 << 20
 HIT_RATE_CHANGE = 0.005  # tolerated loss of the hit rate, a share of 1
 INSTRUCTIONS_SHARE = 0.01  # tolerated growth of instructions: Python's share is not exact
 # Statuses of a side that failed; any other means that it does not support the point here.
 BROKEN_STATUSES = ("error", "wrong", "timeout", "oom")
-
-# Exit statuses; `pages.MEANINGS` says what they mean.
-FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class PointFinding:
 
     Attributes:
         point: name of the point.
-        words: description of the point: contender, phase and sizes.
+        description: contender, phase, optimizer and sizes of the point in words.
         state: name of a `Verdict`; or MISSING (only base can run it), FAILED (head has
             an error, and base cannot run it either; or base failed after pairs that it completed),
             NEW (base cannot run it, and head can, or does not support it here), NOISY (its margin
@@ -41,26 +50,26 @@ class PointFinding:
         ruling: verdict with its grounds; None without a verdict.
         base_s: median seconds of base; nan without samples.
         head_s: median seconds of head; nan without samples.
-        grown: sentences about counted numbers that became worse.
-        shrunk: sentences about counted numbers that became better.
-        counts: instructions by name and side.
+        worse: sentences about bytes, hit rates and instructions that became worse.
+        better: sentences about bytes, hit rates and instructions that became better.
+        counts: instructions by name (TOTAL, NATIVE) and side; {} unless both sides counted them.
     """
 
     point: str
-    words: str
+    description: str
     state: str
     reason: str = ""
     ruling: Ruling | None = None
     base_s: float = math.nan
     head_s: float = math.nan
-    grown: Sequence[str] = ()
-    shrunk: Sequence[str] = ()
+    worse: Sequence[str] = ()
+    better: Sequence[str] = ()
     counts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def is_regression(self) -> bool:
-        """Return whether the point is slower, confirmed, or has a counted number that grew."""
-        return self.state == Verdict.SLOWER.value or bool(self.grown)
+        """Return whether the point is slower, confirmed, or has a number that became worse."""
+        return self.state == Verdict.SLOWER.value or bool(self.worse)
 
 
 @dataclass
@@ -69,8 +78,8 @@ class Findings:
 
     Attributes:
         points: a finding per point, the worst first.
-        broken: why nothing could be compared; "" if something could.
-        broken_side: side that did not build.
+        broken: why a side did not build, so that nothing could be compared; "" if both did.
+        broken_side: side that did not build; without meaning if both did.
         interrupted: True if the user ended the run; the points have what was measured by then.
     """
 
@@ -80,7 +89,7 @@ class Findings:
     interrupted: bool = False
 
     def in_states(self, *states: str) -> list[PointFinding]:
-        """Return the findings in one of these states."""
+        """Return the findings in one of these states, see `PointFinding.state`."""
         return [x for x in self.points if x.state in states]
 
     @property
@@ -89,9 +98,12 @@ class Findings:
         return self.in_states(*(v.value for v in Verdict))
 
     def status(self, *, strict: bool) -> int:
-        """Return the exit status: 130 for an interrupted run, else that of the worst finding."""
+        """Return the exit status: 130 for an interrupted run, else that of the worst finding.
+
+        With `strict`, points that are UNSURE or NOISY give UNSURE instead of FINE or NOTHING.
+        """
         if self.interrupted:
-            return 130
+            return INTERRUPTED
         if self.broken:
             return FAILED if self.broken_side is Side.head else NOTHING
         if any(x.is_regression for x in self.points):
@@ -114,6 +126,12 @@ def collect_findings(
     """Return the findings of a trial, worst first, and then by the size of the effect.
 
     Points that an interrupted trial did not reach have no finding.
+
+    Args:
+        points: all points of the run.
+        trial: results of the trial.
+        rules: its rules; a point without a margin is NOISY.
+        records: records of the trial, for the seconds of each side.
     """
     names = [p.name for p in points if p.name in rules.margins]
     rulings = decide(names, trial.evidence, rules)
@@ -165,25 +183,25 @@ def _verdict_finding(
 ) -> PointFinding:
     """Return the finding for a point that both sides ran.
 
-    Instructions that grew are no regression if the time fell, confirmed. Their sentences then move
-    to `shrunk`, which has no effect on the exit status.
+    More instructions are no regression if the time fell, confirmed. Their sentences then move to
+    `better`, which has no effect on the exit status.
     """
-    weights = trial.weights.get(point.name, {})
-    grown, shrunk = changed_counts(weights.get("base", {}), weights.get("head", {}))
+    resources = trial.resources.get(point.name, {})
+    worse, better = changed_resources(resources.get("base", {}), resources.get("head", {}))
     samples_s = (faster_samples(records, point.name, side) for side in Side)
     base_s, head_s = (statistics.median(s) if s else math.nan for s in samples_s)
     reason = advice(ruling) if ruling.verdict is Verdict.UNSURE else ""
     state = ruling.verdict.value
     if ruling.verdict is Verdict.FASTER:
-        shrunk += [x for x in grown if "instructions" in x]
-        grown = [x for x in grown if "instructions" not in x]
+        better += [x for x in worse if "instructions" in x]
+        worse = [x for x in worse if "instructions" not in x]
     counts = {
-        key: {side: weight[key] for side, weight in weights.items()}
+        key: {side: numbers[key] for side, numbers in resources.items()}
         for key in (TOTAL, NATIVE)
-        if len(weights) == 2 and all(key in weight for weight in weights.values())
+        if len(resources) == 2 and all(key in numbers for numbers in resources.values())
     }
     return PointFinding(
-        point.name, point.description, state, reason, ruling, base_s, head_s, grown, shrunk, counts
+        point.name, point.description, state, reason, ruling, base_s, head_s, worse, better, counts
     )
 
 
@@ -197,14 +215,15 @@ def advice(ruling: Ruling) -> str:
     return "the noise is too large: close other programs, raise gate.max_pairs or timing.min_rounds"
 
 
-def changed_counts(
+def changed_resources(
     base: Mapping[str, float], head: Mapping[str, float]
 ) -> tuple[list[str], list[str]]:
     """Return the sentences on numbers that became worse, and those on numbers that became better.
 
-    The numbers are those of `Bench.weigh` and counted instructions, by name. Hit rates, peak memory
-    and instructions have a tolerance; other bytes are compared exactly. A hit rate that only base
-    has is worse: head counts no lookups in its cache.
+    The numbers are those of `Trial.resources` of one point and side, by name. Hit rates, peak
+    memory and instructions have a tolerance; other bytes are compared exactly. A number that only
+    one side has is not compared, except that a hit rate that only base has is worse: head counts no
+    lookups in its cache.
     """
     worse, better = [], []
     if "hit_rate" in base and "hit_rate" not in head:
@@ -220,7 +239,9 @@ def changed_counts(
             tolerance = PEAK_SHARE * base_value + PEAK_BYTES
         elif key in (TOTAL, NATIVE):
             tolerance = INSTRUCTIONS_SHARE * base_value
-            values = f"{base_value:,.0f} → {head_value:,.0f} ({head_value / base_value:.3f}×)"
+            values = f"{base_value:,.0f} → {head_value:,.0f}"
+            if base_value:  # 0 native instructions, if the contender does not use emblib
+                values += f" ({head_value / base_value:.3f}×)"
         sentence = f"{key.replace('_', ' ')} {values}"
         worse += [sentence] * (growth > tolerance)
         better += [sentence] * (growth < -tolerance)
@@ -228,8 +249,13 @@ def changed_counts(
 
 
 def as_json(finding: PointFinding) -> dict[str, Any]:
-    """Return the entry of a point in gate.json; nan and infinite numbers are None."""
+    """Return the entry of a point in gate.json; nan and infinite numbers are None.
+
+    The entries `words`, `grown` and `shrunk` are the fields `description`, `worse` and `better`.
+    """
     content = dataclasses.asdict(finding)
+    for entry, name in (("words", "description"), ("grown", "worse"), ("shrunk", "better")):
+        content[entry] = content.pop(name)
     del content["ruling"]
     if finding.ruling:
         ruling = finding.ruling
@@ -238,7 +264,7 @@ def as_json(finding: PointFinding) -> dict[str, Any]:
             "margin": ruling.margin,
             "visible": ruling.visible,
             "screened": ruling.screened.value,
-            "p": ruling.p,
+            "p": ruling.p_value,
             "first": list(ruling.first),
             "second": list(ruling.second),
         }

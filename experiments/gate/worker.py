@@ -21,8 +21,10 @@ class WrongRevision(Exception):
 def serve(pipe: Connection, package: str) -> None:
     """Import emblib from the folder `package` ("" for the default), then answer messages.
 
-    The first message is a `Setup`, and its answer the result of `Bench.build`. The others are (name
-    of a method of `Bench`, *arguments), answered by the method's result. None ends the worker.
+    `points` describes the messages. An error of a method ends the worker.
+
+    Raises:
+        WrongRevision: `import emblib` finds another package.
     """
     import_from(package)
     from experiments.gate.bench import Bench
@@ -36,10 +38,15 @@ def serve(pipe: Connection, package: str) -> None:
 
 
 def import_from(package: str) -> None:
-    """Make `import emblib` find the package in this folder; raise WrongRevision if it does not.
+    """Make `import emblib` find the package in the folder `package`, and import it.
 
     An editable install puts a finder before all folders. With that finder every worker would import
-    the working tree, and the gate would compare it with itself.
+    the working tree, and the gate would compare it with itself. So this function removes finders
+    that know another emblib from sys.meta_path. It does nothing for "".
+
+    Raises:
+        WrongRevision: emblib was found in another folder, for example because it was imported
+            before.
     """
     if not package:
         return

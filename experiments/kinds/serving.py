@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from experiments.config.schema import Config, DeviceKind, Mode, UsageError
+from experiments.config.schema import MAX_WORKERS, Config, DeviceKind, Mode, UsageError
 from experiments.kinds import base
 from experiments.results import metrics
 from experiments.results.store import Record
@@ -45,7 +45,9 @@ class Serving(base.Kind):
     name = "serving"
     options = ServingOptions
     option_rules: ClassVar[Mapping[str, base.OptionRule]] = {
-        "clients": base.AT_LEAST_ONE,
+        "clients": base.OptionRule(
+            f"in [1, {MAX_WORKERS}]", lambda clients: 1 <= clients <= MAX_WORKERS
+        ),
         "loads": base.OptionRule("in (0, 1)", lambda load: 0 < load < 1, may_be_empty=True),
         "rounds": base.AT_LEAST_ONE,
     }

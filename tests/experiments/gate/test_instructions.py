@@ -123,17 +123,17 @@ def test_two_per_cent_more_instructions_are_a_regression() -> None:
     line = counted(1.02, time=0.0)
     assert line.state == Verdict.SAME.value
     assert line.is_regression
-    assert line.grown == ["native instructions 1,000,000 → 1,020,000 (1.020×)"]
+    assert line.worse == ["native instructions 1,000,000 → 1,020,000 (1.020×)"]
     assert pages.instructions_value(line, NATIVE).text == "1.0200 (1,020,000)"
     assert not counted(1.005, time=0.0).is_regression
-    assert counted(0.9, time=0.0).shrunk
+    assert counted(0.9, time=0.0).better
 
 
 def test_more_instructions_in_less_time_are_none() -> None:
     line = counted(1.5, time=-0.2)
     assert line.state == Verdict.FASTER.value
     assert not line.is_regression
-    assert line.shrunk
+    assert line.better
 
 
 def counted(ratio: float, *, time: float) -> verdicts.PointFinding:

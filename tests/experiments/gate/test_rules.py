@@ -106,7 +106,7 @@ def test_the_second_set_is_corrected_for_its_size() -> None:
         )
         rulings = decide(names, evidence, Rules(5, 9, dict.fromkeys(names, 0.05)))
         assert {r.verdict for r in rulings.values()} == {verdict}
-        assert rulings[names[0]].p == pytest.approx(min(1, len(names) * p))
+        assert rulings[names[0]].p_value == pytest.approx(min(1, len(names) * p))
 
 
 def test_rates_at_the_noise_of_a_shared_machine() -> None:

@@ -6,11 +6,13 @@ import itertools
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pytest
+import torch
 
 from experiments import configure
 from experiments.config.schema import Config, UsageError
@@ -83,7 +85,7 @@ class Pretender:
                 factor = self.traits.get("ratio", 1.0) if self.side is Side.head else 1.0
                 # Every fourth sample is disturbed ninefold.
                 return [1e-3 * factor * (9 if next(self.count) % 4 == 3 else 1) for _ in batches]
-            case "weigh", _:
+            case "count_resources", _:
                 return {"weights_bytes": 10.0}
         raise AssertionError(message)
 
@@ -194,6 +196,10 @@ def test_points_must_exist(config: Config) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             points_of(configure.load(["+experiment=gate", "device=cpu", text]))
+    config = configure.load(["+experiment=gate", "device=cpu"])
+    config.cases["wide"].contenders, config.cases["wide"].keys.loads = ["scored"], [0.5]
+    with pytest.raises(UsageError, match="'wide' is of kind=keys; the gate times forward and step"):
+        points_of(config)
 
 
 # Findings
@@ -211,7 +217,7 @@ def line(state: str, **traits: Any) -> PointFinding:
         ([line("SAME"), line("UNSURE")], True, 4),
         ([line("SAME"), line("NOISY")], True, 4),
         ([line("SLOWER"), line("MISSING"), line("UNSURE")], True, 3),
-        ([line("SAME", grown=("weights bytes 1 → 2",))], False, 3),
+        ([line("SAME", worse=("weights bytes 1 → 2",))], False, 3),
         ([line("SAME"), line("MISSING")], False, 5),
         ([line("SAME"), line("FAILED")], False, 5),
         ([line("NEW"), line("NEW")], False, 6),
@@ -230,19 +236,22 @@ def test_builds_that_fail_have_a_status_of_their_own() -> None:
 
 def test_bytes_are_exact_and_peaks_nearly_so() -> None:
     base = {"weights_bytes": 1000.0, "peak_bytes": 1e9, "hit_rate": 0.9}
-    assert verdicts.changed_counts(base, dict(base)) == ([], [])
-    worse, better = verdicts.changed_counts(
+    assert verdicts.changed_resources(base, dict(base)) == ([], [])
+    worse, better = verdicts.changed_resources(
         base, {**base, "weights_bytes": 1001.0, "peak_bytes": 1.02e9}
     )
     assert [w.split()[0] for w in worse] == ["weights"]
     assert not better
-    worse, _ = verdicts.changed_counts(base, {**base, "peak_bytes": 1.03e9, "hit_rate": 0.89})
+    worse, _ = verdicts.changed_resources(base, {**base, "peak_bytes": 1.03e9, "hit_rate": 0.89})
     assert [w.split()[0] for w in worse] == ["hit", "peak"]
-    _, better = verdicts.changed_counts(base, {**base, "weights_bytes": 900.0, "hit_rate": 0.95})
+    _, better = verdicts.changed_resources(base, {**base, "weights_bytes": 900.0, "hit_rate": 0.95})
     assert [b.split()[0] for b in better] == ["hit", "weights"]
+    # Without an instruction in emblib's library there is no ratio to print.
+    not_native = {"instructions": 100.0, "native_instructions": 0.0}
+    assert verdicts.changed_resources(not_native, not_native) == ([], [])
     without_hits = {key: value for key, value in base.items() if key != "hit_rate"}
-    assert verdicts.changed_counts(base, without_hits) == (["hit rate 0.9 → not counted"], [])
-    assert verdicts.changed_counts(without_hits, base) == ([], [])
+    assert verdicts.changed_resources(base, without_hits) == (["hit rate 0.9 → not counted"], [])
+    assert verdicts.changed_resources(without_hits, base) == ([], [])
 
 
 def made_up(points: list[Point]) -> tuple[Findings, Rules]:
@@ -378,6 +387,33 @@ def test_a_floor_serves_its_own_machine_and_measuring(config: Config, tmp_path: 
         assert setup.find_noise_floor(tmp_path, ENVIRONMENT, config) is None
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_run_without_a_measured_point_replaces_no_floor(
+    fails: bool, points: list[Point], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure.load(
+        [
+            "+experiment=selftest_aa",
+            "device=cpu",
+            f"gate.noise={tmp_path / 'floors'}",
+            f"report.folder={tmp_path / 'runs'}",
+            "gate.floor_pairs=2",
+        ]
+    )
+    environment = {**ENVIRONMENT, "context_id": "c"}
+    start = setup.GateStart(config, torch.device("cpu"), points[:1], environment, None)
+    monkeypatch.setattr(setup, "start_gate", lambda config, words: start)
+    monkeypatch.setattr(setup, "head_on_both_sides", lambda start, say: FOLDERS)
+    bad = {Side.head: {points[0].name: BuildResult("oom", "killed")}} if fails else {}
+
+    def measure(job: PairJob, folders: pairs.SideFolders) -> pairs.PairResult:
+        return run_pair(job, folders, fake_workers([], bad=bad))
+
+    monkeypatch.setattr(noise, "TrialRunner", partial(pairs.TrialRunner, measure=measure))
+    assert noise.run(config, question="?", words=[]) == (5 if fails else 0)
+    assert (tmp_path / "floors").exists() != fails
+
+
 def test_slowed_trials_are_spread_among_the_others() -> None:
     config = configure.load(["+experiment=gate_power", "gate.trials=20", "gate.slowed_trials=4"])
     slows = power.schedule(config)
@@ -403,11 +439,11 @@ def test_trials_are_replayed_from_what_is_stored() -> None:
     rates = power.compute_rates(outcomes)
     assert rates["false_alarms"]["hits"] == 0
     assert rates["false_alarms"]["of"] == 1
-    assert rates["caught"] == power.rate_of(1, 1)
+    assert rates["caught"] == power.error_rate(1, 1)
     assert rates["points"]["a"]["caught"]["of"] == 1
-    assert "ALARM" in power.trial_line(outcomes[1])
+    assert "ALARM" in power.format_trial(outcomes[1])
     lost = {"status": "error", "reason": "gone", "side": "head", "point": "a", "pair": 9}
     again = power.replay([*records, {**lost, "trial": 1, "slow": 1.1, "stage": "second"}])
     assert (again[1].attempt, again[1].slow, again[1].evidence.first) == (2, 1.1, {})
     assert again[0].evidence == trials[0].evidence
-    assert Verdict.SAME.value.lower() in power.trial_line(outcomes[0])
+    assert Verdict.SAME.value.lower() in power.format_trial(outcomes[0])

@@ -104,17 +104,20 @@ def test_runs_in_a_circle_begin_at_the_base_of_the_first(tmp_path: Path) -> None
         ({"commits": {"base": commit("a", 1), "head": {}}}, "a working tree with changes"),
         ({"commits": {"base": commit("a", 1), "head": commit("a", 1)}}, "with itself"),
         ({"points": []}, "it has no findings"),
-        ({"status": 130}, "it has no findings"),
+        ({"status": 130, "commits": None}, "it was interrupted"),
+        ({"commits": 5}, "it is damaged"),
+        ({"commits": {"base": {"sha": "a"}, "head": {"sha": "b"}}}, "it is damaged"),
+        ({"points": [{"point": "wide"}]}, "it is damaged"),
     ],
 )
 def test_what_has_no_place_is_left_out(change: Any, reason: str, tmp_path: Path) -> None:
     good = gate("a", "b", 2, finding("wide", 1.0))
     bad = gate("b", "c", 3, finding("wide", 1.0)) | change
-    shown, left_out = trend.read_trend([store(tmp_path, good, bad)])
+    shown, exclusions = trend.read_trend([store(tmp_path, good, bad)])
     assert len(shown.runs) == 1
-    assert left_out[0].startswith("1.json: ")
-    assert reason in left_out[0]
-    assert left_out[0] in trend.page_of(shown, left_out).notices[0].text
+    assert exclusions[0].startswith("1.json: ")
+    assert reason in exclusions[0]
+    assert exclusions[0] in trend.page_of(shown, exclusions).notices[0].text
     (tmp_path / "0.json").unlink()
     with pytest.raises(UsageError, match="no finished run"):
         trend.read_trend([tmp_path])
@@ -122,8 +125,8 @@ def test_what_has_no_place_is_left_out(change: Any, reason: str, tmp_path: Path)
 
 def test_a_damaged_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "gate.json").write_text('{"status": 0,')
-    _, left_out = trend.read_trend([store(tmp_path, gate("a", "b", 2, finding("wide", 1.0)))])
-    assert left_out == ["gate.json: it is damaged"]
+    _, exclusions = trend.read_trend([store(tmp_path, gate("a", "b", 2, finding("wide", 1.0)))])
+    assert exclusions == ["gate.json: it is damaged"]
 
 
 def test_devices_are_not_mixed(tmp_path: Path) -> None:
