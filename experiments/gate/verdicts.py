@@ -130,7 +130,7 @@ def collect_findings(
     Args:
         points: all points of the run.
         trial: results of the trial.
-        rules: its rules; a point without a margin is NOISY.
+        rules: rules of the trial; a point without a margin is NOISY.
         records: records of the trial, for the seconds of each side.
     """
     names = [p.name for p in points if p.name in rules.margins]
