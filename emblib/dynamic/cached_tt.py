@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +99,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     A *key* is an id plus the first key of its table, so that one hash table serves all. Threads may
     look up at the same time while none chooses rows; one thread trains (docs/threads.md). Methods
-    raise IndexError for a table that does not exist, and TypeError for a table that is no int.
+    take tables by number or name, and raise KeyError, IndexError or TypeError for any other.
 
     Args:
         tables: rows, dim, ranks, factors and name of each tensor train.
@@ -471,7 +470,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         column = COUNTERS.index("lookup_misses")
         return None if cache is None else cache.counters[:-1, column].clone()
 
-    def populate(self, table: int | None = None) -> None:
+    def populate(self, table: int | str | None = None) -> None:
         """Choose the most used rows of a table, or (None) of every table, and store them.
 
         Rows that are stored already keep their values. The host waits for the device. If stored
@@ -479,15 +478,13 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         """
         self._populate(self._table_numbers(table))
 
-    def _table_numbers(self, table: int | None) -> Sequence[int]:
-        """Return the number of a table in a list; None returns all. The class lists the errors."""
-        if table is None:
-            return range(len(self.tables))
-        if not 0 <= index(table) < len(self.tables):
-            raise IndexError(
-                f"table must be in [0, {len(self.tables)}), the number of tables, got {table}"
-            )
-        return [index(table)]
+    def table_number(self, table: int | str) -> int:
+        """Return the number of a table that is given by number or name."""
+        return self.trains.table_number(table)
+
+    def _table_numbers(self, table: int | str | None) -> Sequence[int]:
+        """Return the number of a table in a list; None returns all."""
+        return range(len(self.tables)) if table is None else [self.table_number(table)]
 
     def _populate_due_tables(self) -> None:
         """Choose rows of the tables with `every` lookups since their choice, except frozen ones."""
@@ -529,7 +526,6 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def _stored_keys(self, table: int) -> Tensor:
         """Return the keys of a table's rows, a view int64 `[stored rows]`, -1 for free rows."""
-        (table,) = self._table_numbers(index(table))
         begin, end = self._first_rows[table : table + 2]
         return self.key_of_row[begin:end]
 
@@ -602,14 +598,15 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return weight[rows.to(weight.device)].to(rows.device).float()
 
     @without_gradients
-    def to_dense(self, table: int) -> Tensor:
+    def to_dense(self, table: int | str) -> Tensor:
         """Return a table as a new dense float32 `[rows, D]` matrix, stored rows included."""
-        (table,) = self._table_numbers(index(table))
+        table = self.table_number(table)
         spec = self.tables[table]
         return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
 
-    def dense_blocks(self, table: int) -> Iterator[Tensor]:
+    def dense_blocks(self, table: int | str) -> Iterator[Tensor]:
         """Yield the rows of `to_dense` in blocks, in order; do not train or populate meanwhile."""
+        table = self.table_number(table)
         keys = self._stored_keys(table)
         rows = (keys >= 0).nonzero().squeeze(1)
         ids, first_id = keys[rows] - self._first_keys[table], 0
@@ -620,13 +617,15 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             yield block
             first_id += len(block)
 
-    def cached_ids(self, table: int) -> Tensor:
+    def cached_ids(self, table: int | str) -> Tensor:
         """Return the ids of stored rows, cached or spilled, int64 `[n]`, in the order of rows."""
+        table = self.table_number(table)
         keys = self._stored_keys(table)
         return keys[keys >= 0] - self._first_keys[table]
 
-    def spilled_ids(self, table: int) -> Tensor:
+    def spilled_ids(self, table: int | str) -> Tensor:
         """Return the ids of rows stored but not in the cache, int64 `[n]`; empty without SPILL."""
+        table = self.table_number(table)
         keys = self._stored_keys(table)
         return keys[(keys >= 0) & self._is_spilled(table)] - self._first_keys[table]
 
@@ -651,7 +650,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         totals = {name: sum(row[name] for row in rows) for name in names}
         return TTCacheStats(**totals, tables=dict(zip(self.rows.table_names, tables, strict=True)))
 
-    def reset_cache_stats(self, table: int | None = None) -> None:
+    def reset_cache_stats(self, table: int | str | None = None) -> None:
         """Set the counts of `cache_stats` to zero, of one table or (None) of all.
 
         `spilled` is the current number of spilled rows and does not change.
@@ -661,7 +660,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self.changes[selected] = 0.0
 
     @without_gradients
-    def empty_cache(self, table: int | None = None) -> None:
+    def empty_cache(self, table: int | str | None = None) -> None:
         """Remove all stored rows and forget all counts, of one table or (None) of all.
 
         With `DROP` their values are lost. Otherwise the values of all stored rows, spilled ones

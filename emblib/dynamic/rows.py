@@ -28,6 +28,7 @@ from emblib.ops.hash import InsertedBatch, Keys, tables_of
 from emblib.optim import State
 from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec, Precision
 from emblib.tables import memory
+from emblib.tables.base import table_number
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.locks import ModuleLock
 
@@ -92,17 +93,7 @@ class RowLayout:
             KeyError, IndexError: there is no such table.
             TypeError: neither a number nor a name.
         """
-        if isinstance(table, str):
-            if table not in self.table_names:
-                raise KeyError(f"there is no table {table!r}; have {', '.join(self.table_names)}")
-            return self.table_names.index(table)
-        if isinstance(table, bool) or not hasattr(table, "__index__"):
-            raise TypeError(f"a table is given by number or name, got {table!r}")
-        if not 0 <= table < len(self.specs):
-            raise IndexError(
-                f"table must be in [0, {len(self.specs)}), the number of tables, got {table}"
-            )
-        return table
+        return table_number(self.table_names, table)
 
     def width(self, table: int, buffer: int) -> int:
         """Return the elements per row of a table in buffer number `buffer`."""

@@ -397,8 +397,18 @@ class FusedTables(nn.Module):
     def before_write(self) -> None:
         """Do nothing: the parameters are the memory that lookups read."""
 
-    def set_table_trained(self, table: int, *, trained: bool) -> None:
-        """Train a table from the next forward on, or freeze it."""
+    def table_number(self, table: int | str) -> int:
+        """Return the number of a table that is given by number or name.
+
+        Raises:
+            KeyError, IndexError: there is no such table.
+            TypeError: neither a number nor a name.
+        """
+        return table_number(self.table_names, table)
+
+    def set_table_trained(self, table: int | str, *, trained: bool) -> None:
+        """Train a table from the next forward on, or freeze it; see `table_number` for errors."""
+        table = self.table_number(table)
         frozen_tables = self._frozen_tables - {table}
         self._frozen_tables = frozen_tables if trained else frozen_tables | {table}
         self._frozen = len(self._frozen_tables) == len(self.tables)
@@ -631,6 +641,28 @@ def table_names(names: Sequence[str]) -> list[str]:
         if result.count(name) > 1:
             raise ValueError(f"tables of a module must differ in name, got {name!r} twice")
     return result
+
+
+def table_number(names: Sequence[str], table: int | str) -> int:
+    """Return the number of a table that is given by number or name.
+
+    Args:
+        names: the names of all tables of a module.
+        table: a number from 0 on, or one of `names`.
+
+    Raises:
+        KeyError, IndexError: there is no such table.
+        TypeError: neither a number nor a name.
+    """
+    if isinstance(table, str):
+        if table not in names:
+            raise KeyError(f"there is no table {table!r}; have {', '.join(names)}")
+        return names.index(table)
+    if isinstance(table, bool) or not hasattr(table, "__index__"):
+        raise TypeError(f"a table is given by number or name, got {table!r}")
+    if not 0 <= table < len(names):
+        raise IndexError(f"table must be in [0, {len(names)}), the number of tables, got {table}")
+    return operator.index(table)
 
 
 # Per table its `weight` and optimizer states by name, as views of the module's memory.

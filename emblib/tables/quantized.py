@@ -351,16 +351,27 @@ class QuantizedEmbeddingBags(nn.Module):
                 first_row += len(block)
         return quantized
 
-    def write_rows(self, table: int, weights: Tensor, first_row: int = 0) -> None:
+    def table_number(self, table: int | str) -> int:
+        """Return the number of a table that is given by number or name.
+
+        Raises:
+            KeyError, IndexError: there is no such table.
+            TypeError: neither a number nor a name.
+        """
+        return base.table_number(self.table_names, table)
+
+    def write_rows(self, table: int | str, weights: Tensor, first_row: int = 0) -> None:
         """Quantise `weights` `[rows, dim]` into a table, from `first_row` on.
 
         They are of any real dtype and on any device.
 
         Raises:
+            KeyError, IndexError, TypeError: there is no such table, see `table_number`.
             ValueError: the rows have another dim, are out of range or complex; or values are not
                 finite or exceed the range of float16, +-65504, unless the format is BF16 or FP32.
                 Nothing is written then.
         """
+        table = self.table_number(table)
         location = self._locations[table]
         if weights.dim() != 2 or weights.size(1) != location.dim:
             raise ValueError(
@@ -423,8 +434,9 @@ class QuantizedEmbeddingBags(nn.Module):
         """
         return [{"packed": location.view(self.packed)} for location in self._locations]
 
-    def to_dense(self, table: int) -> Tensor:
-        """Dequantise a table to float32 `[rows, dim]`."""
+    def to_dense(self, table: int | str) -> Tensor:
+        """Dequantise a table to float32 `[rows, dim]`; see `table_number` for errors."""
+        table = self.table_number(table)
         rows, first_row = self._locations[table].rows, 0
         out = torch.empty(
             rows, self._locations[table].dim, dtype=torch.float32, device=self.packed.device
@@ -434,18 +446,21 @@ class QuantizedEmbeddingBags(nn.Module):
             first_row += len(block)
         return out
 
-    def dense_blocks(self, table: int) -> Iterator[Tensor]:
+    def dense_blocks(self, table: int | str) -> Iterator[Tensor]:
         """Yield the dequantised rows of a table, float32 `[n, dim]`, in order."""
+        table = self.table_number(table)
         rows = self._locations[table].rows
         for first_row in range(0, rows, _BLOCK_ROWS):
             yield self.dense_rows(table, first_row, min(_BLOCK_ROWS, rows - first_row))
 
-    def dense_rows(self, table: int, first_row: int, count: int) -> Tensor:
+    def dense_rows(self, table: int | str, first_row: int, count: int) -> Tensor:
         """Dequantise `count` rows of a table to float32 `[count, dim]`.
 
         Raises:
+            KeyError, IndexError, TypeError: there is no such table, see `table_number`.
             ValueError: a row is out of range of the table.
         """
+        table = self.table_number(table)
         location, device = self._locations[table], self.packed.device
         self._check_rows(table, first_row, first_row + count)
         layout = location.feature(0, is_mixed=False)

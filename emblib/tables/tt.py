@@ -472,33 +472,35 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         buffers: Any = self._buffers
         return [[buffers[name] for name in names] for names in self._state_names]
 
-    def table_cores(self, table: int) -> list[nn.Parameter]:
-        """Return the cores of a table."""
-        return [self.cores[k] for k in self.core_numbers(table)]
+    def table_cores(self, table: int | str) -> list[nn.Parameter]:
+        """Return the cores of a table; see `table_number` for errors."""
+        return [self.cores[k] for k in self.core_numbers(self.table_number(table))]
 
-    def core_optimizer_states(self, table: int | None = None) -> list[dict[str, Tensor]]:
+    def core_optimizer_states(self, table: int | str | None = None) -> list[dict[str, Tensor]]:
         """Return per core of a table, or of all tables if None, its optimizer states by name.
 
         A state is core-shaped, or has one entry per row of the core. Writing to one writes to the
         module.
         """
         names = [state.name for state in self.optimizer.states]
-        numbers = range(len(self.cores)) if table is None else self.core_numbers(table)
+        numbers = range(len(self.cores))
+        if table is not None:
+            numbers = self.core_numbers(self.table_number(table))
         all_states = self.core_states()
         return [dict(zip(names, all_states[k], strict=True)) for k in numbers]
 
-    def to_dense(self, table: int) -> Tensor:
+    def to_dense(self, table: int | str) -> Tensor:
         """Return a table as a dense float32 `[rows, D]` matrix, with products in float32.
 
         Raises:
-            IndexError: there is no such table.
+            KeyError, IndexError, TypeError: there is no such table, see `table_number`.
         """
-        spec = self.tables[table]
+        spec = self.tables[self.table_number(table)]
         return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
 
-    def dense_blocks(self, table: int) -> Iterator[Tensor]:
+    def dense_blocks(self, table: int | str) -> Iterator[Tensor]:
         """Yield the rows of `to_dense` in blocks `[n, D]`, in order."""
-        spec, device = self.tables[table], self.features.device
+        spec, device = self.tables[self.table_number(table)], self.features.device
         layout = tt.layout_of([spec])
         ids = torch.tensor(layout.tables, dtype=torch.int64, device=device)
         keys = FeatureRow(rows=layout.num_keys, dim=spec.dim)
@@ -735,7 +737,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             raise ValueError("1-dimensional indices need offsets: where each bag begins")
         return super().forward(indices, offsets, per_sample_weights)
 
-    def to_dense(self, table: int = 0) -> Tensor:
+    def to_dense(self, table: int | str = 0) -> Tensor:
         """Return the table as a dense float32 `[rows, D]` matrix."""
         return super().to_dense(table)
 
