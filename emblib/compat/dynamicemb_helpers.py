@@ -23,7 +23,7 @@ from emblib.compat.dynamicemb_sharders import DYNAMICEMB_KERNEL, DynamicEmbHash
 from emblib.compat.dynamicemb_tables import num_state_values
 from emblib.compat.dynamicemb_types import DynamicEmbEvictStrategy
 from emblib.compat.fbgemm_types import EmbOptimType, as_member
-from emblib.compat.raising import raising
+from emblib.compat.raising import raising_class
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import DumpError
 from emblib.sharding.dense import unwrapped
@@ -311,7 +311,7 @@ _NAMES_OF_REASON = (
     ),
 )
 RAISES = {
-    name: raising(name, reason, "DynamicEmb")
+    name: raising_class(name, reason, "DynamicEmb")
     for reason, names in _NAMES_OF_REASON
     for name in names.split()
 }

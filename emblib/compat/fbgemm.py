@@ -1,16 +1,16 @@
-"""FBGEMM's training modules over emblib's: the same names, arguments, defaults and methods.
+"""FBGEMM's training modules, implemented by emblib's, with the same names, arguments and methods.
 
 Change the import and keep the code:
 
     from emblib.compat.fbgemm import ComputeDevice, EmbeddingLocation, OptimType
     from emblib.compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 
-`docs/options.md` says what each option does here. What differs: `state_dict` has one entry per
-table, of weights and of each optimizer state; the step counts updates, not forwards; the caller's
-indices and offsets are never written to; FBGEMM's own enum members and option objects are accepted
-as well. TorchScript and the tensors inside FBGEMM's cache are missing.
+`docs/options.md` says what each option does here. These differ: `state_dict` has one entry per
+table for the weights and for each optimizer state; the optimizer's step counts updates, not
+forwards; the caller's indices and offsets are never written to. FBGEMM's own enum members and
+option objects are accepted as well. TorchScript and the tensors inside FBGEMM's cache are missing.
 
-`install()` puts the names under `fbgemm_gpu`, so that an unmodified TorchRec uses them.
+`install()` makes `import fbgemm_gpu` import these names, so that an unmodified TorchRec uses them.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from emblib import Pooling, Precision, TableBatchedEmbeddingBags, TableSpec, optim
 from emblib.compat import fbgemm_arguments, fbgemm_modules
+from emblib.compat.fbgemm_gradients import keep_first_lookups, mask_gradients
 from emblib.compat.fbgemm_int8 import Int8Tables
 from emblib.compat.fbgemm_operators import bucketize, jagged
 from emblib.compat.fbgemm_reporting import (
@@ -69,6 +70,40 @@ from emblib.compat.fbgemm_types import (
     as_member,
 )
 
+__all__ = [
+    "BoundsCheckMode",
+    "CacheAlgorithm",
+    "ComputeDevice",
+    "CounterBasedRegularizationDefinition",
+    "CounterWeightDecayMode",
+    "CowClipDefinition",
+    "DenseTableBatchedEmbeddingBagsCodegen",
+    "EmainplaceModeDefinition",
+    "EmbOptimType",
+    "EmbeddingLocation",
+    "EnsembleModeDefinition",
+    "GlobalWeightDecayDefinition",
+    "GradSumDecay",
+    "LearningRateMode",
+    "MultiPassPrefetchConfig",
+    "OptimType",
+    "PoolingMode",
+    "RESParams",
+    "RecordCacheMetrics",
+    "SparseType",
+    "SplitTableBatchedEmbeddingBagsCodegen",
+    "StdLogStatsReporter",
+    "StdLogStatsReporterConfig",
+    "StepMode",
+    "TBEStatsReporter",
+    "TBEStatsReporterConfig",
+    "TailIdThreshold",
+    "UVMCacheStatsIndex",
+    "UserEnabledConfigDefinition",
+    "WeightDecayMode",
+    "install",
+]
+
 _logger = logging.getLogger(__name__)
 
 
@@ -80,15 +115,15 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
     Args:
         embedding_specs: (rows, dim) of each table.
         feature_table_map: the table of each feature; by default feature i reads table i.
-        weights_precision: FP32, FP16 or BF16.
+        weights_precision: number format of the rows: FP32, FP16 or BF16.
         pooling_mode: SUM, MEAN, or NONE for one row per lookup.
         use_cpu: whether the tables are on the CPU, not on the current GPU.
-        output_dtype: FP32, FP16 or BF16.
+        output_dtype: number format of the output: FP32, FP16 or BF16.
         use_mtia: flag that must be False.
 
     Raises:
-        NotImplementedError: MTIA, or another number format.
-        RuntimeError: without `use_cpu`, torch sees no GPU.
+        NotImplementedError: `use_mtia` is set, or a number format is another one.
+        RuntimeError: `use_cpu` is not set, and torch sees no GPU.
         ValueError: there is no table, or the table of a feature does not exist.
     """
 
@@ -142,11 +177,11 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     @property
     def weights(self) -> nn.Parameter:
-        """Return all tables, concatenated."""
+        """The parameter: the rows of all tables, concatenated and flat."""
         return self.bags.weights
 
     def log(self, msg: str) -> None:
-        """Log at level INFO with the module's id."""
+        """Log `msg` and the module's id, `uuid`, at level INFO."""
         _logger.info("[TBE=%s] %s", self.uuid, msg)
 
     def forward(
@@ -157,10 +192,16 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         feature_requires_grad: Tensor | None = None,
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
     ) -> Tensor:
-        """Look up and pool, see `emblib.TableBatchedEmbeddingBags.forward`.
+        """Look up and pool; arguments, result and errors as in `TableBatchedEmbeddingBags.forward`.
 
-        With `feature_requires_grad`, `[F]`, sample weights get a gradient only at the lookups of
-        features whose entry is not 0.
+        Args:
+            indices: int32 or int64 `[L]`.
+            offsets: `[F * B + 1]`.
+            per_sample_weights: `[L]`, converted to float32; None for ones.
+            feature_requires_grad: `[F]`, 0 for features whose sample weights get no gradient; None
+                for none of them.
+            batch_size_per_feature_per_rank: number of bags per feature and rank; None if all
+                features have B bags.
         """
         batch_sizes = batch_size_per_feature_per_rank
         weights = None if per_sample_weights is None else per_sample_weights.float()
@@ -178,168 +219,20 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
                 weights.uniform_(min_val, max_val)
 
 
-def mask_gradients(
-    sample_weights: Tensor | None,
-    feature_requires_grad: Tensor | None,
-    offsets: Tensor,
-    batch_sizes: Sequence[Sequence[int]] | None,
-    bags: TableBatchedEmbeddingBags,
-) -> Tensor | None:
-    """Return sample weights that get a gradient only at the lookups of some features.
-
-    Nothing is read from the device. Where offsets do not fit the batch sizes or the features,
-    nothing is masked: the lookup reports them.
-
-    Args:
-        sample_weights: float32 `[L]`, or None, which is returned.
-        feature_requires_grad: `[F]`, 0 for features whose lookups get none; None masks nothing.
-        offsets: `[F * B + 1]`, or one more than all bags with `batch_sizes`.
-        batch_sizes: bags per feature and rank, if features differ in them.
-        bags: module that reads the features.
-
-    Raises:
-        ValueError: `feature_requires_grad` does not have one entry per feature.
-    """
-    if feature_requires_grad is None:
-        return sample_weights
-    num_features = len(bags.feature_tables)
-    if feature_requires_grad.shape != (num_features,):
-        raise ValueError(
-            f"feature_requires_grad must have one entry per feature = {num_features}, got shape "
-            f"{tuple(feature_requires_grad.shape)}"
-        )
-    if sample_weights is None or not num_features or not sample_weights.numel():
-        return sample_weights
-    if batch_sizes is not None:
-        bag_ends = torch.tensor(list(itertools.accumulate(map(sum, batch_sizes))), device="cpu")
-        if int(bag_ends[-1]) != len(offsets) - 1:
-            return sample_weights
-        id_ends = offsets[bag_ends.to(offsets.device)]
-    elif (len(offsets) - 1) % num_features:
-        return sample_weights
-    else:
-        id_ends = offsets[1:].view(num_features, -1)[:, -1]
-    positions = torch.arange(len(sample_weights), device=id_ends.device)
-    feature_of_id = torch.bucketize(positions, id_ends.long().contiguous(), right=True)
-    is_wanted = (feature_requires_grad != 0).to(feature_of_id.device)[
-        feature_of_id.clamp(max=num_features - 1)
-    ]
-    return torch.where(is_wanted, sample_weights, sample_weights.detach())
-
-
-def keep_first_lookups(
-    output: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    feature_tables: Sequence[int],
-    dims: Sequence[int] | None,
-    *,
-    first_feature_only: bool,
-) -> None:
-    """Zero the gradient of `output` except for the first lookup of each row of each table.
-
-    Registers a hook on `output`, unless that needs no gradient. Waits for a GPU.
-
-    Args:
-        output: output of the module: `[B, sum D]`, or `[L, D]` for pooling NONE.
-        indices: `[L]`.
-        offsets: `[F * B + 1]`.
-        feature_tables: the table of each feature.
-        dims: the columns of each feature; None for pooling NONE.
-        first_feature_only: whether the gradient of all other features is zero, too.
-
-    Raises:
-        ValueError: pooled bags have more than one lookup, so that their gradients are not one
-            row's.
-    """
-    if not output.requires_grad:
-        return
-    lengths = offsets.diff()
-    bag_of_lookup = torch.repeat_interleave(
-        torch.arange(lengths.numel(), device=lengths.device), lengths
-    )
-    if dims is not None and lengths.numel() and int(lengths.max()) > 1:
-        raise ValueError(
-            "use_writeback_bwd_prehook needs bags of at most one lookup, got one of "
-            f"{int(lengths.max())}; look the rows up in bags of one, or with PoolingMode.NONE"
-        )
-    num_features = len(feature_tables)
-    feature_of_lookup = bag_of_lookup // max(lengths.numel() // max(num_features, 1), 1)
-    table_of_lookup = torch.tensor(list(feature_tables), device=indices.device)[feature_of_lookup]
-    rows = torch.stack([table_of_lookup, indices.long()])
-    is_first = _mark_first_columns(rows)
-    if first_feature_only:
-        is_first &= feature_of_lookup == 0
-    if dims is None:
-        mask = is_first.unsqueeze(1)
-    else:
-        bag_has_first = torch.zeros(lengths.numel(), dtype=torch.bool, device=is_first.device)
-        bag_has_first[bag_of_lookup] = is_first
-        columns = torch.tensor(list(dims), device=is_first.device)
-        mask = bag_has_first.view(num_features, -1).t().repeat_interleave(columns, dim=1)
-    output.register_hook(lambda grad: torch.where(mask, grad, 0))
-
-
-def _mark_first_columns(rows: Tensor) -> Tensor:
-    """Return whether each column of `rows` `[2, L]` is the first of its value, bool `[L]`."""
-    is_first = torch.zeros(rows.size(1), dtype=torch.bool, device=rows.device)
-    if rows.size(1) == 0:
-        return is_first
-    values, group = torch.unique(rows, dim=1, return_inverse=True)
-    position = torch.arange(rows.size(1), device=rows.device)
-    first_position = position.new_full((values.size(1),), rows.size(1))
-    is_first[first_position.scatter_reduce(0, group, position, "amin")] = True
-    return is_first
-
-
-__all__ = [
-    "BoundsCheckMode",
-    "CacheAlgorithm",
-    "ComputeDevice",
-    "CounterBasedRegularizationDefinition",
-    "CounterWeightDecayMode",
-    "CowClipDefinition",
-    "DenseTableBatchedEmbeddingBagsCodegen",
-    "EmainplaceModeDefinition",
-    "EmbOptimType",
-    "EmbeddingLocation",
-    "EnsembleModeDefinition",
-    "GlobalWeightDecayDefinition",
-    "GradSumDecay",
-    "LearningRateMode",
-    "MultiPassPrefetchConfig",
-    "OptimType",
-    "PoolingMode",
-    "RESParams",
-    "RecordCacheMetrics",
-    "SparseType",
-    "SplitTableBatchedEmbeddingBagsCodegen",
-    "StdLogStatsReporter",
-    "StdLogStatsReporterConfig",
-    "StepMode",
-    "TBEStatsReporter",
-    "TBEStatsReporterConfig",
-    "TailIdThreshold",
-    "UVMCacheStatsIndex",
-    "UserEnabledConfigDefinition",
-    "WeightDecayMode",
-    "install",
-]
-
-
 class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
-    """Table-batched embeddings with a fused optimizer, with the interface of FBGEMM's class.
+    """Table-batched embeddings that are updated in backward, with the interface of FBGEMM's class.
 
-    The arguments are FBGEMM's; `docs/options.md` lists what each does here. `self.bags` does the
-    work: an `emblib.TableBatchedEmbeddingBags`, or `Int8Tables` for INT8 rows. Weights are zero
-    until `init_embedding_weights_uniform`, or until `split_embedding_weights()` is written to; with
-    `preallocated_host_buffers` they are the values in the buffers.
+    The arguments are FBGEMM's; `docs/options.md` lists what each does here. `bags` has the tables:
+    an `emblib.TableBatchedEmbeddingBags`, or `Int8Tables` for INT8 rows. Weights are zero at first;
+    `init_embedding_weights_uniform` draws them, and the views of `split_embedding_weights()` may be
+    written to. With `preallocated_host_buffers` the weights are the values in the buffers.
 
     Raises:
         AssertionError: `preallocated_host_buffers` do not fit the module.
-        NotImplementedError: emblib does not have an argument, or a value of one.
+        NotImplementedError: an argument, or its value, is not supported.
         RuntimeError: tables are for a GPU, and torch sees none.
-        ValueError: values do not exist or contradict each other.
+        TypeError: rows, a dim or the table of a feature is not an integer.
+        ValueError: an argument has an invalid value, or arguments contradict each other.
     """
 
     def __init__(
@@ -403,7 +296,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self._make_tables(fbgemm_arguments.normalise(arguments))
 
     def _make_tables(self, arguments: SimpleNamespace) -> None:
-        """Make tables and attributes; `arguments` must be the result of `normalise`."""
+        """Make the tables and all attributes; `arguments` is the result of `normalise`."""
         self.bags = _make_bags(arguments)
         with torch.no_grad():
             for weights in self.bags.table_weights():
@@ -425,7 +318,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self.log(f"tables {self.logging_table_name}: {self.bags}")
 
     def log(self, msg: str) -> None:
-        """Log at level INFO with the module's id."""
+        """Log `msg` and the module's id, `uuid`, at level INFO."""
         _logger.info("[TBE=%s] %s", self.uuid, msg)
 
     def forward(
@@ -441,16 +334,29 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         vbe_output: Tensor | None = None,
         vbe_output_offsets: Tensor | None = None,
     ) -> Tensor:
-        """Look up, pool, and tie the update of the tables to the backward pass.
+        """Look up and pool; the backward pass updates the tables.
 
-        See `emblib.TableBatchedEmbeddingBags.forward`. `hash_zch_identities` and
-        `hash_zch_runtime_meta` are ignored; `total_unique_indices`, the number of distinct rows, is
-        used with OptimType.NONE alone. With `vbe_output`, contiguous, write the block of rank r and
-        feature f from its element `vbe_output_offsets[r, f]` on, and return `vbe_output`.
+        See `emblib.TableBatchedEmbeddingBags.forward` for the output and further errors.
+
+        Args:
+            indices: int32 or int64 `[L]`.
+            offsets: `[F * B + 1]`.
+            per_sample_weights: `[L]`, converted to float32; None for ones.
+            feature_requires_grad: `[F]`, 0 for features whose sample weights get no gradient; None
+                for none of them.
+            batch_size_per_feature_per_rank: number of bags per feature and rank; None if all
+                features have B bags.
+            total_unique_indices: number of distinct rows in the batch, if known. Only
+                OptimType.NONE uses it.
+            hash_zch_identities: ignored.
+            hash_zch_runtime_meta: ignored.
+            vbe_output: contiguous tensor that the output is written to and that is returned.
+            vbe_output_offsets: first element in `vbe_output` of rank r and feature f, `[ranks, F]`.
 
         Raises:
-            ValueError: `vbe_output` or its offsets without each other or the batch sizes.
-            NotImplementedError: batch sizes with INT8 rows, or with use_writeback_bwd_prehook.
+            NotImplementedError: there are batch sizes, and rows are INT8 or
+                `use_writeback_bwd_prehook` is set.
+            ValueError: not all or none of `vbe_output`, its offsets and batch sizes are passed.
         """
         is_passed = vbe_output is not None, vbe_output_offsets is not None
         if any(is_passed) and not (all(is_passed) and batch_size_per_feature_per_rank):
@@ -488,9 +394,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         batch_size_per_feature_per_rank: list[list[int]] | None,
         total_unique_indices: int | None,
     ) -> Tensor:
-        """Look up and pool; count the step, report it, and register the hooks of its options.
+        """Look up and pool; also count and report the step, and register the hooks of options.
 
-        While a module without such hooks is compiled, only look up: steps are not counted.
+        In a compiled graph of a module without reports and hooks, only look up.
         """
         indices = self._cast_indices(indices)
         batch_sizes = batch_size_per_feature_per_rank
@@ -535,12 +441,24 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         vbe_output: Tensor | None = None,
         vbe_output_offsets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, VBEMetadata]:
-        """Return indices, offsets, weights and layout of a batch: of one dtype, and repaired.
+        """Check and repair a batch; return its indices, offsets, weights and layout.
 
-        `forward` needs no such call. `bounds_check_mode` decides whether invalid input raises, is
-        repaired, or with NONE stays as it is. The caller's tensors are not written to: indices and
-        offsets are copies, weights float32. `force_cast_input_types` and `prefetch_pipeline` are
-        ignored: offsets get the dtype of the indices with any value. Waits for a GPU.
+        `forward` does not need this call. `bounds_check_mode` decides whether invalid input raises,
+        is repaired or, with NONE, is returned as it is. The host waits for a GPU.
+
+        Args:
+            indices: int32 or int64 `[L]`; copied.
+            offsets: `[F * B + 1]`; copied, and converted to the dtype of the indices.
+            per_sample_weights: `[L]`; converted to float32.
+            batch_size_per_feature_per_rank: number of bags per feature and rank, or None.
+            force_cast_input_types: ignored.
+            prefetch_pipeline: ignored.
+            vbe_output: output tensor, which the layout stores.
+            vbe_output_offsets: first output elements, which the layout stores.
+
+        Raises:
+            RuntimeError: tensors do not fit each other, or an index or offset is invalid in mode
+                FATAL.
         """
         batch_sizes = batch_size_per_feature_per_rank
         indices = self._cast_indices(indices).clone()
@@ -565,13 +483,13 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         return indices, offsets, weights, VBEMetadata(*moved)
 
     def _needs_python_hooks(self) -> bool:
-        """Return whether a forward does more than look up; if not, it compiles into one graph."""
+        """Return whether a forward runs other Python code than the lookup, which breaks a graph."""
         writes_back = self._arguments.extra_optimizer_config.use_writeback_bwd_prehook
         is_reported = self._report is not None or self._counters.is_active
         return is_reported or writes_back or self._averaging is not None
 
     def _begin_step(self, indices: Tensor) -> None:
-        """Count a forward, average rows if it is time for that, and report the input."""
+        """Count a forward, average rows if it is time to, and report the input."""
         self.step += 1
         if self._averaging is not None and self.training:
             self._averaging.step(self.bags)
@@ -581,7 +499,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
             self._report.report_memory(self.bags)
 
     def _report_output(self, output: Tensor) -> None:
-        """Report the output and, in the backward pass, the time that it waits for prefetch."""
+        """Report the output; in backward, wait for the prefetch stream and report the time."""
         report, stream = self._report, self.prefetch_stream
         if report is None:
             return
@@ -609,12 +527,16 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         forward_stream: torch.cuda.Stream | None = None,
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
     ) -> None:
-        """Load the rows of a batch into the cache; forwards must follow in the same order.
+        """Load the rows of a batch into the cache; `forward` must get the batches in this order.
 
-        On a GPU the current stream loads them; `forward` will run on `forward_stream`.
+        Args:
+            indices: int32 or int64 `[L]`.
+            offsets: `[F * B + 1]`.
+            forward_stream: stream on which `forward` will run; the current stream prefetches.
+            batch_size_per_feature_per_rank: number of bags per feature and rank, or None.
 
         Raises:
-            ValueError: both streams are the same, in the first call that names a `forward_stream`.
+            ValueError: both streams are the same, in the first call with a `forward_stream`.
         """
         if forward_stream is not None and self.prefetch_stream is None:
             self.prefetch_stream = torch.cuda.current_stream(self.current_device)
@@ -642,12 +564,12 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
     @property
     def prefetch_duration_timer(self) -> Timer | None:
-        """The timer of `prefetch`; None without a reporter."""
+        """Timer of `prefetch`; None without a reporter."""
         return None if self._report is None else self._report.prefetch_timer
 
     @property
     def bwd_wait_prefetch_timer(self) -> Timer | None:
-        """The timer of the wait of backward for `prefetch`; None without a reporter."""
+        """Timer of the time that backward waits for `prefetch`; None without a reporter."""
         return None if self._report is None else self._report.wait_timer
 
     get_prefetch_passes = staticmethod(prefetch_passes)
@@ -661,7 +583,11 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self.bags.reset_cache_states()
 
     def get_uvm_cache_stats(self, use_local_cache: bool = False) -> Tensor:
-        """Return the counts of `UVMCacheStatsIndex`, of all batches or of the last one."""
+        """Return the counts of `UVMCacheStatsIndex`, int64 `[6]`, since the last reset.
+
+        With `use_local_cache` they are the counts of the last batch. RuntimeError is raised, here
+        and by the next two methods, if `gather_uvm_cache_stats` is not set.
+        """
         return self._counters.uvm_stats(local=use_local_cache)
 
     def reset_uvm_cache_stats(self) -> None:
@@ -673,22 +599,26 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self.log(f"uvm_cache_stats={self._counters.counts_per_call(local=use_local_cache)}")
 
     def get_cache_miss_counter(self) -> Tensor:
-        """Return batches with a miss, and distinct missed rows, int64 `[2]`.
+        """Return the number of batches with a miss, and of distinct rows missed, int64 `[2]`.
 
-        They are zeros without record_cache_miss_counter.
+        Both are 0 without `record_cache_miss_counter`.
         """
         return self._counters.cache_miss_counter
 
     def get_table_wise_cache_miss(self) -> Tensor:
-        """Return distinct missed rows, int64 `[T]`; `[0]` without record_tablewise_cache_miss."""
+        """Return the distinct rows missed per table, int64 `[T]`.
+
+        The result is empty without `record_tablewise_cache_miss`.
+        """
         return self._counters.table_wise_cache_miss
 
     # Optimizer
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate, with effect from the next backward on.
+        """Set the learning rate of the next and later updates.
 
-        INT8 rows and OptimType.NONE raise NotImplementedError.
+        Raises:
+            NotImplementedError: rows are INT8, or the optimizer is OptimType.NONE.
         """
         self._require_fused("set_learning_rate")
         self.bags.set_learning_rate(lr)
@@ -698,28 +628,29 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         return float(self.optimizer_args.learning_rate)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Continue counting updates from `step`; raise as `set_learning_rate`."""
+        """Set the number of updates so far; raise as `set_learning_rate` does."""
         self._require_fused("set_optimizer_step")
         self.bags.set_step(step)
         if self._averaging is not None:
             self._averaging.iterations = step
 
     def update_hyper_parameters(self, params_dict: dict[str, float]) -> None:
-        """Change `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound`.
+        """Change some of `lr`, `eps`, `beta1`, `beta2`, `weight_decay` and `lower_bound`.
 
-        A number that the optimizer does not have is without effect, and warns.
+        A hyperparameter that the optimizer does not have warns, and has no effect.
 
         Raises:
-            NotImplementedError: another name, INT8 rows, or OptimType.NONE.
+            NotImplementedError: `params_dict` has another name, rows are INT8, or the optimizer is
+                OptimType.NONE.
             ValueError: a number is out of range, or the module's `weight_decay_mode` would ignore
                 the weight decay.
         """
         self._require_fused("update_hyper_parameters")
-        fbgemm_arguments.update(self.bags, self._arguments, params_dict)
+        fbgemm_arguments.update_hyperparameters(self.bags, self._arguments, params_dict)
 
 
 def _make_bags(arguments: SimpleNamespace) -> Any:
-    """Return the module of tables and lookups that `arguments` describe."""
+    """Return the tables that `arguments` describe; they are the result of `normalise`."""
     if arguments.weights_precision is SparseType.INT8:
         return Int8Tables(arguments)
     return TableBatchedEmbeddingBags(
@@ -740,14 +671,14 @@ _installation = fbgemm_modules.Installation(
 
 
 def install(*, fallback: bool = False) -> None:
-    """Let `import fbgemm_gpu` import emblib's classes, and register `torch.ops.fbgemm`.
+    """Make `import fbgemm_gpu` import emblib's classes, and register `torch.ops.fbgemm`.
 
-    TorchRec then trains on emblib's kernels. It is for the rest of the process; a second call
-    changes nothing, except that it may add the fallback.
+    TorchRec then trains on emblib's kernels. The installation lasts for the rest of the process; a
+    second call does nothing, except that it may add the fallback.
 
     Args:
-        fallback: whether FBGEMM's Python files, where it is installed, serve the modules and names
-            that emblib lacks; its libraries are never loaded.
+        fallback: whether an installed FBGEMM's Python files serve the modules and names that emblib
+            does not have. FBGEMM's libraries are never loaded.
 
     Raises:
         ModuleNotFoundError: `fallback` is set, and FBGEMM is not installed.

@@ -71,7 +71,7 @@ _DTYPE_OF_FORMAT = {
     SparseType.FP16: torch.float16,
     SparseType.BF16: torch.bfloat16,
 }
-# States that have one number per weight, by FBGEMM's names; all others have one per row.
+# Optimizer states of one number per weight, by FBGEMM's names; others have one number per row.
 _WHOLE_ROW_STATES = {
     EmbOptimType.EXACT_ADAGRAD: ("momentum1",),
     EmbOptimType.ADAM: ("momentum1", "momentum2"),
@@ -93,17 +93,22 @@ class EmbeddingSpec(NamedTuple):
 
 
 def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
-    """Check the arguments of the module, and return them for the functions of this file.
+    """Check the arguments of FBGEMM's module, and return them as the `args` of this file.
 
-    The namespace has every argument by its name, with emblib's enum members and defaults filled in;
-    `embedding_specs` are `EmbeddingSpec`. `compute_device` is that of all tables, and `device` a
-    torch.device.
+    Args:
+        arguments: all arguments of the constructor of the module, by name.
+
+    Returns:
+        a namespace with these arguments and `compute_device`, the `ComputeDevice` of all tables.
+        Enum members are those of `fbgemm_types`, also where FBGEMM's own were passed;
+        `embedding_specs` is a list of `EmbeddingSpec`, and `device` a torch.device. None is
+        replaced by the default in `feature_table_map`, `extra_optimizer_config` and `device`.
 
     Raises:
-        NotImplementedError: emblib does not have an argument or the device.
-        RuntimeError: torch sees no GPU, and the tables are for one.
+        NotImplementedError: an argument or the device is not supported.
+        RuntimeError: tables are for a GPU, `device` is None, and torch sees no GPU.
         TypeError: rows, a dim or the table of a feature is not an integer.
-        ValueError: there is no table, an enum member is unknown, or arguments contradict each
+        ValueError: there is no table, an enum member does not exist, or arguments contradict each
             other.
     """
     args = SimpleNamespace(**arguments)
@@ -143,7 +148,12 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def _compute_device(args: SimpleNamespace) -> ComputeDevice:
-    """Return the device of all tables; raise for MTIA, different ones, and HOST tables on a GPU."""
+    """Return the compute device of all tables.
+
+    Raises:
+        NotImplementedError: a table is for MTIA.
+        ValueError: tables are for different devices, or a table for a GPU is in HOST memory.
+    """
     devices = {spec.compute_device for spec in args.embedding_specs}
     if len(devices) > 1:
         raise ValueError(f"all tables must have the same ComputeDevice, got {sorted(devices)}")
@@ -162,7 +172,7 @@ def _compute_device(args: SimpleNamespace) -> ComputeDevice:
 
 
 def _device(args: SimpleNamespace) -> torch.device:
-    """Return the requested device, or else the device of the compute device."""
+    """Return `args.device` as a torch.device; by default the CPU or the current GPU."""
     kind = "cpu" if args.compute_device is ComputeDevice.CPU else "cuda"
     if args.device is None:
         if kind == "cuda" and not torch.cuda.is_available():
@@ -196,21 +206,21 @@ def tables(args: SimpleNamespace) -> list[TableSpec]:
 
 
 def locations(args: SimpleNamespace) -> list[EmbeddingLocation]:
-    """Return where the rows of each table are: on a GPU, two options override the location."""
+    """Return the location of the rows of each table, which options may override on a GPU."""
     requested = [spec.location for spec in args.embedding_specs]
     if args.compute_device is not ComputeDevice.CUDA:
         return requested
     if args.enforce_hbm:
         return [EmbeddingLocation.DEVICE] * len(requested)
     if args.uvm_non_rowwise_momentum and args.optimizer in _WHOLE_ROW_STATES:
-        # FBGEMM then has states in host memory; here a table's states are where its rows are.
+        # FBGEMM then has states in host memory. emblib's states are where the rows are: move both.
         managed = EmbeddingLocation.MANAGED
         return [managed if x is EmbeddingLocation.DEVICE else x for x in requested]
     return requested
 
 
 def _names(args: SimpleNamespace) -> list[str]:
-    """Return the names of the tables for emblib: without dots, each distinct, or empty."""
+    """Return a name per table: `table_names` without dots, made distinct, or "" without names."""
     wanted_names = [
         name.replace(".", "_") for name in args.table_names or [""] * len(args.embedding_specs)
     ]
@@ -224,20 +234,20 @@ def _names(args: SimpleNamespace) -> list[str]:
 
 
 def pooling(args: SimpleNamespace) -> Pooling:
-    """Return SUM, MEAN or NONE."""
+    """Return emblib's pooling."""
     return Pooling(args.pooling_mode.name.lower())
 
 
 def bounds_check(args: SimpleNamespace) -> BoundsCheck:
-    """Return the mode without the version of FBGEMM's kernel."""
+    """Return emblib's mode of bounds checks; V2_FATAL is FATAL, and so on."""
     return BoundsCheck(args.bounds_check_mode.name.removeprefix("V2_").lower())
 
 
 def float_dtype(name: str, kind: SparseType) -> torch.dtype:
-    """Return the dtype of a number format that tables, outputs and states can have.
+    """Return the dtype of FP32, FP16 or BF16.
 
     Raises:
-        NotImplementedError: any other format; `name` is the argument's name, for the message.
+        NotImplementedError: `kind` is another format; the message names the argument `name`.
     """
     if kind not in _DTYPE_OF_FORMAT:
         raise NotImplementedError(
@@ -248,7 +258,10 @@ def float_dtype(name: str, kind: SparseType) -> torch.dtype:
 
 
 def precision(args: SimpleNamespace) -> Precision:
-    """Return the dtypes of weights, output and states, and the rounding of 16-bit values."""
+    """Return the dtypes of weights, output and states, and how 16-bit values are rounded.
+
+    The seed of stochastic rounding is that of torch's generator at this time.
+    """
     weights = float_dtype("weights_precision", args.weights_precision)
     states = _state_dtype(args)
     is_narrow = weights != torch.float32 or states != torch.float32
@@ -262,7 +275,12 @@ def precision(args: SimpleNamespace) -> Precision:
 
 
 def _state_dtype(args: SimpleNamespace) -> torch.dtype:
-    """Return the dtype of states of row length; states of one number per row are float32."""
+    """Return the dtype of states of one number per weight; other states are float32.
+
+    Raises:
+        NotImplementedError: the dtype is no FP32, FP16 or BF16, or momentum1 and momentum2 differ.
+        ValueError: `optimizer_state_dtypes` has another key than momentum1 and momentum2.
+    """
     requested = args.optimizer_state_dtypes or {}
     unknown = set(requested) - {"momentum1", "momentum2"}
     if unknown:
@@ -272,8 +290,8 @@ def _state_dtype(args: SimpleNamespace) -> torch.dtype:
     for key in dtypes.keys() - set(row_states):
         if dtypes[key] != torch.float32:
             warnings.warn(
-                f"emblib: {key} of {args.optimizer.name} is no state as long as a row; optimizer_"
-                f"state_dtypes[{key!r}] is without effect",
+                f"emblib: {args.optimizer.name} has no state {key} of one number per weight; "
+                f"optimizer_state_dtypes[{key!r}] is without effect",
                 stacklevel=5,
             )
     state_dtypes = {dtypes.get(key, torch.float32) for key in row_states}
@@ -286,7 +304,7 @@ def _state_dtype(args: SimpleNamespace) -> torch.dtype:
 
 
 def cache(args: SimpleNamespace) -> CacheConfig | None:
-    """Return the cache, or None if no table has one."""
+    """Return the configuration of the cache, or None if no table is cached."""
     if not any(spec.placement.cached for spec in tables(args)):
         return None
     passes = args.multipass_prefetch_config
@@ -332,11 +350,11 @@ _HYPERPARAMETERS_OF_OPTIMIZER = {
     EmbOptimType.LARS_SGD: ("learning_rate", "momentum", "eta", "weight_decay"),
     EmbOptimType.NONE: (),
 }
-SUPPORTED = tuple(_HYPERPARAMETERS_OF_OPTIMIZER)
+SUPPORTED_OPTIMIZERS = tuple(_HYPERPARAMETERS_OF_OPTIMIZER)
 # Hyperparameters that raise if the optimizer lacks them, because ignoring them would change the
 # result of training. Others only warn.
 _RESULT_CHANGING_HYPERPARAMETERS = ("weight_decay", "max_norm")
-_OPTIONS_OF = {
+_OWNER_OF_OPTIONS = {
     "counter_based_regularization": "weight_decay_mode=WeightDecayMode.COUNTER",
     "cowclip_regularization": "weight_decay_mode=WeightDecayMode.COWCLIP",
     "global_weight_decay": "weight_decay_mode=WeightDecayMode.DECOUPLE_GLOBAL",
@@ -345,12 +363,19 @@ _OPTIONS_OF = {
 }
 
 
+_OptimizerMaker = Callable[[SimpleNamespace, dict[str, Any]], optim.Optimizer]
+"""Function of the module's arguments and of the options that all optimizers have."""
+
+
 def optimizer(args: SimpleNamespace) -> optim.Optimizer:
     """Return the optimizer that the arguments of the module describe.
 
+    A hyperparameter that differs from its default and that the optimizer does not have warns, or
+    raises if it would change the result of training.
+
     Raises:
-        NotImplementedError: emblib does not have the optimizer or an option.
-        ValueError: the optimizer would not use the mode or rate of weight decay, or an option.
+        NotImplementedError: the optimizer or an option is not supported.
+        ValueError: the optimizer would ignore `weight_decay`, its mode, `max_norm`, or an option.
     """
     if args.optimizer not in _HYPERPARAMETERS_OF_OPTIMIZER:
         raise NotImplementedError(
@@ -358,13 +383,15 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
             f"{', '.join(kind.name for kind in _HYPERPARAMETERS_OF_OPTIMIZER)}"
         )
     _check_unused_hyperparameters(args)
-    _check_options(args)
+    _check_weight_decay(args)
+    _check_option_objects(args)
+    _check_extra_config(args)
     common: dict[str, Any] = {}
     if args.gradient_clipping:
         common["max_gradient"] = args.max_gradient
     if args.optimizer is EmbOptimType.NONE:
         return optim.External(gradient=optim.Gradient.SPARSE, **common)
-    return _MAKERS[args.optimizer](args, {"lr": args.learning_rate, **common})
+    return _OPTIMIZER_MAKERS[args.optimizer](args, {"lr": args.learning_rate, **common})
 
 
 def _check_unused_hyperparameters(args: SimpleNamespace) -> None:
@@ -380,8 +407,8 @@ def _check_unused_hyperparameters(args: SimpleNamespace) -> None:
         warnings.warn(f"emblib: {problem}", stacklevel=5)
 
 
-def _check_options(args: SimpleNamespace) -> None:
-    """Raise for option objects of another mode or optimizer, and for modes without theirs."""
+def _check_weight_decay(args: SimpleNamespace) -> None:
+    """Raise ValueError if the optimizer would ignore the mode or the rate of weight decay."""
     mode, kind = args.weight_decay_mode, args.optimizer
     modes = {WeightDecayMode.NONE}
     if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
@@ -400,6 +427,15 @@ def _check_options(args: SimpleNamespace) -> None:
             "weight_decay_mode=WeightDecayMode.NONE: leave it out, or choose a mode that has it, "
             "e.g. WeightDecayMode.L2 or WeightDecayMode.DECOUPLE"
         )
+
+
+def _check_option_objects(args: SimpleNamespace) -> None:
+    """Raise ValueError for options of another mode or optimizer, and modes without their options.
+
+    The options of an optimizer may be left out: they have defaults.
+    """
+    mode, kind = args.weight_decay_mode, args.optimizer
+    # True: the options must be passed. False: they must not. None: both are allowed.
     is_needed = {
         "counter_based_regularization": mode is WeightDecayMode.COUNTER,
         "cowclip_regularization": mode is WeightDecayMode.COWCLIP,
@@ -410,7 +446,13 @@ def _check_options(args: SimpleNamespace) -> None:
     for name, needed in is_needed.items():
         is_passed = getattr(args, name) is not None
         if needed is not None and is_passed is not needed:
-            raise ValueError(f"{name} goes with {_OPTIONS_OF[name]}, got one without the other")
+            raise ValueError(
+                f"{name} goes with {_OWNER_OF_OPTIONS[name]}, got one without the other"
+            )
+
+
+def _check_extra_config(args: SimpleNamespace) -> None:
+    """Raise unless the optimizer has the options of `extra_optimizer_config`."""
     extra = args.extra_optimizer_config
     if extra.use_rowwise_bias_correction:
         raise NotImplementedError(
@@ -423,12 +465,15 @@ def _check_options(args: SimpleNamespace) -> None:
             "writeback_first_feature_only and precompute_writeback are options of "
             "use_writeback_bwd_prehook"
         )
-    if extra.use_writeback_bwd_prehook and kind is not EmbOptimType.EXACT_SGD:
-        raise ValueError(f"use_writeback_bwd_prehook is of EXACT_SGD, got {kind.name}")
+    if extra.use_writeback_bwd_prehook and args.optimizer is not EmbOptimType.EXACT_SGD:
+        raise ValueError(
+            f"use_writeback_bwd_prehook is an option of EXACT_SGD, got {args.optimizer.name}"
+        )
 
 
-def _decay(kind: Callable[[float], Any], args: SimpleNamespace) -> Any:
-    return kind(args.weight_decay) if args.weight_decay else None
+def _weight_decay(decay_type: Callable[[float], Any], args: SimpleNamespace) -> Any:
+    """Return `decay_type(rate)`, or None if the rate is 0."""
+    return decay_type(args.weight_decay) if args.weight_decay else None
 
 
 def _rowwise_adagrad(args: SimpleNamespace, options: dict[str, Any]) -> optim.Optimizer:
@@ -436,9 +481,9 @@ def _rowwise_adagrad(args: SimpleNamespace, options: dict[str, Any]) -> optim.Op
     options |= {"eps": args.eps, "max_norm": args.max_norm}
     mode = args.weight_decay_mode
     if mode is WeightDecayMode.L2:
-        options["weight_decay"] = _decay(optim.L2, args)
+        options["weight_decay"] = _weight_decay(optim.L2, args)
     elif mode is WeightDecayMode.DECOUPLE:
-        options["weight_decay"] = _decay(optim.Decoupled, args)
+        options["weight_decay"] = _weight_decay(optim.Decoupled, args)
     elif mode is WeightDecayMode.DECOUPLE_GLOBAL:
         global_decay = args.global_weight_decay
         options["global_decay"] = optim.GlobalDecay(
@@ -483,7 +528,7 @@ def _counter(definition: CounterBasedRegularizationDefinition) -> optim.Counter:
 def _counter_decay(
     args: SimpleNamespace, definition: CounterBasedRegularizationDefinition | CowClipDefinition
 ) -> Any:
-    """Convert the weight decay of counter-based regularisation; warn where none applies."""
+    """Return the weight decay of counter-based regularisation; mode NONE has none, and warns."""
     mode = as_member(CounterWeightDecayMode, definition.counter_weight_decay_mode)
     if mode is CounterWeightDecayMode.NONE:
         if args.weight_decay:
@@ -493,24 +538,27 @@ def _counter_decay(
                 stacklevel=6,
             )
         return None
-    kinds: dict[CounterWeightDecayMode, Callable[[float], Any]] = {
+    decay_types: dict[CounterWeightDecayMode, Callable[[float], Any]] = {
         CounterWeightDecayMode.L2: optim.L2,
         CounterWeightDecayMode.DECOUPLE: optim.Decoupled,
         CounterWeightDecayMode.ADAGRADW: optim.AdagradW,
     }
-    return kinds[mode](args.weight_decay)
+    return decay_types[mode](args.weight_decay)
 
 
-def _adam(kind: type[Any]) -> Callable[[SimpleNamespace, dict[str, Any]], optim.Optimizer]:
+def _adam_maker(optimizer_type: type[Any]) -> _OptimizerMaker:
+    """Return a function that makes Adam or one of its variants."""
+
     def make(args: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
-        decay = _decay(optim.Decoupled, args)
-        return kind(**common, betas=(args.beta1, args.beta2), eps=args.eps, weight_decay=decay)
+        decay = _weight_decay(optim.Decoupled, args)
+        betas = args.beta1, args.beta2
+        return optimizer_type(**common, betas=betas, eps=args.eps, weight_decay=decay)
 
     return make
 
 
 def _lars(args: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
-    decay = _decay(optim.L2, args)
+    decay = _weight_decay(optim.L2, args)
     return optim.LARS(**common, momentum=args.momentum, eta=args.eta, weight_decay=decay)
 
 
@@ -528,7 +576,7 @@ def _ensemble(args: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
     )
 
 
-_MAKERS: dict[EmbOptimType, Callable[[SimpleNamespace, dict[str, Any]], optim.Optimizer]] = {
+_OPTIMIZER_MAKERS: dict[EmbOptimType, _OptimizerMaker] = {
     EmbOptimType.EXACT_SGD: lambda args, common: optim.SGD(**common),
     EmbOptimType.EXACT_ADAGRAD: lambda args, common: optim.Adagrad(**common, eps=args.eps),
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: _rowwise_adagrad,
@@ -536,14 +584,14 @@ _MAKERS: dict[EmbOptimType, Callable[[SimpleNamespace, dict[str, Any]], optim.Op
         **common, eps=args.eps
     ),
     EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _ensemble,
-    EmbOptimType.ADAM: _adam(optim.Adam),
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: _adam(optim.PartialRowwiseAdam),
-    EmbOptimType.LAMB: _adam(optim.LAMB),
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: _adam(optim.PartialRowwiseLAMB),
+    EmbOptimType.ADAM: _adam_maker(optim.Adam),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: _adam_maker(optim.PartialRowwiseAdam),
+    EmbOptimType.LAMB: _adam_maker(optim.LAMB),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: _adam_maker(optim.PartialRowwiseLAMB),
     EmbOptimType.LARS_SGD: _lars,
 }
 
-# Names of `update_hyper_parameters`, and of the arguments that they change.
+# Argument that each name of `update_hyper_parameters` changes.
 _ARGUMENT_OF_UPDATE = {
     "lr": "learning_rate",
     "eps": "eps",
@@ -556,9 +604,10 @@ _ARGUMENT_OF_UPDATE = {
 def with_current_hyperparameters(
     bags: TableBatchedEmbeddingBags, args: SimpleNamespace
 ) -> SimpleNamespace:
-    """Return a copy of `args` with the hyperparameters of `bags`, which a checkpoint may have set.
+    """Return a copy of `args` with the hyperparameters of `bags`.
 
-    On the meta device `bags` has no values of them: those of `args` stay.
+    Loading a checkpoint changes the hyperparameters of `bags` only. On the meta device `bags` has
+    no values of them, and the copy has those of `args`.
     """
     current = SimpleNamespace(**vars(args))
     if bags.hyperparams.is_meta:
@@ -572,19 +621,20 @@ def with_current_hyperparameters(
     return current
 
 
-def update(
+def update_hyperparameters(
     bags: TableBatchedEmbeddingBags, args: SimpleNamespace, new: Mapping[str, float]
 ) -> None:
     """Change hyperparameters of the optimizer of `bags`, and store them in `args`.
 
     Args:
         bags: tables whose optimizer is changed.
-        args: arguments of the module, changed; a hyperparameter that the optimizer lacks is stored
-            here only, with a warning.
-        new: new values by the names that FBGEMM's `update_hyper_parameters` has.
+        args: arguments of the module, changed. A hyperparameter that the optimizer does not have
+            is only stored here, and warns.
+        new: new values by the names of FBGEMM's `update_hyper_parameters`: `lr`, `eps`, `beta1`,
+            `beta2`, `weight_decay`, `lower_bound`.
 
     Raises:
-        NotImplementedError: another name; nothing is changed.
+        NotImplementedError: `new` has another name; nothing is changed.
         ValueError: the optimizer refuses a value; nothing is changed.
     """
     new_args = with_current_hyperparameters(bags, args)
@@ -623,7 +673,16 @@ def update(
 
 
 class InPlaceAverage:
-    """Periodic move of the second half of every row towards its first half (EMAINPLACE).
+    """The average of EMAINPLACE_ROWWISE_ADAGRAD, the second half of every row.
+
+    In some steps the second half moves towards the first half, which is trained.
+
+    Args:
+        mode: `step_ema`: steps between averages, `step_start`: first step with one,
+            `step_ema_coef`: weight of the first half in the new second half.
+
+    Attributes:
+        iterations: number of steps; 0 until the first one, which continues from `bags.step`.
 
     Raises:
         ValueError: `step_ema` is below 1.
@@ -634,13 +693,13 @@ class InPlaceAverage:
         if self.every < 1:
             raise ValueError(f"emainplace_mode.step_ema must be >= 1, got {mode.step_ema}")
         self.start = int(mode.step_start)
-        self.first_half_share = mode.step_ema_coef
-        self.iterations = 0  # 0 before the first step, which continues from the module's count
+        self.first_half_weight = mode.step_ema_coef
+        self.iterations = 0
 
     def step(self, bags: TableBatchedEmbeddingBags) -> None:
-        """Count a training step and, in every `every`-th from `start` on, average the rows.
+        """Count a training step, and average the rows if it is time; call it before the lookup.
 
-        Call it before the lookup. The count begins at `bags.step`, or at `iterations` if not 0.
+        Rows are averaged in steps that are multiples of `step_ema`, from `step_start` on.
         """
         self.iterations = (self.iterations or bags.step) + 1
         if self.iterations % self.every or self.iterations < self.start:
@@ -648,11 +707,11 @@ class InPlaceAverage:
         with torch.no_grad():
             for weights in bags.table_weights():
                 half = weights.size(1) // 2
-                weights[:, half:].lerp_(weights[:, :half], self.first_half_share)
+                weights[:, half:].lerp_(weights[:, :half], self.first_half_weight)
 
 
 def in_place_average(args: SimpleNamespace) -> InPlaceAverage | None:
-    """Return the averaging of EMAINPLACE_ROWWISE_ADAGRAD; None for other optimizers.
+    """Return the average of EMAINPLACE_ROWWISE_ADAGRAD; None for other optimizers.
 
     Raises:
         ValueError: a dim is odd, or `step_ema` is below 1.

@@ -1,6 +1,6 @@
-"""FBGEMM's codecs of messages between ranks, and permutations of pooled embeddings.
+"""FBGEMM's codecs of messages between ranks, and its modules that permute pooled embeddings.
 
-`NAMES`, at the end, lists what `fbgemm_modules` puts into which module of FBGEMM.
+`NAMES`, at the end, has the names of FBGEMM's modules for which `fbgemm_modules` reads this file.
 """
 
 import itertools
@@ -16,16 +16,21 @@ from emblib.compat.fbgemm_operators import messages, pooled, rowwise
 from emblib.compat.fbgemm_operators.messages import RoundingMode
 from emblib.compat.fbgemm_types import SparseType, as_member
 
-_ROW_OVERHEAD = 8  # bytes: float32 scale and minimum of an INT8 row, scale and 0 of a FP8 row
+# Bytes of a row after its values: scale and minimum of INT8, scale and 0 of FP8.
+_ROW_OVERHEAD = 8
 _HALF_DTYPES = {SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
 
 
 @dataclass
 class QuantizationContext:
-    """Sizes of a message: `row_dim` values per row, `row_dim_quant` bytes after quantisation.
+    """Sizes and options of one message, which `QuantizedCommCodec.create_context` makes.
 
-    `QuantizedCommCodec` sets `row_dim_quant` in `encode`, for INT8 and FP8 rows, and
-    `padded_dim_sum_per_rank` in `padded_size`.
+    Attributes:
+        row_dim: number of values per row of INT8 and FP8.
+        row_dim_quant: number of bytes per encoded row; `encode` sets it for INT8 and FP8 rows.
+        mx_group_size: number of values per group of MX4.
+        rounding_mode: how MX4 exponents are rounded; None is `even`.
+        padded_dim_sum_per_rank: columns of each rank with padding; `padded_size` sets it.
     """
 
     row_dim: int = 32
@@ -44,13 +49,21 @@ def fp32_to_mx4(
     stochastic_casting: bool = False,
     use_triton: bool = True,
 ) -> Tensor:
-    """Quantise `[..., D]` to MX4, see `messages.to_mx4`; `use_triton` is ignored.
+    """Quantise `[..., D]` to MX4, see `messages.to_mx4`.
 
-    `rounding_mode` None is `even`.
+    Args:
+        tensor: rows `[..., D]`.
+        group_size: number of values per group, even.
+        ebits: number of exponent bits, which must be 2.
+        mbits: number of mantissa bits, which must be 1.
+        rounding_mode: how exponents are rounded; None is `even`.
+        stochastic_casting: flag that must be False.
+        use_triton: ignored.
 
     Raises:
-        NotImplementedError: other bits, or `stochastic_casting`.
-        RuntimeError, ValueError: `to_mx4` refuses the group size or the rounding.
+        NotImplementedError: `ebits`, `mbits` or `stochastic_casting` has another value.
+        RuntimeError: `group_size` is odd, or not positive.
+        ValueError: `rounding_mode` is no `RoundingMode`.
     """
     if (ebits, mbits) != (2, 1) or stochastic_casting:
         raise NotImplementedError(
@@ -69,12 +82,20 @@ def mx4_to_float(
     mbits: int = 1,
     output_dtype: SparseType | None = None,
 ) -> Tensor:
-    """Return the values of MX4 groups as FP32 or BF16; `use_triton` is ignored.
+    """Return the values of MX4 groups, see `messages.mx4_to_float`.
+
+    Args:
+        tensor: result of `fp32_to_mx4`.
+        group_size: number of values per group.
+        use_triton: ignored.
+        ebits: number of exponent bits, which must be 2.
+        mbits: number of mantissa bits, which must be 1.
+        output_dtype: FP32, which None means, or BF16.
 
     Raises:
-        NotImplementedError: other bits.
-        RuntimeError: `messages.mx4_to_float` refuses the group size or the rows.
-        ValueError: another `output_dtype`.
+        NotImplementedError: `ebits` or `mbits` has another value.
+        RuntimeError: `group_size` is odd or not positive, or rows are not whole groups.
+        ValueError: `output_dtype` is another format.
     """
     kind = SparseType.FP32 if output_dtype is None else as_member(SparseType, output_dtype)
     if kind not in (SparseType.FP32, SparseType.BF16):
@@ -102,36 +123,38 @@ def _clamp(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def fp32_to_hfp8_with_clamp(
     tensor: Tensor, ebits: int = 4, mbits: int = 3, bias: int = 15
 ) -> Tensor:
-    """Convert to bytes of `ebits` exponent and 7 - `ebits` mantissa bits, see `messages.to_hfp8`.
+    """Convert to HFP8 bytes of `ebits` exponent and 7 - `ebits` mantissa bits.
 
-    Values are clamped to the largest one that has `mbits` mantissa bits.
+    Values are clamped to the largest one of `mbits` mantissa bits. `messages.to_hfp8` converts.
     """
     largest = 2.0 ** (2**ebits - 2 - bias) * (2 - 2.0**-mbits)
     return messages.to_hfp8(tensor, ebits, bias, largest)
 
 
 def hfp8_to_fp32(tensor: Tensor, ebits: int = 4, bias: int = 15) -> Tensor:
-    """Return the float32 values of bytes of `ebits` exponent bits."""
+    """Return the float32 values of HFP8 bytes; `messages.hfp8_to_float` converts."""
     return messages.hfp8_to_float(tensor.view(torch.uint8), ebits, bias)
 
 
 class QuantizedCommCodec:
-    """Encode messages as FP32, FP16, BF16, INT8, FP8 or MX4, with the interface of FBGEMM's class.
+    """Encode and decode messages between ranks, with the interface of FBGEMM's class.
 
-    FP8 has a scale per `row_dim` values, or none without a `row_dim`; it works on CPUs as well.
+    INT8 messages have rows of 32 values, with a scale and a minimum per row. FP8 messages have rows
+    of `row_dim` values with a scale, or without `row_dim` no rows and no scales. All formats work
+    on CPUs as well.
 
     Args:
-        comm_precision: format of the messages.
-        loss_scale: factor of FP16 and BF16 messages, which `decode` divides by; None for none.
-            Other formats ignore it.
-        row_dim: values per FP8 row, or per MX4 group, where None is 32. INT8 rows have the 32
-            values of a default `QuantizationContext`.
-        is_fwd: whether FP8 rows have 4 exponent bits, not 5; FP8 without rows has 4.
-        rounding_mode: rounding of MX4 exponents; None is `even`.
-        output_dtype: format of decoded FP8 rows and MX4; None is FP32.
+        comm_precision: format of the messages: FP32, FP16, BF16, INT8, FP8 or MX4.
+        loss_scale: factor of the values of FP16 and BF16 messages; `decode` divides by it. None for
+            none. Other formats ignore it.
+        row_dim: number of values per FP8 row, or per MX4 group; None for FP8 without rows, and for
+            MX4 groups of 32. Other formats ignore it.
+        is_fwd: whether FP8 rows have 4 exponent bits, not 5; FP8 without rows always has 4.
+        rounding_mode: how MX4 exponents are rounded; None is `even`.
+        output_dtype: format of decoded FP8 rows and MX4 messages; None is FP32.
 
     Raises:
-        NotImplementedError: the messages have another format.
+        NotImplementedError: `comm_precision` is another format.
     """
 
     def __init__(
@@ -166,12 +189,18 @@ class QuantizedCommCodec:
         self._output = as_member(SparseType, output)
 
     def encode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
-        """Return the message; 16-bit values are clamped to the largest finite ones.
+        """Return the message of some values.
 
-        INT8 and FP8 rows need the context of `create_context`, without which INT8 raises
-        ValueError and FP8 has no scales; MX4 without a context has groups of 32. INT8, MX4 and FP8
-        rows become flat bytes; other messages have the shape of the input. FP32 messages are the
-        input.
+        FP16 and BF16 clamp to the largest finite values. FP32 returns the input itself.
+
+        Args:
+            input_tensor: values of any shape; for rows and groups a multiple of their length.
+            ctx: result of `create_context`. None raises ValueError for INT8, omits the scales of
+                FP8, and means groups of 32 for MX4.
+
+        Returns:
+            flat bytes for INT8, MX4 and FP8 rows; otherwise the shape of the input, in
+            `quantized_dtype`.
         """
         if self._loss_scale is not None:
             input_tensor = input_tensor * self._loss_scale
@@ -196,7 +225,11 @@ class QuantizedCommCodec:
         return fp32_to_hfp8_with_clamp(input_tensor)
 
     def decode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
-        """Return the values of a message as float32, FP8 rows and MX4 as `output_dtype`."""
+        """Return the values of a message: `output_dtype` for FP8 rows and MX4, else float32.
+
+        `ctx` is the context with which the message was encoded. Values of INT8 and of FP8 rows are
+        flat; other values have the shape of the message.
+        """
         if self._precision is SparseType.MX4:
             size = (ctx or QuantizationContext()).mx_group_size
             return mx4_to_float(input_tensor, size, output_dtype=self._output)
@@ -213,11 +246,11 @@ class QuantizedCommCodec:
         return values if self._loss_scale is None else values / self._loss_scale
 
     def calc_quantized_size(self, input_len: int, ctx: QuantizationContext | None = None) -> int:
-        """Return the length of the message of `input_len` values, in elements of `quantized_dtype`.
+        """Return the number of elements of the message of `input_len` values.
 
         Raises:
-            AssertionError: `input_len` is not a whole number of rows.
-            ValueError: INT8 or MX4 without a context.
+            AssertionError: `input_len` is not a multiple of the values per row or group.
+            ValueError: `ctx` is None for INT8 or MX4.
         """
         if self._precision is SparseType.MX4:
             row_dim = self._require_context(ctx).mx_group_size
@@ -239,7 +272,7 @@ class QuantizedCommCodec:
         return self._precision.as_dtype()
 
     def create_context(self) -> QuantizationContext | None:
-        """Return a context for one message."""
+        """Return a new context for one message, for all methods that have a context."""
         if self._precision is SparseType.FP8:
             return QuantizationContext(self._row_dim)
         if self._precision is SparseType.MX4:
@@ -255,14 +288,20 @@ class QuantizedCommCodec:
         my_rank: int,
         qcomm_ctx: QuantizationContext,
     ) -> tuple[int, int]:
-        """Return the columns of a message `[B, columns]` with padding, and those of the padding.
+        """Return the number of columns of a message with padding, and that of the padding alone.
 
-        `[N]` is not padded. MX4 pads the columns of each rank to whole groups. FP8 with a `row_dim`
-        pads them to whole rows if the environment variable TORCHREC_ENABLE_FP8_ROWWISE_PADDING is
-        set, and not to 0. Both then set `qcomm_ctx.padded_dim_sum_per_rank`.
+        MX4 pads the columns of each rank to whole groups. FP8 with a `row_dim` pads them to whole
+        rows if the environment variable TORCHREC_ENABLE_FP8_ROWWISE_PADDING is set, and not to 0.
+        Both set `qcomm_ctx.padded_dim_sum_per_rank`. Other formats, and `[N]`, are not padded.
+
+        Args:
+            input_tensor: values `[B, columns]` or `[N]`.
+            dim_per_rank: number of columns of each rank.
+            my_rank: this rank.
+            qcomm_ctx: context of the message.
 
         Raises:
-            ValueError: `input_tensor` has other columns than `dim_per_rank[my_rank]`.
+            ValueError: padded values have another number of columns than `dim_per_rank[my_rank]`.
         """
         if input_tensor.ndim == 1:
             return input_tensor.size(0), 0
@@ -294,16 +333,16 @@ class QuantizedCommCodec:
 
 
 def none_throws(optional: Any, message: str = "Unexpected `None`") -> Any:
-    """Return `optional`; raise AssertionError with `message` if it is None."""
+    """Return `optional`, or raise AssertionError with `message` if it is None."""
     if optional is None:
         raise AssertionError(message)
     return optional
 
 
 def _row_nbytes(row_dim: int, precision: SparseType) -> int:
-    """Return the bytes of a row of a message; FP8 rows are filled up to a multiple of 4."""
-    fill = -row_dim % 4 if precision is SparseType.FP8 else 0
-    return row_dim + fill + _ROW_OVERHEAD
+    """Return the bytes of an INT8 or FP8 row; FP8 values are padded to a multiple of 4."""
+    padding = -row_dim % 4 if precision is SparseType.FP8 else 0
+    return row_dim + padding + _ROW_OVERHEAD
 
 
 def _pads_fp8_rows() -> bool:
@@ -311,9 +350,12 @@ def _pads_fp8_rows() -> bool:
 
 
 class PermutePooledEmbeddings:
-    """Permute the blocks of columns of features: feature `permute[i]` becomes the i-th.
+    """Callable that permutes the columns of features: the i-th feature becomes `permute[i]`.
 
-    `embs_dims` are the columns of each feature.
+    Args:
+        embs_dims: number of columns of each feature.
+        permute: features in their new order; some may be missing or repeated.
+        device: device of the permutation; None is torch's default device.
     """
 
     def __init__(
@@ -328,7 +370,7 @@ class PermutePooledEmbeddings:
         self._is_identity = list(permute) == list(range(len(dims)))
 
     def __call__(self, pooled_embs: Tensor) -> Tensor:
-        """Return `pooled_embs` `[B, sum D]` with permuted columns; the argument if none moves."""
+        """Return `pooled_embs`, `[B, sum D]`, with permuted columns, or itself if none moves."""
         if self._is_identity:
             return pooled_embs
         return pooled.permute_duplicate_pooled_embs(
@@ -356,7 +398,11 @@ class PermutePooledEmbeddingsSplit(nn.Module):
 def rounded_row_size_in_bytes(
     dim: int, weight_ty: SparseType, row_alignment: int, scale_bias_size_in_bytes: int = 4
 ) -> int:
-    """Return the bytes of a quantised row, a multiple of `row_alignment`."""
+    """Return the bytes of a row of inference tables, rounded up to a multiple of `row_alignment`.
+
+    A row of INT8, INT4 or INT2 has `dim` codes and `scale_bias_size_in_bytes` bytes of scale and
+    bias.
+    """
     precision = as_member(SparseType, weight_ty)
     row_bytes = dim * precision.bit_rate() // 8
     if precision in (SparseType.INT8, SparseType.INT4, SparseType.INT2):
@@ -384,4 +430,4 @@ NAMES: dict[str, dict[str, Any | Callable[..., Any]]] = {
         "PermutePooledEmbeddingsSplit": PermutePooledEmbeddingsSplit
     },
 }
-"""The names of each module of FBGEMM, with their values."""
+"""Names and values of modules of FBGEMM, by the module's path below `fbgemm_gpu`."""

@@ -1,8 +1,7 @@
 """Tables of INT8 rows in FBGEMM's training layout, which are looked up and not trained.
 
 A row has `dim + 8` bytes: `dim` codes, then a scale and a minimum in float32. A lookup decodes the
-rows of the batch and pools them by PyTorch's operators. FBGEMM has no backward pass for such tables
-either.
+rows of the batch and pools them with PyTorch's operators. There is no backward pass, as in FBGEMM.
 """
 
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ _HEADER_BYTES = 8  # bytes of the scale and the minimum, two float32
 
 
 def refuse_weights_without_pooling(pooling: PoolingMode, per_sample_weights: Tensor | None) -> None:
-    """Raise RuntimeError if there are weights and pooling is NONE, as emblib's kernels do."""
+    """Raise RuntimeError for weights with pooling NONE, as emblib's kernels do."""
     if pooling is PoolingMode.NONE and per_sample_weights is not None:
         raise RuntimeError(
             "per_sample_weights need PoolingMode.SUM or MEAN; with NONE, scale the output"
@@ -29,9 +28,9 @@ def refuse_weights_without_pooling(pooling: PoolingMode, per_sample_weights: Ten
 
 
 class _UntrainedFunction(torch.autograd.Function):
-    """Function that returns `output`, and raises in the backward pass.
+    """Function that returns `output`, and whose backward pass raises NotImplementedError.
 
-    `anchor` is an argument because it requires a gradient: without one there is no backward pass.
+    `anchor` requires a gradient. Without such an argument, autograd would skip the backward pass.
     """
 
     @staticmethod
@@ -47,19 +46,19 @@ class _UntrainedFunction(torch.autograd.Function):
 
 
 class Int8Tables(nn.Module):
-    """The tables and lookups of a training module with `weights_precision=SparseType.INT8`.
+    """The `bags` of a `SplitTableBatchedEmbeddingBagsCodegen` with INT8 rows.
 
-    The module is `SplitTableBatchedEmbeddingBagsCodegen`. This class has those attributes and
-    methods of `emblib.TableBatchedEmbeddingBags` that the module uses.
+    The class has those attributes and methods of `emblib.TableBatchedEmbeddingBags` that
+    `SplitTableBatchedEmbeddingBagsCodegen` uses.
 
     Args:
-        args: arguments of the module, as `fbgemm_arguments.normalise` returns them.
+        args: result of `fbgemm_arguments.normalise`.
 
     Raises:
         NotImplementedError: the output dtype is not FP32, FP16 or BF16.
     """
 
-    weights: Tensor  # uint8, the rows of all tables
+    weights: Tensor  # uint8, the rows of all tables, concatenated
     num_rows_of_feature: Tensor  # int64 [F], rows of the table that each feature reads
     hyperparams: Tensor  # zeros, as nothing is trained
     anchor: Tensor
@@ -108,15 +107,21 @@ class Int8Tables(nn.Module):
         per_sample_weights: Tensor | None = None,
         batch_sizes: object = None,
     ) -> Tensor:
-        """Pool rows to `[B, sum D]`, or return `[L, D]` for pooling NONE; backward raises.
+        """Look up and pool; the backward pass raises NotImplementedError. Waits for a GPU.
 
-        `indices` are `[L]`, `offsets` `[F * B + 1]`; neither is written to. Index -1 reads zeros,
-        and counts in a mean. `per_sample_weights` `[L]` scale rows and get no gradient. Waits for a
-        GPU.
+        Args:
+            indices: int32 or int64 `[L]`; index -1 reads zeros, and counts in a mean.
+            offsets: `[F * B + 1]`.
+            per_sample_weights: factor of each row, `[L]`, which gets no gradient; None for ones.
+            batch_sizes: argument that must be None.
+
+        Returns:
+            `[B, sum D]`, or `[L, D]` for pooling NONE, in the output dtype.
 
         Raises:
-            NotImplementedError: `batch_sizes`.
-            RuntimeError: there are weights without pooling, or the input is invalid, in mode FATAL.
+            NotImplementedError: `batch_sizes` is not None.
+            RuntimeError: there are weights without pooling, or tensors do not fit each other, or in
+                mode FATAL an index or offset is invalid.
         """
         if batch_sizes is not None:
             raise NotImplementedError("INT8 tables are looked up with one batch size per feature")
@@ -150,6 +155,7 @@ class Int8Tables(nn.Module):
         return result
 
     def _pool(self, rows: Tensor, bag_starts: Tensor) -> Tensor:
+        """Pool the rows of a feature, `[n, D]`; `bag_starts` are offsets, `[B + 1]`."""
         if self._pooling is PoolingMode.NONE:
             return rows
         return functional.embedding_bag(

@@ -1,8 +1,8 @@
-"""Migration of FBGEMM's modules: the classes of `emblib.compat.fbgemm` take their places.
+"""Migration of FBGEMM's modules to the classes of the same names in `emblib.compat`.
 
-`_arguments` reads the arguments that a module was made with from its attributes, so that they make
-both the new module and the small copies that `Migration.check` compares. Old and new module have
-the same methods: `_copy_values` copies between any two of them, in either direction.
+`_arguments` reconstructs the constructor arguments of a module from its attributes. They make the
+new module, and the small copies of the old one that `Migration.check` compares. Old and new modules
+have the same methods, so that `_copy_values` copies between any two of them, in either direction.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from emblib.migration import (
 
 
 def _arguments(old: Any) -> dict[str, Any]:
-    """Return arguments that make a module as `old`, with FBGEMM's enums and options."""
+    """Return constructor arguments of a training module of FBGEMM, with FBGEMM's enums."""
     types: Any = sys.modules[type(old).__module__]
     args, kind = old.optimizer_args, old.optimizer.name
     decay = old.weight_decay_mode.name
-    ignored = _ignored_options(old)
+    ignored_options = _ignored_options(old)
     has_decay = kind.startswith(("EXACT_ROWWISE", "ADAM", "PARTIAL", "LAMB", "LARS"))
     if kind == "EXACT_ROWWISE_ADAGRAD" and decay == "NONE":
         has_decay = False  # FBGEMM ignores the rate
-    has_decay = has_decay and "weight_decay" not in ignored
-    has_norm = kind == "EXACT_ROWWISE_ADAGRAD" and "max_norm" not in ignored
+    has_decay = has_decay and "weight_decay" not in ignored_options
+    has_norm = kind == "EXACT_ROWWISE_ADAGRAD" and "max_norm" not in ignored_options
     placements = old.weights_physical_placements
     arguments = {
         "embedding_specs": [
@@ -94,7 +94,7 @@ def _arguments(old: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _SameReporter:
-    """Configuration of the reporter, which the old module has made already, or None."""
+    """Configuration whose `create_reporter` returns the reporter of the old module, or None."""
 
     reporter: Any
 
@@ -104,13 +104,13 @@ class _SameReporter:
 
 
 def _shortest_decimal(number: float) -> float:
-    """Return the shortest decimal of a float32, e.g. 0.05 for 0.05000000074505806."""
+    """Return the shortest decimal that rounds to a float32, e.g. 0.05 for 0.05000000074505806."""
     short = float(f"{number:.7g}")
     return short if torch.tensor(short, device="cpu").item() == number else number
 
 
 def _ignored_options(old: Any) -> list[str]:
-    """Return the options of a module that FBGEMM's kernels for a CPU ignore."""
+    """Return the names of the arguments that FBGEMM ignores because the module is on a CPU."""
     names = []
     if old.use_cpu and old.optimizer_args.max_norm:
         names.append("max_norm")
@@ -125,7 +125,7 @@ def _ignored_options(old: Any) -> list[str]:
 
 
 def _options(old: Any, types: Any) -> dict[str, Any]:
-    """Return the option objects of a module's weight decay and optimizer, by argument.
+    """Return the option objects of weight decay and optimizer of a module, by argument.
 
     `types` is the module of FBGEMM that has their classes.
     """
@@ -175,7 +175,10 @@ def _options(old: Any, types: Any) -> dict[str, Any]:
 
 
 def step_of(module: Any) -> int:
-    """Return the steps of either module; FBGEMM's two counters may differ after loading."""
+    """Return the number of steps of a module of FBGEMM or emblib.
+
+    It is the larger one of two counters, which may differ after FBGEMM loaded a checkpoint.
+    """
     return max(int(module.iter), int(module.iter_cpu))
 
 
@@ -183,12 +186,12 @@ def step_of(module: Any) -> int:
 def _copy_values(
     source: Any, target: Any, rows: Sequence[Tensor] | None = None, *, counts_rows: bool
 ) -> None:
-    """Copy rows, states and numbers from one module with FBGEMM's interface to another.
+    """Copy rows, optimizer states, step and learning rate from one module to another.
 
     Args:
-        source: module to read.
-        target: module to write.
-        rows: the rows of each table to read; None for all, in order.
+        source: training module of FBGEMM or of emblib.
+        target: such a module, which is written.
+        rows: row ids of `source` for the rows of `target`, per table; None for all rows.
         counts_rows: whether the optimizer counts how often rows are seen.
     """
     source.flush()
@@ -216,48 +219,48 @@ def _copy_values(
 
 
 class _ReplacedTBE(Replaced):
-    """Base of the replacements of table-batched modules: features, calls, sizes."""
+    """Base of the replacements of FBGEMM's modules: `old` and `new` have the same interface."""
 
     _constructor_arguments: dict[str, Any]  # arguments that make the old and the new module
 
     @property
     def optimizers(self) -> list[optim.Optimizer]:
-        """Return none: backward updates nothing."""
+        """Optimizers that update tables in backward: none."""
         return []
 
     @property
     def measured_nbytes(self) -> int:
-        """Return the bytes of the tables by their `nbytes()`."""
+        """Bytes of the new tables and their states, as `nbytes()` counts them."""
         return sum(self.new.bags.nbytes().values())
 
     def features(self) -> list[tuple[tuple[str, ...], int]]:
-        """Return the features as `TraceRecorder` names them."""
+        """Return the name of each feature, as `TraceRecorder` has it per path, and its table."""
         return [
             (tuple(f"{path}.{number}" for path in self.paths), table)
             for number, table in enumerate(self._constructor_arguments["feature_table_map"])
         ]
 
     def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
-        """Look up the bags, feature after feature."""
+        """Look up `bags`, the ids and lengths of each feature, with the old or the new module."""
         lengths = torch.cat([lengths for _, lengths in bags])
         offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
         output: Tensor = module(torch.cat([ids for ids, _ in bags]), offsets)
         return output
 
     def rows(self, module: Any) -> list[Tensor]:
-        """Return the rows of each table."""
+        """Return the rows of each table of the old or the new module."""
         return [rows.detach() for rows in module.split_embedding_weights()]
 
     def sizes(self) -> str:
-        """Return tables and rows."""
-        # specs of inference begin with the name of the table
+        """Return a text with the numbers of tables and rows."""
+        # Specs of inference modules begin with the name of the table.
         rows = [rows for rows, *_ in self.old.embedding_specs if not isinstance(rows, str)]
         rows = rows or [spec[1] for spec in self.old.embedding_specs]
         return f"{len(rows)} tables, {sum(rows)} rows"
 
 
 class ReplacedSplitTBE(_ReplacedTBE):
-    """FBGEMM's module with a fused optimizer."""
+    """Replacement of FBGEMM's module with a fused optimizer."""
 
     def __init__(
         self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
@@ -270,7 +273,7 @@ class ReplacedSplitTBE(_ReplacedTBE):
             )
         self._constructor_arguments = _arguments(old)
         reporting: Any = _SameReporter(old.stats_reporter)
-        with warnings.catch_warnings():  # numbers that have no part in an optimizer
+        with warnings.catch_warnings():  # of hyperparameters that the optimizer does not have
             warnings.filterwarnings("ignore", "emblib: .* no part", UserWarning)
             try:
                 new = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
@@ -293,7 +296,7 @@ class ReplacedSplitTBE(_ReplacedTBE):
 
     @property
     def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
-        """Return the bytes of rows, states and cache before and after."""
+        """Bytes of rows, optimizer states and cache, before and after."""
         old, new = self.old, self.new.bags
         names = ("lxu_cache_weights", "lxu_cache_state", "lxu_state") if old.max_D_cache else ()
         cache = _nbytes([getattr(old, name) for name in names])
@@ -305,11 +308,11 @@ class ReplacedSplitTBE(_ReplacedTBE):
 
     @property
     def optimizers(self) -> list[optim.Optimizer]:
-        """Return the optimizer of all tables."""
+        """The optimizer of all tables."""
         return [self.new.bags.optimizer]
 
     def copy_values(self, source: Any, target: Any) -> None:
-        """Copy rows, states, step and learning rate between old and new module."""
+        """Copy rows, states, step and learning rate from one module to the other."""
         _copy_values(source, target, counts_rows=self._is_counted)
 
     def carry_over(self) -> None:
@@ -321,7 +324,10 @@ class ReplacedSplitTBE(_ReplacedTBE):
         self.copy_values(self.new, self.old)
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
-        """Return a module of FBGEMM with some of the rows; it trains itself."""
+        """Return a module of FBGEMM with up to `max_rows` rows per table, and no optimizers.
+
+        Its backward updates the rows.
+        """
         specs = self._constructor_arguments["embedding_specs"]
         rows = [chosen_rows(spec[0], max_rows, seed) for spec in specs]
         smaller_specs = [
@@ -333,7 +339,7 @@ class ReplacedSplitTBE(_ReplacedTBE):
 
 
 class ReplacedDenseTBE(_ReplacedTBE):
-    """FBGEMM's module with one dense parameter, which an optimizer of torch trains."""
+    """Replacement of FBGEMM's module with one dense parameter, which a torch optimizer trains."""
 
     def __init__(
         self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
@@ -365,7 +371,7 @@ class ReplacedDenseTBE(_ReplacedTBE):
 
     @staticmethod
     def _feature_table_map(old: Any) -> list[int]:
-        """Return the table of each feature, which FBGEMM's module keeps as positions of weights."""
+        """Return the table of each feature; FBGEMM's module has only its first weight."""
         starts, position = {}, 0
         for number, (rows, dim) in enumerate(old.embedding_specs):
             starts[position] = number
@@ -378,28 +384,31 @@ class ReplacedDenseTBE(_ReplacedTBE):
 
     @property
     def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
-        """Return the bytes in training, which are the same before and after."""
+        """Bytes in training, which are the same before and after."""
         return (self.weight.memory,) * 2
 
     @property
     def is_trained(self) -> bool:
-        """Return whether an optimizer of torch trained the weight."""
+        """True if a torch optimizer trains the weight."""
         return self.weight.trained is not None and self.old.weights.requires_grad
 
     def carry_over(self) -> None:
-        """Copy the rows."""
+        """Copy the rows into the new module."""
         self.weight.carry_over(self._table)
 
     def replace_in_optimizers(self) -> None:
-        """Put the new parameter into the group of the optimizer."""
+        """Replace the old parameter by the new one in the group of the optimizer."""
         self.weight.replace_in_optimizer(self._table)
 
     def carry_back(self) -> None:
-        """Copy the rows back, and put the old parameter into the group of the optimizer."""
+        """Copy the rows back, and put the old parameter into the group of the optimizer again."""
         self.weight.carry_back(self._table)
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
-        """Return a module of FBGEMM with all rows: states are of one flat parameter."""
+        """Return a module of FBGEMM with all rows, and its optimizer, if the weight is trained.
+
+        All rows, as the optimizer state is that of one flat parameter.
+        """
         module = type(self.old)(**self._constructor_arguments)
         with torch.no_grad():
             module.weights.copy_(self.new.weights)
@@ -414,7 +423,7 @@ class ReplacedDenseTBE(_ReplacedTBE):
 
 
 class ReplacedIntNBitTBE(_ReplacedTBE):
-    """FBGEMM's module for inference, whose rows have the same bytes here."""
+    """Replacement of FBGEMM's module for inference; rows have the same bytes in both."""
 
     def __init__(
         self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
@@ -451,27 +460,27 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
 
     @property
     def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
-        """Return the bytes of the rows, which are the same before and after."""
+        """Bytes of the rows before and after."""
         before, after = (_nbytes(self.rows(module)) for module in (self.old, self.new))
         return TrainingMemory(before), TrainingMemory(after)
 
     @property
     def measured_nbytes(self) -> int:
-        """Return the bytes of the rows."""
+        """Bytes of the new rows."""
         return _nbytes(self.rows(self.new))
 
     def rows(self, module: Any) -> list[Tensor]:
-        """Return the bytes of the rows of each table."""
+        """Return the encoded rows of each table, uint8 `[rows, row bytes]`."""
         return [rows for rows, _ in module.split_embedding_weights(split_scale_shifts=False)]
 
     def carry_over(self) -> None:
-        """Do nothing: the bytes were copied when the module was made."""
+        """Do nothing: the constructor copied the rows."""
 
     def carry_back(self) -> None:
-        """Do nothing: nothing trains the rows."""
+        """Do nothing: the rows are not trained."""
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
-        """Return a module of FBGEMM with some of the rows."""
+        """Return a module of FBGEMM with up to `max_rows` rows per table, and no optimizers."""
         specs = self.old.embedding_specs
         rows = [chosen_rows(spec[1], max_rows, seed) for spec in specs]
         smaller_specs = [
@@ -486,7 +495,7 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
 
 
 def _check_class(old: Any) -> None:
-    """Raise NotMigrated unless a module is of one of FBGEMM's classes itself."""
+    """Raise NotMigrated unless the class of a module is one of FBGEMM's, not a subclass."""
     if type(old).__name__ not in FACTORIES:
         raise NotMigrated(f"{type(old).__name__} is a subclass, whose code would be lost")
     if not type(old).__module__.startswith("fbgemm_gpu."):

@@ -18,10 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, _library
 
-from emblib.compat import fbgemm_comms, fbgemm_inference, fbgemm_operators, fbgemm_tables
+from emblib.compat import (
+    fbgemm_comms,
+    fbgemm_inference,
+    fbgemm_operators,
+    fbgemm_tables,
+    fbgemm_types,
+)
 from emblib.compat.fbgemm_operators import dense_jagged
 from emblib.compat.fbgemm_operators.pruning import PrunedMap
-from emblib.compat.raising import raising
+from emblib.compat.raising import raising_class
 from emblib.compat.torchrec_fallback import Fallback
 
 ROOT = "fbgemm_gpu"
@@ -32,11 +38,11 @@ _USE_TIERS = (
 
 
 BackendType = enum.IntEnum("BackendType", "SSD DRAM PS DRAM_SSD", start=0)
-"""Backends of key-value tables, which emblib does not have under FBGEMM's names."""
+"""Backends of key-value tables; the tables raise."""
 
 
 class EnrichmentType(enum.IntEnum):
-    """Sources of rows of key-value tables; the tables raise."""
+    """Sources that fill new rows of key-value tables; the tables raise."""
 
     IGR_LASER_EMBEDDING = 0
     IGR_LASER_SID = 1
@@ -48,7 +54,7 @@ class EnrichmentType(enum.IntEnum):
 EnrichmentResponseFormat = enum.IntEnum(
     "EnrichmentResponseFormat", "JSON THRIFT_FLOAT THRIFT_INT64", start=0
 )
-"""Formats of sources of rows of key-value tables; the tables raise."""
+"""Formats of the answers of these sources; the tables raise."""
 
 
 class KeyValueOptions(SimpleNamespace):
@@ -56,7 +62,7 @@ class KeyValueOptions(SimpleNamespace):
 
 
 _RAISING_CLASSES = {
-    name: raising(name, reason, library="FBGEMM")
+    name: raising_class(name, reason, library="FBGEMM")
     for name, reason in {
         "SSDTableBatchedEmbeddingBags": _USE_TIERS,
         "PartiallyMaterializedTensor": _USE_TIERS,
@@ -81,10 +87,14 @@ def get_table_batched_offsets_from_dense(
     total_B: int | None = None,
     use_cpu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return indices `[T * B * L]` and offsets `[T * B + 1]` of indices `[T, B, L]`.
+    """Return indices `[T * B * L]` and int64 offsets `[T * B + 1]` of indices `[T, B, L]`.
 
-    With `use_cpu` they are on the CPU, else on the current GPU, or without a GPU on torch's default
-    device. `total_B` is T * B; with both `L` and `total_B`, the indices may have any shape.
+    Args:
+        merged_indices: `[T, B, L]`; any shape if both `L` and `total_B` are passed.
+        L: lookups per bag; ignored without `total_B`.
+        total_B: number of bags, T * B; ignored without `L`.
+        use_cpu: whether the results are on the CPU. If not, they are on the current GPU, or on
+            torch's default device if there is no GPU.
     """
     if L is None or total_B is None:
         num_tables, batch_size, L = merged_indices.shape
@@ -97,9 +107,9 @@ def get_table_batched_offsets_from_dense(
 
 
 def _contents_of_modules(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the contents of each module, by its path below the root.
+    """Return the names and values of each module, by the module's path below `fbgemm_gpu`.
 
-    `names` has the values of the names of `emblib.compat.fbgemm`.
+    `names` has the names of `emblib.compat.fbgemm` and their values.
     """
     ssd_tables = {"SSDTableBatchedEmbeddingBags": _RAISING_CLASSES["SSDTableBatchedEmbeddingBags"]}
     enums = {
@@ -140,6 +150,8 @@ def _contents_of_modules(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "split_embedding_utils": dense_offsets,
         "split_embedding_configs": {
             "EmbOptimType": names["EmbOptimType"],
+            "FP8QuantizationConfig": fbgemm_types.FP8QuantizationConfig,
+            "QuantizationConfig": fbgemm_types.QuantizationConfig,
             "SparseType": names["SparseType"],
         },
         "split_table_batched_embeddings_ops": training,
@@ -173,7 +185,7 @@ class Installation:
     They cannot be removed: PyTorch ends the process if the real library registers operators again.
 
     Args:
-        names: values of the names of `emblib.compat.fbgemm`.
+        names: the names of `emblib.compat.fbgemm` and their values.
     """
 
     _fallback: Fallback | None = None
@@ -247,7 +259,7 @@ class Installation:
         sys.modules.update(self._modules)
 
     def _serve_from_fallback(self, module: str, name: str) -> Any:
-        """Return a name that a module lacks, from FBGEMM's file of the module."""
+        """Return the value of a name that a module lacks, from FBGEMM's file of the module."""
         if self._fallback is None or name.startswith("__"):
             raise AttributeError(f"module {module} has no attribute {name!r}", name=name)
         return self._fallback.attribute(module, name)

@@ -1,7 +1,7 @@
-"""Statistics of a module and the reporters that receive them, with FBGEMM's names.
+"""Statistics of FBGEMM's training module, and the reporters that receive them.
 
-A user configures a `TBEStatsReporter`. The module reports to it through `ModuleReport`, which has
-sizes, durations, and cache counts. `CacheCounters` computes the counts from the cache's own.
+A user configures a `TBEStatsReporter`. The module reports sizes, durations and cache counts to it,
+through a `ModuleReport`. `CacheCounters` has the cache counts of FBGEMM's module.
 """
 
 import abc
@@ -28,14 +28,14 @@ _logger = logging.getLogger(__name__)
 
 
 class TBEStatsReporter(abc.ABC):
-    """Base of reporters; a module reports a step if `should_report` returns True for it."""
+    """Base of reporters; they receive the statistics of steps that `should_report` selects."""
 
     @abc.abstractmethod
     def should_report(self, iteration_step: int) -> bool:
-        """Return whether to report this step."""
+        """Return whether to report the step."""
 
     def register_stats(self, stats_name: str, amplifier: int = 1) -> None:  # noqa: B027
-        """Do nothing; FBGEMM's modules call this, modules of emblib do not."""
+        """Do nothing; only FBGEMM's own modules call this method."""
 
     @abc.abstractmethod
     def report_duration(
@@ -48,7 +48,7 @@ class TBEStatsReporter(abc.ABC):
         time_unit: str = "ms",
         enable_tb_metrics: bool = False,
     ) -> None:
-        """Report a duration."""
+        """Receive the duration of an event of a step, in `time_unit`, of table and module."""
 
     @abc.abstractmethod
     def report_data_amount(
@@ -60,11 +60,11 @@ class TBEStatsReporter(abc.ABC):
         tbe_id: str = "",
         enable_tb_metrics: bool = False,
     ) -> None:
-        """Report `data_bytes`: a number of bytes, or a count, depending on the event."""
+        """Receive an amount of an event of a step: of bytes or, for some events, a count."""
 
 
 class StdLogStatsReporter(TBEStatsReporter):
-    """Reporter that logs every `report_interval` steps; an interval below 1 raises ValueError."""
+    """Reporter that logs every `report_interval` steps; raises ValueError if that is below 1."""
 
     def __init__(self, report_interval: int) -> None:
         if report_interval < 1:
@@ -107,15 +107,15 @@ class StdLogStatsReporter(TBEStatsReporter):
 
 @dataclass(frozen=True)
 class TBEStatsReporterConfig:
-    """Factory of the reporter of a module; override `create_reporter`."""
+    """Factory of the reporter of a module; this base class creates none."""
 
     interval: int = -1
 
     def create_reporter(self) -> TBEStatsReporter | None:
-        """Return None: this class has no reporter.
+        """Return None; a subclass overrides the method to return a reporter.
 
         Raises:
-            AssertionError: `interval` is above 0, which would have no effect.
+            AssertionError: `interval` is above 0, but there is no reporter.
         """
         if self.interval > 0:
             raise AssertionError(
@@ -127,10 +127,10 @@ class TBEStatsReporterConfig:
 
 @dataclass(frozen=True)
 class StdLogStatsReporterConfig(TBEStatsReporterConfig):
-    """Factory of a StdLogStatsReporter, if `interval` > 0."""
+    """Factory of a `StdLogStatsReporter`, or of no reporter if `interval` < 1."""
 
     def create_reporter(self) -> TBEStatsReporter | None:
-        """Return the reporter, or None without an interval."""
+        """Return a reporter with the interval, or None if it is below 1."""
         return StdLogStatsReporter(self.interval) if self.interval > 0 else None
 
 
@@ -147,16 +147,16 @@ _UNIQUE_MISSES = UVMCacheStatsIndex.num_unique_misses
 
 
 class CacheCounters:
-    """The counts of FBGEMM's module, computed from the cache's counts around each batch.
+    """Cache counts of FBGEMM's module: differences of the counts of emblib's cache around a batch.
 
-    The host waits when it reads counts from the device. It reads them only if an option of the
-    module asks for them.
+    To read them the host waits for a GPU. It does so only if an option of the module asks for
+    counts.
 
     Attributes:
         has_cache: whether a table is cached.
         gathers_stats: whether gather_uvm_cache_stats is set.
-        cache_miss_counter: int64 `[2]`, batches with a miss, and distinct rows that were missing.
-        table_wise_cache_miss: int64 `[T]`, distinct rows that were missing, by table; `[0]` unless
+        cache_miss_counter: number of batches with a miss, and of distinct rows missed, int64 `[2]`.
+        table_wise_cache_miss: number of distinct rows missed per table, int64 `[T]`; empty unless
             record_cache_metrics asks for it.
     """
 
@@ -196,7 +196,7 @@ class CacheCounters:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the cache accesses inside the context, which may load one batch into the cache."""
+        """Count the cache accesses inside the context: a lookup or prefetch of one batch."""
         if not self.is_active:
             yield
             return
@@ -215,9 +215,9 @@ class CacheCounters:
             self.table_wise_cache_miss += increase[1:, _UNIQUE_MISSES]
 
     def uvm_stats(self, *, local: bool) -> Tensor:
-        """Return int64 `[6]`, in the order of `UVMCacheStatsIndex`.
+        """Return the counts since the last reset, or with `local` those of the last batch.
 
-        These are the counts since the last reset, or with `local` the counts of the last batch.
+        The result is int64 `[6]`, in the order of `UVMCacheStatsIndex`.
 
         Raises:
             RuntimeError: the module was made without gather_uvm_cache_stats.
@@ -227,17 +227,17 @@ class CacheCounters:
         return self._batch_counts.clone() if local else self._read_counts()[0]
 
     def reset(self) -> None:
-        """Reset the counts of `uvm_stats` and `counts_per_call` to zero; raise as `uvm_stats`."""
+        """Set the counts of `uvm_stats` and `counts_per_call` to 0; raise as `uvm_stats` does."""
         self.uvm_stats(local=True)
         self._bags.reset_cache_stats()
         self._batch_counts.zero_()
         self._counts_at_log.zero_()
 
     def counts_per_call(self, *, local: bool) -> dict[str, float]:
-        """Return the counts per call by name, with the number of calls as `num_calls`.
+        """Return the number of calls, and the other counts per call, by `UVMCacheStatsIndex` names.
 
-        They are counted since the previous such request, or with `local` in the last batch. Raises
-        as `uvm_stats`.
+        They are counts since the previous request without `local`, or with `local` of the last
+        batch. Raise as `uvm_stats` does.
         """
         counts = self.uvm_stats(local=local)
         if not local:
@@ -254,9 +254,13 @@ def prefetch_passes(
     input_tensor: Tensor,
     output_tensor: Tensor,
 ) -> Sequence[tuple[Tensor, Tensor, int]]:
-    """Return the passes of a prefetch in order: `(input, output, start)`, slices of both tensors.
+    """Return the passes of a prefetch, in order: a slice of each tensor, and its first element.
 
-    Without a config, or with no more elements than passes, there is one pass.
+    Args:
+        multipass_prefetch_config: how a batch is split; None for one pass.
+        input_tensor: ids of the batch, `[L]`. There is one pass if L is at most the number of
+            passes.
+        output_tensor: `[L, ...]`.
     """
     size = input_tensor.size(0)
     config = multipass_prefetch_config
@@ -268,10 +272,13 @@ def prefetch_passes(
 
 
 class Timer:
-    """Measure parts of a step and report milliseconds.
+    """Measure parts of steps, and report their durations.
 
-    On a CPU a duration is reported at once. On a GPU it is time of the stream, and is reported at
-    the end of a `recording`, once it is known.
+    On a CPU a duration is reported at the end of its `recording`. On a GPU it is the time of the
+    stream, and is reported at the end of the first `recording` at which the GPU has finished it.
+
+    Args:
+        report: function that gets the step and the milliseconds.
     """
 
     def __init__(self, report: Callable[[int, float], None]) -> None:
@@ -280,7 +287,7 @@ class Timer:
 
     @contextlib.contextmanager
     def recording(self, step: int, device: torch.device) -> Iterator[None]:
-        """Measure the work inside the context, on the current stream, as work of `step`."""
+        """Measure the work inside the context, on the current stream, as part of `step`."""
         if device.type != "cuda":
             start_s = time.perf_counter()
             yield
@@ -294,19 +301,19 @@ class Timer:
         self._report_finished()
 
     def _report_finished(self) -> None:
-        """Report finished durations, without waiting."""
+        """Report the durations that the GPU has finished; do not wait for others."""
         while self._pending and self._pending[0][2].query():
             step, start, end = self._pending.popleft()
             self._report(step, start.elapsed_time(end))
 
 
 class ModuleReport:
-    """The statistics of one module for its reporter; the module sets `step` per forward.
+    """Statistics of a module for its reporter; the module sets `step` in each forward.
 
     Args:
-        reporter: reporter that receives them.
-        names: label of the tables, then name of the module.
-        counters: counts of the module's cache.
+        reporter: reporter that receives the statistics.
+        names: label of the tables, and id of the module.
+        counters: cache counts of the module.
     """
 
     def __init__(
@@ -333,7 +340,7 @@ class ModuleReport:
         self.reporter.report_data_amount(self.step, event, amount, table, module)
 
     def report_tensor(self, event: str, tensor: Tensor) -> None:
-        """Report bytes and elements of inputs or outputs."""
+        """Report bytes and elements of a tensor, `tbe.<event>_size` and `tbe.<event>_count`."""
         if self.reporter.should_report(self.step):
             self._report_amount(f"tbe.{event}_size", tensor.element_size() * tensor.numel())
             self._report_amount(f"tbe.{event}_count", tensor.numel())
@@ -359,9 +366,9 @@ class ModuleReport:
         )
 
     def report_prefetch(self, indices: Tensor, row_bytes: int) -> None:
-        """Report the size of a prefetched batch, and cache counts as bytes per step.
+        """Report the size of a prefetched batch, and cache counts per step, since the last report.
 
-        The counts are those since the previous such report; a row has `row_bytes` bytes.
+        Counts are multiplied by `row_bytes`, the bytes of a row.
         """
         self.report_tensor("prefetch_input", indices)
         num_steps = self.step - self._reported_step

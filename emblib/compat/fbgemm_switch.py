@@ -1,15 +1,14 @@
-"""The switch `EMBLIB_AS_FBGEMM=1`: install emblib as `fbgemm_gpu` in every Python process.
+"""The switch `EMBLIB_AS_FBGEMM=1`, which installs emblib as `fbgemm_gpu` in every Python process.
 
-The package puts this file into site-packages as `_emblib_as_fbgemm.py`, with a `.pth` that imports
-it in every process whose environment has the variable, not empty and not "0". Ranks, spawned
-workers and the children of torchrun inherit the environment, so that no program needs a line of
-code.
+The package puts this file into site-packages as `_emblib_as_fbgemm.py`, with a `.pth` file that
+imports it if the environment variable is set, and neither empty nor "0". Ranks, spawned workers and
+the children of torchrun inherit the environment, so that programs need not be changed.
 
-`EMBLIB_AS_FBGEMM=fallback` lets FBGEMM's Python files serve what emblib lacks, where FBGEMM is
-installed: `install(fallback=True)`.
+With `EMBLIB_AS_FBGEMM=fallback`, an installed FBGEMM's Python files serve the names that emblib
+does not have: `install(fallback=True)`.
 
-This file imports the standard library only: a finder waits for the first import of `torchrec` or
-`fbgemm_gpu`, and only then loads torch and calls `emblib.compat.fbgemm.install()`.
+This file imports the standard library only. At the first import of `torchrec` or `fbgemm_gpu` a
+finder calls `emblib.compat.fbgemm.install()`, which loads torch.
 """
 
 import os
@@ -23,7 +22,7 @@ ROOTS = ("fbgemm_gpu", "torchrec")
 
 
 class InstallOnImport(MetaPathFinder, Loader):
-    """A finder and loader that installs emblib's `fbgemm_gpu` before it or TorchRec is imported."""
+    """Finder and loader that installs emblib at the first import of `fbgemm_gpu` or TorchRec."""
 
     def find_spec(
         self,
@@ -31,7 +30,11 @@ class InstallOnImport(MetaPathFinder, Loader):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Install at the first import of one of `ROOTS`; leave all others to the other finders."""
+        """Install if `name` is one of `ROOTS`, and remove this finder; return None for other names.
+
+        The result is the spec of the installed module, or None for TorchRec, which other finders
+        find. Errors are those of `emblib.compat.fbgemm.install`.
+        """
         if name not in ROOTS:
             return None
         sys.meta_path.remove(self)
@@ -40,7 +43,7 @@ class InstallOnImport(MetaPathFinder, Loader):
         fbgemm.install(fallback=os.environ.get("EMBLIB_AS_FBGEMM") == "fallback")
         spec = sys.modules[name].__spec__ if name in sys.modules else None
         if spec is not None:
-            spec.loader = self  # what is imported is the installed module itself
+            spec.loader = self  # the import returns the installed module itself
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -48,11 +51,11 @@ class InstallOnImport(MetaPathFinder, Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute nothing: the module has its names."""
+        """Do nothing: the installed module has its names already."""
 
 
 def watch() -> None:
-    """Put the finder first, unless one of the packages is imported or a finder waits already."""
+    """Put an `InstallOnImport` first, unless there is one or a package of `ROOTS` is imported."""
     is_installed = any(
         type(finder).__name__ == InstallOnImport.__name__ for finder in sys.meta_path
     )

@@ -1,8 +1,8 @@
-"""Attributes and views of FBGEMM's module: weights, optimizer states and sizes by its names.
+"""Attributes and views of FBGEMM's training module: weights, optimizer states and sizes.
 
-`TableViews` is the base of the training module in `fbgemm.py`, which constructs `bags` and looks
-rows up. FBGEMM names a state `momentum1`, `momentum2`, ..., and emblib by its meaning, such as
-`sum`; `STATE_ORDER` relates the two.
+`TableViews` is the base of the module in `fbgemm.py`, which constructs `bags` and looks rows up.
+FBGEMM numbers the optimizer states, `momentum1`, `momentum2` and so on; emblib names them by their
+meaning, e.g. `sum`. `STATE_ORDER` relates the two.
 """
 
 import itertools
@@ -36,10 +36,10 @@ STATE_ORDER = (
     "prev_iter",
     "row_counter",
 )
-"""FBGEMM's order of the optimizer states, by emblib's names."""
+"""Optimizer states in FBGEMM's order, by emblib's names; `momentum1` is the first one present."""
 
 _MEMORY_SUFFIXES = ("dev", "host", "uvm")
-"""Suffixes of FBGEMM's attributes: device memory, memory of a CPU, host memory for a GPU."""
+"""Suffixes of FBGEMM's attributes: memory of a GPU, of a CPU, and host memory that a GPU reads."""
 
 States = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """The result of `TableViews.get_states`."""
@@ -50,9 +50,10 @@ class DoesNotHavePrefix(Exception):
 
 
 class TableViews(nn.Module):
-    """Base of the module: attributes and views, without computations.
+    """Base of FBGEMM's training module: its attributes and views, without lookups.
 
-    Attributes such as `momentum1_host` and `row_counter_dev` are the tensors of `get_states`.
+    Attributes such as `momentum1_host` and `row_counter_dev` are the first three tensors of
+    `get_states`.
     """
 
     bags: TableBatchedEmbeddingBags
@@ -63,7 +64,7 @@ class TableViews(nn.Module):
     _arguments: SimpleNamespace
 
     def _set_attributes(self, args: SimpleNamespace) -> None:
-        """Set sizes and choices under FBGEMM's names."""
+        """Set the attributes of FBGEMM's module; `args` is the result of `normalise`."""
         rows_of_tables = [spec.rows for spec in args.embedding_specs]
         self.embedding_specs = args.embedding_specs
         self.feature_table_map: list[int] = list(args.feature_table_map)
@@ -106,7 +107,7 @@ class TableViews(nn.Module):
 
     @staticmethod
     def get_table_name_for_logging(table_names: list[str] | None) -> str:
-        """Return the label of the tables in reports, also for repeated names or None."""
+        """Return a label of all tables for reports, "<Unknown>" for None; names may be repeated."""
         if table_names is None:
             return "<Unknown>"
         distinct_names = sorted(set(table_names))
@@ -118,7 +119,7 @@ class TableViews(nn.Module):
         return super().__getattr__(name) if memory is None else memory
 
     def _memory_of_state(self, name: str) -> Tensor | None:
-        """Return the memory of a state by FBGEMM's name, e.g. `momentum1_dev`; None for others."""
+        """Return the memory of a state, e.g. for the name `momentum1_dev`; None for other names."""
         prefix, _, suffix = name.rpartition("_")
         if suffix in _MEMORY_SUFFIXES and prefix in self._state_of_prefix():
             return self.get_states(prefix)[_MEMORY_SUFFIXES.index(suffix)]
@@ -127,10 +128,11 @@ class TableViews(nn.Module):
     # Weights
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """Write the cache back and empty it, and return the tables as views `[rows, dim]`.
+        """Return the tables as views `[rows, dim]`, which may be written to.
 
-        Views of INT8 tables are uint8 `[rows, dim + 8]`. Later lookups fill the cache again: after
-        one, a write to a cached table needs `reset_cache_states()`, as cached rows hide it.
+        Views of INT8 tables are uint8 `[rows, dim + 8]`. The cache is written back and emptied.
+        Lookups fill it again: if one comes between this call and a write to a cached table, call
+        `reset_cache_states()` after the write.
         """
         return self.bags.table_weights()
 
@@ -147,17 +149,17 @@ class TableViews(nn.Module):
 
     @property
     def weights_dev(self) -> Tensor:
-        """Return `bags.weights`: the tables in device memory, or all on a CPU, concatenated."""
+        """The tables in device memory, or all tables of a CPU, concatenated and flat."""
         return self.bags.weights
 
     @property
     def weights_host(self) -> Tensor:
-        """Return `weights_dev` on a CPU, else an empty tensor."""
+        """`weights_dev` on a CPU, else an empty tensor."""
         return self.bags.weights if self.use_cpu else self.bags.weights.new_empty(0)
 
     @property
     def weights_uvm(self) -> Tensor:
-        """Return the tables outside device memory on a GPU, concatenated; empty if there are none.
+        """The tables of a GPU in host memory, concatenated and flat; empty if there are none.
 
         Raises:
             NotImplementedError: the tables lie in several pieces of memory.
@@ -166,30 +168,30 @@ class TableViews(nn.Module):
 
     @property
     def weights_physical_offsets(self) -> list[int]:
-        """Return the position of each table in the flat memory that holds it."""
+        """Position of the first element of each table in the flat tensor that has it."""
         return [int(table.storage_offset()) for table in self.bags.table_weights()]
 
     # Cache
 
     @property
     def lxu_cache_locking_counter(self) -> Tensor:
-        """Return int32 `[sets, ways]`: 1 where the row in a slot of the cache must not be evicted.
+        """Slots of the cache whose rows must not be evicted: 1, others 0, int32 `[sets, ways]`.
 
         Such a row is in use, from the prefetch or forward of a batch until its backward pass.
-        Without a cache the result is `[0]`.
+        Without a cache the tensor is empty.
         """
         cache = self.bags.row_cache
         if cache is None:
             return torch.empty(0, dtype=torch.int32, device=self.current_device)
         stamps, oldest = cache.stamps, cache.oldest_in_flight()
-        if cache.layout.policy is CachePolicy.LFU:  # bits 0 to 31 are the batch
+        if cache.layout.policy is CachePolicy.LFU:  # bits 0 to 31 of a stamp are the batch
             return ((stamps >= 0) & (stamps & 0xFFFFFFFF >= oldest)).int()
         return (stamps >= oldest).int()
 
     # Optimizer state
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
-        """Return the states of each table as views, in FBGEMM's order; empty without states.
+        """Return the optimizer states of each table as views, in FBGEMM's order; [] without states.
 
         Raises:
             NotImplementedError: backward does not update the tables.
@@ -202,9 +204,9 @@ class TableViews(nn.Module):
         ]
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
-        """Return the states of each table by emblib's names, and `iter` where FBGEMM has it.
+        """Return the optimizer states of each table by emblib's names; [] without states.
 
-        Empty without states.
+        With global weight decay, and with the counters of AdagradW, `iter` is added.
 
         Raises:
             NotImplementedError: backward does not update the tables.
@@ -227,7 +229,7 @@ class TableViews(nn.Module):
         return int(mode) == CounterWeightDecayMode.ADAGRADW
 
     def _state_of_prefix(self) -> dict[str, str]:
-        """Return emblib's name of each optimizer state, by FBGEMM's names of it."""
+        """Return emblib's name of each optimizer state, by FBGEMM's and by emblib's name."""
         if "bags" not in self._modules or self.optimizer is EmbOptimType.NONE:
             return {}
         state_names = {state.name for state in self.bags.optimizer.states}
@@ -235,19 +237,19 @@ class TableViews(nn.Module):
         return {f"momentum{i}": name for i, name in enumerate(names, 1)} | {n: n for n in names}
 
     def get_states(self, prefix: str) -> States:
-        """Return memory of `weights`, or of an optimizer state, as FBGEMM lays it out.
+        """Return the memory of the weights, or of an optimizer state, in FBGEMM's layout.
 
         Args:
             prefix: `weights`, or FBGEMM's or emblib's name of a state, e.g. `momentum1` or `sum`.
 
         Returns:
-            five tensors: the tables in device memory, the tables of a CPU, and the tables outside
-            device memory, each concatenated, or empty; the `EmbeddingLocation` of each table, int32
-            `[T]`; the position of its first element in that concatenation, int64 `[T]`. The first
-            three share memory with the tables.
+            five tensors: the tables in device memory, the tables of a CPU, and the tables of a GPU
+            in host memory, each concatenated and flat, or empty; the `EmbeddingLocation` of each
+            table, int32 `[T]`; the position of its first element in that flat tensor, int64 `[T]`.
+            The first three share memory with the tables.
 
         Raises:
-            DoesNotHavePrefix: the module has no such state.
+            DoesNotHavePrefix: the module has no state `prefix`.
             NotImplementedError: the tables of a location lie in several pieces of memory.
         """
         if prefix == "weights":
@@ -295,10 +297,11 @@ class TableViews(nn.Module):
         return [self.get_states(prefix) for prefix in ("weights", *prefixes)]
 
     def _use_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Let tables and states on a CPU use the memory of `buffers`, and keep the values in it.
+        """Make `buffers` the memory of tables and states on a CPU; their values stay.
 
         Raises:
-            AssertionError: a name, dtype, device, shape or stride that the module does not have.
+            AssertionError: the tables are not on a CPU, or a buffer has another name, dtype, device
+                or shape than the memory it replaces, or is not contiguous.
         """
         targets = {"weights": "weights"} | {
             name: f"state_{state}"
@@ -324,15 +327,16 @@ class TableViews(nn.Module):
             memory.data = buffer.view(memory.shape)
 
     def get_optimizer_buffer(self, state: str) -> Tensor:
-        """Return a state by name, or `iter`.
+        """Return the memory of an optimizer state, or `iter`.
 
-        `momentum1_dev`, `momentum1_host` and `momentum1_uvm` are the buffers of FBGEMM, of tables
-        in that memory. A name without memory, such as `momentum1` or `sum`, is the state of the
-        tables in device memory, or of all tables on a CPU. Steps beyond 2^24 in `prev_iter` are
-        encoded: `optim.decode_steps` reads them.
+        Args:
+            state: `iter`; or a name with memory, e.g. `momentum1_dev`, `momentum1_host` or
+                `momentum1_uvm`, for the tables in this memory; or a name without, e.g. `momentum1`
+                or `sum`, for the tables in device memory or all tables of a CPU. Steps beyond 2^24
+                in `prev_iter` are encoded; `optim.decode_steps` reads them.
 
         Raises:
-            ValueError: a name that the optimizer does not have.
+            ValueError: the optimizer does not have the state.
             NotImplementedError: backward does not update the tables.
         """
         self._require_fused("get_optimizer_buffer")
@@ -347,28 +351,28 @@ class TableViews(nn.Module):
 
     @property
     def iter(self) -> Tensor:
-        """Return the number of updates, `[1]`: a writable float64 view of the hyperparameters."""
+        """Number of updates so far, float64 `[1]`: a view, which may be written to."""
         return self.bags.hyperparams[optim.Hyper.STEP : optim.Hyper.STEP + 1]
 
     iter_cpu = iter
 
     @property
     def max_counter(self) -> Tensor:
-        """Return the maximum row_counter plus one, `[1]`, as of the last step that computed it.
+        """Maximum of `row_counter` plus 1, float64 `[1]`, as of the last step that computed it.
 
-        It is a writable view with `WeightDecayMode.COUNTER`, else a new tensor of 1.
+        With `WeightDecayMode.COUNTER` it is a view, which may be written to; else a new tensor, 1.
         """
         is_counted = self._arguments.weight_decay_mode is WeightDecayMode.COUNTER
         return self.bags.hyperparams[-1:] if is_counted else self.bags.hyperparams.new_ones(1)
 
     @property
     def optimizer_args(self) -> SimpleNamespace:
-        """Return a copy of the module's arguments, with the current numbers of the optimizer."""
+        """Copy of the module's arguments, with the current hyperparameters of the optimizer."""
         return fbgemm_arguments.with_current_hyperparameters(self.bags, self._arguments)
 
     @property
     def gwd_lower_bound(self) -> float:
-        """Return the lower bound of global weight decay; 0 without it."""
+        """Lower bound of global weight decay; 0 without it."""
         definition = self._arguments.global_weight_decay
         return 0.0 if definition is None else definition.lower_bound
 
@@ -383,10 +387,9 @@ class TableViews(nn.Module):
 
         Args:
             pruned_indices: rows to reset, buffer after buffer.
-            pruned_indices_offsets: begin of each buffer in `pruned_indices`, and the end of the
-                last one.
-            logical_table_ids: the features to prune.
-            buffer_ids: number of the buffer with the rows of each of `logical_table_ids`.
+            pruned_indices_offsets: first entry of each buffer in `pruned_indices`, and the end.
+            logical_table_ids: features whose tables are pruned, `[n]`.
+            buffer_ids: buffer that has the rows of each of these features, `[n]`.
 
         Raises:
             NotImplementedError: backward does not update the tables.
@@ -405,7 +408,7 @@ class TableViews(nn.Module):
         self.bags.reset_cache_states()
 
     def _require_fused(self, what: str) -> None:
-        """Raise NotImplementedError unless backward updates the tables."""
+        """Raise NotImplementedError, which names `what`, unless backward updates the tables."""
         if self.weights_precision is SparseType.INT8:
             raise NotImplementedError(f"{what} is not supported: INT8 rows are not trained")
         if self.optimizer is EmbOptimType.NONE:

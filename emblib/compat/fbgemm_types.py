@@ -28,7 +28,7 @@ def as_member(kind: type[_Member], value: Any) -> _Member:
 
 
 class _NamedIntEnum(enum.IntEnum):
-    """An enum with a method that parses the lower-case names of its members."""
+    """Base of enums whose members can be parsed from their lower-case names."""
 
     @classmethod
     def str_values(cls) -> list[str]:
@@ -37,7 +37,7 @@ class _NamedIntEnum(enum.IntEnum):
 
     @classmethod
     def from_str(cls, key: str) -> Any:
-        """Return the member of a lower-case name; ValueError for another."""
+        """Return the member with the lower-case name `key`; raise ValueError if there is none."""
         for member in cls:
             if member.name.lower() == key:
                 return member
@@ -57,7 +57,7 @@ class EmbeddingLocation(_NamedIntEnum):
     def from_device_and_clf(
         cls, device: torch.device, cache_load_factor: float
     ) -> "EmbeddingLocation":
-        """Return HOST on a CPU; on a GPU MANAGED for load factor 0, DEVICE for 1, else a cache.
+        """Return HOST on a CPU; on a GPU MANAGED for 0, DEVICE for 1, MANAGED_CACHING for others.
 
         Raises:
             ValueError: the device is of another type, or the load factor is outside [0, 1].
@@ -94,14 +94,14 @@ class PoolingMode(_NamedIntEnum):
     NONE = 2
 
     def do_pooling(self) -> bool:
-        """Return whether there is one vector per bag."""
+        """Return whether a lookup returns one vector per bag; for NONE it returns one per id."""
         return self is not PoolingMode.NONE
 
 
 BoundsCheckMode = enum.IntEnum(
     "BoundsCheckMode", "FATAL WARNING IGNORE NONE V2_IGNORE V2_WARNING V2_FATAL", start=0
 )
-"""Handling of invalid input; the V2_* modes are the same as the others here."""
+"""Handling of invalid input; here V2_FATAL is the same as FATAL, and so on."""
 
 
 CacheAlgorithm = enum.Enum("CacheAlgorithm", "LRU LFU", start=0)
@@ -109,7 +109,7 @@ CacheAlgorithm = enum.Enum("CacheAlgorithm", "LRU LFU", start=0)
 
 
 class EmbOptimType(enum.Enum):
-    """Optimizers; those that tables here can have are `fbgemm_arguments.SUPPORTED`."""
+    """Optimizers; tables can have those of `fbgemm_arguments.SUPPORTED_OPTIMIZERS`."""
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
@@ -138,10 +138,10 @@ OptimType = EmbOptimType
 
 
 class _Format(NamedTuple):
-    """FBGEMM's facts about a number format."""
+    """Properties of a number format in FBGEMM."""
 
     code: int
-    bits: int  # of a number
+    bits: int  # per number
     dim_divisor: int  # number that divides the dim of rows in FBGEMM's layout
     dtype: torch.dtype  # that stores the format
 
@@ -158,11 +158,12 @@ _FORMATS = {
     "nfp8": _Format(8, 8, 4, torch.float8_e4m3fn),
 }
 """The formats by the values of `SparseType`."""
-_FIRST_SHIFTED_CODE = 7  # FBGEMM's `from_int` takes 7 for no format, its `as_int` for MX4
+# FBGEMM's `as_int` returns 7 for MX4 and 8 for NFP8, but its `from_int` reads 8 as MX4, 9 as NFP8.
+_FIRST_SHIFTED_CODE = 7
 
 
 class SparseType(enum.Enum):
-    """Number formats; tables that are trained here are FP32, FP16 or BF16."""
+    """Number formats; emblib trains tables of FP32, FP16 or BF16."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -179,10 +180,10 @@ class SparseType(enum.Enum):
 
     @staticmethod
     def from_int(ty: int) -> "SparseType":
-        """Return the format that FBGEMM reads from a code: 0 to 6, 8 for MX4 and 9 for NFP8.
+        """Return the format of a code: 0 to 6, 8 for MX4 or 9 for NFP8.
 
-        The codes up to 6 are those of `as_int`. Its codes of MX4 and NFP8 are less by one, here as
-        in FBGEMM.
+        `as_int` returns the same codes up to 6, but 7 for MX4 and 8 for NFP8. FBGEMM has the same
+        difference.
 
         Raises:
             ValueError: the code is unknown.
@@ -193,7 +194,7 @@ class SparseType(enum.Enum):
         raise ValueError(f"the code of a SparseType must be 0 to 6, 8 or 9, got {ty}")
 
     def as_int(self) -> int:
-        """Return FBGEMM's code of the format."""
+        """Return FBGEMM's code of the format, 0 to 8; `from_int` reads 7 and 8 differently."""
         return _FORMATS[self.value].code
 
     @staticmethod
@@ -219,46 +220,80 @@ class SparseType(enum.Enum):
         return _FORMATS[self.value].dtype
 
     def bit_rate(self) -> int:
-        """Return the bits of a number."""
+        """Return the number of bits per number."""
         return _FORMATS[self.value].bits
 
     def align_size(self) -> int:
-        """Return the divisor of dimensions in FBGEMM's row layout."""
+        """Return the number that must divide the dim of a row in FBGEMM's layout."""
         return _FORMATS[self.value].dim_divisor
 
     def is_float(self) -> bool:
         """Return whether the format is a floating-point format."""
         return self.value in ("fp32", "fp16", "fp8", "bf16", "nfp8")
 
+    def default_config(self) -> "QuantizationConfig":
+        """Return new options of the format: FP8 has 4 exponent bits of bias 7, others have none."""
+        return FP8QuantizationConfig(4, 7) if self is SparseType.FP8 else QuantizationConfig()
+
+
+class QuantizationConfig:
+    """Options of a number format by name, in `config`; this base class has none."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = {}
+
+    def get(self, name: str) -> Any:
+        """Return -1, as FBGEMM does for a format without options."""
+        return -1
+
+
+class FP8QuantizationConfig(QuantizationConfig):
+    """Options of FP8: `exponent_bits`, `exponent_bias`, and the largest value, `max_position`."""
+
+    def __init__(self, exponent_bits: int, exponent_bias: int) -> None:
+        super().__init__()
+        largest_exponent = 2**exponent_bits - 2 - exponent_bias
+        self.config = {
+            "exponent_bits": exponent_bits,
+            "exponent_bias": exponent_bias,
+            "max_position": 2**largest_exponent * (2 - 2.0 ** (exponent_bits - 7)),
+        }
+
+    def get(self, name: str) -> Any:
+        """Return an option; raise RuntimeError if `name` is none of the three."""
+        if name not in self.config:
+            raise RuntimeError(f"{name} must be set in config")
+        return self.config[name]
+
 
 WeightDecayMode = enum.IntEnum(
     "WeightDecayMode", "NONE L2 DECOUPLE COUNTER COWCLIP DECOUPLE_GLOBAL", start=0
 )
-"""Rule by which `weight_decay` is applied."""
+"""How `weight_decay` is applied."""
 
 
 CounterWeightDecayMode = enum.IntEnum(
     "CounterWeightDecayMode", "NONE L2 DECOUPLE ADAGRADW", start=0
 )
-"""Rule by which counter-based regularisation and CowClip apply `weight_decay`."""
+"""How counter-based regularisation and CowClip apply `weight_decay`."""
 
 
 StepMode = enum.IntEnum("StepMode", "NONE USE_COUNTER USE_ITER", start=0)
-"""Handling of the average of ENSEMBLE_ROWWISE_ADAGRAD after its update: only NONE clears it."""
+"""Whether ENSEMBLE_ROWWISE_ADAGRAD clears its average after each update of it: only NONE does."""
 
 
 LearningRateMode = enum.IntEnum(
     "LearningRateMode", "EQUAL TAIL_ID_LR_INCREASE TAIL_ID_LR_DECREASE COUNTER_SGD", start=-1
 )
-"""Dependence of the learning rate on the counter of a row."""
+"""How the learning rate depends on the counter of a row."""
 
 
 GradSumDecay = enum.IntEnum("GradSumDecay", "NO_DECAY CTR_DECAY", start=-1)
-"""Decay of Adagrad's sum by the counter; CTR_DECAY raises, as FBGEMM has no rule for it."""
+"""How the counter decays Adagrad's sum; CTR_DECAY raises, because FBGEMM does not define it."""
 
 
 class UVMCacheStatsIndex(enum.IntEnum):
-    """The entries of get_uvm_cache_stats()."""
+    """Positions of the counts in the result of `get_uvm_cache_stats()`."""
 
     num_calls = 0
     num_requested_indices = 1
@@ -270,7 +305,10 @@ class UVMCacheStatsIndex(enum.IntEnum):
 
 @dataclass(frozen=True)
 class TailIdThreshold:
-    """Counter from which a row is no tail id; a share of the maximum counter if `is_ratio`."""
+    """Count above which the learning rate of a row changes, see `LearningRateMode`.
+
+    It is `val`, or with `is_ratio` `val` times the maximum count of the rows.
+    """
 
     val: float = 0
     is_ratio: bool = False
@@ -310,7 +348,7 @@ class GlobalWeightDecayDefinition:
 
 @dataclass(frozen=True)
 class UserEnabledConfigDefinition:
-    """Options of EXACT_SGD, and one of ADAM, `use_rowwise_bias_correction`, which tables refuse."""
+    """Options of EXACT_SGD; `use_rowwise_bias_correction` is an option of ADAM, and raises."""
 
     use_rowwise_bias_correction: bool = False
     use_writeback_bwd_prehook: bool = False
@@ -339,9 +377,12 @@ class EmainplaceModeDefinition:
 
 
 class MultiPassPrefetchConfig(NamedTuple):
-    """Prefetch batches of `min_splitable_pass_size` lookups and more in up to `num_passes` parts.
+    """Split the prefetch of a large batch into passes.
 
-    Both are >= 1. In FBGEMM the minimum is that of each part but the last.
+    Attributes:
+        num_passes: maximum number of passes, >= 1.
+        min_splitable_pass_size: minimum number of lookups of a batch that is split, >= 1. In FBGEMM
+            it is the minimum of each pass but the last.
     """
 
     num_passes: int = 12
@@ -349,14 +390,14 @@ class MultiPassPrefetchConfig(NamedTuple):
 
 
 class RecordCacheMetrics(NamedTuple):
-    """Selection of the counts of cache misses."""
+    """Choice of the cache misses that are counted: per batch, and per table."""
 
     record_cache_miss_counter: bool
     record_tablewise_cache_miss: bool
 
 
 class VBEMetadata(NamedTuple):
-    """Layout of a batch whose features or ranks differ in their numbers of bags.
+    """Layout of a batch whose features or ranks have different numbers of bags.
 
     Attributes:
         B_offsets: first bag of each feature, and the number of bags, int32 `[F + 1]`.
@@ -387,9 +428,12 @@ class VBEMetadata(NamedTuple):
     def from_batch_sizes(
         cls, sizes: Sequence[Sequence[int]] | None, dims: Sequence[int]
     ) -> "VBEMetadata":
-        """Return the layout of `sizes` bags per feature and rank, `[F][ranks]`, both >= 1.
+        """Return the layout of a batch, with tensors on the CPU.
 
-        None means equal sizes. `dims` are the columns of each feature. The tensors are on the CPU.
+        Args:
+            sizes: number of bags per feature and rank, `[F][ranks]`, with F and ranks >= 1; None
+                for equal numbers.
+            dims: columns of each feature, `[F]`.
         """
         if sizes is None:
             return cls()
@@ -408,7 +452,7 @@ class VBEMetadata(NamedTuple):
 
 @dataclass
 class RESParams:
-    """Options of raw embedding streaming, which emblib does not have."""
+    """Options of raw embedding streaming, which emblib does not have; they are ignored."""
 
     res_server_port: int = 0
     res_store_shards: int = 1

@@ -4,10 +4,10 @@ from typing import Any
 
 
 class RaisesOnUse(type):
-    """Metaclass of names that emblib does not have: calls raise NotImplementedError.
+    """Metaclass of names that emblib does not have: calling the class raises NotImplementedError.
 
-    Attributes that the class lacks raise it, too; those that begin with `__` raise AttributeError.
-    Type hints, `Name[...]`, `isinstance` and subclassing work.
+    So does reading an attribute that the class lacks; if its name begins with `__`, AttributeError
+    is raised. Type hints, `Name[...]`, `isinstance` and subclassing work.
 
     Attributes:
         reason: why emblib does not have the name, and what to use instead.
@@ -33,7 +33,13 @@ class RaisesOnUse(type):
         return f"<{cls.__name__} of {cls.library}, which raises when it is used>"
 
 
-def raising(name: str, reason: str, library: str = "TorchRec") -> type:
-    """Return a class called `name` whose calls and attributes raise; see `RaisesOnUse`."""
+def raising_class(name: str, reason: str, library: str = "TorchRec") -> type:
+    """Return a class for a name that emblib does not have; see `RaisesOnUse`.
+
+    Args:
+        name: name of the class.
+        reason: why emblib does not have it, and what to use instead.
+        library: name of the peer.
+    """
     members = {"reason": reason, "library": library, "__doc__": f"Raises: {reason}"}
     return RaisesOnUse(name, (), members)

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from emblib.compat.raising import raising
+from emblib.compat.raising import raising_class
 from emblib.compat.torchrec_fallback import Fallback
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES, RUN_TORCHREC_ITSELF
 
@@ -70,7 +70,8 @@ def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dic
     """
     modules: dict[str, ModuleType] = {"": package}
     raising_names = {
-        name: raising(name, f"{reason}. {RUN_TORCHREC_ITSELF}") for name, reason in RAISES.items()
+        name: raising_class(name, f"{reason}. {RUN_TORCHREC_ITSELF}")
+        for name, reason in RAISES.items()
     }
     missing_names = []
     for path in MODULES:

@@ -285,6 +285,27 @@ def test_ranges_of_lengths() -> None:
         dense_jagged.repeat_arange(torch.tensor([-5]))
 
 
+def test_output_offsets_of_a_variable_batch_are_one_per_bag() -> None:
+    arguments = CASES["generate_vbe_metadata"]
+    offsets = torch.zeros(len(arguments[0]), dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="vbe_output_offsets must have one entry per bag"):
+        bucketize.generate_vbe_metadata(*arguments[:9], offsets)
+
+
+def test_predictions_outside_all_bins_are_calibrated_in_the_nearest_one() -> None:
+    logit = torch.tensor([-400.0, 0.0, 400.0])  # predictions of 0, 0.5 and 1
+    counts = torch.full((8,), 10.0), torch.arange(8.0)
+    options = 1.0, 0.0, 0.5, 0, 1.0
+    found, bins = calibration.histogram_binning_calibration(logit, *counts, *options)
+    assert bins.tolist() == [0, 7, 7]
+    assert torch.equal(found, torch.tensor([0.0, 0.7, 0.7]))
+    segments = torch.tensor([0, 0]), torch.tensor([1, 0, 1]), 1
+    _, bins = calibration.histogram_binning_calibration_by_feature(
+        logit, *segments, *counts, 4, *options
+    )
+    assert bins.tolist() == [4, 3, 7]
+
+
 def test_calibration_uses_the_share_of_a_bin_with_enough_examples() -> None:
     found, bins = calibration.histogram_binning_calibration_by_feature(
         LOGITS, *SEGMENTS, 3, EXAMPLES, POSITIVES, BINS, *HISTOGRAM

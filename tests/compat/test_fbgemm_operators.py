@@ -46,6 +46,9 @@ def test_segment_sums(dtype: torch.dtype) -> None:
     expected = [sum(range(2 * a, 2 * b)) for a, b in itertools.pairwise(ends)]
     assert found.dtype == dtype
     assert found.tolist() == expected
+    for wrong in ([0, 2, 1], [0, 2, 5], [-1, 2, 3]):
+        with pytest.raises(RuntimeError, match="must increase within the number of values = 8"):
+            jagged.segment_sum_csr(2, torch.tensor(wrong), values)
 
 
 @pytest.mark.parametrize("permute", [[2, 0, 1], [1], [0, 0, 2, 1], []])

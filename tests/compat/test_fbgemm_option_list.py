@@ -44,7 +44,7 @@ def test_every_argument_of_the_peer_is_explained() -> None:
 
 def test_every_optimizer_has_a_line() -> None:
     listed = {ours.OptimType[rule.fbgemm] for rule in fbgemm_option_list.RULES}
-    assert listed == set(fbgemm_arguments.SUPPORTED)
+    assert listed == set(fbgemm_arguments.SUPPORTED_OPTIMIZERS)
 
 
 @pytest.mark.parametrize("rule", fbgemm_option_list.RULES, ids=lambda rule: rule.fbgemm)

@@ -141,6 +141,16 @@ def test_number_formats(kind: ours.SparseType) -> None:
     other = fbgemm().SparseType[kind.name]
     for method in ("as_int", "as_dtype", "bit_rate", "align_size", "is_float", "__str__"):
         assert getattr(kind, method)() == getattr(other, method)(), method
+    config, other_config = kind.default_config(), other.default_config()
+    assert type(config).__name__ == type(other_config).__name__
+    assert config.config == other_config.config
+    for name in config.config or ("exponent_bits",):
+        assert config.get(name) == other_config.get(name)
+
+
+def test_options_of_number_formats_are_checked() -> None:
+    with pytest.raises(RuntimeError, match="exponents must be set"):
+        ours.SparseType.FP8.default_config().get("exponents")
 
 
 @pytest.mark.parametrize("code", range(-1, 11))

@@ -1,6 +1,7 @@
-"""Operators of namespace `torch.ops.fbgemm` that TorchRec calls, made of PyTorch's and emblib's.
+"""The operators `torch.ops.fbgemm.*` that TorchRec calls, implemented by PyTorch's and emblib's.
 
-`register()` registers them; `emblib.compat.fbgemm.install()` calls it. Importing registers nothing.
+`register()` registers them, which `emblib.compat.fbgemm.install()` calls. Importing this package
+registers nothing.
 """
 
 from emblib.compat.fbgemm_operators import (

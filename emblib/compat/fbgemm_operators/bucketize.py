@@ -1,4 +1,8 @@
-"""Operators that distribute lookups over ranks by their rows, and that check lookups."""
+"""Operators that distribute lookups over buckets (ranks) by their rows, and that check lookups.
+
+A lookup is one index (a row) of one bag. Bags are numbered feature by feature: F * B bags for F
+features and a batch of B. Bucket k has some blocks of rows of each feature.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -18,7 +22,7 @@ from emblib.compat.fbgemm_operators.registry import SymInt, operator
 from emblib.ops import route
 
 _Buckets = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""Lengths, rows, weights, positions in the bag, and where each index is in the result."""
+"""Lengths, rows, weights, positions in the bag, and the position of each index in the result."""
 
 # Parts of the schemas of block_bucketize_sparse_features and its variants, in this order:
 # _LEADING, weights, _OPTIONAL, _TRAILING, results.
@@ -36,7 +40,7 @@ _TRAILING = (
 
 
 def _bag_of_lookups(lengths: Tensor, num_lookups: int) -> Tensor:
-    """Return the bag of each lookup, int64 `[num_lookups]`, given the lengths of the bags."""
+    """Return the bag of each lookup, int64 `[num_lookups]`; `lengths` are those of the bags."""
     bags = torch.arange(lengths.numel(), device=lengths.device)
     return bags.repeat_interleave(lengths, output_size=num_lookups)
 
@@ -59,8 +63,8 @@ def _group_by_bucket(
     """Sort lookups by bucket, then by bag.
 
     Returns:
-        the positions of the sorted lookups in the input, and the lengths of the bags of each
-        bucket, `[num_buckets * bags]`.
+        the positions of the sorted lookups in the input, int64 `[L]`, and the number of lookups
+        per bucket and bag, `[num_buckets * bags]`, in the dtype of `lengths`.
     """
     group_of_lookup = bucket_of_lookup * lengths.numel() + bag_of_lookup
     order = torch.sort(group_of_lookup, stable=True).indices
@@ -81,16 +85,16 @@ def _bag_positions(lengths: Tensor, indices: Tensor) -> Tensor:
 class _Bucketed(NamedTuple):
     """Lookups sorted by bucket, then by bag."""
 
-    lengths: Tensor  # lookups per bucket and bag, [buckets * bags]
-    rows: Tensor  # [L], within the bucket
-    positions: Tensor  # int64 [L], of the sorted lookups in the input
+    lengths: Tensor  # number of lookups per bucket and bag, [buckets * bags]
+    rows: Tensor  # [L], rows within their bucket
+    positions: Tensor  # int64 [L], positions of the sorted lookups in the input
     bucket_of_lookup: Tensor | None  # [L], in the order of the input; None if not computed
 
 
 def _routing(
     num_bags: int, block_sizes: Tensor, batch_sizes: Tensor | None, num_buckets: int
 ) -> route.Routing:
-    """Return the routing to `num_buckets` ranks; each rank has one block of every table."""
+    """Return emblib's routing to `num_buckets` ranks, with one block of every table per rank."""
     sizes = block_sizes.long()
     num_features = sizes.numel()
     feature_numbers = torch.arange(num_features, device=sizes.device)
@@ -145,10 +149,10 @@ def _split_evenly(
     total_num_blocks: Tensor | None,
     num_buckets: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return bucket and local row, for buckets that have the same number of blocks.
+    """Return bucket and local row of each lookup, for buckets with the same number of blocks.
 
-    A row beyond the blocks of its table is spread: it goes to block `row % num_blocks`, where it is
-    row `row // num_blocks`.
+    A row beyond the blocks of its table is *spread*: it goes to block `row % num_blocks`, where it
+    is row `row // num_blocks`.
     """
     rows_per_block = block_sizes.to(indices.dtype)[feature_of_lookup]
     if total_num_blocks is None:
@@ -168,11 +172,12 @@ def _split_evenly(
 def _split_at(
     indices: Tensor, feature_of_lookup: Tensor, arguments: "_BlockArguments", num_buckets: int
 ) -> tuple[Tensor, Tensor]:
-    """Return bucket and local row, for buckets that begin at `arguments.bucket_bounds`.
+    """Return bucket and local row of each lookup, for buckets that begin at `bucket_bounds`.
 
-    A feature with blocks of 0 rows has raw ids: they are spread over its blocks first, and a bucket
-    has the blocks that lie within its bounds.
+    If the blocks of a feature have 0 rows, its indices are raw ids: an id is spread to a block, and
+    a bucket has the blocks within its bounds.
     """
+    # Rows outside all buckets are spread over the buckets.
     bucket, row = indices % num_buckets, indices // num_buckets
     for feature_index, bounds in enumerate(arguments.bucket_bounds or ()):
         bounds = bounds.to(indices.dtype)
@@ -184,15 +189,15 @@ def _split_at(
         )
         spread_ids = indices % num_blocks * bounds[-1] // num_blocks
         global_rows = torch.where(has_raw_ids, spread_ids, indices)
-        found_bucket = torch.searchsorted(bounds, global_rows, right=True) - 1
+        bounds_bucket = torch.searchsorted(bounds, global_rows, right=True) - 1
         is_in_bucket = (
             (feature_of_lookup == feature_index)
-            & (found_bucket >= 0)
-            & (found_bucket < num_buckets)
+            & (bounds_bucket >= 0)
+            & (bounds_bucket < num_buckets)
         )
-        found_bucket = found_bucket.clamp(0, num_buckets - 1)
-        bucket = torch.where(is_in_bucket, found_bucket, bucket)
-        local_row = torch.where(has_raw_ids, indices // num_blocks, indices - bounds[found_bucket])
+        bounds_bucket = bounds_bucket.clamp(0, num_buckets - 1)
+        bucket = torch.where(is_in_bucket, bounds_bucket, bucket)
+        local_row = torch.where(has_raw_ids, indices // num_blocks, indices - bounds[bounds_bucket])
         row = torch.where(is_in_bucket, local_row.to(row.dtype), row)
     return bucket, row
 
@@ -202,7 +207,7 @@ def _shape(tensor: Tensor | None) -> list[int]:
 
 
 class _BlockArguments(NamedTuple):
-    """The arguments that say which rows of each feature a bucket has, with F features.
+    """Arguments that say which rows of each of F features a bucket has.
 
     Attributes:
         block_sizes: rows per block, `[F]`; 0 spreads all rows.
@@ -220,7 +225,7 @@ class _BlockArguments(NamedTuple):
     keeps_global_rows: Tensor | None
 
     def check(self, num_bags: int, num_buckets: int) -> None:
-        """Raise RuntimeError for no buckets, or arguments without one entry per feature."""
+        """Raise RuntimeError if there are no buckets, or sizes do not fit the features or bags."""
         num_features = self.block_sizes.numel()
         check(num_buckets > 0, f"my_size must be > 0, got {num_buckets}")
         check(
@@ -273,25 +278,28 @@ def block_bucketize_sparse_features_inference(
     Args:
         lengths: lookups of each bag, `[F * B]`.
         indices: int32 or int64 `[L]`, not negative.
-        bucketize_pos: whether positions in the bag are returned.
-        sequence: whether the position of each index in the result is returned.
+        bucketize_pos: whether to return positions in the bag.
+        sequence: whether to return the position of each index in the result.
         block_sizes: rows per block, `[F]`; 0 spreads all rows of the feature.
         my_size: number of buckets.
-        weights: `[L]` or `[L, ...]`.
-        batch_size_per_feature: number of bags, `[F]`, if features differ in them.
+        weights: `[L]` or `[L, ...]`, or None.
+        batch_size_per_feature: number of bags of each feature, `[F]`; None if all have B.
         max_B: ignored.
-        block_bucketize_pos: first row of each bucket, and the end, per feature.
-        return_bucket_mapping: whether the bucket of each index is returned.
-        keep_orig_idx: whether rows stay as they are in `indices`.
-        total_num_blocks: number of blocks, `[F]`; by default one per bucket.
-        keep_orig_idx_per_feature: the same by feature, `[F]`; `keep_orig_idx` is ignored then.
+        block_bucketize_pos: first row of each bucket, and the end, `[my_size + 1]` per feature;
+            None if all buckets have the same number of blocks.
+        return_bucket_mapping: whether to return the bucket of each index.
+        keep_orig_idx: whether the rows of the result are those of `indices`, not of the bucket.
+        total_num_blocks: number of blocks, `[F]`, multiples of `my_size`; None for one per bucket.
+        keep_orig_idx_per_feature: `keep_orig_idx` of each feature, bool `[F]`, which replaces it.
 
     Returns:
-        lengths `[my_size * F * B]`, rows within the bucket, weights, positions in the bag, where
-        in the result each of `indices` is, and the bucket of each of `indices`.
+        six tensors, or None for those that were not asked for: the number of lookups per bucket
+        and bag, `[my_size * F * B]`; then, sorted by bucket and bag, the rows `[L]` within the
+        bucket, the weights, and the positions in the bag `[L]`; then, in the order of `indices`,
+        the position of each index among the sorted ones `[L]`, and its bucket `[L]`.
 
     Raises:
-        RuntimeError: tensors do not fit each other.
+        RuntimeError: sizes or dtypes of the tensors do not fit each other, or `my_size` < 1.
     """
     lengths = lengths.flatten()
     block_arguments = _BlockArguments(
@@ -347,9 +355,10 @@ def block_bucketize_sparse_features_inference(
     )
 
 
-_NUM_POSITIONAL = 10  # positional arguments before `return_bucket_mapping`, which variants lack
+# Number of arguments before `return_bucket_mapping`, which the other operators do not have.
+_NUM_POSITIONAL = 10
 _TRAILING_NAMES = ("keep_orig_idx", "total_num_blocks", "keep_orig_idx_per_feature")
-"""The arguments that follow `return_bucket_mapping`."""
+"""The arguments after `return_bucket_mapping`."""
 
 
 def _bucketize(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -364,7 +373,7 @@ def _bucketize(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     "(Tensor, Tensor, Tensor?, Tensor?, Tensor?)"
 )
 def block_bucketize_sparse_features(*arguments: Any, **options: Any) -> _Buckets:
-    """Distribute lookups as `block_bucketize_sparse_features_inference`, without the buckets."""
+    """Distribute lookups as `block_bucketize_sparse_features_inference`; return no buckets."""
     result: _Buckets = _bucketize(arguments, options)
     return result
 
@@ -396,12 +405,15 @@ def block_bucketize_sparse_features_2d_weights(
 def populate_bucketized_permute(
     lengths: Tensor, bucketized_lengths: Tensor, bucket_mapping: Tensor
 ) -> Tensor:
-    """Return where each lookup is among the lookups by bucket and bag.
+    """Return the position of each lookup among the lookups sorted by bucket and bag, `[L]`.
 
     Args:
-        lengths: lookups of each bag, `[bags]`.
-        bucketized_lengths: lookups of each bag of each bucket, `[buckets * bags]`.
-        bucket_mapping: bucket of each lookup.
+        lengths: number of lookups per bag, `[bags]`.
+        bucketized_lengths: number of lookups per bucket and bag, `[buckets * bags]`.
+        bucket_mapping: bucket of each lookup, `[L]`; the result has its dtype.
+
+    Raises:
+        RuntimeError: the sum of `lengths` or of `bucketized_lengths` is not L.
     """
     lengths = lengths.flatten()
     check(
@@ -421,10 +433,21 @@ def bucketize_sparse_features(
     my_size: SymInt,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Distribute lookups over `my_size` buckets round robin.
+    """Distribute lookups over buckets: row i goes to bucket `i % my_size`, as row `i // my_size`.
 
-    Row i becomes row `i // my_size` of bucket `i % my_size`. The results are lengths
-    `[my_size * bags]`, rows, weights, and with `bucketize_pos` positions in the bag.
+    Args:
+        lengths: number of lookups per bag, `[bags]`.
+        indices: int32 or int64 `[L]`.
+        bucketize_pos: whether to return positions in the bag.
+        my_size: number of buckets.
+        weights: `[L]` or None.
+
+    Returns:
+        the number of lookups per bucket and bag, `[my_size * bags]`; then, sorted by bucket and
+        bag, the rows within the bucket, the weights or None, and the positions in the bag or None.
+
+    Raises:
+        RuntimeError: sizes or dtypes of the tensors do not fit each other, or `my_size` < 1.
     """
     lengths = lengths.flatten()
     check_ids("indices", indices)
@@ -455,17 +478,18 @@ def bounds_check_indices(
     bounds_check_version: int = 1,
     prefetch_pipeline: bool = False,
 ) -> None:
-    """Check rows and offsets: mode 0 raises, 1 warns and repairs, 2 repairs, in place.
+    """Check rows and offsets; raise if they are invalid, or repair them in place.
 
-    Offsets are clamped to be increasing and to end at the number of lookups. Rows outside their
-    table become 0; row -1 stays. Tensors of other sizes or dtypes raise in every mode. Another mode
-    than 0, 1 or 2 checks nothing else. Waits for a GPU.
+    A repair clamps offsets, so that they increase and end at the number of lookups, and replaces
+    rows outside their table by 0. Row -1 is valid: it is looked up as zeros. The host waits for a
+    GPU.
 
     Args:
         rows_per_table: rows of the table of each feature, `[F]`.
         indices: `[L]`, written.
         offsets: `[bags + 1]`, written.
-        bounds_check_mode: mode, 0, 1 or 2.
+        bounds_check_mode: 0 (FATAL) raises, 1 (WARNING) warns and repairs, 2 (IGNORE) repairs.
+            Other modes check only the sizes and dtypes of the tensors.
         warning: int64 `[1]`; mode 1 adds the number of repairs.
         weights: `[L]`, or empty for none; not written, though FBGEMM's schema says so.
         B_offsets: first bag of each feature, and the number of bags, if features differ in them.
@@ -475,6 +499,10 @@ def bounds_check_indices(
         info_B_mask: ignored.
         bounds_check_version: ignored.
         prefetch_pipeline: ignored.
+
+    Raises:
+        RuntimeError: sizes or dtypes of the tensors do not fit each other, or in mode 0 a row or
+            an offset is invalid.
     """
     _check_sizes(rows_per_table, indices, offsets, weights, B_offsets)
     if bounds_check_mode not in (0, 1, 2):
@@ -514,12 +542,18 @@ def bounds_check_indices(
 
 @operator("get_infos_metadata")
 def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:
-    """Divide 32 bits between the number of a bag, in the low bits, and its feature.
+    """Divide 32 bits: the low bits are for the number of a bag, the others for its feature.
 
-    Returns the number of low bits, and their mask. `unused` is ignored.
+    Args:
+        unused: ignored.
+        B: number of bags per feature.
+        T: number of features.
+
+    Returns:
+        the number of low bits, and their mask.
 
     Raises:
-        RuntimeError: B bags and T features do not fit, or one of them is not positive.
+        RuntimeError: B or T is not positive, or both do not fit into 32 bits.
     """
     check(T > 0 and B > 0, f"B and T must be positive, got {B} and {T}")
     num_bits = 32 - T.bit_length()
@@ -540,24 +574,28 @@ def generate_vbe_metadata(
     total_B: SymInt,
     vbe_output_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return where the output of each bag of a variable batch begins, and which bag it is.
+    """Return the first output element of each bag of a variable batch, and its number and feature.
 
-    The results, both `[total_B]`, are the first output element of each bag, and its feature and
-    number in one int32, as `get_infos_metadata` divides the bits.
+    Both results are `[total_B]`. The second one has number and feature of a bag in one int32: the
+    number, within the feature, is in the low `info_B_num_bits` bits.
 
     Args:
         B_offsets: first bag of each feature, and the end, `[T + 1]`.
         B_offsets_rank_per_feature: first bag of each rank within the feature, and the end,
             `[T, ranks + 1]`.
         output_offsets_feature_rank: first output element by rank and feature, `[ranks * T + 1]`.
-        D_offsets: first column of each feature, and the end.
-        D: columns of each feature with `nobag`.
+        D_offsets: first column of each feature, and the end, `[T + 1]`; not read with `nobag`.
+        D: number of columns of every feature with `nobag`; else ignored.
         nobag: whether there is no pooling.
         max_B_feature_rank: ignored.
-        info_B_num_bits: bits of the number of a bag, below the bits of its feature.
+        info_B_num_bits: number of low bits, as `get_infos_metadata` returns it.
         total_B: number of bags.
-        vbe_output_offsets: first output element of each bag; None computes it.
+        vbe_output_offsets: first output element of each bag, which is returned; None computes it.
+
+    Raises:
+        RuntimeError: `vbe_output_offsets` does not have one entry per bag.
     """
+    check_one_per("vbe_output_offsets", vbe_output_offsets, "bag", total_B)
     num_features = B_offsets.numel() - 1
     bag = torch.arange(total_B, device=B_offsets.device)
     feature_of_bag = torch.searchsorted(B_offsets.long(), bag, right=True) - 1
@@ -597,17 +635,34 @@ def transpose_embedding_input(
     fixed_L_per_warp: int = 0,
     num_warps_per_feature: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Sort lookups by row, for backward passes.
+    """Sort the lookups of a batch by row, for a backward pass.
 
-    These arguments have an effect: `hash_size_cumsum` `[F + 1]`, `indices` `[L]`, `offsets`
-    `[F * B + 1]`, `nobag`, `info_B_num_bits`, and `vbe_b_t_map` for variable batches.
-    `is_index_select` raises RuntimeError.
+    Args:
+        hash_size_cumsum: number of rows of all tables before the table of a feature, and of all
+            tables, `[F + 1]`.
+        indices: int32 or int64 `[L]`.
+        offsets: `[F * B + 1]`.
+        nobag: whether there is no pooling.
+        vbe_b_t_map: number and feature of each bag of a variable batch, as `generate_vbe_metadata`
+            returns them; None if all features have B bags.
+        info_B_num_bits: number of low bits of the number of a bag.
+        is_index_select: flag that must be False.
+        total_hash_size_bits: ignored.
+        info_B_mask: ignored.
+        total_unique_indices: ignored.
+        total_L_offsets: ignored.
+        fixed_L_per_warp: ignored.
+        num_warps_per_feature: ignored.
 
     Returns:
         the linear row of each lookup, `hash_size_cumsum[feature] + index`, `[L]`; these, sorted;
-        the bag of each sorted lookup or, with `nobag`, its position and feature; the distinct rows,
-        padded to `[L]`; the number of lookups of each row, padded to `[L]`; the number of distinct
-        rows, `[1]`; the running sums of the numbers of lookups, padded to `[L + 1]`.
+        the number and feature of the bag of each sorted lookup in one int32 or, with `nobag`,
+        `position * F + feature`, int64; the distinct rows, padded with zeros to `[L]`; the number
+        of lookups of each row, padded to `[L]`; the number of distinct rows, `[1]`; the sums of the
+        first 0, 1, ... numbers of lookups, padded to `[L + 1]`.
+
+    Raises:
+        RuntimeError: `is_index_select` is set.
     """
     check(not is_index_select, "is_index_select is not supported: use batch_index_select_dim0")
     num_features = hash_size_cumsum.numel() - 1
@@ -645,7 +700,7 @@ def _check_sizes(
     weights: Tensor | None,
     batch_offsets: Tensor | None,
 ) -> None:
-    """Raise RuntimeError unless the tensors of a lookup fit each other."""
+    """Raise RuntimeError unless sizes and dtypes of the tensors of a lookup fit each other."""
     check_ids("rows_per_table", rows_per_table)
     check_ids("indices", indices)
     check_offsets("offsets", offsets)

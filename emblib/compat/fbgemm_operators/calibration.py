@@ -1,8 +1,8 @@
 """Operators of models around the tables: calibrated predictions, unary embeddings, combined inputs.
 
-Calibration divides predictions into bins. Once a bin has enough earlier examples, its predictions
+Calibration divides predictions into bins. If a bin has enough earlier examples, its predictions
 become `share * weight + prediction * (1 - weight)`, where `share` is the share of positives among
-these examples. The other operators are independent of it, and of each other.
+these examples. The other operators are independent of calibration, and of each other.
 """
 
 import math
@@ -24,20 +24,23 @@ _Combined = tuple[Tensor, Tensor, Tensor]
 
 
 def _predictions(logit: Tensor, positive_weight: float) -> Tensor:
-    """Return float64 predictions of logits that are shifted for the weight of positives."""
+    """Return float64 predictions: the sigmoid of `logit + log(positive_weight)`."""
     shifted = (logit.double() + math.log(positive_weight)).to(logit.dtype)
     return 1.0 / (1.0 + (-shifted).float().exp().double())
 
 
 def _bins_of(predictions: Tensor, lower: float, upper: float, bins: int) -> Tensor:
-    """Return the bin of each prediction, int64; as in FBGEMM, bin 0 begins at 0, not at `lower`."""
-    return ((predictions / ((upper - lower) / bins)).ceil() - 1).long()
+    """Return the bin of each prediction, int64; as in FBGEMM, bin 0 begins at 0, not at `lower`.
+
+    Predictions outside all bins, e.g. 0, are in the nearest one. FBGEMM reads other memory there.
+    """
+    return ((predictions / ((upper - lower) / bins)).ceil() - 1).long().clamp(0, bins - 1)
 
 
 def _segment_of_examples(value: Tensor, lengths: Tensor, num_segments: int) -> Tensor:
     """Return the segment of each example, `[N]`: its value + 1, or 0.
 
-    The segment is 0 if the example has no value, or a value that is not below `num_segments`.
+    The segment is 0 if the example has no or several values, or one outside [0, num_segments).
     """
     value, lengths = value.flatten(), lengths.flatten()
     last_position = max(value.numel() - 1, 0)
@@ -60,7 +63,10 @@ def _calibrate(
     share_weight: float,
     logit: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return predictions in the shape of `logit`, calibrated in bins of over `min_examples`."""
+    """Return predictions in the shape of `logit`, and `bins`.
+
+    Predictions are calibrated in bins that have more than `min_examples` examples.
+    """
     num_examples = examples.index_select(0, bins)
     positive_share = positives.index_select(0, bins) / num_examples
     calibrated = positive_share * share_weight + predictions * (1.0 - share_weight)
@@ -86,10 +92,11 @@ def histogram_binning_calibration(
         bin_num_examples: earlier examples of each bin, `[bins]`.
         bin_num_positives: positives among them, `[bins]`.
         positive_weight: weight of positives in training, by which logits are shifted.
-        lower_bound: subtracted from `upper_bound`; as in FBGEMM, bin 0 begins at 0 nevertheless.
-        upper_bound: minus `lower_bound`, the width of all bins together.
+        lower_bound: number that only determines, with `upper_bound`, the width of the bins.
+        upper_bound: number whose difference to `lower_bound` is the width of all bins together. As
+            in FBGEMM, bin 0 begins at 0, not at `lower_bound`.
         bin_ctr_in_use_after: number of examples that a bin must exceed to calibrate.
-        bin_ctr_weight_value: weight of the share of positives, against the prediction.
+        bin_ctr_weight_value: weight of the share of positives in a calibrated prediction.
     """
     predictions = _predictions(logit.flatten(), positive_weight)
     bins = _bins_of(predictions, lower_bound, upper_bound, bin_num_examples.numel())
@@ -112,11 +119,11 @@ def histogram_binning_calibration_by_feature(
     bin_ctr_in_use_after: SymInt,
     bin_ctr_weight_value: float,
 ) -> tuple[Tensor, Tensor]:
-    """Calibrate as `histogram_binning_calibration`; each segment has `num_bins` of its own.
+    """Calibrate as `histogram_binning_calibration`, with `num_bins` bins per segment of examples.
 
-    `segment_lengths` `[N]` is 1 for examples with a segment. `segment_value` has the segment, from
-    0, of each of these examples; all other examples share a further segment. The first bins are
-    those of the further segment, before those of the others: `[(num_segments + 1) * num_bins]`.
+    `segment_lengths` `[N]` is 1 for examples that have a segment. `segment_value` has the segments
+    of these examples, from 0 on; all other examples share one more segment, whose bins are the
+    first. `bin_num_examples` and `bin_num_positives` are `[(num_segments + 1) * num_bins]`.
     """
     predictions = _predictions(logit.flatten(), positive_weight)
     first_bin = _segment_of_examples(segment_value, segment_lengths, num_segments) * num_bins
@@ -138,7 +145,11 @@ def generic_histogram_binning_calibration_by_feature(
     bin_ctr_in_use_after: SymInt,
     bin_ctr_weight_value: float,
 ) -> tuple[Tensor, Tensor]:
-    """Calibrate as `histogram_binning_calibration_by_feature`, with bins between boundaries."""
+    """Calibrate as `histogram_binning_calibration_by_feature`, with bins between `bin_boundaries`.
+
+    The boundaries must increase. RuntimeError is raised if `bin_num_examples` does not have one
+    entry per bin.
+    """
     num_bins = bin_boundaries.numel() + 1
     check(
         bin_num_examples.numel() == (num_segments + 1) * num_bins,
@@ -159,10 +170,13 @@ def generic_histogram_binning_calibration_by_feature(
 def batched_unary_embeddings(
     weight: Tensor, table_offsets: Tensor, offsets: Tensor, indices: Tensor
 ) -> Tensor:
-    """Return sums of one number per lookup, `[N, B, T]`, of N tasks with weights `[N, rows]`.
+    """Look up tables of dim 1 for N tasks, and sum the rows of each bag; return `[N, B, T]`.
 
-    `table_offsets` `[T + 1]` are the first row of each table, and the end; `offsets` are
-    `[T * B + 1]`, `indices` rows within their table.
+    Args:
+        weight: the rows of all tables per task, `[N, rows]`.
+        table_offsets: first row of each table, and the end, `[T + 1]`.
+        offsets: `[T * B + 1]`.
+        indices: rows within their table, `[L]`.
     """
     num_tables = table_offsets.numel() - 1
     batch_size = (offsets.numel() - 1) // num_tables
@@ -190,10 +204,13 @@ def permute102_baddbmm_permute102(bias: Tensor, A: Tensor, B: Tensor) -> Tensor:
 
 @operator("bottom_k_per_row")
 def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) -> Tensor:
-    """Return the first k values of each row, or its first k distinct ones in increasing order.
+    """Return the first k values of each row, or its first k distinct values in increasing order.
 
-    k is the difference of two consecutive `k_offsets`. With two offsets all rows have the same k,
-    and the result is `[input.size(0), -1, k]`; else each row has its own k, and the result is flat.
+    Args:
+        input: rows `[..., D]`.
+        k_offsets: the differences of consecutive entries are the k of the rows. Two entries give
+            all rows the same k; the result is then `[input.size(0), -1, k]`, else it is flat.
+        requires_unique: whether the values must be distinct.
 
     Raises:
         RuntimeError: a row has fewer than k distinct values, with `requires_unique`.
@@ -219,6 +236,7 @@ def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) ->
 def _check_lists(
     indices: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> None:
+    """Raise RuntimeError unless lists and tensors fit each other; `offsets` may be lengths."""
     check(len(indices) > 0, "there must be at least one tensor of indices")
     check(
         len(indices) == len(offsets) == len(weights),
@@ -248,9 +266,9 @@ def _combine_weights(
     num_used_indices: Sequence[int],
     num_weights: int,
 ) -> Tensor:
-    """Concatenate the weights of the used indices; tables without weights have weights of 1.
+    """Concatenate the float32 weights of the used indices, and pad them with 1 to `num_weights`.
 
-    The result is empty if no table has weights.
+    A table without weights has weights of 1. The result is empty if no table has weights.
     """
     if not any(weight.numel() for weight in weights):
         return torch.empty(0, device="cpu")
@@ -271,10 +289,18 @@ def tbe_input_combine(
     per_sample_weights: Sequence[Tensor],
     include_last_offsets: Tensor,
 ) -> _Combined:
-    """Concatenate the inputs of tables: int32 indices, int32 offsets, float32 weights.
+    """Concatenate the inputs of T tables to int32 indices, int32 offsets and float32 weights.
 
-    `include_last_offsets` says of each table whether its offsets end with the number of indices. If
-    all do, indices beyond a last offset are padding, and go to the end of the result.
+    Args:
+        indices_list: int32 or int64 indices of each table.
+        offsets_list: first index of each bag of each table, from 0 on.
+        per_sample_weights: weights of each table, one per index, or empty for weights of 1.
+        include_last_offsets: bool `[T]`, whether the offsets of a table end with its number of
+            indices. If all do, indices beyond the last offset are padding, and are at the end of
+            the result.
+
+    Raises:
+        RuntimeError: lists or tensors do not fit each other.
     """
     return _combine(indices_list, offsets_list, per_sample_weights, include_last_offsets, None)
 
@@ -287,12 +313,23 @@ def padding_fused_tbe_input_combine(
     include_last_offsets: Tensor,
     batch_size: int,
 ) -> _Combined:
-    """Concatenate as `tbe_input_combine`, with empty bags up to `batch_size` for each table.
+    """Concatenate as `tbe_input_combine`, with empty bags up to `batch_size` bags per table.
 
-    A table with more bags raises RuntimeError.
+    A table with more than `batch_size` bags raises RuntimeError.
     """
     lists = indices_list, offsets_list, per_sample_weights
     return _combine(*lists, include_last_offsets, batch_size)
+
+
+def _num_used_indices(indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> list[int]:
+    """Return the last offset of each table; the number of its indices if it has no offsets."""
+    num_used_indices = [
+        int(offset[-1]) if offset.numel() else index.numel()
+        for index, offset in zip(indices, offsets, strict=True)
+    ]
+    pairs = zip(num_used_indices, indices, strict=True)
+    check(all(num_used <= index.numel() for num_used, index in pairs), "offsets exceed the indices")
+    return num_used_indices
 
 
 def _combine(
@@ -309,30 +346,18 @@ def _combine(
         "include_last_offsets must have one entry per table",
     )
     num_indices = [index.numel() for index in indices]
-    num_used_indices = num_indices
+    num_used_indices = num_unpadded = num_indices
     if batch_size is None and bool(has_last_offset.all()):
-        num_used_indices = [
-            int(offset[-1]) if offset.numel() else table_size
-            for offset, table_size in zip(offsets, num_indices, strict=True)
-        ]
-        check(
-            all(
-                used <= available
-                for used, available in zip(num_used_indices, num_indices, strict=True)
-            ),
-            "offsets exceed the indices",
-        )
-        # A table whose last offset is 0 has its indices in their place, as FBGEMM has it.
+        num_used_indices = _num_used_indices(indices, offsets)
+        # If the last offset of a table is 0, FBGEMM does not move its indices to the end.
         num_unpadded = [
-            num_used or table_size
-            for num_used, table_size in zip(num_used_indices, num_indices, strict=True)
+            num_used or index.numel()
+            for num_used, index in zip(num_used_indices, indices, strict=True)
         ]
-    else:
-        num_unpadded = num_indices
-    index_parts = [index[:num_used] for index, num_used in zip(indices, num_unpadded, strict=True)]
-    index_parts += [index[num_used:] for index, num_used in zip(indices, num_unpadded, strict=True)]
+    used_indices = [index[:end] for index, end in zip(indices, num_unpadded, strict=True)]
+    padding_indices = [index[end:] for index, end in zip(indices, num_unpadded, strict=True)]
     first_index = 0
-    offset_parts = [offsets[0].new_zeros(1)]
+    joined_offsets = [offsets[0].new_zeros(1)]
     for offset, num_used, ends_with_last_offset in zip(
         offsets, num_used_indices, has_last_offset.tolist(), strict=True
     ):
@@ -341,10 +366,10 @@ def _combine(
         if batch_size is not None:
             _check_batch_size(batch_size, offset.numel() - int(ends_with_last_offset))
         num_offsets = 1 if batch_size is None else batch_size - inner_offsets.numel()
-        offset_parts += [inner_offsets, offset.new_full((num_offsets,), first_index)]
+        joined_offsets += [inner_offsets, offset.new_full((num_offsets,), first_index)]
     return (
-        torch.cat([part.int() for part in index_parts]),
-        torch.cat([part.int() for part in offset_parts]),
+        torch.cat([index.int() for index in (*used_indices, *padding_indices)]),
+        torch.cat([offset.int() for offset in joined_offsets]),
         _combine_weights(indices, weights, num_used_indices, sum(num_indices)),
     )
 
@@ -355,7 +380,7 @@ def tbe_input_combine_with_length(
     lengths_list: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
 ) -> _Combined:
-    """Concatenate the inputs of tables: int32 indices, int32 lengths, float32 weights."""
+    """Concatenate the inputs of tables as `tbe_input_combine`, with lengths instead of offsets."""
     _check_lists(indices_list, lengths_list, per_sample_weights)
     sizes = [index.numel() for index in indices_list]
     return (

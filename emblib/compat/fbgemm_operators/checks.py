@@ -1,10 +1,10 @@
-"""Checks of operators' arguments; they raise RuntimeError, as FBGEMM's do."""
+"""Checks of the arguments of operators; they raise RuntimeError, as FBGEMM's checks do."""
 
 import torch
 from torch import Tensor
 
 DTYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
-"""The dtypes of outputs, by FBGEMM's codes."""
+"""The dtypes that outputs can have, by the codes of `SparseType.as_int`."""
 
 
 def check(condition: bool, message: str) -> None:
@@ -14,7 +14,7 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_one_per(name: str, tensor: Tensor | None, thing: str, count: int) -> None:
-    """Raise RuntimeError unless an optional tensor has an entry per `thing`, `count` in all."""
+    """Raise RuntimeError unless `tensor` is None or has `count` entries, one per `thing`."""
     if tensor is not None and tensor.numel() != count:
         raise RuntimeError(
             f"{name} must have one entry per {thing} = {count}, got {tensor.numel()}"
@@ -22,7 +22,7 @@ def check_one_per(name: str, tensor: Tensor | None, thing: str, count: int) -> N
 
 
 def check_ids(name: str, tensor: Tensor) -> None:
-    """Raise RuntimeError unless a tensor is int32 or int64 `[N]`."""
+    """Raise RuntimeError unless `tensor` is int32 or int64 `[N]`."""
     if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(
             f"{name} must be int32 or int64 with 1 dimension, got {tensor.dtype} "
@@ -31,11 +31,11 @@ def check_ids(name: str, tensor: Tensor) -> None:
 
 
 def check_offsets(name: str, offsets: Tensor) -> None:
-    """Raise RuntimeError unless a tensor is int32 or int64 `[bags + 1]`."""
+    """Raise RuntimeError unless `offsets` is int32 or int64 with 1 dimension, and not empty."""
     check_ids(name, offsets)
     check(offsets.numel() > 0, f"{name} must have one entry more than there are bags, got none")
 
 
 def check_rows(name: str, tensor: Tensor) -> None:
-    """Raise RuntimeError unless a tensor is rows, `[..., D]`."""
+    """Raise RuntimeError unless `tensor` has at least 2 dimensions, `[..., D]`."""
     check(tensor.dim() >= 2, f"{name} must be rows [..., D], got {list(tensor.shape)}")

@@ -1,8 +1,9 @@
 """Operators on jagged data: offsets, permutations, padding, selection, deduplication.
 
-Names and arguments are FBGEMM's. Lengths and offsets are int32 or int64. An operator
-waits for a GPU if it must read the size of its result there. An argument such as
-`permuted_lengths_sum` or `total_L` passes that size.
+Names and arguments are FBGEMM's. Values are divided into segments: segment i has `lengths[i]`
+values, `offsets[i]` to `offsets[i + 1]`. Lengths and offsets are int32 or int64; results have the
+device of the arguments. An operator waits for a GPU if it must read the size of its result there,
+unless the caller passes the size, e.g. as `permuted_lengths_sum` or `total_L`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from emblib.compat.fbgemm_operators.registry import SymInt, operator
 from emblib.ops import route
 
 _Permuted = tuple[Tensor, Tensor, Tensor | None]
-"""Lengths, values and weights of permuted segments."""
+"""Lengths, values, and weights or None, of permuted segments."""
 
 
 # Offsets
@@ -24,10 +25,10 @@ _Permuted = tuple[Tensor, Tensor, Tensor | None]
 
 @operator("asynchronous_complete_cumsum")
 def complete_cumsum(t_in: Tensor) -> Tensor:
-    """Return the sums of the first 0, 1, ..., n entries along the last dimension."""
+    """Return the sums of the first 0, 1, ..., n entries of the last dimension, `[..., n + 1]`."""
     if t_in.is_floating_point():
         return functional.pad(t_in.cumsum(-1), (1, 0))
-    # Written in place: padding would copy all sums again, half of the time for lengths of bags.
+    # Not by padding: that copies all sums once more, which took half of the time for lengths.
     sums = t_in.new_empty((*t_in.shape[:-1], t_in.shape[-1] + 1))
     sums[..., 0] = 0
     torch.cumsum(t_in, -1, dtype=t_in.dtype, out=sums[..., 1:])
@@ -39,23 +40,31 @@ operator("asynchronous_batched_complete_cumsum(Tensor values) -> Tensor")(comple
 
 @operator("asynchronous_inclusive_cumsum")
 def inclusive_cumsum(t_in: Tensor) -> Tensor:
-    """Return the sums of the first 1, ..., n entries, in the shape of the input."""
+    """Return the sums of the first 1, ..., n entries of the flat input, in the input's shape."""
     return t_in.flatten().cumsum(0, dtype=t_in.dtype).view_as(t_in)
 
 
 @operator("asynchronous_exclusive_cumsum")
 def exclusive_cumsum(t_in: Tensor) -> Tensor:
-    """Return the sums of the first 0, 1, ..., n - 1 entries, in the shape of the input."""
+    """Return the sums of the first 0, 1, ..., n - 1 entries of the flat input, in its shape."""
     return inclusive_cumsum(t_in) - t_in
 
 
 def segment_positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
-    """Return `starts[i], starts[i] + 1, ...`, `lengths[i]` numbers, for each i, concatenated.
+    """Return the positions of all values of the segments, segment after segment.
+
+    Segment i has the positions `starts[i], starts[i] + 1, ...`, `lengths[i]` of them.
 
     Args:
-        starts: `[n]`.
-        lengths: `[n]`.
-        total: the sum of `lengths`; without it the function waits for a GPU.
+        starts: position of the first value of each segment, int32 or int64 `[n]`.
+        lengths: number of values of each segment, int32 or int64 `[n]`.
+        total: sum of `lengths`; None computes it, which waits for a GPU.
+
+    Returns:
+        int64 `[total]`, or int32 if both arguments are int32.
+
+    Raises:
+        RuntimeError: `total` is not the sum of `lengths` (checked on a CPU only).
     """
     shift = starts - exclusive_cumsum(lengths)
     shift = torch.repeat_interleave(shift, lengths, output_size=total)
@@ -64,11 +73,11 @@ def segment_positions(starts: Tensor, lengths: Tensor, total: int | None = None)
 
 @operator("offsets_range")
 def offsets_range(offsets: Tensor, range_size: SymInt) -> Tensor:
-    """Return the position in its segment of each of `range_size` entries.
+    """Return the position of each value within its segment, `[range_size]`.
 
     Args:
-        offsets: the first entry of each segment; the last segment ends at `range_size`.
-        range_size: the number of entries.
+        offsets: first value of each segment, `[n]`, from 0 on; the last one ends at `range_size`.
+        range_size: number of values.
     """
     end = torch.full_like(offsets[:1], range_size)
     lengths = torch.cat([offsets, end]).diff()
@@ -77,7 +86,11 @@ def offsets_range(offsets: Tensor, range_size: SymInt) -> Tensor:
 
 @operator("lengths_range")
 def lengths_range(t_in: Tensor, shape: Sequence[SymInt] | None = None) -> Tensor:
-    """Return 0, 1, ... for each length, concatenated; `shape` is the shape of the result."""
+    """Return 0, 1, ..., length - 1 for each length, concatenated.
+
+    The result has the shape `shape`, of as many entries; with None it is flat, and a GPU is waited
+    for.
+    """
     lengths = t_in.flatten()
     total = None
     if shape is not None:
@@ -90,23 +103,31 @@ def lengths_range(t_in: Tensor, shape: Sequence[SymInt] | None = None) -> Tensor
 
 @operator("segment_sum_csr")
 def segment_sum_csr(batch_size: SymInt, csr_seg: Tensor, values: Tensor) -> Tensor:
-    """Return the sums of `values` between consecutive entries of `batch_size * csr_seg`."""
+    """Return the sum of each segment of `values`, whose offsets are `batch_size * csr_seg`.
+
+    Args:
+        batch_size: factor of the offsets.
+        csr_seg: int32 or int64 `[n + 1]`.
+        values: `[L]` or, for floating-point values, `[L, ...]`.
+
+    Raises:
+        RuntimeError: offsets on a CPU decrease or are outside [0, L].
+    """
     check_offsets("csr_seg", csr_seg)
-    if values.is_floating_point():
-        ends, summed_values = csr_seg * batch_size, values
-        if ends.device.type == "cpu":
-            end = int(ends[-1])
-            check(
-                int(ends[0]) >= 0 and end <= values.size(0) and bool((ends.diff() >= 0).all()),
-                "batch_size * csr_seg must increase within the number of values = "
-                f"{values.size(0)}, got {ends.tolist()}",
-            )
-            summed_values = values[:end]
-        return torch.segment_reduce(
-            summed_values, "sum", lengths=ends.diff(), initial=0.0, unsafe=True
+    ends, is_float = csr_seg.long() * batch_size, values.is_floating_point()
+    if ends.device.type == "cpu" and type(ends) is Tensor:  # no fake tensor of a traced graph
+        check(
+            int(ends[0]) >= 0
+            and int(ends[-1]) <= values.size(0)
+            and bool((ends.diff() >= 0).all()),
+            "batch_size * csr_seg must increase within the number of values = "
+            f"{values.size(0)}, got {ends.tolist()}",
         )
+        values = values[: int(ends[-1])]
+    if is_float:
+        return torch.segment_reduce(values, "sum", lengths=ends.diff(), initial=0.0, unsafe=True)
     sums = functional.pad(values.cumsum(0, dtype=torch.int64), (1, 0))
-    return sums.index_select(0, csr_seg.long() * batch_size).diff().to(values.dtype)
+    return sums.index_select(0, ends).diff().to(values.dtype)
 
 
 # Permutations
@@ -114,7 +135,7 @@ def segment_sum_csr(batch_size: SymInt, csr_seg: Tensor, values: Tensor) -> Tens
 
 @operator("invert_permute")
 def invert_permute(permute: Tensor) -> Tensor:
-    """Return the inverse of a permutation."""
+    """Return the inverse of a permutation `[n]`, in the same dtype; it is not checked."""
     order = torch.arange(permute.numel(), dtype=permute.dtype, device=permute.device)
     return torch.zeros_like(permute).scatter(0, permute.long(), order)
 
@@ -134,9 +155,19 @@ def permute_1d_sparse_data(
     weights: Tensor | None = None,
     permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
-    """Return lengths, values and weights of the segments `permute`; it may omit or repeat some.
+    """Return lengths, values and weights of the segments that `permute` selects, in its order.
 
-    `permuted_lengths_sum` is the number of values of the result.
+    Args:
+        permute: segments, int32 or int64 `[n]`; some may be missing or repeated.
+        lengths: `[S]`.
+        values: `[L, ...]`.
+        weights: `[L, ...]` or None.
+        permuted_lengths_sum: number of values of the result; None computes it.
+
+    Raises:
+        IndexError: a segment of `permute` does not exist.
+        RuntimeError: the values do not have all selected segments, or `permuted_lengths_sum` is
+            wrong.
     """
     permuted_lengths = lengths.index_select(0, permute)
     total = int(permuted_lengths.sum()) if permuted_lengths_sum is None else permuted_lengths_sum
@@ -155,7 +186,10 @@ def permute_2d_sparse_data(
     weights: Tensor | None = None,
     permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
-    """Return lengths `[P, B]`, values and weights of the rows `permute` of lengths `[T, B]`."""
+    """Return lengths, values and weights of the features that `permute` selects.
+
+    As `permute_1d_sparse_data`, for lengths `[T, B]` of T features, to lengths `[n, B]`.
+    """
     _, permuted_values, permuted_weights = permute_1d_sparse_data(
         permute, lengths.sum(1), values, weights, permuted_lengths_sum
     )
@@ -172,7 +206,7 @@ operator(
 def permute_sequence_embeddings(
     permute: Tensor, lengths: Tensor, embeddings: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Permute as `permute_2D_sparse_data`, with values `[L, D]` and no weights."""
+    """Permute lengths and values `[L, D]` as `permute_2D_sparse_data`, without weights."""
     return permute_2d_sparse_data(permute, lengths, embeddings)[:2]
 
 
@@ -185,7 +219,7 @@ def permute_2d_sparse_data_input1d(
     weights: Tensor | None = None,
     permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
-    """Permute as `permute_2D_sparse_data`, with lengths `[T * stride]`."""
+    """Permute as `permute_2D_sparse_data`; lengths are flat, `[T * stride]`."""
     permuted_lengths, permuted_values, permuted_weights = permute_2d_sparse_data(
         permute, lengths.view(-1, stride), values, weights, permuted_lengths_sum
     )
@@ -208,10 +242,12 @@ def permute_2d_sparse_preallocated_out(
     permuted_indices_out: Tensor | None = None,
     permuted_weights_out: Tensor | None = None,
 ) -> _Permuted:
-    """Permute as `permute_2D_sparse_data`, into the `*_out` tensors; a None one is allocated.
+    """Permute as `permute_2D_sparse_data`, and write the results to the `*_out` tensors.
+
+    An output that is None is allocated. The outputs are returned.
 
     Raises:
-        RuntimeError: an output has another shape than its result.
+        RuntimeError: an output has another shape than its result; nothing is written.
     """
     results = permute_2d_sparse_data(permute, lengths, values, weights, permuted_lengths_sum)
     outputs = permuted_lengths_out, permuted_indices_out, permuted_weights_out
@@ -231,16 +267,19 @@ def permute_2d_sparse_preallocated_out(
 def expand_into_jagged_permute(
     permute: Tensor, input_offset: Tensor, output_offset: Tensor, output_size: SymInt
 ) -> Tensor:
-    """Expand a permutation of segments to the permutation of their entries.
+    """Expand a permutation of segments to the permutation of their values.
 
     Args:
-        permute: `[S]`, the segments in their new order.
-        input_offset: first entry of each segment in the old order, and the end, `[S + 1]`.
-        output_offset: the same in the new order.
-        output_size: number of entries.
+        permute: segments in their new order, `[S]`.
+        input_offset: offsets of the segments in the old order, `[S + 1]`.
+        output_offset: offsets in the new order, `[S + 1]`.
+        output_size: number of values.
 
     Returns:
-        the old position of each entry of the new order, in the dtype of `permute`.
+        the old position of each value of the new order, in the dtype of `permute`.
+
+    Raises:
+        RuntimeError: the numbers of entries do not fit each other.
     """
     check_one_per("input_offset", input_offset, "segment, and one more", permute.numel() + 1)
     check_one_per("output_offset", output_offset, "segment, and one more", permute.numel() + 1)
@@ -252,7 +291,7 @@ def expand_into_jagged_permute(
 
 
 def _pad_level(values: Tensor, offsets: Tensor, max_length: int, padding: float) -> Tensor:
-    """Pad `[L, ...]` to `[B, max_length, ...]`, cutting longer sequences."""
+    """Pad the segments of `[L, ...]` to `[B, max_length, ...]`; cut longer ones."""
     check_offsets("offsets", offsets)
     column = torch.arange(max_length, dtype=offsets.dtype, device=offsets.device)
     row_indices = offsets[:-1].unsqueeze(1) + column
@@ -269,7 +308,28 @@ def jagged_to_padded_dense(
     max_lengths: Sequence[int],
     padding_value: float = 0.0,
 ) -> Tensor:
-    """Convert jagged `[L, D]` or `[L]` to dense `[B, *max_lengths, D]` or `[B, *max_lengths]`."""
+    """Pad jagged values to dense ones; cut longer segments.
+
+    Args:
+        values: `[L]` or `[L, D]`.
+        offsets: offsets of each level; the last ones divide the values, each other ones the
+            segments of the next level.
+        max_lengths: number of entries per segment in the result, for each level.
+        padding_value: value of the entries beyond a segment.
+
+    Returns:
+        `[B, *max_lengths]` or `[B, *max_lengths, D]`.
+
+    Raises:
+        IndexError: an entry of the result is a value that does not exist.
+        RuntimeError: a level has no offsets or no maximum length, or offsets are empty or neither
+            int32 nor int64.
+    """
+    check(
+        len(offsets) == len(max_lengths),
+        f"max_lengths must have one length per level of offsets = {len(offsets)}, got "
+        f"{len(max_lengths)}",
+    )
     for level, size in zip(reversed(offsets), reversed(max_lengths), strict=True):
         values = _pad_level(values, level, size, padding_value)
     return values
@@ -284,7 +344,7 @@ for _name in ("jagged_to_padded_dense", "jagged_to_padded_dense_forward"):
 
 @operator("jagged_2d_to_dense")
 def jagged_2d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: SymInt) -> Tensor:
-    """Convert `[L, D]` to `[B, max_sequence_length, D]`, padded with zeros."""
+    """Pad the segments of `[L, D]` with zeros to `[B, max_sequence_length, D]`; cut longer ones."""
     return _pad_level(values, offsets, max_sequence_length, 0.0)
 
 
@@ -292,7 +352,7 @@ def jagged_2d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: Sym
 def jagged_1d_to_dense(
     values: Tensor, offsets: Tensor, max_sequence_length: SymInt, padding_value: int
 ) -> Tensor:
-    """Convert `[L]` to `[B, max_sequence_length]`."""
+    """Pad the segments of `[L]` to `[B, max_sequence_length]`; cut longer ones."""
     return _pad_level(values, offsets, max_sequence_length, padding_value)
 
 
@@ -300,10 +360,17 @@ def jagged_1d_to_dense(
 def dense_to_jagged(
     dense: Tensor, x_offsets: Sequence[Tensor], total_L: SymInt | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Convert dense `[B, N, ..., D]` to jagged `[L, D]`, and return `x_offsets`, too.
+    """Convert dense values to jagged ones, `[L, D]`, and return these and `x_offsets`.
 
-    Values beyond N of a segment are zeros. `total_L` is L, the last of the last offsets; without it
-    a GPU is waited for.
+    Args:
+        dense: `[B, N, D]`, with one more dimension of entries per further level.
+        x_offsets: offsets of each level, as in `jagged_to_padded_dense`. Entries of a segment
+            beyond N are zeros.
+        total_L: L, the last of the last offsets; None reads it.
+
+    Raises:
+        RuntimeError: offsets are missing, or do not fit `dense` or `total_L`.
+        ValueError: `total_L` is negative.
     """
     num_levels = len(x_offsets)
     check(num_levels > 0, "x_offsets must have the offsets of at least one level, got none")
@@ -344,7 +411,7 @@ def dense_to_jagged(
 def jagged_dense_add(
     x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Add dense `[B, N, ..., D]` to jagged values; values beyond N do not change."""
+    """Add dense `[B, N, ..., D]` to jagged values `[L, D]`, whose values beyond N do not change."""
     return x_values + dense_to_jagged(y, x_offsets, x_values.size(0))[0], list(x_offsets)
 
 
@@ -352,7 +419,7 @@ def jagged_dense_add(
 def jagged_dense_mul(
     x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Multiply jagged values by dense `[B, N, ..., D]`, which counts as 0 beyond N."""
+    """Multiply jagged values `[L, D]` by dense `[B, N, ..., D]`, which counts as 0 beyond N."""
     return x_values * dense_to_jagged(y, x_offsets, x_values.size(0))[0], list(x_offsets)
 
 
@@ -362,10 +429,10 @@ def jagged_dense_mul(
 def _source_segments(
     batch_offsets: Tensor, num_ads: int, num_tables: int, *, has_shared_segments: bool
 ) -> Tensor:
-    """Return the segment of each table and ad, `[T * A]`, in the concatenated requests.
+    """Return the number of the segment of each table and ad, `[T * A]`.
 
-    A request has the segments of its ads table by table. With `has_shared_segments` it has one
-    segment per table, for all its ads.
+    Segments are numbered request by request and, within a request, table by table. A request has
+    one segment per table and ad, or with `has_shared_segments` one per table for all its ads.
     """
     ad_numbers = torch.arange(num_ads, device=batch_offsets.device)
     table_numbers = torch.arange(num_tables, device=batch_offsets.device).unsqueeze(1)
@@ -387,20 +454,24 @@ def reorder_batched_ad_lengths(
     broadcast_lengths: bool = False,
     max_batch_size: SymInt = 0,
 ) -> Tensor:
-    """Return the lengths of concatenated requests table by table, `[T * A]`.
+    """Return the lengths of the segments of all requests table by table, `[T * A]`.
 
     Args:
-        cat_ad_lengths: lengths of the requests, each table by table.
-        batch_offsets: first ad of each request, and their number.
+        cat_ad_lengths: lengths request by request and, within a request, table by table.
+        batch_offsets: first ad of each request, and the number of ads, `[requests + 1]`.
         num_ads_in_batch: number of ads A.
         broadcast_lengths: whether a request has one length per table for all its ads.
-        max_batch_size: number of ads to fill the tables up to, with zeros, but not with
-            `broadcast_lengths`; 0 for none.
+        max_batch_size: number of ads per table in the result, with lengths of 0 for those that are
+            missing; 0 for A.
+
+    Raises:
+        RuntimeError: `cat_ad_lengths` has another number of lengths, `max_batch_size` is below A,
+            or it is combined with `broadcast_lengths`.
     """
     lengths_per_table = batch_offsets.numel() - 1 if broadcast_lengths else num_ads_in_batch
     check(
         lengths_per_table > 0 and cat_ad_lengths.numel() % lengths_per_table == 0,
-        f"cat_ad_lengths must have as many entries per table as {lengths_per_table}, got "
+        f"cat_ad_lengths must have {lengths_per_table} entries per table, got "
         f"{cat_ad_lengths.numel()}",
     )
     num_tables = cat_ad_lengths.numel() // lengths_per_table
@@ -413,7 +484,8 @@ def reorder_batched_ad_lengths(
     num_padding_ads = max_batch_size - num_ads_in_batch
     check(
         num_padding_ads >= 0 and not broadcast_lengths,
-        "max_batch_size must be at least num_ads_in_batch",
+        f"max_batch_size must be at least num_ads_in_batch = {num_ads_in_batch}, without "
+        f"broadcast_lengths, got {max_batch_size}",
     )
     return functional.pad(lengths.view(num_tables, -1), (0, num_padding_ads)).flatten()
 
@@ -428,10 +500,17 @@ def reorder_batched_ad_indices(
     broadcast_indices: bool = False,
     num_indices_after_broadcast: SymInt = -1,
 ) -> Tensor:
-    """Return the ids of concatenated requests in the order of `reorder_batched_ad_lengths`.
+    """Return the ids of all requests table by table, as `reorder_batched_ad_lengths` orders them.
 
-    `reordered_cat_ad_offsets` are the sums of its lengths; with `broadcast_indices` their last is
-    `num_indices_after_broadcast`, which saves reading it.
+    Args:
+        cat_ad_offsets: offsets of the segments of all requests.
+        cat_ad_indices: ids of all requests.
+        reordered_cat_ad_offsets: `[T * A + 1]`, `complete_cumsum` of the reordered lengths.
+        batch_offsets: first ad of each request, and the number of ads, `[requests + 1]`.
+        num_ads_in_batch: number of ads A.
+        broadcast_indices: whether a request has one segment per table for all its ads.
+        num_indices_after_broadcast: number of ids of the result with `broadcast_indices`; -1
+            computes it.
     """
     num_tables = (reordered_cat_ad_offsets.numel() - 1) // max(num_ads_in_batch, 1)
     segments = _source_segments(
@@ -456,20 +535,20 @@ def cat_reorder_batched_ad_indices(
     pinned_memory: bool = False,
     max_batch_size: SymInt = 0,
 ) -> Tensor:
-    """Return what `reorder_batched_ad_indices` does, for ids in one tensor per request.
+    """Return the result of `reorder_batched_ad_indices`, for ids in one tensor per request.
 
     Args:
-        cat_ad_offsets: offsets of the bags of the concatenated requests.
+        cat_ad_offsets: offsets of the segments of all requests.
         cat_ad_indices: ids of each request.
-        reordered_cat_ad_offsets: sums of the result of `reorder_batched_ad_lengths`.
-        batch_offsets: first ad of each request, and their number.
-        num_ads_in_batch: number of ads.
+        reordered_cat_ad_offsets: `complete_cumsum` of the reordered lengths.
+        batch_offsets: first ad of each request, and the number of ads.
+        num_ads_in_batch: number of ads A.
         broadcast_indices: whether a request has one segment per table for all its ads.
-        total_num_indices: number of ids of the result with `broadcast_indices`, -1 to compute it.
+        total_num_indices: number of ids of the result with `broadcast_indices`; -1 computes it.
         pinned_memory: whether the result is in pinned memory.
-        max_batch_size: number of ads that the tables were filled up to; 0 for none.
+        max_batch_size: the `max_batch_size` of `reorder_batched_ad_lengths`.
     """
-    if max_batch_size:  # without the ads that fill the tables up, which have no ids
+    if max_batch_size:  # leave out the ads that fill the tables up: they have no ids
         num_tables = (reordered_cat_ad_offsets.numel() - 1) // max_batch_size
         lengths = reordered_cat_ad_offsets.diff().view(num_tables, max_batch_size)
         reordered_cat_ad_offsets = complete_cumsum(lengths[:, :num_ads_in_batch].flatten())
@@ -499,9 +578,16 @@ operator(
 def jagged_index_select(
     values: Tensor, lengths: Tensor, indices: Tensor, num_dense_output_rows: int | None = None
 ) -> list[Tensor]:
-    """Return the values `[L, D]` of the segments `indices`, and the lengths of these segments.
+    """Return the values of the segments that `indices` selects, and their lengths, `[n]`.
 
-    `num_dense_output_rows` is the number L of the result; without it a GPU is waited for.
+    Args:
+        values: `[L, D]`.
+        lengths: `[S]`.
+        indices: segments, `[n]`.
+        num_dense_output_rows: number of values of the result; None computes it.
+
+    Raises:
+        IndexError, RuntimeError: as `permute_1d_sparse_data`.
     """
     selected_lengths, rows, _ = permute_1d_sparse_data(
         indices, lengths, values, None, num_dense_output_rows
@@ -517,11 +603,15 @@ def jagged_index_select_2d(
     output_offsets: Tensor,
     num_dense_output_rows: int | None = None,
 ) -> Tensor:
-    """Return the values of the segments `indices`.
+    """Return the values of the segments that `indices` selects.
 
-    `input_offsets` and `output_offsets` are the inclusive sums of the lengths of all and of the
-    selected segments. `num_dense_output_rows` is the last of `output_offsets`; without it a GPU is
-    waited for.
+    Args:
+        values: `[L, D]`.
+        indices: segments, `[n]`.
+        input_offsets: inclusive sums of the lengths of all segments, `[S]`.
+        output_offsets: inclusive sums of the lengths of the selected segments, `[n]`.
+        num_dense_output_rows: number of values of the result, the last of `output_offsets`; None
+            reads it.
     """
     starts = functional.pad(input_offsets, (1, 0)).index_select(0, indices)
     lengths = output_offsets.diff(prepend=torch.zeros_like(output_offsets[:1]))
@@ -538,16 +628,22 @@ def keyed_jagged_index_select_dim1(
     weights: Tensor | None = None,
     selected_lengths_sum: SymInt | None = None,
 ) -> list[Tensor]:
-    """Return values, lengths and, if there are any, weights of the samples `indices` of each key.
+    """Return values, lengths and weights of the samples of each key that `indices` selects.
+
+    Without weights the list has values and lengths only.
 
     Args:
         values: `[L]`.
         lengths: `[keys * batch_size]`.
         offsets: `[keys * batch_size + 1]`.
-        indices: samples, each below `batch_size`.
+        indices: samples in [0, batch_size), `[n]`.
         batch_size: number of samples per key.
-        weights: `[L]`.
-        selected_lengths_sum: number of selected values; without it a GPU is waited for.
+        weights: `[L]` or None.
+        selected_lengths_sum: number of selected values; None computes it.
+
+    Raises:
+        RuntimeError: a sample of `indices` does not exist, or offsets or weights have another
+            number of entries.
     """
     check_one_per("offsets", offsets, "bag, and one more", lengths.numel() + 1)
     check_one_per("weights", weights, "value", values.size(0))
@@ -566,21 +662,24 @@ def keyed_jagged_index_select_dim1(
 def jagged_unique_indices(
     hash_size_cumsum: Tensor, hash_size_offsets: Tensor, offsets: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Deduplicate indices per table.
+    """Deduplicate the indices of each table.
 
-    The distinct indices of a table are divided evenly over the bags of its features; the first bags
-    get one more if a remainder is left.
+    The distinct indices of a table are divided evenly over the bags of its features; if a remainder
+    is left, the first bags get one more.
 
     Args:
         hash_size_cumsum: `[F + 1]`, for each feature the number of rows of all tables before its
             own, and the total.
         hash_size_offsets: `[T + 1]`, the first feature of each table, and the number of features.
         offsets: `[F * B + 1]`.
-        indices: `[L]`.
+        indices: int32 or int64 `[L]`, each below the number of rows of its table.
 
     Returns:
-        lengths `[F * B]`, their offsets, distinct indices, and the position among them of each of
-        `indices`.
+        lengths `[F * B]`, their offsets `[F * B + 1]`, the distinct indices table by table, and the
+        position among them of each of `indices`, `[L]`.
+
+    Raises:
+        RuntimeError: `offsets` do not fit F features, or tensors have other dtypes.
     """
     num_features = hash_size_cumsum.numel() - 1
     check_ids("indices", indices)
@@ -623,10 +722,14 @@ def jagged_unique_indices(
 def jagged_hash_size_cumsum(
     offsets: Tensor, indices: Tensor, batch_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the first arguments of `jagged_unique_indices` for one table per feature.
+    """Return the first two arguments of `jagged_unique_indices`, for one table per feature.
 
-    A table is assumed to end with the row of its largest index. With `batch_size` 0 there are no
-    features.
+    The largest index of a feature is assumed to be the last row of its table.
+
+    Args:
+        offsets: `[F * batch_size + 1]`.
+        indices: `[L]`.
+        batch_size: bags per feature; 0 for no features.
     """
     lengths = offsets[::batch_size].diff() if batch_size else offsets[:0]
     feature_of_lookup = torch.arange(lengths.numel(), device=indices.device)
@@ -639,9 +742,10 @@ def jagged_hash_size_cumsum(
 
 
 def _distinct_values(linear: Tensor, *, with_counts: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return distinct values and their number; `with_counts` also their uses, else None.
+    """Return the distinct values, their number, int32 `[1]`, and how often each occurs.
 
-    Values and uses are filled up with 0 to the length of `linear`.
+    Values and occurrences are padded with zeros to the length of `linear`; occurrences, int32, are
+    None unless `with_counts`. Another number of dimensions than 1 raises RuntimeError.
     """
     check(linear.dim() == 1, f"linear_indices must be 1D, got {list(linear.shape)}")
     values, counts = torch.unique(linear, return_counts=True)
@@ -658,9 +762,16 @@ def _distinct_values(linear: Tensor, *, with_counts: bool) -> tuple[Tensor, Tens
 def get_unique_indices(
     linear_indices: Tensor, max_indices: int, compute_count: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return distinct indices, filled up with 0, their number, and int32 uses of each.
+    """Return the distinct indices in increasing order, their number, and how often each occurs.
 
-    Uses are None without `compute_count`. `max_indices` is ignored.
+    Args:
+        linear_indices: `[L]`; other shapes raise RuntimeError.
+        max_indices: ignored.
+        compute_count: whether occurrences are counted; else the third result is None.
+
+    Returns:
+        indices `[L]` and occurrences, int32 `[L]`, both padded with zeros, and between them the
+        number of distinct indices, int32 `[1]`.
     """
     return _distinct_values(linear_indices, with_counts=compute_count)
 
@@ -672,9 +783,10 @@ def get_unique_indices_with_inverse(
     compute_count: bool,
     compute_inverse_indices: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return what `get_unique_indices` does, and the int32 order that sorts the indices.
+    """Return the results of `get_unique_indices`, and the order that sorts the indices.
 
-    The order is None without `compute_inverse_indices`.
+    The order is int32 `[L]`, the positions of the sorted indices; None unless
+    `compute_inverse_indices`.
     """
     order = linear_indices.argsort(stable=True).int() if compute_inverse_indices else None
     return *_distinct_values(linear_indices, with_counts=compute_count), order

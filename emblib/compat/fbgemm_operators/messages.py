@@ -1,10 +1,14 @@
 """Operators and functions that quantise messages to three formats: HFP8, FP8 and MX4.
 
-An HFP8 value is a byte: sign, `ebits` exponent bits and 7 - `ebits` mantissa bits. Values are
-rounded to nearest even; there are no infinities. An FP8 row is the HFP8 bytes of the row times a
-scale, filled up to a multiple of 4 bytes, then the float32 scale and 4 bytes of 0. MX4 divides a
-row into groups that share an exponent. A group is half a byte per value (sign, 2 exponent bits,
-1 mantissa bit; ties round away from zero), then a byte with the exponent.
+HFP8: a value is a byte of sign, `ebits` exponent bits and 7 - `ebits` mantissa bits. Values are
+rounded to nearest, ties to even. There are no infinities.
+
+FP8: a row is multiplied by a scale and converted to HFP8 bytes, which are filled up to a multiple
+of 4 bytes. The float32 scale and 4 bytes of 0 follow.
+
+MX4: a row is divided into groups of values that share an exponent. A group has half a byte per
+value (sign, 2 exponent bits and 1 mantissa bit; ties are rounded away from zero), then a byte with
+the exponent.
 """
 
 import enum
@@ -16,20 +20,21 @@ from torch.nn import functional
 from emblib.compat.fbgemm_operators.checks import DTYPES, check, check_rows
 from emblib.compat.fbgemm_operators.registry import operator
 
-_MANTISSA_BITS = 23  # of a float32
-_EXPONENT_BIAS = 127  # of a float32
-_MIN_NORMAL = 2.0**-126  # of a float32
-_SCALE_BYTES = 8  # of an FP8 row: the scale, and zeros
+# float32
+_MANTISSA_BITS = 23
+_EXPONENT_BIAS = 127
+_MIN_NORMAL = 2.0**-126
+_SCALE_BYTES = 8  # bytes of an FP8 row after its values: the scale, and zeros
 _FP8_FORMATS = {True: (4, 15, 0.9375), False: (5, 31, 0.875)}
-"""Exponent bits, bias and largest value of a scaled row, by the argument `forward`."""
-_MX4_MAX_EXPONENT = 2  # of the largest power of two in _MX4_VALUES, 4
+"""Exponent bits, exponent bias, and largest value of a scaled row, by the argument `forward`."""
+_MX4_MAX_EXPONENT = 2  # exponent of the largest power of two in _MX4_VALUES, 4
 _MX4_MANTISSA_BITS = 1
 _MX4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 _MX4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)
 
 
 RoundingMode = enum.IntEnum("RoundingMode", "nearest floor even stochastic ceil", start=0)
-"""Rounding of the exponent of a group of an MX4 message."""
+"""How the exponent of a group of an MX4 message is rounded."""
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -43,7 +48,11 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Tensor:
     """Convert `[..., D]` to HFP8 bytes, uint8 of the same shape.
 
-    Values are clamped to +-`max_pos`; a NaN becomes +-`max_pos`.
+    Args:
+        input: floating-point values.
+        ebits: number of exponent bits.
+        exponent_bias: number that is added to exponents, to store them.
+        max_pos: largest magnitude; values are clamped to it, and a NaN becomes +-`max_pos`.
     """
     mantissa_bits = 7 - ebits
     values = input.float()
@@ -68,7 +77,7 @@ def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Te
 
 @operator("HFP8QuantizedToFloat")
 def hfp8_to_float(input: Tensor, ebits: int, exponent_bias: int) -> Tensor:
-    """Convert HFP8 bytes to float32 values of the same shape; the inverse of `to_hfp8`."""
+    """Convert HFP8 bytes to float32 values of the same shape; `to_hfp8` has the arguments."""
     codes = input.int()
     unscaled = ((codes & 0x7F) << (_MANTISSA_BITS - 7 + ebits)).view(torch.float32)
     # As a float32 the bits are the value over a power of two, for subnormal bytes too.
@@ -78,9 +87,10 @@ def hfp8_to_float(input: Tensor, ebits: int, exponent_bias: int) -> Tensor:
 
 @operator("FloatToFP8RowwiseQuantized")
 def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
-    """Quantise rows `[..., D]` to FP8 rows, uint8 `[..., filled D + 8]`.
+    """Quantise rows `[..., D]` to FP8 rows, uint8 `[..., padded D + 8]`.
 
-    D is filled with zeros up to a multiple of 4. Values have 4 exponent bits if `forward`, else 5.
+    D is padded with zeros to a multiple of 4. Values have 4 exponent bits if `forward`, else 5. A
+    tensor without rows (of fewer than 2 dimensions) raises RuntimeError.
     """
     check_rows("t", t)
     ebits, bias, max_pos = _FP8_FORMATS[forward]
@@ -94,10 +104,15 @@ def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
 
 @operator("FP8RowwiseQuantizedToFloat")
 def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Tensor:
-    """Return the values of FP8 rows, `[..., filled D]`; `forward` is that of `to_fp8_rows`.
+    """Return the values of FP8 rows, `[..., padded D]`.
 
-    `output_dtype` is a code of `DTYPES`. Another code, and `input` that cannot be FP8 rows, raise
-    RuntimeError.
+    Args:
+        input: result of `to_fp8_rows`.
+        forward: the `forward` of `to_fp8_rows`.
+        output_dtype: code of the dtype of the result, a key of `checks.DTYPES`.
+
+    Raises:
+        RuntimeError: `output_dtype` is another code, or `input` cannot be FP8 rows.
     """
     check_rows("input", input)
     check(
@@ -113,9 +128,9 @@ def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Te
 
 
 def _shared_exponent(largest: Tensor, rounding: int) -> Tensor:
-    """Return the exponents of magnitudes, in float32; `rounding` is a member of RoundingMode.
+    """Return the rounded exponents of magnitudes, as float32; `rounding` is a `RoundingMode`.
 
-    Magnitudes so large that rounding leaves the range of float32 have the exponent NaN or infinity.
+    The exponent is NaN or infinite if rounding a magnitude overflows float32.
     """
     magnitudes = largest.masked_fill(largest == 0, _MIN_NORMAL)
     if rounding in (RoundingMode.even, RoundingMode.stochastic):
@@ -135,9 +150,9 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.ev
     """Quantise `[..., D]` to MX4 groups of `group_size` values along the last dimension.
 
     Args:
-        values: rows; D is filled with zeros up to a multiple of `group_size`.
+        values: rows; D is padded with zeros to a multiple of `group_size`.
         group_size: even number of values per group.
-        rounding: rounding of the exponent of a group, a member of `RoundingMode`.
+        rounding: how the exponent of a group is rounded, a `RoundingMode`.
 
     Returns:
         uint8 `[..., num_groups * (group_size / 2 + 1)]`; empty values keep their shape.
@@ -170,7 +185,7 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.ev
 def mx4_to_float(packed: Tensor, group_size: int = 32) -> Tensor:
     """Return the float32 values of MX4 groups, `[..., num_groups * group_size]`.
 
-    They include the zeros with which `to_mx4` filled the rows. Empty `packed` keeps its shape.
+    The zeros with which `to_mx4` padded the rows are included. Empty `packed` keeps its shape.
 
     Args:
         packed: the result of `to_mx4`.

@@ -11,8 +11,7 @@ from torch.nn import functional
 from emblib.compat.fbgemm_operators.jagged import segment_positions
 from emblib.compat.fbgemm_operators.registry import SymInt, operator
 
-# Permutations of columns: block i of the columns begins at `offset_dim_list[i]` and ends at
-# `offset_dim_list[i + 1]`.
+# Permutations of columns: block i has the columns `offset_dim_list[i]` to `offset_dim_list[i + 1]`.
 
 _PERMUTE = (
     "(Tensor pooled_embs, Tensor offset_dim_list, Tensor permute_list, "
@@ -23,9 +22,9 @@ _PERMUTE = (
 def _permute_columns(
     pooled: Tensor, offset_dims: Tensor, permute: Tensor, num_columns: int | None
 ) -> Tensor:
-    """Return blocks of the columns of `[B, columns]`, in the order `permute`.
+    """Return the blocks of columns of `[B, columns]` that `permute` selects, in its order.
 
-    `num_columns` is the number of columns of the result; None computes it.
+    `num_columns` is the number of columns of the result; None computes it, which waits for a GPU.
     """
     permute = permute.to(offset_dims.device)
     first_columns = offset_dims[:-1].index_select(0, permute)
@@ -41,9 +40,14 @@ def permute_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
-    """Return the blocks of columns of `[B, columns]` in the order `permute_list`.
+    """Return the blocks of columns in the order `permute_list`.
 
-    `permute_list` must have each block once. The inverse lists are ignored.
+    Args:
+        pooled_embs: `[B, columns]`.
+        offset_dim_list: first column of each block, and the end, `[blocks + 1]`.
+        permute_list: blocks in their new order, each of them once.
+        inv_offset_dim_list: ignored.
+        inv_permute_list: ignored.
     """
     return _permute_columns(pooled_embs, offset_dim_list, permute_list, pooled_embs.size(1))
 
@@ -64,9 +68,9 @@ def permute_duplicate_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
-    """Return the blocks of columns of `[B, columns]` that `permute_list` selects.
+    """Return the blocks of columns that `permute_list` selects; some may be missing or repeated.
 
-    It may omit or repeat blocks. The inverse lists are ignored.
+    The arguments are those of `permute_pooled_embs`. Waits for a GPU.
     """
     return _permute_columns(pooled_embs, offset_dim_list, permute_list, None)
 
@@ -91,10 +95,10 @@ class _Block(NamedTuple):
     width: int
 
 
-def _blocks_of(
+def _block_of_key(
     keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]]
 ) -> dict[str, _Block]:
-    """Return the block of each key; of a key that several tensors have, the first one."""
+    """Return the block of each key; the first one if several tensors have the key."""
     blocks: dict[str, _Block] = {}
     for tensor_index, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
         start = 0
@@ -116,13 +120,16 @@ def regroup_keyed_tensor(
     Args:
         pooled_embs: tensors `[B, columns]`.
         keys: keys of each tensor.
-        lengths: columns of each key of each tensor.
+        lengths: number of columns of each key of each tensor.
         groups: keys of each result; if several tensors have a key, the first one is read.
+
+    Returns:
+        a tensor `[B, columns]` per group.
 
     Raises:
         KeyError: no tensor has a key of a group.
     """
-    blocks = _blocks_of(keys, lengths)
+    blocks = _block_of_key(keys, lengths)
     return [
         torch.cat(
             [pooled_embs[t].narrow(1, start, width) for t, start, width in group_blocks],
@@ -144,16 +151,26 @@ def kt_regroup_arguments(
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Return the arguments of `permute_multi_embedding` that regroup keys.
 
-    These are the permutation, the number of columns of each input, and that of each output, as
-    int32 tensors on the device of `embs`, then the numbers of columns of the outputs as a list.
-
     The permutation, `[rows, 6]`, has one row per key of a group: input, output, first column in the
-    input, first column in the output, number of columns, and a link. The link of a key that is used
-    once is 0. If a key is used several times, the link of its first row is the number of its second
-    row; the link of each later row is the negative number of the following row of the key, and the
-    link of the last one the negative number of all rows.
+    input, first column in the output, number of columns, and a link. The link is 0 if the key is
+    used once. If it is used several times, the link of its first row is the number of its second
+    row; the link of each later row is the negative number of the key's next row, and the link of
+    the last one the negative number of all rows.
+
+    Args:
+        embs: any tensor on the device of the results.
+        keys: keys of each input.
+        lengths: number of columns of each key of each input.
+        groups: keys of each output.
+
+    Returns:
+        the permutation, the number of columns of each input, that of each output, all int32, and
+        the latter once more as a list.
+
+    Raises:
+        KeyError: no input has a key of a group.
     """
-    blocks = _blocks_of(keys, lengths)
+    blocks = _block_of_key(keys, lengths)
     permutation: list[list[int]] = []
     widths = []
     rows_of_key: dict[str, list[int]] = {}
@@ -193,10 +210,13 @@ def permute_multi_embedding(
 
     Args:
         pooled_embs: inputs `[B, columns]`.
-        permutes: the permutation.
+        permutes: the permutation, `[rows, 6]`.
         in_shapes: number of columns of each input.
         out_shapes: number of columns of each output.
         out_lengths: the same as a list.
+
+    Returns:
+        a tensor `[B, columns]` per output.
     """
     columns = permutes.long().unbind(1)
     first_input_columns = functional.pad(in_shapes.long().cumsum(0), (1, 0))
@@ -224,7 +244,7 @@ def index_select_dim0(
     consecutive_range_length: SymInt | None = 0,
     skip_indices_sorting_fwd: bool | None = None,
 ) -> Tensor:
-    """Return rows `indices` of `input`; the options tune FBGEMM's GPU kernel, and are ignored."""
+    """Return the rows `indices` of `input`; other arguments, for FBGEMM's kernel, are ignored."""
     return input.index_select(0, indices)
 
 
@@ -232,7 +252,7 @@ def index_select_dim0(
 def group_index_select_dim0(
     input_group: Sequence[Tensor], indices_group: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return rows `indices_group[i]` of `input_group[i]`, for each i."""
+    """Return the rows `indices_group[i]` of `input_group[i]`, for each i."""
     pairs = zip(input_group, indices_group, strict=True)
     return [rows.index_select(0, indices) for rows, indices in pairs]
 
@@ -246,11 +266,16 @@ def batch_index_select_dim0(
     input_columns: Sequence[SymInt],
     permute_output_dim_0_1: bool = False,
 ) -> Tensor:
-    """Return rows `indices` of matrices, flat; the flat `inputs` has the matrices one by one.
+    """Return the selected rows of several matrices, flat.
 
-    The lists have for each matrix its number of selected rows, its rows and its columns.
-    With `permute_output_dim_0_1` the output is row-major over all matrices; the same number of rows
-    must be selected from each matrix.
+    Args:
+        inputs: the flat matrices, concatenated.
+        indices: the selected rows of each matrix, concatenated.
+        input_num_indices: number of selected rows of each matrix.
+        input_rows: number of rows of each matrix.
+        input_columns: number of columns of each matrix.
+        permute_output_dim_0_1: whether the output has the first selected row of every matrix, then
+            the second ones, and so on. The numbers of selected rows must be equal.
     """
     sizes = [
         num_rows * columns for num_rows, columns in zip(input_rows, input_columns, strict=True)
@@ -281,7 +306,7 @@ def batch_index_select_dim0_tensor(
     input_columns: Tensor,
     permute_output_dim_0_1: bool = False,
 ) -> Tensor:
-    """Return what `batch_index_select_dim0` does; wait for a GPU, to read the sizes."""
+    """Return the result of `batch_index_select_dim0`, for sizes in tensors. Waits for a GPU."""
     return batch_index_select_dim0(
         inputs,
         indices,
@@ -297,7 +322,7 @@ def batch_index_select_dim0_tensor(
 
 @operator("all_to_one_device")
 def all_to_one_device(input_tensors: Sequence[Tensor], target_device: torch.device) -> list[Tensor]:
-    """Move tensors to one device."""
+    """Return the tensors on one device. The host does not wait for copies to a GPU."""
     return [tensor.to(target_device, non_blocking=True) for tensor in input_tensors]
 
 
@@ -308,7 +333,7 @@ def merge_pooled_embeddings(
     target_device: torch.device,
     cat_dim: SymInt = 1,
 ) -> Tensor:
-    """Concatenate tensors on one device; `uncat_dim_size` is ignored."""
+    """Concatenate tensors on `target_device`, along `cat_dim`; `uncat_dim_size` is ignored."""
     if any(tensor.is_meta for tensor in pooled_embeddings):  # while a graph is exported
         return torch.empty_like(torch.cat(list(pooled_embeddings), cat_dim), device=target_device)
     return torch.cat(all_to_one_device(pooled_embeddings, target_device), dim=cat_dim)
@@ -316,7 +341,7 @@ def merge_pooled_embeddings(
 
 @operator("sum_reduce_to_one")
 def sum_reduce_to_one(input_tensors: Sequence[Tensor], target_device: torch.device) -> Tensor:
-    """Add tensors on one device, in their order."""
+    """Return the sum of tensors on `target_device`, added in their order."""
     total, *others = all_to_one_device(input_tensors, target_device)
     for tensor in others:
         total = total + tensor
@@ -325,13 +350,17 @@ def sum_reduce_to_one(input_tensors: Sequence[Tensor], target_device: torch.devi
 
 @operator("is_uvm_tensor")
 def is_uvm_tensor(t: Tensor) -> bool:
-    """Return False: tables in host memory are pinned, not managed by the driver."""
+    """Return False: emblib has no tensors in managed memory; tables in host memory are pinned."""
     return False
 
 
 @operator("new_unified_tensor")
 def new_unified_tensor(self: Tensor, sizes: Sequence[int], is_host_mapped: bool) -> Tensor:
-    """Return an uninitialised tensor on the CPU, in ordinary memory; on a GPU raise."""
+    """Return an uninitialised tensor of ordinary memory, in the dtype of `self` on the CPU.
+
+    Raises:
+        NotImplementedError: `self` is on a GPU.
+    """
     if self.is_cuda:
         raise NotImplementedError(
             "memory that CPU and GPU share is a property of tables in emblib: a table with "
@@ -348,5 +377,5 @@ for _name in ("new_managed_tensor", "new_vanilla_managed_tensor", "new_host_mapp
 
 @operator("check_feature_gate_key")
 def check_feature_gate_key(key: str) -> bool:
-    """Return whether the environment switches a feature of FBGEMM on, by `FBGEMM_<key>=1`."""
+    """Return whether a feature of FBGEMM is on: the environment has `FBGEMM_<key>=1`."""
     return os.environ.get(f"FBGEMM_{key}", "0") == "1"

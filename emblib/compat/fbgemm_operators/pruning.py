@@ -1,8 +1,9 @@
-"""Operators that map ids to the rows that pruning left in inference tables.
+"""Operators that map ids to the rows of pruned inference tables.
 
 A table has an array or a hash map, or neither if its ids are rows. The array has the row of each
-id, -1 for a pruned row. A slot of the hash map has an id and its row; id -1 marks a free slot. The
-search for an id begins at the slot of its hash and goes slot by slot; slot 0 follows the last slot.
+id, or -1 if the row was pruned. A slot of the hash map has an id and its row; id -1 marks a free
+slot. The search for an id begins at the slot of its hash and continues slot by slot; slot 0 follows
+the last slot.
 """
 
 import torch
@@ -17,9 +18,9 @@ _UINT32_MASK = 0xFFFFFFFF
 
 
 def _first_slots(ids: Tensor, num_slots: Tensor) -> Tensor:
-    """Return the slot at which the search for each id begins, by MurmurHash3's final mix.
+    """Return the slot at which the search for each id begins, `[L]`: a hash modulo `num_slots`.
 
-    int32 ids are mixed in 32 bits, other ids in 64 bits.
+    The hash is MurmurHash3's final mix, of 32 bits for int32 ids, of 64 bits for others.
     """
     if ids.dtype != torch.int32:
         return unsigned_modulo(mix(ids), num_slots)
@@ -32,7 +33,13 @@ def _first_slots(ids: Tensor, num_slots: Tensor) -> Tensor:
 def _map_ranges(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Return, for each id, the first entry of its table's map and the map's number of entries.
 
-    `offsets` are `[T * B + 1]`, `map_offsets` `[T + 1]`. Others raise RuntimeError.
+    Args:
+        ids: int32 or int64 `[L]`.
+        offsets: `[T * B + 1]`, in the dtype of the ids.
+        map_offsets: first entry of the map of each table, and the end, `[T + 1]`.
+
+    Raises:
+        RuntimeError: `offsets` have another dtype, or do not fit T tables.
     """
     num_tables = map_offsets.numel() - 1
     check(
@@ -49,12 +56,12 @@ def _map_ranges(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tens
 
 
 def _map_by_array(ids: Tensor, array_starts: Tensor, array_sizes: Tensor, rows: Tensor) -> Tensor:
-    """Return the row of each id, -1 for ids outside the array of their table.
+    """Return the row of each id, -1 for an id outside the array of its table.
 
     Args:
         ids: int32 or int64 `[L]`.
         array_starts: first entry of the array of each id, `[L]`.
-        array_sizes: entries of the array of each id, `[L]`; 0 for ids that stay as they are.
+        array_sizes: number of entries of this array, `[L]`; 0 for ids that stay as they are.
         rows: the arrays, concatenated.
     """
     if not rows.numel():
@@ -74,12 +81,21 @@ def embedding_bag_rowwise_prune(
     min_num_rows: SymInt = 0,
     min_save_ratio: float | None = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows whose indicator exceeds a threshold, and the map of all rows to them.
+    """Return the rows whose indicator exceeds a threshold, and their new numbers.
 
-    With `abs` the absolute value of the indicator counts. At least `min_num_rows` rows stay, if
-    there are as many. Pruning must pay: `min_num_rows` rows and the map must need less than
-    `min_save_ratio` of the memory of `weight`, at 4 bytes per number. Otherwise all rows and a map
-    of the single entry 0 are returned. `min_save_ratio=None` prunes without this test.
+    Args:
+        weight: rows `[N, D]`.
+        indicator: importance of each row, `[N]`.
+        threshold: rows above it stay.
+        compressed_indices_dtype: dtype of the new numbers.
+        abs: whether the absolute value of the indicator is compared.
+        min_num_rows: number of rows that stay in any case, if there are as many.
+        min_save_ratio: share of the memory of `weight` below which `min_num_rows` rows and the new
+            numbers must remain, counted as 4 bytes per number; None for no such condition.
+
+    Returns:
+        the rows that stay, and for each old row its new number or -1, `[N]`. If the condition does
+        not hold, all rows and the single number 0 are returned.
 
     Raises:
         RuntimeError: the threshold is negative, or the indicator does not have one entry per row.
@@ -88,7 +104,7 @@ def embedding_bag_rowwise_prune(
     check(indicator.numel() == len(weight), f"indicator must have {len(weight)} entries")
     is_kept = (indicator.abs() if abs else indicator) > threshold
     num_missing = min(min_num_rows, len(weight)) - int(is_kept.sum())
-    if num_missing > 0:  # FBGEMM keeps the last rows below the threshold, so that enough stay
+    if num_missing > 0:  # as in FBGEMM, the last rows below the threshold stay, too
         is_kept[(~is_kept).nonzero()[-num_missing:, 0]] = True
     num_columns, dtype = weight.size(1), compressed_indices_dtype
     if min_save_ratio is not None and not (
@@ -103,11 +119,18 @@ def embedding_bag_rowwise_prune(
 def pruned_array_lookup(
     indices: Tensor, offsets: Tensor, index_remappings: Tensor, index_remappings_offsets: Tensor
 ) -> Tensor:
-    """Return the row of each id by the arrays of the tables.
+    """Return the row of each id by the arrays of the tables, `[L]`.
 
-    Ids outside their array get row -1; ids of a table without entries stay as they are. `offsets`
-    are `[T * B + 1]` in the dtype of `indices`. `index_remappings` are the concatenated arrays; the
-    array of table t begins at entry `index_remappings_offsets[t]`.
+    An id outside its array gets row -1. An id of a table without an array stays as it is.
+
+    Args:
+        indices: ids, int32 or int64 `[L]`.
+        offsets: `[T * B + 1]`, in the dtype of `indices`.
+        index_remappings: the arrays of all tables, concatenated.
+        index_remappings_offsets: first entry of the array of each table, and the end, `[T + 1]`.
+
+    Raises:
+        RuntimeError: `offsets` have another dtype, or do not fit T tables.
     """
     array_starts, array_sizes = _map_ranges(indices, offsets, index_remappings_offsets)
     return _map_by_array(indices, array_starts, array_sizes, index_remappings)
@@ -121,19 +144,21 @@ def pruned_hashmap_insert(
     hash_table: Tensor,
     hash_table_offsets: Tensor,
 ) -> None:
-    """Insert ids and their rows one after the other, except for ids of row -1.
+    """Insert ids and their rows into the hash maps, in order. Waits for a GPU.
 
-    Ids of a table without slots are ignored.
+    Ids of row -1, and ids of a table without slots, are not inserted. The row of an id that is in
+    the map is replaced.
 
     Args:
-        indices: ids, distinct in each table.
-        dense_indices: row of each id.
-        offsets: `[T * B + 1]`.
-        hash_table: slots `[S, 2]` of all tables; written.
-        hash_table_offsets: first slot of each table, and the end.
+        indices: ids, int32 or int64 `[L]`.
+        dense_indices: row of each id, `[L]`; -1 if the row was pruned.
+        offsets: `[T * B + 1]`, in the dtype of `indices`.
+        hash_table: slots of all tables, `[S, 2]`; written.
+        hash_table_offsets: first slot of each table, and the end, `[T + 1]`.
 
     Raises:
-        RuntimeError: offsets do not fit, or the slots of a table are full; nothing is written.
+        RuntimeError: `offsets` have another dtype or do not fit T tables, or the slots of a table
+            are full; nothing is written.
     """
     map_starts, capacities = _map_ranges(indices, offsets, hash_table_offsets)
     is_stored = (dense_indices != _FREE) & (capacities > 0)
@@ -159,10 +184,10 @@ def pruned_hashmap_insert(
 def pruned_hashmap_lookup(
     indices: Tensor, offsets: Tensor, hash_table: Tensor, hash_table_offsets: Tensor
 ) -> Tensor:
-    """Return the row of each id, -1 for ids that are not in the map.
+    """Return the row of each id, `[L]`, -1 for ids that are not in the map. Waits for a GPU.
 
-    Ids of a table without slots are returned as they are. The arguments are as in
-    `pruned_hashmap_insert`. Waits for a GPU.
+    An id of a table without slots stays as it is. Arguments and errors are as in
+    `pruned_hashmap_insert`.
     """
     map_starts, capacities = _map_ranges(indices, offsets, hash_table_offsets)
     rows = torch.where(capacities > 0, torch.full_like(indices, _FREE), indices)
@@ -183,13 +208,16 @@ def pruned_hashmap_lookup(
 
 
 class PrunedMap:
-    """Maps from ids to rows, one per table, as FBGEMM's class `PrunedMapCPU`."""
+    """Hash maps from ids to rows, one per table, with the interface of FBGEMM's `PrunedMapCPU`."""
 
     def insert(self, indices: Tensor, dense_indices: Tensor, offsets: Tensor, T: int) -> None:
-        """Set the row of each id of `T` tables, and discard the maps of earlier calls.
+        """Make new maps of `T` tables, which replace those of an earlier call.
 
-        `indices` are ids `[L]`; `dense_indices` are their rows `[L]`, -1 for pruned rows; `offsets`
-        are `[T * B + 1]`.
+        Args:
+            indices: ids, int32 or int64 `[L]`.
+            dense_indices: row of each id, `[L]`; -1 if the row was pruned.
+            offsets: `[T * B + 1]`, in the dtype of `indices`.
+            T: number of tables.
         """
         num_slots = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long().diff()
         # A table without slots would map every id to itself.
@@ -198,5 +226,5 @@ class PrunedMap:
         pruned_hashmap_insert(indices, dense_indices, offsets, *self._map)
 
     def lookup(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        """Return the row of each id, -1 for ids without one; call it after `insert`."""
+        """Return the row of each id, -1 for ids without one; `insert` must be called before."""
         return pruned_hashmap_lookup(indices, offsets, *self._map)

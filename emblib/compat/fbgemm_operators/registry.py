@@ -1,8 +1,8 @@
-"""The operators of namespace `fbgemm`: a table of schemas and implementations, and registration.
+"""The table of the operators of namespace `fbgemm`, and their registration with PyTorch.
 
-Every implementation is made of operators of PyTorch and emblib and registered as
-`CompositeImplicitAutograd`: for all devices at once, with the gradients and the meta kernels of
-what it calls.
+Every implementation calls operators of PyTorch and emblib only. It is registered as
+`CompositeImplicitAutograd`, for all devices at once: gradients and meta kernels are those of the
+operators that it calls.
 """
 
 import inspect
@@ -20,7 +20,7 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {}
 """Schema and implementation of each operator, by its name."""
 
 SymInt = Annotated[int, "SymInt"]
-"""Annotation of an argument that may be symbolic in a traced graph."""
+"""Annotation of an int argument that is symbolic in a traced graph: `SymInt` in the schema."""
 
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -38,13 +38,13 @@ _libraries: list[torch.library.Library] = []
 
 
 def operator(schema: str, writes: str = "") -> Callable[[_Function], _Function]:
-    """Enter the decorated function into `OPERATORS`.
+    """Return a decorator that enters a function into `OPERATORS` and returns it unchanged.
 
     Args:
-        schema: name of the operator, whose schema is then made of the function's annotations; or
-            a whole schema.
-        writes: names of the tensors that the operator may change, up to 4, separated by spaces;
-            without effect if `schema` is a whole one.
+        schema: name of the operator; the rest of its schema follows from the annotations of the
+            function. Or a whole schema, `name(arguments) -> results`.
+        writes: names of up to 4 tensors that the operator may change, separated by spaces; ignored
+            with a whole schema.
     """
 
     def enter(function: _Function) -> _Function:
@@ -56,7 +56,7 @@ def operator(schema: str, writes: str = "") -> Callable[[_Function], _Function]:
 
 
 def _schema_of(function: Callable[..., Any], writes: Sequence[str]) -> str:
-    """Return arguments and results of a schema, made of the annotations of a function."""
+    """Return `(arguments) -> results` of a schema, by the annotations of a function."""
     signature = inspect.signature(function)
     arguments = []
     for name, parameter in signature.parameters.items():
@@ -85,9 +85,9 @@ def is_registered() -> bool:
 
 
 def foreign_operators() -> list[str]:
-    """Return the names in the table that other code registered with PyTorch; [] after `register`.
+    """Return the names in `OPERATORS` that other code, such as FBGEMM, registered with PyTorch.
 
-    An installed FBGEMM is such code.
+    After `register` the result is [].
     """
     if is_registered():
         return []
@@ -95,7 +95,7 @@ def foreign_operators() -> list[str]:
 
 
 def register() -> None:
-    """Register the table with PyTorch, for the rest of the process; a second call does nothing."""
+    """Register `OPERATORS` with PyTorch, for the rest of the process; do so only once."""
     if is_registered():
         return
     library = torch.library.Library(NAMESPACE, "FRAGMENT")

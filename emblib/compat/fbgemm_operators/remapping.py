@@ -1,12 +1,12 @@
 """Operators that remap ids: zero-collision hashing, and the pruning of tables during training.
 
 Zero-collision hashing has a buffer of one id per slot; -1 marks a free slot. The search for an id
-begins at the slot of its hash, and looks at `max_probe` slots; slot 0 follows the last slot. The id
-is in the first slot that has it.
+begins at the slot of its hash, and looks at `max_probe` slots; slot 0 follows the last slot. The
+search ends at the first slot that has the id.
 
 Pruning maps the ids of a table to fewer rows. Ids without a row of their own share row 0. The uses
-of each id are counted. `prune_embedding_tables` moves rows: an id that is used little loses its row
-to an id without one that is used much. A sample of the ids determines the threshold between both.
+of each id are counted. `prune_embedding_tables` takes rows from rarely used ids and gives them to
+frequently used ids that have none. A sample of the ids determines the threshold between both.
 """
 
 import itertools
@@ -19,9 +19,9 @@ from emblib.compat.fbgemm_operators.checks import check, check_ids, check_one_pe
 from emblib.compat.fbgemm_operators.registry import operator
 
 _FREE = -1
-_INT32_MODULUS = 2**31 - 1  # int32 buffers have ids modulo this
-_SAMPLE_STEP = 23  # FBGEMM's: thresholds are estimated from every 23rd id
-_DECAY = 0.98  # FBGEMM's: factor of the counts of use per pruning
+_INT32_MODULUS = 2**31 - 1  # an int32 buffer stores ids modulo this number
+_SAMPLE_STEP = 23  # as in FBGEMM: a sample has every 23rd id
+_DECAY = 0.98  # as in FBGEMM: factor of the counts of uses at each pruning
 
 
 @operator(
@@ -34,7 +34,11 @@ def create_zch_buffer(
     device: torch.device | None = None,
     long_type: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return free slots `[size, 1]` and, with `support_evict`, their metadata `[size, 1]`."""
+    """Return free slots `[size, 1]` and, with `support_evict`, their metadata `[size, 1]`.
+
+    Slots are int64 with `long_type`, else int32; metadata are int32. `device` None is torch's
+    default device.
+    """
     dtype = torch.int64 if long_type else torch.int32
     slots = torch.full((size, 1), _FREE, dtype=dtype, device=device)
     metadata = torch.full((size, 1), _FREE, dtype=torch.int32, device=device)
@@ -46,7 +50,7 @@ def _signed(constant: int) -> int:
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Shift in zeros, which `>>` of a negative int64 does not."""
+    """Shift int64 to the right, with zeros from the left; `>>` repeats the sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -55,14 +59,14 @@ def _rotate(bits: Tensor, count: int) -> Tensor:
 
 
 def mix(bits: Tensor) -> Tensor:
-    """Return MurmurHash3's final mix of 64 bits."""
+    """Return MurmurHash3's final mix of 64 bits, for int64 of any shape."""
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         bits = (bits ^ _shift_right(bits, 33)) * _signed(factor)
     return bits ^ _shift_right(bits, 33)
 
 
 def hash_ids(ids: Tensor, second: int = 0, seed: int = 0) -> Tensor:
-    """Return MurmurHash3 of pairs of 64 bits, `(id, second)`, folded to 64 bits of an int64."""
+    """Return MurmurHash3 of the 128 bits `(id, second)`, folded to an int64, for each of `ids`."""
     factors = _signed(0x87C37B91114253D5), _signed(0x4CF5AD432745937F)
     first_word = _rotate(ids.long() * factors[0], 31) * factors[1]
     upper = (_rotate(first_word ^ _signed(seed), 27) + _signed(seed)) * 5 + 0x52DCE729
@@ -78,13 +82,13 @@ def hash_ids(ids: Tensor, second: int = 0, seed: int = 0) -> Tensor:
 
 @operator("murmur_hash3")
 def murmur_hash3(input: Tensor, y: int, seed: int) -> Tensor:
-    """Return the hash of one id, `[1]`, as a scalar."""
+    """Return `hash_ids` of one id, `[1]`, as a scalar tensor; other sizes raise RuntimeError."""
     check_one_per("input", input, "hash", 1)
     return hash_ids(input, y, seed).view(())
 
 
 def unsigned_modulo(bits: Tensor, divisor: Tensor | int) -> Tensor:
-    """Return int64 `bits`, read as unsigned, modulo `divisor`."""
+    """Return `bits`, int64 that are read as unsigned, modulo a positive `divisor`."""
     half = _shift_right(bits, 1) % divisor
     return (2 * half + (bits & 1)) % divisor
 
@@ -119,34 +123,35 @@ def zero_collision_hash(
     opt_in_rands: Tensor | None = None,
     runtime_meta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the slot of each id, `[N]`, and no evictions.
+    """Look ids up in a buffer; return the slot of each id, `[N]`, and None for evictions.
 
-    An id without a slot gets -1 with `disable_fallback`, else the slot of its hash. That slot is
-    one of the last `num_reserved_slots`, if there are any.
+    An id that is in no slot gets -1 with `disable_fallback`. Otherwise it gets the slot of its
+    hash, among the reserved slots if there are any.
 
     Args:
         input: ids `[N]`, int32 or int64.
         identities: slots `[S, 1]`.
-        max_probe: number of slots to look at.
+        max_probe: maximum number of slots to look at.
         circular_probe: flag that must be True.
         _modulo_identity_DPRECATED: flag that must be False.
         exp_hours: number that must be -1.
         readonly: flag that must be True: FBGEMM's CPU build does not insert either.
-        local_sizes: number of slots in which each id may be, `[N]`; None for all slots.
-        offsets: first slot in which each id may be, `[N]`; None for slot 0.
+        local_sizes: number of slots that each id may be in, `[N]`; None for all slots.
+        offsets: first slot that each id may be in, `[N]`; None for slot 0.
         metadata: argument that must be None.
         output_on_uvm: ignored: the result is on the device of `input`.
         disable_fallback: whether an id without a slot gets -1.
         input_metadata: argument that must be None.
         eviction_threshold: number that must be -1.
         eviction_policy: number that must be 0.
-        opt_in_prob: -1, or with `num_reserved_slots` any number.
-        num_reserved_slots: number of the last slots kept for ids without a slot; -1 for none.
-        opt_in_rands: ignored: it decides on insertions.
+        opt_in_prob: -1 without reserved slots, any other number with them.
+        num_reserved_slots: number of slots, the last ones, that are reserved for ids without a
+            slot; -1 for none.
+        opt_in_rands: ignored, as it is for insertions.
         runtime_meta: ignored.
 
     Raises:
-        NotImplementedError: the arguments insert or evict.
+        NotImplementedError: the arguments ask for insertions or evictions.
         RuntimeError: tensors do not fit each other, or arguments contradict each other.
     """
     has_eviction = exp_hours != -1 or eviction_threshold != -1 or eviction_policy != 0
@@ -176,7 +181,7 @@ def zero_collision_hash(
         slots = positions + first_slots
     else:
         slots = num_probed_slots + unsigned_modulo(hashes, num_reserved_slots) + first_slots
-    pending = torch.arange(len(input), device=input.device)  # positions of ids not found yet
+    pending = torch.arange(len(input), device=input.device)  # ids that are not found yet
     id_of_slot = identities.flatten()
     for _ in range(max_probe):
         if not len(pending):
@@ -197,9 +202,9 @@ def zero_collision_hash(
 
 
 def _slices_of_tables(offsets: Tensor) -> list[slice]:
-    """Return the slice of the ids of each table; waits for a GPU.
+    """Return the slice of each table in a tensor of all ids. Waits for a GPU.
 
-    `offsets` are the first id of each table, and the end.
+    `offsets` are the first entry of each table, and the end, `[T + 1]`.
     """
     bounds = offsets.tolist()
     return [slice(first, last) for first, last in itertools.pairwise(bounds)]
@@ -207,10 +212,12 @@ def _slices_of_tables(offsets: Tensor) -> list[slice]:
 
 @operator("init_address_lookup")
 def init_address_lookup(address_lookups: Tensor, buffer_offsets: Tensor, emb_sizes: Tensor) -> None:
-    """Map the first `emb_sizes[t]` ids of table t to their own rows, and all others to row 0.
+    """Give the first ids of each table rows of their own; map all others to row 0. Waits for a GPU.
 
-    `address_lookups`, the rows of the ids of all tables, is written. The ids of table t begin at
-    entry `buffer_offsets[t]`.
+    Args:
+        address_lookups: row of each id of all tables; written.
+        buffer_offsets: first entry of each table in it, and the end, `[T + 1]`.
+        emb_sizes: number of rows of each table, `[T]`.
     """
     for table_slice, num_rows in zip(
         _slices_of_tables(buffer_offsets), emb_sizes.tolist(), strict=True
@@ -221,10 +228,10 @@ def init_address_lookup(address_lookups: Tensor, buffer_offsets: Tensor, emb_siz
 
 
 def _use_threshold(uses: Tensor, num_rows: Tensor, iteration: int) -> Tensor:
-    """Estimate the number of uses above which an id has a row, from every 23rd id."""
+    """Estimate the number of uses above which an id has a row, from a sample of the ids."""
     pruned_share = (1.0 - (num_rows.float() / len(uses)).double()).float()
     num_samples = len(uses) // _SAMPLE_STEP
-    if num_samples:  # a smaller table is its own sample
+    if num_samples:  # of a table with fewer ids, all are used
         positions = torch.arange(num_samples, device=uses.device) * _SAMPLE_STEP
         uses = uses[(positions + iteration % _SAMPLE_STEP).clamp(max=len(uses) - 1)]
     positions = (pruned_share * len(uses)).floor().long().clamp(max=len(uses) - 1)
@@ -232,7 +239,10 @@ def _use_threshold(uses: Tensor, num_rows: Tensor, iteration: int) -> Tensor:
 
 
 def _move_rows(row_of_id: Tensor, uses: Tensor, threshold: Tensor) -> Tensor:
-    """Move rows from ids with few uses to ids with many uses and no row; return these rows."""
+    """Move rows from ids with few uses to ids with many uses and no row; return the moved rows.
+
+    `row_of_id` is written. Many are more than `threshold`.
+    """
     is_much_used, has_row = uses > threshold, row_of_id != 0
     receivers = (is_much_used & ~has_row).nonzero()[:, 0]
     donors = (~is_much_used & has_row).nonzero()[:, 0]
@@ -255,16 +265,17 @@ def prune_embedding_tables(
     """Move the rows of each table to its most used ids, and decay the counts of use.
 
     Args:
-        iter: number of the training step; it selects the sample and, after the first
-            `pruning_interval` steps, the decay.
+        iter: number of the training step. The sample of ids depends on it; counts do not decay in
+            the first `pruning_interval` steps.
         pruning_interval: steps between prunings.
-        address_lookups: rows of the ids of all tables, int64; written.
-        row_utils: uses of the ids of all tables, float32; written.
-        buffer_offsets: first id of each table, and the end.
-        emb_sizes: rows of each table.
+        address_lookups: row of each id of all tables, int64; written.
+        row_utils: number of uses of each id of all tables, float32; written.
+        buffer_offsets: first id of each table, and the end, `[T + 1]`.
+        emb_sizes: number of rows of each table, `[T]`.
 
     Returns:
-        rows that moved (the single entry 0 if none did), their offsets per table, and their number.
+        the moved rows table by table (the single entry 0 if there are none), their offsets per
+        table `[T + 1]`, and their number.
     """
     if iter > pruning_interval:
         row_utils.mul_(_DECAY)
@@ -297,21 +308,21 @@ def remap_indices_update_utils(
     full_values_list: Sequence[Tensor] | None = None,
     update_util: bool | None = None,
 ) -> Tensor:
-    """Return the rows of the ids of some features, and count the uses of these ids.
+    """Return the row of each id of some features, and count the uses of the ids.
 
     Args:
-        iter: number of the training step, which decides whether to count if `update_util` is None.
-        buffer_idx: table of each feature, on the CPU.
-        feature_lengths: ids of each feature, on the CPU.
-        feature_offsets: first id of each feature, on the CPU.
+        iter: number of the training step.
+        buffer_idx: table of each feature, `[F]`, on the CPU.
+        feature_lengths: number of ids of each feature, `[F]`, on the CPU.
+        feature_offsets: first entry of each feature in `values`, `[F]`, on the CPU.
         values: ids of all features; not written.
-        address_lookup: rows of the ids of all tables, int64.
-        row_util: uses of the ids of all tables, float32; written.
-        buffer_offsets: first id of each table, and the end.
-        full_values_list: ids to count of each feature, if `values` has every id once; None counts
-            `values`.
-        update_util: whether to count; None counts in some steps only, as FBGEMM does: in the first
-            10, every 19th until 100, then every 39th.
+        address_lookup: row of each id of all tables, int64.
+        row_util: number of uses of each id of all tables, float32; written.
+        buffer_offsets: first id of each table, and the end, `[T + 1]`.
+        full_values_list: ids of each feature to count, for `values` without repeated ids; None
+            counts `values`.
+        update_util: whether to count. None counts in the steps that FBGEMM counts in: the first 10,
+            every 19th up to 100, and every 39th.
     """
     if update_util is None:
         update_util = iter < 10 or (iter < 100 and (iter + 1) % 19 == 0) or (iter + 1) % 39 == 0

@@ -1,8 +1,8 @@
 """Operators that quantise rows, and conversions of bfloat16.
 
-A quantised row has codes of 2, 4 or 8 bits, with a scale and a minimum: a value is about
-`code * scale + minimum`. Functions of quantised rows raise RuntimeError for fewer than two
-dimensions; conversions of bfloat16 take any shape.
+A quantised row has codes of 2, 4 or 8 bits, one per value, and a scale and a minimum: a value is
+about `code * scale + minimum`. Tensors of rows need at least two dimensions, else RuntimeError is
+raised; conversions of bfloat16 take any shape.
 """
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 from emblib.compat.fbgemm_operators.checks import DTYPES, check, check_rows
 from emblib.compat.fbgemm_operators.registry import operator
 
-_MAX_CODE = 255.0  # of 8 bits
-_EPS = 1e-8  # FBGEMM's, for rows of one value
-_HALF_HEADER_BYTES = 4  # of scale and minimum in float16
+_MAX_CODE = 255.0  # largest code of 8 bits
+_EPS = 1e-8  # FBGEMM's; prevents a division by 0 for rows of one value
+_HALF_HEADER_BYTES = 4  # bytes of scale and minimum in float16
 
 
 def _minimum_and_maximum(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return minimum and maximum of each row, float32 `[..., 1]`; zeros of rows without columns."""
+    """Return minimum and maximum of each row, float32 `[..., 1]`; 0 for rows without columns."""
     values = values.float()
     if not values.size(-1):
         return values.new_zeros(*values.shape[:-1], 1), values.new_zeros(*values.shape[:-1], 1)
@@ -55,17 +55,18 @@ def fused_8bit_to_float(
     scale_bias_last: bool = True,
     quant_padding_float_type: bool = True,
 ) -> Tensor:
-    """Return the values of rows of 8-bit codes.
+    """Return the values of rows of 8-bit codes, `[..., D]`.
 
     Args:
-        input: uint8 rows of codes, scale and minimum.
-        output_dtype: number of the dtype: 0 for float32, 1 for float16, 5 for bfloat16.
+        input: uint8 rows of D codes, a scale and a minimum.
+        output_dtype: code of the dtype of the result: 0 for float32, 1 for float16, 5 for bfloat16.
         scale_bias_last: whether scale and minimum are at the end of a row, not at its start.
-        quant_padding_float_type: whether they are float32, not float16 (at the start only).
+        quant_padding_float_type: whether scale and minimum are float32, not float16. float16 needs
+            `scale_bias_last=False`.
 
     Raises:
-        RuntimeError: another `output_dtype`, float16 scale and minimum at the end of a row, or rows
-            of another dtype or without room for scale and minimum.
+        RuntimeError: `output_dtype` is another code, scale and minimum are float16 and at the end
+            of a row, or `input` is not uint8 or has rows without room for scale and minimum.
     """
     check(
         quant_padding_float_type or not scale_bias_last,
@@ -77,7 +78,7 @@ def fused_8bit_to_float(
 
 
 def _split_rows(rows: Tensor, header_bytes: int, *, header_last: bool) -> tuple[Tensor, Tensor]:
-    """Return views of the codes and of the `header_bytes` bytes of scale and minimum."""
+    """Return views of the codes, and of scale and minimum, which take `header_bytes` bytes."""
     check_rows("input", rows)
     check(
         rows.dtype == torch.uint8 and rows.size(-1) >= header_bytes,
@@ -90,6 +91,7 @@ def _split_rows(rows: Tensor, header_bytes: int, *, header_last: bool) -> tuple[
 
 
 def _decode(codes: Tensor, header: Tensor, header_dtype: torch.dtype, output_dtype: int) -> Tensor:
+    """Return `codes * scale + minimum`; `header` has the bytes of scale and minimum."""
     check(output_dtype in DTYPES, f"output_dtype must be one of {[*DTYPES]}, got {output_dtype}")
     scale, low = _contiguous_copy(header).view(header_dtype).float().unsqueeze(-1).unbind(-2)
     return (codes.float() * scale + low).to(DTYPES[output_dtype])
@@ -165,9 +167,9 @@ def unpack_nbit(rows: Tensor, bit_rate: int) -> Tensor:
 def fused_nbit_to_float(
     input: Tensor, bit_rate: int, output_dtype: int = 0, scale_bias_last: bool = True
 ) -> Tensor:
-    """Return the values of rows of `bit_rate`-bit codes with float16 scale and minimum.
+    """Return the values of rows of `bit_rate`-bit codes with float16 scale and minimum, `[..., D]`.
 
-    Other arguments and errors are those of `fused_8bit_to_float`.
+    `output_dtype`, `scale_bias_last` and RuntimeError are as for `fused_8bit_to_float`.
 
     Raises:
         ValueError: the bit rate is not 2, 4 or 8.
@@ -185,7 +187,7 @@ for _target, _code in (("Float", 0), ("Half", 1)):
 
 @operator("FloatToBfloat16Quantized")
 def to_bfloat16(input: Tensor) -> Tensor:
-    """Return bfloat16 values, rounded to nearest, ties away from zero; a NaN may become -0."""
+    """Round to the nearest bfloat16, ties away from zero; a NaN may become -0, as in FBGEMM."""
     bits = input.float().view(torch.int32) + (1 << 15)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
