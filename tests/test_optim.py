@@ -107,6 +107,15 @@ def test_wrong_numbers_are_refused(message: str) -> None:
         WRONG[message]()
 
 
+@pytest.mark.parametrize("name", ["deferred", "maximize"])
+def test_what_is_no_bool_is_refused(name: str) -> None:
+    """A string from a configuration file, such as "False", is true in Python."""
+    for value in ("False", 0, None):
+        with pytest.raises(TypeError, match=f"{name} must be True or False"):
+            optim.SGD(0.1, **{name: value})
+    assert getattr(optim.SGD(0.1, **{name: np.bool_(True)}), name) is True
+
+
 def test_other_types_of_variants_are_refused() -> None:
     with pytest.raises(TypeError, match=r"counter must be None or Counter\(\.\.\.\) or CowClip"):
         optim.RowwiseAdagrad(0.1, counter="count")  # type: ignore[arg-type]

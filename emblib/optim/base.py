@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import Hyper
-from emblib.specs import OptionEnum, format_config
+from emblib.specs import OptionEnum, check_bool, format_config
 from emblib.torch_names import refuse_names_of_torch
 
 
@@ -123,7 +123,8 @@ class Optimizer:
         maximize: whether the gradient is negated before weight decay, as in `torch.optim`.
 
     Raises:
-        TypeError: an argument has its name of `torch.optim` (the message has the name here).
+        TypeError: an argument has its name of `torch.optim` (the message has the name here); or
+            `deferred` or `maximize` is not a bool.
         ValueError: a number is negative, NaN or infinite in float32; or the optimizer does not have
             this kind of weight decay.
 
@@ -147,6 +148,8 @@ class Optimizer:
     def __post_init__(self) -> None:
         for name in [entry.name for entry in fields(self)]:
             object.__setattr__(self, name, _python_numbers(getattr(self, name)))
+        check_bool("deferred", self.deferred)
+        check_bool("maximize", self.maximize)
         check_number("the learning rate", self.lr)
         object.__setattr__(self, "lr", float(self.lr))
         if self.max_gradient is not None:

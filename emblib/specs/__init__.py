@@ -4,9 +4,11 @@ from emblib.specs.caches import CacheConfig, CachePolicy, MultiPassPrefetch, Ver
 from emblib.specs.choices import (
     FLOAT_DTYPES,
     OptionEnum,
+    check_bool,
     check_count,
     check_counts,
     check_float_dtype,
+    check_sequence,
     format_config,
 )
 from emblib.specs.dynamic import (
@@ -56,9 +58,11 @@ __all__ = [
     "TTSpec",
     "TableSpec",
     "Verify",
+    "check_bool",
     "check_cores",
     "check_count",
     "check_counts",
     "check_float_dtype",
+    "check_sequence",
     "format_config",
 ]

@@ -50,6 +50,26 @@ def check_float_dtype(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} must be float32, float16 or bfloat16, got {dtype}")
 
 
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is a bool: strings such as "False" are true in Python."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_table_name(name: object) -> None:
+    """Raise ValueError unless `name` is a string without dots, which separate names in paths."""
+    if not isinstance(name, str) or "." in name:
+        raise ValueError(f"name must be a string without dots, got {name!r}")
+
+
+def check_sequence(name: str, value: Any, example: str) -> tuple[Any, ...]:
+    """Return a sequence as a tuple; raise TypeError, with the example, for anything else."""
+    is_text = isinstance(value, str | bytes)
+    if is_text or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        raise TypeError(f"{name} must be a sequence, e.g. {example}, got {value!r}")
+    return tuple(value)
+
+
 def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
     """Return `value` as an int.
 

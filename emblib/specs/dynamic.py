@@ -10,7 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from emblib.init import Initializer, Uniform, check_finite, check_initializer
-from emblib.specs.choices import OptionEnum, check_count, normalise_counts, normalise_dim
+from emblib.specs.choices import (
+    OptionEnum,
+    check_count,
+    check_table_name,
+    normalise_counts,
+    normalise_dim,
+)
 
 SLOTS_PER_BUCKET = 32
 """Number of slots of a bucket; capacities are rounded up to a multiple of it."""
@@ -337,8 +343,7 @@ class DynamicSpec:
                 f"initial_capacity must be at most capacity = {self.capacity}, got "
                 f"{self.initial_capacity}"
             )
-        if not isinstance(self.name, str) or "." in self.name:
-            raise ValueError(f"name must be a string without dots, got {self.name!r}")
+        check_table_name(self.name)
         object.__setattr__(self, "eviction", Eviction(self.eviction))
         object.__setattr__(self, "insert_policy", InsertPolicy(self.insert_policy))
         policy = OnInsertFailure(self.on_insert_failure)

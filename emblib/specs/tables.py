@@ -7,7 +7,13 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from emblib.specs.choices import OptionEnum, check_float_dtype, normalise_counts, normalise_dim
+from emblib.specs.choices import (
+    OptionEnum,
+    check_float_dtype,
+    check_table_name,
+    normalise_counts,
+    normalise_dim,
+)
 
 
 class Pooling(OptionEnum):
@@ -152,8 +158,7 @@ class TableSpec:
         normalise_counts(self, "rows", minimum=0)
         normalise_dim(self)
         object.__setattr__(self, "placement", Placement(self.placement))
-        if not isinstance(self.name, str) or "." in self.name:
-            raise ValueError(f"name must be a string without dots, got {self.name!r}")
+        check_table_name(self.name)
 
 
 @dataclass(frozen=True)

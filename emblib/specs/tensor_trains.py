@@ -13,6 +13,8 @@ from emblib.specs.choices import (
     OptionEnum,
     check_count,
     check_float_dtype,
+    check_sequence,
+    check_table_name,
     normalise_counts,
     normalise_dim,
 )
@@ -85,9 +87,9 @@ class TTSpec:
         seed: seed of the bijection, >= 0; unused with AS_GIVEN.
 
     Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is out of range, the factors do not fit, there are not 2 to 4 cores, or
-            the order is unknown.
+        TypeError: a number is not an int; or ranks or factors are not a sequence.
+        ValueError: a number is out of range, the factors do not fit, there are not 2 to 4 cores,
+            `name` is not a string or has dots, or the order is unknown.
 
     Example:
         >>> spec = emblib.TTSpec(rows=1_000_000, dim=64, ranks=(16, 16))
@@ -109,10 +111,17 @@ class TTSpec:
     def __post_init__(self) -> None:
         normalise_counts(self, "rows")
         normalise_dim(self)
-        object.__setattr__(self, "ranks", tuple(self.ranks))
+        check_table_name(self.name)
+        object.__setattr__(self, "ranks", check_sequence("ranks", self.ranks, "(16, 16)"))
         object.__setattr__(self, "ids", IdOrder(self.ids))
         object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
-        row_factors, dim_factors = tuple(self.row_factors or ()), tuple(self.dim_factors or ())
+        row_factors, dim_factors = (
+            () if factors is None else check_sequence(name, factors, example)
+            for name, factors, example in (
+                ("row_factors", self.row_factors, "(100, 100, 100)"),
+                ("dim_factors", self.dim_factors, "(4, 4, 4)"),
+            )
+        )
         check_cores(self.ranks, row_factors, dim_factors)
         num_cores = len(self.ranks) + 1
         row_factors = row_factors or shapes.row_factors(self.rows, num_cores)

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from emblib.dynamic import TTCache
 from emblib.optim import Optimizer
-from emblib.specs import IdOrder, MatmulPrecision, Pooling, TTSpec, check_cores, check_count
+from emblib.specs import (
+    IdOrder,
+    MatmulPrecision,
+    Pooling,
+    TTSpec,
+    check_cores,
+    check_count,
+    check_sequence,
+)
 from emblib.storage import cached_train
 from emblib.storage.base import (
     CutUnits,
@@ -63,7 +71,8 @@ class TensorTrain(Storage):
         matmul: precision of the products of cores on a GPU, see `MatmulPrecision`.
 
     Raises:
-        TypeError: a rank, a factor or `seed` is not an int, or `cache` is not a `TTCache`.
+        TypeError: ranks or factors are not a sequence of ints, `seed` is not an int, or `cache` is
+            not a `TTCache`.
         ValueError: a number is out of its range; there are not 2 to 4 cores, or not one factor per
             core; `init`, `ids` or `matmul` is unknown; or the cache has several numbers of rows.
             Factors that do not fit a table are found when its spec is made.
@@ -92,7 +101,8 @@ class TensorTrain(Storage):
 
     def __post_init__(self) -> None:
         for name in ("ranks", "row_factors", "dim_factors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            value = check_sequence(name, getattr(self, name), "(16, 16)")
+            object.__setattr__(self, name, value)
             if getattr(self, name).count(-1) > (name != "ranks"):
                 raise ValueError(
                     "one of row_factors and one of dim_factors may be -1, which follows from the "

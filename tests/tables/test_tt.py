@@ -4,14 +4,15 @@ import io
 import math
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import emblib
-from emblib import CachedTTEmbeddingBags, TTCache, optim
+from emblib import CachedTTEmbeddingBags, TTCache, optim, storage
 from emblib.ops import autograd
 from emblib.reference import tt
 from emblib.specs import BoundsCheck, Pooling, Precision, TTSpec
@@ -413,6 +414,7 @@ WRONG = {
     "five cores": (lambda: TTEmbeddingBag(TTSpec(100, 8, (2, 2, 2, 2))), "2 to 4 cores"),
     "few rows": (lambda: TTEmbeddingBag(TTSpec(100, 8, (2, 2), (4, 5, 4))), "< rows 100"),
     "wrong dim": (lambda: TTEmbeddingBag(TTSpec(90, 9, (2, 2), None, (2, 2, 2))), "to dim 9"),
+    "name with a dot": (lambda: TTSpec(90, 8, (2, 2), name="a.b"), "without dots"),
     "init": (lambda: TTEmbeddingBag(SPEC, init="xavier"), "init must be one of gaussian"),
     "output": (
         lambda: TTEmbeddingBag(SPEC, precision=Precision(output=torch.int8)),
@@ -434,6 +436,14 @@ def test_wrong_arguments(name: str) -> None:
     call, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("make", [lambda **k: TTSpec(90, 8, **k), storage.TensorTrain])
+@pytest.mark.parametrize("name", ["ranks", "row_factors", "dim_factors"])
+def test_what_is_no_sequence_is_refused(make: Callable[..., Any], name: str) -> None:
+    for value in (16, "16", torch.tensor(16)):
+        with pytest.raises(TypeError, match=f"{name} must be a sequence, e.g. "):
+            make(**{"ranks": (2, 2), name: value})
 
 
 def test_wrong_learning_rate_leaves_the_old_one() -> None:

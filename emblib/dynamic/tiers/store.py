@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from emblib.specs import DynamicSpec, InsertPolicy, OptionEnum, check_count
+from emblib.specs import DynamicSpec, InsertPolicy, OptionEnum, check_bool, check_count
 from emblib.tables.parameters import caller_level
 
 BATCH = 1 << 16  # rows per batch when all rows of a table are moved
@@ -319,8 +319,7 @@ class BackingStore:
                 f"{self.store!r}"
             )
         object.__setattr__(self, "mode", TierMode(self.mode))
-        if not isinstance(self.write_behind, bool):
-            raise TypeError(f"write_behind must be True or False, got {self.write_behind!r}")
+        check_bool("write_behind", self.write_behind)
         if self.max_misses is not None:
             object.__setattr__(self, "max_misses", check_count("max_misses", self.max_misses))
 
