@@ -151,7 +151,7 @@ class CapturedStep:
         if self._device.type != "cuda":
             padded = StaticBatch(layout, bound, self._device)
             padded.fill(leaves)
-            return _detach(with_padding(self._step)(padded.batch()))
+            return with_padding(self._run_detached)(padded.batch())
         size_class = self._size_classes.get(bound)
         if size_class is None:
             inputs = StaticBatch(layout, bound, self._device)
@@ -257,10 +257,16 @@ class CapturedStep:
     def _run_eagerly(self, layout: BatchLayout, leaves: list[Any]) -> Any:
         """Run the step uncaptured on a batch, given as `leaves`; its result is detached."""
         if self._device.type != "cuda":
-            return _detach(self._step(layout.move(leaves, self._device)))
+            return self._run_detached(layout.move(leaves, self._device))
         with self._on_stream() as caller_stream:
-            result = _detach(self._step(layout.move(leaves, self._device)))
+            result = self._run_detached(layout.move(leaves, self._device))
             return _record_stream(result, caller_stream)
+
+    def _run_detached(self, batch: Any) -> Any:
+        """Run the step on a batch; detach its result, whose autograd graph would keep memory."""
+        return pytree.tree_map(
+            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, self._step(batch)
+        )
 
     def _run_or_replay(self, size_class: _SizeClass) -> Any:
         """Run a step with the static tensors of its class: uncaptured, or by replay."""
@@ -268,7 +274,7 @@ class CapturedStep:
             is_warmup = self._num_uncaptured_steps < self.warmup
             if is_warmup or not size_class.is_warm:
                 with self._collect_optimizers(), _collect_waits(size_class.waits):
-                    result = _detach(self._step(size_class.inputs.batch()))
+                    result = self._run_detached(size_class.inputs.batch())
                 self._num_uncaptured_steps += 1
                 size_class.is_warm = True
                 return result
@@ -301,7 +307,7 @@ class CapturedStep:
                     capture_error_mode="thread_local",
                 ),
             ):
-                result = _detach(self._step(size_class.inputs.batch()))
+                result = self._run_detached(size_class.inputs.batch())
         except BaseException as error:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -443,11 +449,6 @@ class _SizeClass:
         self.optimizer_memory: list[_OptimizerMemory] = []
         self.is_warm = False
         self.waits: list[str] = []
-
-
-def _detach(result: Any) -> Any:
-    """Detach the tensors of a result; its autograd graph would keep the memory of the step."""
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 
 
 def _record_stream(result: Any, stream: Any) -> Any:

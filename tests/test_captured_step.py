@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from emblib import (
     CachedTTEmbeddingBags,
@@ -22,6 +23,8 @@ from emblib import (
     DynamicSpec,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
     Eviction,
     FrequencyAdmission,
     JaggedTensor,
@@ -36,6 +39,12 @@ from emblib import (
     TTSpec,
     optim,
 )
+from emblib.collections import (
+    FeatureProcessedEmbeddingBagCollection,
+    PositionWeightedModule,
+    PositionWeightedProcessor,
+)
+from emblib.inference import for_inference
 from tests.captured_cases import (
     BATCH,
     BOUNDS,
@@ -308,6 +317,76 @@ def test_a_step_gets_padding_first(device: torch.device) -> None:
     assert batch["ids"].offsets().tolist() == [4, 4, 6]
     assert batch["ids"].lengths().tolist() == [0, 2]
     assert batch["ids"].values().device.type == device.type
+
+
+def _padded_results(model: Callable[[Any], Any], batch: Any) -> tuple[Any, Any]:
+    """Return the result of a model, and that in a captured step on the CPU."""
+    return model(batch), CapturedStep(model, [9], device="cpu")(batch)
+
+
+KEYED = KeyedJaggedTensor(
+    ["user", "item"],
+    torch.tensor([7, 8, 9, 4]),
+    torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    lengths=torch.tensor([2, 1, 0, 1]),
+)
+
+
+@pytest.mark.parametrize("keys", [["user", "item"], ["item", "user"]])
+@pytest.mark.parametrize("same_module", [True, False])
+def test_a_collection_of_vectors_leaves_out_padding(keys: list[str], same_module: bool) -> None:
+    batch = KeyedJaggedTensor(keys, KEYED.values(), lengths=KEYED.lengths())
+    dtype = torch.float32 if same_module else torch.float16
+    tables = [EmbeddingConfig(10, 4, "user"), EmbeddingConfig(10, 4, "item", data_type=dtype)]
+    history = EmbeddingCollection(tables, need_indices=True)
+    for model in (history, for_inference(history)):
+        expected, result = _padded_results(model, batch)
+        for key, vectors in expected.items():
+            assert torch.equal(result[key].values(), vectors.values())
+            assert torch.equal(result[key].weights(), vectors.weights())
+            assert torch.equal(result[key].lengths(), vectors.lengths())
+
+
+@pytest.mark.parametrize("by_feature", [True, False])
+def test_weights_by_position_leave_out_padding(by_feature: bool) -> None:
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "user")], is_weighted=True)
+    kind: Any = PositionWeightedModule if by_feature else PositionWeightedProcessor
+    positions = kind({"user": 3})
+    positions.position_weights["user"].data.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    processors = {"user": positions} if by_feature else positions
+    model = FeatureProcessedEmbeddingBagCollection(bags, processors)
+    expected, result = _padded_results(lambda batch: model(batch).values(), KEYED)
+    assert torch.equal(result, expected)
+
+
+def test_jagged_tensors_of_a_padded_batch_have_the_same_bags() -> None:
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, name) for name in ("user", "item")])
+    one = JaggedTensor(torch.tensor([3, 1, 4]), torch.ones(3), torch.tensor([2, 1]))
+    models: list[Callable[[Any], Any]] = [
+        lambda batch: bags(pytree.tree_map(torch.clone, batch)).values(),
+        lambda batch: bags(KeyedJaggedTensor.from_jt_dict(batch.to_dict())).values(),
+        lambda batch: KeyedJaggedTensor.concat([batch, batch]).values(),
+        lambda batch: KeyedJaggedTensor.concat([batch, batch]).weights(),
+        lambda batch: [str(batch), str(batch["user"]), str(batch.to_nested()["item"].values())],
+    ]
+    for model in models:
+        expected, result = _padded_results(model, KEYED)
+        assert result == expected if isinstance(result, list) else torch.equal(result, expected)
+    jagged_models: list[Callable[[Any], Any]] = [
+        lambda jagged: [bag.tolist() for bag in jagged.to_dense()],
+        lambda jagged: [bag.tolist() for bag in jagged.to_dense_weights()],
+        lambda jagged: str(jagged),
+        lambda jagged: str(JaggedTensor.adopt(jagged)),
+        lambda jagged: str(KeyedJaggedTensor.from_jt_dict({"a": jagged, "b": jagged})),
+    ]
+    for model in jagged_models:
+        expected, result = _padded_results(model, one)
+        assert result == expected
+
+
+def test_a_padded_result_keeps_its_offsets() -> None:
+    _, result = _padded_results(lambda batch: batch, KEYED)
+    assert result.offsets().tolist() == [5, 7, 8, 8, 9]
 
 
 # Refusals

@@ -731,6 +731,17 @@ def test_wrong_memory_behind_caches(arguments: Any, message: str) -> None:
         BackingMemory(*arguments)
 
 
+def test_a_directory_must_be_a_path() -> None:
+    with pytest.raises(TypeError, match="directory must be None or a path, got 5"):
+        BackingMemory(9, 5)  # type: ignore[arg-type]
+
+
+def test_methods_of_an_iterator_are_used() -> None:
+    methods: Any = iter(["bf16", "narrow"])
+    plan = plan_memory(tables(1000), 20_000, methods=methods, optimizer=emblib.optim.SGD(0.1))
+    assert {choice.method for choice in plan.choices} <= {"bf16", "narrow"}
+
+
 def test_tables_of_one_name() -> None:
     with pytest.raises(ValueError, match=r"must differ in name, got \['t0', 't0'\]"):
         emblib.plan_memory([*tables(1000), *tables(10)], 1 << 20, optimizer=emblib.optim.SGD(0.1))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from emblib.collections.modules import EmbeddingBagCollection
 from emblib.grad_mode import without_gradients
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from emblib.jagged.keyed_layout import num_padding_of
 from emblib.specs import check_count
 
 
@@ -120,7 +121,7 @@ class PositionWeightedProcessor(PositionWeightedModule):
         rules_of_bags = rules_of_keys.repeat_interleave(
             bags_per_key, 0, output_size=lengths.numel()
         )
-        rules_of_ids = rules_of_bags.repeat_interleave(lengths, 0, output_size=num_ids)
+        rules_of_ids = _repeat_per_id(rules_of_bags, lengths, offsets, num_ids)
         weight_offset, position_factor = rules_of_ids.unbind(1)
         indices = weight_offset + position_factor * _positions(offsets, lengths, num_ids)
         scale = all_weights.index_select(0, indices)
@@ -199,8 +200,10 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         if not isinstance(processors, nn.ModuleDict):
             processed: KeyedJaggedTensor = processors(features)
             return processed
-        weights = []
-        for key, jagged in features.to_dict().items():
+        jagged_by_key = features.to_dict()
+        # Padding before the first bag gets weights too.
+        weights = [torch.ones(num_padding_of(features), device=features.device())]
+        for key, jagged in jagged_by_key.items():
             if key in processors:
                 jagged = processors[key]({key: jagged})[key]
             computed = jagged.weights_or_none()
@@ -210,9 +213,21 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
 
 
 def _positions(offsets: Tensor, lengths: Tensor, num_ids: int) -> Tensor:
-    """Return the position of each id in its bag, int64 `[L]`."""
-    starts = offsets[:-1].repeat_interleave(lengths, output_size=num_ids)
-    return torch.arange(num_ids, device=offsets.device) - starts
+    """Return the position of each id in its bag, int64 `[L]`; 0 for padding."""
+    starts = _repeat_per_id(offsets[:-1], lengths, offsets, num_ids)
+    index = torch.arange(num_ids, device=offsets.device)
+    return torch.where(index < offsets[:1], 0, index - starts)
+
+
+def _repeat_per_id(per_bag: Tensor, lengths: Tensor, offsets: Tensor, num_ids: int) -> Tensor:
+    """Repeat the entries `[bags, ...]` of bags for their ids, `[L, ...]`; padding gets zeros.
+
+    The host does not wait for a GPU: padding, before the first offset, counts as one more bag.
+    """
+    entries = torch.cat([per_bag.new_zeros(1, *per_bag.shape[1:]), per_bag])
+    return entries.repeat_interleave(
+        torch.cat([offsets[:1].to(lengths), lengths]), 0, output_size=num_ids
+    )
 
 
 def _check_lengths(feature: str, lengths: Tensor, max_length: int) -> None:

@@ -36,6 +36,8 @@ from emblib.columns import PieceColumn, TargetColumn
 from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.grad_mode import without_gradients
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from emblib.jagged.jagged_tensor import drop_first
+from emblib.jagged.keyed_layout import num_padding_of
 from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
@@ -232,10 +234,13 @@ class TableCollection(nn.Module):
         return weights if weights.dtype is torch.float32 else weights.float()
 
     def _id_counts(self, batch: KeyedJaggedTensor) -> list[int] | None:
-        """Return the number of ids per group; None if the host does not know it or needs none."""
+        """Return the number of ids per group, without padding before them.
+
+        None if the host does not know it or needs none, and for a batch with padding.
+        """
         lengths = batch.length_per_key_or_none()
         active = self.groups.active
-        if lengths is None or len(active) == 1:
+        if lengths is None or len(active) == 1 or num_padding_of(batch):
             return None
         ends = [0, *accumulate(lengths)]  # no sum(), which torch.export.save does not write
         units = accumulate((len(slice_group.units) for slice_group in active), initial=0)
@@ -747,7 +752,8 @@ class EmbeddingCollection(TableCollection):
         lengths = batch.lengths().split(batch.stride_per_key())
         ids: Sequence[Tensor | None] = [None] * len(vectors)
         if self._need_indices:
-            ids = batch.values().split(batch.length_per_key())
+            batch_ids = drop_first(batch.values(), num_padding_of(batch))
+            ids = batch_ids.split(batch.length_per_key())
         result = {}
         for position in self._positions:
             name = self._names_in_order[position]
@@ -764,7 +770,8 @@ class EmbeddingCollection(TableCollection):
         if batch.variable_stride_per_key():
             strides = [[stride] for stride in batch.stride_per_key()]
         if groups.has_one_module:
-            return groups.forward(values, offsets, batch_sizes=strides).split(sizes)
+            out = groups.forward(values, offsets, batch_sizes=strides)
+            return drop_first(out, num_padding_of(batch)).split(sizes)
         counts = self._id_counts(batch)
         outs = groups.outputs(values, offsets, batch_sizes=strides, id_counts=counts)
         vectors: list[Tensor] = []

@@ -24,6 +24,8 @@ from emblib.inference.composed import (
 )
 from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from emblib.jagged.jagged_tensor import drop_first
+from emblib.jagged.keyed_layout import num_padding_of
 from emblib.specs import BoundsCheck, Pooling, TableSpec
 from emblib.storage import Dense, Quantized
 from emblib.storage.composed import ComposedStorage
@@ -331,8 +333,9 @@ class InferenceEmbeddingCollection(InferenceCollection):
         by_position: dict[int, JaggedTensor] = {}
         for tables, positions, batch in self._part_batches(features):
             sizes = batch.length_per_key()
-            vectors = tables(batch.values(), batch.offsets()).split(sizes)
-            ids = batch.values().split(sizes)
+            padding = num_padding_of(batch)
+            vectors = drop_first(tables(batch.values(), batch.offsets()), padding).split(sizes)
+            ids = drop_first(batch.values(), padding).split(sizes)
             lengths = batch.lengths().split(batch.stride_per_key())
             for position, rows, feature_ids, feature_lengths in zip(
                 positions, vectors, ids, lengths, strict=True

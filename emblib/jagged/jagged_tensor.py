@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import Proxy, ProxyableClassMeta
 
 from emblib.jagged import convert
+from emblib.tables.bounds_report import is_padded
 
 _INT32, _INT64 = torch.int32, torch.int64
 _MAX_INT32 = 2**31 - 1
@@ -178,9 +179,13 @@ class JaggedTensor(metaclass=TracedClass):
     def adopt(other: Any) -> "JaggedTensor":
         """Convert an object with TorchRec's accessors, e.g. a torchrec.JaggedTensor; copy nothing.
 
+        A `JaggedTensor` of emblib is returned as it is.
+
         Raises:
             TypeError: the object has no `values()` or no `lengths()`.
         """
+        if isinstance(other, JaggedTensor):
+            return other
         return JaggedTensor(*convert.jagged_tensors(other))
 
     # Contents
@@ -241,11 +246,13 @@ class JaggedTensor(metaclass=TracedClass):
 
     def to_dense(self) -> list[Tensor]:
         """Return one view of the values per bag; read the lengths from the device."""
-        return bag_views(self._values, self.lengths())
+        return bag_views(self._values, self.lengths(), num_padding(self._offsets))
 
     def to_dense_weights(self) -> list[Tensor] | None:
         """Return one view of the weights per bag; None without weights."""
-        return None if self._weights is None else bag_views(self._weights, self.lengths())
+        if self._weights is None:
+            return None
+        return bag_views(self._weights, self.lengths(), num_padding(self._offsets))
 
     def to_padded_dense(
         self, desired_length: int | None = None, padding_value: float = 0.0
@@ -353,7 +360,9 @@ class JaggedTensor(metaclass=TracedClass):
         return JaggedTensor, (self._values, self._weights, self._lengths, self._offsets)
 
     def __str__(self) -> str:
-        text = bags_text(self._values, self._weights, self.lengths())
+        padding, weights = num_padding(self._offsets), self._weights
+        weights = None if weights is None else drop_first(weights, padding)
+        text = bags_text(drop_first(self._values, padding), weights, self.lengths())
         return f"JaggedTensor({text if self._weights is not None else in_braces([text])})\n"
 
     def __repr__(self) -> str:
@@ -362,9 +371,26 @@ class JaggedTensor(metaclass=TracedClass):
         return f"JaggedTensor({self.lengths().numel()} bags, {values_text})"
 
 
-def bag_views(values: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Return one view of `values` per bag; read `lengths` from the device."""
-    return list(values.split(lengths.tolist()))
+def bag_views(values: Tensor, lengths: Tensor, padding: int) -> list[Tensor]:
+    """Return one view of `values` per bag, after `padding` values; wait for a GPU."""
+    return list(drop_first(values, padding).split(lengths.tolist()))
+
+
+def num_padding(offsets: Tensor | None) -> int:
+    """Return the number of values before the first bag: padding, see `static_batches`.
+
+    It is read from offsets `[bags + 1]` on the CPU, and in a `CapturedStep`, where the host waits
+    for a GPU. Elsewhere it is not read, and 0 is returned: there offsets must begin with 0. Offsets
+    that were computed from lengths (None) do.
+    """
+    if offsets is None or torch.compiler.is_compiling() or type(offsets) is not Tensor:
+        return 0
+    return int(offsets[0]) if offsets.is_cpu or (offsets.is_cuda and is_padded()) else 0
+
+
+def drop_first(tensor: Tensor, count: int) -> Tensor:
+    """Return a tensor without its first `count` entries, as a view."""
+    return tensor[count:] if count else tensor
 
 
 def concatenate_bags(bags: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from emblib.jagged.jagged_tensor import (
     bags_text,
     check_content,
     check_int32_range,
+    drop_first,
     flat_integers,
     keyed_text,
     missing_bags_error,
@@ -40,6 +41,7 @@ from emblib.jagged.keyed_layout import (
     first_position_of_keys,
     is_consecutive,
     list_of_keys,
+    num_padding_of,
     refuse_stride,
     stride_lists,
 )
@@ -73,6 +75,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         lengths: int32 or int64 `[F * B]`. One of lengths and offsets suffices; the other is
             computed on first use. Int32 only for L below 2^31.
         offsets: int32 or int64 `[F * B + 1]`, from 0 to L; contents are checked by `validate` only.
+            A first offset above 0 is a number of padding ids, see docs/captured_steps.md.
         stride: batch size B. None computes it: the number of bags per key or, if that varies, the
             columns of the inverse indices, without these the largest number.
         stride_per_key_per_rank: number of bags per feature and rank, `[F][R]` on the host, if
@@ -405,8 +408,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     def stride_per_key(self) -> list[int]:
         """Return the number of bags of each feature; do not modify the list."""
-        varied = self._stride_per_key
-        return [self._stride] * len(self._keys) if varied is None else varied
+        strides = self._stride_per_key
+        return [self._stride] * len(self._keys) if strides is None else strides
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         """Return the bags per feature and rank, `[F][R]`; [] for a batch constructed without."""
@@ -530,12 +533,18 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         of TorchRec's method, and ignored.
         """
         sizes = self.length_per_key()
-        values = self._values.split(sizes)
-        weights = [None] * len(sizes) if self._weights is None else self._weights.split(sizes)
-        lengths = self.lengths().split(self.stride_per_key())
+        if not sizes:
+            return {}
+        padding, weights = num_padding_of(self), self._weights
+        tensors_by_key = zip(
+            self._keys,
+            drop_first(self._values, padding).split(sizes),
+            [None] * len(sizes) if weights is None else drop_first(weights, padding).split(sizes),
+            self.lengths().split(self.stride_per_key()),
+            strict=True,
+        )
         make = JaggedTensor.from_valid
-        tensors_by_key = zip(self._keys, values, weights, lengths, strict=True)
-        return {key: make(v, w, n, None) for key, v, w, n in tensors_by_key} if sizes else {}
+        return {key: make(v, w, lengths, None) for key, v, w, lengths in tensors_by_key}
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Split into the first `segments[0]` features, the next `segments[1]`, ..., as views.
@@ -669,9 +678,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return {key: jagged.to_nested() for key, jagged in self.to_dict().items()}
 
     def as_type(self, kind: Any) -> Any:
-        """Construct a `kind`, e.g. torchrec.KeyedJaggedTensor, of the same tensors, not copied."""
+        """Construct an object of class `kind`, e.g. torchrec.KeyedJaggedTensor; copy no tensor."""
         strides = self._stride_per_key_per_rank
-        given_strides = None if strides is None else torch.tensor(strides, device="cpu")
+        strides_tensor = None if strides is None else torch.tensor(strides, device="cpu")
         return kind(
             keys=self._keys,
             values=self._values,
@@ -679,7 +688,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             lengths=self._lengths,
             offsets=self._offsets,
             stride=self._stride if strides is None else None,
-            stride_per_key_per_rank=given_strides,
+            stride_per_key_per_rank=strides_tensor,
             inverse_indices=self._inverse,
         )
 

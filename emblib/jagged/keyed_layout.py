@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from emblib.jagged.jagged_tensor import JaggedTensor
+from emblib.jagged.jagged_tensor import JaggedTensor, drop_first, num_padding
 
 Strides = Sequence[Sequence[int]] | Tensor
 """Number of bags per feature and rank, `[F][R]`."""
@@ -19,6 +19,18 @@ InverseIndices = tuple[list[str], Tensor]
 def block_offsets(lengths: Sequence[int]) -> list[int]:
     """Return the offsets of blocks with these lengths: each start, and the end of the last."""
     return list(accumulate(lengths, initial=0))
+
+
+def num_padding_of(batch: Any) -> int:
+    """Return the number of values of a KeyedJaggedTensor before its first bag.
+
+    It is read as `num_padding` reads it, unless the host knows it.
+    """
+    value_offsets = batch.offset_per_key_or_none()
+    if value_offsets is None or torch.compiler.is_compiling():
+        return num_padding(batch.offsets_or_none())
+    padding: int = value_offsets[0]
+    return padding
 
 
 def first_position_of_keys(keys: Sequence[str]) -> dict[str, int]:
@@ -49,7 +61,7 @@ def list_of_keys(keys: Sequence[str]) -> list[str]:
     """Return `keys` as a new list.
 
     Raises:
-        TypeError: one string, or no sequence of names.
+        TypeError: `keys` is one string, or not a sequence.
     """
     if isinstance(keys, str):
         raise TypeError(f"keys must be a list of names, got {keys!r}: write [{keys!r}]")
@@ -62,7 +74,7 @@ def checked_lengths(lengths: Sequence[int], keys: Sequence[str], num_values: int
     """Return `length_per_key` as a list; `num_values` is the number of values of the batch.
 
     Raises:
-        ValueError: not one length per key, or their sum is not the number of values.
+        ValueError: there is not one length per key, or their sum is not the number of values.
     """
     counts = list(lengths)
     if len(counts) != len(keys) or sum(counts) != num_values:
@@ -173,13 +185,14 @@ def dict_arguments(
     """
     if not jagged:
         raise ValueError("from_jt_dict needs a feature, got none: use KeyedJaggedTensor.empty()")
-    lengths = [tensor.lengths() for tensor in jagged.values()]
+    tensors = list(jagged.values())
+    lengths = [tensor.lengths() for tensor in tensors]
     strides = [tensor.numel() for tensor in lengths]
     has_variable_stride = force_variable_stride or len(set(strides)) > 1
+    paddings = [num_padding(tensor.offsets_or_none()) for tensor in tensors]
     return {
         "keys": list(jagged),
-        "values": torch.cat([tensor.values() for tensor in jagged.values()]),
-        "weights": _join_weights([tensor.weights_or_none() for tensor in jagged.values()]),
+        **_join_values(tensors, paddings),
         "lengths": torch.cat(lengths),
         "stride_per_key_per_rank": [[stride] for stride in strides]
         if has_variable_stride
@@ -201,12 +214,12 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
     has_variable_stride = any(batch.variable_stride_per_key() for batch in batches)
     has_inverse = any(batch.inverse_indices_or_none() is not None for batch in batches)
     sizes = [batch.length_per_key_or_none() for batch in batches]
+    paddings = [num_padding_of(batch) for batch in batches]
     if len(strides) > 1 and (not has_variable_stride or has_inverse):
         raise ValueError(f"batches must have the same stride, got {sorted(strides)}")
     return {
         "keys": [key for batch in batches for key in batch.keys()],  # noqa: SIM118
-        "values": torch.cat([batch.values() for batch in batches]),
-        "weights": _join_weights([batch.weights_or_none() for batch in batches]),
+        **_join_values(batches, paddings),
         "lengths": torch.cat([batch.lengths() for batch in batches]),
         "stride": max(strides, default=0),
         "stride_per_key_per_rank": _join_strides(batches) if has_variable_stride else None,
@@ -240,7 +253,8 @@ def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
 def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
     """Join the inverse indices of batches.
 
-    A batch of equal strides may have none. Raises ValueError if one of variable stride has none.
+    A batch of equal strides may have none. Raises ValueError if one of variable stride has none, or
+    if those of a batch lack one of its keys.
     """
     keys: list[str] = []
     index_rows: list[Tensor] = []
@@ -260,7 +274,11 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
         elif inverse[0] == batch_keys:
             index_rows.append(inverse[1])
         else:
-            position_of = {key: i for i, key in enumerate(inverse[0])}
+            position_of = first_position_of_keys(inverse[0])
+            if not set(batch_keys) <= position_of.keys():
+                raise ValueError(
+                    f"inverse_indices must have a row per key, {batch_keys}, got {inverse[0]}"
+                )
             index_rows.append(inverse[1][[position_of[key] for key in batch_keys]])
         keys += batch_keys
     if not index_rows:
@@ -268,13 +286,22 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
     return keys, torch.cat(index_rows)
 
 
-def _join_weights(weights: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate weights, None if none has any; raise ValueError if only some have."""
-    weight_tensors = [tensor for tensor in weights if tensor is not None]
-    if not weight_tensors:
-        return None
-    if len(weight_tensors) != len(weights):
+def _join_values(tensors: Sequence[Any], paddings: Sequence[int]) -> dict[str, Tensor | None]:
+    """Return "values" and "weights" of jagged tensors, concatenated without their padding.
+
+    The weights are None if no tensor has any. Raises ValueError if only some have.
+    """
+    pairs = list(zip(tensors, paddings, strict=True))
+    weights = [
+        drop_first(tensor.weights_or_none(), padding)
+        for tensor, padding in pairs
+        if tensor.weights_or_none() is not None
+    ]
+    if weights and len(weights) != len(pairs):
         raise ValueError(
-            f"all or none must have weights, got them in {len(weight_tensors)} of {len(weights)}"
+            f"all or none must have weights, got them in {len(weights)} of {len(pairs)}"
         )
-    return torch.cat(weight_tensors)
+    return {
+        "values": torch.cat([drop_first(tensor.values(), padding) for tensor, padding in pairs]),
+        "weights": torch.cat(weights) if weights else None,
+    }

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import _pytree as fx_pytree
 from torch.utils import _pytree as pytree
 
-from emblib.jagged.jagged_tensor import JaggedTensor
+from emblib.jagged.jagged_tensor import JaggedTensor, running_sums
 from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
 from emblib.jagged.keyed_tensor import KeyedTensor, regroup
+from emblib.tables.bounds_report import is_padded
 
 Context = list[Any]
 """The fields of a node besides its tensors, in the order of `_NodeType.context_names`.
@@ -43,7 +45,21 @@ def _flatten_jagged(jagged: JaggedTensor) -> Flattened:
 
 def _unflatten_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
     values, lengths, *weights = leaves
-    return JaggedTensor.from_valid(values, weights[0] if context[0] else None, lengths, None)
+    offsets = _padded_offsets(values, lengths)
+    return JaggedTensor.from_valid(values, weights[0] if context[0] else None, lengths, offsets)
+
+
+def _padded_offsets(values: Any, lengths: Any) -> Tensor | None:
+    """Return the offsets of bags that end at the last value, in a `CapturedStep`; else None.
+
+    There the values before the first bag are padding. The host does not wait for a GPU.
+    """
+    if torch.compiler.is_compiling() or not is_padded():
+        return None
+    if not (isinstance(values, Tensor) and isinstance(lengths, Tensor)):
+        return None
+    offsets = running_sums(lengths)
+    return offsets + (values.size(0) - offsets[-1:])
 
 
 def _flatten_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
@@ -80,8 +96,9 @@ def _unflatten_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJag
         else:
             stride = max(map(sum, strides or []), default=0)
     weights = optional_leaves[0] if is_weighted else None
+    offsets = _padded_offsets(values, lengths)
     construct = KeyedJaggedTensor.from_valid
-    return construct(keys, values, weights, lengths, None, stride, inverse, strides)
+    return construct(keys, values, weights, lengths, offsets, stride, inverse, strides)
 
 
 def _flatten_keyed(tensor: KeyedTensor) -> Flattened:

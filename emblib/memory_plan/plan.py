@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,7 +107,7 @@ class BackingMemory:
         min_hit_rate: minimum share of lookups that a cache is expected to serve, 0 to 1.
 
     Raises:
-        TypeError: `nbytes` is not an integer.
+        TypeError: `nbytes` is not an integer, or `directory` is not a path.
         ValueError: `nbytes` is below 1, or `min_hit_rate` is outside [0, 1].
 
     Example:
@@ -121,6 +122,8 @@ class BackingMemory:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", check_count("nbytes", self.nbytes))
+        if self.directory is not None and not isinstance(self.directory, str | os.PathLike):
+            raise TypeError(f"directory must be None or a path, got {self.directory!r}")
         if not 0.0 <= self.min_hit_rate <= 1.0:
             raise ValueError(f"min_hit_rate must be in [0, 1], got {self.min_hit_rate}")
 
@@ -700,6 +703,7 @@ def _checked_methods(
     """
     if methods is None:
         methods = METHODS if backing is None else (*METHODS, "cached")
+    methods = methods if isinstance(methods, str) else list(methods)  # an iterator is read once
     if isinstance(methods, str) or any(method not in _OPTIONS_BY_METHOD for method in methods):
         method_names = ", ".join(_OPTIONS_BY_METHOD)
         raise ValueError(f"methods must be a list of {method_names}, got {methods!r}")

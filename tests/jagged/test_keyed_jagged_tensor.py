@@ -368,6 +368,10 @@ def test_wrong_use_is_refused() -> None:
         KeyedJaggedTensor.concat([])
     with pytest.raises(ValueError, match=r"same stride, got \[1, 3\]"):
         KeyedJaggedTensor.concat([batch, made({"c": [[1]]})])
+    lengths, inverse = torch.tensor([1]), (["other"], torch.tensor([[0]]))
+    odd = KeyedJaggedTensor(["c"], torch.tensor([1]), None, lengths, inverse_indices=inverse)
+    with pytest.raises(ValueError, match=r"a row per key, \['c'\], got \['other'\]"):
+        KeyedJaggedTensor.concat([odd, odd])
 
 
 def test_validate_reads_the_content() -> None:
