@@ -31,7 +31,7 @@ class NormalizedEntropy(Metric):
     NaN without examples or if all labels are 0 or all are 1.
 
     Args:
-        from_logits: whether predictions are logits; False if they are probabilities.
+        from_logits: True if predictions are logits, False if they are probabilities.
         options: arguments of `torchmetrics.Metric`.
 
     Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014).
@@ -68,8 +68,8 @@ class NormalizedEntropy(Metric):
             weights: float `[N]`, weight of each example, not negative; None is 1.
 
         Raises:
-            ValueError: `predictions` is no vector, shapes differ, or a label or probability is
-                outside of [0, 1] or NaN. NaN logits and negative weights are not noticed.
+            ValueError: `predictions` is not a vector, shapes differ, or a label or probability is
+                outside of [0, 1] or NaN. NaN logits and negative weights are not checked.
         """
         _check_shapes(predictions, labels=labels, weights=weights)
         values, targets = predictions.detach().double(), labels.detach().double()
@@ -106,7 +106,8 @@ class GroupedAUC(Metric):
     no group has both labels.
 
     Args:
-        by_examples: whether the mean weights a group by its number of examples; else equally.
+        by_examples: True weights each group by its number of examples in the mean, False all groups
+            equally.
         options: arguments of `torchmetrics.Metric`.
 
     Source: Zhou et al., Deep Interest Network for Click-Through Rate Prediction (KDD 2018).
@@ -143,7 +144,7 @@ class GroupedAUC(Metric):
             groups: integers `[N]`, the group of each example.
 
         Raises:
-            ValueError: `predictions` is no vector, shapes differ, or groups are no integers.
+            ValueError: `predictions` is not a vector, shapes differ, or groups are not integers.
         """
         _check_shapes(predictions, labels=labels, groups=groups)
         if groups.is_floating_point() or groups.is_complex():

@@ -377,6 +377,7 @@ def test_jagged_tensors_of_a_padded_batch_have_the_same_bags() -> None:
         lambda jagged: [bag.tolist() for bag in jagged.to_dense_weights()],
         lambda jagged: str(jagged),
         lambda jagged: str(JaggedTensor.adopt(jagged)),
+        lambda jagged: [bag.tolist() for bag in jagged.to_nested().unbind()],
         lambda jagged: str(KeyedJaggedTensor.from_jt_dict({"a": jagged, "b": jagged})),
     ]
     for model in jagged_models:

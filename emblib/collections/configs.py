@@ -47,9 +47,9 @@ class TableConfig:
         optimizer: optimizer of this table; None uses the optimizer of its collection.
 
     Raises:
-        TypeError: an argument of another type, or an empty name of a feature.
-        ValueError: `name` breaks these rules or is not a text, `data_type` is none of these dtypes,
-            a size is below 1, a feature is named twice, bounds are not finite or not in order, or
+        TypeError: an argument has another type, or the name of a feature is empty.
+        ValueError: `name` breaks these rules or is not a string, `data_type` is another dtype, a
+            size is below 1, a feature is named twice, bounds are not finite or not in order, or
             `storage` does not support an argument.
     """
 

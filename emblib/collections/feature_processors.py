@@ -189,7 +189,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         With modules by feature, a feature without a module keeps its weights, or has weights of 1.
 
         Raises:
-            Exception: as the feature processors and `EmbeddingBagCollection.forward`.
+            Exception: a feature processor or `EmbeddingBagCollection.forward` raises it.
         """
         result: KeyedTensor = self.embedding_bag_collection(self._with_computed_weights(features))
         return result

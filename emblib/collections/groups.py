@@ -165,8 +165,8 @@ class TableGroups(nn.Module):
 
     Raises:
         KeyError: `seeds` lacks a table.
-        ValueError: an index in `slice_of_unit` that is no slice, or an optimizer that a table does
-            not support.
+        ValueError: an index in `slice_of_unit` is not that of a slice, or a table does not support
+            its optimizer.
     """
 
     _only_module: Any

@@ -406,7 +406,7 @@ class TableCollection(nn.Module):
         return copied.eval()
 
     def quantized_configs(self, bits: int | Mapping[str, int] = 8) -> list[Any]:
-        """Return the configurations of `quantized(bits)`; raise KeyError, TypeError, ValueError."""
+        """Return the configurations of `quantized(bits)`; raise its errors for `bits`."""
         names = [config.name for config in self.configs]
         bits_by_table = dict(bits) if isinstance(bits, Mapping) else dict.fromkeys(names, bits)
         unknown = sorted(bits_by_table.keys() - set(names))
@@ -493,8 +493,8 @@ class EmbeddingBagCollection(TableCollection):
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: two tables or outputs of one name, a table that differs from the shared one of
-            its name, or an optimizer that a table does not support.
+        ValueError: two tables or two outputs have the same name, a table differs from the shared
+            table of its name, or a table does not support its optimizer.
 
     Example:
         >>> user = emblib.EmbeddingBagConfig(1_000, 16, "user")
@@ -744,7 +744,7 @@ class EmbeddingCollection(TableCollection):
         order of the configurations; features without a table are ignored.
 
         Raises:
-            KeyError, RuntimeError, TypeError: as `EmbeddingBagCollection.forward`.
+            KeyError, RuntimeError, TypeError: see `EmbeddingBagCollection.forward`.
             ValueError: ids are not one-dimensional.
         """
         batch = self._checked(features)

@@ -561,10 +561,10 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
 
     Raises:
         KeyError: no two collections have tables of this name with equal sizes.
-        ValueError: a storage other than `Dense`; tables of one name that differ in their
-            configuration or optimizer; a table whose rows would be lost after steps of its fused
-            optimizer (steps of torch.optim are not seen); or a hash table, in one of the
-            collections, with a backing store or in a memory budget. Nothing is changed then.
+        ValueError: a storage is not `Dense`; tables of one name differ in their configuration or
+            optimizer; the fused optimizer of a table whose rows would be lost has made steps (steps
+            of torch.optim are not seen); or one of the collections has a hash table with a backing
+            store or in a memory budget. Nothing is changed then.
         TypeError: a collection is sharded, or `names` is one string.
 
     Example:

@@ -414,7 +414,7 @@ class ReplacedDenseTBE(_ReplacedTBE):
             module.weights.copy_(self.new.weights)
         if self.weight.trained is None or not self.is_trained:
             return module, []
-        optimizer = self.weight.trained.copied([module.weights])
+        optimizer = self.weight.trained.make_copy([module.weights])
         trained = self.weight.trained
         state = trained.optimizer.state.get(self.new.weights, {})
         if state:

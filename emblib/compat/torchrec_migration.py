@@ -262,7 +262,7 @@ class ReplacedCollection(Replaced):
             if weight.trained is None or not weight.weight.requires_grad:
                 child.weight.requires_grad_(weight.weight.requires_grad)
                 continue
-            optimizers.append(weight.trained.copied([child.weight]))
+            optimizers.append(weight.trained.make_copy([child.weight]))
             state = weight.state_of(table, row_ids)
             if state:
                 optimizers[-1].state[child.weight] = state

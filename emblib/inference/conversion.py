@@ -67,7 +67,8 @@ def for_inference(
         output_dtype: dtype of the output; None is the output dtype of `source`.
 
     Raises:
-        TypeError: another source, read-only tables, or a table with rows on other ranks.
+        TypeError: `source` has another type, its tables are read-only already, or a table has rows
+            on other ranks.
         ValueError: the format does not hold the rows, quantised rows have another format, or there
             is not one format per table.
 
@@ -120,11 +121,11 @@ def _convert_dynamic(
 ) -> InferenceEmbeddingBags:
     """Copy the rows of dynamic tables in the order of their keys, and make an index of the keys."""
     specs, tensors, indexes = [], [], []
-    for keyed, spec in _dynamic_tables(source):
-        index, rows_by_key = keyed.indexed()
+    for rows_by_key, spec in _dynamic_tables(source):
+        index, rows = rows_by_key.make_index()
         indexes.append(index)
-        tensors.append(rows_by_key)
-        specs.append(TableSpec(max(rows_by_key.size(0), 1), spec.dim, spec.name))
+        tensors.append(rows)
+        specs.append(TableSpec(max(rows.size(0), 1), spec.dim, spec.name))
     tables = FloatTables(
         specs,
         tensors,
@@ -239,8 +240,8 @@ def _tables_to_compare(
             for table, name in enumerate(names):
                 if name not in readers:
                     raise ValueError(f"the source has no table {name!r}, only {sorted(readers)}")
-                keyed = readers[name].keyed
-                num_shared = 0 if keyed is None else keyed.shared.size(0)
+                rows_by_key = readers[name].rows_by_key
+                num_shared = 0 if rows_by_key is None else rows_by_key.shared.size(0)
                 yield name, readers[name].blocks(), module, table, num_shared
         return
     module = _rows_module(served)
@@ -249,9 +250,9 @@ def _tables_to_compare(
     if num_tables != len(module.tables):
         raise ValueError(f"the source has {num_tables} tables, served are {len(module.tables)}")
     if tables is None:
-        for table, (keyed, _) in enumerate(_dynamic_tables(source)):
-            num_shared = keyed.shared.size(0)
-            blocks = keyed.rows.split(_BLOCK_ROWS)
+        for table, (rows_by_key, _) in enumerate(_dynamic_tables(source)):
+            num_shared = rows_by_key.shared.size(0)
+            blocks = rows_by_key.rows.split(_BLOCK_ROWS)
             yield module.table_names[table], blocks, module, table, num_shared
         return
     for table, name in enumerate(module.table_names):
@@ -298,5 +299,6 @@ class _ErrorSums:
         if self._pooled_squares:
             relative = (self._pooled_error_squares / self._pooled_squares) ** 0.5
         format = module.formats[table]
-        num_rows, max_error = self.num_rows, self._max_error
-        return QuantizationError(name, format, num_rows, nbytes, max_error, rms, relative)
+        return QuantizationError(
+            name, format, self.num_rows, nbytes, self._max_error, rms, relative
+        )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 import torch
@@ -275,7 +276,7 @@ def top_rows(scores: Tensor, share: float) -> Tensor:
         share: share of the rows to keep, in [0, 1]; their number is rounded up.
 
     Raises:
-        TypeError: the scores are not a tensor of real numbers.
+        TypeError: the scores are not a tensor of real numbers, or the share is not a number.
         ValueError: the scores are not a vector or have NaN, or the share is out of range.
 
     Example:
@@ -287,6 +288,8 @@ def top_rows(scores: Tensor, share: float) -> Tensor:
         raise TypeError(f"scores must be a tensor of real numbers, got {kind}")
     if scores.dim() != 1:
         raise ValueError(f"scores must be a vector, got {list(scores.shape)}")
+    if not isinstance(share, Real):
+        raise TypeError(f"share must be a number, got {share!r}")
     if not 0 <= share <= 1:
         raise ValueError(f"share must be in [0, 1], got {share}")
     if scores.is_floating_point() and bool(scores.isnan().any()):
@@ -312,7 +315,7 @@ def prune(
     Raises:
         KeyError: a mask is of an unknown table.
         TypeError: `tables` has another class.
-        ValueError: a mask does not fit or keeps no row, or there is another index.
+        ValueError: a mask does not fit or keeps no row, or `index` is none of these.
 
     Example:
         >>> tables = emblib.QuantizedEmbeddingBags.from_float({"item": torch.randn(1_000, 16)})

@@ -70,7 +70,7 @@ class RowsByKey(NamedTuple):
         default_rows = rows.new_full((int(default_value != 0.0), rows.size(1)), default_value)
         return cls(entries.keys[order], rows, default_rows, False)
 
-    def indexed(self) -> tuple[RowIndex, Tensor]:
+    def make_index(self) -> tuple[RowIndex, Tensor]:
         """Return the index, and the rows that it refers to: the shared ones come last."""
         index = RowIndex.of_keys(
             self.keys,
@@ -86,13 +86,13 @@ class RowReader(NamedTuple):
     Attributes:
         format: format that keeps the rows as they are.
         blocks: function that yields them as floats, blocks `[n, dim]` from row 0 on.
-        keyed: keys and rows of a dynamic table; None for a table whose ids are row numbers.
+        rows_by_key: keys and rows of a dynamic table; None for a table whose ids are row numbers.
         packed: uint8 `[rows, row_bytes]`, rows that are in `format` already; None for floats.
     """
 
     format: RowFormat
     blocks: Callable[[], Iterable[Tensor]]
-    keyed: RowsByKey | None = None
+    rows_by_key: RowsByKey | None = None
     packed: Tensor | None = None
 
 
@@ -133,9 +133,10 @@ def readers_of(source: Any) -> dict[str, RowReader]:
     readers = {}
     for config in configs_of(source):
         if config.storage.is_keyed:
-            keyed = RowsByKey.of(keyed_tables[config.name], config.storage.default_value)
-            blocks = partial(keyed.rows.split, _ROWS_PER_BLOCK)
-            readers[config.name] = RowReader(FORMAT_OF[keyed.rows.dtype], blocks, keyed)
+            rows_by_key = RowsByKey.of(keyed_tables[config.name], config.storage.default_value)
+            blocks = partial(rows_by_key.rows.split, _ROWS_PER_BLOCK)
+            format = FORMAT_OF[rows_by_key.rows.dtype]
+            readers[config.name] = RowReader(format, blocks, rows_by_key)
             continue
         if not isinstance(source, TableCollection):
             raise TypeError(
@@ -236,8 +237,8 @@ class InferenceCollection(nn.Module):
                 f"{batch.stride_per_key()}: expand the batch, or look it up in the collection that "
                 "was converted"
             )
-        index = batch.index_per_key()
-        missing = sorted({feature.feature for feature in self.features} - set(index))
+        position_of_key = batch.index_per_key()
+        missing = sorted({feature.feature for feature in self.features} - set(position_of_key))
         if missing:
             raise KeyError(
                 f"the batch must have the features of all tables: missing are {missing}, there are "
@@ -246,7 +247,8 @@ class InferenceCollection(nn.Module):
         check_ids(batch.values(), allow_uint64=self._all_indexed)
         batch = checked_batch(batch, self._bounds_check)
         for tables, positions in zip(self.parts, self.positions, strict=True):
-            feature_order = [index[self.features[position].feature] for position in positions]
+            keys = [self.features[position].feature for position in positions]
+            feature_order = [position_of_key[key] for key in keys]
             if feature_order == list(range(len(batch.keys()))):
                 yield tables, positions, batch
             else:
@@ -327,7 +329,7 @@ class InferenceEmbeddingCollection(InferenceCollection):
         """Return the vectors `[L, D]` by feature, as jagged as the ids.
 
         Raises:
-            KeyError, RuntimeError, TypeError: as `InferenceEmbeddingBagCollection.forward`.
+            KeyError, RuntimeError, TypeError: see `InferenceEmbeddingBagCollection.forward`.
             ValueError: features differ in their number of bags, or the ids are not one-dimensional.
         """
         by_position: dict[int, JaggedTensor] = {}
@@ -455,11 +457,11 @@ def _store(
     specs, blocks, indexes = [], [], list[RowIndex | None]()
     for spec, reader, format in zip(tables.specs, readers, formats, strict=True):
         index, row_blocks, num_rows = None, reader.blocks, spec.rows
-        if reader.keyed is not None:
-            index, keyed_rows = reader.keyed.indexed()
+        if reader.rows_by_key is not None:
+            index, indexed_rows = reader.rows_by_key.make_index()
             # At least one row, of zeros, so that no table is without memory.
-            num_rows = max(len(keyed_rows), 1)
-            row_blocks = partial(keyed_rows.split, _ROWS_PER_BLOCK)
+            num_rows = max(len(indexed_rows), 1)
+            row_blocks = partial(indexed_rows.split, _ROWS_PER_BLOCK)
         if reader.packed is not None:
             if format not in (None, reader.format):
                 raise ValueError(

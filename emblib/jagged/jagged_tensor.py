@@ -122,8 +122,8 @@ class JaggedTensor(metaclass=TracedClass):
     ) -> "JaggedTensor":
         """Return an object without bags, with the dtypes of `jagged`.
 
-        With a `device`, return instead uninitialised tensors there of the sizes of `jagged`, as a
-        target for `copy_`.
+        With a `device`, return instead an object of uninitialised tensors there, of the sizes of
+        `jagged`, as a target for `copy_`.
         """
         if device is not None:
             return jagged._map_tensors(lambda t: torch.empty_like(t, device=device))
@@ -237,7 +237,7 @@ class JaggedTensor(metaclass=TracedClass):
     def validate(self) -> "JaggedTensor":
         """Return self; raise ValueError unless the bags cover the values in order.
 
-        Reads the device.
+        Waits for a GPU.
         """
         check_content(self._values, self._lengths, self._offsets)
         return self
@@ -280,10 +280,13 @@ class JaggedTensor(metaclass=TracedClass):
 
     def to_nested(self) -> Tensor:
         """Return the values as a jagged `torch.nested` tensor `[B, j, ...]`, sharing memory."""
-        return torch.nested.nested_tensor_from_jagged(self._values, self.offsets())
+        values, offsets, padding = self._values, self.offsets(), num_padding(self._offsets)
+        if padding:
+            values, offsets = drop_first(values, padding), offsets - padding
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
 
     def as_type(self, kind: Any) -> Any:
-        """Construct a `kind`, e.g. torchrec.JaggedTensor, of the same tensors; copy nothing."""
+        """Construct an object of class `kind`, e.g. torchrec.JaggedTensor; copy no tensor."""
         return kind(
             values=self._values,
             weights=self._weights,

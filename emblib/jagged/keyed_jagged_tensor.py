@@ -535,16 +535,13 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         sizes = self.length_per_key()
         if not sizes:
             return {}
-        padding, weights = num_padding_of(self), self._weights
-        tensors_by_key = zip(
-            self._keys,
-            drop_first(self._values, padding).split(sizes),
-            [None] * len(sizes) if weights is None else drop_first(weights, padding).split(sizes),
-            self.lengths().split(self.stride_per_key()),
-            strict=True,
-        )
-        make = JaggedTensor.from_valid
-        return {key: make(v, w, lengths, None) for key, v, w, lengths in tensors_by_key}
+        padding, weights = num_padding_of(self), [None] * len(sizes)
+        values = drop_first(self._values, padding).split(sizes)
+        if self._weights is not None:
+            weights = drop_first(self._weights, padding).split(sizes)
+        lengths = self.lengths().split(self.stride_per_key())
+        make, tensors_by_key = JaggedTensor.from_valid, zip(values, weights, lengths, strict=True)
+        return dict(zip(self._keys, (make(*t, None) for t in tensors_by_key), strict=True))
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Split into the first `segments[0]` features, the next `segments[1]`, ..., as views.
@@ -590,12 +587,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             raise IndexError(f"positions must be 0 to {len(self._keys) - 1}, got {list(indices)}")
         is_unread = self._length_per_key is None and not self.variable_stride_per_key()
         if indices_tensor is not None and is_unread and self._stride and is_captured(self._values):
-            return self._select_keys_padded(indices, indices_tensor)
+            return self._select_padded(indices, indices_tensor)
         return self._select_keys(indices, indices_tensor)
 
-    def _select_keys_padded(
-        self, order: Sequence[int], order_tensor: Tensor
-    ) -> "KeyedJaggedTensor":
+    def _select_padded(self, order: Sequence[int], order_tensor: Tensor) -> "KeyedJaggedTensor":
         """Select features during the capture of a CUDA graph, when their sizes are unknown.
 
         `permute` describes the size of the result, and the padding before its first offset.
@@ -644,10 +639,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def _gather(self, order: Sequence[int], order_tensor: Tensor | None) -> _Tensors:
         """Return values, weights and lengths of the features of `order`, copied."""
         values, weights, lengths = self._values, self._weights, self.lengths()
-        if order_tensor is None:
-            order_tensor = torch.tensor(order, device=values.device)
-        else:
-            order_tensor = order_tensor.to(torch.int64)
+        order_tensor = torch.as_tensor(
+            order if order_tensor is None else order_tensor, dtype=_INT64, device=values.device
+        )
         strides, sizes = self.stride_per_key(), self.length_per_key()
         if self._stride_per_key_per_rank is None and self._stride and self._offsets is not None:
             starts = self._offsets[:: self._stride]
@@ -736,7 +730,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             and self._stride == other._stride
             and self._stride_per_key_per_rank == other._stride_per_key_per_rank
             and self._values.shape == other._values.shape
-            and _shape(self._weights) == _shape(other._weights)
+            and getattr(self._weights, "shape", None) == getattr(other._weights, "shape", None)
             and _keys_and_shape(self._inverse) == _keys_and_shape(other._inverse)
         )
         if not is_alike:
@@ -800,10 +794,6 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             f"KeyedJaggedTensor({self._keys}, {bags} bags each, {list(self._values.shape)} "
             f"{self._values.dtype}{weighted}, {self.device()})"
         )
-
-
-def _shape(tensor: Tensor | None) -> torch.Size | None:
-    return None if tensor is None else tensor.shape
 
 
 def _keys_and_shape(inverse: InverseIndices | None) -> Any:

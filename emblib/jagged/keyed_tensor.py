@@ -191,7 +191,7 @@ class KeyedTensor(metaclass=TracedClass):
         return regroup_by_name(keyed_tensors, groups, keys)
 
     def as_type(self, kind: Any) -> Any:
-        """Construct a `kind`, e.g. torchrec.KeyedTensor, of the same tensor, not copied."""
+        """Construct an object of class `kind`, e.g. torchrec.KeyedTensor; copy no tensor."""
         return kind(
             keys=self._keys,
             length_per_key=self._length_per_key,
@@ -242,7 +242,8 @@ class KTRegroupAsDict(nn.Module):
         keys: the name of each group.
 
     Raises:
-        ValueError: not one name per group, or a name of several groups.
+        TypeError: `keys` is one string.
+        ValueError: there is not one name per group, or several groups have the same name.
 
     Example:
         >>> pooled = emblib.KeyedTensor(["user", "item", "ad"], [2, 3, 1], torch.rand(4, 6))

@@ -74,15 +74,15 @@ class BatchLayout:
     Attributes:
         tree: the pytree of the batch, in which jagged tensors are leaves.
         parts: the static tensors, leaf after leaf.
-        fixed: parts that all batches share, one per leaf.
+        fixed_parts: parts that all batches share, one per leaf.
     """
 
     def __init__(self, tree: Any, leaves: Sequence[Any]) -> None:
         self.tree = tree
         self.parts: list[BatchPart] = []
-        self.fixed: list[_FixedPart] = []
+        self.fixed_parts: list[_FixedPart] = []
         for leaf_index, leaf in enumerate(leaves):
-            self.fixed.append(_fixed_part_of(leaf, leaf_index))
+            self.fixed_parts.append(_fixed_part_of(leaf, leaf_index))
             if isinstance(leaf, KeyedJaggedTensor | JaggedTensor):
                 values, weights = leaf.values(), leaf.weights_or_none()
                 self.parts.append(
@@ -112,11 +112,11 @@ class BatchLayout:
         """Raise ValueError unless another batch has this layout."""
         if self.tree != other.tree:
             raise ValueError(f"{_MUST_MATCH}it is {other.tree}, the first one was {self.tree}")
-        if self.parts != other.parts or self.fixed != other.fixed:
+        if self.parts != other.parts or self.fixed_parts != other.fixed_parts:
             other_entries: dict[int, list[Any]] = {}
             entries: dict[int, list[Any]] = {}
             for entries_of_leaf, layout in ((entries, self), (other_entries, other)):
-                for leaf_index, fixed in enumerate(layout.fixed):
+                for leaf_index, fixed in enumerate(layout.fixed_parts):
                     entries_of_leaf[leaf_index] = [fixed]
                 for part in layout.parts:
                     entries_of_leaf[part.leaf_index].append(
@@ -209,7 +209,7 @@ class StaticBatch:
         for part, tensor in zip(self._layout.parts, self._tensors, strict=True):
             tensors_of_leaf.setdefault(part.leaf_index, {})[part.kind] = tensor
         leaves: list[Any] = []
-        for leaf_index, fixed in enumerate(self._layout.fixed):
+        for leaf_index, fixed in enumerate(self._layout.fixed_parts):
             tensors = tensors_of_leaf.get(leaf_index, {})
             if "dense" in tensors:
                 leaves.append(tensors["dense"])
@@ -235,7 +235,7 @@ class StaticBatch:
         if self._staging is None or not host_parts:
             targets = self._tensors
         else:
-            block = self._staging.take()
+            block = self._staging.acquire()
             staging_views, targets = self._views(block), list(self._tensors)
             for n in host_parts:
                 targets[n] = staging_views[n]
@@ -248,21 +248,21 @@ class StaticBatch:
         else:
             for n in host_parts:
                 self._tensors[n].copy_(targets[n], non_blocking=True)
-        self._staging.give_back(block)
+        self._staging.release(block)
 
 
 class StagingRing:
     """Blocks of `nbytes` of pinned memory; a block is reused once the copy from it has ended.
 
-    Only the copy of the block that was given back first is examined. So all copies should be on one
-    stream, where they end in the order of `give_back`.
+    Only the copy of the block that was released first is examined. So all copies should be on one
+    stream, where they end in the order of `release`.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._blocks: list[tuple[Tensor, Any]] = []  # in the order of their copies
 
-    def take(self) -> Tensor:
+    def acquire(self) -> Tensor:
         """Return a block, uint8 `[nbytes]`, that no copy reads any more.
 
         Allocates a block if all are being read; if these are `MAX_STAGING_BLOCKS`, waits for the
@@ -278,8 +278,8 @@ class StagingRing:
                 return memory
         return torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
-    def give_back(self, memory: Tensor) -> None:
-        """Give back a block; it is reused after the copy on the current stream has ended."""
+    def release(self, memory: Tensor) -> None:
+        """Release a block; it is reused after the copy on the current stream has ended."""
         event = torch.cuda.Event()
         event.record()
         self._blocks.append((memory, event))

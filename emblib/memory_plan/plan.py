@@ -272,8 +272,9 @@ def plan_memory(
 
     Raises:
         BudgetError: no choices were found that fit into the budget and `backing`.
-        TypeError, ValueError: wrong arguments, no tables, two tables of one name, an unknown table
-            in `importance`, or a model with `SharedTables`, which stay dense.
+        TypeError: an argument has another type.
+        ValueError: an argument has a value that is not described above; there are no tables, or two
+            have the same name; or the model has `SharedTables`, which stay dense.
 
     Example:
         >>> user = emblib.EmbeddingBagConfig(10_000_000, 64, "user")
@@ -699,7 +700,9 @@ def _checked_methods(
     """Return the methods to choose from.
 
     Raises:
-        TypeError, ValueError: wrong methods or losses, or methods that do not go with `backing`.
+        TypeError: `losses` is not a dict.
+        ValueError: a method is unknown, `methods` do not go with `backing`, or `losses` are of
+            other methods or not points of a falling curve.
     """
     if methods is None:
         methods = METHODS if backing is None else (*METHODS, "cached")

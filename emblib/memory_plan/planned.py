@@ -89,7 +89,7 @@ def importances_of(
 
     Raises:
         TypeError: `importance` is not a dict, or has a value that is not a number.
-        ValueError: a name that no table has, or an importance that is negative or not finite.
+        ValueError: no table has one of the names, or an importance is negative or not finite.
     """
     if importance is not None and not isinstance(importance, Mapping):
         raise TypeError(f"importance must be a dict of numbers by table, got {importance!r}")

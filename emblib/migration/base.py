@@ -147,7 +147,7 @@ class Trained:
             params, key=lambda p: position_of.get(id(p), len(position_of))
         )
 
-    def copied(self, weights: Sequence[nn.Parameter]) -> TorchOptimizer:
+    def make_copy(self, weights: Sequence[nn.Parameter]) -> TorchOptimizer:
         """Return an optimizer of the same kind and settings, without states."""
         settings = {k: v for k, v in self.group.items() if k != "params"}
         optimizer_class: Any = type(self.optimizer)

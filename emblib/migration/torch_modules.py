@@ -154,9 +154,10 @@ class MigratedEmbeddingBag(_DropIn):
             per_sample_weights: weights of the shape of `input`, only for the mode "sum".
 
         Raises:
-            ValueError: `offsets` with ids of two dimensions, or none with ids of another number;
-                weights of another shape than the ids.
-            NotImplementedError: `per_sample_weights` with another mode, as in `nn.EmbeddingBag`.
+            ValueError: there are `offsets` and the ids have two dimensions, or there are none and
+                they have one; or the weights have another shape than the ids.
+            NotImplementedError: there are `per_sample_weights` in another mode than "sum", as in
+                `nn.EmbeddingBag`.
             RuntimeError: an id is outside the table, or offsets do not fit, on the CPU.
         """
         if per_sample_weights is not None and self.mode != "sum":
@@ -293,7 +294,7 @@ class ReplacedEmbedding(Replaced):
         in_grad_mode(module.weight.copy_, enabled=False)(table.rows[rows])
         if not self.is_trained or self.weight.trained is None:
             return module, []
-        optimizer = self.weight.trained.copied([module.weight])
+        optimizer = self.weight.trained.make_copy([module.weight])
         state = self.weight.state_of(table, rows)
         if state:
             optimizer.state[module.weight] = state

@@ -416,8 +416,12 @@ class EnsembleRowwiseAdagrad(Optimizer):
         swap_every: steps between replacements of the weights by the average, which is zero before
             its first update.
         start: last step at which an update copies the weights, instead of averaging.
-        keep: weight of the old average in an update.
+        keep: weight of the old average in an update, in [0, 1].
         slow: treatment of the average after a step that updated it, see `EmaReset`.
+
+    Raises:
+        TypeError: `average_every` or `swap_every` is not an int.
+        ValueError: a number is out of range or not finite, or `slow` is unknown.
 
     Example:
         >>> optimizer = emblib.optim.EnsembleRowwiseAdagrad(0.1, swap_every=1_000)

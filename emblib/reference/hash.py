@@ -405,13 +405,13 @@ class HashModel:
                 self.tables[t].remove(freed_slots[-1], "erased")
         return freed_slots
 
-    def expire(self, t: int, window: tuple[int, int], before: int) -> list[int]:
-        """Remove the keys of some buckets of table t whose stamp is below `before`.
+    def expire(self, table_index: int, window: tuple[int, int], before: int) -> list[int]:
+        """Remove the keys of some buckets of a table whose stamp is below `before`.
 
         `window` is (first bucket, number of buckets). Returns the slots of the table that became
         free, ascending.
         """
-        table, (first_bucket, num_buckets) = self.tables[t], window
+        table, (first_bucket, num_buckets) = self.tables[table_index], window
         end_bucket = min(first_bucket + num_buckets, table.buckets)
         slots = range(first_bucket * SLOTS_PER_BUCKET, end_bucket * SLOTS_PER_BUCKET)
         entries = [(slot, table.slots[slot]) for slot in slots]
@@ -422,8 +422,8 @@ class HashModel:
             table.remove(slot, "expired")
         return freed_slots
 
-    def shrink(self, t: int, buckets: int) -> list[HashEntry]:
-        """Remove the buckets of table t from number `buckets` on; return the dropped entries.
+    def shrink(self, table_index: int, buckets: int) -> list[HashEntry]:
+        """Remove the buckets of a table from number `buckets` on; return the dropped entries.
 
         If the table has more entries than slots are left, the lowest-ranked entries of the removed
         buckets are dropped, the same share of them as of the whole table lacks a slot. The others
@@ -432,7 +432,8 @@ class HashModel:
         slot, are dropped too. Dropped entries count as evicted. The table must have at least
         `buckets` buckets; not checked.
         """
-        table, size, counters = self.tables[t], self.tables[t].size, dict(self.tables[t].counters)
+        table = self.tables[table_index]
+        size, counters = table.size, dict(table.counters)
         displaced = [
             entry for entry in table.slots[buckets * SLOTS_PER_BUCKET :] if entry is not None
         ]
@@ -446,7 +447,7 @@ class HashModel:
         misses = [Miss(entry.key, [], total=entry.score) for entry in displaced[:num_inserted]]
         policy, self.insert_policy = self.insert_policy, "wins"
         misses_by_table: list[list[Miss]] = [[] for _ in self.tables]
-        misses_by_table[t] = misses
+        misses_by_table[table_index] = misses
         self.insert(misses_by_table, [0] * len(self.tables))
         self.insert_policy = policy
         dropped = displaced[num_inserted:]
@@ -468,19 +469,23 @@ class HashModel:
         # Arrays, because a tensor of a long list takes ten times as long.
         tags, entries = array("B"), array("q")
         for table in self.tables:
-            for e in table.slots:
-                tags.append(0 if e is None else tag_of(e.key, table.hash_key))
-                entries.extend((0, 0, 0) if e is None else (e.key, e.stamp, e.score))
+            for entry in table.slots:
+                tags.append(0 if entry is None else tag_of(entry.key, table.hash_key))
+                entries.extend(
+                    (0, 0, 0) if entry is None else (entry.key, entry.stamp, entry.score)
+                )
         rows, first_bucket = [], 0
-        for t in self.tables:
-            rows.append((first_bucket, t.buckets, t.max_buckets, t.size, t.load, t.hash_key))
-            first_bucket += t.max_buckets
+        for table in self.tables:
+            sizes = (table.buckets, table.max_buckets, table.size, table.load)
+            rows.append((first_bucket, *sizes, table.hash_key))
+            first_bucket += table.max_buckets
+        counters = [list(table.counters.values()) for table in self.tables]
         return [
             torch.frombuffer(tags, dtype=torch.uint8),
             torch.frombuffer(entries, dtype=torch.int64).view(-1, 3)[:, :num_words].contiguous(),
-            torch.tensor(rows).view(-1, 6),
-            torch.tensor([self.clock]),
-            torch.tensor([list(t.counters.values()) for t in self.tables]).view(-1, len(COUNTERS)),
+            torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 6),
+            torch.tensor([self.clock], device="cpu"),
+            torch.tensor(counters, dtype=torch.int64, device="cpu").view(-1, len(COUNTERS)),
         ]
 
     @classmethod
@@ -549,7 +554,7 @@ def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
 
 def read_rows(values: Tensor, slots: Tensor, default_value: float) -> Tensor:
     """Return the row of each slot, `[n, dim]`; for slot -1 all values are `default_value`."""
-    rows = torch.full((slots.numel(), values.size(1)), default_value, dtype=values.dtype)
+    rows = values.new_full((slots.numel(), values.size(1)), default_value)
     rows[slots >= 0] = values[slots[slots >= 0]]
     return rows
 
@@ -611,7 +616,7 @@ _KEY_MODULUS = 100_000  # of `emblib.init.KeyModulo`
 
 
 def initial_row(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) -> Tensor:
-    """Return the initial row of a key, float64 `[dim]`.
+    """Return the initial row of a key, float64 `[dim]` on the CPU.
 
     Args:
         rule: numbers of the distribution, see `InitialRuleColumn`.
@@ -622,10 +627,11 @@ def initial_row(rule: Sequence[float], seed: int, stream: int, key: int, dim: in
     """
     kind, base, scale, first_probability, span, low, high = rule
     if kind == InitialKind.CONSTANT:
-        return torch.full((dim,), base, dtype=torch.float64)
+        return torch.full((dim,), base, dtype=torch.float64, device="cpu")
     if kind == InitialKind.KEY_MODULO:
-        return torch.full((dim,), key % 2**64 % _KEY_MODULUS, dtype=torch.float64)
-    blocks = torch.arange(-(-dim // 4))
+        value = key % 2**64 % _KEY_MODULUS
+        return torch.full((dim,), value, dtype=torch.float64, device="cpu")
+    blocks = torch.arange(-(-dim // 4), device="cpu")
     words = [key & _MASK, key >> 32 & _MASK, stream & _MASK]
     counters = torch.stack([*(torch.full_like(blocks, word) for word in words), blocks], dim=1)
     random = philox_counters(seed, counters).flatten()[:dim]

@@ -29,7 +29,7 @@ def rounding_words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) ->
 
     `tensor` is the number of the rounded tensor, see the module docstring.
     """
-    blocks = torch.arange((dim + 3) // 4)
+    blocks = torch.arange((dim + 3) // 4, device="cpu")
     row, block = torch.meshgrid(rows.cpu().long(), blocks, indexing="ij")
     counters = torch.stack(
         [

@@ -133,7 +133,7 @@ def lookup(
     float_features[:, FeatureColumn.TIER] = 0
     for f, (offset, _, rows, dim, _, code, *_) in enumerate(features.tolist()):
         format = packed.format if packed.format > 0 else code
-        row_bytes = quantize_rows(torch.zeros(1, dim), format).size(1)
+        row_bytes = quantize_rows(torch.zeros(1, dim, device="cpu"), format).size(1)
         table = packed.rows[offset : offset + rows * row_bytes].view(rows, row_bytes)
         values = dequantize_rows(table, dim, format, dtype)
         tables.append(values.flatten())

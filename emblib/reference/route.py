@@ -148,8 +148,8 @@ def _match_rows(row_map: Tensor | None, first_row: int, num_rows: int) -> tuple[
     The target has `num_rows` rows. Its row i gets row `row_map[first_row + i]` of the piece, none
     if that is -1. Without `row_map`, or if `first_row` is -1, it gets row i.
     """
-    all_rows = torch.arange(num_rows)
     if first_row < 0 or row_map is None:
+        all_rows = torch.arange(num_rows, device="cpu")
         return all_rows, all_rows
     piece_rows = row_map[first_row : first_row + num_rows].long()
     return (piece_rows >= 0).nonzero().view(-1), piece_rows[piece_rows >= 0]

@@ -163,7 +163,8 @@ def lookup(
     num_vectors = indices.numel() if is_unpooled else batch_size
     shape: tuple[int, ...] = (num_vectors, output_dim)
     if is_unpooled:
-        first_elements = torch.arange(indices.numel()) * output_dim  # per lookup, else per bag
+        lookups = torch.arange(indices.numel(), device=indices.device)
+        first_elements = lookups * output_dim  # per lookup, else per bag
     elif extras.bag_layout is not None:
         shape, first_elements = (output_dim,), extras.bag_layout[:, BagColumn.ELEMENT]
     else:

@@ -50,7 +50,9 @@ def swap_(
     is_evicting = status == EVICTING
     demoted, demoted_rows = evicted[is_evicting].T, pack_rows(row_buffers, slots[is_evicting])
     refused = (status == REFUSED).nonzero().view(-1)
-    slots[refused] = torch.arange(first_overflow, first_overflow + refused.numel())
+    slots[refused] = torch.arange(
+        first_overflow, first_overflow + refused.numel(), device=slots.device
+    )
     status[refused] = NEW
     status[found] = HIT
     found_slots = slots[found]
@@ -75,7 +77,7 @@ def read(records: Tensor, slots: Tensor, row_bytes: int) -> tuple[Tensor, Tensor
     """
     positions = (slots >= 0).nonzero().view(-1)
     selected, num_words = records[slots[positions]], (records.shape[1] - row_bytes) // 8
-    words = torch.empty(num_words, positions.numel(), dtype=torch.int64)
+    words = torch.empty(num_words, positions.numel(), dtype=torch.int64, device=records.device)
     for number in range(num_words):
         word = selected[:, 8 * number : 8 * number + 8].clone(memory_format=torch.contiguous_format)
         words[number] = word.view(torch.int64).view(-1)

@@ -189,6 +189,8 @@ def test_combined_refuses_states_of_other_parameters() -> None:
     ("arguments", "text"),
     [
         ({"policy": "poly", "value": -1.0}, "POLY needs value >= 0"),
+        ({"value": float("nan")}, "value must be a finite number, got nan"),
+        ({"lr_scale": float("inf")}, "lr_scale must be a finite number, got inf"),
         ({"policy": "cosine_annealing_warm_restarts", "sgdr_period": 0}, "sgdr_period must be"),
     ],
 )

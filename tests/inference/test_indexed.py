@@ -171,6 +171,8 @@ def test_top_rows() -> None:
     for no_numbers in ([5, 1], torch.tensor([1j])):
         with pytest.raises(TypeError, match="scores must be a tensor of real numbers"):
             top_rows(no_numbers, 0.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="share must be a number, got None"):
+        top_rows(torch.arange(3), None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="keys must be int64"):
         RowIndex.of_keys([1, 2])  # type: ignore[arg-type]
 

@@ -158,7 +158,7 @@ def test_a_captured_permutation_keeps_inverse_indices() -> None:
         inverse_indices=inverse,
     )
     order = [1, 0]
-    captured = batch._select_keys_padded(order, torch.tensor(order))
+    captured = batch._select_padded(order, torch.tensor(order))
     expected = batch.permute(order)
     assert captured.values().tolist() == expected.values().tolist() == [2, 3, 0, 1]
     assert captured.inverse_indices()[0] == expected.inverse_indices()[0]

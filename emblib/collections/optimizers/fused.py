@@ -588,9 +588,9 @@ def apply_optimizer_in_backward(
         optimizer_kwargs: arguments of the class; None for an optimizer, which has its own.
 
     Raises:
-        TypeError: a parameter that cannot have this optimizer, or already has one in backward, if
-            that is from torch or the parameter is of no table; or `optimizer_kwargs` with an
-            optimizer that is no class.
+        TypeError: a parameter cannot have this optimizer; it already has one in backward, and that
+            is from torch, or the parameter is not of a table; or there are `optimizer_kwargs`, and
+            `optimizer` is not a class.
         ValueError: tables do not support an argument or the optimizer.
     """
     arguments = dict(optimizer_kwargs or {})
@@ -638,9 +638,10 @@ def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tupl
     collection's. All other configurations are returned unchanged.
 
     Raises:
-        TypeError: tables do not support the optimizer, or `optimizer` is none of emblib.
-        ValueError: an argument that tables do not support, several optimizers of one table, or one
-            that has made steps, since its state would be lost.
+        TypeError: tables do not support an optimizer that torch set, or `optimizer` is not of
+            `emblib.optim`.
+        ValueError: tables do not support an argument of an optimizer, a table has several
+            optimizers, or its optimizer has made steps, whose state would be lost.
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(

@@ -363,8 +363,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     Raises:
         TypeError: `optimizer` is not a `KeyedOptimizer`.
-        ValueError: `max_gradient` is negative or NaN, `norm_type` not above 0, or `clipping`
-            another word.
+        ValueError: `max_gradient` is negative or NaN, `norm_type` is not above 0, or `clipping` is
+            unknown.
 
     Attributes:
         last_total_grad_norm: norm of all gradients before the last step clipped them; None before

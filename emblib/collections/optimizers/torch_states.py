@@ -90,9 +90,9 @@ def from_torch_states(
         templates: one template per parameter group.
 
     Raises:
-        KeyError: the states of another optimizer.
-        ValueError: states of other shapes, or states that tables do not have; for Adam, different
-            step counts within a group, whose bias corrections differ.
+        KeyError: the states are of another optimizer.
+        ValueError: states have other shapes, or tables do not have them; or the parameters of a
+            group have different step counts for Adam, whose bias corrections differ then.
     """
     states: State = {}
     for group, template in zip(state_dict["param_groups"], templates, strict=True):

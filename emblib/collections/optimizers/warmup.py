@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from emblib.collections.optimizers.keyed import KeyedOptimizer, OptimizerWrapper
+from emblib.optim.base import number_or_nan
 from emblib.specs import OptionEnum
 
 _WARMUP_KEY = "__warmup"  # in `state`, where it is no name of a parameter
@@ -60,8 +61,9 @@ class WarmupStage:
         start_interpolating_iters, end_value: first step and last value of INTERPOLATE.
 
     Raises:
-        ValueError: INTERPOLATE without its two fields, or with a start that is not before
-            `max_iters`; POLY with `value` < 0; `sgdr_period` < 1; an unknown policy.
+        ValueError: `policy` is unknown; a factor is not a finite number; `value` of POLY is
+            negative; `sgdr_period` is below 1; or INTERPOLATE lacks one of its two fields, or
+            starts at `max_iters` or later.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
@@ -75,6 +77,10 @@ class WarmupStage:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", WarmupPolicy(self.policy))
+        factors = {"value": self.value, "lr_scale": self.lr_scale, "end_value": self.end_value}
+        for name, factor in factors.items():
+            if factor is not None and not math.isfinite(number_or_nan(factor)):
+                raise ValueError(f"{name} must be a finite number, got {factor!r}")
         if self.decay_iters <= 0:
             steps = 1 if self.policy is WarmupPolicy.STEP else self.max_iters
             object.__setattr__(self, "decay_iters", steps)
@@ -186,7 +192,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
         Raises:
             ValueError: the saved stage is none of `stages`; nothing is loaded.
-            Exception: as `load_state_dict` of the wrapped optimizer.
+            Exception: `load_state_dict` of the wrapped optimizer raises it.
         """
         super().load_state_dict(state_dict)
 
