@@ -83,7 +83,8 @@ class MissingKeys(NamedTuple):
 def missing_keys_of(ids: Tensor, misses: hash.Misses) -> MissingKeys:
     """Return the missing keys of a batch with the keys `ids`, int64 `[L]`, ordered by table.
 
-    On a GPU they are padded to L, because the host does not wait for their number.
+    On a GPU they are padded to L, because the host does not wait for their number; padding has the
+    number of tables as its table.
     """
     first_positions, counts = misses.first, misses.counts
     if not ids.is_cuda:
@@ -420,13 +421,13 @@ class Admission(nn.Module):
         self._exact_tables = exact
         self.counter = _ExactCounters(exact, specs, device, hash_keys) if exact else None
         self.sketches = _Sketches(sketched, specs, device, hash_keys) if sketched else None
-        specified = [s.admission.threshold if s.admission else 0 for s in specs]
-        self._is_per_feature = any(isinstance(value, PerFeature) for value in specified)
+        table_thresholds = [s.admission.threshold if s.admission else 0 for s in specs]
+        self._is_per_feature = any(isinstance(value, PerFeature) for value in table_thresholds)
         max_thresholds = [s.admission.max_threshold if s.admission else 0 for s in specs]
         for name, thresholds in (
             # The last threshold is for padding, whose result is ignored.
             ("thresholds", [*max_thresholds, 0]),
-            ("feature_thresholds", values_by_feature(specified, feature_tables)),
+            ("feature_thresholds", values_by_feature(table_thresholds, feature_tables)),
         ):
             tensor = torch.tensor(thresholds, dtype=torch.int64, device=device)
             self.register_buffer(name, tensor, persistent=False)
@@ -467,9 +468,9 @@ class Admission(nn.Module):
         thresholds = None
         if self._is_per_feature:
             thresholds = self._smallest_thresholds(keys, misses, length)
-        decided = self.decide(missing_keys, effects, thresholds)
-        admitted = nn.functional.pad(decided, (0, keys.ids.numel() - length))
-        return admitted if in_store is None else admitted | in_store
+        is_admitted = self.decide(missing_keys, effects, thresholds)
+        is_admitted = nn.functional.pad(is_admitted, (0, keys.ids.numel() - length))
+        return is_admitted if in_store is None else is_admitted | in_store
 
     def skip_batch(self, effects: Effects) -> None:
         """Count a batch without misses: only sketches change, whose counters fade."""
@@ -514,16 +515,16 @@ class Admission(nn.Module):
             counts = counts + self.counter.count(missing_keys, effects)
         if thresholds is None:
             thresholds = self.thresholds[missing_keys.tables]
-        admitted = counts >= thresholds
+        is_admitted = counts >= thresholds
         for table, spec in enumerate(self.specs):
             if spec.admission is not None and spec.admission.rule is not None:
-                (selected,) = (missing_keys.tables == table).nonzero(as_tuple=True)
-                decisions = spec.admission.rule(missing_keys.keys[selected], counts[selected])
+                (of_table,) = (missing_keys.tables == table).nonzero(as_tuple=True)
+                decisions = spec.admission.rule(missing_keys.keys[of_table], counts[of_table])
                 name = spec.name or table
-                admitted[selected] = _checked_decisions(name, decisions, selected)
+                is_admitted[of_table] = _checked_decisions(name, decisions, of_table)
         if self.counter is not None:
-            self.counter.forget(missing_keys, admitted)
-        return admitted
+            self.counter.forget(missing_keys, is_admitted)
+        return is_admitted
 
     def counts(self, table: int) -> tuple[Tensor, Tensor]:
         """Return the keys in the exact counter of a table, and their counts; int64 `[n]` each.
@@ -652,15 +653,21 @@ def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
     dumps.check_state(name, entries, expected_entries)
 
 
-def _checked_decisions(name: str | int, answer: Any, keys: Tensor) -> Tensor:
-    """Return the answer of a rule on the device of `keys`; raise ValueError unless bool `[n]`."""
-    if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != keys.shape:
-        described = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else answer
+def _checked_decisions(name: str | int, decisions: Any, keys: Tensor) -> Tensor:
+    """Return the decisions of an admission rule on the device of `keys`.
+
+    Raises:
+        ValueError: they are not bool in the shape of `keys`.
+    """
+    is_tensor = isinstance(decisions, Tensor)
+    if not is_tensor or decisions.dtype != torch.bool or decisions.shape != keys.shape:
+        described = f"{decisions.dtype} {list(decisions.shape)}" if is_tensor else decisions
         raise ValueError(
             f"the admission rule of table {name!r} must return bool {list(keys.shape)}, got "
             f"{described}"
         )
-    return answer.to(keys.device)
+    result: Tensor = decisions.to(keys.device)
+    return result
 
 
 def _admission_of(spec: DynamicSpec) -> FrequencyAdmission:

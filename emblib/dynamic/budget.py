@@ -151,11 +151,14 @@ class MemoryBudget:
     def attach(self, model: nn.Module) -> None:
         """Add all dynamic tables of a model, after it has its optimizers and is sharded.
 
+        Of a sharded model these are the shards of this rank. Their statistics are tracked from now
+        on, see `DynamicEmbeddingBags.track_statistics`.
+
         Raises:
             TypeError: `model` is not a module.
-            RuntimeError: tables are on meta.
-            ValueError: no dynamic tables, tables on CUDA, tables that are in a budget already, or
-                tables that use more bytes than the budget has left; nothing is changed.
+            RuntimeError: tables of the model are on meta.
+            ValueError: the model has no dynamic tables, or its tables are on CUDA, belong to a
+                budget already, or use more bytes than the budget has left; nothing is changed.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -252,7 +255,8 @@ class MemoryBudget:
     def decide(self) -> None:
         """Choose a receiver and a donor among the published tables, if their ages differ enough.
 
-        Then set `target_buckets` and `receiver` of the donor. Reservations end in any case.
+        Then set `target_buckets` and `receiver` of the donor, and forget the published pressure of
+        both. Bytes that are reserved for tables become free for all first, in any case.
         """
         with self._lock:
             free_bytes = self.nbytes - self._used_bytes()

@@ -129,9 +129,10 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         stored_rows: maximum number of stored rows, cached or spilled, by table.
 
     Raises:
-        TypeError: an argument has another class.
-        ValueError: a `TTCache` for another number of tables, a deferred optimizer, the device meta;
-            `SPILL` with an optimizer that leaves gradients; as `TableBatchedTTEmbeddingBags`.
+        TypeError: an argument has a wrong type.
+        ValueError: `cache` has another number of tables, the optimizer is deferred, the device is
+            meta, or the cache spills and the optimizer leaves gradients; or see
+            `TableBatchedTTEmbeddingBags`.
 
     Example:
         >>> tables = [emblib.TTSpec(1_000_000, 64, (16, 16))]
@@ -289,12 +290,13 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                 pooled output is then flat, as in `TableBatchedEmbeddingBags`. None: B for each.
 
         Raises:
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights without pooling, or of another dtype or number; stored rows that changed
-                before checkpointing repeats the lookup; `TTCache.every` in a captured lookup.
+            RuntimeError: a dtype, a device or the number of offsets is wrong; an index or offset is
+                out of bounds in mode FATAL; there are weights without pooling, or weights have
+                another dtype or number; checkpointing repeats the lookup after stored rows have
+                changed; or a CUDA graph captures a lookup that `TTCache.every` counts.
             TypeError: indices or offsets are not tensors, or `batch_sizes` are not ints.
-            ValueError: `batch_sizes` do not fit; 1-dimensional indices have no offsets, or
-                2-dimensional ones have offsets or weights of another shape.
+            ValueError: `batch_sizes` do not fit; 1-dimensional indices have no offsets;
+                2-dimensional indices have offsets, or weights of another shape.
         """
         check_tensor("indices", indices)
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)
@@ -599,7 +601,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     @without_gradients
     def to_dense(self, table: int | str) -> Tensor:
-        """Return a table as a new dense float32 `[rows, D]` matrix, stored rows included."""
+        """Return a table as a new float32 `[rows, D]` matrix on its device, with stored rows."""
         table = self.table_number(table)
         spec = self.tables[table]
         return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)

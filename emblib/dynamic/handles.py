@@ -66,7 +66,8 @@ class TableChanges(NamedTuple):
         until: the step to pass to `changes_since` the next time.
         entries: keys used or written at `since` or later, with their rows.
         removed: keys that left since then and are absent, int64 `[n]`.
-        changes: both, with hyperparameters, hash keys and fallback rows.
+        changes: content for `apply_changes`: entries, removed keys, hyperparameters, hash keys and
+            fallback rows.
     """
 
     since: int
@@ -301,6 +302,10 @@ class DynamicTable:
         """Grow the table to the size that `rows` keys need, at most to its capacity.
 
         Each shard grows to its part; in a memory budget as far as bytes are free.
+
+        Raises:
+            TypeError: `rows` is not an int.
+            ValueError: `rows` is negative.
         """
         rows_per_shard = self._rows_per_shard(rows)
         for _, state, index in self.local_shards():
@@ -351,7 +356,7 @@ class DynamicTable:
     # Content
 
     def entries(self, since: int | None = None) -> Entries:
-        """Return copies of the entries: all, or those used at training step `since` or later.
+        """Return copies on the CPU of all entries, or of those used at step `since` or later.
 
         Every rank gets all entries of a sharded table; `save` writes a table of any size.
         """
@@ -553,8 +558,8 @@ class DynamicTable:
             value = function()
         except Exception as raised:
             error = raised
-        own_problem = None if error is None else f"{type(error).__name__}: {error}"
-        results = self._gather(method, (own_problem, value))
+        problem_here = None if error is None else f"{type(error).__name__}: {error}"
+        results = self._gather(method, (problem_here, value))
         if error is not None:
             raise error
         for rank, (problem, _) in enumerate(results):

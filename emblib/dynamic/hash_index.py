@@ -301,7 +301,8 @@ class HashIndex(nn.Module):
             effects: native calls that were made before an interruption; None for a first call.
 
         Returns:
-            Slots of the batch. On the CPU, its other fields are None if all keys hit.
+            The slot of each position, int64 `[L]`, -1 for none, with the misses and their results.
+            On the CPU these are None if all keys hit.
         """
         effects = Effects() if effects is None else effects
         self.begin_insertion(effects)
@@ -601,26 +602,30 @@ class HashIndex(nn.Module):
         """Check that `restore` takes a snapshot; return the number of slots of each table in it.
 
         Raises:
-            ValueError: it is of tables of other capacities or loads, has scores where this index
-                has none or the reverse, or is malformed. Values of tags and entries are not
-                checked.
+            ValueError: the snapshot is of tables of other capacities or loads, has scores where
+                this index has none or the reverse, or is malformed. Values of tags and entries are
+                not checked.
         """
         entries = dumps.check_entries("index", snapshot, _SNAPSHOT_ENTRIES)
         tables = dumps.check_tensor("index.tables", entries["tables"], torch.int64, (None, None))
-        saved = _with_hash_keys(tables)
-        fixed = [
+        saved_tables = _with_hash_keys(tables)
+        fixed_columns = [
             i
             for i in range(len(TABLE_FIELDS))
             if i not in (HashTableColumn.BUCKETS, HashTableColumn.SIZE, HashTableColumn.HASH_KEY)
         ]
-        is_alike = saved.shape == self.tables.shape
-        if not is_alike or saved[:, fixed].tolist() != self.tables[:, fixed].tolist():
+        is_same = (
+            saved_tables.shape == self.tables.shape
+            and saved_tables[:, fixed_columns].tolist() == self.tables[:, fixed_columns].tolist()
+        )
+        if not is_same:
             raise ValueError(
                 "a snapshot restores only tables of the same capacities, loads and eviction; its "
-                f"{TABLE_FIELDS} are {saved.tolist()}, this index has {self.tables.tolist()}; "
+                f"{TABLE_FIELDS} are {saved_tables.tolist()}, this index has "
+                f"{self.tables.tolist()}; "
                 "load a state_dict instead, which fits any capacity"
             )
-        buckets = saved[:, HashTableColumn.BUCKETS].tolist()
+        buckets = saved_tables[:, HashTableColumn.BUCKETS].tolist()
         for num_buckets, spec in zip(buckets, self.specs, strict=True):
             if not 0 < num_buckets <= spec.max_buckets:
                 raise ValueError(

@@ -259,7 +259,7 @@ class HashTable(SentAsCopy, nn.Module):
         *,
         padded: bool = False,
     ) -> Insertion:
-        """Insert as `insert_or_assign`, and return the evicted rows in the order of the new keys.
+        """Insert as `insert_or_assign`; return the evicted rows too, in the order of the new keys.
 
         Args:
             keys: keys `[n]`.
@@ -490,7 +490,10 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def expire(self, before: int) -> Tensor:
-        """Remove and return the keys last used before tick `before`, int64 `[n]` on the device."""
+        """Remove and return the keys last used before tick `before`, int64 `[n]` on the device.
+
+        Raises TypeError or ValueError unless `before` is an int in [-2^62, 2^63).
+        """
         return self.index.expire(0, check_count("before", before, minimum=-MAX_TICK))
 
     def export(self, batch: int = 1 << 16, since: int | None = None) -> Iterator[TableRows]:
@@ -561,12 +564,15 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def clear(self) -> None:
-        """Remove all keys, and reset the tick, the counters and the initial capacity."""
+        """Remove all keys, set tick and counters to 0, and shrink to the initial capacity."""
         self._lock.complete(self.index.clear, lambda: True)
 
     @atomic
     def reserve(self, keys: int) -> None:
-        """Grow to the size that a number of keys >= 0 needs, at most to `spec.capacity`."""
+        """Grow to the size that a number of keys needs, at most to `spec.capacity` rounded up.
+
+        Raises TypeError or ValueError unless `keys` is an int >= 0.
+        """
         self.index.reserve(0, check_count("keys", keys, minimum=0), self._row_buffers())
 
     @atomic

@@ -44,12 +44,16 @@ def values_by_feature(by_table: Sequence[Any], feature_tables: Sequence[int]) ->
 
     `check_features` must have accepted them: a `PerFeature` has a value for each feature.
     """
-    values = [iter(v.values) if isinstance(v, PerFeature) else repeat(v) for v in by_table]
+    values = [
+        iter(value.values) if isinstance(value, PerFeature) else repeat(value) for value in by_table
+    ]
     return [next(values[table]) for table in feature_tables]
 
 
 class LastUses:
     """The last uses of the levels above the first, by slot of each table.
+
+    The owner of the tables holds its lock around every call.
 
     Args:
         specs: the tables.
@@ -167,7 +171,7 @@ class LastUses:
         return self.buffer.itemsize * sum(rows * width for rows, width in counts)
 
     def copy_to(self, device: torch.device, capacities: Sequence[int]) -> "LastUses":
-        """Return a copy on a device."""
+        """Return a copy on a device; `capacities` has the number of rows in use by table."""
         return _rebuild(self._specs, self._feature_tables, device, self.snapshot(capacities))
 
     def only_in_use(self, capacities: Sequence[int]) -> "LastUses":

@@ -3,7 +3,7 @@
 The module owns a `DynamicState` (index, rows, admission, scores, eviction log, backing store). A
 training forward makes keys of the ids, inserts them, and looks up their slots like rows of a dense
 table. It stores a `TrainingUpdate`, with which backward finds the rows again. Queries, eviction,
-saving and loading are functions of the state, called by the methods here.
+saving and loading are functions of the state, and methods of the module too.
 """
 
 import weakref
@@ -92,8 +92,9 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         BlockingIOError: the store is open in another module or process; it may raise other
             exceptions of its own.
         MemoryError: the system has no address space for the capacities, on the CPU.
-        TypeError: an argument has another type.
-        ValueError: arguments are inconsistent, or a store has other tables.
+        TypeError: an argument has a wrong type.
+        ValueError: arguments are inconsistent, a number is out of range, the device is meta, or the
+            store has other tables.
 
     Example:
         >>> table = emblib.DynamicSpec(capacity=1_000, dim=16, name="item")
@@ -105,7 +106,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         >>> pooled.sum().backward()  # updates their rows
     """
 
-    state: DynamicState  # has the tables; the module has its tensors as parameter and buffers
+    state: DynamicState  # the tables; its tensors are parameter and buffers of the module
     tables: TableSpecs
     _lock: CompletingLock  # the lock of `state`
     _calls: KeyedCalls | None = None
@@ -301,41 +302,60 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
         Raises:
             RuntimeError: a shape, a dtype, a device or the number of offsets is wrong; on the CPU,
-                offsets would leave out ids or a bag; a key found no slot in a table with
-                `OnInsertFailure.RAISE`; the batch has more ids outside the fast tier than
-                `BackingStore.max_misses`; or, in training, a table with `Eviction.CUSTOM` has no
-                score, or only some tables are frozen.
+                the first offset is above 0, or with one feature the last one is below L; a key
+                found no slot in a table with `OnInsertFailure.RAISE`; the batch has more ids
+                outside the fast tier than `BackingStore.max_misses`; or, in training, a table with
+                `Eviction.CUSTOM` has no score, or only some tables are frozen.
             TypeError: indices have another dtype, indices or offsets are not tensors, or
                 `batch_sizes` are not ints.
             ValueError: `batch_sizes` do not fit; on the CPU, counts are below 0; or there are
                 weights without pooling.
             Exception: the backing store raised it.
+
+        Other invalid offsets are clamped, with a warning.
         """
         if is_padded() and (num_padding := training.num_padding_ids(indices, offsets)):
-            weights, use_counts = (
-                None if values is None else values[num_padding:]
-                for values in (per_sample_weights, counts)
+            return self._forward_behind_padding(
+                num_padding, indices, offsets, per_sample_weights, batch_sizes, counts
             )
-            ids = indices[num_padding:]
-            out = self.forward(
-                ids, offsets - num_padding, weights, batch_sizes=batch_sizes, counts=use_counts
-            )
-            is_pooled = self.pooling is not Pooling.NONE
-            return out if is_pooled else torch.cat([out.new_zeros(num_padding, out.shape[1]), out])
         if not is_compiling():
             self.check_layout()
         ids = as_keys(indices)
         if per_sample_weights is not None or counts is not None or ids.dim() != 1:
             training.check_batch(ids, per_sample_weights, counts, self.pooling)
-        is_simple = counts is None and batch_sizes is None and self.include_last_offset
-        is_simple = is_simple and isinstance(offsets, Tensor)  # else the check below raises
-        if is_simple and self.training and torch.is_grad_enabled() and not is_compiling():
+        if counts is None and batch_sizes is None and self._may_train_at_once(offsets):
             pooled = self._train_at_once(ids, offsets, per_sample_weights)
             if pooled is not None:
                 return pooled
         refuse_transforms("per_sample_weights", per_sample_weights, ids, offsets, module=self)
         keys, batch = self._make_batch(ids, offsets, batch_sizes)
         return self._look_up(keys, batch, per_sample_weights, counts)
+
+    def _forward_behind_padding(
+        self,
+        num_padding: int,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        batch_sizes: Sequence[Sequence[int]] | None,
+        counts: Tensor | None,
+    ) -> Tensor:
+        """Look up a batch whose first `num_padding` ids are padding, which reads zeros."""
+        weights, use_counts = (
+            None if values is None else values[num_padding:] for values in (sample_weights, counts)
+        )
+        ids, offsets = indices[num_padding:], offsets - num_padding
+        out = self.forward(ids, offsets, weights, batch_sizes=batch_sizes, counts=use_counts)
+        is_pooled = self.pooling is not Pooling.NONE
+        return out if is_pooled else torch.cat([out.new_zeros(num_padding, out.shape[1]), out])
+
+    def _may_train_at_once(self, offsets: Tensor) -> bool:
+        """Return whether `_train_at_once` may be called for a batch of equal batch sizes.
+
+        Offsets that are not a tensor are left to `_make_batch`, which raises.
+        """
+        is_training = self.training and torch.is_grad_enabled() and not is_compiling()
+        return is_training and self.include_last_offset and isinstance(offsets, Tensor)
 
     @run_uncompiled
     @atomic
@@ -377,7 +397,10 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         *,
         is_prefetch: bool = False,
     ) -> tuple[Keys, autograd.Lookup]:
-        """Check the offsets of a batch; return it as keys, and as a `Lookup` without rows."""
+        """Check the offsets of a batch; return it as keys, and as a `Lookup` without rows.
+
+        A prefetch counts no invalid offsets, because the lookup of the batch will count them.
+        """
         if not self.include_last_offset:
             offsets = append_last_offset(ids, offsets)
         bag_layout, output_dim = None, self.output_dim
@@ -429,7 +452,11 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         sample_weights: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        """Look up a checked batch: train, repeat a checkpointed forward, or change nothing."""
+        """Look up a checked batch: train, repeat a checkpointed forward, or change nothing.
+
+        A training lookup takes one of three ways to its backward: one op (`can_serve`), a fused
+        lookup with hooks, or a lookup that leaves gradients for an optimizer of torch.optim.
+        """
         if torch.compiler.is_exporting():
             return self._look_up_exported(keys, batch, sample_weights)
         calls = self._calls
@@ -480,7 +507,9 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         """Make the shared arguments of calls from the module's current tensors and options."""
         if self._updates_in_backward:
             self._check_in_place([self.weights])
-        insertion = training.InsertionArguments.of(self.state, self.features, self.feature_table)
+        insertion = training.InsertionArguments.from_state(
+            self.state, self.features, self.feature_table
+        )
         self._calls = KeyedCalls(self, self._tiers(), insertion)
         return self._calls
 
@@ -496,9 +525,10 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
     @without_gradients
     def _reads_of_keys(self, keys: Keys) -> BatchReads:
+        """Return the rows that a lookup without insertion reads."""
         state = self.state
         slots = state.index.find(keys) if state.backing is None else state.backing.search(keys)
-        return state.row_initializer.reads_of_found(keys, slots)
+        return state.row_initializer.reads_of_slots(keys, slots)
 
     def _look_up_exported(
         self, keys: Keys, batch: autograd.Lookup, sample_weights: Tensor | None

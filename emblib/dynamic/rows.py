@@ -46,6 +46,9 @@ class RowLayout:
         overflow_rows: number of rows per table behind its rows with slots; they have no slot.
 
     Attributes:
+        specs: argument `specs`, as a tuple.
+        table_names: argument `table_names`, as a list.
+        overflow_rows: argument `overflow_rows`.
         buffer_names: names of the P buffers: `weight`, then the states.
         dtypes: dtypes of the buffers.
         has_fallback: whether a table has fallback rows.
@@ -91,7 +94,7 @@ class RowLayout:
 
         Raises:
             KeyError, IndexError: there is no such table.
-            TypeError: neither a number nor a name.
+            TypeError: `table` is neither a number nor a name.
         """
         return table_number(self.table_names, table)
 
@@ -459,8 +462,11 @@ class RowInitializer(nn.Module):
             default_slots = torch.where(is_drawn, drawn_slots, default_slots)
         return reads.with_defaults(default_slots.to(torch.int32), default_rows)
 
-    def reads_of_found(self, keys: Keys, slots: Tensor) -> BatchReads:
-        """Return the rows that the lookups of a batch read without insertion."""
+    def reads_of_slots(self, keys: Keys, slots: Tensor) -> BatchReads:
+        """Return the rows that the lookups of a batch read without insertion.
+
+        `slots`, int64 `[L]`, has the slot of each position, -1 for none.
+        """
         if self.reads_zeros:
             return BatchReads(slots)
         reads = self.with_fallback(keys, slots)
@@ -546,7 +552,7 @@ class TrainingUpdate:
         self.has_weight_gradient = False  # whether sample weights get a gradient
 
     @classmethod
-    def of_repetition(cls, first_update: "TrainingUpdate | None", keys: Keys) -> "TrainingUpdate":
+    def from_repetition(cls, first_update: "TrainingUpdate | None", keys: Keys) -> "TrainingUpdate":
         """Return the update of a forward that backward repeats, which reads the same rows.
 
         Args:
@@ -668,7 +674,12 @@ class TrainingUpdate:
 
 
 class WeightGradient:
-    """Find the rows of a batch again in backward for the gradient of its sample weights alone."""
+    """Find the rows of a batch again in backward for the gradient of its sample weights alone.
+
+    Args:
+        batch: the lookup, with the rows that its forward read.
+        update: the update of its keys, which finds their rows; no row is updated.
+    """
 
     def __init__(self, batch: autograd.Lookup, update: TrainingUpdate) -> None:
         self.lock = update.lock

@@ -3,7 +3,8 @@
 A `DynamicEmbeddingBags` owns one state and looks rows up in it. Everything else is a function of
 the state: queries and settings are here, `training` inserts the keys of batches, and `saving` has
 checkpoints. `@of_state` makes such a function accept the module too, so it can be a method of it.
-For an unknown name or number of a table such a function raises KeyError or IndexError.
+For an unknown name or number of a table such a function raises KeyError or IndexError, and
+TypeError for a table that is neither a name nor an int.
 """
 
 from __future__ import annotations
@@ -66,20 +67,25 @@ class DynamicState:
         feature_tables: the table of each feature of a batch; None is one feature per table.
 
     Attributes:
+        specs: argument `specs`, as a tuple.
+        table_names: name of each table, by number.
+        optimizer_name: name of the optimizer, which stores in files are checked against.
         index: the keys and their slots.
         layout: the location of the rows of each table in the row buffers.
         weights: the first row buffer, flat or `[rows, dim]`; a parameter if a module owns the
             state.
         optimizer_states: the other row buffers, flat.
-        hyperparams: the numbers of the optimizer, float64.
+        byte_layout: int64 `[T, P, 2]`, first byte and bytes per row, see `RowBuffers.layout`.
+        hyperparams: hyperparameters of the optimizer, float64 `[n]`.
         row_initializer: initializer of new rows.
         admission: rule for inserting missing keys; None admits all.
         scores: the eviction scores of the next batch; None if eviction assigns none.
         expiry: choice of the keys that expire; None without `ttl`.
         last_uses: last uses by features with a longer ttl; None if no table has several ttls.
         eviction_log: the keys that left; None until `track_evictions`.
-        reports_failures: whether keys that find no slot are reported.
-        is_deferred: whether a later step applies gradients; it drops gradients of evicted keys.
+        reports_failures: whether a table warns or raises when keys find no slot.
+        is_deferred: whether a later step applies the gradients. Then gradients of a row are dropped
+            when a new key gets the row.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
             new keys, after their initial values are written; a copy has none.
         backing: the backing tier; None without a store.
@@ -94,7 +100,7 @@ class DynamicState:
     weights: Tensor
     optimizer_states: list[Tensor]
     hyperparams: Tensor
-    byte_layout: Tensor  # int64 `[T, P, 2]`, see `RowBuffers.layout`
+    byte_layout: Tensor
     dropped_updates: Tensor
 
     def __init__(
@@ -209,7 +215,11 @@ class DynamicState:
         return [self.index.capacity(t) for t in range(len(self.specs))]
 
     def keys_of(self, table: int | str, ids: Tensor) -> Keys:
-        """Return ids of one table as a batch on the device."""
+        """Return ids of one table, int64, uint64 or int32 `[n]`, as a batch on the device.
+
+        Raises:
+            TypeError: the ids have another dtype.
+        """
         return Keys.of(as_keys(ids).to(self.index.tags.device), self.table_number(table))
 
     def update_of(self, keys: Keys, slots: Tensor, reads: BatchReads) -> TrainingUpdate:
@@ -239,10 +249,17 @@ class DynamicState:
         source_table: int,
         is_owned: Callable[[Tensor], Tensor],
     ) -> None:
-        """Adopt what the policies of a table know whose entries were copied to this one.
+        """Copy the state of a table's policies from the table that its entries were copied from.
 
         That is the clock and the times of use, the score of the next batch, and the counts of
-        admission of the keys, int64 `[n]`, of which `is_owned` returns True, bool `[n]`.
+        admission.
+
+        Args:
+            table: number of this table.
+            source: the other state.
+            source_table: number of the table there.
+            is_owned: function that returns which keys, int64 `[n]`, this table has, bool `[n]`;
+                only their counts are copied.
         """
         if self.expiry is not None and source.expiry is not None:
             self.expiry.copy_times(table, source.expiry, source_table)
@@ -312,16 +329,20 @@ def size(state: DynamicState, table: int | str) -> int:
 
 @of_state
 def capacity(state: DynamicState, table: int | str) -> int:
-    """Return the number of rows in use of a table, as it has grown (reads the device)."""
+    """Return the number of rows that a table uses now; it grows with its keys (reads the device).
+
+    Rows in a backing store do not count.
+    """
     return state.index.capacity(state.table_number(table))
 
 
 @of_state
 def find(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
-    """Return the row of each id in `table_rows(table)`, int64 `[n]`, -1 for none.
+    """Return the row of each id in `table_rows(table)`, int64 `[n]` on the device, -1 for none.
 
     Rows are valid until the next training forward or other change of the tables. Ids in the backing
-    store have no row.
+    store have no row. Ids are int64, uint64 or int32 `[n]` on any device; other dtypes raise
+    TypeError.
     """
     return state.index.find(state.keys_of(table, ids))
 
@@ -340,6 +361,10 @@ def reserve(state: DynamicState, table: int | str, rows: int) -> None:
     """Grow a table to the size that `rows` keys need, at most to its capacity.
 
     In a memory budget, it grows as far as the budget has room.
+
+    Raises:
+        TypeError: `rows` is not an int.
+        ValueError: `rows` is negative.
     """
     rows = check_count("rows", rows, minimum=0)
     state.index.reserve(state.table_number(table), rows, state.slot_rows())
@@ -347,7 +372,7 @@ def reserve(state: DynamicState, table: int | str, rows: int) -> None:
 
 @of_state
 def key_status(state: DynamicState) -> Tensor:
-    """Return the status of each id of the last training forward: uint8 `[L]` of `KeyStatus`.
+    """Return the `KeyStatus` of each id of the last training forward, uint8 `[L]` on the device.
 
     Raises RuntimeError if there was none.
     """
@@ -356,9 +381,9 @@ def key_status(state: DynamicState) -> Tensor:
 
 @of_state
 def status_of(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
-    """Return the status of ids of a table in the last training forward: uint8 `[n]`, on CPU.
+    """Return the `KeyStatus` of ids in the last training forward, uint8 `[n]` on the CPU.
 
-    Ids that were not in it are `KeyStatus.ABSENT`.
+    Ids that were not in that batch are `KeyStatus.ABSENT`.
 
     Raises:
         RuntimeError: there was no training forward, or its ids were overwritten since.
@@ -414,7 +439,7 @@ def track_statistics(state: DynamicState, *, remember: int = 0) -> None:
 
     Raises:
         ValueError: `remember` is negative or more than 2^40.
-        TypeError: it is not an int.
+        TypeError: `remember` is not an int.
     """
     current = state.statistics
     if current is None or current.remember != remember:

@@ -73,7 +73,7 @@ def insert_or_repeat(
         Exception: see `insert_batch`.
     """
     if running is not None and running.is_recomputation:
-        return TrainingUpdate.of_repetition(running.recall(state), keys)
+        return TrainingUpdate.from_repetition(running.recall(state), keys)
     inserted = insert_batch(state, keys, counts)
     reads = state.row_initializer.reads_of_inserted(keys, inserted)
     slots = inserted.slots
@@ -168,7 +168,9 @@ class InsertionArguments(NamedTuple):
     initial_values: tuple[Tensor, Tensor, int]
 
     @classmethod
-    def of(cls, state: DynamicState, features: Tensor, tables: Tensor) -> InsertionArguments:
+    def from_state(
+        cls, state: DynamicState, features: Tensor, tables: Tensor
+    ) -> InsertionArguments:
         """Return the arguments of a state for batches of these features."""
         index = state.index
         return cls(
@@ -429,8 +431,8 @@ def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str
         The number of removed keys by table name, in both tiers.
 
     Raises:
-        ValueError: the table has no ttl, or none has, or the clock returned a number that is no
-            time.
+        ValueError: the table has no ttl; without `table`, no table has one; or the clock returned a
+            number that is no time.
         KeyError, IndexError: there is no such table.
         Exception: the clock or the backing store raised it.
     """

@@ -74,8 +74,9 @@ class TTCache:
             each, with `SPILL` only; by default 8 times `rows`.
 
     Raises:
-        ValueError: a number below its minimum, `spill_rows` with another eviction, or no eviction
-            of this name.
+        ValueError: a number is below its minimum, `spill_rows` is set without `SPILL`, or there is
+            no eviction of this name. A number of tables that differs from that of the module
+            raises when the module is made.
         TypeError: a number is not an int.
 
     Example:
@@ -109,7 +110,12 @@ class TTCache:
             )
 
     def rows_of(self, tables: Sequence[TTSpec]) -> list[int]:
-        """Return the number of cached rows per table, at most its rows."""
+        """Return the number of cached rows per table, at most its rows.
+
+        Raises:
+            ValueError: `rows` has another number of tables; `stored_rows_of`, `row_cache`,
+                `counted_of` and `index_specs` raise it too.
+        """
         return _per_table("rows", self.rows, tables)
 
     def stored_rows_of(self, tables: Sequence[TTSpec]) -> list[int]:

@@ -70,12 +70,12 @@ class ChangeLog:
         when_full: reaction of `record` while `max_pending` entries wait.
 
     Raises:
-        TypeError: there are tensor trains or quantised tables in the model, or a
-            `ReplicatedModelParallel`, or no tables; `sink` is no sink, or a count no int.
+        TypeError: the model has tensor trains, quantised tables or a `ReplicatedModelParallel`, or
+            no tables; `sink` is not a sink; or a count is not an int.
         ValueError: an optimizer changes rows without a lookup; two tables have the same name; the
-            evictions of a table are tracked already; states are of a table sharded by columns;
-            collections are over different ranks; a count is too small; or, without `compact_every`,
-            a sink has records.
+            evictions of a table are tracked already; `states` is set and a table is sharded by
+            columns; collections are over different ranks; a count is too small; or
+            `compact_every` is None and the sink has records.
         LogError: a record in the sink is damaged.
         OSError: the sink cannot be read; sinks may raise errors of other types.
 
@@ -115,11 +115,11 @@ class ChangeLog:
                 "DistributedModelParallel, or freeze() the tables from time to time"
             )
         model_tables = find_tables(model)
-        if model_tables.others:
+        if model_tables.other_kinds:
             raise TypeError(
                 f"a change log has rows, and these tables change as a whole with every step: "
-                f"{model_tables.others}; freeze() them from time to time, or train Dense or Hash "
-                "tables"
+                f"{model_tables.other_kinds}; freeze() them from time to time, or train Dense or "
+                "Hash tables"
             )
         self._rank, self._num_ranks = model_tables.rank, model_tables.num_ranks
         self.step = check_count("step", step, minimum=0)
@@ -165,8 +165,9 @@ class ChangeLog:
         Raises:
             ChangeLogError: an earlier entry could not be written, e.g. because the disk is full;
                 this step's changes then wait for the next call.
-            RuntimeError: tables made steps that the log has not seen, or were replaced, or the log
-                is closed, or of another process. Rows that a program writes are not noticed.
+            RuntimeError: tables made steps that the log has not seen, or were replaced; or the log
+                is closed, or belongs to another process. Rows that a program writes are not
+                noticed.
             TypeError: the step is not an int.
             ValueError: the step is not after the last one, or more keys left a dynamic table since
                 the last entry than its record of evictions holds.
@@ -190,8 +191,8 @@ class ChangeLog:
     def snapshot(self, step: int) -> None:
         """Log all rows, which every follower then loads; the step may be before the last one.
 
-        Followers of several ranks need snapshots of the same step from all of them. It waits while
-        too many entries are pending, also with `WhenFull.MERGE`.
+        A follower of several ranks needs snapshots of the same step from all of them. The call
+        waits while too many entries are pending, also with `WhenFull.MERGE`.
 
         Raises:
             ChangeLogError: an earlier entry could not be written.

@@ -189,8 +189,8 @@ class PlainChanges:
         states: whether optimizer states are copied too.
 
     Raises:
-        TypeError: the table is quantised.
-        ValueError: the optimizer changes rows without a lookup, or states are of a table that is
+        TypeError: a table is quantised.
+        ValueError: an optimizer changes rows without a lookup; or `states` is set, and a table is
             sharded by columns.
     """
 
@@ -272,7 +272,7 @@ class KeyedChanges:
         states: whether optimizer states are copied too.
 
     Raises:
-        ValueError: the optimizer changes rows without a lookup, or the evictions of the table are
+        ValueError: an optimizer changes rows without a lookup, or the evictions of a table are
             tracked already.
     """
 

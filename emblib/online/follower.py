@@ -51,11 +51,11 @@ class Lag(NamedTuple):
 class LogFollower:
     """Serve the tables of a model at the steps of a trainer's change logs.
 
-    Threads look up through `follower(...)` or inside `follower.reading()`, and see the tables at
-    one boundary, a step that the logs of all ranks have; before the first one, the model as it was.
-    One call of `apply` runs at a time; others wait.
-    Quantised tables quantise the rows they take as `for_inference` does. Lookups by others, e.g.
-    of the model itself, may see a part of a boundary.
+    Threads look up through `follower(...)` or inside `follower.reading()`. They see the tables at
+    one boundary, a step that the logs of all ranks have; before the first boundary they see the
+    model as it was. Other lookups, e.g. calls of the model itself, may see a part of a boundary.
+    One call of `apply` runs at a time; others wait. Quantised tables quantise the rows of the log
+    as `for_inference` does.
 
     Args:
         model: `for_inference(...)`, `open_frozen(...)`, `DynamicEmbeddingBags`,
@@ -68,10 +68,10 @@ class LogFollower:
 
     Raises:
         KeyError: the model lacks one of `tables`.
-        TypeError: the model is sharded, a sink is something else, a step is not an integer, or
-            `tables` is one string.
-        ValueError: a pruned table, a table on disk, two tables of one name, no sink, or a step
-            below 0.
+        TypeError: the model is sharded, a source is not a sink, the step is not an int, or `tables`
+            is one string.
+        ValueError: a table was pruned or is on disk, two tables have one name, there is no sink, or
+            the step is below 0.
 
     Example:
         >>> import tempfile
@@ -133,14 +133,18 @@ class LogFollower:
             return in_grad_mode(self.model, enabled=False)(*args, **kwargs)
 
     def reading(self) -> Any:
-        """Return a context in which the tables stay at one step, for any number of lookups."""
+        """Return a context in which the tables stay at one step, for any number of lookups.
+
+        Contexts may be nested in one thread. `apply` waits for them, and raises RuntimeError in a
+        thread that is inside one.
+        """
         return self._lock.reading()
 
     @property
     def lag(self) -> Lag:
-        """Return how far the tables are behind; reads the new records of the logs.
+        """Return how far the tables are behind the logs, whose new records are read for it.
 
-        It may be read in any thread, also inside `reading()`.
+        Any thread may read the property, also inside `reading()`.
 
         Raises:
             LogError: a record is damaged.
@@ -195,7 +199,10 @@ class LogFollower:
         return any([log.poll(newest, needs_whole=not has_base) for log in self._logs])
 
     def run(self, stop: threading.Event, interval_s: float = 1.0) -> None:
-        """Apply new boundaries every `interval_s` seconds until `stop` is set; raise as `apply`."""
+        """Apply new boundaries every `interval_s` seconds until `stop` is set.
+
+        An error of `apply` ends the loop and is raised.
+        """
         while not stop.is_set():
             self.apply()
             stop.wait(interval_s)
@@ -407,11 +414,11 @@ class _Log:
         return (newest.sequence, newest.time) == (record.sequence, record.time)
 
     def up_to(self, key: BoundaryKey) -> list[Record]:
-        """Return the pending records up to a boundary."""
+        """Return the pending records up to a boundary, which they include."""
         return [record for record in self.pending if record.key <= key]
 
     def drop(self, key: BoundaryKey) -> None:
-        """Remove the pending records up to a boundary."""
+        """Remove the pending records up to a boundary, which they include."""
         while self.pending and self.pending[0].key <= key:
             self.pending.popleft()
 

@@ -67,7 +67,7 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
 
     Raises:
         TypeError: the model is sharded.
-        ValueError: two tables of one name, a pruned table, or a float table on disk.
+        ValueError: two tables have one name, a table was pruned, or a float table is on disk.
     """
     model_tables = find_tables(model)
     if model_tables.num_ranks > 1:
@@ -197,7 +197,7 @@ class FloatRows:
 
 
 class QuantizedRows:
-    """A read-only table whose ids are row numbers; prepared rows are quantised.
+    """A read-only table whose ids are row numbers; `prepare` quantises rows.
 
     Args:
         name: name of the table.
@@ -242,7 +242,13 @@ def _pack_rows(module: QuantizedEmbeddingBags, table: int, weight: Tensor) -> Te
 
 
 class IndexedRows:
-    """A read-only table of keys, see the beginning of this file."""
+    """A read-only table of keys, see the beginning of this file.
+
+    Args:
+        name: name of the table.
+        served: the module of the table; its rows and index are replaced when the table grows.
+        table: number of the table there.
+    """
 
     def __init__(self, name: str, served: InferenceEmbeddingBags, table: int) -> None:
         self._name, self._served, self._number = name, served, table
@@ -451,7 +457,11 @@ def _insert_entries(entries: Tensor, bits: int, keys: Tensor, rows: Tensor) -> b
 
 
 class DynamicRows:
-    """A dynamic table on one rank."""
+    """A dynamic table that has one shard.
+
+    Args:
+        handle: handle of the table.
+    """
 
     def __init__(self, handle: DynamicTable) -> None:
         self._name = handle.name
@@ -475,10 +485,9 @@ class DynamicRows:
         return entries
 
     def _hyperparams(self, change: TableChange) -> Tensor:
-        """Return the hyperparameters of a change if they fit the optimizer, else the present."""
-        current = self._location.module.state.hyperparams.cpu()
-        saved = change.hyperparams
-        return current if saved is None or saved.shape != current.shape else saved
+        """Return the hyperparameters of a change if they fit the optimizer, else its own."""
+        current, logged = self._location.module.state.hyperparams.cpu(), change.hyperparams
+        return current if logged is None or logged.shape != current.shape else logged
 
     def prepare(self, change: TableChange) -> Write:
         """Check the entries."""

@@ -69,7 +69,7 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Stop writing; the next `append` begins again."""
+        """Release what `append` has opened; a later `append` opens it again."""
 
 
 def check_sink(sink: Any) -> Sink:
@@ -94,9 +94,9 @@ class DirectorySink:
     Raises:
         TypeError: `segment_bytes` is not an int.
         ValueError: `segment_bytes` is below 1.
-        BlockingIOError: `append`, if another process writes to the directory.
-        LogError: `append`, if the last file is damaged.
-        OSError: `append`, if the record could not be written.
+        BlockingIOError: another process writes to the directory; raised by `append`.
+        LogError: the last file is damaged; raised by `append`.
+        OSError: the record could not be written; raised by `append`.
 
     Example:
         >>> import tempfile

@@ -1,8 +1,8 @@
 """`find_tables`: the tables of a model whose ids are row numbers, and the modules that look up.
 
-The tables of this rank are found as tables of a module, or as slices of a `TableGroups`, whose
-modules are no submodules of the model. Dynamic tables, whose ids are keys, have handles instead
-(`emblib.dynamic.handles.tables_of`).
+The tables of this rank are tables of a submodule, or slices of a `TableGroups`, whose modules are
+not submodules of the model. Dynamic tables, whose ids are keys, have handles instead
+(`emblib.dynamic.tables_of`).
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,8 @@ from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags
 class PlainTable:
     """A table, or a shard of rows or columns of it, that is table `number` of `module`.
 
-    Of a dynamic table, in `ModelTables.calls`, only `module`, `number` and `is_keyed` are used.
+    `ModelTables.calls` has dynamic tables too, of which only `module`, `number` and `is_keyed` have
+    a meaning.
 
     Attributes:
         name: name of the whole table.
@@ -44,7 +45,7 @@ class PlainTable:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Return the ids of module and table, which are equal if two objects are one table."""
+        """Return `id(module)` and the table's number: equal for two objects of one table."""
         return id(self.module), self.number
 
     @property
@@ -65,15 +66,15 @@ class ModelTables:
     Attributes:
         tables: the tables, each once, without dynamic ones.
         calls: the modules that look up tables, dynamic ones too, with the table of each feature.
-        others: kinds of the tables that neither `tables` nor handles have, e.g. "tensor trains", by
-            table name.
+        other_kinds: kind of each table that is neither in `tables` nor dynamic, e.g. "tensor
+            trains", by name.
         rank: this rank.
         num_ranks: number of ranks over which the model is sharded.
     """
 
     tables: list[PlainTable] = field(default_factory=list)
     calls: list[tuple[Any, list[PlainTable]]] = field(default_factory=list)
-    others: dict[str, str] = field(default_factory=dict)
+    other_kinds: dict[str, str] = field(default_factory=dict)
     rank: int = 0
     num_ranks: int = 1
 
@@ -86,8 +87,8 @@ class ModelTables:
 def find_tables(model: nn.Module) -> ModelTables:
     """Return the tables and lookups of a model on this rank; change nothing.
 
-    Tables that every rank has are left out on ranks above 0. `InferenceEmbeddingBags`, whose ids an
-    index maps to rows, are left out.
+    A table of which every rank has a replica is listed on rank 0 only. `InferenceEmbeddingBags`,
+    whose ids an index may map to rows, are not listed.
 
     Raises:
         ValueError: the collections of the model are sharded over different numbers of ranks.
@@ -102,8 +103,7 @@ def find_tables(model: nn.Module) -> ModelTables:
         )
     if ranks_and_sizes:
         ((model_tables.rank, model_tables.num_ranks),) = ranks_and_sizes
-    # Of tables that every rank has, only rank 0 writes its copy.
-    replicas = {
+    replica_ids = {  # of groups whose tables rank 0 lists
         id(module.replicated.groups)
         for module in sharded
         if module.replicated is not None and module.ranks.rank > 0
@@ -113,14 +113,14 @@ def find_tables(model: nn.Module) -> ModelTables:
         if any(path.startswith(f"{outer}.") or not outer for outer in outer_paths):
             continue
         if isinstance(module, TableGroups):
-            if id(module) not in replicas:
+            if id(module) not in replica_ids:
                 _add_groups(model_tables, module)
         elif isinstance(module, InferenceEmbeddingBags):
             outer_paths.append(path)
         elif isinstance(module, ComposedEmbeddingBags):
             outer_paths.append(path)
             kinds = [type(storage).__name__ for storage in module.storages]
-            model_tables.others |= dict(zip(module.table_names, kinds, strict=True))
+            model_tables.other_kinds |= dict(zip(module.table_names, kinds, strict=True))
         elif isinstance(module, DynamicEmbeddingBags):
             outer_paths.append(path)
             tables = [
@@ -137,7 +137,7 @@ def find_tables(model: nn.Module) -> ModelTables:
             model_tables.calls.append((module, [tables[t] for t in module.feature_tables]))
         elif hasattr(module, "cores"):
             outer_paths.append(path)
-            model_tables.others |= dict.fromkeys(
+            model_tables.other_kinds |= dict.fromkeys(
                 getattr(module, "table_names", [path]), "tensor trains"
             )
     return model_tables
@@ -152,7 +152,7 @@ def _add_groups(model_tables: ModelTables, groups: TableGroups) -> None:
             tables[i] = PlainTable(name, module, number, 0, 0, 0, is_keyed=True)
             continue
         if not isinstance(module, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
-            model_tables.others[name] = type(table_slice.storage).__name__
+            model_tables.other_kinds[name] = type(table_slice.storage).__name__
             continue
         begin, dim = table_slice.columns[0], table_slice.config.embedding_dim
         tables[i] = PlainTable(name, module, number, table_slice.rows[0], begin, dim)

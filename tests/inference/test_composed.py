@@ -196,7 +196,7 @@ def test_components_are_no_tables_of_a_follower(tmp_path: Any) -> None:
     served = for_inference(trained(Pooling.SUM, "plain", "hashed"))
     found = find_tables(served)
     assert [table.name for table in found.tables] == ["plain"]
-    assert found.others == {"hashed": "Hashed"}
+    assert found.other_kinds == {"hashed": "Hashed"}
     assert LogFollower(served, DirectorySink(tmp_path)) is not None
 
 

@@ -48,18 +48,22 @@ class Dump(NamedTuple):
         clock: largest tick of the parts.
         since: first tick of a dump of changes; None for whole tables.
         numbers: hyperparameters of the optimizer, of the first part.
-        others: other tensors that the writer saved, by name, joined over the parts for the rank.
+        other_tensors: other tensors that the writer saved, by name, joined over the parts for the
+            rank.
     """
 
     tables: dict[str, DumpedTable]
     clock: int
     since: int | None
     numbers: list[float]
-    others: dict[str, Tensor]
+    other_tensors: dict[str, Tensor]
 
 
 class Header(NamedTuple):
-    """The metadata of a dump, see `Dump`; all parts have the same `identity` and `since`."""
+    """The metadata of a part, see `Dump`.
+
+    `identity` is a text that all parts of one dump share; they share `since`, too.
+    """
 
     identity: str
     clock: int
@@ -73,7 +77,7 @@ def write(
     header: Header,
     part: Part = Part(),  # noqa: B008
     report: Report | None = None,
-    others: Mapping[str, Tensor] | None = None,
+    other_tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a part; its rows are read and written 16 MiB at a time.
 
@@ -83,7 +87,7 @@ def write(
         header: metadata of the dump.
         part: rank and number of parts.
         report: function that is called as rows are written; None for none.
-        others: other tensors to save, by name; `entries.combine` joins them for a reader.
+        other_tensors: other tensors to save, by name; `entries.combine` joins them for a reader.
 
     Raises:
         ValueError, BlockingIOError, OSError: see `dumps.Writer`.
@@ -91,7 +95,9 @@ def write(
     """
     with Writer(directory, part) as writer:
         tables_entry = [_write_table(writer, table, report) for table in tables]
-        arrays = {key: _write_array(writer, tensor) for key, tensor in (others or {}).items()}
+        arrays = {
+            key: _write_array(writer, tensor) for key, tensor in (other_tensors or {}).items()
+        }
         header_entry = {**header._asdict(), "numbers": list(header.numbers)}
         writer.commit({**header_entry, "tables": tables_entry, "others": arrays})
 
@@ -146,7 +152,7 @@ def _write_rows(
 
 
 def rows_at_a_time(rows: Rows) -> int:
-    """Return how many rows fit in 16 MiB, at least 1."""
+    """Return how many of these rows fit in 16 MiB, at least 1."""
     nbytes = rows.dtype.itemsize
     for size in rows.shape[1:]:
         nbytes *= size
@@ -171,15 +177,15 @@ def read(directory: str | Path, rank: int = 0, world_size: int = 1) -> Dump:
     tables = {name: _read_table(parts, name, rank, world_size) for name in names}
     content = parts[0].content
     clock = max(part.content["clock"] for part in parts)
-    others = [
+    other_tensors = [
         {key: part.array(value) for key, value in part.content["others"].items()} for part in parts
     ]
-    joined = combine(others, rank, world_size)
+    joined = combine(other_tensors, rank, world_size)
     return Dump(tables, clock, content["since"], content["numbers"], joined)
 
 
 def read_header(directory: str | Path) -> Header:
-    """Return the header of a dump without reading its tables.
+    """Return the header of a dump without reading its tables; `clock` is the largest of its parts.
 
     Raises:
         DumpError: there is no complete dump of tables.

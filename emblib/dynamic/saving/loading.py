@@ -105,12 +105,12 @@ class _Assignment:
 
     def assign_within_one_move(self, waiting: Tensor, round_index: int) -> Tensor:
         """Assign slots to waiting entries by at most one move each; return which got one, bool."""
-        own_buckets = self._bucket_pairs[:, waiting].T
-        neighbours = self._entry_in_slot[own_buckets].reshape(waiting.numel(), -1)
+        buckets = self._bucket_pairs[:, waiting].T
+        neighbours = self._entry_in_slot[buckets].reshape(waiting.numel(), -1)
         # The bucket that each neighbour could move to; empty slots need no move.
         is_empty = neighbours < 0
         other_buckets = self._other_bucket(neighbours.clamp(min=0))
-        other_buckets = own_buckets.repeat_interleave(SLOTS_PER_BUCKET, 1).where(
+        other_buckets = buckets.repeat_interleave(SLOTS_PER_BUCKET, 1).where(
             is_empty, other_buckets
         )
         has_room = self.num_free[other_buckets] > 0
@@ -213,7 +213,7 @@ def _random_ints(shape: tuple[int, ...], step: int) -> Tensor:
 _KEYS_PER_CALL = 1 << 22  # keys that one call inserts, which bounds its memory; not measured
 
 
-def call_once(function: Callable[[], None]) -> None:
+def _run_once(function: Callable[[], None]) -> None:
     """Call a function: the default of `TableTarget.complete`."""
     function()
 
@@ -242,7 +242,7 @@ class TableTarget(NamedTuple):
     initial_state: float = 0.0
     last_uses: Tensor | None = None
     hash_key: int | None = None
-    complete: Callable[[Callable[[], None]], None] = call_once
+    complete: Callable[[Callable[[], None]], None] = _run_once
 
 
 class Loaded(NamedTuple):
@@ -341,8 +341,9 @@ def _has_levels_of(uses: Rows | None, target: TableTarget) -> TypeGuard[Rows]:
 def replace(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
     """Replace the entries of a table; if not all fit, keep those that would be evicted last.
 
-    Of more entries than the capacity only the best are tried; of these a few may find no slot.
-    Raises ValueError for entries that do not fit, before anything is written.
+    If there are more entries than slots, only the best are tried; a few of these may find no slot.
+    The tick becomes at least the newest stamp; counters stay. Raises ValueError for entries that do
+    not fit, before anything is written.
     """
     check(target, entries)
     return replace_unchecked(target, entries, report)

@@ -82,19 +82,19 @@ def _write(
     header: Header,
     part: Part,
     report: Report | None,
-    others: dict[str, Tensor],
+    other_tensors: dict[str, Tensor],
     fallback_rows: dict[str, Tensor],
 ) -> int:
     """Write tables by name; return the tick of the dump.
 
-    `others` is the state of the children of the module; a dump of changes has only its hash keys.
-    `fallback_rows` are named as in state dicts.
+    `other_tensors` is the state of the children of the module; of these a dump of changes has only
+    the hash keys. `fallback_rows` are named as in state dicts.
     """
     dumped = [DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()]
     if header.since is not None:
-        others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
-    others = {**others, **fallback.without_other_shards(fallback_rows, *part)}
-    dump_tables.write(directory, dumped, header, part, report, others)
+        other_tensors = {INDEX_HASH_KEYS: other_tensors[INDEX_HASH_KEYS]}
+    other_tensors = {**other_tensors, **fallback.without_other_shards(fallback_rows, *part)}
+    dump_tables.write(directory, dumped, header, part, report, other_tensors)
     return header.clock
 
 
@@ -141,8 +141,8 @@ def load(
     hyperparameters = torch.tensor(dump.numbers, dtype=torch.float64, device="cpu")
     if dump.since is not None:
         changed = {n: Changes(t.entries, t.removed) for n, t in dump.tables.items()}
-        hash_keys = dump.others.get(INDEX_HASH_KEYS)
-        rows = {name: fallback.rows_of_table(dump.others, name) for name in changed}
+        hash_keys = dump.other_tensors.get(INDEX_HASH_KEYS)
+        rows = {name: fallback.rows_of_table(dump.other_tensors, name) for name in changed}
         changes = ChangeSet(dump.since, dump.clock, changed, hyperparameters, hash_keys, rows)
         return apply_changes(state, changes, report)
     return _load_whole(state, directory, dump, hyperparameters, report)
@@ -165,18 +165,20 @@ def _load_whole(
     entries = {state.table_number(n): table.entries for n, table in dump.tables.items()}
     for t, dumped_entries in entries.items():
         loading.check(target_of(state, t), dumped_entries)
-        fallback.check_rows(state, t, fallback.rows_of_table(dump.others, state.table_names[t]))
-    hash_keys = hash_keys_in(state, entries, dump.others.get(INDEX_HASH_KEYS))
+        fallback.check_rows(
+            state, t, fallback.rows_of_table(dump.other_tensors, state.table_names[t])
+        )
+    hash_keys = hash_keys_in(state, entries, dump.other_tensors.get(INDEX_HASH_KEYS))
     if state.expiry is not None:
         state.expiry.forget_times()  # a dump has no times if no ttl is a time
-    set_child_state(state, dump.others, directory)
+    set_child_state(state, dump.other_tensors, directory)
     return replace_tables(
         state,
         entries,
         clock=dump.clock,
         hyperparameters=hyperparameters,
         hash_keys=hash_keys,
-        fallback_rows=dump.others,
+        fallback_rows=dump.other_tensors,
         report=report,
     )
 
@@ -368,8 +370,8 @@ class TableDump(NamedTuple):
         clock: the tick of the dump.
         hyperparameters: hyperparameters of the optimizer.
         hash_key: hash key of the table at the time of the dump; None if unknown.
-        others: the state of hash keys, counters, scores and times; {} unless both the dump and the
-            module have one table.
+        other_tensors: the state of hash keys, counters, scores and times; {} unless both the dump
+            and the module have one table.
         fallback_rows: the fallback rows of the table.
     """
 
@@ -379,7 +381,7 @@ class TableDump(NamedTuple):
     clock: int
     hyperparameters: Tensor
     hash_key: int | None
-    others: dict[str, Tensor]
+    other_tensors: dict[str, Tensor]
     fallback_rows: dict[str, Tensor]
 
 
@@ -402,11 +404,13 @@ def save_table(
             times.
         Exception: see `save`.
     """
-    others, changes = _state_of_table(state, table), _changes_of(state, table, since)
+    other_tensors, changes = _state_of_table(state, table), _changes_of(state, table, since)
     header = Header(identity, state.index.tick, since, state.hyperparams.tolist())
     rows = fallback.rows_of(state, table)
     named_rows = {f"{name}.{fallback.FALLBACK}.{key}": value for key, value in rows.items()}
-    return _write(state, directory, {name: changes}, header, part, report, others, named_rows)
+    return _write(
+        state, directory, {name: changes}, header, part, report, other_tensors, named_rows
+    )
 
 
 def _state_of_table(state: DynamicState, table: int) -> dict[str, Tensor]:
@@ -453,25 +457,32 @@ def read_table(
         torch.tensor(dump.numbers, dtype=torch.float64, device="cpu"),
     )
     check_hyperparameters(state, hyper)
-    hash_keys = dump.others.get(INDEX_HASH_KEYS)
+    hash_keys = dump.other_tensors.get(INDEX_HASH_KEYS)
     if hash_keys is not None and len(dump.tables) > 1:
         table_index = list(dump.tables).index(name)
         hash_keys = hash_keys[table_index : table_index + 1]
     hash_key = None if hash_keys is None else int(hash_keys[0])
-    others = dump.others if len(dump.tables) == len(state.specs) == 1 else {}
-    rows = fallback.rows_of_table(dump.others, name)
+    other_tensors = dump.other_tensors if len(dump.tables) == len(state.specs) == 1 else {}
+    rows = fallback.rows_of_table(dump.other_tensors, name)
     changes = None
     if dump.since is None:
         loading.check(target_of(state, table), dumped_table.entries)
         fallback.check_rows(state, table, rows)
-        check_child_state(state, others, directory)
+        check_child_state(state, other_tensors, directory)
     else:
         tables = {state.table_names[table]: Changes(dumped_table.entries, dumped_table.removed)}
         fallback_rows = {state.table_names[table]: rows}
         changes = ChangeSet(dump.since, dump.clock, tables, hyper, hash_keys, fallback_rows)
         check_changes(state, changes)
     return TableDump(
-        Path(directory), dumped_table.entries, changes, dump.clock, hyper, hash_key, others, rows
+        Path(directory),
+        dumped_table.entries,
+        changes,
+        dump.clock,
+        hyper,
+        hash_key,
+        other_tensors,
+        rows,
     )
 
 
@@ -493,7 +504,7 @@ def set_table(state: DynamicState, table: int, dump: TableDump, report: Report |
         report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = set_table_entries(state, table, dump.entries, report_once, hash_key=dump.hash_key)
         fallback.write_rows(state, table, dump.fallback_rows)
-        set_child_state(state, dump.others, dump.directory)
+        set_child_state(state, dump.other_tensors, dump.directory)
         state.index.set_tick(max(dump.clock, state.index.tick))
         if float(dump.hyperparameters[Hyper.STEP]) > float(state.hyperparams[Hyper.STEP]):
             state.load_hyperparams(dump.hyperparameters)

@@ -224,14 +224,14 @@ class BackingTier:
         return FoundRows(found.positions[is_alive], found.rows.at(is_alive))
 
     @staticmethod
-    def in_store(misses: Misses, found_rows: Sequence[FoundRows]) -> Tensor:
+    def in_store(misses: Misses, found_by_table: Sequence[FoundRows]) -> Tensor:
         """Return which misses `find_in_store` found, bool `[L]`."""
         is_stored = torch.zeros(misses.first.numel(), dtype=torch.bool, device="cpu")
-        for begin, found in zip(misses.offsets.tolist(), found_rows, strict=False):
+        for begin, found in zip(misses.offsets.tolist(), found_by_table, strict=False):
             is_stored[begin + found.positions] = True
         return is_stored.to(misses.first.device)
 
-    def add_stored_uses(self, misses: Misses, found_rows: Sequence[FoundRows]) -> None:
+    def add_stored_uses(self, misses: Misses, found_by_table: Sequence[FoundRows]) -> None:
         """Add the use counts of rows in the store to `misses.counts`, in place.
 
         Does nothing if eviction does not count uses.
@@ -239,7 +239,7 @@ class BackingTier:
         if self.fast.index.order not in _COUNTING_ORDERS:
             return
         offsets, counts = misses.offsets.tolist(), misses.counts
-        for t, found in enumerate(found_rows):
+        for t, found in enumerate(found_by_table):
             miss_indices = (offsets[t] + found.positions).to(counts.device)
             stored_uses = found.rows.scores.to(counts.device)
             new_uses = torch.minimum(counts[miss_indices], hash.MAX_USES - stored_uses)
@@ -306,7 +306,7 @@ class BackingTier:
         self,
         keys: Keys,
         inserted: InsertedBatch,
-        found_rows: Sequence[FoundRows],
+        found_by_table: Sequence[FoundRows],
         batch_scores: Tensor | None,
         effects: Effects,
     ) -> BatchPlacement:
@@ -317,7 +317,7 @@ class BackingTier:
         Args:
             keys: the batch.
             inserted: the result of its insertion.
-            found_rows: result of `find_in_store`.
+            found_by_table: result of `find_in_store`.
             batch_scores: int64 `[T]`, scores of the batch where eviction is by assigned scores.
             effects: native calls that an interrupted call has made, restarted.
         """
@@ -326,7 +326,7 @@ class BackingTier:
         assert result is not None
         offsets, specs = misses.offsets.tolist(), self.fast.specs
         moves, swaps, overflow, all_counts = RowMoves(), [], [], []
-        for t, found in enumerate(found_rows):
+        for t, found in enumerate(found_by_table):
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
             moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)

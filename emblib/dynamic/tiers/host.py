@@ -28,6 +28,9 @@ RECORD_HEAD_BYTES = 16  # stamp and score of a record
 class HostRows:
     """A `RowStore` in memory, e.g. `HostRows(1_000_000)`; its rows do not outlive the process.
 
+    Another module that opens the store after `close` finds the rows that were in it, though not
+    those of the fast tier.
+
     The row of a key is in one of two buckets of 32 rows. If both are full, a new row evicts the row
     that `eviction` ranks lowest among those that the same call did not put, and the store drops it;
     if there is none, it drops the new row. Call `open` before any other method that names a table;
@@ -41,8 +44,8 @@ class HostRows:
             generator.
 
     Raises:
-        ValueError: the eviction is `Eviction.NONE`, the capacity is missing or below 1, or the seed
-            is negative.
+        ValueError: the eviction is `Eviction.NONE`, a capacity is below 1, the sequence of
+            capacities is empty, or the seed is negative.
         TypeError: a capacity or the seed is not an int.
 
     Example:
@@ -161,9 +164,9 @@ class HostRows:
         return StoredRows.from_entries(*self._put(table, rows.keys[:0], entries, rows.values))
 
     def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
-        """Do `lift`, then `put`, in one call; return the keys of the dropped rows, int64 `[k]`.
+        """Call `lift`, then `put`, as one op; return the keys of the dropped rows, int64 `[k]`.
 
-        Rows that are put are dropped themselves where they find no row to evict, see `HostRows`.
+        A row that is put is dropped itself if it finds no row to evict, see `HostRows`.
 
         Tensors must be contiguous and on the CPU. The keys of each argument must be distinct; that
         is not checked.

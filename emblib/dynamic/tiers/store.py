@@ -50,7 +50,7 @@ class StoredRows(NamedTuple):
 
     @classmethod
     def none(cls, row_bytes: int) -> "StoredRows":
-        """Return no rows."""
+        """Return 0 rows of a table with `row_bytes` bytes per row."""
         words = torch.empty(0, dtype=torch.int64, device="cpu")
         return cls(words, words, words, torch.empty(0, row_bytes, dtype=torch.uint8, device="cpu"))
 
@@ -150,7 +150,7 @@ class RowStore(Protocol):
         """
 
     def size(self, table: int) -> int:
-        """Return the number of rows of a table."""
+        """Return the number of rows of a table in the store."""
 
     def clear(self, table: int) -> None:
         """Remove all rows of a table."""
@@ -294,8 +294,8 @@ class BackingStore:
             are then called by either thread, though only by one at a time.
 
     Raises:
-        TypeError: an argument has another type.
-        ValueError: no mode of this name, or `max_misses` below 1.
+        TypeError: an argument has a wrong type.
+        ValueError: there is no mode of this name, or `max_misses` is below 1.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
