@@ -21,13 +21,13 @@ from emblib.sharding.pipelines import (
 )
 from emblib.sharding.pipelines.batches import (
     empty_batch,
-    follow,
+    is_same_input,
+    item_at,
     num_examples,
     path_to,
-    same_input,
     to_device,
 )
-from emblib.sharding.pipelines.loading import WINDOW, ExampleCount, Loader, Meter
+from emblib.sharding.pipelines.loading import RATE_WINDOW, ExampleCount, Loader, Meter
 from emblib.sharding.ranks import RankGroup
 from tests.sharding import worlds
 
@@ -97,7 +97,7 @@ NESTS = {
 def test_any_nest_is_a_batch(name: str) -> None:
     make, path = NESTS[name]
     batch = make()
-    ids = follow(batch, path)
+    ids = item_at(batch, path)
     assert path_to(batch, ids) == path
     assert path_to(batch, keyed()) is None
     assert num_examples(batch) == 2
@@ -106,7 +106,7 @@ def test_any_nest_is_a_batch(name: str) -> None:
     empty = empty_batch(batch)
     assert type(empty) is type(batch)
     assert num_examples(empty) == 0
-    emptied = follow(empty, path)
+    emptied = item_at(empty, path)
     assert emptied.keys() == ["f", "g"]
     assert (emptied.stride(), emptied.values().numel(), emptied.weights().numel()) == (0, 0, 0)
     assert emptied.values().dtype == ids.values().dtype
@@ -155,11 +155,11 @@ def test_a_batch_moves_by_its_own_method() -> None:
 def test_copies_of_the_object_are_the_same_input() -> None:
     kjt = keyed()
     twin = KeyedJaggedTensor(kjt.keys(), kjt.values(), kjt.weights(), kjt.lengths())
-    assert same_input(kjt, twin)
-    assert not same_input(kjt, keyed())
+    assert is_same_input(kjt, twin)
+    assert not is_same_input(kjt, keyed())
     # Of the same ids, but weighted otherwise, as feature processors make them.
     other = KeyedJaggedTensor(kjt.keys(), kjt.values(), kjt.weights() * 2, kjt.lengths())
-    assert not same_input(kjt, other)
+    assert not is_same_input(kjt, other)
 
 
 # Loaders
@@ -170,7 +170,7 @@ def _read(
 ) -> list[tuple[list[int], ExampleCount]]:
     """What a rank trains, with loaders of different lengths."""
     loader = Loader(ranks, uneven_inputs, torch.device("cpu"))
-    loader.read(iter([torch.full((ranks.rank + 1,), i) for i in range(counts[ranks.rank])]))
+    loader.set_iterator(iter([torch.full((ranks.rank + 1,), i) for i in range(counts[ranks.rank])]))
     found = []
     while True:
         slot = loader.fetch()
@@ -496,13 +496,13 @@ def test_rates_are_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     meter.begin()
     assert meter.end(ExampleCount(2, 2)) == Progress(2, 6, 12, 3.0, 2 / 3, 2.0, 4.0)
     _ticks(monkeypatch, iter(float(t) for t in range(104, 200)))
-    for _ in range(WINDOW + 3):
+    for _ in range(RATE_WINDOW + 3):
         meter.begin()
         last = meter.end(ExampleCount(5, None))
     assert (last.steps_per_s, last.own_examples_per_s) == (1.0, 5.0)
     assert (last.examples, last.examples_per_s) == (None, None)
     assert str(last) == (
-        f"step {WINDOW + 5}: {6 + 5 * (WINDOW + 3)} examples in {WINDOW + 6:.1f} s, "
+        f"step {RATE_WINDOW + 5}: {6 + 5 * (RATE_WINDOW + 3)} examples in {RATE_WINDOW + 6:.1f} s, "
         "1.00 steps/s, 5 examples/s (this rank)"
     )
 

@@ -15,6 +15,7 @@ from emblib.collections.configs import EmbeddingBagConfig
 from emblib.jagged import KeyedJaggedTensor
 from emblib.optim import SGD
 from emblib.sharding import DistributedModelParallel, pipelines
+from emblib.sharding.awaitables import DeferredAwaitable
 from emblib.sharding.pipelines import EvalPipelineSparseDist, StopAtShortest, empty_batch
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
@@ -325,6 +326,50 @@ def test_a_step_that_fails_before_its_lookups_stops_no_later_one(name: str) -> N
 
     failed = train(fails=True, used=range(7))
     assert torch.equal(failed, train(fails=False, used=[0, 1, 2, 4, 5, 6]))
+
+
+@pytest.mark.parametrize("name", PIPELINES[1:])
+@pytest.mark.parametrize("interrupted_wait", range(1, 7))
+def test_an_interrupted_wait_for_ids_loses_no_later_batch(
+    name: str, interrupted_wait: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process: Ctrl-C ends a step, whichever batch it waits for; all later batches train."""
+    batches = [
+        KeyedJaggedTensor(["item"], torch.tensor([i]), lengths=torch.tensor([1])) for i in range(6)
+    ]
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item")], optimizer=SGD(0.1))
+    model = DistributedModelParallel(bags, RankGroup.single(), plan={"": {"item": row_wise()}})
+    trained: list[int] = []
+
+    def loss(batch: Any) -> Tensor:
+        trained.append(int(batch.values()))
+        return model(batch).values().square().sum()
+
+    pipeline = getattr(pipelines, name)(
+        model, model.fused_optimizer, forward=loss, inputs=lambda b: {model.module: b}
+    )
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+    num_waits = 0
+    wait = DeferredAwaitable._wait_impl
+
+    def interrupt(awaitable: Any) -> Any:
+        nonlocal num_waits
+        result = wait(awaitable)
+        num_waits += 1
+        if num_waits == interrupted_wait:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(DeferredAwaitable, "_wait_impl", interrupt)
+    interrupted: list[int] = []  # batches of interrupted steps
+    for _ in batches[1:]:
+        try:
+            pipeline.progress(iterator)
+        except KeyboardInterrupt:
+            interrupted.append(pipeline.steps)
+    assert len(interrupted) == 1
+    assert {*trained, *interrupted} == set(range(6))
 
 
 @pytest.mark.parametrize("name", PIPELINES)

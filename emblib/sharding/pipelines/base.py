@@ -74,7 +74,7 @@ class TrainPipelineBase:
     """
 
     batches_ahead: ClassVar[int] = 1
-    """The number of batches that are read before they are trained."""
+    """The number of later batches that are read before a batch is trained."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class TrainPipelineBase:
         All ranks must call this equally often. If `batches` is another iterator than in the last
         call, batches that were already read from the earlier iterator are trained first. With
         `DrainAll` a rank without further batches computes an empty batch. A model in eval mode is
-        only run forward.
+        only run forward. After an error of a step, the next call trains the batch after it.
 
         Raises:
             StopIteration: all ranks are drained (`StopAtShortest`: one is); the next call may pass
@@ -136,7 +136,7 @@ class TrainPipelineBase:
                 "model.fused_optimizer, or call model.eval()"
             )
         self._meter.begin()
-        self._loader.read(batches)
+        self._loader.set_iterator(batches)
         step = self._next_step()
         if step is None:
             self._meter.pause()
@@ -150,7 +150,7 @@ class TrainPipelineBase:
     def run(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Call `progress` until all ranks are drained; yield the output of every step."""
         iterator = iter(batches)
-        self._loader.begin(iterator)
+        self._loader.begin_epoch(iterator)
         while True:
             try:
                 output = self.progress(iterator)
@@ -159,10 +159,12 @@ class TrainPipelineBase:
             yield output
 
     def _next_step(self) -> Step | None:
-        """Read ahead, then remove and return the step to train; None at the end of an epoch.
+        """Read ahead, then remove and return the step to train; return None at the end of an epoch.
 
-        Waits for the numbers of all ranks for this step, unless the pipeline assumes equal inputs.
-        If a rank failed to read its batch, all ranks raise when its step is next.
+        Waits for the numbers of all ranks for this step, except with `AssumeEqual`.
+
+        Raises:
+            Exception: see `Step.raise_failure`; with `AssumeEqual` the iterator raised it.
         """
         while True:
             while len(self._steps_ahead) <= self.batches_ahead:
@@ -175,7 +177,7 @@ class TrainPipelineBase:
                 # No rank runs the later steps: receive their messages and drop them.
                 while self._steps_ahead:
                     self._loader.decide_to_run(self._steps_ahead.popleft())
-                self._loader.end()
+                self._loader.end_epoch()
                 return None
 
     def _train(self, step: Step) -> Any:
@@ -209,7 +211,7 @@ class TrainPipelineBase:
 
 
 def _ranks_of(model: nn.Module) -> RankGroup:
-    """Return the ranks of the model, or of its first sharded collection; else this process."""
+    """Return the ranks of the model, else of its first sharded collection, else this process."""
     for module in (model, *sharded_modules(model).values()):
         # Replicated models have more `dense_ranks` than `ranks`, and all of them step together.
         for name in ("dense_ranks", "ranks"):
@@ -235,7 +237,7 @@ def _backward(loss: Any) -> None:
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
-    """Trains one batch per call; sends the ids of the next batch and copies the one after that.
+    """Trains one batch per call, and meanwhile sends the ids of the next batch.
 
     While batch i is computed, batch i + 2 is copied to the device. The sizes of batch i + 1 are
     sent before the forward of batch i, its ids before the backward. Rows are looked up only in the
@@ -311,6 +313,23 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             LearnedInputs(model) if inputs is None else CallerInputs(model, inputs)
         )
 
+    def _train(self, step: Step) -> Any:
+        """Train as the base class does; if that fails, the following steps run as usual."""
+        try:
+            return super()._train(step)
+        except BaseException:
+            self._reset_steps_ahead(step)
+            raise
+
+    def _reset_steps_ahead(self, failed_step: Step) -> None:
+        """Let later steps send their batches again, as an interrupted wait for ids loses the ids.
+
+        Batches that other ranks take part in stay as they were sent.
+        """
+        for step in self._steps_ahead:
+            if step.sent is not None and step.sent.is_local:
+                step.sent = None
+
     def _run_forward(self, step: Step, batch: Any) -> Any:
         """Run forward with the ids that were sent before it.
 
@@ -318,12 +337,12 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         """
         if isinstance(self._inputs, LearnedInputs) and not self._inputs.is_known:
             return self._inputs.learn_from(batch, self._forward)
-        return self._sent_batch(step).feed(self._forward, batch)
+        return self._sent_batch(step).run_forward(self._forward, batch)
 
     def _before_forward(self, step: Step) -> None:
         """Send the sizes of this batch, unless they were sent, then the sizes of the next batches.
 
-        The ids of this batch are sent by `SentBatch.feed`. Does nothing until the inputs are
+        The ids of this batch are sent by `SentBatch.run_forward`. Does nothing until the inputs are
         known.
         """
         if self._inputs.is_known:
@@ -355,7 +374,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist):
-    """Evaluates one batch per call; sends the ids of the next batch and copies the one after that.
+    """Evaluates one batch per call, and meanwhile sends the ids of the next batch.
 
     The model must be in eval mode; it runs forward only, without gradients. Hash tables insert
     nothing then.
@@ -419,8 +438,10 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
 
     While batch i is computed, the rows of batch i + 1 are loaded into the caches of their tables,
     e.g. with `Placement.MANAGED_CACHING`. The ids of batch i + 2 are sent, and batch i + 3 is
-    copied. Updates write to the cache, so a prefetched row is looked up with all earlier updates.
+    copied. Updates write to the cache, so a lookup of a prefetched row reads all earlier updates.
     Without cached tables use `TrainPipelineSparseDist`, which has one batch less in memory.
+
+    Arguments and errors are those of `TrainPipelineSparseDist`.
 
     Example:
         >>> cached = emblib.storage.Dense(emblib.Placement.MANAGED_CACHING)
@@ -446,15 +467,12 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     batches_ahead: ClassVar[int] = 3
     _num_sent_ahead: ClassVar[int] = 2
 
-    def _train(self, step: Step) -> Any:
-        """Train as the base class does; a step that fails stops no later one."""
-        try:
-            return super()._train(step)
-        except BaseException:
-            for next_step in (step, *self._steps_ahead):
-                if next_step.sent is not None:
-                    next_step.sent.forget_prefetched()
-            raise
+    def _reset_steps_ahead(self, failed_step: Step) -> None:
+        """Forget prefetched rows, because a cache expects the lookups of the failed step next."""
+        for step in (failed_step, *self._steps_ahead):
+            if step.sent is not None:
+                step.sent.forget_prefetched()
+        super()._reset_steps_ahead(failed_step)
 
     @cached_property
     def _prefetch_lane(self) -> Lane:

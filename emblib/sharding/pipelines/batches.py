@@ -73,7 +73,10 @@ def leaves(value: Any, visited: set[int] | None = None) -> Iterator[Any]:
 
 
 def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the batch with `function(leaf)` for every leaf; unchanged items are not copied."""
+    """Return the batch with `function(leaf)` for every leaf.
+
+    A batch or item of which no leaf changes is returned itself, any other is copied.
+    """
     if _is_leaf(value):
         return function(value)
     new_items = {key: _map_leaves(item, function) for key, item in items_of(value)}
@@ -98,11 +101,11 @@ def device_of(leaf: Any) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to a device; leaves on the device are not copied.
+    """Copy a batch to a device; leaves that are there already are not copied.
 
-    Copies from pinned memory are not waited for. If the batch itself, not one of its items, has a
-    method `to`, that method copies it; if it has no argument `non_blocking`, it may wait. A leaf
-    that occurs twice is copied twice.
+    Copies from pinned memory to a GPU may still run on the current stream on return. If the batch
+    itself, not one of its items, has a method `to`, that method copies it; if it has no argument
+    `non_blocking`, it may wait. A leaf that occurs twice is copied twice.
     """
     if not _is_leaf(batch) and hasattr(batch, "to"):
         parameters = inspect.signature(batch.to).parameters.values()
@@ -173,8 +176,8 @@ ItemPath = tuple[Any, ...]
 
 
 def path_to(batch: Any, target: Any) -> ItemPath | None:
-    """Return the path of the first item that is `target`, see `same_input`; None without one."""
-    if same_input(batch, target):
+    """Return the path of the first item that `is_same_input` as `target`; None if there is none."""
+    if is_same_input(batch, target):
         return ()
     for key, item in items_of(batch):
         item_path = path_to(item, target)
@@ -183,8 +186,8 @@ def path_to(batch: Any, target: Any) -> ItemPath | None:
     return None
 
 
-def follow(batch: Any, path: ItemPath) -> Any:
-    """Return the item at a path.
+def item_at(batch: Any, path: ItemPath) -> Any:
+    """Return the item of a batch at a path, see `path_to`.
 
     Raises:
         LookupError, AttributeError, TypeError: the batch has no such item.
@@ -194,10 +197,10 @@ def follow(batch: Any, path: ItemPath) -> Any:
     return batch
 
 
-def same_input(first: Any, second: Any) -> bool:
-    """Return whether both are one object, or keyed jagged tensors over the same tensors.
+def is_same_input(first: Any, second: Any) -> bool:
+    """Return whether both are one object, or keyed jagged tensors of the same tensor objects.
 
-    A wrapper of the model may copy a jagged tensor, and keep its tensors.
+    A wrapper of the model may make a new jagged tensor of the same tensors.
     """
     if first is second:
         return True
@@ -216,7 +219,10 @@ T = TypeVar("T")
 
 
 class Staged(NamedTuple, Generic[T]):
-    """A value, and the event after which it may be used; None if it is ready."""
+    """A value that a stream may still compute, and the event after which it is ready.
+
+    The event is None if the value is ready.
+    """
 
     value: T
     ready_event: torch.cuda.Event | None = None
@@ -231,17 +237,21 @@ class Staged(NamedTuple, Generic[T]):
 
 
 class Lane:
-    """Runs one stage of a pipeline in order: on a GPU on a separate stream, on the CPU at once.
+    """Runs the work of one stage of a pipeline in order.
 
-    The stream waits only for its input, not for the current stream: otherwise it would run after
-    the step that it should overlap with.
+    On a GPU it runs on a stream of its own, which waits only for the input of the work. If the
+    stream waited for the current stream, the work would not overlap with the running step. On the
+    CPU the work runs at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, work: Callable[[S], T], staged: Staged[S]) -> Staged[T]:
-        """Call `work` on the lane's stream, which waits for the value; return the staged result."""
+        """Return `work(value)`, staged; on a GPU the lane's stream runs it when the value is ready.
+
+        An error of `work` is raised here.
+        """
         if self._stream is None:
             return Staged(work(staged.value))
         with torch.cuda.stream(self._stream):

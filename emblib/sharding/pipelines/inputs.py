@@ -3,8 +3,8 @@
 A sharded collection sends ids to the ranks that look them up, looks up the ids that it receives and
 returns the results (`emblib.sharding.lookup`). Ids do not depend on training, so a pipeline sends
 them while earlier batches are computed, for all collections together. The model is not rewritten:
-while the pipeline runs the model's forward, the `forward` of each collection is replaced by one
-that uses the batch which was sent ahead.
+while the pipeline runs the model's forward, the `forward` of each collection is replaced by a
+function that uses the batch which was sent ahead.
 """
 
 import warnings
@@ -29,7 +29,14 @@ from emblib.sharding.lookup import (
     start_joint_input_dist,
     start_joint_output_dist,
 )
-from emblib.sharding.pipelines.batches import ItemPath, Lane, Staged, follow, path_to, same_input
+from emblib.sharding.pipelines.batches import (
+    ItemPath,
+    Lane,
+    Staged,
+    is_same_input,
+    item_at,
+    path_to,
+)
 from emblib.tables import TableBatchedEmbeddingBags
 from emblib.tables.graph_break import run_uncompiled
 
@@ -65,7 +72,7 @@ class LearnedInputs:
 
     @property
     def is_known(self) -> bool:
-        """Return whether a batch has passed through the model."""
+        """Return whether the inputs were learned: a batch has passed through the model."""
         return self._paths is not None
 
     def learn_from(self, batch: Any, forward: Callable[[Any], Any]) -> Any:
@@ -89,7 +96,7 @@ class LearnedInputs:
     def __call__(self, batch: Any) -> list[InputCall]:
         """Return the calls for a batch, in the order in which the model makes them."""
         assert self._paths is not None
-        return [InputCall(module, follow(batch, path)) for module, path in self._paths]
+        return [InputCall(module, item_at(batch, path)) for module, path in self._paths]
 
     def calls_without_inputs(self) -> list[InputCall]:
         """Return the same calls without inputs, for a batch that lacks an input."""
@@ -108,7 +115,7 @@ def _recording_forward(module: Any, calls: list[InputCall]) -> Callable[..., Any
 
 
 class CallerInputs:
-    """Inputs that a function of the caller returns."""
+    """Inputs of collections that a function of the caller returns, see `Inputs`."""
 
     is_known = True
 
@@ -155,8 +162,10 @@ class SeparateCalls:
         self.is_learned = False
         self.indices: set[int] = set()
 
-    def contains(self, index: int, module: Any) -> bool:
-        """Return whether the running call, number `index` of the forward, looks up by itself.
+    def is_separate(self, index: int, module: Any) -> bool:
+        """Return whether the running call, number `index` of the forward, looks up separately.
+
+        Until the calls are learned, it records the index of a call in a checkpointed region.
 
         Raises:
             RuntimeError: it is in a region, but was not with the first batch that was sent ahead.
@@ -175,17 +184,19 @@ class SeparateCalls:
 
 
 class SentBatch:
-    """The inputs of one batch in flight to the ranks that look them up, sent together.
+    """The inputs of all collections for one batch, which are sent to the ranks that look them up.
 
-    The constructor sends the sizes. The first collection that the model calls looks up the batches
-    of all collections, so that their rows return together as well; calls in checkpointed regions
-    look up separately.
+    The constructor sends the sizes. `send_ids` sends the ids, `prefetch` loads their rows into
+    caches, and `run_forward` uses them; the latter two send the ids first if that was not done. In
+    the forward the first collection looks up the batches of all collections, so that their rows
+    return together as well; calls in checkpointed regions look up separately. All ranks of the
+    collections call the same methods in the same order.
 
     Args:
         inputs: function that returns the collections and their inputs in a batch, in the order of
             the model's calls per collection.
         lane: lane in which messages are sent and received.
-        batch: batch that has the inputs.
+        batch: batch that has the inputs, on the device.
         separate_calls: calls that look up separately; shared by all batches of a pipeline.
     """
 
@@ -215,9 +226,9 @@ class SentBatch:
         self._outputs: dict[int, Callable[[], Any]] = {}  # of joint calls, by number of the call
 
     def _send_sizes(self, error: Exception | None) -> Awaitable[Any]:
-        """Send the sizes; if the batch is wrong, tell the other ranks.
+        """Send the sizes; if the batch is wrong, tell the other ranks, and raise nothing.
 
-        `send_ids` raises the error, as on the other ranks. If it were raised here, it would end an
+        `send_ids` raises the error, as it does on the other ranks. Raised here, it would end an
         earlier step on this rank alone, and the other ranks would wait in that step.
         """
         try:
@@ -236,6 +247,11 @@ class SentBatch:
             self._ids = self._lane.run(lambda sizes: sizes.wait(), self._sizes)
             self._sizes = None
 
+    @property
+    def is_local(self) -> bool:
+        """Return whether all collections are on this rank alone."""
+        return all(call.module.ranks.size == 1 for call in self._calls)
+
     def prefetch(self, lane: Lane) -> None:
         """Wait for the ids and prefetch their rows into the caches, in `lane`; only once.
 
@@ -246,9 +262,10 @@ class SentBatch:
             self._is_prefetch_due = False
 
     def forget_prefetched(self) -> None:
-        """Forget the prefetched batches of the collections: this one and all others.
+        """Let the tables of the collections forget all prefetched batches, also those of others.
 
-        A step that fails may not have read its own, which tables expect to be the next lookup.
+        Tables expect lookups in the order of prefetches, and a step that failed may have left out
+        its own.
         """
         self._is_prefetch_due = True
         modules: list[Any] = [call.module for call in self._calls]
@@ -269,10 +286,10 @@ class SentBatch:
         assert self._ids is not None
         return self._lane.run(_wait_for_each, self._ids)
 
-    def feed(self, forward: Callable[[Any], Any], batch: Any) -> Any:
-        """Call `forward`, whose collections use the ids that were sent ahead; return its result.
+    def run_forward(self, forward: Callable[[Any], Any], batch: Any) -> Any:
+        """Return `forward(batch)`, whose collections use the ids that were sent ahead.
 
-        The ids are sent first, if they were not.
+        Sends the ids first if that was not done.
 
         Raises:
             RuntimeError: the model calls a collection with another input, or less often than its
@@ -307,7 +324,7 @@ class SentBatch:
             if self._received is None:
                 self._received = (self._prefetched or self._receive()).take()
             module = self._calls[index].module
-            if self._separate_calls.contains(index, module):
+            if self._separate_calls.is_separate(index, module):
                 return look_up_separately(module, self._received[index])
             if not self._outputs:
                 self._outputs = in_grad_mode(self._look_up, enabled=with_grad)(self._received)
@@ -340,7 +357,7 @@ def _forward_from_queue(
     """Return a forward that takes its output from a queue of (input, output getter)."""
 
     def forward(features: Any) -> Any:
-        if not queue or not same_input(queue[0][0], features):
+        if not queue or not is_same_input(queue[0][0], features):
             raise RuntimeError(
                 f"{type(module).__name__} got an input that is not the one sent ahead for it; "
                 "`inputs` of the pipeline must name the objects that the model passes on"
@@ -353,6 +370,6 @@ def _forward_from_queue(
 def _call_with_forwards(
     forwards: Mapping[Any, Callable[..., Any]], function: Callable[[Any], Any], batch: Any
 ) -> Any:
-    """Call a function of a batch while modules have other forwards; their hooks still run."""
+    """Return `function(batch)`, during which modules have other forwards; their hooks still run."""
     uncompiled = {module: run_uncompiled(forward) for module, forward in forwards.items()}
     return with_attribute("forward", uncompiled, function)(batch)

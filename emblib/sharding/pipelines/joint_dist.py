@@ -1,4 +1,4 @@
-"""The joint input_dist of a plain training loop: one for all sharded collections of a model.
+"""The joint input_dist of a plain training loop: one exchange for all collections of a model.
 
 `DistributedModelParallel` starts it before its forward, for the inputs that are objects of the
 forward's arguments. The first forward of each mode (training or eval, with or without gradients) is
@@ -34,12 +34,12 @@ from emblib.sharding.lookup import (
 )
 from emblib.sharding.pipelines.batches import (
     ItemPath,
-    follow,
     is_jagged,
     is_keyed,
+    is_same_input,
+    item_at,
     leaves,
     path_to,
-    same_input,
 )
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.ranks import RankGroup
@@ -101,8 +101,8 @@ class _ForwardMode:
 
 
 @dataclass
-class _SentForward:
-    """The running forward: searched, or with ids sent before it.
+class _RunningForward:
+    """The running forward, which is either searched for inputs or has ids that were sent before it.
 
     Attributes:
         arguments: arguments of the forward.
@@ -131,7 +131,10 @@ class _SentForward:
 
 
 class JointDist:
-    """Starts the input_dist of a model's collections before its forward.
+    """Sends the ids of a model's collections together, before its forward.
+
+    `DistributedModelParallel` calls `start` before each forward and `end` after it, or `abandon` if
+    it failed; collections call `take`. Belongs to one thread.
 
     Args:
         model: the model without any wrapper. If it is a collection itself, nothing is sent ahead.
@@ -152,7 +155,7 @@ class JointDist:
             if name and module.ranks.group is ranks.group
         }
         self._modes: dict[tuple[bool, bool], _ForwardMode] = {}
-        self._running: _SentForward | None = None
+        self._running: _RunningForward | None = None
         self._reasons: dict[str, str] = {}
 
     @property
@@ -181,7 +184,7 @@ class JointDist:
             return  # a pipeline has sent them
         with_grad = torch.is_grad_enabled()
         mode = self._modes.setdefault((self._model.training, with_grad), _ForwardMode())
-        running = _SentForward(arguments, mode, with_grad)
+        running = _RunningForward(arguments, mode, with_grad)
         if mode.calls is None:
             self._search(running)
         elif mode.calls:
@@ -192,13 +195,13 @@ class JointDist:
         for module in self._names:
             module.sent_ahead = self
 
-    def _search(self, running: _SentForward) -> None:
+    def _search(self, running: _RunningForward) -> None:
         """Start to search a forward: remember its arguments and their versions."""
         running.mode.searches += 1
         running.is_searched = True
         running.versions = {_identity(leaf): _versions(leaf) for leaf in leaves(running.arguments)}
 
-    def _send(self, running: _SentForward, mode_calls: Sequence[_CallPath]) -> None:
+    def _send(self, running: _RunningForward, mode_calls: Sequence[_CallPath]) -> None:
         """Send the ids, or search this forward if any rank does not find its inputs.
 
         After `_MAX_SEARCHES` searches the collections of the mode exchange separately instead.
@@ -229,7 +232,7 @@ class JointDist:
     def take(self, module: Any, features: Any) -> Any:
         """Return the output of a collection for this input; None if it was not sent ahead.
 
-        A searched forward records the call and returns None.
+        In a searched forward, record the call and return None.
 
         Raises:
             RuntimeError: the model has changed the input since it was sent, or the collection is in
@@ -248,7 +251,7 @@ class JointDist:
         queue = running.waiting.get(module)
         if queue is None and self._names[module] not in self._reasons:
             running.mode.made_other_calls = True  # the searched forward did not call it
-        if not queue or not same_input(running.calls[queue[0]].features, features):
+        if not queue or not is_same_input(running.calls[queue[0]].features, features):
             return None
         index = queue.popleft()
         if running.versions[index] != _versions(running.calls[index].features):
@@ -259,7 +262,7 @@ class JointDist:
             )
         return self._output(running, index)
 
-    def _output(self, running: _SentForward, index: int) -> Any:
+    def _output(self, running: _RunningForward, index: int) -> Any:
         """Return the output of a call. The first joint call looks up the batches of all of them."""
         mode_calls = running.mode.calls
         assert mode_calls is not None
@@ -298,7 +301,7 @@ class JointDist:
         for module in self._names:
             module.sent_ahead = None
 
-    def _agree_on_calls(self, running: _SentForward) -> None:
+    def _agree_on_calls(self, running: _RunningForward) -> None:
         """Agree with the other ranks on the calls of this mode, after a searched forward."""
         calls, reasons = self._find_calls(running)
         described = [
@@ -320,7 +323,7 @@ class JointDist:
             names = [self._names[call.module] for call in calls]
             _LOG.info("collections that exchange together: %s", ", ".join(names))
 
-    def _find_calls(self, running: _SentForward) -> tuple[list[_CallPath], dict[str, str]]:
+    def _find_calls(self, running: _RunningForward) -> tuple[list[_CallPath], dict[str, str]]:
         """Return the calls whose input can be sent ahead, and the reasons of others by path."""
         calls, reasons = [], {}
         for call, has_changed, is_separate in running.seen_calls:
@@ -346,7 +349,7 @@ class JointDist:
         self._reasons.update(reasons)
 
 
-def _look_up(running: _SentForward, indices: Sequence[int]) -> list[Callable[[], Any]]:
+def _look_up(running: _RunningForward, indices: Sequence[int]) -> list[Callable[[], Any]]:
     """Look up the batches of several collections and start to return their rows."""
     calls = []
     for index in indices:
@@ -358,7 +361,7 @@ def _look_up(running: _SentForward, indices: Sequence[int]) -> list[Callable[[],
 def _input_at(arguments: Arguments, call: _CallPath) -> Any:
     """Return the input at a path of the arguments; None if there is none of this kind."""
     try:
-        features = follow(arguments, call.path)
+        features = item_at(arguments, call.path)
     except (LookupError, AttributeError, TypeError):
         return None
     return features if type(features) is call.input_class else None

@@ -1,9 +1,9 @@
-"""Loading of batches: read ahead, and agree over ranks about the last step.
+"""Loading of batches: read ahead, and agree over ranks which steps run.
 
 Every rank takes part in every collective of a step, so either all ranks compute a step or none
 does. With each `Loader.fetch` a rank tells all ranks whether it has a batch, except with
 `AssumeEqual`. The pipeline fetches steps ahead, so the messages of the other ranks have usually
-arrived when a step is decided (`Loader.decide_to_run`).
+arrived when `Loader.decide_to_run` needs them.
 """
 
 import time
@@ -30,16 +30,16 @@ from emblib.sharding.pipelines.batches import (
 from emblib.sharding.ranks import RankGroup, sends_from_hosts, subgroup
 
 
-class Agreement:
-    """Gathers small numbers of every rank.
+class NumberExchange:
+    """Sends a few numbers of every rank to all ranks.
 
     The numbers stay in host memory, so that no rank waits for a GPU. If the process group sends
-    only from GPUs, this object makes a second group over gloo. All ranks must construct it
+    only from GPUs, the constructor makes a second group over gloo. All ranks must construct it
     together.
 
-    Among ranks on CPUs `gather` compares headers, so it returns once all ranks have called it.
-    Among ranks on GPUs only these numbers are sent between hosts: no headers are compared, and
-    `gather` does not wait for the other ranks.
+    Among ranks on CPUs `gather` returns once all ranks have called it, because it compares headers,
+    which show whether all ranks take part in the same collective. Among ranks on GPUs only these
+    numbers are sent between hosts, so no headers are compared, and `gather` does not wait.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
@@ -47,7 +47,10 @@ class Agreement:
         self._has_header = ranks.device.type == "cpu"
 
     def gather(self, numbers: Sequence[int]) -> Awaitable[list[list[int]]]:
-        """Start to gather the numbers of every rank, by rank; all ranks pass the same count."""
+        """Start to gather `numbers` of every rank; `wait` returns one list per rank.
+
+        All ranks call this together, with equally many numbers, which must fit into int64.
+        """
         if self._ranks.size == 1:
             return ReadyAwaitable([list(numbers)])
         size, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
@@ -69,8 +72,11 @@ def _on_hosts(ranks: RankGroup) -> RankGroup:
 class DrainAll:
     """Train until no rank has a batch left; a rank without one computes with empty batches.
 
-    `empty` makes an empty batch from any batch; by default `empty_batch`, which empties the first
-    dimension of all tensors. A rank that never had a batch gets an empty one from another rank.
+    A rank that never had a batch gets the pickled empty batch of another rank.
+
+    Args:
+        empty: function that returns an empty batch, given any batch; by default `empty_batch`,
+            which empties the first dimension of all tensors.
 
     Example:
         >>> model = torch.nn.Linear(2, 1).eval()
@@ -106,7 +112,9 @@ class StopAtShortest:
 
 @dataclass(frozen=True)
 class AssumeEqual:
-    """Assume that all ranks have equally many batches; if they do not, training hangs.
+    """Assume that all ranks have equally many batches; training hangs if they do not.
+
+    Ranks send each other no numbers then, and `Progress.examples` is None.
 
     Example:
         >>> model = torch.nn.Linear(2, 1).eval()
@@ -137,11 +145,12 @@ class Step:
     """A step that the pipeline reads ahead: the batch of this rank, and the numbers of all ranks.
 
     Attributes:
-        epoch: number of the epoch of this rank, see `Loader.begin`.
-        batch: batch on the device; None without.
-        examples: examples of the batch.
-        numbers_of_ranks: `_BatchNumber`s of every rank, by rank; None for `AssumeEqual`.
-        runs: whether the ranks compute this step; None until that is decided.
+        epoch: number of the epoch of this rank, see `Loader.begin_epoch`.
+        batch: batch on the device; None if this rank has none.
+        examples: number of examples of the batch, 0 if there is none.
+        numbers_of_ranks: list of every rank's numbers, in the order of `_BatchNumber`; None for
+            `AssumeEqual`.
+        is_run: whether the ranks compute this step; None until that is decided.
         sent: the inputs of the batch in flight, a `SentBatch`; None before they are sent.
         error: error with which this rank failed to read the batch; None if it did not.
     """
@@ -150,12 +159,14 @@ class Step:
     batch: Staged[Any] | None
     examples: int
     numbers_of_ranks: Awaitable[list[list[int]]] | None
-    runs: bool | None = None
+    is_run: bool | None = None
     sent: Any = None
     error: Exception | None = None
 
     def raise_failure(self) -> None:
-        """Raise, on all ranks, if a rank failed to read its batch of this step.
+        """Raise an error on all ranks if a rank failed to read its batch of this step.
+
+        Waits for the numbers of the other ranks.
 
         Raises:
             Exception: this rank failed; its own error is raised.
@@ -191,12 +202,11 @@ class _BatchNumber(IntEnum):
 
 
 class Loader:
-    """Reads batches, copies them to the device, and finds the last step of all ranks.
+    """Reads batches, copies them to the device, and decides with the other ranks which steps run.
 
     All ranks must construct it together and call its methods equally often. `fetch` sends numbers
-    to all ranks: among GPUs it does not wait for other ranks, among CPUs it returns once all have
-    called it (see `Agreement`). `decide_to_run`, `is_last` and the methods of `Step` wait for the
-    numbers of the other ranks.
+    to all ranks; whether it waits for them depends on the device, see `NumberExchange`.
+    `decide_to_run`, `is_last` and the methods of `Step` wait for the numbers of the other ranks.
 
     Args:
         ranks: ranks that train together.
@@ -204,8 +214,7 @@ class Loader:
         device: device to which batches are copied.
 
     Raises:
-        TypeError: `uneven_inputs` is another value. `begin` and `read` raise it for a value that is
-            not an iterator.
+        TypeError: `uneven_inputs` has another type.
     """
 
     def __init__(self, ranks: RankGroup, uneven_inputs: UnevenInputs, device: torch.device) -> None:
@@ -217,23 +226,32 @@ class Loader:
         self.uneven_inputs = uneven_inputs
         self.epoch = 0
         self._ranks, self._device = ranks, device
-        self._agreement = None if isinstance(uneven_inputs, AssumeEqual) else Agreement(ranks)
+        self._number_exchange = (
+            None if isinstance(uneven_inputs, AssumeEqual) else NumberExchange(ranks)
+        )
         self._lane = Lane(device)
         self._batches: Iterator[Any] | None = None
         self._is_drained = False
         self._attributes_at_end: list[Any] = []  # the iterator's attributes when it was exhausted
         self._empty_batch: Any = None  # an empty batch, on the host; None until there was a batch
 
-    def read(self, batches: Iterator[Any]) -> None:
-        """Read from `batches` from now on; another or a reset iterator begins a new epoch."""
+    def set_iterator(self, batches: Iterator[Any]) -> None:
+        """Read from `batches` from now on; another or a reset iterator begins a new epoch.
+
+        Raises:
+            TypeError: `batches` is not an iterator.
+        """
         is_other = self._batches is None or batches is not self._batches
         if is_other or (self._is_drained and self._was_reset()):
-            self.begin(batches)
+            self.begin_epoch(batches)
 
-    def begin(self, batches: Iterator[Any]) -> None:
+    def begin_epoch(self, batches: Iterator[Any]) -> None:
         """Begin an epoch, even if `batches` is the iterator of the previous epoch.
 
         `iter` of a `DataLoader` with `persistent_workers` returns the same object every time.
+
+        Raises:
+            TypeError: `batches` is not an iterator.
         """
         if not hasattr(batches, "__next__"):
             raise TypeError(
@@ -243,16 +261,16 @@ class Loader:
         self._batches, self._is_drained = batches, False
         self.epoch += 1
 
-    def end(self) -> None:
+    def end_epoch(self) -> None:
         """Release the iterator of an epoch that is drained on all ranks."""
         self._batches, self._attributes_at_end = None, []
 
     def is_last(self, step: Step, newest: Step) -> bool:
-        """Return whether an epoch ends with `step`, which does not run.
+        """Return whether the epoch ends with `step`, a step that does not run.
 
-        It ends unless a rank has begun another epoch since. Only a rank that had no batch left
+        It does not end if a rank has begun another epoch since. Only a rank that had no batch left
         notices that its iterator was reset. So all ranks decide by the epochs that they have sent
-        with `newest`, the step read last. With `AssumeEqual` this rank decides by its own epoch.
+        with `newest`, the step that was read last. With `AssumeEqual` this rank decides alone.
         """
         if step.numbers_of_ranks is None or newest.numbers_of_ranks is None:
             return step.epoch == self.epoch
@@ -275,7 +293,7 @@ class Loader:
             if batch is not None:
                 examples, staged = num_examples(batch), self._start_copy(batch)
         except Exception as raised:
-            if self._agreement is None:
+            if self._number_exchange is None:
                 raise
             error = raised
         # In the order of `_BatchNumber`.
@@ -286,14 +304,17 @@ class Loader:
             self.epoch,
             int(error is not None),
         )
-        numbers_of_ranks = None if self._agreement is None else self._agreement.gather(numbers)
+        numbers_of_ranks = (
+            None if self._number_exchange is None else self._number_exchange.gather(numbers)
+        )
         return Step(self.epoch, staged, examples, numbers_of_ranks, error=error)
 
     def _next_batch(self) -> Any:
         """Return the next batch of this rank; None once it has no more.
 
         Raises:
-            TypeError: the batch is None, which would end the epoch.
+            TypeError: the iterator returned None, which would end the epoch.
+            Exception: the iterator or the function of `DrainAll` raised it.
         """
         assert self._batches is not None
         if self._is_drained:
@@ -330,18 +351,18 @@ class Loader:
         return self._lane.run(lambda staged: to_device(staged, self._device), Staged(batch, event))
 
     def decide_to_run(self, step: Step) -> bool:
-        """Decide whether the ranks compute this step; store the decision in the step, return it.
+        """Return whether the ranks compute this step; the first call decides, for all ranks.
 
-        If they do, a step without a batch gets an empty one. Later calls return the same.
+        If they do, a step without a batch gets an empty one. `_decide` may be a collective.
         """
-        if step.runs is None:
-            step.runs = self._decide(step)
-            if step.runs and step.batch is None:
+        if step.is_run is None:
+            step.is_run = self._decide(step)
+            if step.is_run and step.batch is None:
                 step.batch = self._start_copy(self._empty_batch)
-        return step.runs
+        return step.is_run
 
     def _decide(self, step: Step) -> bool:
-        """Return whether ranks compute a step, from the numbers that all ranks have sent.
+        """Return whether the ranks compute a step, from the numbers that all ranks have sent.
 
         They do not if a rank failed to read its batch. With `AssumeEqual` this rank decides by its
         own batch. With `DrainAll`, if a rank has no empty batch and another rank has a batch, the
@@ -388,7 +409,7 @@ class Progress(NamedTuple):
         examples: examples of all ranks so far; None where it is unknown (`AssumeEqual`).
         elapsed_s: seconds from the beginning of the first step to the end of this one, with the
             time between epochs.
-        steps_per_s: steps per second over the last steps of this epoch, at most `WINDOW` of them.
+        steps_per_s: steps per second over the last 20 steps of this epoch, or fewer.
         own_examples_per_s: examples of this rank per second, over the same steps.
         examples_per_s: examples of all ranks per second, over the same steps; None where it is
             unknown.
@@ -427,11 +448,18 @@ class Progress(NamedTuple):
         )
 
 
-WINDOW = 20  # steps over which rates are measured
+RATE_WINDOW = 20  # number of last steps over which rates are measured
 
 
 class _MeterMark(NamedTuple):
-    """The counts of a meter at one time: steps, and examples of this rank and of all ranks."""
+    """The counts of a meter at one time.
+
+    Attributes:
+        time_s: time in seconds, by `time.perf_counter`.
+        num_steps: number of finished steps.
+        num_local: examples of this rank in these steps.
+        num_total: examples of all ranks; None where it is unknown.
+    """
 
     time_s: float
     num_steps: int
@@ -446,7 +474,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self._marks: deque[_MeterMark] = deque(maxlen=WINDOW + 1)
+        self._marks: deque[_MeterMark] = deque(maxlen=RATE_WINDOW + 1)
         self._start_s = 0.0
         self._is_paused = False
 
@@ -471,7 +499,7 @@ class Meter:
         self._is_paused = True
 
     def end(self, counted: ExampleCount) -> Progress:
-        """End a step and return the progress."""
+        """End a step that had `counted` examples, and return the progress."""
         last_mark = self._marks[-1]
         total = (
             None
