@@ -156,7 +156,7 @@ def state_of(model: ShardedEmbeddingBagCollection) -> dict[str, Any]:
 def whole(model: ShardedEmbeddingBagCollection) -> dict[str, Any]:
     """All of it on rank 0."""
     state = {"model": model.state_dict(), "optimizer": FusedOptimizer.of(model).state_dict()}
-    result = gather_state(state, model.ranks)
+    result = gather_state(state)
     return result if model.ranks.rank == 0 else {}
 
 

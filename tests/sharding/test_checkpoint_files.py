@@ -17,7 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from emblib.sharding import checkpoints
-from emblib.sharding.checkpoints import CheckpointError, RowStates, ShardedTable, sharded_table
+from emblib.sharding.checkpoints import (
+    CheckpointError,
+    RowStates,
+    ShardedTable,
+    files,
+    sharded_table,
+)
 from emblib.sharding.checkpoints.checksums import SummingStream
 from emblib.sharding.checkpoints.sharded_table import average_columns
 from emblib.sharding.ranks import RankGroup
@@ -274,6 +280,8 @@ def fail_on_rank_1(ranks: RankGroup, path: Path) -> list[str]:
                 save()
             except Exception as error:  # as a training loop does
                 told.append(f"{type(error).__name__}: {error}")
+            ranks.barrier()
+            assert len(list(path.glob("*.distcp"))) == 2  # of the first save
     checkpoints.load(state, path, ranks)
     checkpoints.save(state, path, ranks)
     return told
@@ -300,12 +308,25 @@ def test_errors_in_the_middle_of_a_file_stay_what_they_are(
     kind = CheckpointError if isinstance(error, OSError) else CheckpointException
     with pytest.raises(kind, match=rf"{type(error).__name__}(: \[Errno 28\] No space left)?\s*$"):
         checkpoints.save({"a": numbers(300), "b": numbers(300)}, tmp_path / "saved", ALONE)
+    assert not list((tmp_path / "saved").iterdir())
     monkeypatch.undo()
     file = mock.Mock(wraps=io.BytesIO())
     file.write = mock.Mock(side_effect=[64, error, *[64] * 100])
     with pytest.raises(type(error)) as raised:
         save_archive({"a": numbers(300)}, file)
     assert raised.value is error
+
+
+def test_an_error_after_the_commit_deletes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = mock.Mock(side_effect=[None, OSError(errno.EIO, "Input/output error")])
+    monkeypatch.setattr(files, "flush_directory", flush)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        checkpoints.save({"a": numbers(3)}, tmp_path, ALONE)
+    state = {"a": torch.zeros(3)}
+    checkpoints.load(state, tmp_path, ALONE)
+    assert torch.equal(state["a"], numbers(3))
 
 
 def test_interrupts_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,14 +188,14 @@ MALFORMED: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     ),
     "another class": (
         lambda c: c.state_dict_metadata.update(a=StorageMeta()),  # type: ignore[arg-type]
-        "a StorageMeta in the place of a TensorStorageMetadata",
+        "a StorageMeta instead of a TensorStorageMetadata",
     ),
     "a tuple": (lambda c: c.state_dict_metadata.update(a=()), "a tuple in the place"),  # type: ignore[arg-type]
     "no properties": (lambda c: vars(tensor(c)).update(properties=None), "TensorProperties"),
     "no chunks": (lambda c: vars(tensor(c)).update(chunks=5), "chunks must be a list"),
     "a size that is no number": (
         lambda c: vars(tensor(c)).update(size=(3,)),
-        "in the place of a Size",
+        "instead of a Size",
     ),
     "a chunk beyond the end": (
         lambda c: vars(tensor(c)).update(size=torch.Size([2])),

@@ -332,7 +332,7 @@ def trained_tables(names: str, ranks: RankGroup, steps: int) -> dict[str, Any]:
 def whole_tensors(state: dict[str, Any], ranks: RankGroup) -> dict[str, Any]:
     """Copies of the rows and moments of all tables, by name."""
     trees = {key: state[key].state_dict() for key in ("model", "tables")}
-    flat = models.flat(copy.deepcopy(gather_state(trees, ranks)))
+    flat = models.flat(copy.deepcopy(gather_state(trees)))
     names = (name for name in flat if name.endswith(("weight", "exp_avg", "exp_avg_sq")))
     return {name.removeprefix("."): flat[name] for name in names}
 
@@ -411,8 +411,7 @@ def keys_and_states_of_partial_load(ranks: RankGroup, path: Path) -> dict[str, A
     assert "embedding_bags.keyed.exp_avg" not in state["model"]
     checkpoints.load({"model": model}, path, ranks, strict=False)
     return {
-        name.rpartition(".")[2]: value
-        for name, value in gather_state(model.state_dict(), ranks).items()
+        name.rpartition(".")[2]: value for name, value in gather_state(model.state_dict()).items()
     }
 
 

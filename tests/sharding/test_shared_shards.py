@@ -289,7 +289,7 @@ def _from_meta(ranks: RankGroup, plan: str) -> Any:
     case = Shared(PLANS[plan], ADAGRAD)
     torch.manual_seed(8)
     model = make_sharded(case, ranks, Model(case, "meta"))
-    state = checkpoints.sharded_table.gather_state(model.state_dict(), ranks)
+    state = checkpoints.sharded_table.gather_state(model.state_dict())
     oracle = make(case, ranks.device)
     if ranks.rank == 0:
         oracle.load_state_dict(state)

@@ -1,9 +1,9 @@
-"""Checksums of the files of a checkpoint, stored after the metadata in its file.
+"""Checksums of the files of a checkpoint, stored as a footer of its metadata file.
 
-`.metadata` is a pickle of torch.distributed.checkpoint, which ignores bytes after the pickle. A
-footer there has the size of every file, a CRC-32 per block of each file, and a checksum of the
-metadata itself, so one rename commits all of them. Files are compared block by block as they are
-read.
+The file `.metadata` is a pickle of torch.distributed.checkpoint, which ignores bytes after the
+pickle. The footer there has the size of every data file, a CRC-32 per block of each, and a checksum
+of the metadata file itself. So one rename commits the metadata with all checksums. Data files are
+compared block by block as they are read.
 """
 
 import io
@@ -18,7 +18,8 @@ from emblib.sharding.checkpoints.state_trees import CheckpointError
 
 VERSION = 1
 BLOCK_BYTES = 1 << 22
-# Torch reads the end of an item, then its beginning: an item that spans two blocks needs both.
+# Number of blocks in memory. Torch reads the end of an item, then its beginning, so an item that
+# spans two blocks needs both.
 _RECENT_BLOCKS = 4
 _FORMAT = "emblib.checkpoint"
 # The last byte differs by two bits from the last byte of a pickle. So one flipped bit cannot turn a
@@ -107,10 +108,13 @@ def _parse_files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
 
 
 class SummingStream:
-    """An output stream that computes the checksums of its content, `sums`, while it is written.
+    """An output stream that computes the checksums of its content while it is written.
 
-    All other attributes are those of `stream`. The caller must only append: after a seek or a
-    truncation `sums` are wrong. `stream.write` must write all bytes that it gets.
+    The caller must only append: after a seek or a truncation the checksums are wrong. All other
+    attributes are those of `stream`, whose `write` must write all bytes that it gets.
+
+    Attributes:
+        sums: size and checksums of the bytes so far.
     """
 
     def __init__(self, stream: Any) -> None:

@@ -1,11 +1,13 @@
-"""Write and read the directory of a checkpoint, which is complete however the writers end.
+"""Write and read the directory of a checkpoint, so that it always has a complete checkpoint.
 
-The format is the one of torch.distributed.checkpoint: files, and metadata that name them. Every
-save gives its files new names, so that an older checkpoint in the directory stays valid until the
-new metadata replace the old ones by a rename; afterwards, data files (`*.distcp`) that the metadata
-do not name are deleted. The file of the metadata also has checksums of the data files
-(`checksums.py`). It is unpickled without running what it names (`unpickling.py`), as are values
-that are not tensors (`values.py`).
+The format is that of torch.distributed.checkpoint: data files (`*.distcp`), and a metadata file
+that names them. Every save gives its data files new names, so the checkpoint in the directory stays
+valid until the new metadata file replaces the old one by a rename. Then all data files that the new
+one does not name are deleted. A save that fails deletes its own data files; those of a process that
+was killed stay until the next save.
+
+The metadata file also has checksums of the data files (`checksums.py`). It is unpickled without
+running code of it (`unpickling.py`), and so are values that are not tensors (`values.py`).
 """
 
 import contextlib
@@ -38,9 +40,10 @@ _SUMS_INDEX = MetadataIndex("emblib.checksums")  # key of a rank's checksums amo
 
 
 class _SummedFiles(FileSystem):
-    """A file system that computes checksums of the files that it writes: `sums`, by name.
+    """A file system that computes checksums of the files that it writes.
 
-    A file has its sums once it is closed.
+    Attributes:
+        sums: checksums of each file by name, from when it is closed.
     """
 
     def __init__(self) -> None:
@@ -58,20 +61,25 @@ class _SummedFiles(FileSystem):
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """Write a checkpoint next to the current one of its directory, then replace that one."""
+    """Writes a checkpoint next to the current one of its directory, then replaces that one.
+
+    A writer serves one save. torch calls its methods in their order here: `prepare_global_plan` and
+    `finish` on the coordinator, which is the first rank, the others on every rank.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.fs = self._files = _SummedFiles()
-        self._token = uuid.uuid4().hex[:12]
+        self._token = uuid.uuid4().hex[:12]  # the files of all ranks begin with the coordinator's
+        self._may_be_committed = False
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Make the directory."""
+        """Create the directory; return the plan as it is."""
         Path(self.path).mkdir(parents=True, exist_ok=True)
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Name the files of all ranks with names that no earlier save has used."""
+        """Return the plans of all ranks with names of files that no earlier save has used."""
         return [
             dataclasses.replace(
                 plan,
@@ -83,17 +91,21 @@ class CheckpointWriter(dcp.FileSystemWriter):
         ]
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write this rank's file, and add its checksums to the results."""
+        """Write this rank's files; return a future of the results and the files' checksums."""
         results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(_SUMS_INDEX, 0, self._files.sums)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Commit the checkpoint, then delete files that do not belong to it.
+        """Commit the checkpoint: write its metadata file, then delete files that it does not name.
 
         The metadata is written here, not by torch: versions of torch differ in the object that they
         write, and in the files that they sync before the rename.
+
+        Args:
+            metadata: metadata of the checkpoint; its `storage_data` and `storage_meta` are set.
+            results: results of `write_data` of each rank.
         """
         metadata.storage_data = {}
         files: dict[str, FileSums] = {}
@@ -110,14 +122,29 @@ class CheckpointWriter(dcp.FileSystemWriter):
         flush_directory(directory)
         with replacing(directory / METADATA) as file:
             file.write(checksums.add_footer(pickle.dumps(metadata), files))
+            self._may_be_committed = True
         flush_directory(directory)
         for path in directory.glob(_DATA_FILES):
             if path.name not in files:
                 path.unlink(missing_ok=True)
 
+    def discard(self) -> None:
+        """Delete the files of a save that failed, as far as possible, unless it may be committed.
+
+        Only the coordinator finds the files of all ranks; on other ranks nothing is deleted.
+        """
+        if self._may_be_committed:
+            return
+        for path in Path(self.path).glob(f"{self._token}{_DATA_FILES}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
 
 class _CheckedFiles(FileSystem):
-    """A file system that compares files with their checksums as they are read, if it has any."""
+    """A file system that compares files with their checksums as they are read.
+
+    `sums` has the checksums of all files by name; with None nothing is compared.
+    """
 
     def __init__(self, sums: dict[str, FileSums] | None) -> None:
         super().__init__()
@@ -129,8 +156,7 @@ class _CheckedFiles(FileSystem):
         path = Path(path)
         if not path.is_file():
             raise CheckpointError(
-                f"{path} is missing, which the checkpoint names; load another checkpoint, e.g. an "
-                "older one"
+                f"{path} is missing, which the checkpoint names; {checksums.REMEDY}"
             )
         with super().create_stream(path, mode) as stream:
             if self._sums is None:
@@ -141,7 +167,10 @@ class _CheckedFiles(FileSystem):
 
 
 class Reader(dcp.FileSystemReader):
-    """Read one checkpoint; its metadata is read once, by the constructor.
+    """Reads one checkpoint. The constructor reads and checks its metadata.
+
+    Args:
+        path: directory of the checkpoint.
 
     Attributes:
         metadata: metadata of the checkpoint, checked.
@@ -150,6 +179,7 @@ class Reader(dcp.FileSystemReader):
     Raises:
         CheckpointError: the checkpoint is missing, incomplete, damaged or of another version of
             emblib, or it names classes that a checkpoint does not need.
+        OSError: the file of the metadata cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -180,12 +210,12 @@ class Reader(dcp.FileSystemReader):
                 continue  # a missing file is reported when it is read
             if end > size:
                 raise CheckpointError(
-                    f"{Path(self.path) / METADATA} is damaged: it places something at the bytes "
-                    f"up to {end} of {name}, which has {max(size, 0)}; {checksums.REMEDY}"
+                    f"{Path(self.path) / METADATA} is damaged: it refers to byte {end} of {name}, "
+                    f"which has {max(size, 0)} bytes; {checksums.REMEDY}"
                 )
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        """Read items in the order of their offsets, so that a block is usually read once."""
+        """Read the items in the order of their offsets, so that a block is usually read once."""
         stored = self.metadata.storage_data
         items = sorted(plan.items, key=lambda item: stored[item.storage_index].offset)
         return super().read_data(dataclasses.replace(plan, items=items), planner)
@@ -196,7 +226,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Load values that are not tensors into a flat state dict, without running code of a pickle."""
+    """Loads into a flat state dict, without running code of pickled values."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -209,26 +239,39 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
-    """Save a nested state dict; a collective over `ranks`.
+    """Save a nested state dict as the checkpoint of directory `path`; a collective over `ranks`.
 
     Raises:
-        CheckpointError: a rank failed, for example because its disk is full.
+        CheckpointError: a rank failed, for example because its disk is full; on every rank. The
+            directory keeps its checkpoint.
+        BaseException: torch's CheckpointException, if a rank was interrupted.
     """
+    writer = CheckpointWriter(path)
     with _ignore_single_process_warning(), _errors_of_ranks():
-        dcp.save(
-            state,
-            storage_writer=CheckpointWriter(path),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
+        try:
+            dcp.save(
+                state,
+                storage_writer=writer,
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+        except BaseException:
+            writer.discard()  # after all ranks have written: torch waits for them
+            raise
 
 
 def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
     """Fill a flat state dict in place; a collective over `ranks`.
 
+    Args:
+        state: tensors to read into, by name; other values are replaced by the saved ones.
+        reader: reader of the checkpoint.
+        ranks: the ranks that read, each with its own `state`.
+
     Raises:
         CheckpointError: a file is damaged, a value names classes that are not admitted, or `state`
-            has an entry that the checkpoint lacks or of another size.
+            has an entry that the checkpoint lacks or that has another size; on every rank.
+        BaseException: torch's CheckpointException, if a rank was interrupted.
     """
     with _ignore_single_process_warning(), _errors_of_ranks():
         dcp.load(
@@ -242,7 +285,7 @@ def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
 
 @contextlib.contextmanager
 def _errors_of_ranks() -> Iterator[None]:
-    """Raise CheckpointError for torch's CheckpointException, which `except Exception` misses.
+    """Raise CheckpointError for torch's CheckpointException, which is no Exception.
 
     If one of its causes is no Exception, e.g. a KeyboardInterrupt, it is raised unchanged.
     """

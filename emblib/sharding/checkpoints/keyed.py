@@ -1,4 +1,4 @@
-"""Checkpoint dynamic tables over ranks: rows sorted so that any number of shards are ranges.
+"""State dicts of dynamic tables over ranks, whose rows are sorted so that every shard is a range.
 
 Every key has a *route*, a 64-bit hash (`emblib.dynamic.keys`). Shard k of K owns the keys in the
 k-th of K equal ranges of routes, and checkpoints store the entries of a table sorted by route. So
@@ -26,7 +26,7 @@ from emblib.sharding.sharding_types import Shard, Span
 from emblib.tables import state_dicts
 
 KEYS = "keys"
-_NOT_BY_KEY = "clock"  # has the prefix of the keys, but is one number for the table
+_CLOCK = "clock"  # an entry with the stem of the keys that is one number for the table
 
 
 def join_shards(
@@ -34,11 +34,11 @@ def join_shards(
 ) -> dict[str, Tensor]:
     """Build the state dict of a dynamic table from those of its shards; a collective over `ranks`.
 
-    Tensors with one row per key become `KeyedRows` on the CPU. For all other tensors every rank
-    gets the element-wise maximum over the shards, on the CPU. So a clock is the latest, and a count
-    of a sketch at least that of the shard that saw the key. Hash keys are equal in all shards of a
-    table, which get them from one seed. Each shard has all fallback rows; it saves those whose keys
-    it owns.
+    Tensors with one row per key become `KeyedRows` on the CPU. For every other tensor all ranks get
+    the element-wise maximum over the shards, on the CPU. So a clock is the latest, and a count of a
+    sketch is at least that of the shard that counted the key. Hash keys are equal in all shards of
+    a table, which get them from one seed. Each shard has all fallback rows; it saves those whose
+    keys it owns.
 
     Args:
         states: the state dicts of this rank's shards, by number.
@@ -50,7 +50,7 @@ def join_shards(
             every rank. Keys of fallback rows do not count.
     """
     by_key = {
-        number: {stem: _by_route(state, stem) for stem in _stems(state)}
+        number: {stem: _sort_by_route(state, stem) for stem in _stems(state)}
         for number, state in states.items()
     }
     for number, rows_by_stem in by_key.items():
@@ -62,7 +62,7 @@ def join_shards(
     result: dict[str, Tensor] = {}
     for stem in sorted(stems):
         shards = {number: rows[stem] for number, rows in by_key.items()}
-        rows = keyed_rows(shards, owners, ranks)
+        rows = make_keyed_rows(shards, owners, ranks)
         result.update({f"{stem}{name}": value for name, value in rows.items()})
     other_entries = [
         {key: value.cpu() for key, value in state.items() if key not in result}
@@ -102,7 +102,7 @@ def entries_of_shard(
                     "emblib.sharding.checkpoints.load"
                 )
             result[key] = value.parts[number]
-        elif stem in owned and key.removeprefix(stem) != _NOT_BY_KEY:
+        elif stem in owned and key.removeprefix(stem) != _CLOCK:
             result[key] = value[owned[stem]]
         else:
             result[key] = value
@@ -124,7 +124,7 @@ def check_row_counts(state: Mapping[str, Any], name: str) -> None:
         if problem:
             raise ValueError(f"{name}.{stem}{KEYS}: {problem}")
         for key, value in state.items():
-            is_by_key = _stem_of(key) == stem and key.removeprefix(stem) != _NOT_BY_KEY
+            is_by_key = _stem_of(key) == stem and key.removeprefix(stem) != _CLOCK
             if is_by_key and not isinstance(value, KeyedRows):
                 problem = state_dicts.tensor_problem(value, torch.empty(0, device="cpu"))
                 num_rows = value.shape[0] if not problem and value.dim() else None
@@ -143,13 +143,13 @@ def _all_stems(by_key: Mapping[int, Mapping[str, Any]]) -> list[str]:
     return sorted({stem for rows in by_key.values() for stem in rows})
 
 
-def _by_route(state: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
+def _sort_by_route(state: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
     """Return the tensors of a stem without it in their names, on the CPU and sorted by route."""
     order = routing.canonical_order(state[f"{stem}{KEYS}"].cpu())
     return {
         key.removeprefix(stem): value.cpu()[order]
         for key, value in state.items()
-        if _stem_of(key) == stem and key.removeprefix(stem) != _NOT_BY_KEY
+        if _stem_of(key) == stem and key.removeprefix(stem) != _CLOCK
     }
 
 
@@ -171,7 +171,7 @@ class _ShardDescription(NamedTuple):
     foreign_key: int
 
 
-def keyed_rows(
+def make_keyed_rows(
     local_shards: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
 ) -> dict[str, KeyedRows]:
     """Build the rows by key of one table from its shards; a collective over `ranks`.
@@ -241,7 +241,7 @@ def has_row_per_key(name: str, saved: Mapping[str, Any]) -> bool:
     return (
         keys is not None
         and hasattr(keys, "properties")
-        and name.rpartition(".")[2] != _NOT_BY_KEY
+        and name.rpartition(".")[2] != _CLOCK
         and rows is not None
         and len(keys.size) == 1
         and keys.properties.dtype == torch.int64
@@ -260,7 +260,7 @@ def is_of_saved_keys(name: str, state: Mapping[str, Any], saved: Mapping[str, An
         and isinstance(keys, Tensor)
         and isinstance(value, Tensor)
         and (keys.dim(), keys.dtype) == (1, torch.int64)
-        and name.rpartition(".")[2] != _NOT_BY_KEY
+        and name.rpartition(".")[2] != _CLOCK
         and value.size()[:1] == keys.size()
     )
 

@@ -1,9 +1,9 @@
 """Load nested state dicts, whatever plan and number of ranks saved them.
 
-`load` flattens the state to leaves and checks every leaf against the metadata of the checkpoint
-before anything is written. It makes a `Target` per leaf, which has new memory where the saved size
-or sharding may differ, and reads all targets at once. Then modules and optimizers load their state
-dicts.
+`load` flattens the state to leaves, and compares every leaf with the metadata of the checkpoint
+before it writes anything (`_Loading`). It makes a `Target` per leaf, with new memory if the saved
+size or sharding may differ, and reads all targets at once. Then modules and optimizers load their
+state dicts.
 """
 
 import itertools
@@ -49,9 +49,9 @@ class Target:
     """Memory into which a saved value is read, and the leaf whose value it then replaces.
 
     Args:
-        leaf: value of the state to load into.
-        buffer: tensor to read into, of the saved size; it may be the value of the leaf. A value
-            that is not a tensor is replaced by the value that is read.
+        leaf: leaf of the state to load into.
+        buffer: tensor to read into, of the saved size; it may be the value of the leaf. Any other
+            value, which the value that is read replaces.
     """
 
     def __init__(self, leaf: Leaf, buffer: Any) -> None:
@@ -63,13 +63,14 @@ class Target:
 
 
 class RowStateTarget(Target):
-    """A row-wise state, saved and loaded for tables that may be cut by columns in different ways.
+    """The target of a row-wise state, of a table that may now be cut by other columns.
 
-    The rows of this rank are read with all saved intervals of columns, see `RowStates`. Each shard
-    gets the mean over its own columns.
+    The rows of this rank are read with all saved intervals of columns, see `RowStates`. `finish`
+    writes to each shard the mean over its own columns.
 
     Args:
-        leaf: a `RowStates`, a `ShardedTable` `[R]` or a tensor `[R]`, which is written in place.
+        leaf: leaf with a `RowStates`, a `ShardedTable` `[R]` or a tensor `[R]`; `finish` writes to
+            its memory.
         size: the saved size: `[R]`, or `[R, intervals]`.
         cuts: first columns of the saved intervals, and the end; None if the table was not cut.
     """
@@ -91,7 +92,7 @@ class RowStateTarget(Target):
         super().__init__(leaf, ShardedTable(size, shards, parts, RankGroup.single(), value.dtype))
 
     def finish(self) -> None:
-        """Store the mean over the intervals of each shard."""
+        """Write to each local shard the mean over its columns."""
         value = self.leaf.value
         if not isinstance(value, ShardedTable):
             value.copy_(self._rows((0, value.shape[0]), None))
@@ -120,7 +121,7 @@ class RowStateTarget(Target):
 
 
 def _disjoint(spans: Sequence[Span]) -> list[Span]:
-    """Split overlapping spans at all their edges."""
+    """Return the spans that result if overlapping spans are split at all their edges."""
     edges = sorted({edge for span in spans for edge in span})
     return [
         (start, end)
@@ -160,7 +161,8 @@ def load(
         TypeError: `path` is None, or `state` is not a dict.
         KeyError: a `KeyedOptimizer` cannot have the saved state; nothing is changed.
         ValueError: a `KeyedOptimizer` cannot have the saved numbers; nothing is changed.
-        Exception: what `load_state_dict` of a value raises; part of `state` may have been filled.
+        OSError: this rank cannot read the metadata; nothing is changed.
+        Exception: `load_state_dict` of a value raised it; part of `state` may have been filled.
     """
     from emblib.sharding.checkpoints.files import Reader, read
 
@@ -180,9 +182,9 @@ def load(
             "emblib.sharding.checkpoints.save",
             stacklevel=2,
         )
-    # A collective: each rank finds the saved rows of its dynamic shards, and tells all ranks.
+    # Each rank finds the saved rows of its shards of dynamic tables, and sends them to all ranks.
     targets = loading.targets(ranks)
-    targets = run_on_all_ranks(ranks, lambda: loading.load_numbers(targets))
+    targets = run_on_all_ranks(ranks, lambda: loading.read_optimizer_numbers(targets))
     values = {name: target.buffer for name, target in targets.items()}
     read(values, reader, ranks)
     for name, value in values.items():
@@ -239,19 +241,21 @@ def load_export(path: str | Path) -> dict[str, Any]:
 
 
 class _Loading:
-    """The values to load and the saved metadata, checked against each other.
+    """The values to load, compared with the saved metadata.
 
-    The constructor reads small entries only, and changes nothing of `state`. It raises the errors
-    of `load`. It is a collective if modules of `state` have dynamic tables.
+    `load` calls the constructor, `targets` and `read_optimizer_numbers`, reads the targets, and
+    calls `finish`. Until it reads the targets, `state` is unchanged. The constructor reads small
+    entries only, and raises the errors of `load`. It is a collective if modules of `state` have
+    dynamic tables.
 
     Attributes:
         reader: reader of the checkpoint.
         saved: metadata of each saved entry, by name.
         tree: copy of `state` in which modules and optimizers are their state dicts.
         column_cuts: columns at which the saved row-wise states were cut, by name.
-        leaves: values of `tree` that the checkpoint has.
-        missing_names: names of values that the checkpoint lacks.
-        _lacks_states: keys of `state` whose dynamic tables load without some of their states.
+        leaves: leaves of `tree` that the checkpoint has.
+        missing_names: names of leaves that the checkpoint lacks.
+        _incomplete_keys: keys of `state` whose dynamic tables load without some of their states.
     """
 
     def __init__(
@@ -261,42 +265,47 @@ class _Loading:
         metadata = reader.metadata
         self.saved: dict[str, Any] = dict(metadata.state_dict_metadata)
         self.tree = expand_state_dicts(state)
+        # Optimizers: allocate states that only the checkpoint has.
         self._groups = {
             key: SavedGroups(key, value, self.tree[key], self.saved, self._read_small)
             for key, value in state.items()
             if isinstance(value, torch.optim.Optimizer)
         }
         self._add_missing_optimizer_states(metadata.planner_data or {})
+        # Row-wise states: find how the saved ones were cut by columns.
         self.column_cuts: dict[str, tuple[int, ...]] = {}
         if NOTES in self.saved:
             self._check_complete([NOTES])
             notes = self._read_small([NOTES])
             self.column_cuts = self._parse_notes(bytes(notes[NOTES].flatten().tolist()))
+        # Drop leaves that older checkpoints lack; compare the others with the saved entries.
         all_leaves = self._drop_unsaved_layouts(
             self._drop_unsaved_hash_keys(list(leaves(self.tree)))
         )
         self._check_id_mappings(all_leaves)
         missing_names = [leaf.name for leaf in all_leaves if leaf.name not in self.saved]
         self._check_quantised(missing_names)
+        # Groups of optimizers that differ from the saved ones are matched by names of parameters.
         for groups in self._groups.values():
-            if not groups.fit:
-                missing_names = [n for n in missing_names if not n.startswith(groups.names[1])]
-                missing_names += groups.adopt(strict=strict and not missing_names)
-                all_leaves = [a for a in all_leaves if not a.name.startswith(groups.names[1])]
+            if not groups.are_saved:
+                prefix = groups.options_prefix
+                missing_names = [name for name in missing_names if not name.startswith(prefix)]
+                missing_names += groups.read_options(strict=strict and not missing_names)
+                all_leaves = [leaf for leaf in all_leaves if not leaf.name.startswith(prefix)]
         self.missing_names = sorted(missing_names)
         if missing_names and strict:
             raise CheckpointError(
                 f"{path} does not have {_join_texts(self.missing_names)}: it is of another model; "
                 "strict=False leaves them as they are"
             )
-        self._lacks_states = self._drop_states_of_other_keys(all_leaves)
+        self._incomplete_keys = self._drop_states_of_other_keys(all_leaves)
         self.leaves = [leaf for leaf in all_leaves if leaf.name in self.saved]
         self._check_sizes()
         for groups in self._groups.values():
             groups.share_steps()
 
     def _read_small(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return some small saved values, which this rank reads."""
+        """Return saved values by name; this rank alone reads them, so they should be small."""
         from emblib.sharding.checkpoints.files import read
 
         values: dict[str, Any] = dict.fromkeys(names)
@@ -309,6 +318,7 @@ class _Loading:
         return values
 
     def _is_tensor(self, name: str) -> bool:
+        """Return whether the saved entry `name` is a tensor."""
         return hasattr(self.saved[name], "properties")
 
     def _check_quantised(self, missing_names: Sequence[str]) -> None:
@@ -349,9 +359,8 @@ class _Loading:
         try:
             cuts = {name: tuple(edges) for name, edges in json.loads(notes)["cuts"].items()}
             for name, edges in cuts.items():
-                if any(type(edge) is not int for edge in edges) or edges[:1] != (0,):
-                    raise ValueError(f"cuts of {name} are {edges}")
-                if any(start >= end for start, end in itertools.pairwise(edges)):
+                are_ints = all(type(edge) is int for edge in edges)
+                if not are_ints or edges[:1] != (0,) or list(edges) != sorted(set(edges)):
                     raise ValueError(f"cuts of {name} are {edges}")
                 size = tuple(getattr(self.saved.get(name), "size", ()))
                 if len(size) != 2 or size[1] != len(edges) - 1:
@@ -375,7 +384,7 @@ class _Loading:
             states = self.tree[key]["state"]
             names = {leaf.name for leaf in leaves(self.tree[key], f"{key}.")}
             parameters = _parameters(value)
-            own_names = self._groups[key].own_names
+            parameter_names = self._groups[key].parameter_names
             # Numbers of parameters are text in a checkpoint.
             by_text = {str(number): number for number in parameters}
             for name, path in paths.items():
@@ -384,7 +393,7 @@ class _Loading:
                 if name not in self.saved:
                     continue
                 parameter = by_text.get(path[2], path[2])
-                if isinstance(value, KeyedOptimizer) and parameter not in own_names:
+                if isinstance(value, KeyedOptimizer) and parameter not in parameter_names:
                     continue
                 buffer = self._allocate_state(parameters.get(parameter), name)
                 states.setdefault(parameter, {})[path[3]] = buffer
@@ -394,9 +403,9 @@ class _Loading:
 
         Returns None for a state that is not a tensor.
         """
-        saved = self.saved[name]
-        if not hasattr(saved, "properties"):
+        if not self._is_tensor(name):
             return None
+        saved = self.saved[name]
         dtype = saved.properties.dtype
         if parameter is not None and parameter.size() == saved.size:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -421,10 +430,10 @@ class _Loading:
         return [leaf for leaf in all_leaves if leaf.name not in unsaved_keys]
 
     def _drop_states_of_other_keys(self, all_leaves: Sequence[Leaf]) -> set[Any]:
-        """Drop unsaved values by key from `tree` where their keys are saved.
+        """Drop unsaved values with one row per key from `tree` if their keys are saved.
 
-        The present rows belong to other keys than the saved ones. Returns the keys of `state` whose
-        values lack something now.
+        Their rows belong to the current keys, which the saved keys replace. Returns the keys of
+        `state` whose values lack something now.
         """
         present = {leaf.name: leaf.value for leaf in all_leaves}
         dropped = [
@@ -444,17 +453,9 @@ class _Loading:
         Raises:
             CheckpointError: the saved cores belong to another tensor train.
         """
-        from emblib.sharding.checkpoints.files import read
-
         layouts = {leaf.name: leaf for leaf in all_leaves if _is_layout(leaf)}
-        saved_names = [name for name in layouts if hasattr(self.saved.get(name), "properties")]
-        self._check_complete(saved_names)
-        saved_layouts = {
-            name: torch.empty(self.saved[name].size, dtype=torch.int64, device="cpu")
-            for name in saved_names
-        }
-        if saved_layouts:
-            read(saved_layouts, self.reader, RankGroup.single())
+        saved_names = [n for n in layouts if n in self.saved and self._is_tensor(n)]
+        saved_layouts = {n: v.to(torch.int64) for n, v in self._read_small(saved_names).items()}
         # Older checkpoints have cores without a layout.
         tables_without = {
             name
@@ -494,8 +495,7 @@ class _Loading:
 
     def _saved_size(self, leaf: Leaf) -> torch.Size | None:
         """Return the saved size; None for values that are not tensors."""
-        saved = self.saved[leaf.name]
-        return saved.size if hasattr(saved, "properties") else None
+        return self.saved[leaf.name].size if self._is_tensor(leaf.name) else None
 
     def _check_sizes(self) -> None:
         """Raise CheckpointError for leaves of another size than was saved."""
@@ -526,7 +526,7 @@ class _Loading:
             )
 
     def targets(self, ranks: RankGroup) -> dict[str, Target]:
-        """Return the target that each value is read into; a collective."""
+        """Return the target of each leaf, by name; a collective over `ranks`."""
         reader = KeyReader(self.reader, self.saved)
         keyed = [leaf for leaf in self.leaves if has_row_per_key(leaf.name, self.saved)]
         local_spans = run_on_all_ranks(
@@ -556,20 +556,23 @@ class _Loading:
             return RowStateTarget(leaf, size, cuts)
         return Target(leaf, value)
 
-    def load_numbers(self, targets: Mapping[str, Target]) -> dict[str, Target]:
-        """Read the numbers of `KeyedOptimizer`s, which check them; return the remaining targets.
+    def read_optimizer_numbers(self, targets: Mapping[str, Target]) -> dict[str, Target]:
+        """Read the numbers of `KeyedOptimizer`s into `tree`; return the remaining targets.
 
-        Nothing of `state` is written yet, so that an optimizer that refuses them changes nothing.
+        Each optimizer checks its numbers while `state` is still unchanged.
+
+        Raises:
+            KeyError, ValueError: an optimizer cannot have the saved numbers.
         """
         optimizers = {k: v for k, v in self.state.items() if isinstance(v, KeyedOptimizer)}
         prefixes = tuple(f"{key}." for key in optimizers)
-        first = {
-            name: target
+        numbers = {
+            name
             for name, target in targets.items()
             if name.startswith(prefixes)
             and (target.leaf.key == HYPER or not isinstance(target.leaf.value, Tensor))
         }
-        for name, value in self._read_small(first).items():
+        for name, value in self._read_small(numbers).items():
             leaf = targets[name].leaf
             if leaf.key == HYPER:
                 write_hyperparams(leaf.value, value)
@@ -577,14 +580,14 @@ class _Loading:
                 leaf.replace(value)
         for key, optimizer in optimizers.items():
             optimizer.check_state_dict(self.tree[key])
-        return {name: target for name, target in targets.items() if name not in first}
+        return {name: target for name, target in targets.items() if name not in numbers}
 
     def finish(self, targets: Mapping[str, Target]) -> None:
-        """Store everything that was read in `state`, and load state dicts into their modules."""
+        """Put what was read into `state`: modules and optimizers load their state dicts."""
         for target in targets.values():
             target.finish()
         for key, value in self.state.items():
-            if key in self._lacks_states and isinstance(value, nn.Module):
+            if key in self._incomplete_keys and isinstance(value, nn.Module):
                 value.load_state_dict(self.tree[key], strict=False)
             elif is_stateful(value):
                 value.load_state_dict(self.tree[key])

@@ -1,10 +1,10 @@
-"""Fit the saved state of an optimizer to a model with more or fewer parameters, by their names.
+"""Load parameter groups of optimizers from checkpoints of other groups, by names of parameters.
 
-A `KeyedOptimizer` names the parameters of its groups. The groups of a checkpoint may lack some of
-them, have others, or have another order, so the options of a group, such as its learning rate, are
-those of the saved group with its parameters. Tables that the checkpoint lacks keep their states,
-but count the steps of their group: tables of one group may share a kernel, and which ones do
-depends on the rank.
+A `KeyedOptimizer` names the parameters of its groups. The groups of a checkpoint may have more or
+fewer parameters, or another order. So a group gets its options, such as the learning rate, from the
+saved group that has its parameters. Tables that the checkpoint lacks keep their states, but get the
+step count of their group: tables of one group may share a kernel, and which ones do depends on the
+rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -19,7 +19,8 @@ from emblib.columns import Hyper
 from emblib.sharding.checkpoints.sharded_table import ShardedTable
 from emblib.sharding.checkpoints.state_trees import CheckpointError, leaves
 
-Read = Callable[[Iterable[str]], dict[str, Any]]  # reads saved values by name
+Read = Callable[[Iterable[str]], dict[str, Any]]
+"""Function that returns the saved values with these names."""
 
 
 class SavedGroups:
@@ -27,10 +28,13 @@ class SavedGroups:
 
     Args:
         key: key of the optimizer in the state to load, the first part of all saved names.
-        optimizer: the optimizer.
-        tree: state dict of the optimizer; `adopt` and `share_steps` write into it.
+        optimizer: the optimizer, of torch or a `KeyedOptimizer`.
+        tree: state dict of the optimizer; `read_options` and `share_steps` write into it.
         saved: metadata of each saved entry, by name.
-        read: reads saved values.
+        read: function that reads saved values.
+
+    Raises:
+        CheckpointError: the saved groups are not groups.
     """
 
     def __init__(
@@ -45,13 +49,13 @@ class SavedGroups:
         self._optimizer, self._tree = optimizer, tree
         # A class of the user may have state dicts of other entries.
         groups = tree.get("param_groups", [])
-        self._own: list[list[Any]] = [list(group["params"]) for group in groups]
+        self._groups: list[list[Any]] = [list(group["params"]) for group in groups]
         self._saved_groups = self._read_parameters()
 
     def _read_parameters(self) -> list[list[Any]]:
         """Return the names or numbers of the saved parameters of each group."""
         names: list[str] = []
-        while (name := f"{self._prefix}param_groups.{len(names)}.params") in self._saved:
+        while (name := f"{self.options_prefix}{len(names)}.params") in self._saved:
             names.append(name)
         values = self._read(names)
         if not all(isinstance(values[name], list | tuple) for name in names):
@@ -59,29 +63,33 @@ class SavedGroups:
         return [list(values[name]) for name in names]
 
     @property
-    def names(self) -> tuple[str, str]:
-        """Return the first parts of the names of the states and of the options of groups."""
-        return f"{self._prefix}state.", f"{self._prefix}param_groups."
+    def options_prefix(self) -> str:
+        """Return the first part of the names of the options of groups, e.g. "opt.param_groups."."""
+        return f"{self._prefix}param_groups."
 
     @property
-    def own_names(self) -> set[Any]:
+    def parameter_names(self) -> set[Any]:
         """Return the names or numbers of the parameters of the optimizer."""
-        return {name for names in self._own for name in names}
+        return {name for names in self._groups for name in names}
 
     @property
-    def fit(self) -> bool:
-        """Return whether the groups are the saved ones, or one of the two has none."""
-        if not self._saved_groups or not self._own:
+    def are_saved(self) -> bool:
+        """Return whether the checkpoint has the same groups, so that they load one by one.
+
+        Also True if the checkpoint or the optimizer has no groups. Groups of named parameters are
+        the same if they have the same names, other groups if they have as many parameters.
+        """
+        if not self._saved_groups or not self._groups:
             return True
         if isinstance(self._optimizer, KeyedOptimizer):
-            return [set(group) for group in self._own] == [set(g) for g in self._saved_groups]
-        return [len(group) for group in self._own] == [len(g) for g in self._saved_groups]
+            return [set(group) for group in self._groups] == [set(g) for g in self._saved_groups]
+        return [len(group) for group in self._groups] == [len(g) for g in self._saved_groups]
 
-    def adopt(self, *, strict: bool) -> list[str]:
-        """Read the options of each group from the saved group that has its parameters.
+    def read_options(self, *, strict: bool) -> list[str]:
+        """Read the options of each group from the saved group that has most of its parameters.
 
-        Several saved groups may have some of them: the one with the most is used. Returns the names
-        of the options that the checkpoint lacks, which stay as they are.
+        For groups that are not `are_saved`. Returns the names of the options that the checkpoint
+        lacks, which stay as they are.
 
         Raises:
             CheckpointError: the parameters have no names, or, with `strict`, no saved group has all
@@ -89,34 +97,37 @@ class SavedGroups:
         """
         if not isinstance(self._optimizer, KeyedOptimizer):
             raise CheckpointError(
-                f"{self._prefix[:-1]} has groups of {[len(g) for g in self._own]} parameters, the "
-                f"checkpoint {[len(g) for g in self._saved_groups]}, and numbered parameters "
+                f"{self._prefix[:-1]} has groups of {[len(g) for g in self._groups]} parameters, "
+                f"the checkpoint {[len(g) for g in self._saved_groups]}, and numbered parameters "
                 "cannot be matched: pass a KeyedOptimizerWrapper, whose parameters have names, to "
                 "save and load"
             )
         missing_names: list[str] = []
-        for index, names in enumerate(self._own):
+        for index, names in enumerate(self._groups):
             common = [len(set(names).intersection(saved)) for saved in self._saved_groups]
             source = common.index(max(common))
             if strict and common[source] < len(names):
                 raise CheckpointError(
                     f"{self._prefix[:-1]} has other parameters or groups than the checkpoint: "
-                    f"{self._own}, the checkpoint has {self._saved_groups}; strict=False takes "
+                    f"{self._groups}, the checkpoint has {self._saved_groups}; strict=False takes "
                     "what it has by the names of parameters"
                 )
-            missing_names += self._read_options(index, source if common[source] else None)
+            missing_names += self._read_options_of(index, source if common[source] else None)
         return missing_names
 
-    def _read_options(self, index: int, source: int | None) -> list[str]:
-        """Read the options of one group from the saved group `source`; return missing names."""
+    def _read_options_of(self, index: int, source: int | None) -> list[str]:
+        """Read the options of group `index` from the saved group `source`, None for no group.
+
+        Returns the names of the options that the checkpoint lacks.
+        """
         group = self._tree["param_groups"][index]
-        own_prefix = f"{self._prefix}param_groups.{index}."
+        own_prefix = f"{self.options_prefix}{index}."
         options = {key: value for key, value in group.items() if key != "params"}
         all_leaves = list(leaves({"": options}, own_prefix[:-1]))
         missing_names, targets = [], {}
         for leaf in all_leaves:
             suffix = leaf.name.removeprefix(own_prefix)
-            name = f"{self._prefix}param_groups.{source}.{suffix}"
+            name = f"{self.options_prefix}{source}.{suffix}"
             if source is None or name not in self._saved:
                 missing_names.append(leaf.name)
                 continue
@@ -127,9 +138,9 @@ class SavedGroups:
         return missing_names
 
     def share_steps(self) -> None:
-        """Give parameters without saved hyperparameters those of their group with most steps."""
+        """Give tables without saved hyperparameters those of their group with the most steps."""
         states = self._tree.get("state", {})
-        for names in self._own:
+        for names in self._groups:
             saved_name = {name: f"{self._prefix}state.{name}.{HYPER}" for name in names}
             absent = [
                 name
@@ -146,6 +157,6 @@ class SavedGroups:
 
 
 def write_hyperparams(target: Tensor, values: Tensor) -> None:
-    """Write hyperparameters of an optimizer, `[n]`, into a tensor or each part of a sharded one."""
+    """Copy hyperparameters `[n]` into a tensor `[n]`, or into each local copy of a sharded one."""
     for part in target.parts.values() if isinstance(target, ShardedTable) else [target]:
         part.copy_(values)

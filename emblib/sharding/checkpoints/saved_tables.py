@@ -54,9 +54,9 @@ class TableTensor:
     cuts: tuple[int, ...] | None = None
 
     def value(self) -> Tensor:
-        """Return the value for state dicts: a sharded tensor over the memory, a replica itself.
+        """Return the value for state dicts: a `ShardedTable` over the memory, or the replica.
 
-        Row states of a table that is cut by columns may be copies.
+        `RowStates` may be copies of the memory.
         """
         if not self.shards:
             return self.memory[0][0]
@@ -72,7 +72,11 @@ class TableTensor:
         return states
 
     def parts_of(self, value: Tensor, name: str) -> dict[int, Tensor]:
-        """Return the views of `value`, a result of `self.value` or a full tensor, per local shard.
+        """Return the part of `value` for each local shard, by its number in `shards`; views of it.
+
+        Args:
+            value: result of `self.value`, or a full tensor.
+            name: name of the entry, for messages.
 
         Raises:
             ValueError: `value` has another size or is cut differently. Ranks without a shard raise
@@ -102,7 +106,7 @@ class TableTensor:
                     tensor.copy_(value)
 
     def _shard_part(self, value: Tensor, number: int) -> Tensor:
-        """Return the part of a saved tensor that is for local shard `number`."""
+        """Return the view of `value` for local shard `number`; `value` is as for `parts_of`."""
         if isinstance(value, ShardedTable):
             part = value.parts[number]
             return part[:, 0] if self.cuts else part
@@ -114,7 +118,7 @@ class TableTensor:
 
 
 class StoredShard(Protocol):
-    """A shard of a table on this rank, which is slice `index` of `groups`."""
+    """A shard of a table on this rank: its memory is slice `index` of `groups`."""
 
     table: str
     shard: Shard
@@ -172,7 +176,7 @@ class SavedTable:
         return self.sharding.shards
 
     def table_modules(self) -> list[Any]:
-        """Return the modules that update the local shards."""
+        """Return the modules whose backward updates the local shards."""
         return [
             module
             for shard in self.local.values()
@@ -295,7 +299,7 @@ class SavedTable:
         return {}
 
     def fused_names(self) -> list[str]:
-        """Return the parameters that have optimizer states."""
+        """Return the names of the parameters that have optimizer states."""
         return [parameter for parameter, *_ in self._states_by_parameter()]
 
     def _states_by_parameter(self) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -318,7 +322,7 @@ class SavedTable:
             local_shard.groups.handles[local_shard.index].commit()
 
     def table_tensors(self, keys: Sequence[str]) -> dict[str, TableTensor]:
-        """Return the tensors named `keys`, by key."""
+        """Return the tensors of the entries `keys`, by key, with the memory of the local shards."""
         views = {
             i: local_shard.groups.views(local_shard.index) for i, local_shard in self.local.items()
         }
@@ -512,7 +516,7 @@ SavedStates = list[tuple[SavedTable, str, Mapping[str, Tensor]]]  # table, param
 def check_optimizer_state(
     collection: ShardedCollection, state: Mapping[str, Mapping[str, Tensor]]
 ) -> SavedStates:
-    """Return the states to load, of all tables of the collection, after checking them.
+    """Check the optimizer states of all tables of the collection, and return them.
 
     Not a collective. Tables without a shard on this rank are checked too, so that all ranks refuse
     equal full tensors alike. Hyperparameters in a `ShardedTable` are checked by ranks with a shard.

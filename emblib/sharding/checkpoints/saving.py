@@ -31,18 +31,20 @@ NOTES = "emblib"
 """The entry of a checkpoint for metadata: a JSON text, as a uint8 tensor."""
 
 Group = RankGroup | dist.ProcessGroup | dist.DeviceMesh | None
+"""What `RankGroup.from_value` takes: None is all processes, or this process alone."""
 
 
 def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> None:
     """Write `state` to the directory `path`, durably; a collective over `ranks`.
 
-    Whenever a writer is killed, the directory holds either the new checkpoint or the previous one.
-    Any number of ranks can load it with any plan (`load`), and so can torch.distributed.checkpoint.
+    Even if a writer is killed, the directory has either the new checkpoint or the previous one. Any
+    number of ranks can load it with any plan (`load`), and so can torch.distributed.checkpoint.
 
     Args:
-        state: modules, optimizers, nested state dicts of tensors, and small values, by name. Values
-            are numbers, text, and whatever else `torch.load(weights_only=True)` admits. NumPy
-            scalars become Python numbers. Modules and optimizers in nested dicts are not admitted.
+        state: modules, optimizers, nested state dicts of tensors, and small values, by name. Small
+            values are numbers, text, and all else that `torch.load(weights_only=True)` admits.
+            NumPy scalars become Python numbers. Modules and optimizers must be values of `state`
+            itself, not of a nested dict.
         path: directory of the checkpoint, created if missing; on a file system that all ranks
             share.
         ranks: the ranks that save; by default all processes, or this process alone.
@@ -52,7 +54,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
             class that may run code.
         ValueError: `state` has an entry named "emblib", which `NOTES` reserves.
         CheckpointError: a rank could not write, e.g. to a full disk, or another rank raised one of
-            the errors above; `path` keeps its checkpoint.
+            the errors above. `path` keeps its checkpoint; files of the new one are deleted.
     """
     ranks = RankGroup.from_value(ranks)
     content = run_on_all_ranks(ranks, lambda: _with_column_cuts(expand_state_dicts(state)))
@@ -62,11 +64,13 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
 def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> "Future[None]":
     """Copy `state` to host memory and write it in the background; a collective over `ranks`.
 
-    Arguments are those of `save`. TypeError and ValueError of `save` are raised here; `result()` of
-    the returned future waits and raises errors of writing. Saves over the same process group are
-    written one after the other, over a gloo group of their own, so that their collectives do not
-    mix with those of training. Pending saves are completed when the process exits. If it is killed,
-    `path` keeps its previous checkpoint.
+    Returns a future, whose `result()` waits until all ranks have written. Saves over the same
+    process group are written one after the other, over a gloo group of their own, so that their
+    collectives do not mix with those of training. Pending saves are completed when the process
+    exits. If it is killed, `path` keeps its previous checkpoint.
+
+    Arguments are those of `save`, and so are the errors: `result()` raises CheckpointError if a
+    rank could not write, all others are raised here.
     """
     ranks = RankGroup.from_value(ranks)
     content = run_on_all_ranks(
@@ -79,10 +83,12 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
 def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> None:
     """Write `state` with full tables as one file; a collective over `ranks`.
 
-    Rank 0 gathers the tables in host memory and replaces the file atomically. `load_export` reads
-    it and compares its checksums; `torch.load` reads it without comparing. Both unsharded and
-    sharded modules load its content. Arguments are as for `save`, but `path` is a file, whose
-    directory is created if missing, and the name "emblib" is not reserved.
+    Rank 0 gathers the tables in its host memory, which must have room for all of them, and replaces
+    the file atomically. `load_export` reads the file and compares its checksums; `torch.load` reads
+    it without comparing. Unsharded modules load its content, and so do sharded ones.
+
+    Arguments are as for `save`, but `path` is a file, whose directory is created if missing, and
+    the name "emblib" is not reserved.
 
     Raises:
         TypeError: `state` is not a dict, or a value could not be loaded again, because it needs a
@@ -92,17 +98,17 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     """
     ranks = RankGroup.from_value(ranks)
     content = gather_state(
-        run_on_all_ranks(ranks, lambda: checked_values(expand_state_dicts(state))), ranks
+        run_on_all_ranks(ranks, lambda: checked_values(expand_state_dicts(state)))
     )
     run_on_all_ranks(ranks, lambda: _write_file(content, Path(path)) if ranks.rank == 0 else None)
 
 
 def _with_column_cuts(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked content, with an entry `NOTES` of the column cuts of `RowStates`, if any.
+    """Return a checked copy of the content; with `RowStates`, add an entry `NOTES` of their cuts.
 
     Raises:
         TypeError: a value could not be loaded again.
-        ValueError: the content has an entry of this name already.
+        ValueError: the content has an entry with the name `NOTES`.
     """
     content = checked_values(content)
     if NOTES in content:
@@ -119,7 +125,7 @@ def _with_column_cuts(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_to_host(value: Any) -> Any:
-    """Copy a value to host memory, so that training does not change it."""
+    """Return a copy of a value in host memory, which training does not change."""
     if isinstance(value, KeyedRows):
         return value  # a copy already: `state_dict` creates it
     if isinstance(value, ShardedTable):
@@ -131,7 +137,7 @@ def _copy_to_host(value: Any) -> Any:
 
 
 class _BackgroundWriter(NamedTuple):
-    """The thread that writes asynchronous saves, and the ranks over a process group for it."""
+    """The thread that writes asynchronous saves, and the ranks over a process group of its own."""
 
     ranks: RankGroup
     executor: ThreadPoolExecutor
@@ -154,7 +160,7 @@ def _background_writer(ranks: RankGroup) -> _BackgroundWriter:
 
 
 def _write(content: dict[str, Any], path: Path, ranks: RankGroup) -> None:
-    """Write a checkpoint and wait until all ranks have."""
+    """Write a checkpoint and wait until all ranks have written it; a collective."""
     from emblib.sharding.checkpoints.files import write
 
     write(content, path, ranks)

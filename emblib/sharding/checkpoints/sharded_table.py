@@ -1,4 +1,4 @@
-"""Tensors whose values are spread over ranks as shards: the values of sharded state dicts.
+"""Tensors whose shards are on several ranks: the values of sharded state dicts.
 
 `torch.distributed.checkpoint` asks a tensor for its chunks by three methods. `ShardedTable`
 implements them, so a checkpoint of one plan and number of ranks loads into any other.
@@ -52,7 +52,7 @@ class ShardedTable(Tensor):
         ranks: RankGroup,
         dtype: torch.dtype,
     ) -> "ShardedTable":
-        """Create a tensor without memory of its own."""
+        """Create a tensor without memory of its own; arguments as for the class."""
         devices = {part.device for part in parts.values()} or {ranks.device}
         return torch.Tensor._make_wrapper_subclass(
             cls, tuple(size), dtype=dtype, device=sorted(devices, key=str)[0], requires_grad=False
@@ -86,17 +86,18 @@ class ShardedTable(Tensor):
     def with_parts(
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> "ShardedTable":
-        """Return a tensor with the same shards and other memory.
+        """Return a tensor with the same shards and the memory `parts`.
 
-        `dtype` must be that of `parts`; None is the dtype of this tensor.
+        `parts` is as for the class. `dtype` must be that of `parts`; None is the dtype of this
+        tensor.
         """
         return ShardedTable(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ShardedTable":
-        """Return a tensor of the results of `function` for every local shard.
+        """Return a tensor with `function(part)` as the memory of each local shard.
 
-        `function` must keep the shape. Without local shards it is called with an empty tensor, for
-        the dtype of its result.
+        `function` must keep the shape. On a rank without shards it is called with an empty tensor,
+        for the dtype of its result.
         """
         parts = {i: function(part) for i, part in self.parts.items()}
         dtypes = {part.dtype for part in parts.values()}
@@ -222,9 +223,12 @@ class RowStates(ShardedTable):
     """A row-wise optimizer state of a table cut by columns: one number per row and column shard.
 
     Each column shard accumulates its own gradients. So the state has one column per interval of
-    table columns that no shard cuts. `cuts` are the first columns of the intervals, and the end of
-    the last. A shard that spans several intervals has its number in each of them, and its `columns`
-    are those of the state, which count intervals. The caller of the constructor must set `cuts`.
+    table columns that no shard cuts. A shard that spans several intervals has its number in each of
+    them. The `columns` of shards are columns of the state: they count intervals.
+
+    Attributes:
+        cuts: first columns of the intervals, and the end of the last one. Whoever constructs the
+            tensor must set them.
     """
 
     cuts: tuple[int, ...]
@@ -259,9 +263,14 @@ def _have_same_shards(first: Any, second: Any) -> bool:
 def row_blocks(
     shard: Shard, dims: int, itemsize: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return offsets in the full tensor and sizes of the blocks of a shard, `dims` numbers each.
+    """Return (offsets in the full tensor, sizes) of the blocks of a shard; none if it is empty.
 
-    `itemsize` are the bytes of a value.
+    Blocks are limited by `MAX_BLOCK_BYTES`.
+
+    Args:
+        shard: the shard.
+        dims: number of dimensions of the tensor, 1 or 2; offsets and sizes have as many numbers.
+        itemsize: bytes per value.
     """
     height, width = shard.shape
     if not height or not width:
@@ -275,7 +284,7 @@ def row_blocks(
 
 
 def cuts_of(shards: Sequence[Shard]) -> tuple[int, ...]:
-    """Return the columns at which any shard begins or ends."""
+    """Return the columns at which any shard begins or ends, ascending."""
     return tuple(sorted({edge for shard in shards for edge in shard.columns}))
 
 
@@ -288,10 +297,14 @@ def interval_range(columns: Span, cuts: Sequence[int]) -> Span:
 
 
 def average_columns(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
-    """Return the mean of `[R, intervals]` over a span of columns, `[R]`; exact for equal values.
+    """Return the mean of row-wise states over a span of table columns; exact for equal values.
 
-    The mean is weighted by the number of the span's columns in each interval. The span must not be
-    empty.
+    The mean is weighted by the number of the span's columns in each interval.
+
+    Args:
+        states: states `[R, intervals]`; the result is `[R]`, of the same dtype and device.
+        cuts: first columns of the intervals, and the end of the last one.
+        columns: the span, which must not be empty.
     """
     weights = [
         max(min(end, columns[1]) - max(start, columns[0]), 0)
@@ -305,10 +318,10 @@ def average_columns(states: Tensor, cuts: Sequence[int], columns: Span) -> Tenso
 
 
 def gather_full_tensor(table: ShardedTable, rank: int | None = None) -> Tensor:
-    """Gather the full tensor on the CPU, on `rank` or, for None, on all ranks.
+    """Return the full tensor on the CPU, on `rank` or, if it is None, on all ranks.
 
     A collective over the ranks of `table`. The other ranks get an empty tensor. Blocks are sent one
-    by one, so that only the ranks that get the full tensor allocate it.
+    by one, so only ranks that get the full tensor allocate memory of its size.
 
     Raises:
         ValueError: `rank` is neither None nor one of the ranks.
@@ -339,12 +352,12 @@ def gather_full_tensor(table: ShardedTable, rank: int | None = None) -> Tensor:
     return full_tensor
 
 
-def gather_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
-    """Return a copy of `state` with full tensors on the CPU; a collective over `ranks`.
+def gather_state(state: Any, rank: int | None = 0) -> Any:
+    """Return a copy of `state` with full tensors on the CPU; a collective over all its ranks.
 
-    Row-wise states of a table that is cut by columns become one number per row, see
-    `average_columns`. Rank `rank`, or every rank if None, gets the full tensors of `ShardedTable`s;
-    the other ranks get empty ones. On every rank DTensors become full and other tensors are copied.
+    Rank `rank`, or every rank if it is None, gets the full tensors of `ShardedTable`s; the other
+    ranks get empty ones. `RowStates` become one number per row, see `average_columns`. On every
+    rank DTensors become full tensors, other tensors are copied, and other values are the same.
     """
     if isinstance(state, ShardedTable):
         full_tensor = state.full_tensor(rank)
@@ -352,17 +365,17 @@ def gather_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
             return average_columns(full_tensor, state.cuts, (0, state.cuts[-1]))
         return full_tensor
     if isinstance(state, Mapping):
-        return {key: gather_state(value, ranks, rank) for key, value in state.items()}
+        return {key: gather_state(value, rank) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(gather_state(value, ranks, rank) for value in state)
+        return type(state)(gather_state(value, rank) for value in state)
     if not isinstance(state, Tensor):
         return state
-    whole_of = getattr(state, "full_tensor", None)  # a DTensor has it
-    return (state if whole_of is None else whole_of()).detach().to("cpu", copy=True)
+    gather = getattr(state, "full_tensor", None)  # a DTensor has it
+    return (state if gather is None else gather()).detach().to("cpu", copy=True)
 
 
 def _send_block(block: Tensor, target: int, ranks: RankGroup) -> None:
-    """Send a block to a rank, over the device of the process group."""
+    """Send a block to rank `target`, from the device of the process group."""
     dist.send(_as_bytes(block.to(ranks.device)), ranks.global_rank(target), group=ranks.group)
 
 

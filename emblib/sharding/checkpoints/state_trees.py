@@ -1,4 +1,7 @@
-"""Walk nested state dicts as trees; leaves are named as torch.distributed.checkpoint names them."""
+"""Nested state dicts as trees, with the names that torch.distributed.checkpoint gives to leaves.
+
+Also `CheckpointError`, and `run_on_all_ranks`, which raises an error of one rank on all ranks.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +20,7 @@ class CheckpointError(RuntimeError):
 
 
 class Leaf(NamedTuple):
-    """A value of a nested state dict, its dotted name, and its container: `container[key]`."""
+    """A value of a nested state dict, which is `container[key]` and has a dotted name."""
 
     name: str
     value: Any
@@ -25,14 +28,14 @@ class Leaf(NamedTuple):
     key: Any
 
     def replace(self, value: Any) -> None:
-        """Replace the value in its container."""
+        """Replace the value in its container; `self.value` stays the old one."""
         self.container[self.key] = value
 
 
 def leaves(tree: MutableMapping[Any, Any], prefix: str = "") -> Iterator[Leaf]:
-    """Yield all values within dicts, and within lists that hold tensors or dicts.
+    """Yield the leaves of a tree: all values in dicts, and in lists that have tensors or dicts.
 
-    A list without tensors and dicts is one value, and so is a tuple.
+    A list without tensors and dicts is one leaf, and so is a tuple. Names begin with `prefix`.
     """
     for key, value in list(tree.items()):
         yield from _leaves_of(f"{prefix}{key}", value, tree, key)
@@ -60,9 +63,9 @@ def _is_single_value(items: list[Any]) -> bool:
 
 
 def map_values(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a copy of the tree, in new dicts and lists, with `function` applied to their values.
+    """Return a tree of new dicts and lists with `function(value)` for each value in them.
 
-    Values inside tuples and other containers are not visited.
+    A tuple or another container is one value.
     """
     if isinstance(tree, Mapping):
         return {key: map_values(value, function) for key, value in tree.items()}
@@ -98,11 +101,14 @@ def expand_state_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_on_all_ranks(ranks: RankGroup, function: Callable[[], T]) -> T:
-    """Return `function()` of this rank; if it raises an Exception on any rank, raise on every rank.
+    """Return `function()` of this rank; if it raises on any rank, raise on every rank.
 
-    A collective. A rank whose `function` raised raises that error. The others raise a
-    CheckpointError that names the ranks that failed. If `function` itself communicates and one rank
-    raises before that, the other ranks wait for it.
+    A collective. If `function` itself communicates and one rank raises before that, the other ranks
+    wait for it.
+
+    Raises:
+        Exception: `function` raised it on this rank.
+        CheckpointError: `function` raised an Exception on other ranks, which the message names.
     """
     check_call(Content.OBJECTS, ranks)  # before `function`, which may raise on some ranks only
     error: Exception | None = None

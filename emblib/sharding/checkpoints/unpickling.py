@@ -80,9 +80,14 @@ def read_metadata(data: bytes, path: Path) -> Metadata:
 
 
 class _Placeholder:
-    """A placeholder for an instance of a class, or the result of a function, that metadata names.
+    """Stands for an instance of a class, or the result of a function, that metadata names.
 
-    It keeps the arguments and the state from the pickle. Each load creates a subclass per name.
+    Each load creates a subclass per name.
+
+    Attributes:
+        name: name of the class or function.
+        arguments: arguments of the call in the pickle.
+        state: state that the pickle sets; {} without.
     """
 
     __slots__ = ("arguments", "state")
@@ -91,13 +96,13 @@ class _Placeholder:
     state: Any
 
     def __new__(cls, *arguments: Any) -> "_Placeholder":
-        """Keep the arguments."""
+        """Create a placeholder that has the arguments."""
         placeholder = super().__new__(cls)
         placeholder.arguments, placeholder.state = arguments, {}
         return placeholder
 
     def __setstate__(self, *states: Any) -> None:
-        """Keep the state.
+        """Store the state.
 
         Raises:
             UnpicklingError: the pickle sets the state of the class itself.
@@ -108,7 +113,7 @@ class _Placeholder:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Admit the names in metadata of torch.distributed.checkpoint; return placeholders for them.
+    """Unpickles metadata of torch.distributed.checkpoint with placeholders for its classes.
 
     Only data types of torch are not replaced; they have no attributes that can be set.
     """
@@ -167,7 +172,7 @@ def _parse_metadata(value: Any) -> Metadata:
 def _parse_entry(
     name: str, value: Any, storage: Mapping[MetadataIndex, _StorageInfo]
 ) -> BytesStorageMetadata | TensorStorageMetadata:
-    """Convert the metadata of one entry; its chunks must lie in their tensor and files."""
+    """Convert the metadata of one entry; its chunks must lie in their tensor and their files."""
     if getattr(type(value), "name", None) == "BytesStorageMetadata":
         if MetadataIndex(name) not in storage:
             raise ValueError(f"it does not say where {name} is")
@@ -247,7 +252,7 @@ def _check_count(value: Any, subject: str) -> int:
 def _check_placeholder(value: Any, name: str) -> _Placeholder:
     """Return a value; raise TypeError unless it stands for an object of class `name`."""
     if not isinstance(value, _Placeholder) or value.name != name:
-        raise TypeError(f"it has a {type(value).__name__} in the place of a {name}")
+        raise TypeError(f"it has a {type(value).__name__} instead of a {name}")
     return value
 
 
@@ -263,7 +268,7 @@ def _check_type(kind: type[T], value: Any, subject: str) -> T:
 
 
 def has_all_elements(entry: Any) -> bool:
-    """Return whether `entry` of metadata is a tensor with as many elements as its chunks.
+    """Return whether `entry` of metadata is a tensor whose chunks have as many elements as it has.
 
     Overlaps of chunks are not looked for.
     """

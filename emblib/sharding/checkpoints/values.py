@@ -1,7 +1,7 @@
-"""Save and read the values of a checkpoint that are not tensors.
+"""Check, save and read the values of a checkpoint that are not tensors.
 
-Each is a pickle of `torch.save`, read as `torch.load(weights_only=True)` reads it, which uses only
-classes and functions that torch, or the caller by `add_safe_globals`, has admitted.
+Each value is a pickle of `torch.save`. It is read by `torch.load(weights_only=True)`, which uses
+only classes and functions that torch, or the caller by `add_safe_globals`, has admitted.
 """
 
 import io
@@ -66,7 +66,7 @@ def read_value(data: io.BytesIO, name: str, path: Path) -> Any:
 
 
 class _NumpyType:
-    """Replace `numpy.dtype` in unpickling: a forged state of the real class reads any memory."""
+    """Replaces `numpy.dtype` in unpickling: a forged state of that class could read any memory."""
 
     def __init__(self, code: str, *options: Any) -> None:
         self.code, self.byte_order = code, "<"
@@ -94,7 +94,7 @@ _NUMPY_NAMES: dict[str, Callable[..., Any]] = {
 
 
 def _load_with_numpy_scalars(data: io.BytesIO) -> Any:
-    """Load a value without running code of it, admitting scalars of numpy."""
+    """Load a value as `torch.load(weights_only=True)`, but admit NumPy scalars."""
     names: list[Any] = [(function, name) for name, function in _NUMPY_NAMES.items()]
     with torch.serialization.safe_globals(names):
         return torch.load(io.BytesIO(data.getvalue()), weights_only=True)
@@ -115,11 +115,13 @@ def plain_numbers(value: Any) -> Any:
 
 
 def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `state`, in new dicts and lists, with the results of `plain_numbers`.
+    """Return a copy of `state` with plain numbers; raise an error for values that cannot be loaded.
+
+    Dicts and lists are new, tensors are not copied, see `map_values` and `plain_numbers`.
 
     Raises:
-        TypeError: a value could be saved but not loaded again. A value that cannot be pickled
-            raises the error of pickle, e.g. PicklingError.
+        TypeError: a value could be saved but not loaded again.
+        Exception: a value cannot be pickled, e.g. pickle.PicklingError.
     """
     result: dict[str, Any] = map_values(state, plain_numbers)
     for leaf in leaves(result):
