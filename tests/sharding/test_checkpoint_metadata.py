@@ -190,7 +190,7 @@ MALFORMED: dict[str, tuple[Callable[[Metadata], Any], str]] = {
         lambda c: c.state_dict_metadata.update(a=StorageMeta()),  # type: ignore[arg-type]
         "a StorageMeta instead of a TensorStorageMetadata",
     ),
-    "a tuple": (lambda c: c.state_dict_metadata.update(a=()), "a tuple in the place"),  # type: ignore[arg-type]
+    "a tuple": (lambda c: c.state_dict_metadata.update(a=()), "a tuple instead"),  # type: ignore[arg-type]
     "no properties": (lambda c: vars(tensor(c)).update(properties=None), "TensorProperties"),
     "no chunks": (lambda c: vars(tensor(c)).update(chunks=5), "chunks must be a list"),
     "a size that is no number": (
@@ -210,10 +210,10 @@ MALFORMED: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "a number as file": (lambda c: each_info(c, relative_path=5), "name of a file must be a str"),
     "the directory above": (lambda c: each_info(c, relative_path=".."), "are in its directory"),
     "a file elsewhere": (lambda c: each_info(c, relative_path="x/y"), "are in its directory"),
-    "an unknown file": (lambda c: each_info(c, relative_path="x"), "bytes up to .* of x, which"),
+    "an unknown file": (lambda c: each_info(c, relative_path="x"), "refers to byte .* of x, which"),
     "a negative offset": (lambda c: each_info(c, offset=-5), "the offset is -5"),
     "a text as length": (lambda c: each_info(c, length="1"), "the length is '1'"),
-    "a long item": (lambda c: each_info(c, length=1 << 60), r"bytes up to 1152921504606\d* of"),
+    "a long item": (lambda c: each_info(c, length=1 << 60), r"refers to byte 1152921504606\d* of"),
     "a short item": (lambda c: each_info(c, length=11), "a has 12 bytes in 11 bytes of a file"),
     "transforms": (lambda c: each_info(c, transform_descriptors=[5]), "are no names"),
     "notes larger than their chunks": (lambda c: add(c, "emblib", 1 << 45), "have all of emblib"),
