@@ -202,7 +202,5 @@ def _line(name: str, colour: str, marker: str, x: object, y: object) -> Curve:
             ys.append(math.nan)
         xs.append(a)
         ys.append(b)
-    # Matplotlib reads text between $ as formulas, and leaves labels that begin with _ out.
-    label = name.replace("$", r"\$")
-    label = f" {label}" if label.startswith("_") else label
+    label = f" {name}" if name.startswith("_") else name  # a legend leaves out "_name"
     return Curve(xs, ys, colour, label=label, marker=marker, size=size)

@@ -154,12 +154,12 @@ def _draw_speedups(comparison: Comparison, machine_index: int) -> Drawing:
         )
         legend_families.add(family)
     marks = [
-        Mark(ratio, label=BANDWIDTHS[kind][0], line=BANDWIDTHS[kind][1], upright=True)
+        Mark(ratio, label=BANDWIDTHS[kind][0], line=BANDWIDTHS[kind][1], is_vertical=True)
         for kind, ratio in comparison.bandwidth_ratios(machine_index).items()
         if math.isfinite(ratio)
     ]
     scale = Scale("speed-up", log=10, format_tick=lambda v: f"{v:g}×")
-    return row_chart(dots, scale, marks=marks, shared=True)
+    return row_chart(dots, scale, marks=marks, shares_labels=True)
 
 
 def baseline_figures(comparison: Comparison) -> list[Figure]:
@@ -210,7 +210,7 @@ def working_set_figures(comparison: Comparison) -> list[Figure]:
             machine_curves.append(Curve(x, y, colour, machine.label, "o"))
             cache_bytes = machine.device.cache_bytes if machine.device else None
             if cache_bytes:
-                marks.append(Mark(cache_bytes / 1e6, colour, SHORT_DASHED, upright=True))
+                marks.append(Mark(cache_bytes / 1e6, colour, SHORT_DASHED, is_vertical=True))
         x_scale = Scale("MB of plain tables", log=10)
         y_scale = Scale(f"% of {CEILINGS[ceiling_column]}", log=10)
         panels.append(

@@ -282,7 +282,7 @@ def effect_row(
         dots=[math.exp(log) for log in effects],
         margin=margin,
         is_hollow=is_hollow,
-        words=text.times(effect.ratio),
+        annotation=text.times(effect.ratio),
     )
 
 

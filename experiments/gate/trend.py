@@ -415,7 +415,7 @@ def _panel(trend: Trend, point: str) -> Panel:
         ]
         if dots:
             x, y = zip(*dots, strict=True)
-            lines.append(Curve(x, y, colour, marker="o", line="", size=7, above=True))
+            lines.append(Curve(x, y, colour, marker="o", line="", size=7, is_on_top=True))
     step = max(1, math.ceil(len(commits) / MAX_NAMES))
     ticks = list(range(0, len(commits), step))
     x_scale = Scale("", ticks=ticks, names=[commits[tick].name for tick in ticks])

@@ -235,7 +235,7 @@ def policy_curve(contender: str, x: Floats, y: Floats) -> Curve:
     """Return the curve of a policy; ideals are dashed."""
     if contender not in IDEALS:
         return contender_curve(contender, x, y)
-    return contender_curve(contender, x, y, marker="", line=DASHED, width=1.6, above=True)
+    return contender_curve(contender, x, y, marker="", line=DASHED, width=1.6, is_on_top=True)
 
 
 def _hit_rate_figures(run: Run) -> list[Figure]:
@@ -403,7 +403,7 @@ def _filling_figure(run: Run) -> Figure | None:
             x = range(1, len(shares) + 1)
             lines.append(contender_curve(name, x, shares, marker="", width=1.6))
         num_warm = len(records[0]["samples"]["rows"]) - records[0]["batches"]
-        mark = Mark(num_warm + 0.5, line=":", words="counted from here", upright=True)
+        mark = Mark(num_warm + 0.5, line=":", annotation="counted from here", is_vertical=True)
         y_scale = percent_scale("hits (%)")
         panels.append(
             Panel(f"Per {unit_name[:-1]}", curves(lines, Scale("batch"), y_scale, marks=[mark]))

@@ -339,13 +339,13 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
             colour_of_type(str(row["type"])),
             row["ratio_lo"],
             row["ratio_hi"],
-            words=text.times(row["ratio"]),
+            annotation=text.times(row["ratio"]),
         )
         for _, row in compared_rows.iterrows()
     ]
     title = "TorchRec's step ÷ emblib's"
     scale = Scale(title, log=10, reach=(0.8, 2.5))
-    equality_mark = [Mark(1.0, line=DASHED, upright=True)]
+    equality_mark = [Mark(1.0, line=DASHED, is_vertical=True)]
     drawing = charts.row_chart(lines, scale, marks=equality_mark)
     panel = Panel(title, drawing, 1.8 * WIDTH, 1.2 + BAR_HEIGHT * len(lines))
     return Figure(

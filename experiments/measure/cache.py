@@ -36,16 +36,21 @@ from experiments.workloads.workload import (
 
 
 def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
-    """Return a record per contender or ideal cache and size; `seconds` is not used.
+    """Return one record per arm: a contender, or an ideal cache, at a size of the cache.
 
     The samples of a record are {counter: counts per batch} (`Contender.counters`): of all batches
-    for a contender, of those after the warm-up for a computed cache. The record of the offline
+    for a contender, of those after the warm-up for an ideal cache. The record of the offline
     optimum has `most_lookup_hits`, an upper bound for all caches. The record of static_top has
     `expected_lookup_hit_rate` and `expected_row_hit_rate`, unless the lookups are from a file. If
-    two fractions are rounded to one size, the size has one record.
+    two fractions are rounded to the same size, only the first has a record.
+
+    Args:
+        cell: cell to measure; its `cache` has the numbers of batches.
+        session: run and process.
+        seconds: not used.
 
     Raises:
-        TraceError: the trace has too few batches.
+        TraceError: the trace has too few batches, or cannot be read.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     num_batches = cell.cache.warm_batches + cell.cache.batches
@@ -86,20 +91,31 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
 def trace_of(
     pool: Pool, shapes: tuple[TableShape, ...], num_warm_batches: int
 ) -> cache_bounds.RowTrace:
-    """Return the trace of a pool; row ids of each table follow those of the table before it."""
+    """Return the trace of a pool whose tables share one cache.
+
+    Row r of a table gets the number r plus the rows of all tables before it. The first
+    `num_warm_batches` batches fill the cache and are not counted.
+    """
     return cache_bounds.RowTrace.of(
         [_global_rows(batch, shapes) for batch in pool.batches], num_warm_batches
     )
 
 
 def _global_rows(batch: Batch, shapes: tuple[TableShape, ...]) -> Ids:
-    bases = np.cumsum([0, *(s.rows for s in shapes)])
-    parts = [batch.feature(f)[0].numpy() + bases[f] for f in range(len(shapes))]
-    return np.concatenate(parts)
+    """Return the row numbers of a batch's lookups, as `trace_of` numbers them, int64 [lookups]."""
+    first_rows = np.cumsum([0, *(shape.rows for shape in shapes)])
+    rows_by_table = [
+        batch.feature(table)[0].numpy() + first_rows[table] for table in range(len(shapes))
+    ]
+    return np.concatenate(rows_by_table)
 
 
 def _visit_batches(contender: Contender, pool: Pool) -> dict[str, list[int]]:
-    """Return the increase of each counter per batch; raise Unsupported without a cache."""
+    """Run the batches through a contender's cache; return the increase of each counter per batch.
+
+    Raises:
+        Unsupported: the contender has no cache.
+    """
     contender.reset_counters()
     counters_before = contender.counters()
     if not counters_before:
@@ -131,7 +147,7 @@ def _run_ideal(
     samples = cache_bounds.counter_samples(trace, cache_bounds.static_top_hits(trace, cache_rows))
     workload = cell.workload
     row_probabilities = [
-        p for p in (probabilities(workload, s.rows) for s in shapes) if p is not None
+        per_row for shape in shapes if (per_row := probabilities(workload, shape.rows)) is not None
     ]
     if not row_probabilities:
         return samples, {}
@@ -148,10 +164,22 @@ def _run_ideal(
 def run_keys(
     contender: str, batches: Sequence[Ids], num_slots: int, session: Session
 ) -> dict[str, list[int]]:
-    """Run batches of ids through a hash table of `num_slots` slots; return its counters per batch.
+    """Run batches of ids through a hash table; return its counters per batch.
 
     A hit is an id that was present before its batch was inserted. The contender is checked first,
     on a separate table that is large enough for all checked keys.
+
+    Args:
+        contender: name of a contender that is a hash table.
+        batches: ids of each batch, int64 [lookups].
+        num_slots: number of slots of the table.
+        session: run and process.
+
+    Returns:
+        {counter: value per batch}, with the counters lookups, lookup_hits, rows and row_hits.
+
+    Raises:
+        Wrong: the contender failed the check.
     """
 
     def build_table(num_slots: int) -> KeyTable:
@@ -165,7 +193,8 @@ def run_keys(
     checked_table.fill(keys, values_of(keys, 1))
     verify_key_table(checked_table, space, keys)
     table = build_table(num_slots)
-    samples: dict[str, list[int]] = {k: [] for k in ("lookups", "lookup_hits", "rows", "row_hits")}
+    counters = ("lookups", "lookup_hits", "rows", "row_hits")
+    samples: dict[str, list[int]] = {counter: [] for counter in counters}
     for ids in batches:
         distinct_ids, counts = np.unique(ids, return_counts=True)
         is_present = table.find_slots(prepare(distinct_ids)).cpu().numpy() != table.absent

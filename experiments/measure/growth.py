@@ -31,10 +31,11 @@ FILLED_LOAD = 0.75  # keys ÷ slots after the last call
 
 
 def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record per arm: the seconds of each call, and the memory of a separate pass.
+    """Return one record per arm: the seconds of each call, and the memory of a separate pass.
 
     The arms take turns at each call, in random order. `seconds` is not used, because only a filled
-    table has shown its longest pause.
+    table has shown its longest pause. A record has `keys_there`, the number of keys of all calls,
+    and unless the arm failed the entries of `_measure_memory` and `weights_bytes`.
     """
     space = KeySpace(cell.workload.order, session.seed)
     outcomes, tables = build_arms(cell, session, lambda arm: _build_table(cell, arm, session))
@@ -57,7 +58,10 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def key_counts(cell: Cell) -> tuple[int, int]:
-    """Return the number of keys per call, and the total of all calls, which are at least one."""
+    """Return the keys per call, and the keys of all calls: FILLED_LOAD of the slots, rounded down.
+
+    There is at least one call.
+    """
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     keys_per_call = cell.workload.B * cell.workload.L
     return keys_per_call, max(1, int(FILLED_LOAD * shape.rows) // keys_per_call) * keys_per_call
@@ -81,7 +85,7 @@ def _fill_in_turns(
 ) -> None:
     """Insert new keys into every table, call by call, then check the tables.
 
-    The samples of an outcome are (index of the call, seconds).
+    Set the samples of each outcome, (index of the call, seconds), and its stop reason.
     """
     keys_per_call, num_total = key_counts(cell)
     rng = random.Random(session.seed)

@@ -37,9 +37,9 @@ class FilledTable:
 
     Attributes:
         table: the table.
-        calls: source of the keys of calls.
-        keys_to_erase: keys that the last call inserted and that are erased before the next call;
-            None without such keys.
+        calls: source of the keys of each call.
+        keys_to_erase: keys that the last call inserted, to be erased before the next call, on the
+            host; None if there are none.
     """
 
     table: KeyTable
@@ -54,12 +54,17 @@ class FilledTable:
 
 
 class Operation(TimedCall):
-    """An operation of an arm.
+    """An operation on the table of an arm, as a phase of the race.
 
     An operation that inserts gets new keys at each call, unless all its keys are present. Other
-    operations repeat `pool` prepared calls. Inserted keys are erased before the next call if the
-    table can erase, and if it had free slots for all of them. Otherwise they stay, and later keys
-    may evict others.
+    operations repeat `pool` prepared calls. Inserted keys are erased before the next call, if the
+    table can erase and had free slots for all of them. Otherwise they stay, and later keys may
+    evict others.
+
+    Args:
+        filled: table of the arm.
+        name: name of the method of the table.
+        pool: number of prepared calls.
     """
 
     def __init__(self, filled: FilledTable, name: str, pool: int) -> None:
@@ -88,7 +93,10 @@ class Operation(TimedCall):
 
 
 def keys_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record per arm and mode; `seconds` is the budget for timing them all."""
+    """Return one record per arm and mode; `seconds` is the budget for timing all of them.
+
+    See `_record` for the entries that other kinds do not have.
+    """
     outcomes, filled = _build(cell, session)
     phases = {}
     for key, table in filled.items():
@@ -110,7 +118,7 @@ def _operations(cell: Cell, filled: FilledTable, session: Session) -> dict[str, 
 
 
 def task_of(cell: Cell, arm: Arm, session: Session) -> KeyTask:
-    """Return the task that an arm's table is built for."""
+    """Return the slots, columns and keys for which an arm's table is built."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     resident = max(1, round(arm.load * shape.rows))
     return KeyTask(shape.rows, shape.dim, session.device, resident)
@@ -136,11 +144,12 @@ def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, 
 
 
 def fill(table: KeyTable, calls: Calls) -> int:
-    """Insert keys until FULL_SHARE of `table.task.resident` are present; return how many.
+    """Insert keys 0, 1, ... until FULL_SHARE of `table.task.resident` keys are present.
 
-    Filling a table completely takes more keys than slots, because late keys evict earlier ones
-    before the last slot is taken. Some of the evicted keys are keys that calls use, which are
-    therefore inserted again. After MAX_FILL_ROUNDS further calls the table stays as it is.
+    Return the number of inserted keys. Filling a table completely takes more keys than slots,
+    because late keys evict earlier ones before the last slot is taken. Some of the evicted keys are
+    keys that calls use, which are therefore inserted again. After MAX_FILL_ROUNDS further calls the
+    table stays as it is.
     """
     num_wanted, num_inserted = table.task.resident, 0
     for _ in range(MAX_FILL_ROUNDS + -(-num_wanted // KEYS_PER_FILL)):
@@ -159,7 +168,11 @@ def fill(table: KeyTable, calls: Calls) -> int:
 
 
 def _record(cell: Cell, outcome: Outcome, session: Session, filled: FilledTable | None) -> Record:
-    """Return the record of an arm: its outcome, and the size and content of its table."""
+    """Return the record of an arm: its outcome, and the size and content of its table.
+
+    Further entries are `load` and `hits`, the share of present keys in a call; and if the table was
+    built, `slots`, `keys_there` (number of keys at the end) and `weights_bytes`.
+    """
     record = make_record(cell, outcome, session) | {
         "load": outcome.arm.load,
         "hits": cell.keys.hits,

@@ -20,9 +20,10 @@ TILE_STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # by verdic
 
 
 def answer(run: Run) -> list[str]:
-    """Return sentences on the headline workload, then on forward, sweep and further modes.
+    """Return sentences about a run of any modes: on the headline workload, forward, sweep, modes.
 
-    Without a result of the subject or the baseline, return one sentence that says why.
+    The first sentence has the answer. Without a result of the subject or the baseline on the
+    headline workload, return one sentence that says why.
     """
     main_run = run.in_mode(run.modes[0])
     cell = main_run.headline_cell()
@@ -117,19 +118,25 @@ def _swept_steps(run: Run) -> pd.DataFrame:
     rows = select(run.results_of(SWEEP), contender=run.subject.contender, phase="step", status="ok")
     rows = rows[rows["ratio"].notna()] if len(rows) else rows
     if len(rows) and run.subject.rank:
-        rows = rows[rows["rank"].isin([int(r) for r in run.config.tt.ranks])]
+        rows = rows[rows["rank"].isin([int(rank) for rank in run.config.tt.ranks])]
     return rows
 
 
 def sweep_point(run: Run, row: pd.Series) -> str:
-    """Return how a row of the sweep differs from the base point: 'L=1'."""
+    """Return how a row of the sweep differs from the base point, e.g. "L=1" or "base point".
+
+    The run's `table` must have rows of the sweep.
+    """
     base_point = run.results_of(SWEEP).iloc[0]
     changed = [f"{axis}={text.number(row[axis])}" for axis in AXES if row[axis] != base_point[axis]]
     return ", ".join(changed) or "base point"
 
 
 def tiles(run: Run) -> list[Tile]:
-    """Return the numbers to remember; [] if the subject has no result on the headline workload."""
+    """Return the page's tiles: memory, time ÷ baseline of step and forward, lookups per second.
+
+    [] if the subject has no result on the headline workload.
+    """
     main_run = run.in_mode(run.modes[0])
     cell = main_run.headline_cell()
     subject = _rows_by_phase(main_run, cell, run.subject.key) if cell else {}

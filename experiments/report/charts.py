@@ -1,7 +1,8 @@
 """The drawings of reports: curves against two scales, rows along a scale, squares of a map.
 
 `curves`, `row_chart` and `squares` take data and return a `Drawing`: a function that plots on axes.
-A `Panel` calls it once for the sheet and once for the web page.
+A `Panel` calls it once for the sheet and once for the web page. Names that are too long for a panel
+are shortened (`shorten`), because they would leave no width for the plot.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ LineStyle = str | tuple[int, tuple[float, ...]]
 DASHED: LineStyle = (0, (5, 2))
 DOTTED: LineStyle = (0, (1, 2))
 SHORT_DASHED: LineStyle = (0, (2, 1.5))
-Floats = Iterable[float]  # a sequence or Series: it is read several times
+Floats = Iterable[float]  # a list, range or Series, not an iterator: it is read several times
+MAX_NAME_LETTERS = 36  # maximum length of the name of a curve, tick or column
+MAX_POINT_LETTERS = 27  # maximum length of the name of a point, which is inside the panel
+MAX_ROW_LETTERS = 46  # maximum length of the name of a row
+MAX_LEVEL_TICK_LETTERS = 64  # names of ticks with more letters in all are tilted
+TILT: dict[str, Any] = {"rotation": 25, "ha": "right"}  # options of tilted names below an axis
 NAME_LIFT = 9.0  # typographic points from a line to the middle of a name above or below it
 NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
 LETTER_POINTS = 5.4  # mean width of such a letter
@@ -36,19 +42,46 @@ END_GAP = 12.0  # typographic points from the end of a curve to its name
 POINT_GAP = 9.0  # typographic points from a point to its name
 
 
+def shorten(name: str, max_letters: int = MAX_NAME_LETTERS) -> str:
+    """Return a name of at most `max_letters` per line: the ends of a longer line, around "…".
+
+    The end is as long as the beginning, because contenders of one family differ at their ends.
+    """
+    num_kept = (max_letters - 1) // 2
+    return "\n".join(
+        line if len(line) <= max_letters else f"{line[:num_kept]}…{line[-num_kept:]}"
+        for line in name.split("\n")
+    )
+
+
 @dataclass(frozen=True)
 class Scale:
-    """The scale of an axis: label, limits, ticks and the format of numbers."""
+    """The scale of an axis: label, limits, ticks and the format of numbers.
+
+    `begin` and `finish` change the axis; a drawing calls them before and after it plots.
+
+    Attributes:
+        label: name of the quantity, with its unit.
+        log: base of a logarithmic scale; 0 for a linear one.
+        ticks: values with a tick; () for values that matplotlib chooses.
+        names: one name per tick, instead of its number; () for the numbers.
+        low: lower end of the axis; None for the lowest of the plotted values and `reach`.
+        high: upper end of the axis; None for `headroom` times the highest of these.
+        format_tick: function that formats the numbers at ticks; None for numbers in full.
+        reach: two values that the axis includes, whatever is plotted; one that is not finite is
+            ignored.
+        headroom: factor on the highest value, which leaves room above it.
+    """
 
     label: str
-    log: int = 0  # base of a logarithmic scale; 0: linear
-    ticks: Sequence[float] = ()  # empty: chosen by matplotlib
-    names: Sequence[str] = ()  # a name per tick; empty: the numbers
-    low: float | None = None  # lower end of the axis; None: the lowest of the points and `reach`
-    high: float | None = None  # upper end of the axis; None: the highest of these
-    format_tick: Callable[[float], str] | None = None  # None: numbers in full
-    reach: tuple[float, float] | None = None  # values that the axis includes at least
-    headroom: float = 1.0  # factor on the upper end, unless `high` sets it
+    log: int = 0
+    ticks: Sequence[float] = ()
+    names: Sequence[str] = ()
+    low: float | None = None
+    high: float | None = None
+    format_tick: Callable[[float], str] | None = None
+    reach: tuple[float, float] | None = None
+    headroom: float = 1.0
 
     def begin(self, axis: XAxis | YAxis) -> None:
         """Make the axis linear or logarithmic; call it before anything is plotted."""
@@ -64,8 +97,11 @@ class Scale:
         ends = data if is_one_value else axis.get_view_interval()
         getattr(axis.axes, f"set_{axis.axis_name}lim")(*self._limits(*map(float, ends)))
         if self.ticks:
-            names = self.names or [text.number(t) for t in self.ticks]
-            axis.set_ticks(self.ticks, names, fontsize=8 if self.names else None)
+            names = [shorten(n) for n in self.names] or [text.number(t) for t in self.ticks]
+            num_letters = sum(max(map(len, name.split("\n"))) for name in names)
+            is_tilted = isinstance(axis, XAxis) and num_letters > MAX_LEVEL_TICK_LETTERS
+            options = TILT if is_tilted else {}
+            axis.set_ticks(self.ticks, names, fontsize=8 if self.names else None, **options)
             axis.set_minor_formatter(NullFormatter())
             axis.set_minor_locator(NullLocator())
         elif self.log:
@@ -106,41 +142,60 @@ def set_plain_ticks(axis: Axis) -> None:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points with a line through them, and an interval around each."""
+    """Points with a line through them, and an interval around each.
+
+    Attributes:
+        x: horizontal positions of the points.
+        y: vertical positions, one per point.
+        colour: colour of points, line and names, as "#rrggbb".
+        label: name of the curve; "" for none.
+        marker: marker of the points in matplotlib's notation; "" for none.
+        line: style of the line; "" for points without a line.
+        width: width of the line in typographic points.
+        size: size of the markers in typographic points.
+        opacity: opacity of points and line, from 0 to 1.
+        is_hollow: whether the markers are outlines.
+        low: lower ends of the intervals, one per point; None for no intervals. If one of `low` and
+            `high` is nan, no interval of the curve is drawn.
+        high: upper ends of the intervals; needed with `low`.
+        is_band: whether the intervals form a band; else each is a bar.
+        names: names of the first points. With `name_position="points"` every point needs one.
+        offset: typographic points from a point to its name (right, up); (0, 0) leaves out names,
+            except with `name_position="points"`, which does not use the offset.
+        is_on_top: whether the curve is drawn over other curves.
+        edge_name: name right of the panel, at the height of the last point; "" for none.
+    """
 
     x: Floats
     y: Floats
     colour: str = INK
     label: str = ""
     marker: str = ""
-    line: LineStyle = "-"  # "": points without a line
+    line: LineStyle = "-"
     width: float = 2.0
     size: float = 6.0
     opacity: float = 1.0
     is_hollow: bool = False
-    low: Floats | None = None  # lower ends of the intervals; no interval is drawn if an end is nan
-    high: Floats | None = None  # upper ends; needed with `low`
-    is_band: bool = False  # True: intervals are drawn as a band; False: as bars
-    names: Sequence[str] = ()  # names of the first points; of all for `name_position="points"`
-    offset: tuple[float, float] = (
-        0,
-        7,
-    )  # typographic points from a point to its name; (0, 0): no names
-    above: bool = False  # True: drawn over other curves
-    edge_name: str = ""  # written right of the panel, at the height of the last point
+    low: Floats | None = None
+    high: Floats | None = None
+    is_band: bool = False
+    names: Sequence[str] = ()
+    offset: tuple[float, float] = (0, 7)
+    is_on_top: bool = False
+    edge_name: str = ""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A straight line across the panel: level, or upright."""
+    """A straight line across the whole panel, horizontal or vertical."""
 
-    value: float  # y of a level line, x of an upright one
+    value: float  # y of a horizontal line, x of a vertical one
     colour: str = INK
     line: LineStyle = "-"
-    width: float = 1.0
-    label: str = ""  # in the legend
-    words: str = ""  # right of the panel; of an upright line, at its foot
-    upright: bool = False
+    width: float = 1.0  # typographic points
+    label: str = ""  # name in the legend; "" for none
+    annotation: str = ""  # text right of the panel; for a vertical line at its lower end
+    is_vertical: bool = False
 
 
 def curves(
@@ -155,15 +210,15 @@ def curves(
     """Return a drawing of curves.
 
     Args:
-        lines: curves; those with a label are named.
+        lines: curves. Those with a label are named, except with `name_position="points"`.
         x: horizontal scale.
         y: vertical scale.
         name_position: position of the names: a location of a legend, "outside" (a legend right of
             the panel), "below" (a legend below it), "ends" (at the right end of each curve),
             "points" (next to each point; every curve needs a name per point) or "" (nowhere).
         columns: number of columns of the legend.
-        marks: lines across the panel. On a logarithmic vertical scale, a level line far from all
-            points is left out, unless it has words or a label.
+        marks: lines across the panel. On a logarithmic vertical scale, a horizontal line far from
+            all points is left out, unless it has an annotation or a label.
     """
 
     def draw(axes: Axes) -> None:
@@ -176,7 +231,7 @@ def curves(
             axes.margins(x=POINT_MARGIN_X, y=POINT_MARGIN_Y)
         x.finish(axes.xaxis)
         y.finish(axes.yaxis)
-        _write_foot_words(axes, marks)
+        _annotate_vertical_marks(axes, marks)
         names = _edge_names(lines, marks)
         if name_position == "points":
             names += _point_names(axes, lines)
@@ -184,8 +239,8 @@ def curves(
             labelled_lines = [line for line in lines if line.label]
             right_end = max((max(line.x) for line in labelled_lines), default=0.0)
             names += [
-                Name(
-                    line.label,
+                PointName(
+                    shorten(line.label),
                     (list(line.x)[-1], list(line.y)[-1]),
                     right_end,
                     line.colour,
@@ -201,15 +256,15 @@ def curves(
 
 
 def _marks_near_points(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
-    """Return the marks without distant level lines, which would leave most of the panel empty.
+    """Return the marks without distant horizontal lines, which would leave the panel mostly empty.
 
-    Marks with words or a label stay, however far away they are.
+    Marks with an annotation or a label stay, however far away they are.
     """
     heights = [value for line in lines for value in line.y if value > 0]
     if not heights:
         return list(marks)
     low, high = min(heights) / MAX_MARK_DISTANCE, MAX_MARK_DISTANCE * max(heights)
-    return [m for m in marks if m.upright or m.words or m.label or low <= m.value <= high]
+    return [m for m in marks if m.is_vertical or m.annotation or m.label or low <= m.value <= high]
 
 
 MAX_MARK_DISTANCE = 3.0  # ratio of a mark to the nearest point; farther marks are left out
@@ -249,8 +304,8 @@ def _draw_curve(axes: Axes, line: Curve) -> None:
         "ms": line.size,
         "alpha": line.opacity,
         "mfc": "none" if line.is_hollow else line.colour,
-        "label": line.label or None,
-        "zorder": 3 if line.above else 2,
+        "label": shorten(line.label) or None,
+        "zorder": 3 if line.is_on_top else 2,
     }
     low = [] if line.low is None else list(line.low)
     high = [] if line.high is None else list(line.high)
@@ -277,18 +332,18 @@ def _draw_curve(axes: Axes, line: Curve) -> None:
 
 
 def _draw_marks(axes: Axes, marks: Sequence[Mark]) -> None:
-    """Draw the lines of marks, without their words."""
+    """Draw the lines of marks, without their annotations."""
     for mark in marks:
-        draw = axes.axvline if mark.upright else axes.axhline
+        draw = axes.axvline if mark.is_vertical else axes.axhline
         draw(mark.value, color=mark.colour, ls=mark.line, lw=mark.width, label=mark.label or None)
 
 
-def _write_foot_words(axes: Axes, marks: Sequence[Mark]) -> None:
-    """Write the words of upright marks at their feet."""
+def _annotate_vertical_marks(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Write the annotations of vertical marks at the lower ends of their lines."""
     for mark in marks:
-        if mark.words and mark.upright:
+        if mark.annotation and mark.is_vertical:
             axes.annotate(
-                mark.words,
+                mark.annotation,
                 (mark.value, 0),
                 (3, 4),
                 xycoords=("data", "axes fraction"),
@@ -299,38 +354,41 @@ def _write_foot_words(axes: Axes, marks: Sequence[Mark]) -> None:
 
 
 @dataclass(frozen=True)
-class Name:
-    """A name next to a point. Positions are in units of the data."""
+class PointName:
+    """A name next to a point. Positions are in the units of the data."""
 
-    words: str
+    label: str
     point: tuple[float, float]
     x: float  # horizontal position from which `shift` counts
     colour: str
     shift: float  # typographic points from `x` to the name; negative: the name is left of `x`
     lift: float = 0.0  # typographic points from the height of the point to that of the name
-    at_edge: bool = False  # True: horizontal positions are shares of the panel's width
+    is_at_edge: bool = False  # True: horizontal positions are shares of the panel's width
 
     def transform(self, axes: Axes) -> Transform:
         """Return the transform of the name's positions."""
-        return axes.get_yaxis_transform() if self.at_edge else axes.transData
+        return axes.get_yaxis_transform() if self.is_at_edge else axes.transData
 
 
-def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[Name]:
-    """Return the names of level marks and of curves that have one at the edge."""
-    heights = [(m.words, m.value, m.colour) for m in marks if m.words and not m.upright]
+def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[PointName]:
+    """Return the names right of the panel: of horizontal marks, and of curves with `edge_name`."""
+    heights = [
+        (m.annotation, m.value, m.colour) for m in marks if m.annotation and not m.is_vertical
+    ]
     heights += [(c.edge_name, list(c.y)[-1], c.colour) for c in lines if c.edge_name]
     return [
-        Name(words, (1.0, y), 1.0, colour, EDGE_GAP, at_edge=True) for words, y, colour in heights
+        PointName(shorten(label), (1.0, y), 1.0, colour, EDGE_GAP, is_at_edge=True)
+        for label, y, colour in heights
     ]
 
 
-def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[Name]:
+def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[PointName]:
     """Return the names of points, written towards the middle of the panel."""
     low, high = axes.get_xlim()
     panel_middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
     return [
-        Name(
-            name,
+        PointName(
+            shorten(name, MAX_POINT_LETTERS),
             (x, y),
             x,
             line.colour,
@@ -358,7 +416,7 @@ def _lift(line: Curve, x: float, y: float, *, is_left: bool) -> float:
     return -NAME_LIFT if min(neighbours)[1] > y else NAME_LIFT
 
 
-def _write_names(axes: Axes, names: Sequence[Name]) -> None:
+def _write_names(axes: Axes, names: Sequence[PointName]) -> None:
     """Write names at the heights of their points, moved no farther than needed to keep them apart.
 
     A thin line joins a name that had to move with its point. Names right of their points and names
@@ -368,8 +426,8 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
     canvas = cast(Canvas, axes.figure)
     points_per_pixel = 72 / canvas.dpi
     low, high = axes.bbox.y0 * points_per_pixel, axes.bbox.y1 * points_per_pixel
-    edge_names = [name for name in names if name.at_edge]
-    right_names = [name for name in names if name.shift > 0 and not name.at_edge]
+    edge_names = [name for name in names if name.is_at_edge]
+    right_names = [name for name in names if name.shift > 0 and not name.is_at_edge]
     left_names = [name for name in names if name.shift <= 0]
     groups = (
         [[*right_names, *left_names]]
@@ -387,7 +445,7 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
             y = float(axes.transData.inverted().transform((0.0, height / points_per_pixel))[1])
             name_transform = name.transform(axes)
             axes.annotate(
-                name.words,
+                name.label,
                 name.point,
                 (name.x, y),
                 xycoords=name_transform,
@@ -395,7 +453,7 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
                 color=name.colour,
                 ha="left" if name.shift > 0 else "right",
                 va="center",
-                fontsize=8 if name.at_edge else 9,
+                fontsize=8 if name.is_at_edge else 9,
                 annotation_clip=False,
                 arrowprops={"arrowstyle": "-", "color": name.colour, "lw": 0.6}
                 if is_moved
@@ -403,17 +461,19 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
             )
 
 
-def _height(axes: Axes, name: Name) -> float:
+def _height(axes: Axes, name: PointName) -> float:
     """Return the height at which a name would be written if alone, in typographic points."""
     return float(name.transform(axes).transform(name.point)[1]) * 72 / axes.figure.dpi + name.lift
 
 
-def _would_overlap(axes: Axes, right_names: Sequence[Name], left_names: Sequence[Name]) -> bool:
+def _would_overlap(
+    axes: Axes, right_names: Sequence[PointName], left_names: Sequence[PointName]
+) -> bool:
     """Return whether a name right of its point would overlap one left of its point."""
 
-    def end(name: Name) -> float:
+    def end(name: PointName) -> float:
         x = float(axes.transData.transform((name.x, 1.0))[0]) * 72 / axes.figure.dpi
-        return x + name.shift + math.copysign(LETTER_POINTS * len(name.words), name.shift)
+        return x + name.shift + math.copysign(LETTER_POINTS * len(name.label), name.shift)
 
     return bool(right_names and left_names) and max(map(end, right_names)) > min(
         map(end, left_names)
@@ -426,11 +486,12 @@ def spread_apart(
     """Return ascending heights at least `gap` apart, as near to the wanted heights as possible.
 
     Neighbours that would overlap form a block around the mean of their wanted heights; blocks merge
-    until none overlap. All heights stay between `low` and `high` where these leave enough room.
+    until none overlap. All heights stay between `low` and `high` where these leave enough room;
+    else the uppermost exceed `high`. All arguments have one unit.
     """
-    # Member i of a block is i * gap above the block's base, so that a member at its wanted height
-    # means a base of that height less i * gap. A block is [sum of these bases, number of members];
-    # their mean is the base with the least squared moves.
+    # Member i of a block is i * gap above the block's base. So a member that is not moved needs a
+    # base i * gap below its wanted height. A block is [sum of these bases, number of members]; the
+    # mean of these bases is the base with the least sum of squared moves.
     blocks: list[list[float]] = []
     for height in sorted(wanted_heights):
         blocks.append([height, 1.0])
@@ -440,44 +501,61 @@ def spread_apart(
                 break
             merged_sum = lower_sum + upper_sum - upper_count * lower_count * gap
             blocks[-2:] = [[merged_sum, lower_count + upper_count]]
-    heights: list[float] = []
-    for base_sum, count in blocks:
-        base = min(base_sum / count, high - (count - 1) * gap)
-        base = max(base, low, heights[-1] + gap if heights else low)
-        heights += [base + i * gap for i in range(int(count))]
-    return heights
+    heights = [base_sum / count + i * gap for base_sum, count in blocks for i in range(int(count))]
+    last = len(heights) - 1
+    return [
+        max(low + i * gap, min(height, high - (last - i) * gap)) for i, height in enumerate(heights)
+    ]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a `row_chart`: a bar or a dot, with its interval."""
+    """One row of a `row_chart`: a dot or a bar, with its interval.
+
+    Attributes:
+        name: text left of the panel.
+        value: position of the dot, or length of the bar, on the horizontal scale.
+        colour: colour of the dot or bar, as "#rrggbb".
+        low: lower end of the interval; nan for no interval.
+        high: upper end of the interval.
+        dots: values of single processes, drawn below the row's dot if there are two or more; not
+            for a bar.
+        margin: half-width of a grey band around 1, from 1 / (1 + margin) to 1 + margin; nan for
+            none; not for a bar.
+        is_hollow: whether the dot is an outline, or the bar is hatched.
+        marker: marker of the dot in matplotlib's notation.
+        is_bar: whether the row is a bar.
+        rest_length: length of a hatched bar that continues the bar; nan for none; not for a dot.
+        annotation: text right of the panel; for a bar at its end.
+        label: name of the dot in the legend of `shares_labels`; "" for none; not for a bar.
+    """
 
     name: str
     value: float
     colour: str
-    low: float = math.nan  # ends of the interval; nan: none
+    low: float = math.nan
     high: float = math.nan
-    dots: Sequence[float] = ()  # values of single processes, drawn below a dot if several
-    margin: float = math.nan  # of a dot: a grey band from 1 / (1 + margin) to 1 + margin; nan: none
-    is_hollow: bool = False  # a dot without filling, or a hatched bar
-    marker: str = "o"  # of a dot
+    dots: Sequence[float] = ()
+    margin: float = math.nan
+    is_hollow: bool = False
+    marker: str = "o"
     is_bar: bool = False
-    rest_length: float = math.nan  # length of a hatched bar that continues the bar; nan: none
-    words: str = ""  # at the right edge; of a bar, at its end
-    label: str = ""  # of a dot, in the legend
+    rest_length: float = math.nan
+    annotation: str = ""
+    label: str = ""
 
 
 def row_chart(
-    rows: Sequence[Row], x: Scale, *, marks: Sequence[Mark] = (), shared: bool = False
+    rows: Sequence[Row], x: Scale, *, marks: Sequence[Mark] = (), shares_labels: bool = False
 ) -> Drawing:
     """Return a drawing of rows in the given order, the first at the top.
 
-    With `shared`, rows of the same name share one label and are drawn close together, and a legend
-    names the rows with a `label`.
+    With `shares_labels`, rows of the same name are drawn close together around one label, and a
+    legend names the rows with a `label`.
     """
     names = [row.name for row in rows]
     heights: Sequence[float] = range(len(names))
-    if shared:
+    if shares_labels:
         names = list(dict.fromkeys(names))
         heights = _spread_around_labels([names.index(row.name) for row in rows])
 
@@ -487,15 +565,19 @@ def row_chart(
             (_draw_bar if row.is_bar else _draw_dot)(axes, row, y)
         _draw_marks(axes, marks)
         x.finish(axes.xaxis)
-        _write_foot_words(axes, marks)
-        axes.set_yticks(range(len(names)), names, fontsize=8)
+        _annotate_vertical_marks(axes, marks)
+        axes.set_yticks(range(len(names)), _shorten_rows(names), fontsize=8)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
-        if shared:
+        if shares_labels:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
 
     return draw
+
+
+def _shorten_rows(names: Iterable[str]) -> list[str]:
+    return [shorten(name, MAX_ROW_LETTERS) for name in names]
 
 
 MAX_ROW_GAP = 0.16  # maximum distance of rows that share a label ÷ the distance of labels
@@ -529,13 +611,13 @@ def _draw_dot(axes: Axes, row: Row, y: float) -> None:
         mfc="none" if row.is_hollow else row.colour,
         ms=5,
         mew=1.2,
-        label=row.label or None,
+        label=shorten(row.label) or None,
     )
     if len(row.dots) > 1:
         axes.plot(row.dots, [y + 0.27] * len(row.dots), ".", color=row.colour, ms=3.5, alpha=0.7)
-    if row.words:
+    if row.annotation:
         axes.annotate(
-            row.words,
+            row.annotation,
             (1.0, y),
             (4, 0),
             xycoords=("axes fraction", "data"),
@@ -547,7 +629,7 @@ def _draw_dot(axes: Axes, row: Row, y: float) -> None:
 
 
 def _draw_bar(axes: Axes, row: Row, y: float) -> None:
-    """Draw one row of a row chart at height `y` as a bar, with its rest, interval and words."""
+    """Draw one row of a row chart at height `y`: bar, its rest, interval and annotation."""
     hatched: dict[str, Any] = {"color": "none", "edgecolor": row.colour, "hatch": "///"}
     style = hatched if row.is_hollow else {"color": row.colour, "edgecolor": row.colour}
     axes.barh(y, row.value, height=0.65, **style)
@@ -555,15 +637,18 @@ def _draw_bar(axes: Axes, row: Row, y: float) -> None:
         axes.barh(y, row.rest_length, left=row.value, height=0.65, **hatched)
     if math.isfinite(row.low):
         axes.plot([row.low, row.high], [y, y], color=INK, lw=1.2)
-    if row.words:
-        end = row.high if row.high > row.value else row.value  # the line must not cross the words
-        axes.annotate(row.words, (end, y), (4, 0), textcoords="offset points", va="center")
+    if row.annotation:
+        end = row.high if row.high > row.value else row.value  # the line must not cross the text
+        axes.annotate(row.annotation, (end, y), (4, 0), textcoords="offset points", va="center")
 
 
 def forest(title: str, rows: Sequence[Row], label: str) -> Panel:
-    """Return a panel of ratios with their intervals and a line at 1, as high as its rows need."""
+    """Return a panel of ratios with their intervals and a line at 1, as high as its rows need.
+
+    `label` is that of the horizontal axis, which is logarithmic: ratios must be positive.
+    """
     height = max(2.0, 0.235 * len(rows) + 1.0)
-    drawing = row_chart(rows, Scale(label, log=10), marks=[Mark(1.0, upright=True)])
+    drawing = row_chart(rows, Scale(label, log=10), marks=[Mark(1.0, is_vertical=True)])
     return Panel(title, drawing, WIDTH + 0.8, height)
 
 
@@ -572,18 +657,22 @@ MAX_LEVEL_LETTERS = 34  # names of columns with more letters in all are tilted
 
 @dataclass(frozen=True)
 class Square:
-    """One entry of a map: a square, which may be coloured, and its words."""
+    """One entry of a map: a square, which may be coloured, with text in it."""
 
     column: str  # name of its column
     row: str  # name of its row
-    words: str  # written in it
-    colour: str = ""  # of its background; empty: none
-    opacity: float = 1.0
-    hatched: bool = False
+    annotation: str  # text in it
+    colour: str = ""  # colour of its background, as "#rrggbb"; "" for none
+    opacity: float = 1.0  # opacity of the background, from 0 to 1
+    is_hatched: bool = False
 
 
 def squares(entries: Sequence[Square], xlabel: str = "", ylabel: str = "") -> Drawing:
-    """Return a drawing of a map: squares in columns and rows, in the order of first entries."""
+    """Return a drawing of a map: squares in columns and rows, in the order of first entries.
+
+    Two entries of one column and row are drawn on top of each other. The labels are those of the
+    axes; "" for none.
+    """
     columns = list(dict.fromkeys(entry.column for entry in entries))
     rows = list(dict.fromkeys(entry.row for entry in entries))
 
@@ -594,14 +683,13 @@ def squares(entries: Sequence[Square], xlabel: str = "", ylabel: str = "") -> Dr
             if entry.colour:
                 fill: dict[str, Any] = {"color": entry.colour, "alpha": entry.opacity, "lw": 0}
                 axes.add_patch(Rectangle(corner, 0.96, 0.92, **fill))
-            if entry.hatched:
+            if entry.is_hatched:
                 hatch: dict[str, Any] = {"fill": False, "hatch": "///", "lw": 0, "alpha": 0.45}
                 axes.add_patch(Rectangle(corner, 0.96, 0.92, **hatch))
-            axes.text(x, y, entry.words, ha="center", va="center", fontsize=8, in_layout=False)
-        is_long = len("".join(columns)) > MAX_LEVEL_LETTERS
-        tilt: dict[str, Any] = {"rotation": 25, "ha": "right"} if is_long else {}
-        axes.set_xticks(range(len(columns)), columns, fontsize=8, **tilt)
-        axes.set_yticks(range(len(rows)), rows, fontsize=8)
+            axes.text(x, y, entry.annotation, ha="center", va="center", fontsize=8, in_layout=False)
+        tilt = TILT if len("".join(columns)) > MAX_LEVEL_LETTERS else {}
+        axes.set_xticks(range(len(columns)), map(shorten, columns), fontsize=8, **tilt)
+        axes.set_yticks(range(len(rows)), _shorten_rows(rows), fontsize=8)
         axes.set_xlim(-0.5, len(columns) - 0.5)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel(xlabel)

@@ -1,7 +1,7 @@
 """The data of a run for its report, read from the run's directory.
 
-A *section* is a case by name, or "sweep"; a cell is a workload with its arms. `table` is
-results.csv: a row per cell, arm, mode and phase, over all processes.
+A *section* is the name of a case, or "sweep"; a cell is a workload with its arms. `Run.table` is
+results.csv: one row per cell, arm, mode and phase, over all processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ AXIS_NAMES = {
 
 
 def select(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
-    """Return the rows with these values in their columns, which an empty table may lack."""
+    """Return the rows that have, in each named column, the named value.
+
+    A table that is not empty must have the columns.
+    """
     for column, value in values.items():
         if len(table):
             table = table[table[column] == value]
@@ -75,7 +78,8 @@ class Run:
         """Read the files that store.RunStore wrote.
 
         Raises:
-            UsageError: a file is damaged, or a kind is not known to this harness.
+            UsageError: a file is damaged, a record lacks an entry that the tables need, or this
+                harness does not have a kind of the run.
             OSError: config.yaml cannot be read.
         """
         try:
@@ -84,7 +88,9 @@ class Run:
                 if OmegaConf.select(config, key) is None:
                     raise ValueError(f"config.yaml is incomplete: it has no {key}")
             # In the order of the experiment, not in the order of measuring.
-            records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
+            records = sorted(
+                read_records(path), key=lambda record: int(record.get("cell_number", 0))
+            )
             info, environment = (read_json(path, f"{name}.json") for name in ("run", "environment"))
         except ValueError as error:
             raise UsageError(f"{path}: {error}") from error
@@ -93,15 +99,18 @@ class Run:
         for labelled in (info, *records):
             for name in {"question", "title", "label"} & labelled.keys():
                 labelled[name] = text.one_line(str(labelled[name]))
-        kinds = [TIME, *(r.get("kind", TIME) for r in records), _kind_name(config)]
+        kinds = [TIME, *(record.get("kind", TIME) for record in records), _kind_name(config)]
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise UsageError(
                 f"{path}: this harness has no kind of experiment '{unknown[0]}'. There is: "
                 f"{', '.join(KINDS)}. Report it with the harness that measured it"
             )
         frames: dict[str, pd.DataFrame] = {}
-        for kind in dict.fromkeys(kinds):
-            frames |= find(kind).frames(records, config.report)
+        try:
+            for kind in dict.fromkeys(kinds):
+                frames |= find(kind).frames(records, config.report)
+        except KeyError as error:
+            raise UsageError(f"{path}: points.jsonl has a record without {error}") from error
         return cls(path, config, environment, info, records, frames)
 
     def frame(self, name: str) -> pd.DataFrame:
@@ -110,31 +119,31 @@ class Run:
 
     @property
     def table(self) -> pd.DataFrame:
-        """Return the results: a row per timed cell, contender, mode and phase (`metrics.frame`)."""
+        """Return the results: a row per timed cell, arm, mode and phase (`metrics.frame`)."""
         return self.frame("results")
 
     @property
     def traces(self) -> pd.DataFrame:
-        """Return the hit rates: a row per trace, contender and size (`kinds.cache.frame`)."""
+        """Return the hit rates: a row per trace, cache and size (`kinds.cache.frame`)."""
         return self.frame("hit_rates")
 
     @property
     def operations(self) -> pd.DataFrame:
-        """Return the operations: a row per hash table, mode, operation (`kinds.keys.frame`)."""
+        """Return the operations: a row per table, load, mode and call (`kinds.keys.frame`)."""
         return self.frame("operations")
 
     @property
     def modes(self) -> list[str]:
-        """Return the modes in the order of the records, [hot] without any.
+        """Return the names of the modes in the order of the records; ["hot"] without records.
 
         The answer is about the first one.
         """
-        return list(dict.fromkeys(mode_of(r) for r in self.records)) or [Mode.hot.value]
+        return list(dict.fromkeys(mode_of(record) for record in self.records)) or [Mode.hot.value]
 
     def in_mode(self, mode: str) -> Run:
         """Return the part of the run that was measured in one mode.
 
-        Tables without a mode stay with the first one, and are empty in the others.
+        Tables without a column `mode` belong to the first mode, and are empty in the others.
         """
 
         def rows_in_mode(table: pd.DataFrame) -> pd.DataFrame:
@@ -144,18 +153,18 @@ class Run:
 
         return dataclasses.replace(
             self,
-            records=[r for r in self.records if mode_of(r) == mode],
+            records=[record for record in self.records if mode_of(record) == mode],
             frames={name: rows_in_mode(table) for name, table in self.frames.items()},
         )
 
     @property
     def baseline(self) -> Arm:
-        """Return the arm that all others are compared with."""
+        """Return the arm that all others are compared with (`report.baseline`)."""
         return Arm(str(self.config.report.baseline))
 
     @property
     def subject(self) -> Arm:
-        """Return the arm that the question of the experiment is about."""
+        """Return the arm that the question is about (`report.subject`, with its rank or cache)."""
         report = self.config.report
         name, rank = str(report.subject), int(report.subject_rank)
         size = float(report.subject_cache) if variants_of(name) == "cache" else 0.0
@@ -167,14 +176,14 @@ class Run:
         return find(_kind_name(self.config))
 
     def case_reports(self) -> list[CaseReport]:
-        """Return the parts of the report on cases of other kinds, a part per kind."""
-        kind_names = dict.fromkeys(r.get("kind", TIME) for r in self.records)
+        """Return a part of the report per kind of the cases, without the kind of the run."""
+        kind_names = dict.fromkeys(record.get("kind", TIME) for record in self.records)
         kinds = (find(name) for name in kind_names if name != self.kind.name)
         return [kind.case_report(self) for kind in kinds]
 
     @property
     def is_smoke(self) -> bool:
-        """Return whether sizes were capped: the run only shows that the experiment works."""
+        """Return whether sizes were capped, so that the numbers mean nothing (timing=smoke)."""
         timing = self.config.timing
         return bool(timing.max_rows or timing.max_batch or timing.max_cells)
 
@@ -184,15 +193,15 @@ class Run:
         return str(self.config.report.headline) or SWEEP
 
     def headline_cell(self) -> str | None:
-        """Return the cell that answers the question; None if it has no record.
+        """Return the key of the cell that answers the question; None if it has no record.
 
         If the sweep answers it, that is the cell of the base point.
         """
-        cells = [r["cell"] for r in self.records if r["section"] == self.headline]
+        cells = [record["cell"] for record in self.records if record["section"] == self.headline]
         return cells[0] if cells else None
 
     def median_spread(self) -> float:
-        """Return the median over all rows of (upper - lower quartile) ÷ median; nan without."""
+        """Return the median over `table` of (upper - lower quartile) ÷ median; nan without rows."""
         table = self.table
         if not len(table):
             return math.nan
@@ -200,19 +209,24 @@ class Run:
 
     def sections(self) -> list[str]:
         """Return the sections that have records, in the order of the experiment's cells."""
-        return list(dict.fromkeys(r["section"] for r in self.records))
+        return list(dict.fromkeys(record["section"] for record in self.records))
 
     def results_of(self, section: str) -> pd.DataFrame:
-        """Return the results of one section."""
+        """Return the rows of `table` of one section."""
         return select(self.table, section=section)
 
     def title(self, section: str) -> str:
         """Return the section's title; its name if it has no records."""
-        return next((r["title"] for r in self.records if r["section"] == section), section)
+        return next(
+            (record["title"] for record in self.records if record["section"] == section), section
+        )
 
     def sizes(self, section: str) -> str:
-        """Describe the section's first workload in one line; the section must have records."""
-        record = next(r for r in self.records if r["section"] == section)
+        """Describe the workload of the section's first cell in one line.
+
+        The section must have records.
+        """
+        record = next(record for record in self.records if record["section"] == section)
         params, num_tables = record["params"], record["features"]
         prefix = "Base point: " if self.has_base_point(section) else ""
         return (
@@ -230,15 +244,15 @@ class Run:
 
     def failures(self) -> list[Record]:
         """Return the records whose status is not "ok"."""
-        return [r for r in self.records if r["status"] != "ok"]
+        return [record for record in self.records if record["status"] != "ok"]
 
     def processes_per_cell(self) -> Mapping[str, int]:
         """Return the number of processes of each cell that has a record to compare by process."""
         kinds = {name: find(name).reporting.compared for name in KINDS}
         processes = {
-            (r["cell"], replicate_of(r))
-            for r in self.records
-            if kinds[r.get("kind", TIME)] is Compared.PROCESSES
+            (record["cell"], replicate_of(record))
+            for record in self.records
+            if kinds[record.get("kind", TIME)] is Compared.PROCESSES
         }
         return Counter(cell for cell, _ in processes)
 
@@ -259,8 +273,9 @@ class Run:
     def results_along(self, axis: str) -> pd.DataFrame:
         """Return the sweep's rows with status "ok" that differ from its base point in `axis` only.
 
-        The column x is the value of `axis`. For an axis other than "rank", rows have no rank or one
-        of tt.ranks, and no cache or the first of cache.fractions.
+        `axis` is one of AXES, or "rank". The further column `x` has its values. For an axis other
+        than "rank", rows have no rank or one of tt.ranks, and no cache or the first of
+        cache.fractions.
         """
         rows = self.results_of(SWEEP)
         if not len(rows):
@@ -271,7 +286,7 @@ class Run:
             (rows[fixed_axes] == base_point[fixed_axes]).all(axis=1) & (rows["status"] == "ok")
         ]
         if axis != "rank":  # the configured ranks, and at most one size of the cache
-            ranks = {0, *(int(r) for r in self.config.tt.ranks)}
+            ranks = {0, *(int(rank) for rank in self.config.tt.ranks)}
             caches = [0.0, *self.config.cache.fractions[:1]] if "cache" in self.config else [0.0]
             rows = rows[rows["rank"].isin(ranks) & rows["cache"].isin(caches)]
         return rows.assign(x=rows[axis])

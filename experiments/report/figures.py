@@ -142,7 +142,7 @@ def _time_bars(rows: pd.DataFrame) -> Drawing:
             1e3 * row["q25_s"],
             1e3 * row["q75_s"],
             is_bar=True,
-            words=f"{text.seconds(row['median_s'])}, {text.times(row['ratio'])}",
+            annotation=f"{text.seconds(row['median_s'])}, {text.times(row['ratio'])}",
         )
         for _, row in rows.sort_values("median_s").iterrows()
     ]
@@ -231,7 +231,12 @@ def _lookup_bar(name: str, style: str, time_us: float) -> Row:
     """Return the bar of a time per lookup; `style` is a contender, or PUBLISHED (hatched)."""
     is_hollow = style == PUBLISHED
     return Row(
-        name, time_us, colour_of(style), is_bar=True, is_hollow=is_hollow, words=f"{time_us:.3g}"
+        name,
+        time_us,
+        colour_of(style),
+        is_bar=True,
+        is_hollow=is_hollow,
+        annotation=f"{time_us:.3g}",
     )
 
 
@@ -299,10 +304,12 @@ def _roofline(rows: pd.DataFrame, measured: MeasuredCeilings, theory: float | No
     marks = []
     if math.isfinite(measured.copy_gb_s):
         marks.append(
-            Mark(measured.copy_gb_s, width=1.4, words=f"copy {_format_rate(measured.copy_gb_s)}")
+            Mark(
+                measured.copy_gb_s, width=1.4, annotation=f"copy {_format_rate(measured.copy_gb_s)}"
+            )
         )
     if theory:
-        marks.append(Mark(theory, line=":", words=f"theory {_format_rate(theory)}"))
+        marks.append(Mark(theory, line=":", annotation=f"theory {_format_rate(theory)}"))
     limits = (measured.copy_gb_s, theory, *gather_by_size.values())
     highest_limit = max((limit for limit in limits if limit and limit > 0), default=1.0)
     x_scale = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=low, high=high)
@@ -329,9 +336,9 @@ def sample_figures(run: Run) -> list[Figure]:
     """Return the figure of every sample of the headline's cell, a panel per phase."""
     cell = run.headline_cell()
     records = [
-        r
-        for r in run.records
-        if r["cell"] == cell and r["status"] == "ok" and "step" in r["samples"]
+        record
+        for record in run.records
+        if record["cell"] == cell and record["status"] == "ok" and "step" in record["samples"]
     ]
     if not records:
         return []
@@ -351,10 +358,10 @@ def sample_figures(run: Run) -> list[Figure]:
 
 def _samples(records: Sequence[Record], phase: str) -> Drawing:
     """Draw every sample of a phase, a column of dots per contender and process."""
-    labels = {r["arm"]: _break_label(r["label"]) for r in records}
+    labels = {record["arm"]: _break_label(record["label"]) for record in records}
     process_curves = []
     for arm_index, arm in enumerate(labels):
-        processes = sorted((r for r in records if r["arm"] == arm), key=replicate_of)
+        processes = sorted((record for record in records if record["arm"] == arm), key=replicate_of)
         width = CONTENDER_WIDTH / len(processes)
         for process_index, record in enumerate(processes):
             samples_ms = [1e3 * s for s in seconds(record, phase)]

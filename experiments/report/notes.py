@@ -88,14 +88,16 @@ def how_to_read(run: Run) -> list[str]:
     has_intervals = max(run.processes_per_cell().values(), default=0) > 1
     notes += [PROCESSES, VERDICTS] if has_intervals else [ONE_PROCESS]
     notes += HOW_TO_READ[1:]
-    distributions = {r["params"].get("distribution") for r in run.records}
+    distributions = {record["params"].get("distribution") for record in run.records}
     notes += [SYNTHETIC] if distributions & {"uniform", "zipf"} else []
     notes += [PRODUCTION] if "production" in distributions else []
     notes += [REPLAYED] if "trace" in distributions else []
     measured = MeasuredCeilings.from_environment(run.environment)
     notes += [f"'of gather' divides by {measured.gather_method}."] if measured.gather_gb_s else []
-    notes += [HOST] if any(r.get("wall_samples") for r in run.records) else []
-    packages = sorted({pair for r in run.records for pair in r.get("packages", {}).items()})
+    notes += [HOST] if any(record.get("wall_samples") for record in run.records) else []
+    packages = sorted(
+        {pair for record in run.records for pair in record.get("packages", {}).items()}
+    )
     if packages:
         versions = ", ".join(f"{package} {version}" for package, version in packages)
         notes.append(f"Contenders from other packages are those of {versions}.")
@@ -126,7 +128,9 @@ def notices(run: Run) -> list[str]:
         total = len(run.table) // len(PHASES)
         disturbances = "; ".join(f"{flag} ({n} of {total} rows)" for flag, n in disturbed)
         sentences.append(f"While this was measured: {disturbances}.")
-    folded_records = {r["section"]: r for r in run.records if r.get("pool_folded")}
+    folded_records = {
+        record["section"]: record for record in run.records if record.get("pool_folded")
+    }
     for section, record in folded_records.items():
         share = record["pool_folded"] / (record["lookups"] * record["pool_batches"])
         sentences.append(
@@ -176,7 +180,7 @@ def _unfinished_sentences(run: Run) -> list[str]:
     sentences, processes = [], run.processes_per_cell()
     status = run.info.get("status", "finished")
     if status != "finished":
-        num_cells = len({r["cell"] for r in run.records})
+        num_cells = len({record["cell"] for record in run.records})
         ending = "Interrupted" if status == "interrupted" else f"Ended early ({status})"
         sentences.append(
             f"{ending} after {num_cells} of {run.info.get('cells')} cells; "

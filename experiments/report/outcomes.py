@@ -41,7 +41,7 @@ def outcome_frame(run: Run) -> pd.DataFrame:
     Returns:
         A frame with the columns
             cell, arm, label: strings; `arm` is the key of the contender, `label` its name.
-            status: a key of `STATUS_MEANINGS`, or another word of a newer harness.
+            status: a key of `STATUS_MEANINGS`, or a status of a newer harness.
             reason: the reasons of all failures, joined; "" without failures.
             mode: a string.
             process: the lowest number of a process, an int.
@@ -96,7 +96,9 @@ def outcome_figures(run: Run) -> list[Figure]:
     statuses = set(results["status"])
     if statuses <= {"ok"}:
         return []
-    legend = "; ".join(f"{s}: {meaning}" for s, meaning in STATUS_MEANINGS.items() if s in statuses)
+    legend = "; ".join(
+        f"{status}: {meaning}" for status, meaning in STATUS_MEANINGS.items() if status in statuses
+    )
     results["short_name"] = results["cell"].map(_short_name)
     if results["short_name"].nunique() == results["cell"].nunique():
         results["cell"] = results["short_name"]
@@ -116,7 +118,10 @@ def outcome_figures(run: Run) -> list[Figure]:
 
 
 def _map_panel(title: str, results: pd.DataFrame) -> Panel:
-    """Return a panel with a square per contender and cell, from the outcomes of one mode."""
+    """Return a panel with one square per contender and cell, from the outcomes of one mode.
+
+    `results` are rows of `outcome_frame`.
+    """
     cells, contenders = results["cell"], results["label"]
     # The longer list becomes the rows, because their labels are horizontal and need less space.
     contenders_are_rows = contenders.nunique() > cells.nunique()
@@ -152,8 +157,8 @@ def failures_table(run: Run) -> Table:
             "cell": "cell",
             "mode": "mode",
             "status": "status",
-            "processes measured": lambda o: Value(
-                f"{o['num_ok']} of {o['num_processes']}", o["num_ok"] / o["num_processes"]
+            "processes measured": lambda row: Value(
+                f"{row['num_ok']} of {row['num_processes']}", row["num_ok"] / row["num_processes"]
             ),
             "reason": "reason",
         },

@@ -19,7 +19,11 @@ FILES_IN_FOLDER = (
 
 
 def page_of(run: Run) -> Page:
-    """Return the report of a run."""
+    """Return the page of a run: answer, results, failures, then how it was measured.
+
+    Reads config.yaml in the run's directory. The kind of the run provides answer, tables and
+    figures; without `report.figures` there are none.
+    """
     cases = run.case_reports()
     tables = [*run.kind.tables(run), *(table for case in cases for table in case.tables)]
     answer = run.kind.answer(run)
@@ -107,17 +111,17 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
 
 
 def _case_sections(run: Run, section: str) -> list[Section]:
-    """Return one section: the table of a case or sweep, its workload, published numbers.
+    """Return a section with the table of a case or of the sweep, its workload, published numbers.
 
-    The list is empty if the kind has no table for the case.
+    It is a list of one section; [] if the kind has no table for the case.
     """
     table = run.kind.section_table(run, section)
     if table is None:
         return []
     title = "The sweep" if run.has_base_point(section) else text.capitalise(run.title(section))
-    records = [r for r in run.records if r["section"] == section]
+    records = [record for record in run.records if record["section"] == section]
     case, workload = run.config.cases.get(section), run.sizes(section)
-    counted_record = next((r for r in records if r["unique_rows"]), None)
+    counted_record = next((record for record in records if record["unique_rows"]), None)
     if counted_record is not None:
         distinct = text.percent(counted_record["unique_rows"] / counted_record["lookups"])
         workload += f"; {distinct} of a batch's lookups are distinct rows"
@@ -125,8 +129,8 @@ def _case_sections(run: Run, section: str) -> list[Section]:
     if case is not None and case.tt.row_factors and records[0]["rows_scale"] < 1:
         workload += " Scaled tables do not fit these row factors: emblib chose others."
     published = [
-        f"Published, not measured here: {p.label} {p.value:g} {p.unit} ({p.source}). Another "
-        "machine: compare the order of magnitude, not the ratio."
-        for p in (case.published if case is not None else [])
+        f"Published, not measured here: {number.label} {number.value:g} {number.unit} "
+        f"({number.source}). Another machine: compare the order of magnitude, not the ratio."
+        for number in (case.published if case is not None else [])
     ]
     return [Section(title, [workload], table=table, points=published)]

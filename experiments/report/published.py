@@ -115,7 +115,7 @@ def publications(folder: Path = FOLDER) -> tuple[Publication, ...]:
 
 
 def publications_of(name: str, folder: Path = FOLDER) -> list[Publication]:
-    """Return the publications whose configuration the named experiment runs."""
+    """Return the publications whose configuration the experiment `name` runs."""
     return [source for source in publications(folder) if source.experiment == name]
 
 
@@ -130,6 +130,8 @@ def read_publication(path: Path) -> Publication:
         yaml.YAMLError, OSError: the file is no YAML, or cannot be read.
     """
     raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path.name} must have keys and values at its top, got a list")
     shared: dict[str, Any] = {
         key: raw.pop(key) for key in ("device", "device_words", "work") if key in raw
     }
@@ -187,8 +189,8 @@ class JudgedFigure:
     verdict: Reproduction
     reason: str
     ours: float = math.nan  # our number in the unit of the figure; nan if we have none
-    lo: float = math.nan  # ends of our number's interval; nan without one
-    hi: float = math.nan
+    lo: float = math.nan  # lower end of our number's interval; nan without one
+    hi: float = math.nan  # upper end
     device: str = ""  # device of our run; "" without a number
 
 
@@ -201,9 +203,16 @@ def count_verdicts(judgements: Sequence[JudgedFigure]) -> dict[Reproduction, int
 
 
 def judge_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
-    """Compare every source with the runs of its experiment: references, and those in `extra`.
+    """Compare every publication with the runs of its experiment in `folder` and `extra`.
 
-    A source without a run is judged without our numbers.
+    A publication without a run is judged without our numbers.
+
+    Args:
+        extra: directories of further runs; one without config.yaml is ignored.
+        folder: folder of references, <device>/<experiment>.
+
+    Raises:
+        UsageError: a run is damaged.
     """
     paths = [path for path in (*runs_in(folder, "*/*"), *extra) if (path / "config.yaml").is_file()]
     runs = [Run.read(path) for path in paths]
@@ -280,14 +289,19 @@ def _our_row(run: Run, figure: PublishedFigure, point: RunPoint) -> tuple[pd.Ser
 Formula = Callable[[pd.Series, float], float]  # (row, its time in seconds) -> number
 FORMULAS: Mapping[Quantity, Formula] = {
     Quantity.compression: lambda row, _: float(row["compression"]),
-    Quantity.us_per_lookup: lambda row, s: 1e6 * s / float(row["lookups"]),
-    Quantity.milliseconds: lambda row, s: 1e3 * s,
-    Quantity.giga_keys_per_s: lambda row, s: float(row["lookups"]) / s / 2**30,
-    Quantity.seconds_of_ten: lambda row, s: 10 * s,
+    Quantity.us_per_lookup: lambda row, time_s: 1e6 * time_s / float(row["lookups"]),
+    Quantity.milliseconds: lambda row, time_s: 1e3 * time_s,
+    Quantity.giga_keys_per_s: lambda row, time_s: float(row["lookups"]) / time_s / 2**30,
+    Quantity.seconds_of_ten: lambda row, time_s: 10 * time_s,
     # FBGEMM's benchmark counts the bytes of the looked-up rows once for a forward, and three times
     # for a step.
-    Quantity.fbgemm_gb_s: lambda row, s: (
-        (3 if row["phase"] == "step" else 1) * 4 * float(row["lookups"]) * float(row["D"]) / s / 1e9
+    Quantity.fbgemm_gb_s: lambda row, time_s: (
+        (3 if row["phase"] == "step" else 1)
+        * 4
+        * float(row["lookups"])
+        * float(row["D"])
+        / time_s
+        / 1e9
     ),
 }
 
@@ -323,13 +337,16 @@ def _why_not_comparable(run: Run, figure: PublishedFigure, row: pd.Series) -> st
 
 
 def work_differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
-    """Return the differences of a row of our run, of status "ok", from the published work."""
+    """Return in words how the work of a row differs from the published work; [] if it does not.
+
+    `row` is a row of `run.table` or `run.operations` with status "ok".
+    """
     scale = float(row["rows_scale"])
     differences = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
     record = next(
-        r
-        for r in run.records
-        if r["section"] == row["section"] and r["arm"] == row["arm"] and r["status"] == "ok"
+        record
+        for record in run.records
+        if all(record[key] == row[key] for key in ("section", "arm", "status"))
     )
     names = ("optimizer", "rows")
     our_work = {**record["params"], **{name: record[name] for name in names}, "mode": row["mode"]}
@@ -346,5 +363,6 @@ def work_differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[
 
 def their_device(figure: PublishedFigure) -> str:
     """Return the name of a figure's device by conf/hardware, else its `device_words`."""
-    device = next((d.name for d in ceilings.known_devices() if d.key == figure.device), "")
-    return device or figure.device_words
+    devices = ceilings.known_devices()
+    names = (device.name for device in devices if device.key == figure.device)
+    return next(names, figure.device_words)

@@ -79,7 +79,7 @@ def forest_rows(run: Run, phase: str) -> list[Row]:
             dots=ratios_of_processes.get((row["cell"], row["arm"]), []),
             margin=margin,
             is_hollow=not math.isfinite(row["ratio_lo"]) or row["ratio_lo"] <= 1 <= row["ratio_hi"],
-            words=text.times(row["ratio"]),
+            annotation=text.times(row["ratio"]),
         )
         for _, row in rows.iterrows()
     ]
@@ -170,5 +170,5 @@ def speedup_square(row: pd.Series, column_name: str, row_name: str) -> Square:
         f"{speedup:.2f}×" if 0.1 <= speedup < 10 else text.times(speedup),
         FASTER if speedup > 1 else SLOWER,
         MAX_OPACITY * min(1.0, abs(math.log(speedup)) / math.log(FULL_COLOUR_SPEEDUP)),
-        hatched=text.is_missing(low) or text.is_missing(high) or low <= 1 <= high,
+        is_hatched=text.is_missing(low) or text.is_missing(high) or low <= 1 <= high,
     )

@@ -28,11 +28,11 @@ from experiments.results.metrics import WEIGHT_BYTES
 
 
 def section_table(run: Run, section: str) -> Table:
-    """Return the table of one case, or of the sweep: a row per contender and cell.
+    """Return the table of one case, or of the sweep: one row per contender and cell.
 
-    The run must be of one mode, and have rows of the section. The columns are functions of a step's
-    row in `run.table` (`results.metrics.frame` lists its columns) with the time of the forward,
-    `forward_s`.
+    The run must be of one mode, and `run.table` must have rows of the section. A row of the table
+    is computed from the row of the step in `run.table` (`results.metrics.frame` lists its columns)
+    and from `forward_s`, the median seconds of the forward.
     """
     rows = run.results_of(section)
     measured, is_sweep = MeasuredCeilings.from_environment(run.environment), section == SWEEP
@@ -40,58 +40,66 @@ def section_table(run: Run, section: str) -> Table:
     forward = rows[rows["phase"] == "forward"].set_index(keys)["median_s"].rename("forward_s")
     columns: dict[str, Column] = {}
     if is_sweep:
-        columns["point"] = lambda r: sweep_point(run, r)
+        columns["point"] = lambda row: sweep_point(run, row)
     columns["contender"] = "label"
     if rows["row_hit_rate"].notna().any():
-        columns["lookups served"] = lambda r: percent_value(r["lookup_hit_rate"])
-        columns["rows served"] = lambda r: percent_value(r["row_hit_rate"])
-    columns["forward"] = lambda r: time_value(r["forward_s"])
-    columns["step"] = lambda r: time_value(r["median_s"])
+        columns["lookups served"] = lambda row: percent_value(row["lookup_hit_rate"])
+        columns["rows served"] = lambda row: percent_value(row["row_hit_rate"])
+    columns["forward"] = lambda row: time_value(row["forward_s"])
+    columns["step"] = lambda row: time_value(row["median_s"])
     if rows["host_s"].notna().any():
-        columns["host"] = lambda r: time_value(r["host_s"])
-        columns["bound by"] = lambda r: (
-            text.DASH if text.is_missing(r["host_s"]) else ("host" if r["host_bound"] else "GPU")
+        columns["host"] = lambda row: time_value(row["host_s"])
+        columns["bound by"] = lambda row: (
+            text.DASH
+            if text.is_missing(row["host_s"])
+            else ("host" if row["host_bound"] else "GPU")
         )
-    columns[f"step ÷ {run.baseline.label} [95\u00a0%]"] = lambda r: ratio_value(
-        r, is_baseline=r["arm"] == run.baseline.key
+    columns[f"step ÷ {run.baseline.label} [95\u00a0%]"] = lambda row: ratio_value(
+        row, is_baseline=row["arm"] == run.baseline.key
     )
     if (run.table["processes"].max() or 0) > 1:
-        columns["verdict"] = lambda r: (
-            "baseline" if r["arm"] == run.baseline.key else text.verdict(r["verdict"]) or text.DASH
+        columns["verdict"] = lambda row: (
+            "baseline"
+            if row["arm"] == run.baseline.key
+            else text.verdict(row["verdict"]) or text.DASH
         )
         # If all cells have the same number of processes, the subtitle of the page says it.
         if rows.loc[rows["status"] == "ok", "processes"].nunique() > 1:
-            columns["processes"] = lambda r: count_value(r["processes"])
-        columns["smallest effect shown"] = lambda r: (
+            columns["processes"] = lambda row: count_value(row["processes"])
+        columns["smallest effect shown"] = lambda row: (
             text.DASH
-            if r["arm"] == run.baseline.key
-            else Value.of(r["visible"], lambda v: f"±{100 * v:.1f} %")
+            if row["arm"] == run.baseline.key
+            else Value.of(row["visible"], lambda v: f"±{100 * v:.1f} %")
         )
-    columns["per lookup"] = lambda r: Value.of(r["ns_per_lookup"], lambda v: text.seconds(v / 1e9))
-    columns["useful GB/s"] = lambda r: number_value(r["useful_gb_s"])
-    columns["distinct GB/s"] = lambda r: number_value(r["distinct_gb_s"])
+    columns["per lookup"] = lambda row: Value.of(
+        row["ns_per_lookup"], lambda v: text.seconds(v / 1e9)
+    )
+    columns["useful GB/s"] = lambda row: number_value(row["useful_gb_s"])
+    columns["distinct GB/s"] = lambda row: number_value(row["distinct_gb_s"])
     if measured.gather_gb_s:  # bandwidth of random reads of rows of about this size
-        columns["of gather"] = lambda r: percent_value(
-            float(r["distinct_gb_s"]) / measured.gather(WEIGHT_BYTES * float(r["D"]))
+        columns["of gather"] = lambda row: percent_value(
+            float(row["distinct_gb_s"]) / measured.gather(WEIGHT_BYTES * float(row["D"]))
         )
     if rows["gflop_s"].notna().any():  # of the matrix products of tensor trains
-        columns["GFLOP/s"] = lambda r: number_value(r["gflop_s"])
-        columns["of sgemm"] = lambda r: percent_value(float(r["gflop_s"]) / measured.sgemm_gflop_s)
-    columns["parameters"] = lambda r: bytes_value(r["weights_bytes"])
-    columns["compression"] = lambda r: Value.of(
-        r["compression"], lambda v: "1×" if v == 1 else text.times(v)
+        columns["GFLOP/s"] = lambda row: number_value(row["gflop_s"])
+        columns["of sgemm"] = lambda row: percent_value(
+            float(row["gflop_s"]) / measured.sgemm_gflop_s
+        )
+    columns["parameters"] = lambda row: bytes_value(row["weights_bytes"])
+    columns["compression"] = lambda row: Value.of(
+        row["compression"], lambda v: "1×" if v == 1 else text.times(v)
     )
-    columns["scratch"] = lambda r: bytes_value(r["peak_bytes"])
+    columns["scratch"] = lambda row: bytes_value(row["peak_bytes"])
     if (pd.to_numeric(run.table["optimizer_state_bytes"]) > 0).any():
-        columns["optimizer state"] = lambda r: bytes_value(r["optimizer_state_bytes"])
+        columns["optimizer state"] = lambda row: bytes_value(row["optimizer_state_bytes"])
     steps = rows[rows["phase"] == "step"].join(forward, on=keys)
     return Table.of(steps, columns, num_label_columns=1 + is_sweep)
 
 
 def environment_table(run: Run) -> Table:
-    """Return the table of the run's machine and software, without headings."""
+    """Return the table of the run's machine and software, without headings or repeated rows."""
     rows = [[Value(k), Value(v)] for k, v in dict.fromkeys(flatten_environment(run.environment))]
-    return Table(["", ""], rows, plain=True)
+    return Table(["", ""], rows, is_plain=True)
 
 
 def flags_table(run: Run) -> Table:
@@ -110,8 +118,9 @@ def flags_table(run: Run) -> Table:
 def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return (name, value in words) of the entries of a nested dictionary.
 
-    A name is the path of keys, joined by spaces, with spaces for underscores. Entries that are None
-    or [] are left out, and so is an equal second copy bandwidth.
+    A name is `prefix` and the keys from the outermost to the entry's, joined by spaces, with spaces
+    for underscores. Entries that are None or [] are left out. The copy bandwidth has the same name
+    at every level, so that a caller can recognise a second copy of it.
     """
     entries: list[tuple[str, str]] = []
     for key, value in tree.items():
@@ -121,8 +130,7 @@ def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[st
         elif key == "memory_bytes" and value:
             entries.append((name.replace(" bytes", ""), text.size(value)))
         elif key == "copy_gb_s" and value:
-            entry = ("copy bandwidth", f"{text.digits(value)} GB/s (read + write)")
-            entries += [] if entry in entries else [entry]
+            entries.append(("copy bandwidth", f"{text.digits(value)} GB/s (read + write)"))
         elif key == "sgemm_gflop_s" and value:
             entries.append(("float32 matrix products", f"{text.digits(value)} GFLOP/s"))
         elif prefix.endswith("gather gb s "):
@@ -134,18 +142,21 @@ def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[st
 
 
 def readme_table(run: Run) -> list[str]:
-    """Return the lines of the headline's table in Markdown; the headline must have results."""
+    """Return the lines of the headline's table in Markdown.
+
+    The run must be of one mode, and its headline must have results.
+    """
     rows = run.table[run.table["cell"] == run.headline_cell()]
     forward = rows[rows["phase"] == "forward"].set_index("arm")["median_s"].rename("forward_s")
     columns: dict[str, Column] = {
         "contender": "label",
-        "forward": lambda r: time_value(r["forward_s"]),
-        "step": lambda r: time_value(r["median_s"]),
-        f"step ÷ {run.baseline.label}": lambda r: ratio_value(
-            r, is_baseline=r["arm"] == run.baseline.key
+        "forward": lambda row: time_value(row["forward_s"]),
+        "step": lambda row: time_value(row["median_s"]),
+        f"step ÷ {run.baseline.label}": lambda row: ratio_value(
+            row, is_baseline=row["arm"] == run.baseline.key
         ),
-        "parameters": lambda r: bytes_value(r["weights_bytes"]),
-        "compression": lambda r: factor_value(r["compression"]),
+        "parameters": lambda row: bytes_value(row["weights_bytes"]),
+        "compression": lambda row: factor_value(row["compression"]),
     }
     steps = rows[rows["phase"] == "step"].join(forward, on="arm")
     return Table.of(steps, columns, num_label_columns=1).markdown().splitlines()

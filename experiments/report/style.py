@@ -76,7 +76,11 @@ OTHER_STYLES = [name for name in COLOURS if name.startswith("other_")]
 
 
 def style_name(contender: str) -> str:
-    """Return the key of STYLES for a contender; an unknown contender always has the same one."""
+    """Return the key of STYLES for a contender.
+
+    A contender without a style gets that of its family, else one of OTHER_STYLES that depends on
+    its name alone, so that it has one colour in all reports.
+    """
     contender = ALIASES.get(contender, contender)
     if contender in COLOURS:
         return contender
@@ -97,7 +101,7 @@ def marker_of(contender: str) -> str:
 
 
 def css_variables() -> dict[str, str]:
-    """Return the name of the page's CSS variable by colour; page.css sets it in both themes."""
+    """Return {colour "#rrggbb": name of its CSS variable}; page.css sets each in both themes."""
     colours_by_name = {"ink": INK, "grid": GRID, "slower": SLOWER, "faster": FASTER, **COLOURS}
     colours_by_name |= {f"status_{name}": colour for name, colour in STATUS_COLOURS.items()}
     return {colour: f"--{name.replace('_', '-')}" for name, colour in colours_by_name.items()}
@@ -133,7 +137,7 @@ class Figure:
     caption: str  # what the panels show, and whether lower or higher is better
     sizes: str  # the workload in one line, written below the title
     panels: Sequence[Panel]
-    columns: int = 0  # columns of the sheet; 0: chosen by the number of panels
+    columns: int = 0  # columns of panels; 0: chosen by the number of panels
     subtitle: str = ""  # machine and software; "": the subtitle of the page
 
 
@@ -168,9 +172,9 @@ theme = partial(plt.rc_context, SETTINGS)  # context with the settings of all fi
 
 
 def draw_files(figure: Figure, subtitle: str, folder: Path) -> list[str]:
-    """Write the figure's PNG and SVG files to `folder`; return its panels as inline SVG.
+    """Write <name>.png and <name>.svg to `folder`, which must exist; return the inline SVGs.
 
-    Call it within `theme()`.
+    The SVGs are those of `inline_svg`, one per panel. Call it within `theme()`.
     """
     canvas = draw_sheet(figure, subtitle)
     canvas.savefig(folder / f"{figure.name}.png", dpi=150)
@@ -181,7 +185,10 @@ def draw_files(figure: Figure, subtitle: str, folder: Path) -> list[str]:
 
 
 def inline_svg(panel: Panel) -> str:
-    """Return a panel for the web page: transparent, its colours replaced by CSS variables."""
+    """Return a panel as SVG for the web page: transparent, its colours replaced by CSS variables.
+
+    Call it within `theme()`.
+    """
     with plt.rc_context({"svg.fonttype": "none"}):  # text stays text
         canvas, axes = plt.subplots(figsize=(panel.width, panel.height), layout="constrained")
         panel.draw(axes)
@@ -211,11 +218,14 @@ def _make_ids_unique(svg: str) -> str:
 
 
 def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
-    """Draw the panels, at least one, on a white sheet for the files; the caller closes it."""
+    """Draw the panels, at least one, on a white sheet with title, sizes and `subtitle`.
+
+    Call it within `theme()`. The caller closes the sheet, with `plt.close`.
+    """
     num_panels = len(figure.panels)
     columns = figure.columns or (2 if num_panels == 4 else min(num_panels, 3))
     rows = -(-num_panels // columns)
-    width = max(6.5, (max(p.width for p in figure.panels) - 0.4) * columns)
+    width = max(6.5, (max(panel.width for panel in figure.panels) - 0.4) * columns)
     subtitle_lines = [
         line
         for text in (figure.sizes, subtitle)
@@ -224,7 +234,7 @@ def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
     title_lines = wrap(figure.title, int(TITLE_LETTERS * width)) or [""]
     title_height = TITLE_LINE * len(title_lines)
     subtitle_height = SUBTITLE_LINE * len(subtitle_lines)
-    panel_height = max(p.height for p in figure.panels)
+    panel_height = max(panel.height for panel in figure.panels)
     canvas, grid = plt.subplots(
         rows,
         columns,

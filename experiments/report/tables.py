@@ -18,12 +18,15 @@ class Value:
     """An entry of a table."""
 
     text: str
-    key: float = math.nan  # number to sort by; nan for words
+    sort_key: float = math.nan  # number to sort by; nan for words
     link: str = ""  # address that the web page links it to; "" for none
 
     @classmethod
     def of(cls, value: float | None, format_value: Callable[[float], str]) -> Value:
-        """Return an entry for a number, formatted by `format_value`; a dash for None and NaN."""
+        """Return an entry for a number, formatted by `format_value`; a dash for None and NaN.
+
+        It sorts by `value`; a dash has no number to sort by.
+        """
         if value is None or text.is_missing(float(value)):
             return cls(text.DASH)
         return cls(format_value(value), float(value))
@@ -56,16 +59,17 @@ WIDE_LETTERS = 140  # letters of a row that fit 1,280 px at the usual size
 CELL_PADDING = 2  # letters
 
 Column = Callable[[Any], Value | str] | str
-"""How a row gives the entry of a column: a function of the row, or the key of its words."""
+"""The entries of a column: a function of a row, or the key by which a row has the entry's text."""
 
 
 @dataclass(frozen=True)
 class Table:
     """Column headings and rows."""
 
-    heads: Sequence[str]
+    headings: Sequence[str]
     rows: Sequence[Sequence[Value]]  # one value per heading
-    plain: bool = False  # names and values: on the web page without headings, sorting and filter
+    # True for a list of names and values: the web page shows no headings, sorting or filter.
+    is_plain: bool = False
 
     @classmethod
     def of(
@@ -74,17 +78,19 @@ class Table:
         columns: Mapping[str, Column],
         num_label_columns: int = 0,
     ) -> Table:
-        """Return a table with a line per row.
+        """Return a table with one line per row.
 
         Args:
-            rows: rows of the table, which the functions of the columns take; the rows of a frame
+            rows: rows of the table, each an argument of the columns' functions; the rows of a frame
                 are Series.
-            columns: columns by heading.
+            columns: columns by heading, in the order of the table.
             num_label_columns: number of columns that a row whose `status` is not "ok" shows before
-                its status; 0 if rows have no status.
+                its status, at most the number of columns minus one; 0 if rows have no status.
         """
         lines = []
-        for row in (r for _, r in rows.iterrows()) if isinstance(rows, pd.DataFrame) else rows:
+        for row in (
+            (series for _, series in rows.iterrows()) if isinstance(rows, pd.DataFrame) else rows
+        ):
             is_failed = bool(num_label_columns) and row["status"] != "ok"
             shown_columns = list(columns.values())[: num_label_columns if is_failed else None]
             line = [
@@ -93,14 +99,15 @@ class Table:
             ]
             if is_failed:
                 line += [str(row["status"]), *[text.DASH] * (len(columns) - num_label_columns - 1)]
-            lines.append([v if isinstance(v, Value) else Value(v) for v in line])
+            lines.append([entry if isinstance(entry, Value) else Value(entry) for entry in line])
         return cls(list(columns), lines)
 
     def markdown(self) -> str:
-        """Return a GitHub table; numbers are aligned to the right."""
-        lines = [list(self.heads), ["---", *["---:"] * (len(self.heads) - 1)]]
+        """Return a Markdown table as GitHub reads it; all columns but the first align right."""
+        lines = [list(self.headings), ["---", *["---:"] * (len(self.headings) - 1)]]
         lines += [
-            [" ".join(v.text.replace("|", "\\|").split("\n")) for v in row] for row in self.rows
+            [" ".join(entry.text.replace("|", "\\|").split("\n")) for entry in row]
+            for row in self.rows
         ]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -108,13 +115,14 @@ class Table:
     def is_wide(self) -> bool:
         """Return whether the page shows the table in small letters, intervals below numbers."""
         longest = [
-            max((len(row[i].text) for row in self.rows), default=0) for i in range(len(self.heads))
+            max((len(row[i].text) for row in self.rows), default=0)
+            for i in range(len(self.headings))
         ]
         return sum(longest) + CELL_PADDING * len(longest) > WIDE_LETTERS
 
     def is_text(self, column: int) -> bool:
-        """Return whether a column holds words: none of its entries has a number to sort by."""
-        return all(math.isnan(row[column].key) for row in self.rows)
+        """Return whether no entry of a column, given by its index, has a number to sort by."""
+        return all(math.isnan(row[column].sort_key) for row in self.rows)
 
 
 class TitledTable(NamedTuple):
@@ -125,6 +133,6 @@ class TitledTable(NamedTuple):
     table: Table
 
 
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table whose first column has names and whose others have numbers."""
-    return Table(heads, [[Value(words) for words in row] for row in rows]).markdown()
+    return Table(headings, [[Value(words) for words in row] for row in rows]).markdown()

@@ -66,7 +66,9 @@ def seconds(record: Record, phase: str) -> list[float]:
 
 def host_seconds(group: Sequence[Record], phase: str) -> float:
     """Return the median seconds of the host in a call on a GPU; nan on a CPU."""
-    host_s = [float(s) for r in group for _, s in (r.get("wall_samples") or {}).get(phase, [])]
+    host_s = [
+        float(s) for record in group for _, s in (record.get("wall_samples") or {}).get(phase, [])
+    ]
     return statistics.summarise(host_s).median if host_s else math.nan
 
 
@@ -151,7 +153,9 @@ def phase_rows(
         pooled_base: function of the baseline's group and a phase that returns the baseline of the
             ratios in the pooled spreads. `row_of` still gets the baseline's group itself.
     """
-    groups = group_records(records, kind, lambda r: (r["cell"], r["arm"], mode_of(r)))
+    groups = group_records(
+        records, kind, lambda record: (record["cell"], record["arm"], mode_of(record))
+    )
     pairs: dict[tuple[str, str], list[tuple[Group, Group]]] = {}
     rows_to_make = []
     for (cell, _, mode), group in groups.items():
@@ -170,7 +174,7 @@ def phase_rows(
 
 def sampled_phases(group: Group, default: str) -> Sequence[str]:
     """Return the phases with samples in a group, or [`default`] without any."""
-    return next((list(r["samples"]) for r in group if r["samples"]), [default])
+    return next((list(record["samples"]) for record in group if record["samples"]), [default])
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,11 @@ class PooledSpreads:
         """Pool the arms of a run; a pair is the group of an arm and the group of its baseline."""
         arms = [(usable_records(group), usable_records(base)) for group, base in pairs]
         log_medians = (
-            [math.log(statistics.summarise(s).median) for r in arm if (s := seconds(r, phase))]
+            [
+                math.log(statistics.summarise(s).median)
+                for record in arm
+                if (s := seconds(record, phase))
+            ]
             for arm, _ in arms
         )
         log_ratios = [process_logs(arm, base, phase) for arm, base in arms if arm and arm != base]
@@ -200,7 +208,9 @@ class PooledSpreads:
 
 def usable_records(group: Sequence[Record]) -> list[Record]:
     """Return the records with status "ok"; [] if the arm was wrong in one of the processes."""
-    return [r for r in group if r["status"] == "ok"] if status_of(group) == "ok" else []
+    return (
+        [record for record in group if record["status"] == "ok"] if status_of(group) == "ok" else []
+    )
 
 
 def mode_of(record: Record) -> str:
@@ -212,9 +222,9 @@ def _row(
     records: Sequence[Record], phase: str, base_records: Sequence[Record], spreads: PooledSpreads
 ) -> dict[str, Any]:
     """Return a row of results.csv; arguments as for `row_of` of `phase_rows`."""
-    record = next((r for r in records if r["status"] == "ok"), records[0])
+    record = next((record for record in records if record["status"] == "ok"), records[0])
     ok_records = usable_records(records)
-    by_process = [seconds(r, phase) for r in ok_records]
+    by_process = [seconds(record, phase) for record in ok_records]
     time = summarise_processes(by_process, spreads.times)
     tails = statistics.tail_of([s for samples in by_process for s in samples])
     effect = ratio_of(ok_records, usable_records(base_records), phase, spreads.ratios)
@@ -269,7 +279,7 @@ def status_of(group: Sequence[Record]) -> str:
 
     It is "missing" for an empty group.
     """
-    statuses = [r["status"] for r in group]
+    statuses = [record["status"] for record in group]
     if "wrong" in statuses:
         return "wrong"
     return "ok" if "ok" in statuses else str(statuses[0]) if statuses else "missing"
@@ -278,13 +288,16 @@ def status_of(group: Sequence[Record]) -> str:
 def outcome_of(group: Sequence[Record]) -> dict[str, str]:
     """Return the columns `status` (of `status_of`) and `reason`, of the first process with it."""
     status = status_of(group)
-    return {"status": status, "reason": next(r["reason"] for r in group if r["status"] == status)}
+    return {
+        "status": status,
+        "reason": next(record["reason"] for record in group if record["status"] == status),
+    }
 
 
 def _flags(group: Sequence[Record]) -> list[str]:
     """Return the flags of all processes, each once, and a flag if only some of them failed."""
-    flags = [flag for r in group for flag in r.get("flags", [])]
-    failures = [r["status"] for r in group if r["status"] != "ok"]
+    flags = [flag for record in group for flag in record.get("flags", [])]
+    failures = [record["status"] for record in group if record["status"] != "ok"]
     if failures and len(failures) < len(group):
         flags.append(f"{failures[0]} in {len(failures)} of {len(group)} processes")
     return list(dict.fromkeys(flags))
@@ -324,11 +337,14 @@ def ratio_of(
 
 def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> list[float]:
     """Return log(arm ÷ base) of each process that measured both in a common round."""
-    base_by_replicate = {replicate_of(r): r for r in base}
+    base_by_replicate = {replicate_of(record): record for record in base}
     pairs = [
-        (best_of_rounds(r, phase), best_of_rounds(base_by_replicate[replicate_of(r)], phase))
-        for r in arm
-        if replicate_of(r) in base_by_replicate
+        (
+            best_of_rounds(record, phase),
+            best_of_rounds(base_by_replicate[replicate_of(record)], phase),
+        )
+        for record in arm
+        if replicate_of(record) in base_by_replicate
     ]
     pairs = [
         (arm_best, base_best) for arm_best, base_best in pairs if arm_best.keys() & base_best.keys()
@@ -344,7 +360,7 @@ def timed_columns(
     They are median_s, q25_s, q75_s, lo_s, hi_s; samples and processes (counts); ratio, ratio_lo,
     ratio_hi. A number for which there are too few processes is nan.
     """
-    time = summarise_processes([seconds(r, phase) for r in processes], spreads.times)
+    time = summarise_processes([seconds(record, phase) for record in processes], spreads.times)
     effect = ratio_of(processes, base, phase, spreads.ratios)
     counts = {"samples": time.n, "processes": len(processes)}
     return {**time.columns(), **counts, **effect.columns()}

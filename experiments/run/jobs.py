@@ -144,9 +144,10 @@ def earlier_jobs(folder: Path, config: Config, context_id: str) -> EarlierJobs:
                 jobs.setdefault((record["point_key"], record["replicate"]), []).append(record)
         for key, job_records in jobs.items():
             is_complete = len(job_records) == job_records[0]["job_records"]
-            is_accepted = all(r["status"] in accepted_statuses for r in job_records)
+            is_accepted = all(record["status"] in accepted_statuses for record in job_records)
             has_other_limit = any(
-                r["status"] == "timeout" and r.get("limit_s") != limit for r in job_records
+                record["status"] == "timeout" and record.get("limit_s") != limit
+                for record in job_records
             )
             if is_complete and is_accepted and not has_other_limit:
                 reusable_jobs[key] = job_records

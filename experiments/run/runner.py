@@ -250,7 +250,9 @@ class JobRunner:
             self.num_reused += 1
             run_id = self.session.run_id
             changes = {"order": job.order, "cell_number": job.cell_number, "run_id": run_id}
-            return [{"reused_from": r["run_id"], **r, **changes} for r in earlier_records]
+            return [
+                {"reused_from": record["run_id"], **record, **changes} for record in earlier_records
+            ]
         if job.cell.key not in self.fitted_cells:
             rank_session = self.session.over_ranks_of(job.cell)
             self.fitted_cells[job.cell.key] = fit_memory(job.cell, rank_session)
@@ -299,8 +301,8 @@ class JobRunner:
 
     def _report_job(self, job: Job, records: Sequence[Record]) -> None:
         """Count the outcomes; print a line for each cell's first process and for every failure."""
-        self.outcomes.update(r["status"] for r in records)
-        has_failed = any(r["status"] in FAILURES for r in records)
+        self.outcomes.update(record["status"] for record in records)
+        has_failed = any(record["status"] in FAILURES for record in records)
         reuse_note = " (reused)" if "reused_from" in records[0] else ""
         cell = self.fitted_cells[job.cell.key]
         outcome = kinds.find(str(records[0]["kind"])).progress(records)

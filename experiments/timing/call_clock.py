@@ -1,4 +1,4 @@
-"""A clock for calls that need a preparation each, such as calls that change a hash table."""
+"""A clock that does not time the preparation of a call, e.g. undoing changes of a hash table."""
 
 from __future__ import annotations
 
@@ -14,37 +14,48 @@ from experiments.timing.clock import Clock, ColdClock, Phase, Reading, SampleTas
 
 
 class TimedCall(ABC):
-    """An operation with its preparation, which is not timed.
+    """An operation and its preparation, as a `Phase`; `CallClock` does not time the preparation.
 
     Attributes:
-        repeats: number of calls with the same arguments that are timed together and recorded as
-            their mean. If a table evicts in every tenth call only, ten calls make each sample
-            contain that work once.
+        repeats: number of calls with the same arguments that are timed together; the sample is
+            their mean. Example: if a table evicts in every tenth call only, ten calls make each
+            sample contain that work once.
     """
 
     repeats: int = 1
 
     @abstractmethod
     def prepare(self, number: int) -> Any:
-        """Undo the changes of the last call if need be; return the arguments of call `number`."""
+        """Return the arguments of the call on batch `number`.
+
+        Undo what the previous call has changed, if the next call needs the former state.
+        """
 
     @abstractmethod
     def call(self, arguments: Any) -> object:
-        """Make the timed call with the arguments that `prepare` returned."""
+        """Make the timed call with the arguments that `prepare` returned; the result is ignored."""
 
     def __call__(self, number: int) -> object:
-        """Prepare and make the call."""
+        """Prepare and make one call, as the other clocks time it."""
         return self.call(self.prepare(number))
 
 
 class CallClock(Clock):
-    """A clock of the host around the inner calls, between two synchronisations on a GPU.
+    """A clock of the host, which times `TimedCall.call` and not `TimedCall.prepare`.
 
-    The mode is hot or wall, or cold on a CPU; others raise UnsupportedMode. `now` is a clock in
-    nanoseconds. A sample is the time that phases returned by `adapt` measure within its call.
+    On a GPU the host waits for the device before and after the timed calls. `read` must get phases
+    that `adapt` returned: they add up the time of their calls in `call_ns`.
+
+    Args:
+        device: device of the calls.
+        mode: hot or wall; on a CPU also cold.
+        now: function that returns the time in nanoseconds.
 
     Attributes:
-        call_ns: nanoseconds of the calls of the present sample ÷ `TimedCall.repeats`.
+        call_ns: nanoseconds of the present sample's calls so far, each ÷ `TimedCall.repeats`.
+
+    Raises:
+        UnsupportedMode: the device does not support the mode.
     """
 
     def __init__(
@@ -59,7 +70,7 @@ class CallClock(Clock):
         self.call_ns = 0.0
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Return the phase with its call timed; raise TypeError for one that is no TimedCall."""
+        """Return the phase with its calls timed; raise TypeError if `phase` is no TimedCall."""
         if not isinstance(phase, TimedCall):
             raise TypeError(f"CallClock times TimedCalls, got {type(phase).__name__}")
 
@@ -76,7 +87,7 @@ class CallClock(Clock):
         return run
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
-        """Take samples whose cost includes their preparation."""
+        """Take the samples in order; the cost of each includes its preparation."""
         readings = []
         for task in tasks:
             start, self.call_ns = self.now(), 0.0

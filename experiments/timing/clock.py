@@ -2,9 +2,9 @@
 
 A *phase* is a function of a batch number, e.g. a training step. `Clock.read` takes samples of it in
 one of the modes that `clock_for` explains. On a GPU, except in mode wall, each call is launched
-behind a kernel that spins, so that the launch is over before the GPU reaches the call. A spin that
-turns out too short makes the next one longer. A call that waits for the GPU itself gets no spin
-after MAX_VAIN_SPINS attempts.
+behind a kernel that spins, so that all its kernels are launched before the GPU reaches the first. A
+spin that turns out too short makes the next one longer. After MAX_VAIN_SPINS too short spins in a
+row, calls of this kind get no spin: such a call itself waits for the GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SAMPLES_PER_CHUNK = 64  # samples between two synchronisations
 SPIN_SECONDS = 50e-6  # initial spin, which covers the launch of most calls
 MAX_SPIN_SECONDS = 20e-3  # longest spin
 SPIN_PER_LAUNCH = 1.5  # next spin ÷ duration of a launch that a spin did not cover
-MAX_VAIN_SPINS = 4  # spins in a row without effect: the work itself waits for the GPU
-CALIBRATION_CYCLES = 2_000_000  # spin that measures the rate of spinning
+MAX_VAIN_SPINS = 4  # spins in a row that are too short, after which a call gets none
+CALIBRATION_CYCLES = 2_000_000  # length of the spin by which cycles per second are measured
 Phase = Callable[[int], object]  # a call on batch number n of the pool
 
 
@@ -35,10 +35,10 @@ class Launch(NamedTuple):
     """A sample that was launched on a GPU, which may not have finished it.
 
     Attributes:
-        start: event before the call.
-        end: event after it.
-        wall: seconds of the host inside the call.
-        exposed: True if the GPU reached `start` before the call was launched completely.
+        start: CUDA event before the call.
+        end: CUDA event after the call.
+        wall: seconds that the call took on the host.
+        exposed: whether the GPU reached `start` before the call had launched all its work.
     """
 
     start: Any
@@ -48,13 +48,18 @@ class Launch(NamedTuple):
 
 
 def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
-    """Return the clock of a device in a mode; raise UnsupportedMode for graph on a CPU.
+    """Return the clock of a device, "cpu" or "cuda", in a mode.
 
-    hot: caches as the last sample left them. On a GPU the call is launched behind a spin, so that
-    the GPU does not wait for the host; `Reading.exposed` tells whether the GPU waited. cold: as
-    hot, with the last-level cache emptied before each sample; a sample of several short calls is
-    cold for the first one only. graph: a CUDA graph per batch. wall: from the call on an idle
-    device until the device is idle again, with launches; on a CPU equal to hot.
+    hot: caches are as the last sample left them. On a GPU the call is launched behind a spin, so
+    that the GPU does not wait for the host; `Reading.exposed` tells whether it waited.
+    cold: as hot, but the last-level cache is emptied before each sample. In a sample of several
+    short calls only the first call is cold.
+    graph: one CUDA graph per batch is replayed; not on a CPU.
+    wall: from the call on an idle device until the device is idle again, launches included; on a
+    CPU equal to hot.
+
+    Raises:
+        UnsupportedMode: the mode is graph and the device is a CPU.
     """
     if device.type == "cuda":
         return CudaClock(TorchGpu(device), mode)
@@ -73,8 +78,10 @@ class UnsupportedMode(ValueError):
 class SampleTask:
     """A sample to take.
 
-    Tasks with the same `key` make the same kind of call, so that a clock can learn the length of
-    its spin from earlier ones.
+    Attributes:
+        call: function to time.
+        key: name of the kind of call; a clock learns the length of a spin from earlier tasks with
+            the same key.
     """
 
     call: Callable[[], object]
@@ -86,11 +93,11 @@ class Reading:
     """The times of a sample, in seconds.
 
     Attributes:
-        seconds: time of the call, which is the sample.
-        wall: time of the host inside the call; a GPU may have worked longer.
+        seconds: time of the call: the sample.
+        wall: time that the call took on the host; a GPU may have worked longer.
         cost: time of taking the sample, with its preparation.
-        exposed: True if the GPU waited for the host, so that launches are inside `seconds`. False
-            in mode wall, where they always are.
+        exposed: whether the GPU waited for the host, so that `seconds` includes launches. False in
+            mode wall, in which `seconds` always includes them.
     """
 
     seconds: float
@@ -100,13 +107,14 @@ class Reading:
 
 
 class Clock:
-    """A clock by time.perf_counter for work on a CPU, where work ends when the call returns.
+    """A clock by time.perf_counter_ns for work on a CPU, which ends when the call returns.
 
     Caches stay as the previous sample left them. Subclasses override `time` or `read`.
 
     Attributes:
         mode: mode of the samples.
-        min_sample_seconds: shortest sample; callers form one of several shorter calls.
+        min_sample_seconds: minimum length of a sample; the caller makes several calls per sample
+            if one call is shorter.
     """
 
     mode: Mode = Mode.hot
@@ -122,20 +130,26 @@ class Clock:
         return (time.perf_counter_ns() - start) / 1e9
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
-        """Take the samples in order; each task is requested only after the previous sample."""
+        """Take the samples in order; the next task is requested after the previous sample.
+
+        An exception of a task's call is passed on; then no sample is returned.
+        """
         seconds = (self.time(task.call) for task in tasks)
         return [Reading(s, s, s) for s in seconds]
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Return the phase as this clock times it, for the batches 0 to pool - 1."""
+        """Return the phase in the form that `read` times, for the batches 0 to pool - 1."""
         return phase
 
 
 class ColdClock(Clock):
     """A clock that empties the CPU's caches before every sample, outside its time.
 
-    By default `flush` adds to a buffer of CACHES_FLUSHED last-level caches. Adding also reads:
-    plain stores may bypass the caches and leave their content. `now` is a clock in nanoseconds.
+    Args:
+        flush: function that empties the caches. By default it adds 1 to a buffer whose bytes are
+            CACHES_FLUSHED times those of the last-level cache. It adds, because plain stores may
+            bypass the caches and leave their content.
+        now: function that returns the time in nanoseconds.
     """
 
     mode = Mode.cold
@@ -150,7 +164,7 @@ class ColdClock(Clock):
         self.flush = flush or partial(torch.zeros(num_floats).add_, 1.0)
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
-        """Take samples whose cost includes emptying the caches."""
+        """Take the samples in order; the cost of each includes emptying the caches."""
         readings = []
         for task in tasks:
             call, begin = task.call, self.now()
@@ -167,9 +181,9 @@ class CudaClock(Clock):
     """A clock for a GPU: hot, cold and graph launch behind a spin; wall starts on an idle GPU.
 
     Attributes:
-        next_spin_s: seconds of the next spin by the key of a task. SPIN_SECONDS for unknown keys,
-            0 for calls that wait for the GPU themselves.
-        vain_spins: number of spins in a row without effect, by key.
+        next_spin_s: seconds of the next spin by the key of a task, if they differ from
+            SPIN_SECONDS; 0 for no spin.
+        vain_spins: number of spins in a row that were too short, by key.
     """
 
     def __init__(self, gpu: TorchGpu, mode: Mode = Mode.hot) -> None:
@@ -181,9 +195,9 @@ class CudaClock(Clock):
         self._spin_rate = 0.0  # cycles of a spin per second; 0 before it is measured
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
-        """Take the samples; wait for the GPU once per SAMPLES_PER_CHUNK, in wall mode after each.
+        """Take the samples; wait for the GPU after each SAMPLES_PER_CHUNK, in mode wall after each.
 
-        The seconds between samples of a chunk are divided evenly among their costs.
+        The time of a chunk that is in no sample is divided evenly among the costs of its samples.
         """
         if self.mode is Mode.wall:
             return [self._read_alone(task) for task in tasks]
@@ -198,7 +212,7 @@ class CudaClock(Clock):
         return readings + self._collect(launched, chunk_start)
 
     def _read_alone(self, task: SampleTask) -> Reading:
-        """Time from an idle GPU to an idle GPU by the host's clock."""
+        """Time a call by the host's clock, from an idle GPU until the GPU is idle again."""
         begin = self.gpu.now()
         self.gpu.synchronise()
         start = self.gpu.now()
@@ -223,7 +237,7 @@ class CudaClock(Clock):
         gpu_was_idle = gpu.has_reached(start)
         if spin_s and not gpu_was_idle:
             self.vain_spins[task.key] = 0
-        elif spin_s:  # spin longer, or never again before work that itself waits for the GPU
+        elif spin_s:  # spin longer, or never again before a call that itself waits for the GPU
             self.vain_spins[task.key] += 1
             longer_spin_s = min(MAX_SPIN_SECONDS, max(2 * spin_s, SPIN_PER_LAUNCH * wall))
             self.next_spin_s[task.key] = (
@@ -243,7 +257,7 @@ class CudaClock(Clock):
         ]
 
     def cycles_per_second(self) -> float:
-        """Return the rate of the spinning kernel, which is measured once."""
+        """Return the cycles per second of the spinning kernel, which the first call measures."""
         if not self._spin_rate:
             self.gpu.spin(CALIBRATION_CYCLES)  # raises the clocks
             start = self.gpu.record_event()
@@ -254,10 +268,11 @@ class CudaClock(Clock):
         return self._spin_rate
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Return the phase; in mode graph, capture a graph per batch and return their replay.
+        """Return the phase; in mode graph, capture one graph per batch and return their replay.
 
         Raises:
-            UnsupportedMode: capturing raised a RuntimeError, but not torch.OutOfMemoryError.
+            UnsupportedMode: capturing raised a RuntimeError.
+            torch.OutOfMemoryError: there is no memory for the graphs.
         """
         if self.mode is not Mode.graph:
             return phase
@@ -272,7 +287,10 @@ class CudaClock(Clock):
 
 
 class TorchGpu:
-    """The current stream of a device and the host's clock, which tests replace by a fake."""
+    """What `CudaClock` needs of a GPU and of the host's clock; tests replace it by a fake.
+
+    Work is launched on the current stream of `device`, which must be the current device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -281,11 +299,11 @@ class TorchGpu:
         self._buffer: torch.Tensor | None = None
 
     def now(self) -> float:
-        """Return time.perf_counter."""
+        """Return the time of the host in seconds."""
         return time.perf_counter()
 
     def record_event(self) -> torch.cuda.Event:
-        """Record a timing event."""
+        """Record a timing event in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -295,7 +313,7 @@ class TorchGpu:
         return event.query()
 
     def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Return the seconds between two events."""
+        """Return the seconds between two events, both of which the GPU must have reached."""
         return start.elapsed_time(end) / 1e3
 
     def spin(self, cycles: int) -> None:
@@ -313,7 +331,7 @@ class TorchGpu:
         torch.cuda.synchronize(self.device)
 
     def capture(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Capture a call as a CUDA graph after three eager ones; return the call that replays."""
+        """Make three eager calls, capture another as a CUDA graph; return the graph's replay."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):

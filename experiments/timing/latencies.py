@@ -1,8 +1,8 @@
 """Latencies of requests, counted in buckets of 1 %, because there are too many to store.
 
-A record of kind serving has points. A point has a number of clients, a load (rate of arrival ÷ rate
-of answers in closed blocks, or CLOSED), and latencies as [bucket, requests] pairs. Counts of
-several points can be added.
+A record of kind serving has points. A point has a number of clients, a load, and `latencies`, a
+list of [bucket, number of requests]. The load is CLOSED, or the rate of arrival ÷ the rate of
+answers at load CLOSED. Counts of several points can be added.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ CLOSED = 0.0  # load of clients that send a request as soon as the last one was 
 
 
 def phase_of(clients: int) -> str:
-    """Return the phase in `samples` of a record for a number of clients at load CLOSED."""
+    """Return the key of a record's `samples` for a number of clients at load CLOSED."""
     return f"{clients} clients"
 
 
 def bucket_of(latency_ns: int) -> int:
-    """Return the number of the bucket of a latency; bucket b begins at BUCKET ** b ns."""
+    """Return the bucket of a latency, which is counted as 1 ns at least.
+
+    Bucket b has latencies from BUCKET ** b ns to less than BUCKET ** (b + 1) ns.
+    """
     return math.floor(math.log(max(latency_ns, 1)) / math.log(BUCKET))
 
 
 def counts_of(points: Iterable[Mapping[str, Any]]) -> Counter[int]:
-    """Return the latencies of points together, {bucket: requests}."""
+    """Return the latencies of all points together, {bucket: number of requests}."""
     total: Counter[int] = Counter()
     for point in points:
         total.update({int(bucket): count for bucket, count in point["latencies"]})
@@ -35,9 +38,9 @@ def counts_of(points: Iterable[Mapping[str, Any]]) -> Counter[int]:
 
 
 def latency_quantile_s(counts: Mapping[int, int], p: float) -> float:
-    """Return the p-quantile of the counted latencies in seconds, p in (0, 1]; nan without any.
+    """Return the p-quantile of latencies {bucket: number of requests} in seconds, p in (0, 1].
 
-    It is the middle of a bucket, so within 0.5 % of the latency itself.
+    It is the middle of a bucket, so within 0.5 % of the latency itself. nan without a request.
     """
     rank, num_counted = p * sum(counts.values()), 0
     for bucket in sorted(counts):

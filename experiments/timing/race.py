@@ -1,9 +1,9 @@
-"""Interleaved timing: a round runs all phases of all contenders in random order and back.
+"""Interleaved timing: a round times all phases of all contenders, in random order and reversed.
 
 A *round* takes two samples of every phase (a timed call) of every arm (a contender): in random
 order, then in the reverse order. The arms stop together: when all are precise or no longer change,
-when the budget is used up, or after the last round. An arm that uses half of the budget stops
-earlier, and an arm that fails stops at once. Reports compare samples of one round only.
+when the budget is used up, or after the last round. An arm that uses half of the budget alone stops
+earlier, and an arm that fails stops at once. Reports compare samples of the same round only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from experiments.config.schema import TimingConfig
 from experiments.machine.telemetry import Telemetry
 from experiments.timing import statistics
 from experiments.timing.clock import Clock, Phase, Reading, SampleTask
-from experiments.timing.warmup import Warm, warm_up
+from experiments.timing.warmup import WarmUpResult, warm_up
 
-Samples = dict[str, list[tuple[int, float]]]  # phase -> (round, seconds), ...
+Samples = dict[str, list[tuple[int, float]]]  # {phase: [(round, seconds per call), ...]}
 MAX_EXPOSED_SHARE = 0.1  # share of samples with launches that raises the flag `launch_exposed`
 MAX_EXECUTIONS = 64  # maximum number of calls in a sample
 SLOW_MIN_ROUNDS = 3  # minimum number of rounds of a very slow contender
@@ -36,19 +36,21 @@ BACK_OFF_SECONDS, BACK_OFF_GROWTH = 0.05, 2.5  # wait before the first repetitio
 class Race:
     """The contenders of a cell in one process; `run` times them interleaved.
 
+    An exception of a contender's phase, or of a function about it, makes only this contender fail.
+
     Attributes:
-        arms: phases of each contender, {arm: {phase: call}}.
-        timing: amount of measuring; `cell_seconds` is the budget of the race.
+        arms: phases of each contender by the arm's key, {arm: {phase: call}}.
+        timing: amount of measuring; `cell_seconds` is the budget of the race without warm-up.
         clock: clock that takes the samples.
         seed: seed of the order of samples.
         after_warmup: function that is called with an arm after its warm-up, unless that failed.
-        counters: function that returns the running totals of an arm's cache.
-        telemetry: observer of the machine.
+        counters: function that returns the running totals of an arm's cache; {} without a cache.
+        telemetry: observer of the machine, which the race starts and stops.
         note: function that is called with "arm|activity" before each warm-up and each sample.
         sleep: function that waits for some seconds.
-        results: samples by arm.
+        results: samples and other observations by arm, filled by `run`.
         spent_s: seconds that each arm has used of the budget.
-        throttled_rounds: rounds that count although the machine was throttled.
+        throttled_rounds: rounds that count although the machine was throttled in them.
     """
 
     arms: Mapping[str, Mapping[str, Phase]]
@@ -67,10 +69,11 @@ class Race:
     _adapted_phases: dict[str, dict[str, Phase]] = field(default_factory=dict)
 
     def run(self) -> dict[str, Measured]:
-        """Warm up, run up to timing.max_rounds rounds, return the samples of each contender.
+        """Warm up, run up to timing.max_rounds rounds, return `results`.
 
-        Rounds end earlier once each contender has a reason to stop. Contenders that failed are
-        among the results. Garbage collection is off during the race. Call it once.
+        Rounds end earlier once each contender has a reason to stop. A contender that failed has
+        `error`, and the samples before it. Python's garbage collection is off during the race.
+        Call it once.
         """
         for arm, phases in self.arms.items():
             self.results[arm] = Measured({phase: [] for phase in phases})
@@ -96,7 +99,7 @@ class Race:
         return self.results
 
     def _guard(self, arm: str, action: Callable[[], object]) -> None:
-        """Call `action` unless the contender has failed; an exception makes only this one fail."""
+        """Call `action` unless the contender has failed; its exception fails this contender."""
         result = self.results[arm]
         if result.error:
             return
@@ -108,8 +111,8 @@ class Race:
     def _warm_up(self, arm: str) -> None:
         """Adapt the phases of a contender to the clock, warm it up, and set its calls per sample.
 
-        The warm-up ends after timing.warmup_cap or the contender's share of the budget. A contender
-        with a cache may use the whole budget, except in a smoke run.
+        The warm-up may take timing.warmup_cap or the contender's share of timing.cell_seconds,
+        whichever is shorter; with a cache timing.cell_seconds, except in a smoke run.
         """
         timing, phases, result = self.timing, self._adapted_phases[arm], self.results[arm]
         self.note(f"{arm}|warming up")
@@ -117,7 +120,7 @@ class Race:
             phases[phase] = self.clock.adapt(run, timing.pool)
         counters = partial(self.counters, arm)
         max_s = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
-        # Times change while a cache fills.
+        # The times of a contender change until its cache is full.
         if counters() and not timing.max_rows:
             max_s = max(max_s, timing.cell_seconds)
         warm = warm_up(phases, self.clock, timing, key=arm, max_seconds=max_s, counters=counters)
@@ -131,7 +134,7 @@ class Race:
             result.executions[phase] = min(MAX_EXECUTIONS, num_calls)
 
     def _run_round(self, number: int, rng: random.Random) -> None:
-        """Take two samples of every phase of every running contender.
+        """Take two samples of every phase of every contender that has not stopped.
 
         The second samples are taken in reverse order, so that a drift affects all phases alike.
         """
@@ -150,10 +153,10 @@ class Race:
         self._set_stop_reasons(number + 1)
 
     def _take_undisturbed(self, number: int, order: list[Turn]) -> list[tuple[Turn, Reading]]:
-        """Take the samples of a round; repeat them a few times while the machine is throttled.
+        """Take the samples of a round; repeat them up to MAX_RETRIES times if it was throttled.
 
-        If it stays throttled, the samples count, the round is marked, and later rounds are not
-        repeated.
+        If it is throttled each time, its last samples count, `throttled_rounds` names the round,
+        and no later round is repeated.
         """
         for attempt in range(MAX_RETRIES + 1):
             samples = self._take_samples(order)
@@ -168,9 +171,10 @@ class Race:
         return samples
 
     def _take_samples(self, order: list[Turn]) -> list[tuple[Turn, Reading]]:
-        """Take a sample per turn of the contenders that have not failed; return the good ones.
+        """Take one sample per turn; return the samples whose calls raised nothing.
 
-        If the clock itself fails, all contenders of these turns fail, without a sample.
+        Turns of contenders that have failed are left out. If the clock itself fails, all contenders
+        of these turns fail, without a sample.
         """
         requested: list[Turn] = []
         finished: set[int] = set()  # indices of requested turns that raised nothing
@@ -201,18 +205,20 @@ class Race:
 
     def _run_turn(self, turn: Turn) -> None:
         phases = self._adapted_phases[turn.arm]
-        # The phases of a round use different batches, so that no phase has its rows in a cache.
+        # The phases of a round use different batches: else a phase would find its rows in a cache
+        # after the phase before it.
         batch_shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
         run = phases[turn.phase]
         for call_index in range(self.results[turn.arm].executions.get(turn.phase, 1)):
             run((turn.batch + batch_shift + call_index) % self.timing.pool)
 
     def _set_stop_reasons(self, rounds: int) -> None:
-        """Set the stop reason of contenders that are precise or have used up their time.
+        """Set the stop reasons after `rounds` rounds.
 
-        All stop when together they have used up the budget. A contender that has used half of the
-        budget alone stops earlier. Before min_rounds, a contender stops only if it has used twice
-        the budget and has SLOW_MIN_ROUNDS.
+        "budget": all running contenders together have used up the budget, or one has used half of
+        it alone. Before timing.min_rounds a contender stops only if it has used twice the budget
+        and has SLOW_MIN_ROUNDS. "precise" and "stabilised" are set once every running contender is
+        one of these, because contenders are compared over common rounds.
         """
         timing, has_min_rounds = self.timing, rounds >= self.timing.min_rounds
         running_arms = {arm: r for arm, r in self.results.items() if not r.stop_reason}
@@ -248,27 +254,27 @@ class Turn:
 
 @dataclass
 class Measured:
-    """The raw samples of a contender, and what else was observed.
+    """The raw samples of a contender, and further observations of it.
 
     Attributes:
-        samples: samples that count, {phase: [(round, seconds), ...]}.
+        samples: samples that count, two per phase and round, in seconds per call.
         stop_reason: "precise", "stabilised", "budget", "max_rounds" or "failed"; "" while running.
             Kinds without a race set words of their own.
-        error: exception that ended the contender.
-        warm: result of the warm-up.
-        executions: calls per sample, by phase.
+        error: exception that ended the contender; None without one.
+        warm: result of the warm-up; None if it failed.
+        executions: calls per sample by phase; 1 for a phase without an entry.
         throttled_samples: samples of rounds that were repeated.
-        wall_samples: seconds of the host per sample, if they differ from the sample.
-        flags: flags of the race that concern this contender.
+        wall_samples: seconds per call on the host, for samples from which they differ.
+        flags: flags of the contender, keys of `machine.flags.ADVICE`.
         hardware: observations of the telemetry.
-        noise: spread of the samples after each round, by phase.
+        noise: interquartile range ÷ median of all samples so far, after each round, by phase.
         num_exposed: number of samples in which the GPU waited for the host.
     """
 
     samples: Samples = field(default_factory=dict)
     stop_reason: str = ""
     error: Exception | None = None
-    warm: Warm | None = None
+    warm: WarmUpResult | None = None
     executions: dict[str, int] = field(default_factory=dict)
     throttled_samples: Samples = field(default_factory=dict)
     wall_samples: Samples = field(default_factory=dict)
@@ -278,7 +284,11 @@ class Measured:
     num_exposed: int = 0
 
     def is_precise(self, target: float, seconds: float = 0.0) -> bool:
-        """Return whether every phase has `seconds` of samples and a precision of `target`."""
+        """Return whether every phase has `seconds` of samples and a precision of `target`.
+
+        The precision is the half-width of the median's 95 % interval ÷ the median; smaller is
+        better (`statistics.Summary.precision`).
+        """
         times = {phase: [s for _, s in samples] for phase, samples in self.samples.items()}
         return all(
             sum(s) * self.executions.get(phase, 1) >= seconds
@@ -291,7 +301,7 @@ class Measured:
         return bool(self.noise) and all(statistics.has_settled(n) for n in self.noise.values())
 
     def add(self, phase: str, number: int, reading: Reading) -> None:
-        """Add a sample, as seconds per call."""
+        """Add a sample of `phase` in round `number`, as seconds per call."""
         per_call = 1 / self.executions.get(phase, 1)
         self.samples[phase].append((number, reading.seconds * per_call))
         if reading.wall != reading.seconds:
@@ -299,7 +309,7 @@ class Measured:
         self.num_exposed += reading.exposed
 
     def add_throttled(self, phase: str, number: int, reading: Reading) -> None:
-        """Store a sample of a throttled machine, which will be repeated."""
+        """Add a sample of a throttled round, which is repeated, to `throttled_samples`."""
         per_call = 1 / self.executions.get(phase, 1)
         self.throttled_samples.setdefault(phase, []).append((number, reading.seconds * per_call))
 
@@ -311,14 +321,20 @@ class Measured:
                 self.noise.setdefault(phase, []).append(summary.spread)
 
     def conclude(self, flags: Sequence[str], hardware: dict[str, Any]) -> None:
-        """Add the observations of the machine, and all flags, at the end of the race."""
+        """Add flags and observations of the machine, at the end of the race.
+
+        The flag `launch_exposed` is added if the GPU waited for the host in too many samples.
+        """
         self.flags |= set(flags)
         if self.num_exposed > MAX_EXPOSED_SHARE * sum(map(len, self.samples.values())):
             self.flags.add("launch_exposed")
         self.hardware |= hardware
 
     def entries(self) -> dict[str, Any]:
-        """Return the entries of the record except `samples`."""
+        """Return entries of a record: stop_reason, flags, warm, hardware, and others if not empty.
+
+        The others are executions, throttled_samples and wall_samples; not `samples`.
+        """
         facts: dict[str, Any] = {
             "stop_reason": self.stop_reason,
             "flags": sorted(self.flags),

@@ -55,7 +55,10 @@ def quantile(ordered: Sequence[float], p: float) -> float:
 
 
 def interval_rank(n: int) -> int | None:
-    """Return the largest k with P(k-th smallest <= median <= k-th largest) >= 95 %, or None."""
+    """Return the largest k with P(k-th smallest <= median <= k-th largest of n) >= 95 %.
+
+    None if there is no such k, which is so for n < 6.
+    """
     tail_probability, rank = 0.0, None
     for k in range(1, n // 2 + 1):
         tail_probability += math.comb(n, k - 1) / 2**n
@@ -66,7 +69,7 @@ def interval_rank(n: int) -> int | None:
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Summarise a sample; no value is dropped."""
+    """Summarise samples in any order; no value is dropped. Without samples all numbers are nan."""
     ordered = sorted(samples)
     if not ordered:
         return Summary(0, math.nan, math.nan, math.nan, math.nan, math.nan)
@@ -78,7 +81,7 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 @dataclass(frozen=True)
 class Tail:
-    """The minimum and the upper tail of a sample."""
+    """The minimum and the upper quantiles of samples."""
 
     minimum: float
     p90: float
@@ -86,7 +89,7 @@ class Tail:
 
 
 def tail_of(samples: Sequence[float]) -> Tail:
-    """Return the tails of a sample; nan for an empty one."""
+    """Return the minimum and the upper quantiles of samples in any order; nan without samples."""
     ordered = sorted(samples)
     if not ordered:
         return Tail(math.nan, math.nan, math.nan)
@@ -94,7 +97,10 @@ def tail_of(samples: Sequence[float]) -> Tail:
 
 
 def has_settled(noise: Sequence[float]) -> bool:
-    """Return whether the last 32 estimates of the noise agree to 5 %; False for fewer estimates."""
+    """Return whether the last SETTLED_WINDOW estimates of the noise agree to SETTLED_WITHIN.
+
+    False for fewer estimates.
+    """
     last = noise[-SETTLED_WINDOW:]
     if len(noise) < SETTLED_WINDOW:
         return False
@@ -110,11 +116,12 @@ class Effect:
     """A ratio of times over processes, with its 95 % t-interval.
 
     Attributes:
-        ratio: exponential of the mean of the processes' log ratios.
-        lo: lower end of the interval; nan below two processes.
-        hi: upper end of the interval; nan below two processes.
+        ratio: exponential of the mean of the processes' log ratios; nan without a process.
+        lo: lower end of the interval; nan for fewer than two processes.
+        hi: upper end of the interval; nan for fewer than two processes.
         processes: number of processes.
-        spread: standard deviation of the log ratios.
+        spread: standard deviation of the log ratios by which the interval was computed; nan for
+            fewer than two processes.
     """
 
     ratio: float
@@ -138,9 +145,10 @@ class Verdict(Enum):
 
 
 def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float:
-    """Return the median of log(arm / base) over common rounds; raise ValueError without any.
+    """Return the median of log(arm / base) over common rounds; both are {round: seconds > 0}.
 
-    Both are {round: seconds}.
+    Raises:
+        ValueError: there is no common round.
     """
     common = sorted(arm.keys() & base.keys())
     if not common:
@@ -150,10 +158,10 @@ def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float
 
 @dataclass(frozen=True)
 class ProcessSpread:
-    """The variation between processes, over the comparisons of one run.
+    """The variation between processes, pooled over the comparisons of one run.
 
     Attributes:
-        spread: the standard deviation of the logs within comparisons.
+        spread: standard deviation of log ratios (or log times) within a comparison.
         degrees_of_freedom: sum over the comparisons of the number of processes minus one.
     """
 
@@ -162,7 +170,10 @@ class ProcessSpread:
 
 
 def pool_spreads(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
-    """Pool the variance of logs within comparisons; return None if none has two processes."""
+    """Pool the variance within comparisons, each given by one log per process.
+
+    Comparisons of one process do not count; None if there are no others.
+    """
     groups = [logs for logs in comparisons if len(logs) >= MIN_PROCESSES]
     degrees_of_freedom = sum(len(logs) - 1 for logs in groups)
     if not degrees_of_freedom:
@@ -172,11 +183,12 @@ def pool_spreads(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None
 
 
 def combine_processes(logs: Sequence[float], pooled: ProcessSpread | None = None) -> Effect:
-    """Return the effect over processes from their log ratios; nan for none.
+    """Return the effect over processes from one log ratio per process.
 
-    `pooled` is the spread of all comparisons of the run. Only two processes use it: with one degree
-    of freedom, an interval from their own spread is mostly far too wide, sometimes far too narrow.
-    They use the larger of both spreads, and the degrees of freedom of the pool.
+    `pooled` is the spread of all comparisons of the run; None if it is unknown. Only two processes
+    use it: with one degree of freedom, an interval from their own spread is mostly far too wide,
+    sometimes far too narrow. If the pool has more degrees of freedom, two processes use these, and
+    the larger of both spreads.
     """
     num_processes = len(logs)
     if not num_processes:
@@ -202,9 +214,11 @@ def combine_processes(logs: Sequence[float], pooled: ProcessSpread | None = None
 
 
 def verdict(effect: Effect, margin: float) -> Verdict:
-    """Return SLOWER or FASTER if the interval excludes 1 and the ratio exceeds the margin.
+    """Return the conclusion about an effect; `margin` is a relative difference, e.g. 0.05.
 
-    SAME if the interval is within the margin, else UNSURE, also without an interval.
+    SLOWER: the interval is above 1, and the ratio above 1 + margin. FASTER: the interval is below
+    1, and the ratio below 1 / (1 + margin). SAME: the interval is between 1 / (1 + margin) and
+    1 + margin. Else UNSURE, also without an interval.
     """
     if effect.lo > 1 and effect.ratio > 1 + margin:
         return Verdict.SLOWER
@@ -216,9 +230,10 @@ def verdict(effect: Effect, margin: float) -> Verdict:
 
 
 def smallest_detectable(effect: Effect, margin: float) -> float:
-    """Return the smallest relative effect that would be detected: margin plus half the interval.
+    """Return the smallest relative effect that would be called slower or faster, approximately.
 
-    It is inf below two processes.
+    It is the margin plus half the width of the logarithmic interval; inf for fewer than two
+    processes.
     """
     if effect.processes < MIN_PROCESSES:
         return math.inf
@@ -240,9 +255,9 @@ def median_deviation(logs: Sequence[float]) -> float:
 
 
 def p_value(logs: Sequence[float], direction: int) -> float:
-    """Return the p-value of a one-sided t-test for a mean in `direction` (+1 or -1).
+    """Return the p-value of a one-sided t-test: small if the mean is in `direction` (+1 or -1).
 
-    It is 1 below two values; equal values give 0 or 1.
+    It is 1 for fewer than two values. Equal values give 0 if they are in that direction, else 1.
     """
     n = len(logs)
     if n < MIN_PROCESSES:
@@ -256,7 +271,10 @@ def p_value(logs: Sequence[float], direction: int) -> float:
 
 
 def adjust_by_holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values for multiple comparisons by Holm's method; compare them with alpha."""
+    """Return the p-values adjusted for multiple comparisons by Holm's method, in the same order.
+
+    A comparison is significant if its adjusted p-value is below the level of all together.
+    """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, running_maximum = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):

@@ -14,21 +14,23 @@ from experiments.timing.clock import Clock, Phase, SampleTask
 STEADY_SHARE = 0.02  # maximum difference of the medians of two passes, as a share
 STEADY_HIT_RATE_CHANGE = 0.005  # maximum difference of the hit rates of two passes
 
-Counters = Callable[[], Mapping[str, int]]  # running totals of a cache; {} without a cache
+# Running totals of a cache by `lookups`, `lookup_hits` and other names; {} without a cache.
+Counters = Callable[[], Mapping[str, int]]
 
 
 @dataclass
-class Warm:
-    """The state of a contender after its warm-up.
+class WarmUpResult:
+    """The result of a contender's warm-up.
 
     Attributes:
-        passes: complete passes over the pool.
+        passes: number of complete passes over the pool.
         seconds: cost of the warm-up.
-        is_steady: True if the last two passes took equal times, to STEADY_SHARE, with equal hit
-            rates, and both minima of the warm-up were met.
-        hit_rate: share of the last pass's lookups that a cache served; None without a cache.
-        is_filling: True if the hit rate was still changing, or is known of one pass only.
-        median_s: median seconds of each phase in the last pass.
+        is_steady: whether the last two passes were alike (medians of all phases within
+            STEADY_SHARE, no change of the hit rate) and both minima of the warm-up were met.
+        hit_rate: share of the last complete pass's lookups that a cache served; None without a
+            cache or lookups.
+        is_filling: whether the hit rate was still changing, or is known of one pass only.
+        median_s: median seconds of each phase in the last pass, which may be incomplete.
     """
 
     passes: int = 0
@@ -39,7 +41,7 @@ class Warm:
     median_s: dict[str, float] = field(default_factory=dict)
 
     def entries(self) -> dict[str, Any]:
-        """Return the entries of the record."""
+        """Return the entries of a record's `warm`: passes, seconds, steady, hit_rate if known."""
         facts: dict[str, Any] = {
             "passes": self.passes,
             "seconds": round(self.seconds, 4),
@@ -58,20 +60,24 @@ def warm_up(
     key: str = "",
     max_seconds: float | None = None,
     counters: Counters = dict,
-) -> Warm:
+) -> WarmUpResult:
     """Repeat passes over the pool until two are alike or the time is used up.
 
     Args:
-        phases: phases of the contender.
+        phases: phases of the contender, as `clock.adapt` returned them.
         clock: clock of the race.
-        timing: amount of measuring; `warmup` and `warmup_seconds` are minima. Without `warmup`
-            nothing is run.
-        key: name of the contender in the keys of tasks.
-        max_seconds: maximum duration, by default timing.warmup_cap. A contender that needs longer
-            for a pass gets as many batches as fit, at least one, and is not steady.
-        counters: running totals of its cache, which are read between passes.
+        timing: amount of measuring. `pool` is the number of batches of a pass; `warmup` (passes)
+            and `warmup_seconds` are minima; with warmup=0 nothing is run.
+        key: name of the contender, which begins the keys of tasks.
+        max_seconds: maximum cost, by default timing.warmup_cap; the last batch may exceed it. A
+            contender that needs longer for a pass gets as many batches as fit, at least one, and is
+            not steady.
+        counters: function that returns the running totals of the contender's cache; it is called
+            before the first pass and after each complete one.
+
+    An exception of a phase or of the clock is passed on.
     """
-    warm, max_s = Warm(), timing.warmup_cap if max_seconds is None else max_seconds
+    warm, max_s = WarmUpResult(), timing.warmup_cap if max_seconds is None else max_seconds
     totals = dict(counters())
     while timing.warmup:
         is_complete, seconds, medians_s = _run_pass(
@@ -103,9 +109,10 @@ def warm_up(
 def _run_pass(
     phases: Mapping[str, Phase], clock: Clock, pool: int, key: str, max_seconds: float
 ) -> tuple[bool, float, dict[str, float]]:
-    """Run every phase on the batches in turn; stop after `max_seconds`, but run the first batch.
+    """Run every phase on batch 0, then on batch 1, ...; stop once the cost exceeds `max_seconds`.
 
-    Return whether all batches were run, the cost in seconds, and the median seconds of each phase.
+    The first batch always runs. Return whether all batches were run, the cost in seconds, and the
+    median seconds of each phase.
     """
     times_by_phase: dict[str, list[float]] = {phase: [] for phase in phases}
     cost, number = 0.0, 0

@@ -129,7 +129,7 @@ def test_the_heatmap_of_points_has_a_line_per_point(plain: Run) -> None:
 def test_a_difference_that_may_be_none_is_hatched(low: float, high: float, hatched: bool) -> None:
     row = {"status": "ok", "ratio": 1.15, "ratio_lo": low, "ratio_hi": high}
     square = ratios.speedup_square(row, "column", "line")
-    assert square.words == "0.87×"
+    assert square.annotation == "0.87×"
     _, axes = plt.subplots()
     charts.squares([square])(axes)
     hatches = [p.get_hatch() for p in axes.patches if isinstance(p, Rectangle)]
@@ -153,24 +153,24 @@ def test_a_table_says_how_much_of_the_gather_bandwidth_a_step_gets(plain: Run) -
     hot = plain.in_mode("hot")
     table = section_table(hot, "criteo")
     rows = hot.table[(hot.table["cell"] == hot.headline_cell()) & (hot.table["phase"] == "step")]
-    column = table.heads.index("of gather")
+    column = table.headings.index("of gather")
     for line, (_, row) in zip(table.rows, rows.iterrows(), strict=True):
         assert row["D"] == 16
         share = row["distinct_gb_s"] / BANDWIDTH["gather_gb_s"]["64"]
-        assert line[column].key == pytest.approx(100 * share)
+        assert line[column].sort_key == pytest.approx(100 * share)
 
 
 def test_a_table_says_how_fast_trains_multiply(plain: Run) -> None:
     hot = plain.in_mode("hot")
     table = section_table(hot, "criteo")
-    column, name = table.heads.index("of sgemm"), table.heads.index("contender")
+    column, name = table.headings.index("of sgemm"), table.headings.index("contender")
     steps = hot.table[(hot.table["cell"] == hot.headline_cell()) & (hot.table["phase"] == "step")]
     median = steps.set_index("label")["median_s"]
     for line in table.rows:
         label = line[name].text
         if label.startswith("TT"):
             share = 3e6 / median[label] / 1e9 / 80.0
-            assert line[column].key == pytest.approx(100 * share)
+            assert line[column].sort_key == pytest.approx(100 * share)
         else:
             assert line[column].text == text.DASH
 
@@ -178,7 +178,7 @@ def test_a_table_says_how_fast_trains_multiply(plain: Run) -> None:
 def test_the_roof_is_the_copy_of_an_older_run(tmp_path: Path) -> None:
     recipe = Recipe(words=ONE_AXIS, replicates=1, environment={"bandwidth": None})
     run = Run.read(make_run(tmp_path, recipe))
-    assert "of gather" not in section_table(run, "criteo").heads
+    assert "of gather" not in section_table(run, "criteo").headings
     (figure,) = figures.roofline_figures(run)
     assert "Limits: copy bandwidth of memory" in figure.caption
     assert "copy 50" in _texts(figure.panels[0])
@@ -354,6 +354,7 @@ def test_an_axis_reaches_and_has_headroom_at_once() -> None:
     [
         ([1.0, 1.1, 1.2, 5.0], [0.6, 1.1, 1.6, 5.0]),  # about the mean of the three
         ([9.9, 9.95], [9.5, 10.0]),  # below the upper end
+        ([9.8, 12.0], [9.5, 10.0]),  # a name of a point above the panel moves the next one
         ([0.0, 0.1, 0.6], [0.0, 0.5, 1.0]),  # above the lower end
         ([2.0, 2.2, 2.75, 3.0], [1.7375, 2.2375, 2.7375, 3.2375]),  # two blocks become one
     ],
@@ -362,6 +363,29 @@ def test_names_move_as_little_as_keeps_them_apart(
     wanted: list[float], expected: list[float]
 ) -> None:
     assert charts.spread_apart(wanted, 0.5, 0.0, 10.0) == pytest.approx(expected)
+
+
+def test_long_names_leave_room_for_the_plot_and_keep_their_ends(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    run_path = make_run(tmp_path, Recipe(words=(*ONE_AXIS, "sweep.D=[16,32]"), replicates=1))
+    points = run_path / "points.jsonl"
+    points.write_text(points.read_text().replace('"label": "', f'"label": "{"a long name " * 12}'))
+    with style.theme():
+        for figure in figures.figures(Run.read(run_path).in_mode("hot")):
+            canvas = style.draw_sheet(figure, "")
+            canvas.draw_without_rendering()
+            for axes in canvas.axes[: len(figure.panels)]:
+                shown = [*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels()]
+                ends = [t.get_window_extent() for t in shown if "…" in t.get_text()]
+                assert axes.bbox.width > 0.25 * canvas.bbox.width / len(figure.panels), figure.name
+                assert all(end.x0 > -1 for end in ends), figure.name
+                assert all(end.x1 < canvas.bbox.width + 1 for end in ends), figure.name
+            plt.close(canvas)
+    assert not recwarn.list
+    names = [charts.shorten(f"{'a' * 99} rank {rank}") for rank in (16, 32)]
+    assert [name.endswith(f" rank {rank}") for name, rank in zip(names, (16, 32), strict=True)]
+    assert max(map(len, names)) <= charts.MAX_NAME_LETTERS
 
 
 def test_names_of_near_points_stay_next_to_them_and_apart() -> None:
@@ -402,7 +426,10 @@ def test_a_line_strikes_none_of_its_names_out(heights: tuple[float, ...]) -> Non
 
 
 def test_names_of_near_ceilings_stand_apart_right_of_the_panel() -> None:
-    marks = [charts.Mark(2961, words="copy 2,961"), charts.Mark(3350, words="theory 3,350")]
+    marks = [
+        charts.Mark(2961, annotation="copy 2,961"),
+        charts.Mark(3350, annotation="theory 3,350"),
+    ]
     scale = charts.Scale("", log=10, low=1.0, high=5000.0)
     points = charts.Curve([1, 2], [10, 20], label="points")
     gather = charts.Curve([1, 2], [2700, 2800], edge_name="gather")

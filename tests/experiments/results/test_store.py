@@ -83,6 +83,22 @@ def test_a_damaged_run_is_reported_in_one_line(
 
 
 @pytest.mark.parametrize(
+    ("removed", "missing"),
+    [(None, "'cell'"), ("samples", "'samples'")],
+)
+def test_a_record_without_an_entry_is_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], removed: str | None, missing: str
+) -> None:
+    run = make_run(tmp_path / "run", Recipe(replicates=1))
+    points = run / "points.jsonl"
+    first, *others = map(json.loads, points.read_text().splitlines())
+    first = {key: value for key, value in first.items() if removed and key != removed}
+    points.write_text("".join(json.dumps(record) + "\n" for record in (first, *others)))
+    assert cli.main(["report", str(run)]) == 2
+    assert f"points.jsonl has a record without {missing}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("config.yaml", "name: [", "config.yaml is damaged"),

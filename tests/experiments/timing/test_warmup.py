@@ -8,7 +8,7 @@ import pytest
 
 from experiments.config.schema import TimingConfig
 from experiments.timing.clock import Clock
-from experiments.timing.warmup import Warm, warm_up
+from experiments.timing.warmup import WarmUpResult, warm_up
 
 
 class Script(Clock):
@@ -26,7 +26,7 @@ class Script(Clock):
         self.calls.append(number)
 
 
-def warm(script: Script, **timing: float) -> Warm:
+def warm(script: Script, **timing: float) -> WarmUpResult:
     usual = {"pool": 4, "warmup": 3, "warmup_seconds": 0.0, "warmup_cap": 100.0}
     return warm_up({"step": script.phase}, script, TimingConfig(**(usual | timing)))
 
@@ -68,7 +68,7 @@ def test_a_slow_contender_gets_at_least_a_batch() -> None:
 
 def test_no_warm_up_where_none_is_asked_for() -> None:
     script = Script(lambda call: 1.0)
-    assert warm(script, warmup=0) == Warm()
+    assert warm(script, warmup=0) == WarmUpResult()
     assert script.calls == []
 
 
