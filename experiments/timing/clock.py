@@ -287,7 +287,7 @@ class CudaClock(Clock):
 
 
 class TorchGpu:
-    """What `CudaClock` needs of a GPU and of the host's clock; tests replace it by a fake.
+    """The GPU and the host's clock as `CudaClock` uses them; tests replace it by a fake.
 
     Work is launched on the current stream of `device`, which must be the current device.
     """
