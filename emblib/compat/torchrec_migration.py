@@ -42,7 +42,7 @@ from emblib.migration import (
 )
 from emblib.sharding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from emblib.sharding.awaitables import LazyAwaitable
-from emblib.sharding.lookup import Inputs, Outputs
+from emblib.sharding.lookup import CollectionRequests, CollectionSteps
 from emblib.sharding.shard import SHARDED
 
 _JAGGED_TYPES_MODULE = "torchrec.sparse.jagged_tensor"
@@ -128,11 +128,13 @@ class _WithTypes:
         parent: Any = super()
         parent.__init__(source, *arguments, optimizer=optimizer, **options)
 
-    def inputs(self, features: Any) -> Inputs:
+    def collection_requests(self, features: Any) -> CollectionRequests:
         """Return the ids to send, of a batch of either library."""
         batch = _to_keyed(features)
         parent: Any = super()
-        inputs: Inputs = parent.inputs(None if batch is None else KeyedJaggedTensor.adopt(batch))
+        inputs: CollectionRequests = parent.collection_requests(
+            None if batch is None else KeyedJaggedTensor.adopt(batch)
+        )
         types = _types_of(batch)
         return inputs._replace(join=lambda batches: _ReceivedBatch(inputs.join(batches), types))
 
@@ -146,10 +148,10 @@ class _WithTypes:
         parent: Any = super()
         return parent.compute(received.batch)
 
-    def outputs(self, rows: Any, received: Any) -> Outputs:
+    def collection_steps(self, rows: Any, received: Any) -> CollectionSteps:
         """Return the lookup of a batch."""
         parent: Any = super()
-        outputs: Outputs = parent.outputs(rows, received.batch)
+        outputs: CollectionSteps = parent.collection_steps(rows, received.batch)
 
         def join(pending: list[Any]) -> LazyAwaitable[Any]:
             output: LazyAwaitable[Any] = outputs.join(pending)

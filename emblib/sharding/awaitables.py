@@ -17,11 +17,12 @@ T = TypeVar("T")
 
 
 class Awaitable(Generic[T]):
-    """A result that `wait()` returns.
+    """A result that `wait()` returns; used by one thread.
 
     A subclass defines `_wait_impl`, which the first `wait` calls. If `_wait_impl` or a callback
-    raises, every further `wait` raises the same error, because an operation in flight cannot be
-    retried. After an error that is no Exception, e.g. a KeyboardInterrupt, it raises RuntimeError.
+    raises in the first `wait`, every further `wait` raises the same error, because an operation in
+    flight cannot be retried. If it was no Exception, e.g. a KeyboardInterrupt, every further `wait`
+    raises RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,9 @@ class Awaitable(Generic[T]):
         """Replace the result by `callback(result)` when it is waited for; return this awaitable.
 
         Callbacks run once, in the order in which they were added. After the first `wait` a callback
-        runs immediately and replaces the result of further calls; if the first `wait` has failed,
-        `then` raises its error.
+        runs immediately, and its result replaces that of further `wait` calls; if it raises, `then`
+        raises its error and the result stays. If the first `wait` has failed, `then` raises the
+        error of that `wait`.
         """
         if self._result is _PENDING:
             self._callbacks.append(callback)

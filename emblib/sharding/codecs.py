@@ -1,21 +1,22 @@
 """Codecs: encodings of the rows and gradients that ranks send, smaller and less exact than float32.
 
-An output_dist sends rows and gradients in this form: `start_values` encodes them and starts their
+An output_dist sends encoded rows and gradients: `start_sending` encodes them and starts their
 all-to-alls; the awaitables that it returns decode them. The first and the last rank need not send
-their rows for themselves, see `local_part`.
+their rows for themselves, see `local_slice`.
 
-A codec encodes a flat tensor, the concatenation of one split per rank, into a payload with splits
-of its own, and decodes it. The table has the largest errors of float32 values. `bound` adds the
-errors of a codec's float32 operations, and of INT8 and FP8 rows whose values are all below 2^-110:
+A codec encodes a flat tensor, the concatenation of one split per rank, into a flat payload, the
+concatenation of as many encoded splits, and decodes it. The table has the largest errors of float32
+values. `bound` also includes the rounding errors of the codec's own float32 operations, and those
+of INT8 and FP8 rows whose values are all below 2^-110:
 
 | codec     | bytes per value | largest error of a value x                                  |
 | --------- | --------------- | ----------------------------------------------------------- |
 | FP32      | unchanged       | 0                                                           |
-| FP16      | 2               | 2^-11 abs(x), or 2^-25 / loss_scale where that is more      |
-| BF16      | 2               | 2^-8 abs(x), or 2^-134 where that is more                   |
+| FP16      | 2               | 2^-11 abs(x), or 2^-25 / loss_scale if that is larger       |
+| BF16      | 2               | 2^-8 abs(x), or 2^-134 if that is larger                    |
 | INT8      | 1 + 4 / row_dim | m / 254, where m is the largest magnitude of the row        |
-| FP8, E4M3 | 1 + 4 / row_dim | 2^-4 abs(x), or m 2^-10 / 448 where that is more            |
-| FP8, E5M2 | 1 + 4 / row_dim | 2^-3 abs(x), or m 2^-17 / 57344 where that is more          |
+| FP8, E4M3 | 1 + 4 / row_dim | 2^-4 abs(x), or m 2^-10 / 448 if that is larger             |
+| FP8, E5M2 | 1 + 4 / row_dim | 2^-3 abs(x), or m 2^-17 / 57344 if that is larger           |
 
 The largest value of FP16 is 65504 / loss_scale, of BF16 3.39e38: values that round to more decode
 to infinity. A row is `row_dim` neighbouring values of one split, with one float32 scale; the last
@@ -39,7 +40,7 @@ from emblib.sharding.all_to_all import Message, start_all_to_alls
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.headers import Content
 from emblib.sharding.ranks import RankGroup
-from emblib.specs import OptionEnum
+from emblib.specs import OptionEnum, check_count
 
 _SCALE_BYTES = 4  # of the float32 scale of a row
 _FP16_OVERFLOW = 65519.9  # 65520 rounds to infinity; the product may be rounded up
@@ -68,7 +69,8 @@ class Codec(ABC):
     def encode(self, values: Tensor, splits: Sequence[int]) -> Tensor:
         """Encode floating-point `values` `[sum splits]` as a payload `[sum payload_splits]`.
 
-        The payload may be `values` itself.
+        `splits[r]` is the number of values for rank r. The payload is on the device of `values`,
+        and may be `values` itself.
         """
 
     @abstractmethod
@@ -80,10 +82,10 @@ class Codec(ABC):
 
     @abstractmethod
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
-        """Return the largest error of each of these values, float64, in the shape of `values`.
+        """Return an upper bound of the error of each value, float64, in the shape of `values`.
 
-        The bound does not include the rounding of `decode` to a `dtype` below float32. `splits`
-        None is one split.
+        It does not include the rounding of `decode` to a `dtype` narrower than float32, and is
+        infinite for finite values that may decode to infinity. `splits` None stands for one split.
         """
 
     def nbytes(self, splits: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
@@ -167,10 +169,14 @@ class BF16(_HalfPrecision):
 
 @dataclass(frozen=True)
 class FP16(_HalfPrecision):
-    """Send half precision.
+    """Send float16.
 
-    `loss_scale`, preferably a power of two, multiplies the values that are sent: a large one keeps
-    small gradients from becoming 0.
+    Args:
+        loss_scale: factor of the sent values, preferably a power of two; the receiver divides by
+            it. A large factor keeps small gradients from becoming 0.
+
+    Raises:
+        ValueError: `loss_scale` is not finite or not above 0.
 
     Example:
         >>> codec = emblib.sharding.FP16()
@@ -219,7 +225,8 @@ class _ScaledRows(Codec):
     row_dim: int = 128
 
     def __post_init__(self) -> None:
-        if self.row_dim < 4 or self.row_dim % 4:
+        object.__setattr__(self, "row_dim", check_count("row_dim", self.row_dim))
+        if self.row_dim % 4:
             raise ValueError(f"row_dim must be a multiple of 4 above 0, got {self.row_dim}")
 
     @property
@@ -263,7 +270,9 @@ class _ScaledRows(Codec):
         """Return the scale of each row, float32 `[rows, 1]`."""
         return rows.abs().amax(1, keepdim=True).div_(self._max_code).clamp_(min=_SMALLEST_SCALE)
 
-    def _row_bound(self, values: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    def _magnitudes_and_scales(
+        self, values: Tensor, splits: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the magnitude of each value and the scale of its row, in float64."""
         splits = [values.numel()] if splits is None else splits
         rows = self._padded_rows(values.reshape(-1), splits)
@@ -291,7 +300,15 @@ class _ScaledRows(Codec):
 
 @dataclass(frozen=True)
 class INT8(_ScaledRows):
-    """Send integers from -127 to 127, which the scale of their row multiplies.
+    """Send integers from -127 to 127, which the receiver multiplies by the scale of their row.
+
+    Args:
+        row_dim: number of neighbouring values that share a scale, a multiple of 4; preferably the
+            dim of the tables.
+
+    Raises:
+        TypeError: `row_dim` is not an int.
+        ValueError: `row_dim` is not a multiple of 4 above 0.
 
     Example:
         >>> codec = emblib.sharding.INT8(row_dim=4)
@@ -310,7 +327,7 @@ class INT8(_ScaledRows):
 
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
-        _, scales = self._row_bound(values, splits)
+        _, scales = self._magnitudes_and_scales(values, splits)
         return scales * (0.5 + 127 * 2.0**-22)  # the quotient and the product are rounded too
 
 
@@ -323,7 +340,18 @@ class FP8Format(OptionEnum):
 
 @dataclass(frozen=True)
 class FP8(_ScaledRows):
-    """Send 8-bit floats, which the scale of their row multiplies: small values stay distinct.
+    """Send 8-bit floats, which the receiver multiplies by the scale of their row.
+
+    Small values of a row are more exact than with `INT8`, large ones less.
+
+    Args:
+        row_dim: number of neighbouring values that share a scale, a multiple of 4; preferably the
+            dim of the tables.
+        format: the bits of exponent and mantissa, also as a string.
+
+    Raises:
+        TypeError: `row_dim` is not an int.
+        ValueError: `row_dim` is not a multiple of 4 above 0, or `format` is not a format.
 
     Example:
         >>> codec = emblib.sharding.FP8(row_dim=4)
@@ -348,7 +376,7 @@ class FP8(_ScaledRows):
 
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
-        magnitudes, scales = self._row_bound(values, splits)
+        magnitudes, scales = self._magnitudes_and_scales(values, splits)
         is_e5m2 = self.format == FP8Format.E5M2
         # 3 or 4 significant bits, and half of the smallest subnormal number of the format.
         relative, absolute = (2.0**-3, 2.0**-17) if is_e5m2 else (2.0**-4, 2.0**-10)
@@ -360,7 +388,11 @@ class FP8(_ScaledRows):
 class CommPrecision:
     """The codecs of the messages between ranks: of rows (`forward`) and of gradients (`backward`).
 
-    Sums have the same precision with every codec. Ids and their weights are sent as they are.
+    Ranks add up decoded values in float32, whatever the codec. Ids and their weights are sent
+    unchanged.
+
+    Raises:
+        TypeError: a value is not a codec.
 
     Example:
         >>> emblib.sharding.CommPrecision(emblib.sharding.FP16(), emblib.sharding.BF16())
@@ -396,46 +428,47 @@ def check_comm_precision(comm_precision: CommPrecision | None) -> CommPrecision:
 # Values in transit
 
 
-class LocalPart(NamedTuple):
-    """The part `[begin, end)` of flat values that is for this rank itself and is not sent."""
+class LocalSlice(NamedTuple):
+    """The slice `[begin, end)` of flat values that is for this rank itself and is not sent."""
 
     begin: int
     end: int
 
-    def of(self, values: Tensor) -> Tensor:
-        """Return the part of this rank."""
+    def select(self, values: Tensor) -> Tensor:
+        """Return the slice of this rank, a view."""
         return values[self.begin : self.end]
 
-    def others(self, values: Tensor) -> Tensor:
-        """Return the values for the other ranks, one contiguous slice, see `local_part`."""
+    def select_others(self, values: Tensor) -> Tensor:
+        """Return the values for the other ranks, a view; they are contiguous, see `local_slice`."""
         return values[: self.begin] if self.begin else values[self.end :]
 
 
-def local_part(sizes: Sequence[int], ranks: RankGroup) -> LocalPart | None:
-    """Return the part of flat values for this rank, or None if it must be sent like the others.
+def local_slice(sizes: Sequence[int], ranks: RankGroup) -> LocalSlice | None:
+    """Return the slice of flat values that this rank need not send to itself.
 
-    Not sending it saves a copy, because backends copy a rank's message to itself. The messages for
-    the other ranks must be contiguous, so this rank must be the first or the last, as with two
-    ranks it always is. The result is None for one rank too.
+    `sizes[r]` is the number of values for rank r. Not sending the slice saves a copy, because
+    backends copy the message of a rank to itself. The messages to the other ranks must be
+    contiguous, so only the first and the last rank have such a slice. None on other ranks, and for
+    one rank.
     """
     if ranks.size == 1 or ranks.rank not in (0, ranks.size - 1):
         return None
     begin = sum(sizes[: ranks.rank])
-    return LocalPart(begin, begin + sizes[ranks.rank])
+    return LocalSlice(begin, begin + sizes[ranks.rank])
 
 
-def without_local(sizes: Sequence[int], ranks: RankGroup) -> list[int]:
+def without_local_size(sizes: Sequence[int], ranks: RankGroup) -> list[int]:
     """Return sizes by rank, with 0 for this rank."""
     return [0 if rank == ranks.rank else size for rank, size in enumerate(sizes)]
 
 
-class Received(NamedTuple):
+class ReceivedValues(NamedTuple):
     """Values from all ranks, flat and in rank order.
 
     Attributes:
         values: values of all ranks, or of the others if `local` is set.
         local: values of this rank that were not sent; None if they are in `values`.
-        local_begin: element of `values` before which `local` belongs.
+        local_begin: index in `values` before which `local` must be inserted.
     """
 
     values: Tensor
@@ -443,7 +476,7 @@ class Received(NamedTuple):
     local_begin: int = 0
 
 
-class Values(NamedTuple):
+class SentValues(NamedTuple):
     """Floating-point values for all ranks, flat, that a codec encodes.
 
     Attributes:
@@ -452,9 +485,9 @@ class Values(NamedTuple):
         received_sizes: number of values from each rank.
         codec: codec of the values.
         received: buffer for the incoming payload, only with `FP32`; allocated if None. Not used
-            where `Received.local` is set, or messages are merged.
-        needs_one_tensor: whether the result must be one tensor that includes the part of this
-            rank.
+            if `ReceivedValues.local` is set or messages are merged.
+        needs_one_tensor: whether the result must be one tensor that includes the values of this
+            rank, so that `ReceivedValues.local` is None.
     """
 
     values: Tensor
@@ -465,46 +498,55 @@ class Values(NamedTuple):
     needs_one_tensor: bool = False
 
     def nbytes(self) -> tuple[list[int], list[int]]:
-        """Return the bytes of the messages to each rank, and of those from each rank."""
+        """Return the number of bytes of the messages to each rank, and from each rank."""
         width = self.codec.payload_dtype(self.values.dtype).itemsize
         sent_splits, received = map(self.codec.payload_splits, (self.sizes, self.received_sizes))
         return [n * width for n in sent_splits], [n * width for n in received]
 
-    def encoded(self) -> Message:
-        """Return the encoded values."""
+    def encode(self) -> Message:
+        """Return the message with the encoded values."""
         splits = self.codec.payload_splits
         payload = self.codec.encode(self.values, list(self.sizes))
         return Message(payload, splits(self.sizes), splits(self.received_sizes), self.received)
 
 
-def start_values(
-    batch: Sequence[Values],
+def start_sending(
+    batch: Sequence[SentValues],
     ranks: RankGroup,
     *,
     content: Content,
     is_merged: bool,
-) -> list[Awaitable[Received]]:
+) -> list[Awaitable[ReceivedValues]]:
     """Start all-to-alls of values without headers; return awaitables of the decoded values.
 
-    `content` is ROWS or GRADIENTS; `is_merged` as in `start_all_to_alls`. Results of FP32, BF16 and
-    FP16 with `loss_scale` 1 are the payloads, others float32. Rows for this rank itself are not
-    sent where `local_part` allows it, unless the messages are merged, the result must be one
-    tensor, or it must be decoded. Of gradients everything in `values` is sent.
+    The results of FP32, BF16 and FP16 with `loss_scale` 1 are in the dtype of the payload, those of
+    other codecs float32. Rows for this rank itself are not sent if there is a `local_slice`, unless
+    messages are merged, the result must be one tensor, or the codec must decode it. Gradients for
+    this rank itself are always sent.
+
+    Args:
+        batch: the values of each message, as many on all ranks.
+        ranks: the ranks, which all make this call.
+        content: ROWS or GRADIENTS.
+        is_merged: whether all messages travel in one collective, see `start_all_to_alls`.
+
+    Raises:
+        RuntimeError: see `start_all_to_alls`.
     """
     messages, results = [], []
     for values in batch:
-        message, local_values = values.encoded(), None
+        message, unsent = values.encode(), None
         can_keep_local = content is Content.ROWS and not is_merged and not values.needs_one_tensor
         if can_keep_local and _is_read_directly(values.codec, message.sent):
-            local_values = local_part(message.sizes, ranks)
+            unsent = local_slice(message.sizes, ranks)
         sizes, local, begin = list(values.received_sizes), None, 0
-        if local_values is not None:
-            local, begin = local_values.of(message.sent), sum(sizes[: ranks.rank])
+        if unsent is not None:
+            local, begin = unsent.select(message.sent), sum(sizes[: ranks.rank])
             sent, received = (
-                without_local(all_sizes, ranks)
+                without_local_size(all_sizes, ranks)
                 for all_sizes in (message.sizes, message.received_sizes)
             )
-            message = Message(local_values.others(message.sent), sent, received)
+            message = Message(unsent.select_others(message.sent), sent, received)
         messages.append(message)
         results.append(partial(_wait_and_decode, values.codec, sizes, local, begin))
     pending = start_all_to_alls(messages, ranks, content=content, is_merged=is_merged)
@@ -515,7 +557,7 @@ def start_values(
 
 
 def _is_read_directly(codec: Codec, payload: Tensor) -> bool:
-    """Return whether a payload has the values themselves, in a dtype that kernels convert."""
+    """Return whether kernels can read the values from the payload, which needs no decoding."""
     return payload.is_floating_point() and getattr(codec, "loss_scale", 1.0) == 1.0
 
 
@@ -525,12 +567,13 @@ def _wait_and_decode(
     local: Tensor | None,
     local_begin: int,
     pending: Awaitable[Tensor],
-) -> Received:
+) -> ReceivedValues:
     """Wait for a payload and decode it, unless kernels can read it as it is.
 
-    `local` and `local_begin` are those of `Received`.
+    `sizes` are the numbers of values from each rank; `local` and `local_begin` are those of
+    `ReceivedValues`.
     """
     payload = pending.wait()
     if _is_read_directly(codec, payload):
-        return Received(payload, local, local_begin)
-    return Received(codec.decode(payload, sizes, torch.float32))
+        return ReceivedValues(payload, local, local_begin)
+    return ReceivedValues(codec.decode(payload, sizes, torch.float32))

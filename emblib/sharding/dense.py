@@ -188,7 +188,7 @@ def _tensors_of(submodule: nn.Module) -> list[Tensor]:
 
 
 @without_gradients
-def copy_from_first(module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> None:
+def broadcast_state(module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> None:
     """Copy all parameters and buffers but those in `ignored` from rank 0 to every rank.
 
     A collective. The modules of all ranks must have the same names, shapes and dtypes, and the

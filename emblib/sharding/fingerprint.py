@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from emblib.optim import Optimizer
-from emblib.sharding.plan import ranges
+from emblib.sharding.plan import format_ranks
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
 
@@ -132,7 +132,7 @@ def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
     return texts
 
 
-def differences_of_present(ranks: RankGroup, description: Description) -> list[str]:
+def differences_where_present(ranks: RankGroup, description: Description) -> list[str]:
     """Return a text per value that differs between the ranks whose descriptions have it.
 
     A collective; the result is the same on all ranks, with at most `_MAX_DIFFERENCES` texts.
@@ -151,7 +151,7 @@ def _values_text(values: Mapping[int, str]) -> str:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
 def _abbreviate(text: str) -> str:

@@ -20,7 +20,7 @@ from emblib.jagged.jagged_tensor import running_sums
 from emblib.jagged.keyed_layout import block_offsets
 from emblib.ops import route
 from emblib.sharding.awaitables import Awaitable
-from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
+from emblib.sharding.layout import BlockRouting, CollectionLayout, sum_in_nodes
 from emblib.sharding.layout_buffers import LayoutBuffers
 from emblib.sharding.ranks import RankGroup, can_sum_in_nodes
 
@@ -146,7 +146,7 @@ class IncomingBatch(NamedTuple):
         weights: float32, one per id; None for unweighted lookups.
         bag_counts: `bag_counts[u][r]` is the number of bags of unit u from rank r. Units of
             replicated tables come last, if their ids are sent.
-        by_unit: whether units may differ in their number of bags; rows then return by unit.
+        is_by_unit: whether units may differ in their number of bags; rows then return by unit.
         ids_per_segment: `[ranks, units]`, number of ids for each unit from each rank; not used if
             `sent` is None.
         num_ids: number of ids from each rank, without ids for replicated tables.
@@ -163,7 +163,7 @@ class IncomingBatch(NamedTuple):
     offsets: Tensor
     weights: Tensor | None
     bag_counts: list[list[int]]
-    by_unit: bool
+    is_by_unit: bool
     ids_per_segment: Tensor
     num_ids: list[int]
     num_replicated_ids: int
@@ -178,7 +178,7 @@ class _InFlight(NamedTuple):
     Attributes:
         inputs: the batch of this rank.
         batch: the batch that was sent, without the tensors that are in flight.
-        bag_counts: `bag_counts[u][r]`, as in `IncomingBatch`; so are `by_unit`, `num_ids`,
+        bag_counts: `bag_counts[u][r]`, as in `IncomingBatch`; so are `is_by_unit`, `num_ids`,
             `num_replicated_ids` and `skips_sums`.
         num_bags: bags in the message from each rank.
         sizes: elements of the message from each rank: lengths of bags, then ids.
@@ -187,7 +187,7 @@ class _InFlight(NamedTuple):
     inputs: LocalBatch
     batch: OutgoingBatch
     bag_counts: list[list[int]]
-    by_unit: bool
+    is_by_unit: bool
     num_bags: list[int]
     sizes: list[int]
     num_ids: list[int]
@@ -217,9 +217,10 @@ class ScaledGradient(torch.autograd.Function):
 class InputDist(LayoutBuffers):
     """Sorts the ids of batches for the ranks whose shards have their rows, and the received ids.
 
-    `start_input_dists` sends them: it calls `outgoing` and `headers` before the sizes are sent,
-    `parse_headers` once those of all ranks have arrived, and `finish` to receive the ids. None of
-    these starts a collective; `outgoing`, `finish` and `positions` may wait for the device.
+    `start_input_dists` sends them. It calls `sort_by_destination` and `headers` before the sizes
+    are sent, `parse_headers` once the headers of all ranks have arrived, and `sort_received` to
+    receive the ids. None of these methods starts a collective. `sort_by_destination`,
+    `sort_received` and `positions` may wait for the device.
 
     Args:
         layout: the units of all ranks.
@@ -235,7 +236,7 @@ class InputDist(LayoutBuffers):
     def __init__(
         self,
         layout: CollectionLayout,
-        blocks: Blocks,
+        blocks: BlockRouting,
         ranks: RankGroup,
         scale: float,
         *,
@@ -325,7 +326,7 @@ class InputDist(LayoutBuffers):
         """Return the number of entries of a header for this rank."""
         return len(_Header) + len(self._features_of_ranks[self._ranks.rank])
 
-    def outgoing(self, inputs: LocalBatch) -> OutgoingBatch:
+    def sort_by_destination(self, inputs: LocalBatch) -> OutgoingBatch:
         """Sort a batch by destination: rank, then unit. Weights keep their gradient.
 
         Ids of uint64, which are keys of hash tables, are sent as int64 with the same bits.
@@ -549,7 +550,7 @@ class InputDist(LayoutBuffers):
                 list(unit_bags)
                 for unit_bags in zip(*(h[len(_Header) :] for h in headers), strict=True)
             ],
-            by_unit=any(header[_Header.ROW_ORDER] != _RowOrder.BY_BAG for header in headers),
+            is_by_unit=any(header[_Header.ROW_ORDER] != _RowOrder.BY_BAG for header in headers),
             num_bags=num_bags,
             sizes=[a + b for a, b in zip(num_bags, num_ids, strict=True)],
             num_ids=[
@@ -561,7 +562,7 @@ class InputDist(LayoutBuffers):
             ),
         )
 
-    def finish(
+    def sort_received(
         self,
         in_flight: _InFlight,
         ids: Awaitable[Tensor],
@@ -595,7 +596,7 @@ class InputDist(LayoutBuffers):
             offsets=running_sums(lengths),
             weights=in_unit_order(weights),
             bag_counts=in_flight.bag_counts,
-            by_unit=in_flight.by_unit,
+            is_by_unit=in_flight.is_by_unit,
             ids_per_segment=segment_sizes[:, 1:],
             num_ids=in_flight.num_ids,
             num_replicated_ids=in_flight.num_replicated_ids,
@@ -634,7 +635,7 @@ def _split_lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tenso
     segment_sizes[:, 0] = torch.tensor(in_flight.num_bags, device="cpu")
     if not num_units:
         return payload.new_empty(0), segment_sizes
-    if not in_flight.by_unit:
+    if not in_flight.is_by_unit:
         shaped = [block.view(num_units, -1) for block in blocks]
         for rank, block in enumerate(shaped):
             torch.sum(block, 1, dtype=payload.dtype, out=segment_sizes[rank, 1:])

@@ -65,7 +65,7 @@ class _Outgoing(NamedTuple):
         """Sort the batch of a request that has one."""
         input_dist, inputs = request
         assert inputs is not None
-        return cls(input_dist, inputs, input_dist.outgoing(inputs))
+        return cls(input_dist, inputs, input_dist.sort_by_destination(inputs))
 
 
 InputsInFlight = Awaitable[list[Awaitable[IncomingBatch]] | None]
@@ -172,7 +172,7 @@ def _send_ids(
                 batch.weights, batch.num_ids, expected.received_ids(), ranks, next(payloads)
             )
         counts = None if batch.counts is None else next(payloads)
-        finish = partial(input_dist.finish, merges_rows=merges_rows)
+        finish = partial(input_dist.sort_received, merges_rows=merges_rows)
         results.append(DeferredAwaitable(partial(finish, expected, ids, weights, counts)))
     return results
 

@@ -279,7 +279,7 @@ def _rank_layout(
     return RankLayout(tuple(table_shards), ordered, sum(unit.columns for unit in units))
 
 
-class Blocks(NamedTuple):
+class BlockRouting(NamedTuple):
     """The routing of ids to units, as rows of the tensors that `emblib.ops.route` takes.
 
     Attributes:
@@ -293,7 +293,7 @@ class Blocks(NamedTuple):
     units: list[int]
 
 
-def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
+def block_routing(configs: Sequence[Config], layout: CollectionLayout) -> BlockRouting:
     """Return the blocks of rows that each feature's table is cut into.
 
     Shards that overlap in rows have the same rows, which `ParameterSharding.check` has checked.
@@ -305,7 +305,7 @@ def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
             units_by_rows = units_by_feature.setdefault(unit.feature, {})
             units_by_rows.setdefault(unit.shard.rows, []).append(unit_number)
             unit_number += 1
-    result = Blocks([], [], [])
+    result = BlockRouting([], [], [])
     for f, feature in enumerate(layout.features):
         config = configs[feature.table]
         spans = sorted(units_by_feature.get(f, {}).items())

@@ -27,7 +27,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.tables.recomputation import checkpointed_forward
 
 
-class Inputs(NamedTuple):
+class CollectionRequests(NamedTuple):
     """The input_dists of a collection's batch, and the function that joins the received batches.
 
     `requests` has an awaitable of the batch in place of a request if the batch is not sent.
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     join: Callable[[list[IncomingBatch]], Any]
 
 
-class Outputs(NamedTuple):
+class CollectionSteps(NamedTuple):
     """The lookups of a collection, and the function that joins their outputs.
 
     `steps` has the output in place of a lookup if its rows are not sent. `join` takes the outputs
@@ -55,7 +55,7 @@ class ShardedModule(Protocol):
     sent_ahead: SentAhead | None  # set by a model while its forward runs
     training: bool
 
-    def inputs(self, features: Any) -> Inputs:
+    def collection_requests(self, features: Any) -> CollectionRequests:
         """Return the messages of a batch; `features` is None on a rank that has none."""
 
     def input_dist(self, features: Any) -> Awaitable[Awaitable[Any]]:
@@ -70,7 +70,7 @@ class ShardedModule(Protocol):
     def compute_and_output_dist(self, received: Any) -> LazyAwaitable[Any]:
         """Look up the received ids and start to return the rows."""
 
-    def outputs(self, rows: Any, received: Any) -> Outputs:
+    def collection_steps(self, rows: Any, received: Any) -> CollectionSteps:
         """Return the lookups of a batch."""
 
 
@@ -170,14 +170,14 @@ def start_joint_input_dist(
         calls: the collections and their batches.
         error: error to raise, because this rank could not find its batches; None if it did.
     """
-    inputs: list[Inputs] = []
+    inputs: list[CollectionRequests] = []
     if error is None:
         try:
-            inputs = [call.module.inputs(call.features) for call in calls]
+            inputs = [call.module.collection_requests(call.features) for call in calls]
         except Exception as raised:
             error = raised
     if error is not None:
-        inputs = [call.module.inputs(None) for call in calls]
+        inputs = [call.module.collection_requests(None) for call in calls]
     pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [
@@ -234,7 +234,7 @@ def start_joint_output_dist(
     Returns a function per collection that returns its output, connected to autograd where gradients
     are enabled when it is called.
     """
-    outputs = [call.module.outputs(call.rows, call.received) for call in calls]
+    outputs = [call.module.collection_steps(call.rows, call.received) for call in calls]
     results: list[list[Any]] = [list(module_outputs.steps) for module_outputs in outputs]
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [

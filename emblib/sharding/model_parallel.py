@@ -19,7 +19,7 @@ from emblib.sharding import fingerprint
 from emblib.sharding.codecs import CommPrecision
 from emblib.sharding.dense import (
     Wrapping,
-    copy_from_first,
+    broadcast_state,
     is_fully_sharded,
     materialise,
     parse_wrapping,
@@ -56,10 +56,10 @@ class DistributedModelParallel(nn.Module):
     Args:
         module: the model, which is modified; or one collection, which is not.
         ranks: the ranks, or a process group or `DeviceMesh` of them; by default all processes.
-        plan: a `ShardingPlan`, or {path of a collection: {table: rule}}. By default `planner` makes
-            the plan.
-        planner: a `Planner`, which runs on rank 0 if there is no plan; by default a planner for
-            machines like this one and batches of `DEFAULT_BATCH_SIZE` examples.
+        plan: a `ShardingPlan`, or {path of a collection: {table: rule}}. For None `planner` makes
+            the plan of all collections.
+        planner: a `Planner`, which runs on rank 0 if `plan` is None, else is ignored. None is a
+            planner for machines like this one and batches of `DEFAULT_BATCH_SIZE` examples.
         optimizer: optimizer of tables whose configuration has none, fused into the backward pass;
             None uses the optimizer of their collection.
         wrap: how the dense part is parallelized: "ddp", "fully_shard", "none" or None, or
@@ -108,9 +108,14 @@ class DistributedModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.ranks = RankGroup.from_value(ranks)
+
+        def check() -> Wrapping | None:
+            collections_of(module)  # raises for a model that is not a module
+            return parse_wrapping(wrap)
+
         wrapping = fingerprint.agree(
             self.ranks,
-            prepare=lambda: (collections_of(module), parse_wrapping(wrap))[1],
+            prepare=check,
             describe=lambda parsed: {
                 "": fingerprint.settings_of(
                     self.ranks,
@@ -132,26 +137,26 @@ class DistributedModelParallel(nn.Module):
         )
         fingerprint.agree(
             self.ranks,
-            prepare=lambda: _place_dense(model, self.ranks, init_parameters=init_parameters),
+            prepare=lambda: _move_dense(model, self.ranks, init_parameters=init_parameters),
         )
-        copy_from_first(model, self.ranks, names_of_tables(model))
+        broadcast_state(model, self.ranks, names_of_tables(model))
         mark_as_replicas(model, self.ranks)
         self._wrapped, self._is_wrapped = model, False
         self._joint_dist = JointDist(model, self.ranks)
         if wrapping is not None:
             self.wrap_dense(wrapping)
 
-    def wrap_dense(self, wrap: str | Wrapping) -> None:
-        """Wrap the dense part of a model that was made with `wrap="none"`; a collective.
+    def wrap_dense(self, wrap: str | Wrapping | None) -> None:
+        """Wrap the dense part of a model that was made with `wrap="none"`; all ranks call this.
 
-        After its checks it does nothing on one rank, for "none", or if no parameter of the dense
-        part is trained. If the caller allocated the dense part, its values must be equal on all
-        ranks; not checked.
+        After its checks it does nothing on one rank, for "none" or None, or if no parameter of the
+        dense part is trained. If the caller has allocated the dense part, its values must be equal
+        on all ranks, which is not checked.
 
         Raises:
             RuntimeError: the dense part is wrapped already, or has a parameter or buffer on the
                 meta device, on this rank or on another one.
-            ValueError: `wrap` is another value, or differs between ranks.
+            ValueError: `wrap` is not a value that the constructor takes, or differs between ranks.
         """
         model = self.module
         wrapping = fingerprint.agree(
@@ -214,7 +219,7 @@ class DistributedModelParallel(nn.Module):
     @property
     @shows_attribute_errors
     def tables(self) -> DynamicTables:
-        """Return the handles of dynamic tables, by name; their methods are collectives."""
+        """Return the handles of dynamic tables, by name; all ranks must call their methods."""
         return tables_of(self.module)
 
     @cached_property
@@ -305,7 +310,7 @@ def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
     return description
 
 
-def _place_dense(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) -> None:
+def _move_dense(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) -> None:
     """Move the model to the device of this rank, and allocate it there if `init_parameters`.
 
     Otherwise tensors on the meta device stay there.
@@ -346,7 +351,7 @@ def _check_that_tables_are_sharded(module: nn.Module) -> None:
 
 
 def names_of_tables(module: nn.Module) -> set[str]:
-    """Return the names of parameters and buffers of the sharded collections."""
+    """Return the names in `module` of the parameters and buffers of its sharded collections."""
     names: set[str] = set()
     for path, part in sharded_modules(module).items():
         prefix = f"{path}." if path else ""
@@ -369,10 +374,18 @@ def _names_of_dense_tables(module: nn.Module) -> set[str]:
 def make_plan(
     module: nn.Module, planner: Planner | None, ranks: RankGroup, optimizer: Optimizer | None
 ) -> ShardingPlan:
-    """Return the plan of a planner, or for None of a planner for this machine; all ranks call this.
+    """Make the plan of a model, on rank 0, and return it on all ranks, which all call this.
 
-    `optimizer` is that of tables whose configuration has none. Raises PlanError, on all ranks, if
-    no plan fits into memory.
+    Args:
+        module: the model, with unsharded collections.
+        planner: the planner; None is one for machines like this one and `DEFAULT_BATCH_SIZE`.
+        ranks: the ranks to plan for.
+        optimizer: optimizer of tables whose configuration has none.
+
+    Raises:
+        TypeError: `planner` is neither None nor a planner.
+        RuntimeError: the planner of another rank is wrong.
+        PlanError: no plan fits into memory; on all ranks.
     """
     from emblib.sharding.planner import Planner, Topology, collective_plan
 

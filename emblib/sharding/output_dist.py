@@ -25,7 +25,7 @@ from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import known_scale, note_finite
 from emblib.sharding.all_to_all import start_all_gather, start_minimum
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
-from emblib.sharding.codecs import FP32, CommPrecision, Received, Values, start_values
+from emblib.sharding.codecs import FP32, CommPrecision, ReceivedValues, SentValues, start_sending
 from emblib.sharding.headers import Content, Headers, gradient_headers
 from emblib.sharding.layout import NodeSums, RankLayout
 from emblib.sharding.ranks import NodeRanks, RankGroup, split_by_node
@@ -63,8 +63,9 @@ class OutputStep(ABC):
         is_small: whether the rows may travel with rows of other lookups, see
             `IncomingBatch.merges_rows`; the same on all ranks.
         hyperparams: hyperparameters of tables, which ranks compare in backward; None without.
-        node_sums: sums of the lookup in nodes; None without. `rows` does not return the rows to sum
-            (`NodeSumStep.pack`), and `assemble` gets the sums after the rows of single ranks.
+        node_sums: sums of the lookup in nodes; None without. Then `rows_to_send` does not return
+            the rows to sum (`NodeSumStep.pack`), and `assemble` gets the sums after the rows of
+            single ranks.
         local_shape, replica_shape, sink_shape: shapes of `local`, `replica_rows` and
             `gradient_sink`, which are set to None once in use; None without such.
     """
@@ -90,23 +91,24 @@ class OutputStep(ABC):
         self.replica_sizes = list(replica_sizes)
 
     @abstractmethod
-    def rows(self) -> Values:
+    def rows_to_send(self) -> SentValues:
         """Return the rows to send.
 
-        They are flat, ordered by the receiving rank; `Values` has the number of elements for each.
+        They are flat, ordered by the receiving rank; `SentValues` has the number of elements for
+        each rank.
         """
 
     @abstractmethod
-    def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
+    def assemble(self, received: ReceivedValues, replica_rows: Tensor | None) -> Tensor:
         """Return the output, float32.
 
         `received` has the rows from all ranks, flat, in the order of ranks, this rank's own rows
         possibly in `received.local`; then the sums of nodes, if there are any. Their dtype is that
-        of a result of `start_values`.
+        of a result of `start_sending`.
         """
 
     @abstractmethod
-    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[SentValues, Tensor | None]:
         """Return the gradients of rows to send, and those of replicated tables' rows, flat.
 
         The latter are None or empty without such tables. `grad` has the shape of the output. With
@@ -153,16 +155,16 @@ class _RowsInFlight:
     def __init__(self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool) -> None:
         self._steps, self._ranks, self._is_merged = list(steps), ranks, is_merged
         sums = [step.node_sums for step in steps]
-        rows = self._start_values([step.rows() for step in steps], sums, Content.ROWS)
-        self._rows: list[Awaitable[Received] | None] = [
+        rows = self._start_sending([step.rows_to_send() for step in steps], sums, Content.ROWS)
+        self._rows: list[Awaitable[ReceivedValues] | None] = [
             *start_sums(sums, rows, is_merged=is_merged)
         ]
         self._headers: Headers | None = None
         self._announced: set[int] = set()  # outputs with a gradient, not yet in a header
         # By lookup: the gradients of its rows, and the gradients of replicated tables' rows.
-        self._ready_gradients: dict[int, tuple[Values, Tensor | None]] = {}
+        self._ready_gradients: dict[int, tuple[SentValues, Tensor | None]] = {}
         self._gradients_in_flight: dict[
-            int, tuple[Awaitable[Received], Awaitable[Tensor] | None]
+            int, tuple[Awaitable[ReceivedValues], Awaitable[Tensor] | None]
         ] = {}
         self._scaling: _Scaling | None = None
         # A rank without tables takes part in backward too: the anchor requires a gradient.
@@ -174,16 +176,16 @@ class _RowsInFlight:
         for step in self._steps:
             step.local = step.gradient_sink = None
 
-    def _start_values(
-        self, values: Sequence[Values], sums: Sequence[NodeSumStep | None], content: Content
-    ) -> list[Awaitable[Received]]:
+    def _start_sending(
+        self, values: Sequence[SentValues], sums: Sequence[NodeSumStep | None], content: Content
+    ) -> list[Awaitable[ReceivedValues]]:
         """Start to send values to single ranks; return their awaitables, by step.
 
         A step for which no rank has values sends nothing, and gets its own, empty values.
         """
         is_sent = [step is None or step.has_direct for step in sums]
         received = iter(
-            start_values(
+            start_sending(
                 [
                     step_values
                     for step_values, is_used in zip(values, is_sent, strict=True)
@@ -195,7 +197,7 @@ class _RowsInFlight:
             )
         )
         return [
-            next(received) if is_used else ReadyAwaitable(Received(step_values.values))
+            next(received) if is_used else ReadyAwaitable(ReceivedValues(step_values.values))
             for step_values, is_used in zip(values, is_sent, strict=True)
         ]
 
@@ -299,7 +301,9 @@ class _RowsInFlight:
         sums = [self._steps[index].node_sums for index in indices]
         pending = start_gradients_of_sums(
             sums,
-            self._start_values([gradients[index][0] for index in indices], sums, Content.GRADIENTS),
+            self._start_sending(
+                [gradients[index][0] for index in indices], sums, Content.GRADIENTS
+            ),
             is_merged=self._is_merged,
         )
         for index, local in zip(indices, pending, strict=True):
@@ -450,7 +454,7 @@ class NodeSumDist:
     gradients are sent between ranks with equal local numbers, then to all ranks of the node.
 
     The codecs of a `CommPrecision` apply between nodes. Within a node rows are float32, and
-    gradients are passed on as they arrived, in 16 bits or float32 (`start_values`). A batch of
+    gradients are passed on as they arrived, in 16 bits or float32 (`start_sending`). A batch of
     which a rank has dropped bags of summed units is not summed in nodes
     (`IncomingBatch.skips_sums`).
 
@@ -475,7 +479,7 @@ class NodeSumDist:
         self._units_of_sums = sums.units[ranks.rank]
         summed = {i for members in self._units_of_sums for i in members}
         self._direct_units = [i for i in range(len(layout.units)) if i not in summed]
-        # The bags and `by_unit` of the last batch, and their packing, which the next batch often
+        # The bags and `is_by_unit` of the last batch, and their packing, which the next batch often
         # needs again.
         self._last_packing: tuple[tuple[list[list[int]], bool], _Packing] | None = None
 
@@ -489,7 +493,7 @@ class NodeSumDist:
         received_sizes: list[int],
         comm_precision: CommPrecision,
         *,
-        by_unit: bool,
+        is_by_unit: bool,
     ) -> NodeSumStep:
         """Return the sums of one lookup.
 
@@ -498,11 +502,11 @@ class NodeSumDist:
                 replicated tables may follow, and are ignored.
             received_sizes: elements of the sums that this rank gets from each node.
             comm_precision: the codecs between nodes.
-            by_unit: whether rows lie unit after unit, see `IncomingBatch`.
+            is_by_unit: whether rows lie unit after unit, see `IncomingBatch`.
         """
-        key = [list(unit_bags) for unit_bags in bags[: len(self._layout.units)]], by_unit
+        key = [list(unit_bags) for unit_bags in bags[: len(self._layout.units)]], is_by_unit
         if self._last_packing is None or self._last_packing[0] != key:
-            self._last_packing = key, self._packing(key[0], by_unit=by_unit)
+            self._last_packing = key, self._packing(key[0], is_by_unit=is_by_unit)
         return NodeSumStep(
             self._last_packing[1],
             self.groups,
@@ -511,7 +515,7 @@ class NodeSumDist:
             has_direct=self.has_direct,
         )
 
-    def _packing(self, bags: list[list[int]], *, by_unit: bool) -> _Packing:
+    def _packing(self, bags: list[list[int]], *, is_by_unit: bool) -> _Packing:
         """Compute the order in which the rows of this rank are sent, for one set of batch sizes.
 
         `bags[u][r]` is the number of bags of unit u for rank r. First come the rows for single
@@ -521,7 +525,7 @@ class NodeSumDist:
         world, local_size = self._ranks.size, self._ranks.local_size
         units = self._layout.units
         widths = [unit.columns for unit in units]
-        positions = _row_positions(widths, bags, world, by_unit=by_unit)
+        positions = _row_positions(widths, bags, world, is_by_unit=is_by_unit)
         targets: list[route.TargetRow] = []
         pieces: list[route.PieceRow] = []
         end = 0
@@ -534,7 +538,7 @@ class NodeSumDist:
             nonlocal end
             group_widths = [widths[members[0]] for members in groups]
             group_bags = [[bags[members[0]][rank]] for members in groups]
-            starts = _row_positions(group_widths, group_bags, 1, by_unit=by_unit)[0]
+            starts = _row_positions(group_widths, group_bags, 1, is_by_unit=is_by_unit)[0]
             for members, (start, stride), width, (count,) in zip(
                 groups, starts, group_widths, group_bags, strict=True
             ):
@@ -569,12 +573,12 @@ class NodeSumDist:
             num_direct=num_direct,
             local_sizes=[sum(sizes_of_nodes) for sizes_of_nodes in sum_sizes],
             sent_sizes=sum_sizes[self._ranks.local_rank],
-            row_size=math.gcd(*sum_widths) if by_unit else sum(sum_widths),
+            row_size=math.gcd(*sum_widths) if is_by_unit else sum(sum_widths),
         )
 
 
 def _row_positions(
-    widths: Sequence[int], bags: Sequence[Sequence[int]], num_ranks: int, *, by_unit: bool
+    widths: Sequence[int], bags: Sequence[Sequence[int]], num_ranks: int, *, is_by_unit: bool
 ) -> list[list[tuple[int, int]]]:
     """Return (first element, stride) of the rows of each unit, by rank and unit.
 
@@ -582,14 +586,14 @@ def _row_positions(
         widths: columns of each unit.
         bags: `bags[u][r]` is the number of bags of unit u for rank r.
         num_ranks: number of ranks, whose rows follow one another.
-        by_unit: whether rows of a rank lie unit after unit, else side by side.
+        is_by_unit: whether rows of a rank lie unit after unit, else side by side.
     """
     result: list[list[tuple[int, int]]] = []
     end, columns = 0, list(accumulate(widths, initial=0))
     for rank in range(num_ranks):
         counts = [unit_bags[rank] for unit_bags in bags]
         sizes = [width * count for width, count in zip(widths, counts, strict=True)]
-        if by_unit:
+        if is_by_unit:
             firsts = list(accumulate(sizes, initial=end))[:-1]
             result.append(list(zip(firsts, widths, strict=True)))
         else:
@@ -643,15 +647,15 @@ class NodeSumStep:
         self._rows = rows[packing.num_direct :]
         return rows[: packing.num_direct]
 
-    def rows_to_sum(self) -> Values:
+    def rows_to_sum(self) -> SentValues:
         """Return the rows to send to the ranks of this node that sum them."""
         rows, self._rows = self._rows, None
         assert rows is not None
         size = self.local_sizes[self.groups.local.rank]
         received = [size] * self.groups.local.size
-        return Values(rows, self.local_sizes, received, FP32(), needs_one_tensor=True)
+        return SentValues(rows, self.local_sizes, received, FP32(), needs_one_tensor=True)
 
-    def add_up(self, received: Tensor) -> Values:
+    def add_up(self, received: Tensor) -> SentValues:
         """Add up the rows of the ranks of this node, in their order; return the sums to send.
 
         `received` is flat, the rows of one rank after the other, and empty without `has_sums`. The
@@ -672,7 +676,7 @@ class NodeSumStep:
                 received, targets.to(device), pieces.to(device), None, size, torch.float32
             )
         codec = self._comm_precision.forward
-        return Values(
+        return SentValues(
             sums, self._packing.sent_sizes, self._received_sizes, codec, needs_one_tensor=True
         )
 
@@ -680,12 +684,12 @@ class NodeSumStep:
         """Store the gradients of the sums that this rank received, flat."""
         self._gradients = gradients
 
-    def gradients_to_send(self) -> Values:
+    def gradients_to_send(self) -> SentValues:
         """Return the gradients of sums, to send between nodes."""
         gradients, self._gradients = self._gradients, None
         assert gradients is not None
         codec = self._comm_precision.backward
-        return Values(gradients, self._received_sizes, self._packing.sent_sizes, codec)
+        return SentValues(gradients, self._received_sizes, self._packing.sent_sizes, codec)
 
     def unpack(self, gradients: Tensor) -> Tensor:
         """Return the gradient of the rows that `pack` took, flat; float32 if it `has_sums`.
@@ -701,8 +705,11 @@ class NodeSumStep:
 
 
 def start_sums(
-    steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Received]], *, is_merged: bool
-) -> list[Awaitable[Received]]:
+    steps: Sequence[NodeSumStep | None],
+    direct: Sequence[Awaitable[ReceivedValues]],
+    *,
+    is_merged: bool,
+) -> list[Awaitable[ReceivedValues]]:
     """Sum rows within the node, and start to send the sums.
 
     In the result the sums follow the rows of `direct`. Waits for the ranks of this node if any of
@@ -712,7 +719,7 @@ def start_sums(
     if not summed:
         return pending
     groups, with_sums = summed[0].groups, [step for step in summed if step.has_sums]
-    local = start_values(
+    local = start_sending(
         [step.rows_to_sum() for step in with_sums],
         groups.local,
         content=Content.ROWS,
@@ -720,7 +727,7 @@ def start_sums(
     )
     received = {id(step): rows.wait().values for step, rows in zip(with_sums, local, strict=True)}
     no_rows = torch.empty(0, dtype=torch.float32, device=groups.local.device)
-    sums = start_values(
+    sums = start_sending(
         [step.add_up(received.pop(id(step), no_rows)) for step in summed],
         groups.across,
         content=Content.ROWS,
@@ -730,8 +737,11 @@ def start_sums(
 
 
 def start_gradients_of_sums(
-    steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Received]], *, is_merged: bool
-) -> list[Awaitable[Received]]:
+    steps: Sequence[NodeSumStep | None],
+    direct: Sequence[Awaitable[ReceivedValues]],
+    *,
+    is_merged: bool,
+) -> list[Awaitable[ReceivedValues]]:
     """Start to send the gradients of sums to the ranks of the nodes that added them up.
 
     In the result these gradients follow those of `direct`. Waits for the ranks with the same local
@@ -741,15 +751,15 @@ def start_gradients_of_sums(
     if not summed:
         return pending
     groups = summed[0].groups
-    gradient_awaitables = start_values(
+    gradient_awaitables = start_sending(
         [step.gradients_to_send() for step in summed],
         groups.across,
         content=Content.GRADIENTS,
         is_merged=is_merged,
     )
     received = [gradients.wait().values for gradients in gradient_awaitables]
-    gathered: list[Awaitable[Received]] = [
-        ReadyAwaitable(Received(gradients))
+    gathered: list[Awaitable[ReceivedValues]] = [
+        ReadyAwaitable(ReceivedValues(gradients))
         if not step.has_sums
         else DeferredAwaitable(
             partial(
@@ -768,15 +778,15 @@ def start_gradients_of_sums(
     return _append_sums(steps, pending, gathered)
 
 
-def _as_received(pending: Awaitable[Tensor]) -> Received:
-    return Received(pending.wait())
+def _as_received(pending: Awaitable[Tensor]) -> ReceivedValues:
+    return ReceivedValues(pending.wait())
 
 
 def _append_sums(
     steps: Sequence[NodeSumStep | None],
-    direct: Sequence[Awaitable[Received]],
-    sums: Sequence[Awaitable[Received]],
-) -> list[Awaitable[Received]]:
+    direct: Sequence[Awaitable[ReceivedValues]],
+    sums: Sequence[Awaitable[ReceivedValues]],
+) -> list[Awaitable[ReceivedValues]]:
     """Append the sums to the direct results of each step that has sums.
 
     `direct` has a result per step, `sums` one per step that is not None.
@@ -790,8 +800,10 @@ def _append_sums(
     ]
 
 
-def _join_received(direct: Awaitable[Received], sums: Awaitable[Received]) -> Received:
+def _join_received(
+    direct: Awaitable[ReceivedValues], sums: Awaitable[ReceivedValues]
+) -> ReceivedValues:
     """Wait for two messages, and concatenate their values."""
     values_of_both = [received.wait().values for received in (direct, sums)]
     parts = [values for values in values_of_both if values.numel()]
-    return Received(torch.cat(parts) if len(parts) > 1 else (parts or values_of_both)[0])
+    return ReceivedValues(torch.cat(parts) if len(parts) > 1 else (parts or values_of_both)[0])

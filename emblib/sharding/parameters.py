@@ -170,7 +170,8 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, a scalar tensor with the same value on all ranks: over several
-        ranks float32 on the device of the ranks, else on the device of the gradients.
+        ranks float32 on the device of the ranks, else in the dtype and on the device of the
+        gradients.
 
     Raises:
         ValueError: `max_norm` is negative or NaN, or `norm_type` is not above 0; backward updates

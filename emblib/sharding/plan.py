@@ -47,8 +47,14 @@ class ShardingPlan:
     `str(plan)` formats the plan as a table; `save` and `load` store it as JSON. `plan[path]` raises
     KeyError if the plan has no such collection.
 
+    Args:
+        modules: {path of a collection: {table: sharding}}, which is copied.
+        world: the world that the plan is for, a `World` or its two numbers.
+
     Raises:
-        TypeError: a table has something else than a `ParameterSharding`, such as a rule.
+        TypeError: `modules` is not such a mapping, e.g. because a table has a rule; or `world` is
+            not two ints.
+        ValueError: `world` has a number below 1.
 
     Example:
         >>> model = torch.nn.Sequential(
@@ -67,6 +73,14 @@ class ShardingPlan:
     world: World
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "world", _checked_world(self.world))
+        if not isinstance(self.modules, Mapping) or not all(
+            isinstance(tables, Mapping) for tables in self.modules.values()
+        ):
+            raise TypeError(
+                "the modules of a ShardingPlan must be {path: {table: ParameterSharding}}, got "
+                f"{self.modules!r}"
+            )
         for tables in self.modules.values():
             for table, sharding in tables.items():
                 if not isinstance(sharding, ParameterSharding):
@@ -76,7 +90,6 @@ class ShardingPlan:
                     )
         frozen = {path: MappingProxyType(dict(tables)) for path, tables in self.modules.items()}
         object.__setattr__(self, "modules", MappingProxyType(frozen))
-        object.__setattr__(self, "world", World(*self.world))
 
     def __getitem__(self, path: str) -> ModulePlan:
         if path not in self.modules:
@@ -105,9 +118,10 @@ class ShardingPlan:
     def from_json(cls, text: str) -> "ShardingPlan":
         """Return the plan that `to_json` wrote.
 
+        Whether shards fit their tables is checked when the plan is used.
+
         Raises:
-            ValueError: the text is not the JSON of `to_json`, or has another version. Whether
-                shards fit their tables is checked when the plan is used.
+            ValueError: `text` is not JSON that `to_json` wrote, or is of another version.
         """
         try:
             data = json.loads(text)
@@ -131,7 +145,7 @@ class ShardingPlan:
         """Write the plan as JSON with a checksum, atomically.
 
         Raises:
-            OSError: the file could not be written, see `durable_files.saving`.
+            OSError: the file cannot be written, see `durable_files.saving`.
             ValueError: see `to_json`.
         """
         save_json(path, self.to_json())
@@ -142,7 +156,7 @@ class ShardingPlan:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file is damaged, or no plan.
+            ValueError: the file is damaged, or has no plan.
         """
         return cls.from_json(load_json(path))
 
@@ -160,16 +174,34 @@ class ShardingPlan:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def module_plan(
+def _checked_world(world: Any) -> World:
+    """Return a `World` of ints; raise TypeError or ValueError for any other value."""
+    try:
+        size, local_size = map(operator.index, world)
+    except (TypeError, ValueError):
+        raise TypeError(f"world must be World(size, local_size), got {world!r}") from None
+    checked = World(size, local_size)
+    _ = checked.num_nodes  # raises ValueError
+    return checked
+
+
+def plan_from_configs(
     configs: Sequence[Config], rules: Mapping[str, Rule | ParameterSharding], world: World
 ) -> dict[str, ParameterSharding]:
-    """Make the plan of the tables of one collection from a rule or a sharding per table.
+    """Make the plan of one collection from the configurations of its tables.
+
+    Args:
+        configs: configurations of the tables.
+        rules: a rule or a sharding per table, by name.
+        world: the ranks.
 
     Raises:
-        ValueError: a table has no rule, a rule has no table, shards do not fit, or a storage cannot
-            be sharded.
-        TypeError: an entry of `rules` is not a rule, or `rules` is not a mapping.
+        ValueError: a table has no rule, a rule has no table, shards do not fit their table, a
+            storage cannot be sharded, or `world` has a number below 1.
+        TypeError: an entry of `rules` is not a rule, `rules` is not a mapping, or `world` is not
+            two ints.
     """
+    world = _checked_world(world)
     if not isinstance(rules, Mapping):
         raise TypeError(
             "the plan of a collection must be {table: rule}, e.g. {'t': row_wise()}, got "
@@ -180,7 +212,7 @@ def module_plan(
         rule = rules.get(config.name)
         storage = rule.storage if isinstance(rule, ParameterSharding) else None
         shapes[config.name] = shape_of(config, storage)
-    return construct_plan(shapes, {n: _as_rule(n, rule) for n, rule in rules.items()}, world)
+    return plan_from_shapes(shapes, {n: _as_rule(n, rule) for n, rule in rules.items()}, world)
 
 
 def _as_rule(name: str, rule: Rule | ParameterSharding) -> Rule:
@@ -200,14 +232,15 @@ def _as_rule(name: str, rule: Rule | ParameterSharding) -> Rule:
     return rule
 
 
-def construct_plan(
+def plan_from_shapes(
     shapes: Mapping[str, TableShape], rules: Mapping[str, Rule], world: World
 ) -> dict[str, ParameterSharding]:
-    """Make the plan of one collection from one rule per table.
+    """Make the plan of one collection from the shapes of its tables and one rule per table.
 
     Raises:
-        ValueError: a table has no rule, a rule has no table, or shards do not tile a table.
-        TypeError: a rule returned another value than a ParameterSharding.
+        ValueError: a table has no rule, a rule has no table, or shards do not tile their table; or
+            a rule raised it.
+        TypeError: a rule returned another value than a `ParameterSharding`, or raised it.
     """
     missing_tables, unknown_tables = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
     if missing_tables or unknown_tables:
@@ -234,11 +267,14 @@ def _table_cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
     distinct = sorted(set(shapes), key=shapes.index)
     parts = ", ".join(f"{shapes.count(shape)} of {shape}" for shape in distinct[:3])
     omitted = f", ... {len(shapes)} in all" if len(distinct) > 3 else ""
-    return sharding.type.value, storage, ranges(sharding.ranks), parts + omitted
+    return sharding.type.value, storage, format_ranks(sharding.ranks), parts + omitted
 
 
-def ranges(ranks: Sequence[int], max_ranges: int | None = None) -> str:
-    """Format ranks as ranges, at most `max_ranges` of them: `0-3, 6` for 0, 1, 2, 3, 6."""
+def format_ranks(ranks: Sequence[int], max_ranges: int | None = None) -> str:
+    """Format ascending ranks as ranges: `0-3, 6` for 0, 1, 2, 3, 6.
+
+    Of more than `max_ranges` ranges, the others are replaced by `...`; None formats all.
+    """
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
@@ -250,7 +286,7 @@ def ranges(ranks: Sequence[int], max_ranges: int | None = None) -> str:
 
 
 def _format_storage(storage: Storage) -> str:
-    """Format a storage with the options that are set."""
+    """Format a storage with its options; those that are None or () are left out."""
     choices: Any = storage
     values = [
         getattr(storage, f.name)
@@ -261,7 +297,7 @@ def _format_storage(storage: Storage) -> str:
     return f"{type(storage).__name__}({', '.join(texts)})"
 
 
-def _alternatives() -> dict[str, Any]:
+def _plan_storages() -> dict[str, Any]:
     """Return the storages that plans can have, by their names in plans."""
     return {name: kind for name, kind in kinds().items() if kind.is_alternative}
 
@@ -270,7 +306,7 @@ def _sharding_to_json(sharding: ParameterSharding) -> dict[str, Any]:
     """Return a sharding as JSON values; raise ValueError for a storage that plans cannot have."""
     storage = sharding.storage
     if storage is not None and not storage.is_alternative:
-        names = sorted(kind.__name__ for kind in _alternatives().values())
+        names = sorted(kind.__name__ for kind in _plan_storages().values())
         raise ValueError(f"a plan can have the storages {names}, got {storage!r}")
     return {  # with the names of version 1: "boxes" are shards, "kind" is the storage
         "type": sharding.type.value,
@@ -293,11 +329,11 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _sharding_from_json(described: Mapping[str, Any]) -> ParameterSharding:
-    """Return the sharding that `_sharding_to_json` described."""
+    """Return the sharding of the JSON values that `_sharding_to_json` returned."""
     storage: Any = None
     if described["kind"] is not None:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in described["kind"].items()}
-        storage = _alternatives()[str(values.pop("name"))].from_plan(values)
+        storage = _plan_storages()[str(values.pop("name"))].from_plan(values)
     boxes = [map(operator.index, box) for box in described["boxes"]]
     shards = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in boxes)
     return ParameterSharding(ShardingType(described["type"]), shards, storage)

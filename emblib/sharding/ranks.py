@@ -42,9 +42,9 @@ class RankGroup:
         RuntimeError: torchrun has started several processes and `torch.distributed` is not
             initialized, so that each would train alone. Initialize it first, as
             `with init_distributed()` does, or use `RankGroup.single()`.
-        TypeError: `local_size` is no int.
+        TypeError: `group` is not a process group, a mesh or None, or `local_size` is not an int.
         ValueError: `local_size` does not divide the number of ranks, this process is not in the
-            group, or a mesh of several dimensions lacks processes.
+            group, or a mesh of several dimensions does not have all processes in order.
 
     Example:
         >>> ranks = emblib.sharding.RankGroup.single()
@@ -69,6 +69,11 @@ class RankGroup:
             if local_size is None and group.ndim > 1:
                 local_size = group.size(-1)
             group = _group_of_mesh(group)
+        elif not isinstance(group, dist.ProcessGroup | None) and not _is_outside(group):
+            raise TypeError(
+                "ranks must be a RankGroup, a process group, a DeviceMesh, or None for all "
+                f"processes, got {group!r}: `with init_distributed() as ranks:` returns them"
+            )
         elif group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if group is None:
@@ -102,19 +107,8 @@ class RankGroup:
 
     @classmethod
     def from_value(cls, value: RankGroup | dist.ProcessGroup | dist.DeviceMesh | None) -> RankGroup:
-        """Return `value` itself if it is a `RankGroup`, else `RankGroup(value)`.
-
-        Raises:
-            TypeError: `value` is something else.
-        """
-        if isinstance(value, RankGroup):
-            return value
-        if not isinstance(value, dist.ProcessGroup | dist.DeviceMesh | None):
-            raise TypeError(
-                "ranks must be a RankGroup, a process group, a DeviceMesh, or None for all "
-                f"processes, got {value!r}: `with init_distributed() as ranks:` returns them"
-            )
-        return cls(value)
+        """Return `value` if it is a `RankGroup`, else `RankGroup(value)`, which may raise."""
+        return value if isinstance(value, RankGroup) else cls(value)
 
     @property
     def node(self) -> int:
@@ -141,9 +135,10 @@ class RankGroup:
             dist.barrier(self.group)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank; a collective, which pickles the values.
+        """Pickle the values of all ranks, and return them by rank; all ranks call this.
 
-        Every rank must be able to pickle its value: if one raises there, the others wait.
+        Every rank must be able to pickle its value. If a rank cannot, it raises, and the other
+        ranks wait for it. With one rank nothing is pickled.
 
         Raises:
             RuntimeError: another rank exchanges a batch instead; not detected on a GPU.
@@ -177,24 +172,29 @@ class RankGroup:
 def subgroup(
     ranks: RankGroup, members: Sequence[int] | None = None, *, timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
-    """Return a new gloo group of some of `ranks`, or of all of them; None on ranks outside it.
+    """Make a gloo group of some ranks; return None on the other ranks.
 
-    All of `ranks` must call this together, and no other process. It does not matter which other
-    groups each of them is in. `timeout` is that of collectives; None for the default of torch.
+    All of `ranks` must call this together, and no other process, whichever other groups they are
+    in.
+
+    Args:
+        ranks: the ranks that call this.
+        members: the numbers in `ranks` of the members, equal on all ranks; None for all of them.
+        timeout: limit of each collective of the group; None for the default of torch.
 
     Raises:
         ValueError: `ranks` have no process group.
-        RuntimeError: settings of torch would let members wait for each other forever, see
-            `_check_group_names`.
+        RuntimeError: with the environment variables of torch that are set, members would wait for
+            each other forever, see `_check_group_names`.
     """
     if ranks.group is None:
         raise ValueError("a subgroup is made of a process group, and these ranks have none")
     members = range(ranks.size) if members is None else members
     # torch names a group by a counter of each process. Processes that have made different numbers
-    # of groups would look for each other under different names, and hang. Therefore the members
-    # agree on a name here, and connect under it in the store of all processes, because torch
-    # prefixes the store of a group with its own name of the group. This works for gloo alone, whose
-    # constructor is public and takes the store.
+    # of groups would look for each other under different names, and hang. So the members agree on
+    # a name here, and use it in the store of all processes. They cannot use the store of `ranks`:
+    # torch prefixes it with its own name of that group. Only gloo has a public constructor that
+    # takes a store.
     name = ranks.gather_objects(uuid.uuid4().hex)[0]
     return _connect_subgroup(ranks, members, name, timeout) if ranks.rank in members else None
 
@@ -244,10 +244,10 @@ _node_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, NodeRanks]] 
 
 
 def split_by_node(ranks: RankGroup) -> NodeRanks:
-    """Return the groups of this node and across nodes, made by the first call of all `ranks`.
+    """Return the groups of this node and across nodes; the first call for a group makes them.
 
-    All of `ranks` must call this together the first time. `can_sum_in_nodes(ranks)` must be true,
-    which is not checked.
+    All of `ranks` must make the first call together. `can_sum_in_nodes(ranks)` must be true, which
+    is not checked.
     """
     assert ranks.group is not None
     by_size = _node_ranks.setdefault(ranks.group, {})
@@ -255,10 +255,12 @@ def split_by_node(ranks: RankGroup) -> NodeRanks:
         if ranks.device.type == "cpu":
             name = ranks.gather_objects(uuid.uuid4().hex)[0]
             first_rank, timeout = ranks.node * ranks.local_size, _timeout_of(ranks.group)
-            members = range(first_rank, first_rank + ranks.local_size)
-            peers = range(ranks.local_rank, ranks.size, ranks.local_size)
-            local = _connect_subgroup(ranks, members, f"{name}/node{ranks.node}", timeout)
-            across = _connect_subgroup(ranks, peers, f"{name}/across{ranks.local_rank}", timeout)
+            on_node = range(first_rank, first_rank + ranks.local_size)
+            across_nodes = range(ranks.local_rank, ranks.size, ranks.local_size)
+            local = _connect_subgroup(ranks, on_node, f"{name}/node{ranks.node}", timeout)
+            across = _connect_subgroup(
+                ranks, across_nodes, f"{name}/across{ranks.local_rank}", timeout
+            )
         else:
             local, across = make_node_groups(ranks)
         by_size[ranks.local_size] = NodeRanks(
@@ -269,7 +271,7 @@ def split_by_node(ranks: RankGroup) -> NodeRanks:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of a group's collectives in host memory; None where it is not known."""
+    """Return the timeout of a group's collectives in host memory; None if it is not known."""
     try:
         timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001 (of torch)
     except (AttributeError, RuntimeError):
@@ -278,9 +280,9 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def make_node_groups(ranks: RankGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return two new process groups: this node's ranks, and the ranks with this local rank.
+    """Make two process groups: of this node's ranks, and of the ranks with this local rank.
 
-    All processes must call this together.
+    Their backends are those of all processes, who must call this together.
 
     Raises:
         ValueError: `ranks` are not all processes.
@@ -323,9 +325,10 @@ def _connect_hosts(options: Any, store: dist.Store) -> dist.ProcessGroupGloo:
 
 
 def _check_group_names(options: Any, store: dist.Store) -> None:
-    """Raise RuntimeError if torch itself would wait forever for members under another name.
+    """Raise RuntimeError if torch's own names of the group differ and torch would use them.
 
-    It waits for them if one of `_WAITING_SETTINGS` is set. Members then compare torch's names.
+    If one of `_WAITING_SETTINGS` is set, torch lets members wait for each other under these names,
+    forever if they differ. So the members compare them here.
     """
     settings = [
         f"{name}={os.environ.get(name)}"
@@ -345,6 +348,11 @@ def _check_group_names(options: Any, store: dist.Store) -> None:
 
 
 _WAITING_SETTINGS = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_DIST_INIT_BARRIER": "1"}
+
+
+def _is_outside(group: Any) -> bool:
+    """Return whether `dist.new_group` returned `group` on a process that is not in the group."""
+    return group is dist.GroupMember.NON_GROUP_MEMBER
 
 
 def _unpickle_single(device: str) -> RankGroup:
@@ -416,8 +424,8 @@ def invoke_on_rank_and_broadcast_result(
 
     Raises:
         ValueError: `rank` is not one of the ranks.
-        Exception: the function raised it, or pickling the result did; raised on every rank.
-        RuntimeError: on other ranks than `rank`, instead of an error that cannot be pickled.
+        Exception: the function raised it, or the result cannot be pickled; raised on every rank.
+        RuntimeError: on ranks other than `rank`, in place of an error that cannot be pickled.
     """
     if not 0 <= rank < ranks.size:
         raise ValueError(f"rank must be one of 0 to {ranks.size - 1}, and is {rank}")

@@ -15,7 +15,7 @@ from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.codecs import CommPrecision
-from emblib.sharding.dense import Wrapping, copy_from_first
+from emblib.sharding.dense import Wrapping, broadcast_state
 from emblib.sharding.model_parallel import DistributedModelParallel, make_plan, names_of_tables
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan
@@ -24,8 +24,8 @@ from emblib.sharding.shard import Rules
 from emblib.sharding.sharded_tables import GradientReduction, ShardedTables
 from emblib.sharding.table_hyperparams import check_replicas
 
-_CHUNK_FLOATS = 1 << 23  # values per message, 32 MiB
-# Steps and counts of the updates of one replica, in float32; a mean of them would mean nothing.
+_VALUES_PER_MESSAGE = 1 << 23  # 32 MiB of float32
+# The steps and counts of one replica's updates, in float32: their mean would have no meaning.
 _UNSHARED_STATES = frozenset({"prev_iter", "row_counter"})
 
 
@@ -50,7 +50,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
         wrap: way of training the dense part on all ranks, as for `DistributedModelParallel`.
         comm_precision: the codecs of values sent between the ranks of a group.
         gradients: whether table gradients are the mean over the ranks of a group, or the sum.
-        local_size: ranks per node within a group; by default as for `RankGroup`.
+        local_size: number of ranks per node within a group; None as for `RankGroup`.
 
     Attributes:
         ranks: the group of this rank, which shares a replica of the tables.
@@ -58,8 +58,9 @@ class ReplicatedModelParallel(DistributedModelParallel):
         replicas: the ranks with the same shards as this rank, one per group.
 
     Raises:
-        ValueError: `mesh` is no such mesh; a table is a hash table, whose replicas would have
-            different keys, or has no fused optimizer; or replicas differ in their shards.
+        ValueError: `mesh` is not a `DeviceMesh` of two dimensions; a table is a hash table, whose
+            replicas would have different keys, or has no fused optimizer; replicas differ in their
+            shards; or see `DistributedModelParallel`.
         TypeError, RuntimeError: see `DistributedModelParallel`.
         PlanError: no plan fits into the memory of the first group; raised on all ranks.
 
@@ -110,8 +111,8 @@ class ReplicatedModelParallel(DistributedModelParallel):
             gradients=gradients,
         )
         self.all_ranks, self.replicas = all_ranks, replicas
-        fingerprint.agree(all_ranks, self._check_can_average, self._description_of_shards)
-        copy_from_first(self.module, all_ranks, names_of_tables(self.module))
+        fingerprint.agree(all_ranks, self._check_can_average, self._describe_shards)
+        broadcast_state(self.module, all_ranks, names_of_tables(self.module))
         self._copy_tables_from_first()
         if wrap is not None and wrap != "none":
             self.wrap_dense(wrap)
@@ -167,11 +168,12 @@ class ReplicatedModelParallel(DistributedModelParallel):
     def _apply_collective(
         self, collective: Callable[[Tensor], object], *, unshared_states: Set[str] | None
     ) -> None:
-        """Change tables and optimizer states by a collective, in float32 buffers of many values.
+        """Change tables and optimizer states in place by a collective over the replicas.
 
         Args:
-            collective: function that changes a buffer in place, on all replicas together.
-            unshared_states: names of the optimizer states that stay; None is all.
+            collective: function that changes a flat float32 buffer of many values in place. It is
+                called for the same values on all replicas, in the same order.
+            unshared_states: names of optimizer states that do not change; None for all states.
         """
         for chunk in _chunks(self._replicated_values(unshared_states)):
             buffer = torch.cat([value.float().reshape(-1) for value in chunk])
@@ -179,7 +181,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
             new_values = buffer.split([value.numel() for value in chunk])
             for value, new_value in zip(chunk, new_values, strict=True):
                 value.copy_(new_value.view_as(value))
-        # Tables on disk need a commit of the writes to their views.
+        # Writes to views of tables on disk count only once they are committed.
         for groups in self._table_groups():
             for handle in groups.handles:
                 handle.commit()
@@ -190,7 +192,10 @@ class ReplicatedModelParallel(DistributedModelParallel):
             yield from {id(shard.groups): shard.groups for shard in module.local_shards()}.values()
 
     def _replicated_values(self, unshared_states: Set[str] | None) -> Iterator[Tensor]:
-        """Yield tables and optimizer states, each once, as views, except `unshared_states`."""
+        """Yield views of tables and optimizer states, each once, except `unshared_states`.
+
+        None stands for all optimizer states. States that are not floating-point are left out.
+        """
         visited = set()  # a shared table is in the groups of several collections
         for groups in self._table_groups():
             for index, views in enumerate(groups.all_views()):
@@ -223,7 +228,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
                     "each table"
                 )
 
-    def _description_of_shards(self, _: None) -> fingerprint.Description:
+    def _describe_shards(self, _: None) -> fingerprint.Description:
         """Describe the tables and their plan, which must be equal in all groups."""
         return {
             f"table {config.name} of {path or 'the model'}": {
@@ -237,21 +242,22 @@ class ReplicatedModelParallel(DistributedModelParallel):
 
 
 def _chunks(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of slices of the tensors, in order: about `_CHUNK_FLOATS` values per list.
+    """Yield lists of slices of the tensors, in order, as views.
 
-    Tensors are cut between rows, and must have at least one dimension.
+    A list has about `_VALUES_PER_MESSAGE` values. Tensors are cut between rows, and must have at
+    least one dimension.
     """
     chunk: list[Tensor] = []
-    values_left = _CHUNK_FLOATS
+    values_left = _VALUES_PER_MESSAGE
     for tensor in tensors:
         start = 0
         while start < len(tensor):
-            row_floats = max(1, tensor[0].numel())
-            num_rows = min(len(tensor) - start, max(1, values_left // row_floats))
+            row_numel = max(1, tensor[0].numel())
+            num_rows = min(len(tensor) - start, max(1, values_left // row_numel))
             chunk.append(tensor[start : start + num_rows])
-            start, values_left = start + num_rows, values_left - num_rows * row_floats
+            start, values_left = start + num_rows, values_left - num_rows * row_numel
             if values_left <= 0:
                 yield chunk
-                chunk, values_left = [], _CHUNK_FLOATS
+                chunk, values_left = [], _VALUES_PER_MESSAGE
     if chunk:
         yield chunk

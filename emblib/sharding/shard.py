@@ -15,13 +15,13 @@ from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.codecs import CommPrecision, check_comm_precision
 from emblib.sharding.parameters import mark_as_replicas
-from emblib.sharding.plan import ModulePlan, ShardingPlan, module_plan
+from emblib.sharding.plan import ModulePlan, ShardingPlan, plan_from_configs
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.sharding.sharding_types import ParameterSharding, Rule, World
-from emblib.sharding.shared_shards import SharedTablesOfModel, check_shared
+from emblib.sharding.shared_shards import SharedTablesOfModel, check_plans_of_shared
 from emblib.tables.parameters import caller_level
 
 SHARDED: dict[type[nn.Module], type[nn.Module]] = {
@@ -31,12 +31,16 @@ SHARDED: dict[type[nn.Module], type[nn.Module]] = {
 """The sharded form of each collection class; `sharded_form` finds that of a subclass."""
 
 Rules = Mapping[str, Mapping[str, Rule | ParameterSharding]]
+"""{path of a collection: {table: rule or sharding}}."""
 
 
 def collections_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the collections of a model, including subclasses, by the first path of each.
+    """Return the collections of a model by path, with those of subclasses.
 
-    Raises TypeError for a model that is no `nn.Module`.
+    A collection at several paths is listed under the first. The model itself has the path "".
+
+    Raises:
+        TypeError: `module` is not an `nn.Module`.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
@@ -54,10 +58,16 @@ def construct_module_plan(
 ) -> dict[str, ParameterSharding]:
     """Make the plan of one collection from a rule per table, e.g. `row_wise()`.
 
+    Args:
+        collection: an `EmbeddingBagCollection` or `EmbeddingCollection`.
+        rules: a rule or a sharding for each of its tables, by name.
+        world: the ranks.
+
     Raises:
-        ValueError: a table has no rule, a rule has no table, shards do not fit, or a storage cannot
-            be sharded.
-        TypeError: an entry of `rules` is not a rule, or `rules` is not a mapping.
+        ValueError: a table has no rule, a rule has no table, shards do not fit their table, a
+            storage cannot be sharded, or `world` has a number below 1.
+        TypeError: `collection` is not a collection, an entry of `rules` is not a rule, `rules` is
+            not a mapping, or `world` is not two ints.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
@@ -66,7 +76,7 @@ def construct_module_plan(
         >>> emblib.sharding.construct_module_plan(bags, rules, world)["item"].shards[1].rows
         (4, 8)
     """
-    return module_plan(_configs(collection), rules, world)
+    return plan_from_configs(_configs(collection), rules, world)
 
 
 def shard(
@@ -83,7 +93,8 @@ def shard(
     Weights and optimizer states are kept, and frozen tables stay frozen. Tables on `meta` get
     initial values that do not depend on the plan. A shared table is sharded once for all
     collections that read it. All ranks call this together, and compare their arguments before
-    memory is allocated. The other parts of the model do not change.
+    memory is allocated. The other parts of the model do not change. If it raises, the model does
+    not change.
 
     Args:
         module: a model, which is modified, or one collection, which is not.
@@ -97,14 +108,14 @@ def shard(
         gradients: whether gradients of tables are the mean or the sum over ranks.
 
     Raises:
-        ValueError: a path of the plan is no collection; the plan is for another number of ranks, or
-            does not fit its tables; it has two plans for one collection or shared table; a
-            collection outside of it reads a shared table; or plans, tables or settings differ
-            between ranks.
-        TypeError: the plan or a setting has a wrong type, or a collection has what its sharded form
-            would lack: methods changed by a subclass or on the instance, additional modules,
-            parameters or buffers, or hooks.
-        RuntimeError: another rank failed.
+        ValueError: a path of the plan is not that of a collection; the plan is for another number
+            of ranks, or does not fit its tables; the plan has two plans for one collection or
+            shared table; a collection that the plan leaves out reads a shared table of the plan;
+            or plans, tables or settings differ between ranks.
+        TypeError: `module`, the plan or a setting has a wrong type, or a collection has what its
+            sharded form would lack: methods changed by a subclass or on the instance, additional
+            modules, parameters or buffers, or hooks.
+        RuntimeError: another rank raised one of these errors.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
@@ -118,14 +129,14 @@ def shard(
     ranks = RankGroup.from_value(ranks)
     selected = fingerprint.agree(
         ranks,
-        lambda: _selected_collections(module, plan, ranks),
+        lambda: _select_collections(module, plan, ranks),
         lambda selected: fingerprint.merge_descriptions(
             {
                 "": fingerprint.settings_of(
                     ranks, comm_precision=check_comm_precision(comm_precision), gradients=gradients
                 )
             },
-            _description(module, plan, selected, optimizer),
+            _describe(module, plan, selected, optimizer),
         ),
     )
     _warn_of_duplicates(module)
@@ -173,7 +184,7 @@ class _SelectedCollection:
     sharded_class: Any
 
 
-def _selected_collections(
+def _select_collections(
     module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup
 ) -> list[_SelectedCollection]:
     """Return the collections of a plan, each once, even with several paths.
@@ -185,9 +196,9 @@ def _selected_collections(
         raise ValueError(
             f"the plan is for {plan.world.size} ranks, but there are {ranks.size}: plan again"
         )
-    modules = _modules_of(plan)
-    paths = _collections_by_path(module, modules)
-    unknown = sorted(modules.keys() - paths.keys())
+    plans = _plans_by_path(plan)
+    paths = _collections_by_path(module, plans)
+    unknown = sorted(plans.keys() - paths.keys())
     if unknown:
         raise ValueError(
             f"a plan names collections by their paths: {unknown} are not paths of collections, "
@@ -195,7 +206,7 @@ def _selected_collections(
         )
     world = World(ranks.size, ranks.local_size)
     selected: dict[int, _SelectedCollection] = {}
-    for path, rules in modules.items():
+    for path, rules in plans.items():
         source = paths[path]
         collection = _SelectedCollection(
             path, source, construct_module_plan(source, rules, world), sharded_form(source, path)
@@ -207,30 +218,32 @@ def _selected_collections(
                 "has different rules for them: name one of the paths, or make two collections"
             )
     unselected = {path: child for path, child in paths.items() if id(child) not in selected}
-    check_shared(
+    check_plans_of_shared(
         [(collection.path, collection.source, collection.plan) for collection in selected.values()],
         unselected,
     )
     return list(selected.values())
 
 
-def _description(
+def _describe(
     module: nn.Module,
     plan: ShardingPlan | Rules,
     selected: list[_SelectedCollection] | None,
     optimizer: Optimizer | None,
 ) -> dict[str, dict[str, Any]]:
-    """Describe the collections that a plan names; if the plan is wrong, those that exist."""
-    modules = _modules_of(plan)
-    paths, plans = (
-        _collections_by_path(module, modules),
-        {collection.path: collection.plan for collection in selected or ()},
-    )
+    """Describe the collections at the paths of a plan, for the comparison of ranks.
+
+    `selected` is the result of `_select_collections`; None if it failed, e.g. because of a path
+    without a collection, which is then left out.
+    """
+    plan_paths = list(_plans_by_path(plan))
+    paths = _collections_by_path(module, plan_paths)
+    plans = {collection.path: collection.plan for collection in selected or ()}
     description: dict[str, dict[str, Any]] = {
-        "": {"collections": [path or "(the model)" for path in modules]}
+        "": {"collections": [path or "(the model)" for path in plan_paths]}
     }
     first_readers: dict[int, str] = {}  # path of the first reader, by id() of a shared table
-    for path in modules:
+    for path in plan_paths:
         source: Any = paths.get(path)
         if source is None:
             continue
@@ -249,9 +262,10 @@ def _description(
 
 
 def _collections_by_path(module: nn.Module, plan_paths: Iterable[str]) -> dict[str, Any]:
-    """Return the collections of a model by path; one that is at several paths has several entries.
+    """Return the collections of a model by path.
 
-    A path through a module that is itself at several paths is included if it is in `plan_paths`.
+    A collection at several paths has several entries. A path through a module that is itself at
+    several paths is included only if it is the first one or in `plan_paths`.
     """
     paths = collections_of(module)
     collections = {id(collection) for collection in paths.values()}
@@ -279,9 +293,9 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
     """Return the class of the sharded form of a collection, which is at `path` of its model.
 
     Raises:
-        TypeError: `source` is no collection, or has what the sharded form would lack: methods that
-            a subclass or the instance has changed, modules, parameters or buffers in addition to
-            its tables, or hooks.
+        TypeError: `source` is not a collection, or has what the sharded form would lack: methods
+            that a subclass or the instance has changed, modules, parameters or buffers in addition
+            to its tables, or hooks.
     """
     kind = type(source)
     base = next((base for base in kind.__mro__ if base in SHARDED), None)
@@ -338,21 +352,27 @@ def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
 
 
 def _configs(collection: Any) -> Any:
-    """Return the configurations of a collection of either class."""
+    """Return the configurations of a collection; raise TypeError for any other value."""
+    if not isinstance(collection, tuple(SHARDED)):
+        raise TypeError(
+            "a plan of tables is made for one EmbeddingBagCollection or EmbeddingCollection, got "
+            f"{type(collection).__name__}; collections_of(model) finds those of a model"
+        )
     if isinstance(collection, EmbeddingBagCollection):
         return collection.embedding_bag_configs()
-    return collection.embedding_configs()
+    embeddings: Any = collection
+    return embeddings.embedding_configs()
 
 
-def _modules_of(plan: Any) -> Mapping[str, Any]:
+def _plans_by_path(plan: Any) -> Mapping[str, Any]:
     """Return the plan of the tables of each collection, by its path."""
-    modules = plan.modules if isinstance(plan, ShardingPlan) else plan
-    if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules):
+    plans = plan.modules if isinstance(plan, ShardingPlan) else plan
+    if not isinstance(plans, Mapping) or not all(isinstance(path, str) for path in plans):
         raise TypeError(
             "a plan must be a ShardingPlan (ShardingPlan.load(path) reads one) or "
-            f"{{path of a collection: {{table: rule}}}}, got {modules!r}"
+            f"{{path of a collection: {{table: rule}}}}, got {plans!r}"
         )
-    return modules
+    return plans
 
 
 __all__ = ["SHARDED", "ModulePlan", "collections_of", "construct_module_plan", "shard"]

@@ -25,17 +25,17 @@ from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwa
 from emblib.sharding.checkpoints.saved_tables import StateOfTables
 from emblib.sharding.codecs import (
     CommPrecision,
-    Received,
-    Values,
-    local_part,
-    without_local,
+    ReceivedValues,
+    SentValues,
+    local_slice,
+    without_local_size,
 )
 from emblib.sharding.input_dist import IncomingBatch, LocalBatch
 from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout, sum_in_nodes
 from emblib.sharding.layout_buffers import LayoutBuffers
 from emblib.sharding.lookup import (
-    Inputs,
-    Outputs,
+    CollectionRequests,
+    CollectionSteps,
     SentAhead,
     look_up,
     start_input_dist,
@@ -47,10 +47,10 @@ from emblib.sharding.ranks import RankGroup, can_sum_in_nodes
 from emblib.sharding.sharded_tables import (
     GradientReduction,
     ShardedTables,
-    agreed_settings,
+    agree_on_settings,
 )
 from emblib.sharding.sharding_types import ParameterSharding, Rule
-from emblib.sharding.shared_shards import Shared
+from emblib.sharding.shared_shards import SharedShards
 from emblib.tables.graph_break import run_uncompiled
 
 
@@ -101,10 +101,10 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
-        shared: Shared | None = None,
+        shared: SharedShards | None = None,
     ) -> None:
         ranks = RankGroup.from_value(ranks)
-        settings = agreed_settings(
+        settings = agree_on_settings(
             source,
             plan,
             ranks,
@@ -166,14 +166,14 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         """
         return start_input_dist(self, features)
 
-    def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
+    def collection_requests(self, features: KeyedJaggedTensor | None) -> CollectionRequests:
         """Return the request to send a batch; None stops a joint input_dist, on all ranks."""
-        return Inputs([self.input_request(features)], _single_batch)
+        return CollectionRequests([self.input_request(features)], _single_batch)
 
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
         """Return rows pooled for all ranks, and replicated tables' rows of this rank's batch."""
         replica_rows = None if self.replicated is None else self.replicated(received.inputs)
-        return self.rows(received), replica_rows
+        return self.look_up_rows(received), replica_rows
 
     def output_dist(
         self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch
@@ -185,7 +185,9 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         """Look up the received ids and start the output all-to-all."""
         return self.output_dist(self.compute(received), received)
 
-    def outputs(self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch) -> Outputs:
+    def collection_steps(
+        self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch
+    ) -> CollectionSteps:
         """Return the output dist to start for a looked-up batch; it makes a `KeyedTensor`."""
         local, replica_rows = rows
 
@@ -194,11 +196,11 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             return LazyDeferredAwaitable(in_grad_mode(output, enabled=torch.is_grad_enabled()))
 
         if received.sent is None:
-            return Outputs([self._output_dist.local_output(local, received)], join)
+            return CollectionSteps([self._output_dist.local_output(local, received)], join)
         sink = self._gradient_sink(received)
         step = self._output_dist.step(local, replica_rows, sink, received)
         step.hyperparams = self.hyperparams
-        return Outputs([step], join)
+        return CollectionSteps([step], join)
 
     def _gradient_sink(self, received: IncomingBatch) -> Tensor | None:
         """Return the tensor through which replicated tables get gradients.
@@ -214,12 +216,12 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             return None
         return self.replicated.gradient_sink(received, self._output_dist.sink_shape(received))
 
-    def _inputs(self, features: KeyedJaggedTensor) -> LocalBatch:
+    def _to_local_batch(self, features: KeyedJaggedTensor) -> LocalBatch:
         """Return the features of the tables, as the base does, if they can become one output.
 
         Otherwise raise ValueError now: once ids were sent, other ranks would wait in backward.
         """
-        inputs = super()._inputs(features)
+        inputs = super()._to_local_batch(features)
         if inputs.inverse is None and len(set(inputs.bag_counts)) > 1:
             raise ValueError(
                 "features that differ in their bags need inverse indices to become one batch, got "
@@ -402,7 +404,7 @@ class PooledOutputDist(LayoutBuffers):
                 bags,
                 descriptors.received_sizes[self._ranks.size :],
                 self._comm_precision,
-                by_unit=received.by_unit,
+                is_by_unit=received.is_by_unit,
             )
             bags = self._node_sums.direct_bags(bags)
         widths = self._sources_of(received).unit_widths[self._ranks.rank]
@@ -431,7 +433,7 @@ class PooledOutputDist(LayoutBuffers):
         `local` itself if these are in order, no pooling is MEAN, and features do not differ in
         batch size.
         """
-        if self._is_in_order and not received.by_unit:
+        if self._is_in_order and not received.is_by_unit:
             return local
         descriptors = self._describe_copies(received)
         lengths = received.inputs.lengths if self._has_means else None
@@ -476,7 +478,7 @@ class PooledOutputDist(LayoutBuffers):
         """Return the descriptors of the copies that assemble the output of a batch."""
         self.restore_layout()
         inputs = received.inputs
-        if received.by_unit:
+        if received.is_by_unit:
             return self._describe_copies_by_unit(received)
         batch = inputs.bag_counts[0] if inputs.bag_counts else 0
         return _CopyDescriptors(
@@ -651,7 +653,7 @@ class _PooledStep(OutputStep):
         # if this rank sends the gradients of its own bags to itself.
         self._local_grads: Tensor | None = None
 
-    def rows(self) -> Values:
+    def rows_to_send(self) -> SentValues:
         """Return the rows to send, summed per node if nodes do that."""
         assert self.local is not None
         flat = self.local.detach().reshape(-1)
@@ -659,11 +661,11 @@ class _PooledStep(OutputStep):
         if self.node_sums is not None:
             flat = self.node_sums.pack(flat)
         codec = self._comm_precision.forward
-        return Values(
+        return SentValues(
             flat, self._sent_sizes, self._received_sizes, codec, needs_one_tensor=is_summed
         )
 
-    def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
+    def assemble(self, received: ReceivedValues, replica_rows: Tensor | None) -> Tensor:
         """Sum received and replicated rows to the output of this rank's examples."""
         descriptors, values = self._descriptors, received.values
         if replica_rows is not None and descriptors.num_replicated:
@@ -685,15 +687,17 @@ class _PooledStep(OutputStep):
         no_values = torch.empty(0, dtype=torch.float32, device="cpu")
         return self._gradients(no_values).nbytes()
 
-    def _gradients(self, flat: Tensor) -> Values:
-        return Values(flat, self._received_sizes, self._sent_sizes, self._comm_precision.backward)
+    def _gradients(self, flat: Tensor) -> SentValues:
+        return SentValues(
+            flat, self._received_sizes, self._sent_sizes, self._comm_precision.backward
+        )
 
-    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[SentValues, Tensor | None]:
         """Return the gradients of rows to send, pooled, and those of replicated tables' rows."""
         descriptors, ranks = self._descriptors, self._ranks
         total, codec = sum(descriptors.received_sizes), self._comm_precision.backward
         keeps_local = keeps_local and codec.is_identity and self.node_sums is None
-        part = local_part(self._sent_sizes, ranks) if keeps_local else None
+        unsent = local_slice(self._sent_sizes, ranks) if keeps_local else None
         arguments = (
             grad.contiguous().view(-1),
             descriptors.targets,
@@ -701,7 +705,7 @@ class _PooledStep(OutputStep):
             self._lengths,
             total + descriptors.num_replicated,
         )
-        if part is None:
+        if unsent is None:
             flat = route.combine_backward(
                 *arguments, torch.float32, descriptors.row_numbers, self._scale
             )
@@ -712,7 +716,7 @@ class _PooledStep(OutputStep):
                 *arguments,
                 descriptors.row_numbers,
                 self._scale,
-                local=part.of(self._local_grads),
+                local=unsent.select(self._local_grads),
                 local_begin=sum(descriptors.received_sizes[: ranks.rank]),
             )
         num_sent = flat.numel() - descriptors.num_replicated
@@ -723,14 +727,14 @@ class _PooledStep(OutputStep):
             num_direct = sum(self._received_sizes)
             self.node_sums.store_gradients(sent[num_direct:])
             return self._gradients(sent[:num_direct]), replica_grads
-        if part is None or self._local_grads is None:
+        if unsent is None or self._local_grads is None:
             return self._gradients(sent), replica_grads
-        values = Values(
+        values = SentValues(
             sent,
-            without_local(descriptors.received_sizes, ranks),
-            without_local(self._sent_sizes, ranks),
+            without_local_size(descriptors.received_sizes, ranks),
+            without_local_size(self._sent_sizes, ranks),
             codec,
-            part.others(self._local_grads),
+            unsent.select_others(self._local_grads),
         )
         return values, replica_grads
 

@@ -32,18 +32,18 @@ from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwa
 from emblib.sharding.checkpoints.saved_tables import StateOfTables
 from emblib.sharding.codecs import (
     CommPrecision,
-    LocalPart,
-    Received,
-    Values,
-    local_part,
-    without_local,
+    LocalSlice,
+    ReceivedValues,
+    SentValues,
+    local_slice,
+    without_local_size,
 )
 from emblib.sharding.input_dist import IncomingBatch, as_int64
 from emblib.sharding.layout import Config
 from emblib.sharding.layout_buffers import LayoutBuffers
 from emblib.sharding.lookup import (
-    Inputs,
-    Outputs,
+    CollectionRequests,
+    CollectionSteps,
     SentAhead,
     look_up,
     start_input_dist,
@@ -56,10 +56,10 @@ from emblib.sharding.sharded_tables import (
     GradientReduction,
     LocalShard,
     ShardedTables,
-    agreed_settings,
+    agree_on_settings,
 )
 from emblib.sharding.sharding_types import ParameterSharding, Rule
-from emblib.sharding.shared_shards import Shared
+from emblib.sharding.shared_shards import SharedShards
 from emblib.tables.graph_break import run_uncompiled
 
 # Vectors that this rank looked up for all ranks, in the order of the received ids; and vectors of
@@ -121,7 +121,7 @@ class SequenceTables(ShardedTables):
         optimizer: Optimizer | None,
         gradients: GradientReduction,
         vector_format: VectorFormat,
-        shared: Shared,
+        shared: SharedShards,
     ) -> None:
         super().__init__(
             source,
@@ -159,7 +159,7 @@ class SequenceTables(ShardedTables):
     def compute(self, received: IncomingBatch) -> Rows:
         """Look up the vectors of this rank's units, and its batch in the replicated tables."""
         replica_rows = None if self.replicated is None else self.replicated(received.inputs)
-        rows = self.rows(received)
+        rows = self.look_up_rows(received)
         if not self._local_layout.units:
             rows = rows.new_empty(0, self.vector_format.width)
         return rows, replica_rows
@@ -301,15 +301,15 @@ class _SequenceStep(OutputStep):
         # Gradients of this rank's own vectors, from `backward` to `local_gradient`, not sent.
         self._local_grads: Tensor | None = None
 
-    def rows(self) -> Values:
+    def rows_to_send(self) -> SentValues:
         """Return the rows to send, in the order of the ids that were received."""
         assert self.local is not None
         rows = self.local.detach().reshape(-1, self._tables.vector_format.width)
         sent = rows.index_select(0, self._route.send_order).view(-1)
         codec = self._tables.vector_format.comm_precision.forward
-        return Values(sent, self._sent_sizes, self._received_sizes, codec)
+        return SentValues(sent, self._sent_sizes, self._received_sizes, codec)
 
-    def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
+    def assemble(self, received: ReceivedValues, replica_rows: Tensor | None) -> Tensor:
         """Return the vectors of this rank's ids, `[L, dim]`, from received and local rows."""
         width, dim = self._tables.vector_format.width, self._tables.dim
         out = torch.empty(
@@ -319,10 +319,10 @@ class _SequenceStep(OutputStep):
         if received.local is not None:
             # This rank's own vectors, which were not sent.
             first_slice = received.local_begin // width
-            part = LocalPart(first_slice, first_slice + received.local.numel() // width)
+            unsent = LocalSlice(first_slice, first_slice + received.local.numel() // width)
             local_slices = received.local.view(-1, width).float()
-            slices.index_copy_(0, part.of(output_slices), local_slices)
-            output_slices = part.others(output_slices)
+            slices.index_copy_(0, unsent.select(output_slices), local_slices)
+            output_slices = unsent.select_others(output_slices)
         slices.index_copy_(0, output_slices, received.values.view(-1, width).float())
         if replica_rows is not None and self._route.replica_positions is not None:
             out.index_copy_(0, self._route.replica_positions, replica_rows.detach().float())
@@ -331,11 +331,11 @@ class _SequenceStep(OutputStep):
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
         return self._gradients(torch.empty(0, dtype=torch.float32, device="cpu")).nbytes()
 
-    def _gradients(self, flat: Tensor) -> Values:
+    def _gradients(self, flat: Tensor) -> SentValues:
         codec = self._tables.vector_format.comm_precision.backward
-        return Values(flat, self._received_sizes, self._sent_sizes, codec)
+        return SentValues(flat, self._received_sizes, self._sent_sizes, codec)
 
-    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[SentValues, Tensor | None]:
         """Return the gradients of vectors to send, and those of replicated tables' vectors."""
         scale, grad = self._tables.scale, grad.contiguous()
         width, ranks = self._tables.vector_format.width, self._tables.ranks
@@ -351,16 +351,16 @@ class _SequenceStep(OutputStep):
                 replica_grads.mul_(scale)
             replica_grads = replica_grads.view(-1)
         codec = self._tables.vector_format.comm_precision.backward
-        part = None
+        unsent = None
         if keeps_local and codec.is_identity:
-            part = local_part(self._route.num_received_slices, ranks)
-        if part is None:
+            unsent = local_slice(self._route.num_received_slices, ranks)
+        if unsent is None:
             return self._gradients(slice_grads.view(-1)), replica_grads
-        self._local_grads = part.of(slice_grads)
-        values = Values(
-            part.others(slice_grads).view(-1),
-            without_local(self._received_sizes, ranks),
-            without_local(self._sent_sizes, ranks),
+        self._local_grads = unsent.select(slice_grads)
+        values = SentValues(
+            unsent.select_others(slice_grads).view(-1),
+            without_local_size(self._received_sizes, ranks),
+            without_local_size(self._sent_sizes, ranks),
             codec,
         )
         return values, replica_grads
@@ -375,10 +375,10 @@ class _SequenceStep(OutputStep):
         local_grads = grads.new_empty((send_order.numel(), grads.size(1)))
         unsent_grads, self._local_grads = self._local_grads, None
         if unsent_grads is not None:
-            part = local_part(self._route.num_sent_slices, self._tables.ranks)
-            assert part is not None
-            local_grads.index_copy_(0, part.of(send_order), unsent_grads)
-            send_order = part.others(send_order)
+            unsent = local_slice(self._route.num_sent_slices, self._tables.ranks)
+            assert unsent is not None
+            local_grads.index_copy_(0, unsent.select(send_order), unsent_grads)
+            send_order = unsent.select_others(send_order)
         return local_grads.index_copy_(0, send_order, grads).view(self.local_shape)
 
     def sink_gradient(self, gathered: Tensor) -> Tensor:
@@ -432,14 +432,14 @@ class ShardedEmbeddingCollection(StateOfTables):
         comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
-        shared: Shared | None = None,
+        shared: SharedShards | None = None,
         dedup: bool = False,
     ) -> None:
         super().__init__()
         self.shared = dict(shared or {})
         self.dedup = dedup
         self.ranks = RankGroup.from_value(ranks)
-        settings = agreed_settings(
+        settings = agree_on_settings(
             source,
             plan,
             self.ranks,
@@ -524,7 +524,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         """
         return start_input_dist(self, features)
 
-    def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
+    def collection_requests(self, features: KeyedJaggedTensor | None) -> CollectionRequests:
         """Return the request to send a batch; None stops a joint input_dist, on all ranks."""
         repeated = counts = None
         if self.dedup and features is not None:
@@ -532,7 +532,7 @@ class ShardedEmbeddingCollection(StateOfTables):
             features, repeated = _without_repeats(batch, self._features())
             counts = {key: ids.counts for key, ids in repeated.items()}
         requests = [tables.input_request(features, counts) for tables in self._sequence_tables()]
-        return Inputs(requests, partial(_SequenceBatch, repeated=repeated))
+        return CollectionRequests(requests, partial(_SequenceBatch, repeated=repeated))
 
     def _features(self) -> list[str]:
         """Return the features of all tables, each once."""
@@ -565,7 +565,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Look up the received ids and start the output all-to-all."""
         return self.output_dist(self.compute(received), received)
 
-    def outputs(self, rows: Sequence[Rows], received: "_SequenceBatch") -> Outputs:
+    def collection_steps(self, rows: Sequence[Rows], received: "_SequenceBatch") -> CollectionSteps:
         """Return the output dists to start for a looked-up batch, one per `SequenceTables`.
 
         Their outputs are joined to a `JaggedTensor` per feature.
@@ -583,7 +583,7 @@ class ShardedEmbeddingCollection(StateOfTables):
                 self._sequence_tables(), rows, received.batches, strict=True
             )
         ]
-        return Outputs(steps, join)
+        return CollectionSteps(steps, join)
 
     @run_uncompiled
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:

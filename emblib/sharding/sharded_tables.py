@@ -1,9 +1,9 @@
 """The tables of one sharded collection: the base of pooled and sequence collections.
 
 `ShardedTables` makes the shards of this rank and fills them from the unsharded collection. It has
-two stages of a sharded lookup: `input_request` returns the batch to send, `rows` looks up the
-received ids. `ReplicatedTables` has the tables of which every rank has a replica: each rank looks
-up its own batch, and equal updates keep the replicas equal.
+two stages of a sharded lookup: `input_request` returns the batch to send, `look_up_rows` looks up
+the received ids. `ReplicatedTables` has the tables of which every rank has a replica: each rank
+looks up its own batch, and equal updates keep the replicas equal.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ from emblib.sharding.layout import (
     CollectionLayout,
     Config,
     TableShard,
-    blocks_of,
+    block_routing,
     lay_out,
     send_ids_to_replicas,
     shape_of,
@@ -52,10 +52,10 @@ from emblib.sharding.layout import (
 )
 from emblib.sharding.layout_buffers import LayoutBuffers
 from emblib.sharding.parameters import ShardHandle
-from emblib.sharding.plan import module_plan
+from emblib.sharding.plan import plan_from_configs
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, World, table_wise
-from emblib.sharding.shared_shards import Shared, check_shared_known, check_source
+from emblib.sharding.shared_shards import SharedShards, check_shared_shards, check_source
 from emblib.sharding.table_hyperparams import TableHyperparams
 from emblib.sharding.tensor_train import share_cores
 from emblib.specs import BoundsCheck, OptionEnum, Pooling
@@ -227,7 +227,7 @@ def common_seeds(
     return invoke_on_rank_and_broadcast_result(ranks, 0, seeds)
 
 
-def freeze_as(groups: TableGroups, source: TableGroups) -> None:
+def freeze_like(groups: TableGroups, source: TableGroups) -> None:
     """Freeze the shards whose tables are frozen in `source`, which has the whole tables.
 
     Shards of shared tables do not change. A shard whose storage has other parameters than the
@@ -259,7 +259,7 @@ def copy_whole_tables(
         source: the whole tables.
         blocks: (number, count) of the block of keys that a shard owns, for keyed tables.
     """
-    freeze_as(groups, source)
+    freeze_like(groups, source)
     if source.device.type == "meta":
         return
     index_of = {table_slice.config.name: i for i, table_slice in enumerate(source.slices)}
@@ -281,7 +281,7 @@ def copy_whole_tables(
 
 
 @without_gradients
-def copy_replicas_of_first(groups: TableGroups, ranks: RankGroup) -> None:
+def broadcast_replicas(groups: TableGroups, ranks: RankGroup) -> None:
     """Copy the replicated tables of rank 0, with their hyperparameters, to all ranks.
 
     A collective.
@@ -334,7 +334,7 @@ class Settings:
     gradients: GradientReduction
 
 
-def agreed_settings(
+def agree_on_settings(
     source: Any,
     plan: Mapping[str, Rule | ParameterSharding],
     ranks: RankGroup,
@@ -342,7 +342,7 @@ def agreed_settings(
     comm_precision: CommPrecision | None,
     gradients: GradientReduction,
     optimizer: Optimizer | None,
-    shared: Shared,
+    shared: SharedShards,
     kind: type[nn.Module],
 ) -> Settings:
     """Return the checked settings of a sharded collection of a `kind`; all ranks call this.
@@ -356,13 +356,13 @@ def agreed_settings(
 
     def check() -> Settings:
         check_source(source, kind)
-        check_shared_known(source, shared)
+        check_shared_shards(source, shared)
         for handle in source.groups.handles:
             handle.check_replaced()
         default = optimizer or source.optimizer
         reduction = GradientReduction(gradients)
         configs = trained_configs(source, optimizer)
-        shardings = module_plan(configs, plan, World(ranks.size, ranks.local_size))
+        shardings = plan_from_configs(configs, plan, World(ranks.size, ranks.local_size))
         return Settings(
             configs, shardings, default, check_comm_precision(comm_precision), reduction
         )
@@ -386,7 +386,7 @@ def agreed_settings(
 class ShardedTables(nn.Module):
     """Tables sharded over ranks, and the input dist of their batches.
 
-    All ranks must construct it together, with equal arguments; `agreed_settings` compares them.
+    All ranks must construct it together, with equal arguments; `agree_on_settings` compares them.
 
     Args:
         source: the unsharded collection. Its weights and optimizer states are copied; replicated
@@ -416,7 +416,7 @@ class ShardedTables(nn.Module):
         pooled: bool,
         optimizer: Optimizer | None,
         gradients: GradientReduction,
-        shared: Shared,
+        shared: SharedShards,
     ) -> None:
         super().__init__()
         self.ranks, self.plan, self.shared = ranks, dict(plan), dict(shared)
@@ -473,7 +473,7 @@ class ShardedTables(nn.Module):
         self.groups, replicas = fingerprint.agree(ranks, allocate)
         self.replicated = None
         if replicas is not None:
-            copy_replicas_of_first(replicas, ranks)
+            broadcast_replicas(replicas, ranks)
             is_synchronised = _is_fused(replicas) and ranks.size > 1
             if is_synchronised:
                 layout = send_ids_to_replicas(layout)
@@ -481,7 +481,7 @@ class ShardedTables(nn.Module):
                 layout, replicas, ranks, is_synchronised=is_synchronised
             )
         self.layout, self._local_layout = layout, layout.ranks[ranks.rank]
-        blocks = blocks_of(self.configs, layout)
+        blocks = block_routing(self.configs, layout)
         self._input_dist = InputDist(layout, blocks, ranks, self.scale, pooled=pooled)
         self._keys = [feature.key for feature in layout.features]
         self._order_by_keys: dict[tuple[str, ...], list[int]] = {}
@@ -596,11 +596,11 @@ class ShardedTables(nn.Module):
         """
         if features is None:
             return InputRequest(self._input_dist, None)
-        inputs = self._inputs(features)
+        inputs = self._to_local_batch(features)
         if counts is not None and self.counts_uses:
             inputs = inputs._replace(counts=torch.cat([counts[key] for key in self._keys]))
         if self._is_local:
-            return DeferredAwaitable(lambda: self._local_batch(inputs))
+            return DeferredAwaitable(lambda: self._incoming_batch(inputs))
         return InputRequest(self._input_dist, inputs)
 
     @property
@@ -609,7 +609,7 @@ class ShardedTables(nn.Module):
         has_all_features = len(self._local_layout.units) == len(self.layout.features)
         return self.ranks.size == 1 and self._input_dist.has_whole_tables and has_all_features
 
-    def _inputs(self, features: KeyedJaggedTensor) -> LocalBatch:
+    def _to_local_batch(self, features: KeyedJaggedTensor) -> LocalBatch:
         """Return the features of the tables, in the order of the layout."""
         if self._input_dist.features.is_meta:
             raise RuntimeError(
@@ -692,7 +692,7 @@ class ShardedTables(nn.Module):
             self._order_by_keys[keys] = [keys.index(key) for key in self._keys]
         return self._order_by_keys[keys]
 
-    def _local_batch(self, inputs: LocalBatch) -> IncomingBatch:
+    def _incoming_batch(self, inputs: LocalBatch) -> IncomingBatch:
         """Return the batch of a lookup without communication."""
         order = [unit.feature for unit in self._local_layout.units]
         ids, offsets, weights, counts = inputs.ids, inputs.offsets, inputs.weights, inputs.counts
@@ -708,14 +708,14 @@ class ShardedTables(nn.Module):
             offsets=offsets,
             weights=weights,
             bag_counts=[[inputs.bag_counts[f]] for f in order],
-            by_unit=inputs.is_variable,
+            is_by_unit=inputs.is_variable,
             ids_per_segment=offsets,  # not used
             num_ids=[ids.numel()],
             num_replicated_ids=0,
             counts=counts,
         )
 
-    def rows(self, received: IncomingBatch) -> Tensor:
+    def look_up_rows(self, received: IncomingBatch) -> Tensor:
         """Look up the received ids in the shards of this rank; in training dynamic tables insert.
 
         The result is `[bags, columns]`, `[L, dim]` if not pooled, or flat if units differ in their
@@ -739,15 +739,19 @@ class ShardedTables(nn.Module):
         if not self._local_layout.units and weights is not None and weights.requires_grad:
             # The other ranks exchange gradients of weights in backward, so this rank must too.
             return weights[:0].view(0, 0)
-        sizes = received.bag_counts[: len(self._local_layout.units)] if received.by_unit else None
+        sizes = (
+            received.bag_counts[: len(self._local_layout.units)] if received.is_by_unit else None
+        )
         return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=counts)
 
     def prefetch(self, received: IncomingBatch) -> None:
-        """Prefetch the rows that `rows` will look up for this batch into caches."""
+        """Prefetch the rows that `look_up_rows` will look up for this batch into caches."""
         ids, offsets = received.ids, received.offsets
         if len(received.bag_counts) > len(self._local_layout.units):
             ids, offsets, _ = self._without_replicas(received)
-        sizes = received.bag_counts[: len(self._local_layout.units)] if received.by_unit else None
+        sizes = (
+            received.bag_counts[: len(self._local_layout.units)] if received.is_by_unit else None
+        )
         self.groups.prefetch(ids, offsets, batch_sizes=sizes)
 
     def _without_replicas(self, received: IncomingBatch) -> tuple[Tensor, Tensor, Tensor | None]:

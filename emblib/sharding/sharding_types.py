@@ -4,13 +4,13 @@ A sharded table is a list of shards that tile `[rows, dim]`. Every sharding type
 makes such a list. Other code depends only on the shards, so any tiling is allowed (`custom`) whose
 shards have the same rows, or none in common.
 
-Blocks have ceil(n / parts) rows or columns, as with `torch.chunk`. This size is rounded up to a
-multiple of the unit at which the table can be cut (`TableShape`): the rows of a tensor train are
-cut only between slices of its first core. Blocks of columns are also rounded as `column_wise` says.
-The last blocks may be shorter or missing.
+To cut n rows or columns into p blocks, a rule gives each block ceil(n / p) of them, as
+`torch.chunk` does. It rounds this size up to a multiple of the unit at which the table can be cut
+(`TableShape`): the rows of a tensor train are cut only between slices of its first core.
+`column_wise` describes a further rounding. The last blocks may be shorter or missing.
 
-The functions below return rules and check nothing. Ranks, nodes and sizes are checked when a rule
-is applied to a table, which raises ValueError for wrong ones, and TypeError if they are no ints.
+The functions below return rules. A rule checks its ranks, nodes and sizes only when it is called
+with a table: it raises ValueError if they do not fit, and TypeError if they are not ints.
 """
 
 import math
@@ -54,18 +54,29 @@ class World(NamedTuple):
     size: int
     local_size: int
 
-    def ranks_of(self, node: int) -> tuple[int, ...]:
-        """Return the ranks of a node.
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of nodes; the last node may have fewer ranks.
 
         Raises:
-            TypeError: the node is not an int.
-            ValueError: there is no such node.
+            ValueError: `size` or `local_size` is below 1.
+        """
+        if self.size < 1 or self.local_size < 1:
+            raise ValueError(f"a world needs at least one rank, and one per node, got {self}")
+        return -(-self.size // self.local_size)
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """Return the ranks of a node, ascending.
+
+        Raises:
+            TypeError: `node` is not an int.
+            ValueError: there is no such node, or `size` or `local_size` is below 1.
         """
         try:
             node = operator.index(node)
         except TypeError:
             raise TypeError(f"node must be an int, got {node!r}") from None
-        nodes = -(-self.size // self.local_size)
+        nodes = self.num_nodes
         if not 0 <= node < nodes:
             raise ValueError(
                 f"node must be in [0, {nodes}), as {self.size} ranks are {nodes} nodes of "
@@ -76,7 +87,7 @@ class World(NamedTuple):
 
 
 class TableShape(NamedTuple):
-    """The rows and columns of a table, and where it may be cut.
+    """The numbers of rows and columns of a table, and where it can be cut.
 
     Rows can be cut at multiples of `row_unit`, columns at multiples of `column_unit`.
     """
@@ -110,13 +121,15 @@ class ParameterSharding:
     """Sharding of one table: its shards, or none if every rank has a replica (DATA_PARALLEL).
 
     Args:
-        type: name of the rule. DATA_PARALLEL replicates the table. For the other types lookups
-            depend on the shards alone, not on the name.
-        shards: rectangles that tile the table; a rank may have several.
+        type: name of the rule, also as a string. DATA_PARALLEL replicates the table. For the other
+            types lookups depend on the shards alone, not on the name.
+        shards: rectangles that tile the table; a rank may have several. Whether they fit a table
+            is checked by `check`.
         storage: storage that replaces the configured one, e.g. `Dense(Placement.MANAGED_CACHING)`;
-            None keeps it.
+            None keeps the configured one.
 
     Raises:
+        ValueError: `type` is not a sharding type.
         TypeError: a rank or a bound of a shard is not an int.
 
     Example:
@@ -132,6 +145,7 @@ class ParameterSharding:
     storage: Any = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "type", ShardingType(self.type))
         shards = []
         for shard in self.shards:  # plans compare shards and are saved, so numbers become ints
             try:
@@ -157,9 +171,19 @@ class ParameterSharding:
         return self.type is ShardingType.DATA_PARALLEL
 
     def check(self, name: str, shape: TableShape, world_size: int) -> None:
-        """Raise ValueError unless the shards tile the table and their ranks exist.
+        """Check that the shards tile a table of this shape and that their ranks exist.
 
         Shards that overlap in rows must have the same rows: an id is sent to one block of rows.
+
+        Args:
+            name: name of the table, for the message.
+            shape: shape of the table.
+            world_size: number of ranks.
+
+        Raises:
+            ValueError: a shard has a rank outside `[0, world_size)`, lies outside the table, or is
+                cut where the table cannot be cut; the shards overlap, do not cover the table, or
+                overlap in rows without having the same rows; or a DATA_PARALLEL table has shards.
         """
         if self.is_replicated:
             if self.shards:
@@ -168,11 +192,11 @@ class ParameterSharding:
         for shard in self.shards:
             _check_shard(name, shard, shape, world_size)
         area = sum(math.prod(shard.shape) for shard in self.shards)
-        if area != shape.rows * shape.columns or _overlapping(self.shards):
+        if area != shape.rows * shape.columns or _has_overlap(self.shards):
             raise ValueError(
                 f"table {name}: its shards must cover [{shape.rows}, {shape.columns}] and not "
                 f"overlap; these cover {area} of {shape.rows * shape.columns} values"
-                f"{' and overlap' if _overlapping(self.shards) else ''}: {list(self.shards)}"
+                f"{' and overlap' if _has_overlap(self.shards) else ''}: {list(self.shards)}"
             )
         for previous, current in pairwise(sorted({shard.rows for shard in self.shards})):
             if previous[1] > current[0]:
@@ -185,8 +209,8 @@ class ParameterSharding:
 Rule = Callable[[TableShape, World], ParameterSharding]
 """Function that makes the sharding of a table from its shape and the world.
 
-It may raise TypeError and ValueError for ranks, nodes or sizes that do not fit. Its caller then
-calls `ParameterSharding.check`, which finds all other faults.
+It raises ValueError if its ranks, nodes or sizes do not fit, and TypeError if they are not ints.
+The caller of a rule must call `ParameterSharding.check` on the result, which checks the shards.
 """
 
 
@@ -204,7 +228,7 @@ def data_parallel() -> Rule:
 
 
 def table_wise(rank: int) -> Rule:
-    """Store the whole table on one rank.
+    """Store the whole table on `rank`.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
@@ -252,9 +276,10 @@ def row_wise(ranks: Sequence[int] | None = None) -> Rule:
 def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | None = None) -> Rule:
     """Split the table into blocks of columns on `ranks`, by default on all.
 
-    `sizes` are the columns per rank. By default a block has `ceil(columns / ranks)` columns,
-    rounded up to a multiple of `TableShape.column_unit`; if the table's width is a multiple of 4 as
-    well, so are the blocks. The last ranks may have fewer columns, or no shard.
+    `sizes` are the numbers of columns per rank; they are above 0 and add up to the columns of the
+    table. By default a block has `ceil(columns / ranks)` columns, rounded up to a multiple of
+    `TableShape.column_unit`, or of the least common multiple of that and 4 if it divides the
+    table's number of columns. The last ranks may have fewer columns, or no shard.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
@@ -338,8 +363,7 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        num_nodes = -(-world.size // world.local_size)
-        node_numbers = _as_ints("nodes", range(num_nodes) if nodes is None else nodes)
+        node_numbers = _as_ints("nodes", range(world.num_nodes) if nodes is None else nodes)
         if not node_numbers:
             raise ValueError("grid needs at least one node, got none")
         ranks_of_node = {node: world.ranks_of(node) for node in node_numbers}
@@ -355,9 +379,12 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
 
 
 def custom(shards: Sequence[Shard]) -> Rule:
-    """Use any shards that tile the table; TypeError if an entry is no shard.
+    """Use any shards that tile the table.
 
     Shards that overlap in rows must have the same rows.
+
+    Raises:
+        TypeError: an entry of `shards` is not a `Shard` or a tuple of its three fields.
 
     Example:
         >>> left = emblib.sharding.Shard(rank=0, rows=(0, 8), columns=(0, 3))
@@ -378,10 +405,13 @@ def custom(shards: Sequence[Shard]) -> Rule:
     return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, all_shards)
 
 
-def blocks(size: int, num_spans: int, unit: int = 1) -> list[Span]:
-    """Cut `size` into at most `num_spans` spans of equal length; the last may be shorter.
+def equal_spans(size: int, num_spans: int, unit: int = 1) -> list[Span]:
+    """Cut `[0, size)` into at most `num_spans` spans of equal length; the last may be shorter.
 
-    The length is a multiple of `unit`. Raises ValueError if `num_spans` is below 1.
+    The length is a multiple of `unit`, and the spans are in order. `size` and `unit` are above 0.
+
+    Raises:
+        ValueError: `num_spans` is below 1.
     """
     num_units = math.ceil(size / unit)
     length = math.ceil(num_units / check_count("num_spans", num_spans)) * unit
@@ -393,7 +423,7 @@ def _full_spans(shape: TableShape) -> tuple[Span, Span]:
 
 
 def _as_ints(argument: str, values: Any) -> tuple[int, ...]:
-    """Return values as ints; raise TypeError, which names the argument, for any others."""
+    """Return values as ints; raise TypeError, which names the argument, for other values."""
     try:
         return tuple(operator.index(value) for value in values)
     except TypeError:
@@ -401,7 +431,7 @@ def _as_ints(argument: str, values: Any) -> tuple[int, ...]:
 
 
 def _checked_ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]:
-    """Return `ranks`, by default all; ValueError for ranks outside the world."""
+    """Return `ranks`, for None all; raise ValueError for none or for ranks outside the world."""
     chosen = _as_ints("ranks", range(world.size) if ranks is None else ranks)
     outside = [rank for rank in chosen if not 0 <= rank < world.size]
     if outside or not chosen:
@@ -411,25 +441,29 @@ def _checked_ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]
 
 def _row_shards(shape: TableShape, ranks: Sequence[int]) -> tuple[Shard, ...]:
     """Return blocks of rows over ranks, of about equal sizes."""
-    spans = blocks(shape.rows, len(ranks), shape.row_unit)
+    spans = equal_spans(shape.rows, len(ranks), shape.row_unit)
     return tuple(
         Shard(rank, span, (0, shape.columns)) for rank, span in zip(ranks, spans, strict=False)
     )
 
 
-def column_blocks(shape: TableShape, num_blocks: int) -> list[Span]:
-    """Cut the columns of a table into `num_blocks` blocks, or fewer of a narrow table."""
+def column_spans(shape: TableShape, num_spans: int) -> list[Span]:
+    """Cut the columns of a table into `num_spans` spans as `column_wise` does, or into fewer.
+
+    Raises:
+        ValueError: `num_spans` is below 1.
+    """
     # Blocks of whole 16 bytes where the width allows it: kernels read those fastest.
     unit = math.lcm(shape.column_unit, 4)
     unit = unit if shape.columns % unit == 0 else shape.column_unit
-    return blocks(shape.columns, num_blocks, unit)
+    return equal_spans(shape.columns, num_spans, unit)
 
 
 def _column_shards(
     shape: TableShape, ranks: Sequence[int], sizes: Sequence[int] | None = None
 ) -> tuple[Shard, ...]:
     """Return shards that cut a table by columns: one per rank, or fewer if the table is narrow."""
-    spans = column_blocks(shape, len(ranks))
+    spans = column_spans(shape, len(ranks))
     if sizes is not None:
         sizes = _as_ints("sizes", sizes)
         if len(sizes) != len(ranks) or sum(sizes) != shape.columns:
@@ -463,8 +497,9 @@ def _check_shard(name: str, shard: Shard, shape: TableShape, world_size: int) ->
             )
 
 
-def _overlapping(shards: Sequence[Shard]) -> bool:
-    """Return whether any two shards overlap, by a sweep over rows: there may be thousands."""
+def _has_overlap(shards: Sequence[Shard]) -> bool:
+    """Return whether any two shards overlap."""
+    # A sweep over the rows: a comparison of all pairs would be slow for thousands of shards.
     edges = sorted({edge for shard in shards for edge in shard.rows})
     by_start: dict[int, list[Shard]] = {}
     for shard in shards:

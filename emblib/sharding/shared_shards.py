@@ -18,7 +18,7 @@ from emblib.collections.shared import SharedEntry, SharedTable
 from emblib.sharding.sharding_types import ParameterSharding
 from emblib.storage import Dense, TableSlice
 
-Shared = Mapping[str, "SharedTableShards"]
+SharedShards = Mapping[str, "SharedTableShards"]
 """The shared tables of a collection, by name."""
 
 
@@ -31,7 +31,7 @@ def check_source(source: Any, kind: type[nn.Module]) -> None:
         )
 
 
-def check_shared_known(source: Any, shared: Shared) -> None:
+def check_shared_shards(source: Any, shared: SharedShards) -> None:
     """Raise TypeError for shared tables without the shards that other collections read too."""
     names = sorted(source.shared_tables().keys() - shared.keys())
     if names:
@@ -78,7 +78,7 @@ class SharedTablesOfModel:
         }
 
 
-def check_shared(
+def check_plans_of_shared(
     selected: Sequence[tuple[str, Any, Mapping[str, ParameterSharding]]],
     other_collections: Mapping[str, Any],
 ) -> None:

@@ -74,7 +74,7 @@ class TableHyperparams:
                     continue
                 key = id(module), table in self._replicated
                 if key not in numbers:
-                    numbers[key] = self._compared(module, is_replica=key[1])
+                    numbers[key] = self._bytes_to_compare(module, is_replica=key[1])
                 compared.append(numbers[key])
             digest = hashlib.blake2b(b"".join(compared), digest_size=7)  # fits into int64
             digests.append(int.from_bytes(digest.digest()))
@@ -83,12 +83,12 @@ class TableHyperparams:
     def by_table(self) -> dict[str, bytes]:
         """Return what must be equal in all replicas of each table on this rank, by name."""
         return {
-            table: self._compared(module, is_replica=False)
+            table: self._bytes_to_compare(module, is_replica=False)
             for table, module in self._modules.items()
         }
 
     @staticmethod
-    def _compared(module: TrainedModule, *, is_replica: bool) -> bytes:
+    def _bytes_to_compare(module: TrainedModule, *, is_replica: bool) -> bytes:
         """Return the hyperparameters that must be equal on all ranks with a shard or replica."""
         if module.hyperparams.is_meta:
             return b""
@@ -107,13 +107,13 @@ class TableHyperparams:
     def description(self) -> fingerprint.Description:
         """Describe the optimizers of the tables, as they are now, for an error message."""
         return {
-            f"table {table}": {"optimizer": _now(module)}
+            f"table {table}": {"optimizer": _current_optimizer(module)}
             | ({"step": int(module.hyperparams[Hyper.STEP])} if table in self._replicated else {})
             for table, module in self._modules.items()
         }
 
 
-def _now(module: TrainedModule) -> Optimizer:
+def _current_optimizer(module: TrainedModule) -> Optimizer:
     """Return the optimizer of a module with its current learning rate."""
     return replace(module.optimizer, lr=float(module.hyperparams[Hyper.LEARNING_RATE]))
 
@@ -176,7 +176,7 @@ def check_replicas(collections: Mapping[str, TableHyperparams], ranks: RankGroup
 def _raise_differences(collections: Sequence[TableHyperparams], ranks: RankGroup) -> None:
     """Raise an error that names the differences; all ranks call this."""
     description = fingerprint.merge_descriptions(*(c.description() for c in collections))
-    differences = fingerprint.differences_of_present(ranks, description)
+    differences = fingerprint.differences_where_present(ranks, description)
     raise RuntimeError(
         "learning rates and other hyperparameters of a table must be the same on all ranks, and "
         f"are not: {'; '.join(differences)}. Set them on all ranks alike, and step schedulers on "

@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 from emblib import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, optim
 from emblib.sharding import RankGroup, World, all_to_all
 from emblib.sharding.headers import Content
-from emblib.sharding.plan import construct_plan
+from emblib.sharding.plan import plan_from_shapes
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharding_types import TableShape, grid, table_row_wise
 
@@ -107,7 +107,7 @@ def _collection(plan: str, local_size: int) -> ShardedEmbeddingBagCollection:
     source = EmbeddingBagCollection(configs, device="meta", optimizer=optim.SGD(0.01))
     rules = {config.name: RULES[plan](t) for t, config in enumerate(configs)}
     shapes = dict.fromkeys(rules, TableShape(ROWS, DIM))
-    return ShardedEmbeddingBagCollection(source, construct_plan(shapes, rules, world), ranks)
+    return ShardedEmbeddingBagCollection(source, plan_from_shapes(shapes, rules, world), ranks)
 
 
 if __name__ == "__main__":

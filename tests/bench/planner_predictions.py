@@ -23,7 +23,7 @@ import torch.multiprocessing as multiprocessing
 
 from emblib import EmbeddingBagCollection, EmbeddingBagConfig, optim
 from emblib.sharding import RankGroup, ShardingPlan, World
-from emblib.sharding.plan import construct_plan
+from emblib.sharding.plan import plan_from_shapes
 from emblib.sharding.planner import Calibration, Planner, TableConstraints, Topology
 from emblib.sharding.planner.measure import Sizes, calibrate
 from emblib.sharding.planner.simulate import compare
@@ -130,7 +130,7 @@ def _compare(
     plans = {}
     for kind, rule_of in PLANS.items():
         rules = {c.name: rule_of(t, ranks.size) for t, c in enumerate(configs)}
-        plans[kind] = ShardingPlan({"": construct_plan(shapes, rules, world)}, world)
+        plans[kind] = ShardingPlan({"": plan_from_shapes(shapes, rules, world)}, world)
     if arguments.realtime:
         _schedule(os.SCHED_RR, 1)
     points = compare(planner, module, plans, ranks, rounds=arguments.rounds)

@@ -12,7 +12,7 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from emblib.collections.groups import TableGroups
 from emblib.sharding.layout import shape_of
-from emblib.sharding.plan import ShardingPlan, construct_plan
+from emblib.sharding.plan import ShardingPlan, plan_from_shapes
 from emblib.sharding.planner import Planner, Reservation, TableConstraints, TableWorkload, Topology
 from emblib.sharding.planner.simulate import draw_batch
 from emblib.sharding.planner.workloads import workloads_of
@@ -80,7 +80,7 @@ def plan_of(module: Any, world: int, way: str, local_size: int | None = None) ->
     shapes = {config.name: shape_of(config) for config in configs}
     chosen = dict(zip(shapes, rules(world, len(configs), way), strict=True))
     size = World(world, local_size or world)
-    return ShardingPlan({"": construct_plan(shapes, chosen, size)}, size)
+    return ShardingPlan({"": plan_from_shapes(shapes, chosen, size)}, size)
 
 
 def step_bytes(

@@ -22,7 +22,7 @@ from emblib.collections.optimizers import FusedOptimizer
 from emblib.sharding import input_dist, input_messages, sharding_types
 from emblib.sharding.codecs import CommPrecision
 from emblib.sharding.layout import shape_of
-from emblib.sharding.plan import construct_plan
+from emblib.sharding.plan import plan_from_shapes
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
@@ -174,7 +174,7 @@ def plan_of(case: Case, ranks: RankGroup) -> dict[str, Any]:
         config.name: WORDS[word](world, i) if isinstance(word, str) else sharding_types.custom(word)
         for i, (config, word) in enumerate(zip(case.configs, case.plan, strict=True))
     }
-    return construct_plan({c.name: shape_of(c) for c in case.configs}, rules, world)
+    return plan_from_shapes({c.name: shape_of(c) for c in case.configs}, rules, world)
 
 
 def make_source(case: Case) -> Any:

@@ -16,6 +16,7 @@ from emblib import (
     optim,
 )
 from emblib.sharding import (
+    INT8,
     DistributedModelParallel,
     ParameterSharding,
     RankGroup,
@@ -270,8 +271,30 @@ def test_ranks_may_be_a_tensor() -> None:
             ),
             "only an unsharded EmbeddingBagCollection .* got ShardedEmbeddingBagCollection",
         ),
+        (
+            lambda: construct_module_plan(model(), GOOD["bags"], World(2, 2)),
+            "made for one EmbeddingBagCollection or EmbeddingCollection, got",
+        ),
+        (lambda: ShardingPlan({"bags": [row_wise()]}, World(2, 2)), "must be {path: {table: "),  # type: ignore[dict-item]
+        (lambda: ShardingPlan({}, 2), "world must be World"),  # type: ignore[arg-type]
+        (lambda: RankGroup(3), "a process group, a DeviceMesh, or None .* got 3"),  # type: ignore[arg-type]
+        (lambda: INT8(row_dim=8.0), "row_dim must be an int, got 8.0"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_of_another_type(call: Callable[[], Any], error: str) -> None:
     with pytest.raises(TypeError, match=error):
         call()
+
+
+def test_a_sharding_type_may_be_a_string() -> None:
+    sharding = ParameterSharding("table_wise", table_wise(0)(TableShape(8, 4), World(1, 1)).shards)  # type: ignore[arg-type]
+    assert sharding == table_wise(0)(TableShape(8, 4), World(1, 1))
+    assert ParameterSharding("data_parallel").is_replicated  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ShardingType must be one of"):
+        ParameterSharding("rows")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", [row_wise(), grid(), table_row_wise(0)])
+def test_a_world_needs_ranks(rule: Any) -> None:
+    with pytest.raises(ValueError, match="at least one rank, and one per node"):
+        construct_module_plan(model().get_submodule("bags"), {"a": rule, "b": rule}, World(4, 0))

@@ -109,7 +109,9 @@ def _averaged(ranks: RankGroup, states: str, chunk: int) -> None:
     mine = values_of(model)
     by_replica = model.replicas.gather_objects(mine)
     assert any(not torch.equal(v, by_replica[1 - model.replicas.rank][k]) for k, v in mine.items())
-    with mock.patch("emblib.sharding.replicas._CHUNK_FLOATS", chunk):  # a message may cut a table
+    with mock.patch(
+        "emblib.sharding.replicas._VALUES_PER_MESSAGE", chunk
+    ):  # a message may cut a table
         model.sync(optimizer_states=states == "with states")
     for key, value in values_of(model).items():
         averaged = states == "with states" or not isinstance(key, tuple) or key[-1] == "weight"

@@ -26,7 +26,7 @@ from emblib.sharding.checkpoints.sharded_table import RowStates, ShardedTable
 from emblib.sharding.parameters import gradient_ranks_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard
-from emblib.sharding.shared_shards import Shared
+from emblib.sharding.shared_shards import SharedShards
 from emblib.storage.base import Storage, TensorLayout
 from emblib.tables import hyperparameters, state_dicts
 
@@ -132,7 +132,7 @@ class ShardedCollection(Protocol):
     ranks: RankGroup
     plan: Mapping[str, ParameterSharding]
     groups: TableGroups
-    shared: Shared
+    shared: SharedShards
 
     def local_shards(self) -> Sequence[StoredShard]:
         """Return the shards of this rank."""

@@ -27,7 +27,7 @@ from emblib.sharding.sharding_types import (
     Shard,
     ShardingType,
     TableShape,
-    column_blocks,
+    column_spans,
 )
 from emblib.specs import OptionEnum
 from emblib.storage import Storage, TableSlice
@@ -418,7 +418,7 @@ def _column_counts(shape: TableShape, max_count: int, min_partition: int) -> lis
 def _are_wide_enough(shape: TableShape, num_shards: int, min_partition: int) -> bool:
     """Return whether a cut by columns makes only shards of `min_partition` columns or more."""
     # The last shard may be narrower than the others, whose widths are rounded up.
-    return all(end - start >= min_partition for start, end in column_blocks(shape, num_shards))
+    return all(end - start >= min_partition for start, end in column_spans(shape, num_shards))
 
 
 def _make_groups(

@@ -26,7 +26,7 @@ from emblib.optim import SGD, Adam, Optimizer
 from emblib.sharding.all_to_all import start_all_to_all
 from emblib.sharding.fingerprint import agree
 from emblib.sharding.input_dist import number_bags
-from emblib.sharding.plan import construct_plan
+from emblib.sharding.plan import plan_from_shapes
 from emblib.sharding.planner import calibration
 from emblib.sharding.planner.calibration import Calibration, Curve
 from emblib.sharding.ranks import RankGroup
@@ -329,7 +329,7 @@ def tiny_step(ranks: RankGroup, num_tables: int, *rules: Rule) -> TinyStep:
     world = World(ranks.size, ranks.local_size)
     shapes = dict.fromkeys(names, _TINY)
     plan_rules = {name: rules[t % len(rules)] for t, name in enumerate(names)}
-    plan = construct_plan(shapes, plan_rules, world)
+    plan = plan_from_shapes(shapes, plan_rules, world)
     collection = ShardedEmbeddingBagCollection(source, plan, ranks)
     lengths = torch.ones(num_tables, dtype=torch.int64, device=ranks.device)
     batch = KeyedJaggedTensor(names, lengths, lengths=lengths)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from emblib.sharding.plan import ShardingPlan, ranges
+from emblib.sharding.plan import ShardingPlan, format_ranks
 from emblib.sharding.planner.enumerate import Domain, Option, ShardCosts, build_option
 from emblib.sharding.planner.estimate import PHASES, CostModel
 from emblib.sharding.planner.feasible import format_bytes
@@ -247,7 +247,7 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
             [
                 table.workload.name,
                 sharding.type.value + kind,
-                ranges(sharding.ranks, max_ranges=4) if sharding.shards else "all",
+                format_ranks(sharding.ranks, max_ranges=4) if sharding.shards else "all",
                 f"{config.num_embeddings:,}",
                 str(config.embedding_dim),
                 f"{sum(reader.ids_per_example for reader in table.workload.by_reader):g}",
