@@ -30,16 +30,23 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaita
 from emblib.sharding.headers import ALL_GATHER, ALL_TO_ALL, Content, Headers, enter_collective
 from emblib.sharding.ranks import RankGroup
 
-# These contents follow the sizes of their batch, which had a header: another header would find no
-# further difference.
-_WITHIN_FORWARD = frozenset({Content.IDS, Content.WEIGHTS, Content.ROWS})
+# Messages of these contents follow the sizes of their batch, which had a header: another header
+# would find no further difference.
+_CONTENTS_WITHOUT_HEADER = frozenset({Content.IDS, Content.WEIGHTS, Content.ROWS})
 
 
 class CollectiveAwaitable(Awaitable[Tensor]):
     """A collective in flight; `wait` returns its buffer `received`.
 
     On a GPU the stream that is current in the first `wait` may use the result; other streams must
-    wait for it.
+    wait for that stream.
+
+    Args:
+        received: the buffer.
+        work: the `dist.Work` of the collective; None if `received` is complete.
+        sent: the tensor that the collective reads, which must live until it ends; None for none.
+        in_flight: the `_Collective` of `enter_collective`, which ends with the last reference to
+            it; None on a GPU.
     """
 
     def __init__(
@@ -52,8 +59,7 @@ class CollectiveAwaitable(Awaitable[Tensor]):
     ) -> None:
         super().__init__()
         self._received, self._work = received, work
-        self._in_flight = in_flight  # a `_Collective`, which ends with the last reference to it
-        self._sent = sent  # must live as long as the collective may read it
+        self._in_flight, self._sent = in_flight, sent
 
     def _wait_impl(self) -> Tensor:
         if self._work is not None:
@@ -76,14 +82,14 @@ def start_all_to_all(
     """Start an all-to-all of one message per rank; return an awaitable of the received messages.
 
     In host memory a call with a header first compares headers, so it returns once all ranks have
-    made it. IDS, WEIGHTS and ROWS never have a header: they follow the sizes of their batch. Calls
-    on a GPU have none either. One rank alone copies `sent`.
+    made it. IDS, WEIGHTS and ROWS never have a header: they follow the sizes of their batch. Nor do
+    calls on a GPU. With one rank, `sent` is copied.
 
     Args:
         sent: the messages to all ranks, flat, in rank order; must not change before the result is
             awaited.
-        sizes: elements of the message to each rank.
-        received_sizes: elements of the message from each rank.
+        sizes: number of elements of the message to each rank.
+        received_sizes: number of elements of the message from each rank.
         ranks: the ranks, which all make this call.
         received: buffer for the messages, flat, in rank order, of the dtype and device of `sent`;
             allocated if None.
@@ -103,7 +109,7 @@ def start_all_to_all(
     if ranks.size == 1:
         return CollectiveAwaitable(received.copy_(sent))
     in_flight = enter_collective(ranks) if sent.device.type == "cpu" else None
-    if in_flight is not None and has_header and content not in _WITHIN_FORWARD:
+    if in_flight is not None and has_header and content not in _CONTENTS_WITHOUT_HEADER:
         itemsize = sent.element_size()
         Headers(
             [content, ALL_TO_ALL, encoding],
@@ -126,11 +132,19 @@ def start_all_gather(
     encoding: int = 0,
     has_header: bool = True,
 ) -> CollectiveAwaitable:
-    """Start to send all of `sent` (flat) to every rank; `sizes[r]` elements come from rank r.
+    """Start to send all of `sent` to every rank; return an awaitable of the values of all ranks.
 
-    `sizes` must have the size of `sent` for this rank. The result is flat, in rank order.
-    `content`, `encoding` and `has_header` are those of `start_all_to_all`, but any content may have
-    a header here.
+    Args:
+        sent: the values of this rank, flat.
+        sizes: number of elements from each rank; that of this rank is the size of `sent`.
+        ranks: the ranks, which all make this call.
+        content: kind of the values, the same on all ranks.
+        encoding: number of the encoding of VALUES, which headers compare.
+        has_header: whether ranks compare headers in host memory, see `start_all_to_all`. Here any
+            content may have a header.
+
+    Returns:
+        An awaitable of the values, flat, in rank order.
 
     Raises:
         RuntimeError: see `start_all_to_all`.
@@ -150,7 +164,7 @@ def start_all_gather(
         ).check()
     messages = list(received.split(list(sizes)))
     messages[ranks.rank].copy_(sent)
-    # Gloo gathers messages of equal sizes only.
+    # Broadcasts, because gloo gathers only messages of equal sizes.
     works = [
         dist.broadcast(message, ranks.global_rank(rank), group=ranks.group, async_op=True)
         for rank, message in enumerate(messages)
@@ -189,10 +203,9 @@ class _Works:
 
 
 class Message(NamedTuple):
-    """A flat tensor of one part per rank: rank r gets `sizes[r]` elements of `sent`, in rank order.
+    """The arguments of one all-to-all, see `start_all_to_all`.
 
-    `received_sizes[r]` elements come from rank r. `received` is as in `start_all_to_all`; merged
-    messages do not use it.
+    Merged messages ignore `received`.
     """
 
     sent: Tensor
@@ -278,7 +291,7 @@ def start_sizes(
     Args:
         common: numbers for all ranks; every rank passes the same count.
         lists: `lists[r][i]` are the numbers of list i for rank r.
-        received_sizes: length of list i that this rank gets, the same from every rank.
+        received_sizes: `received_sizes[i]` is the length of list i for this rank, from every rank.
         ranks: the ranks, which all make this call.
 
     Returns:
@@ -364,12 +377,14 @@ class DifferentiableAllToAllAwaitable(Awaitable[Tensor]):
     """An all-to-all in flight, whose result has a gradient if `sent` needs one.
 
     Its backward is an all-to-all of the gradient with a header, so all ranks must make it. If
-    gradients are disabled during the first `wait`, the result has none.
+    gradients are disabled during the first `wait`, the result has no gradient.
 
     Args:
-        sent: the sent values with their autograd history; the sizes and ranks are those of the
-            all-to-all.
-        pending: the all-to-all of their detached values, started already.
+        sent: the sent values with their autograd history.
+        sizes: number of elements to each rank.
+        received_sizes: number of elements from each rank.
+        ranks: the ranks of the all-to-all.
+        pending: the all-to-all of the detached values, started already.
     """
 
     def __init__(
@@ -382,12 +397,12 @@ class DifferentiableAllToAllAwaitable(Awaitable[Tensor]):
     ) -> None:
         super().__init__()
         self._sent, self._pending = sent, pending
-        self._call = tuple(sizes), tuple(received_sizes), ranks
+        self._sizes_and_ranks = tuple(sizes), tuple(received_sizes), ranks
 
     def _wait_impl(self) -> Tensor:
         if not (self._sent.requires_grad and torch.is_grad_enabled()):
             return self._pending.wait()
-        result: Tensor = _AllToAll.apply(self._sent, self._pending, *self._call)
+        result: Tensor = _AllToAll.apply(self._sent, self._pending, *self._sizes_and_ranks)
         return result
 
 

@@ -302,9 +302,7 @@ class _ScaledRows(Codec):
 class INT8(_ScaledRows):
     """Send integers from -127 to 127, which the receiver multiplies by the scale of their row.
 
-    Args:
-        row_dim: number of neighbouring values that share a scale, a multiple of 4; preferably the
-            dim of the tables.
+    `row_dim` neighbouring values share a scale; it is a multiple of 4, preferably the tables' dim.
 
     Raises:
         TypeError: `row_dim` is not an int.
@@ -342,12 +340,8 @@ class FP8Format(OptionEnum):
 class FP8(_ScaledRows):
     """Send 8-bit floats, which the receiver multiplies by the scale of their row.
 
-    Small values of a row are more exact than with `INT8`, large ones less.
-
-    Args:
-        row_dim: number of neighbouring values that share a scale, a multiple of 4; preferably the
-            dim of the tables.
-        format: the bits of exponent and mantissa, also as a string.
+    Small values of a row are more exact than with `INT8`, large ones less. `row_dim` is as for
+    `INT8`; `format` is a `FP8Format`, also as a string.
 
     Raises:
         TypeError: `row_dim` is not an int.

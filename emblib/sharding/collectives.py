@@ -8,15 +8,20 @@ Sums are float32 (float64 for float64) in rank order, so they are reproducible. 
 do not use these functions, but `emblib.sharding.lookup`.
 
 Every rank must call the same collectives in the same order, and either all ranks or none must pass
-tensors that require gradients; a rank without values passes an empty tensor that does.
-`comm_precision` selects the codecs, `gradients` whether backward divides by the number of ranks
-(`MEAN`, which matches DDP's averaged gradients of the dense part) or not (`SUM`, the gradient of
-the sum of all ranks' losses). The codecs must be equal on all ranks. `values` must be on the device
-of the ranks, and must not change before `wait`. `W` is the number of ranks, `B[r]` the examples of
-rank r, `D` the columns. Results have the dtype of `values`.
+tensors that require gradients; a rank without values passes an empty tensor that does. The
+functions have these arguments in common:
 
-Arguments of a rank that do not fit together raise ValueError, and values that are not floating
-raise TypeError. They raise on that rank alone, before it sends anything, and the other ranks wait
+- `values`: floating-point, on the device of the ranks; must not change before `wait`. Results have
+  their dtype and device.
+- `ranks`: the processes; W is their number.
+- `comm_precision`: the codecs in both directions, equal on all ranks.
+- `gradients`: whether backward divides by the number of ranks (`MEAN`, which matches DDP's averaged
+  gradients of the dense part) or not (`SUM`, the gradient of the sum of all ranks' losses).
+
+In shapes, B[r] is the number of examples of rank r, D the number of columns, and `rank` this rank.
+
+Arguments of a rank that do not fit together raise ValueError, and a dtype that is not
+floating-point raises TypeError. They raise on that rank alone, before it sends anything, and the other ranks wait
 for it. Sizes that differ from those of another rank raise RuntimeError on all ranks in host memory;
 on a GPU they are not compared.
 """
@@ -54,8 +59,18 @@ def alltoall_pooled(
 ) -> Awaitable[Tensor]:
     """Send pooled rows to the ranks that own the examples, and concatenate features of all ranks.
 
-    `values` [sum B, columns[rank]]: all ranks' examples, the features of this rank. The result is
-    [B[rank], sum columns]: this rank's examples, the features of rank 0, 1, ... side by side.
+    Args:
+        values: `[sum B, columns[rank]]`, the features of this rank for the examples of all ranks,
+            rank after rank.
+        batch_sizes: B, the number of examples per rank.
+        columns: number of columns of the features of each rank.
+        ranks: the processes, which all call this.
+        comm_precision: the codecs.
+        gradients: the mean or the sum over ranks.
+
+    Returns:
+        An awaitable of `[B[rank], sum columns]`: the features of rank 0, 1, ... side by side, for
+        the examples of this rank.
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
@@ -72,9 +87,14 @@ def alltoall_pooled(
         blocks = zip(received.split(received_sizes), columns, strict=True)
         return torch.cat([block.view(batch, n) for block, n in blocks], 1)
 
-    options = _Pattern.PARTS, comm_precision, gradients
     return _start_collective(
-        values, [n * width for n in batch_sizes], received_sizes, ranks, options=options
+        values,
+        [n * width for n in batch_sizes],
+        received_sizes,
+        ranks,
+        pattern=_Pattern.PARTS,
+        comm_precision=comm_precision,
+        gradients=gradients,
     ).then(join_columns)
 
 
@@ -90,9 +110,21 @@ def alltoallv(
 ) -> Awaitable[list[Tensor]]:
     """Do the same as `alltoall_pooled`, with one tensor per table in arguments and result.
 
-    `values[i]` is [sum B, columns[rank][i]]; rank r has `len(columns[r])` tensors. The result has a
-    tensor [B[rank], n] for every n of columns[0], columns[1], ... All tensors are of `dtype`, which
-    is an argument because a rank without tables has no tensor that shows it.
+    Args:
+        values: a tensor `[sum B, columns[rank][i]]` for each table i of this rank.
+        batch_sizes: B, the number of examples per rank.
+        columns: number of columns of each table of each rank.
+        ranks: the processes, which all call this.
+        comm_precision: the codecs.
+        gradients: the mean or the sum over ranks.
+        dtype: dtype of all tensors, also of a rank without tables.
+
+    Returns:
+        An awaitable of a list with a tensor `[B[rank], n]` for each number n of `columns[0]`,
+        `columns[1]`, and so on.
+
+    Raises:
+        TypeError: `values` are not of `dtype`, or it is not floating-point.
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
@@ -136,9 +168,20 @@ def variable_batch_alltoall_pooled(
 ) -> Awaitable[Tensor]:
     """Send pooled rows of features with different batch sizes, flat in argument and result.
 
-    `values`: for each rank r, for each feature f of this rank, `batch_sizes[r][f]` rows of
-    `columns[rank][f]` columns. `batch_sizes_here`: examples of this rank, for the features of rank
-    0, 1, ... one after another; these are also the numbers of rows in the result, in this order.
+    Args:
+        values: flat; for each rank r, for each feature f of this rank, `batch_sizes[r][f]` rows of
+            `columns[rank][f]` columns.
+        batch_sizes: `batch_sizes[r][f]` is the number of examples of rank r for feature f of this
+            rank.
+        batch_sizes_here: number of examples of this rank for each feature of rank 0, 1, and so on.
+        columns: number of columns of each feature of each rank.
+        ranks: the processes, which all call this.
+        comm_precision: the codecs.
+        gradients: the mean or the sum over ranks.
+
+    Returns:
+        An awaitable of a flat tensor: for each feature of rank 0, 1, and so on, the rows of this
+        rank's examples, as many as `batch_sizes_here` says.
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
@@ -154,7 +197,13 @@ def variable_batch_alltoall_pooled(
     rows = iter(batch_sizes_here)
     received_sizes = [sum(next(rows) * d for d in row) for row in columns]
     return _start_collective(
-        values, sizes, received_sizes, ranks, options=(_Pattern.PARTS, comm_precision, gradients)
+        values,
+        sizes,
+        received_sizes,
+        ranks,
+        pattern=_Pattern.PARTS,
+        comm_precision=comm_precision,
+        gradients=gradients,
     )
 
 
@@ -167,9 +216,18 @@ def alltoall_sequence(
     comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Send unpooled rows: `sizes[r]` rows of `values` [N, D] go to rank r.
+    """Send unpooled rows to other ranks.
 
-    The result is [sum received_sizes, D], with the rows from rank 0 first.
+    Args:
+        values: `[sum sizes, D]`, the rows for rank 0, 1, and so on.
+        sizes: number of rows to each rank.
+        received_sizes: number of rows from each rank.
+        ranks: the processes, which all call this.
+        comm_precision: the codecs.
+        gradients: the mean or the sum over ranks.
+
+    Returns:
+        An awaitable of `[sum received_sizes, D]`, the rows from rank 0, 1, and so on.
     """
     _check_ranks("sizes", sizes, ranks)
     _check_ranks("received_sizes", received_sizes, ranks)
@@ -177,10 +235,15 @@ def alltoall_sequence(
     width = values.size(1)
     sent_elements, received_elements = ([n * width for n in s] for s in (sizes, received_sizes))
     rows = sum(received_sizes)
-    options = _Pattern.PARTS, comm_precision, gradients
-    return _start_collective(values, sent_elements, received_elements, ranks, options=options).then(
-        lambda received_rows: received_rows.view(rows, width)
-    )
+    return _start_collective(
+        values,
+        sent_elements,
+        received_elements,
+        ranks,
+        pattern=_Pattern.PARTS,
+        comm_precision=comm_precision,
+        gradients=gradients,
+    ).then(lambda received_rows: received_rows.view(rows, width))
 
 
 def reduce_scatter_pooled(
@@ -190,7 +253,11 @@ def reduce_scatter_pooled(
     comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Sum the rows of all ranks for this rank: `values[r]` [B[r], D] is for rank r."""
+    """Sum rows over ranks: `values[r]`, `[B[r], D]`, are the rows of this rank for rank r.
+
+    Returns:
+        An awaitable of `[B[rank], D]`, the sum of the rows of all ranks for this rank.
+    """
     _check_ranks("values", values, ranks)
     shapes = [list(tensor.shape) for tensor in values]
     if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
@@ -209,7 +276,18 @@ def reduce_scatter_base_pooled(
     comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Sum the rows of all ranks for this rank, if each has B examples: [W * B, D] to [B, D]."""
+    """Sum rows over ranks, with an equal number B of rows for each rank.
+
+    Args:
+        values: `[W * B, D]`, the rows of this rank for rank 0, 1, and so on.
+        ranks: the processes, which all call this.
+        comm_precision: the codecs.
+        gradients: the mean or the sum over ranks.
+
+    Returns:
+        An awaitable of `[B, D]`, the sum of the rows of all ranks for this rank.
+    """
+    _check_rows("values", values, 2)
     if values.size(0) % ranks.size:
         raise ValueError(
             f"values must have as many rows for each of {ranks.size} ranks, got {values.size(0)} "
@@ -229,15 +307,30 @@ def reduce_scatter_v_pooled(
     comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Sum the rows of all ranks for this rank: `values` [sum B, D] to [B[rank], D]."""
+    """Sum rows over ranks.
+
+    Args:
+        values: `[sum B, D]`, the rows of this rank for rank 0, 1, and so on.
+        batch_sizes: B, the number of rows for each rank.
+        ranks: the processes, which all call this.
+        comm_precision: the codecs.
+        gradients: the mean or the sum over ranks.
+
+    Returns:
+        An awaitable of `[B[rank], D]`, the sum of the rows of all ranks for this rank.
+    """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_rows("values", values, 2, sum(batch_sizes))
     width, batch = values.size(1), batch_sizes[ranks.rank]
-    sizes, received_sizes = [n * width for n in batch_sizes], [batch * width] * ranks.size
-    options = _Pattern.SUMS, comm_precision, gradients
-    return _start_collective(values, sizes, received_sizes, ranks, options=options).then(
-        lambda sums: sums.view(batch, width)
-    )
+    return _start_collective(
+        values,
+        [n * width for n in batch_sizes],
+        [batch * width] * ranks.size,
+        ranks,
+        pattern=_Pattern.SUMS,
+        comm_precision=comm_precision,
+        gradients=gradients,
+    ).then(lambda sums: sums.view(batch, width))
 
 
 def all_gather_base_pooled(
@@ -248,19 +341,32 @@ def all_gather_base_pooled(
     comm_precision: CommPrecision = _FLOAT32,
     gradients: GradientReduction | str = GradientReduction.MEAN,
 ) -> Awaitable[Tensor]:
-    """Gather the rows of all ranks on every rank: [B[rank], D] to [sum B, D]; backward sums.
+    """Gather the rows of all ranks on every rank; backward sums their gradients over ranks.
 
-    Without `batch_sizes` all ranks must have the same number of rows.
+    Args:
+        values: `[B[rank], D]`, the rows of this rank.
+        ranks: the processes, which all call this.
+        comm_precision: the codecs.
+        gradients: the mean or the sum over ranks.
+        batch_sizes: B, the number of rows of each rank; None if all ranks have as many.
+
+    Returns:
+        An awaitable of `[sum B, D]`, the rows of rank 0, 1, and so on.
     """
+    _check_rows("values", values, 2)
     sizes = [values.size(0)] * ranks.size if batch_sizes is None else list(batch_sizes)
     _check_ranks("batch_sizes", sizes, ranks)
     _check_rows("values", values, 2, sizes[ranks.rank])
     width, rows = values.size(1), sum(sizes)
-    sent_elements, received_elements = [values.numel()] * ranks.size, [n * width for n in sizes]
-    options = _Pattern.COPIES, comm_precision, gradients
-    return _start_collective(values, sent_elements, received_elements, ranks, options=options).then(
-        lambda received_rows: received_rows.view(rows, width)
-    )
+    return _start_collective(
+        values,
+        [values.numel()] * ranks.size,
+        [n * width for n in sizes],
+        ranks,
+        pattern=_Pattern.COPIES,
+        comm_precision=comm_precision,
+        gradients=gradients,
+    ).then(lambda received_rows: received_rows.view(rows, width))
 
 
 def _start_collective(
@@ -269,10 +375,11 @@ def _start_collective(
     received_sizes: Sequence[int],
     ranks: RankGroup,
     *,
-    options: tuple[_Pattern, CommPrecision, GradientReduction | str],
+    pattern: _Pattern,
+    comm_precision: CommPrecision,
+    gradients: GradientReduction | str,
 ) -> Awaitable[Tensor]:
     """Start a collective whose backward is the opposite one; sizes are elements per rank."""
-    pattern, comm_precision, gradients = options
     comm_precision = check_comm_precision(comm_precision)
     _check_floating(values.dtype)
     sent_sizes, received_sizes = tuple(sizes), tuple(received_sizes)
@@ -288,9 +395,9 @@ def _start_collective(
 class _Pattern(OptionEnum):
     """The part of a rank's values that each other rank gets."""
 
-    PARTS = "parts"  # every rank gets a part of its own
-    COPIES = "copies"  # every rank gets the same values
-    SUMS = "sums"  # every rank gets a part of its own, and adds up the parts that it receives
+    PARTS = "parts"  # each rank gets another part
+    COPIES = "copies"  # each rank gets all values
+    SUMS = "sums"  # each rank gets another part, and adds up the parts from all ranks
 
 
 _BACKWARD_PATTERNS = {
@@ -304,7 +411,7 @@ _BACKWARD_PATTERNS = {
 class _Direction:
     """One direction of a collective.
 
-    The sizes are elements sent to and received from each rank, encoded by `codec`.
+    The sizes are numbers of values sent to and received from each rank; `codec` encodes them.
     """
 
     pattern: _Pattern
@@ -328,8 +435,8 @@ class _Direction:
         """Return the received elements, flat: those of all ranks, or their sum over ranks."""
         if self.pattern is not _Pattern.SUMS:
             return self.codec.decode(pending.wait(), self.received_sizes, dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        values = self.codec.decode(pending.wait(), self.received_sizes, wide)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        values = self.codec.decode(pending.wait(), self.received_sizes, sum_dtype)
         by_rank = values.view(self.ranks.size, -1)
         total = by_rank[0].clone()
         for values_of_rank in by_rank[1:]:
@@ -425,9 +532,7 @@ def _check_floating(dtype: torch.dtype) -> None:
         raise TypeError(f"values must be floating, got {dtype}")
 
 
-def _check_rows(name: str, values: Tensor, dims: int, rows: int) -> None:
-    if values.dim() != dims or values.size(0) != rows:
-        raise ValueError(
-            f"{name} must have {dims} dimensions and {rows} rows, those of the splits: "
-            f"got {list(values.shape)}"
-        )
+def _check_rows(name: str, values: Tensor, dims: int, rows: int | None = None) -> None:
+    if values.dim() != dims or rows not in (None, values.size(0)):
+        expected = "" if rows is None else f" and {rows} rows, those of the splits"
+        raise ValueError(f"{name} must have {dims} dimensions{expected}: got {list(values.shape)}")

@@ -1,7 +1,7 @@
 """The dense part of a model: equal initial values on every rank, and averaged gradients.
 
-PyTorch's `DistributedDataParallel` or `fully_shard` averages the gradients. This module tells it
-which parameters to ignore: the tables, which have their own exchange of gradients.
+PyTorch's `DistributedDataParallel` or `fully_shard` averages the gradients. This module passes it
+the parameters to ignore: those of sharded collections, which exchange their gradients themselves.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,8 +21,10 @@ from emblib.sharding.ranks import RankGroup
 class DDP:
     """Replicate the dense part on every rank with `DistributedDataParallel`.
 
-    `options` are further arguments of DDP, e.g. `{"static_graph": True}`. With `gradient_dtype`,
-    float16 or bfloat16, gradients are sent and added up in it; None is the dtype of each parameter.
+    Args:
+        options: further arguments of DDP, e.g. `{"static_graph": True}`.
+        gradient_dtype: dtype in which gradients are sent and added up, float16 or bfloat16; None
+            for the dtype of each parameter.
 
     Raises:
         ValueError: `gradient_dtype` is another value.
@@ -45,10 +47,10 @@ class DDP:
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Return a module that averages all gradients but those of the parameters in `ignored`.
 
-        A collective. `ranks` must have a process group. `ignored` are names of parameters and
-        buffers in `module`; at least one other parameter must require gradients.
+        All ranks call this. `ranks` must have a process group. `ignored` are names of parameters
+        and buffers in `module`; at least one other parameter must require gradients.
         """
-        # DDP also writes names of the module's own parameters with a dot before them.
+        # DDP also looks for the names of parameters of `module` itself with a dot in front.
         names = [*ignored, *(f".{name}" for name in ignored)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         wrapped = DistributedDataParallel(module, process_group=ranks.group, **self.options)
@@ -60,7 +62,7 @@ class DDP:
 def _averaging_hook(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], Any]:
     """Return a hook of `DistributedDataParallel` that averages gradients in `dtype`.
 
-    torch's own hook for bfloat16 refuses the CPU.
+    It also works on the CPU, which torch's own hook for bfloat16 refuses.
     """
 
     def reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -81,9 +83,10 @@ def _averaging_hook(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], Any]
 class FullyShard:
     """Shard each dense parameter over the ranks with `fully_shard` (FSDP2).
 
-    `blocks` gets the model and returns its submodules that are gathered one at a time, inner ones
-    first; with None the dense part is gathered as a whole. `options` are further arguments of
-    `fully_shard`.
+    Args:
+        blocks: function that returns the submodules of the model that are gathered one at a time,
+            inner submodules first. None gathers the dense part as a whole.
+        options: further arguments of `fully_shard`.
 
     Example:
         >>> emblib.sharding.FullyShard(options={"reshard_after_forward": False}).options
@@ -96,7 +99,7 @@ class FullyShard:
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Shard all parameters but those in `ignored` in place, and return the module itself.
 
-        A collective. `ranks` must have a process group; `ignored` are names in `module`.
+        All ranks call this. `ranks` must have a process group; `ignored` are names in `module`.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
@@ -119,29 +122,29 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 Wrapping = DDP | FullyShard
-"""Distribution of the dense part over the ranks."""
+"""How the dense part is trained on all ranks."""
 
-_BY_NAME: dict[str, Wrapping | None] = {"ddp": DDP(), "fully_shard": FullyShard(), "none": None}
+_WRAPPINGS: dict[str, Wrapping | None] = {"ddp": DDP(), "fully_shard": FullyShard(), "none": None}
 
 
 def parse_wrapping(wrap: str | Wrapping | None) -> Wrapping | None:
-    """Return the wrapping for a name or a wrapping; None for no wrapping.
+    """Return the wrapping that `wrap` names or is; None for "none" and None.
 
     Raises:
         ValueError: `wrap` is another name or value.
     """
     if wrap is None or isinstance(wrap, Wrapping):
         return wrap
-    if not isinstance(wrap, str) or wrap not in _BY_NAME:
+    if not isinstance(wrap, str) or wrap not in _WRAPPINGS:
         raise ValueError(
-            f"wrap must be {', '.join(map(repr, _BY_NAME))}, DDP(...) or FullyShard(...), "
+            f"wrap must be {', '.join(map(repr, _WRAPPINGS))}, DDP(...) or FullyShard(...), "
             f"got {wrap!r}"
         )
-    return _BY_NAME[wrap]
+    return _WRAPPINGS[wrap]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model inside DDP and modules with `wraps_module`, or the module itself."""
+    """Return the model inside DDP and inside modules whose `wraps_module` is true."""
     inner: Any = module
     while isinstance(inner, DistributedDataParallel) or getattr(inner, "wraps_module", False):
         inner = inner.module
@@ -150,14 +153,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Allocate modules that are on the meta device on `device`, and call their `reset_parameters`.
+    """Allocate submodules that are on the meta device, and call their `reset_parameters`.
 
-    If a module has a tensor on the meta device, directly or in a parameter list or dict, all such
-    tensors of the module are replaced. Other modules do not change or move.
+    If a submodule has any tensor on the meta device, directly or in a parameter list or dict, all
+    these tensors of the submodule are allocated on `device`. Other submodules do not change.
 
     Raises:
-        RuntimeError: a module on the meta device has no `reset_parameters`. Modules before it have
-            been allocated.
+        RuntimeError: a submodule on the meta device has no `reset_parameters`. Submodules before it
+            have been allocated.
     """
     for name, submodule in module.named_modules():
         modules = _with_containers(submodule)
@@ -189,10 +192,10 @@ def _tensors_of(submodule: nn.Module) -> list[Tensor]:
 
 @without_gradients
 def broadcast_state(module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> None:
-    """Copy all parameters and buffers but those in `ignored` from rank 0 to every rank.
+    """Copy all parameters and buffers but those in `ignored` from rank 0 to every rank, in place.
 
-    A collective. The modules of all ranks must have the same names, shapes and dtypes, and the
-    device of `ranks`; not checked.
+    All ranks call this. Their modules must have the same names, shapes and dtypes, and be on the
+    device of `ranks`, which is not checked. `ignored` are names in `module`.
     """
     if ranks.size == 1:
         return

@@ -37,8 +37,8 @@ from emblib.sharding.ranks import RankGroup
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 _MAX_STATE_CHARACTERS = 2000  # of an error that other ranks quote
-# Exit states of a rank in the store: ended by another rank's failure, without an error, and with an
-# error of its own, whose text follows.
+# Exit states of a rank in the store. A rank ends with _GAVE_UP after another rank's failure, with
+# _DONE without an error, and with _FAILED after an error of its own, whose text follows.
 _GAVE_UP, _DONE, _FAILED = "gave up", "done", "failed"
 # Errors of gloo and NCCL are plain RuntimeErrors.
 _COLLECTIVE_ERROR = re.compile(
@@ -46,7 +46,8 @@ _COLLECTIVE_ERROR = re.compile(
     r"process group|ProcessGroup",
     re.IGNORECASE,
 )
-_num_blocks: Counter[str] = Counter()  # blocks entered per group so far, the same on every rank
+# Number of blocks that were entered per group, by name; the same on every rank.
+_num_blocks: Counter[str] = Counter()
 
 
 class RankFailure(RuntimeError):
@@ -71,13 +72,13 @@ class RankFailure(RuntimeError):
 class detect_rank_failures:
     """Name the ranks at fault if a collective fails: `with detect_rank_failures(ranks): train()`.
 
-    The error of the collective is then the cause of a `RankFailure`. If no rank is at fault, it
-    propagates with a note that says so.
+    The error of the collective is then the cause of a `RankFailure`. If no rank is at fault, the
+    error propagates with a note that says so.
 
     All ranks enter the block, equally often but not necessarily at the same time, and stay in it
-    for as long as they use collectives: it goes around the training loop, not into it. A failure
-    that is detected while no collective has failed is logged: a process may be stopped, a network
-    may be down, or NCCL waits for its own timeout. An error of this rank itself propagates
+    for as long as they use collectives: it contains the training loop. If a rank sends no
+    heartbeats while no collective has failed, this is only logged: a process may be stopped, a
+    network may be down, or NCCL waits for its own timeout. An error of this rank itself propagates
     unchanged. The `RankFailure` of the other ranks quotes it, unless the store ends with this
     process: without torchrun the process with rank 0 has the store. For one rank alone the block
     does nothing.
@@ -203,7 +204,10 @@ class detect_rank_failures:
 
 
 def is_collective_error(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, says that ranks could not communicate."""
+    """Return whether an error, or one of its causes, is that of a failed collective.
+
+    It is a `DistError`, or a RuntimeError whose message `_COLLECTIVE_ERROR` matches.
+    """
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
@@ -393,12 +397,12 @@ def init_distributed(
 
     If a node has a GPU for each of its ranks, the GPU of this rank becomes the current device, and
     the backend is NCCL for GPUs and gloo for the host. Otherwise the backend is gloo. The ranks
-    agree about a fresh part of the store (`rendezvous`), because after a restart torchrun may pass
-    them the store of the previous attempt, with addresses of processes that have ended.
+    agree about an unused part of the store (`rendezvous`), because after a restart torchrun may
+    pass them the store of the previous attempt, with addresses of processes that have ended.
 
     Args:
-        backend: a backend of `torch.distributed.init_process_group` to use instead.
-        timeout_seconds: limit for each collective, and for all ranks to start.
+        backend: a backend of `torch.distributed.init_process_group` to use instead; None for these.
+        timeout_seconds: limit for each collective, and for the start of all ranks.
         heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as dead.
 
     Yields:
@@ -406,7 +410,7 @@ def init_distributed(
 
     Raises:
         RankFailure: see `detect_rank_failures`.
-        TimeoutError: some ranks did not start in time.
+        TimeoutError: some ranks did not start within `timeout_seconds`.
         ValueError: `heartbeat_timeout_s` is not above 0.
 
     Example:
@@ -486,11 +490,17 @@ def _init_process_group(backend: str | None, timeout: timedelta) -> None:
 
 
 def rendezvous(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a fresh part of `store` for the `size` processes that call this now.
+    """Return an unused part of `store` for the `size` processes that call this together.
 
     Rank 0 opens a round with a new number. Each other rank joins the newest round that it sees,
-    under a unique name, until it finds the name among the members of the round: a round of a
-    previous attempt has the names of processes that have ended.
+    under a unique name, until it finds the name among the members of the round, because a round
+    of a previous attempt has the names of processes that have ended.
+
+    Args:
+        store: the store of all processes.
+        rank: number of this process.
+        size: number of processes.
+        timeout: limit for the wait.
 
     Raises:
         TimeoutError: some ranks did not call this within `timeout`.

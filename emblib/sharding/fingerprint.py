@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -46,7 +46,7 @@ def agree(
 ) -> T:
     """Return `prepare()`; raise on every rank if it fails on one, or if descriptions differ.
 
-    A collective. One rank alone only calls `prepare`.
+    All ranks call this. One rank alone only calls `prepare`.
 
     Args:
         ranks: the processes.
@@ -57,8 +57,10 @@ def agree(
 
     Raises:
         ValueError: the descriptions differ; the message is the same on all ranks.
-        RuntimeError: `prepare` or `describe` failed on another rank, and the descriptions do not
-            differ; where it failed, its own error is raised.
+        RuntimeError: `prepare` or `describe` failed on another rank only, and the descriptions do
+            not differ.
+        Exception: `prepare` or `describe` raised it on this rank, and the descriptions do not
+            differ.
     """
     if ranks.size == 1:
         return prepare()
@@ -101,8 +103,8 @@ def _raise_disagreement(
     raise RuntimeError(failed)
 
 
-def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
-    """Return a text per value that differs between ranks; ranks that failed may lack values."""
+def _differences(by_rank: Sequence[_Leaves], failed: Collection[int]) -> list[str]:
+    """Return a text per value that differs between ranks; the ranks `failed` may lack values."""
     texts = []
     for subject in dict.fromkeys(subject for leaves in by_rank for subject in leaves):
         ranks_without = [
@@ -119,7 +121,7 @@ def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
         differing: list[str] = []
         for name in dict.fromkeys(name for leaves in described.values() for name in leaves):
             if any(name.startswith(f"{parent}.") for parent in differing):
-                continue  # the parents are of different kinds, which is reported
+                continue  # the value that contains it differs, which is reported
             values = {
                 rank: leaves.get(name, "missing")
                 for rank, leaves in described.items()
@@ -135,7 +137,8 @@ def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
 def differences_where_present(ranks: RankGroup, description: Description) -> list[str]:
     """Return a text per value that differs between the ranks whose descriptions have it.
 
-    A collective; the result is the same on all ranks, with at most `_MAX_DIFFERENCES` texts.
+    All ranks call this. The result is the same on all of them, with at most `_MAX_DIFFERENCES`
+    texts.
     """
     by_rank = ranks.gather_objects(_leaves(description))
     return _differences(by_rank, range(ranks.size))[:_MAX_DIFFERENCES]
@@ -162,7 +165,7 @@ def _abbreviate(text: str) -> str:
 
 
 def merge_descriptions(*descriptions: Description) -> dict[str, dict[str, Any]]:
-    """Merge descriptions subject by subject; the last value of a repeated name remains."""
+    """Merge the values of each subject; of several values with one name the last remains."""
     result: dict[str, dict[str, Any]] = {}
     for description in descriptions:
         for subject, values in description.items():
@@ -192,12 +195,12 @@ def _digest_of_sources() -> str:
     return digest.hexdigest()[:16]
 
 
-# Computed when the code is imported: files that change later are not the code that runs.
+# Computed at import, because files that change later are not the code that runs.
 _SOURCES = _digest_of_sources()
 
 
 def settings_of(ranks: RankGroup, **settings: Any) -> dict[str, Any]:
-    """Return the settings of a model or collection, with those of its ranks and the versions."""
+    """Return `settings`, with those of the ranks and the versions, as values of a `Description`."""
     return {
         **settings,
         "local_size": ranks.local_size,
@@ -213,14 +216,14 @@ def collection_description(
     optimizer: Optimizer | None,
     path: str = "",
 ) -> dict[str, dict[str, Any]]:
-    """Describe a collection that is to be sharded, table by table.
+    """Describe an unsharded collection and how it is sharded, table by table.
 
     Args:
         source: the collection.
         configs: configurations of its tables, with the optimizers that they will have.
         plan: the sharding of each table, by name; None without a valid plan.
         optimizer: optimizer of tables whose configuration has none.
-        path: path of the collection in the model; if empty, errors name tables only.
+        path: path of the collection in the model; if "", subjects are named without a path.
     """
     path_text = f" of {path}" if path else ""
     description: dict[str, dict[str, Any]] = {
@@ -241,7 +244,8 @@ def collection_description(
         module = source.groups.module_of(index_of[config.name])[0]
         precision = getattr(module, "precision", None)
         if precision is not None:
-            values["stored"] = replace(precision, output=torch.float32)  # as sharded tables have it
+            # The output of sharded tables is float32, whatever that of `source` is.
+            values["stored"] = replace(precision, output=torch.float32)
         if plan is not None and config.name in plan:
             values |= _describe_sharding(plan[config.name])
             if not plan[config.name].is_replicated:  # replicas get the values of rank 0
@@ -282,17 +286,18 @@ def _leaves(description: Description) -> _Leaves:
 
 
 def _texts(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a value and of its parts.
+    """Yield (name, text) of a value and of its parts, which ranks compare.
 
-    Functions are compared by module and qualified name, dataclasses by class and fields, tensors as
-    `_MAX_VALUES` says. Objects without a rule in `_text` are compared by `repr`, or by class if
-    that shows an address. Of paths and `_FIELDS_OF_ONE_RANK` ranks compare only whether they are
-    None.
+    The text of a function is its module and qualified name, that of a dataclass its class, with
+    its fields as parts. `_MAX_VALUES` describes tensors. The text of an object without a rule in
+    `_text` is its `repr`, or its class if the `repr` shows an address. The text of paths and
+    `_FIELDS_OF_ONE_RANK` only says whether they are None.
 
     Args:
         name: name of the value, with dots.
         value: value to describe.
-        depth: number of values that contain this one; a value may contain itself.
+        depth: number of values that contain this one. It is limited, because a value may contain
+            itself.
     """
     if name.rpartition(".")[2] in _FIELDS_OF_ONE_RANK or isinstance(value, Path):
         yield name, str(None if value is None else "given")
@@ -342,7 +347,7 @@ def _text(value: Any) -> str:
     if is_dataclass(value):
         return type(value).__name__
     text = repr(value)
-    # Texts in angle brackets tell an identity or a state of the process, such as a logger's level.
+    # Texts in angle brackets have an address or a state of this process, such as a logger's level.
     return type(value).__name__ if text.startswith("<") or " at 0x" in text else text
 
 

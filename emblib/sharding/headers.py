@@ -85,15 +85,18 @@ class Headers:
 
     Every rank gets the headers of all ranks and compares all pairs. So all ranks decide alike, and
     none waits in the collective for a rank that has raised. The constructor sends the header, and
-    registers a collective by `enter_collective`, whose RuntimeError it may raise, for as long as
-    the object lives. The caller must call `check` once.
+    registers a collective (`enter_collective`) for as long as the object lives. The caller must
+    call `check` once.
 
     Args:
         kind: the first entries of the header, see `_KindEntry`; missing entries are 0.
         nbytes: `nbytes[r]` is the number of bytes that this rank sends to rank r.
         received_nbytes: the number of bytes that this rank expects from each rank.
         ranks: the ranks, at least two, which exchange tensors in host memory.
-        numbers: numbers to send in the header; left out if there are more than `MAX_NUMBERS`.
+        numbers: int64 numbers to send in the header; left out if there are more than `MAX_NUMBERS`.
+
+    Raises:
+        RuntimeError: two threads use the process group, see `enter_collective`.
     """
 
     MAX_NUMBERS = 124  # not measured; a header has 1 KiB and 16 bytes per rank
@@ -158,17 +161,20 @@ def gradient_headers(
     is_scaled: bool,
     numbers: Sequence[int],
 ) -> Headers | None:
-    """Send the header of the gradients of one backward, which the caller must `check`.
+    """Send the header of the gradients of one backward; return it for the caller to `check`.
 
-    Returns None for one rank and on a GPU, where ranks compare no headers.
+    All ranks call this. With one rank and on a GPU nothing is compared, and the result is None.
 
     Args:
         indices: indices of the outputs that the loss uses, among the outputs of one output_dist.
-            Indices that differ by a multiple of `_SCALED_BIT` share a bit of the header.
-        nbytes: the bytes to each rank and from each rank, by output; at least one output.
+            Ranks compare them modulo `_SCALED_BIT`.
+        nbytes: number of bytes (to each rank, from each rank) of each output; at least one output.
         ranks: the ranks.
         is_scaled: whether a `GradScaler` has scaled the loss.
         numbers: numbers to send in the header, see `Headers`.
+
+    Raises:
+        RuntimeError: two threads use the process group, see `enter_collective`.
     """
     if ranks.size == 1 or ranks.device.type != "cpu":
         return None
@@ -181,10 +187,13 @@ def gradient_headers(
 
 
 def check_call(content: Content, ranks: HeaderRanks) -> None:
-    """Compare headers before collectives that carry none; do nothing on a GPU.
+    """Compare headers before collectives that have none; do nothing on a GPU or with one rank.
+
+    All ranks call this.
 
     Raises:
-        RuntimeError: another rank exchanges something else, on every rank.
+        RuntimeError: another rank exchanges something else, on every rank; or two threads use the
+            process group, see `enter_collective`.
     """
     if ranks.size > 1 and ranks.device.type == "cpu":
         no_bytes = [0] * ranks.size
@@ -197,10 +206,11 @@ _SCALED_BIT = 62  # bit of `_KindEntry.DETAILS` for gradients of a scaled loss
 def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: HeaderRanks) -> None:
     """Raise RuntimeError for one pair of headers that disagree, if possible a pair with this rank.
 
-    `kinds` is `[W, 3]`, see `_KindEntry`; `sent[r, p]` are the bytes that rank r sends to rank p,
-    `expected[r, p]` the bytes that rank r expects from rank p. A pair must disagree.
+    `kinds` is `[W, 3]`, see `_KindEntry`; `sent[r, p]` is the number of bytes that rank r sends to
+    rank p, `expected[r, p]` the number of bytes that rank r expects from rank p. At least one pair
+    must disagree.
     """
-    # [receiver, sender]
+    # By receiver and sender.
     differs = (kinds[:, None] != kinds[None]).any(dim=2) | (expected != sent.T)
     rank = ranks.rank if differs[ranks.rank].any() else int(differs.any(dim=1).nonzero()[0])
     peer = int(differs[rank].nonzero()[0])
@@ -287,7 +297,7 @@ class _Collective:
 
 
 class _GroupState:
-    """The thread that exchanges over a process group, and the error if two threads overlapped."""
+    """The thread that uses a process group; and the error if two used it at once, else ""."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

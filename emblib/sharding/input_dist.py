@@ -26,21 +26,25 @@ from emblib.sharding.ranks import RankGroup, can_sum_in_nodes
 
 MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share of bags remains
 _FLOAT_BYTES = 4
-# Elements of rows: dropping fewer costs more work on indices than it saves.
+# Empty bags are dropped only if this saves so many elements of rows; for fewer, the work on indices
+# takes longer than sending them.
 _MIN_SAVED_ELEMENTS = 1 << 16
 
 
 class _Header(IntEnum):
     """Entries of a header before the number of bags of each unit."""
 
-    NUM_IDS = 0  # for the receiving rank
-    NUM_REPLICATED_IDS = 1  # the part of NUM_IDS for replicated tables
+    NUM_IDS = 0  # number of ids for the receiving rank
+    NUM_REPLICATED_IDS = 1  # how many of these are for replicated tables
     KIND = 2  # a `_Kind`
     ROW_ORDER = 3  # a `_RowOrder`
 
 
 class _RowOrder(IntEnum):
-    """Order in which rows return, and whether nodes can sum them; the maximum over ranks counts."""
+    """Order in which rows return, and whether nodes can sum them.
+
+    Ranks may send different values; for all of them the maximum applies.
+    """
 
     BY_BAG = 0  # all units have the same number of bags
     BY_UNIT = 1  # units may differ in their number of bags
@@ -58,17 +62,17 @@ class _Kind(IntFlag):
 
 
 class LocalBatch(NamedTuple):
-    """The batch of this rank: the bags of the layout's features, feature-major.
+    """The batch of this rank: the bags of the layout's features, feature after feature.
 
     Attributes:
         ids: int32 or int64 `[L]`, the ids of all bags; uint64 is possible for hash tables.
-        lengths: int32 or int64 `[bags]`, ids per bag.
+        lengths: int32 or int64 `[bags]`, number of ids per bag.
         offsets: int32 or int64 `[bags + 1]`, first id of each bag, then the number of ids.
         weights: float32 `[L]`; None for unweighted lookups.
         bag_counts: number of bags per feature.
         count_ids: function that returns the number of ids per feature; it may wait for a GPU.
         is_variable: whether features may differ in their number of bags.
-        inverse: bag of each example of the batch, per feature; None where bag i is example i.
+        inverse: int64 `[B]` per feature, the bag of each example; None if bag i is example i.
         counts: int64 `[L]`, the uses that each id stands for; None if each stands for one use.
     """
 
@@ -83,13 +87,16 @@ class LocalBatch(NamedTuple):
     counts: Tensor | None = None
 
     def starts(self) -> Tensor:
-        """Return the first id of each feature, then the number of ids: `[F + 1]` of offsets."""
+        """Return the first id of each feature, then the number of ids: `[F + 1]` as `offsets`."""
         if not self.is_variable and self.bag_counts and self.bag_counts[0]:
             return self.offsets[:: self.bag_counts[0]]
         return self.offsets[self.first_bags(range(len(self.bag_counts)))]
 
     def first_bags(self, features: Sequence[int]) -> Tensor:
-        """Return the running sums of the numbers of bags of these features, from 0, int64."""
+        """Return where the bags of each of `features` begin if only these are listed, in order.
+
+        Int64 `[n + 1]`, on the device of the batch; the last entry is the number of bags.
+        """
         device = self.offsets.device
         if self.is_variable or not features:
             return torch.tensor(
@@ -102,23 +109,24 @@ class OutgoingBatch(NamedTuple):
     """A batch in the order of sending: by rank, then by unit (see `emblib.sharding.layout`).
 
     Attributes:
-        lengths: ids per bag, in the dtype of `ids`; None once sent.
+        lengths: number of ids per bag, in the dtype of `ids`; None once sent.
         ids: int32 or int64; None once sent.
         weights: float32, one per id; None once sent, or for unweighted lookups.
-        positions: int64, position of each id in the batch of this rank; None where whole features
-            are sent, and once sent if rows are pooled.
+        positions: int64, position of each id in the batch of this rank; None if whole features are
+            sent, and once sent if rows are pooled.
         unit_starts: first id of each unit, then the number of ids.
         unit_bags: number of bags per unit. With `row_numbers`, bags without ids for the unit are
             not sent, except for replicated tables and, without `skips_sums`, for units that nodes
             sum.
         row_numbers: int32 `[U * B]`: unit u returns row `row_numbers[u * B + b]` of its rows for
-            bag b, no row if it is -1; None where every bag is sent.
-        num_bags: bags sent to each rank.
-        num_ids: ids sent to each rank.
+            bag b, no row if it is -1; None if every bag is sent.
+        num_bags: number of bags sent to each rank.
+        num_ids: number of ids sent to each rank.
         num_replicated_ids: number of ids at the end of each rank's message that are for replicated
             tables.
         skips_sums: whether bags of units that nodes sum were dropped, so that no node can sum.
-        counts: int64, the uses that each id stands for; None once sent, or if each stands for one.
+        counts: int64, the uses that each id stands for; None once sent, or if each id stands for
+            one use.
     """
 
     lengths: Tensor | None
@@ -172,7 +180,7 @@ class IncomingBatch(NamedTuple):
     counts: Tensor | None = None
 
 
-class _InFlight(NamedTuple):
+class _BatchInFlight(NamedTuple):
     """A batch whose sizes have arrived and whose ids are in flight.
 
     Attributes:
@@ -180,8 +188,8 @@ class _InFlight(NamedTuple):
         batch: the batch that was sent, without the tensors that are in flight.
         bag_counts: `bag_counts[u][r]`, as in `IncomingBatch`; so are `is_by_unit`, `num_ids`,
             `num_replicated_ids` and `skips_sums`.
-        num_bags: bags in the message from each rank.
-        sizes: elements of the message from each rank: lengths of bags, then ids.
+        num_bags: number of bags in the message from each rank.
+        sizes: number of elements of the message from each rank: lengths of bags, then ids.
     """
 
     inputs: LocalBatch
@@ -224,7 +232,7 @@ class InputDist(LayoutBuffers):
 
     Args:
         layout: the units of all ranks.
-        blocks: the blocks of rows of each feature's table.
+        routing: the blocks of rows of each feature's table, and the units that store them.
         ranks: the processes.
         scale: factor of the gradients of tables, 1 / ranks for the mean.
         pooled: whether rows are pooled; then bags without ids for a block of rows may be dropped.
@@ -236,7 +244,7 @@ class InputDist(LayoutBuffers):
     def __init__(
         self,
         layout: CollectionLayout,
-        blocks: BlockRouting,
+        routing: BlockRouting,
         ranks: RankGroup,
         scale: float,
         *,
@@ -268,16 +276,16 @@ class InputDist(LayoutBuffers):
         ]
         self._summed_units, self._num_sums = self._units_of_sums(layout)
         self._dims = [feature.dim for feature in layout.features]
-        self.has_whole_tables = all(num_blocks <= 1 for _, num_blocks, _, _ in blocks.features)
-        tables = {
+        self.has_whole_tables = all(num_blocks <= 1 for _, num_blocks, _, _ in routing.features)
+        buffers = {
             "unit_features": torch.tensor(self._unit_features, dtype=torch.int64, device="cpu"),
-            "features": torch.tensor(blocks.features, dtype=torch.int64, device="cpu").view(
+            "features": torch.tensor(routing.features, dtype=torch.int64, device="cpu").view(
                 -1, len(RouteFeatureColumn)
             ),
-            "blocks": torch.tensor(blocks.blocks, dtype=torch.int64, device="cpu").view(
+            "blocks": torch.tensor(routing.blocks, dtype=torch.int64, device="cpu").view(
                 -1, len(RouteBlockColumn)
             ),
-            "copies": torch.tensor(blocks.units, dtype=torch.int64, device="cpu"),
+            "block_units": torch.tensor(routing.units, dtype=torch.int64, device="cpu"),
             "unit_major_order": torch.tensor(
                 self._segment_order(1), dtype=torch.int64, device="cpu"
             ),
@@ -285,13 +293,13 @@ class InputDist(LayoutBuffers):
                 self._segment_order(0), dtype=torch.int64, device="cpu"
             ),
         }
-        for name, tensor in tables.items():
+        for name, tensor in buffers.items():
             self.register_layout(name, tensor, ranks.device)
 
     unit_features: Tensor  # int64 `[U]`, feature of each unit of all ranks
     features: Tensor  # int64 `[F, 4]`, see `RouteFeatureColumn`
     blocks: Tensor  # int64 `[K, 3]`, see `RouteBlockColumn`
-    copies: Tensor  # int64 `[C]`, units that get the ids of each block, see `Routing`
+    block_units: Tensor  # int64 `[C]`, units that get the ids of each block, see `BlockRouting`
     # Int64 `[W * units]`: numbers of the segments that this rank receives, one per rank and unit,
     # in the order of units. A segment of lengths precedes the segments of ids of each rank.
     unit_major_order: Tensor
@@ -313,9 +321,9 @@ class InputDist(LayoutBuffers):
         return summed_units, sum(len(node.units) for node in sums.nodes)
 
     def _segment_order(self, num_before: int) -> list[int]:
-        """Return the unit-major order of segments that lie rank by rank.
+        """Return the order of units, for each unit of ranks, of segments that lie rank by rank.
 
-        The segments of a rank follow `num_before` other segments of that rank.
+        The segments of each rank follow `num_before` other segments of that rank.
         """
         num_ranks, num_units = self._ranks.size, len(self._features_of_ranks[self._ranks.rank])
         step = num_units + num_before
@@ -327,9 +335,10 @@ class InputDist(LayoutBuffers):
         return len(_Header) + len(self._features_of_ranks[self._ranks.rank])
 
     def sort_by_destination(self, inputs: LocalBatch) -> OutgoingBatch:
-        """Sort a batch by destination: rank, then unit. Weights keep their gradient.
+        """Sort the ids, lengths, weights and counts of a batch by rank, then by unit.
 
-        Ids of uint64, which are keys of hash tables, are sent as int64 with the same bits.
+        Weights keep their gradient. Ids of uint64, which are keys of hash tables, are sent as int64
+        with the same bits.
         """
         self.restore_layout()
         weights = inputs.weights
@@ -354,7 +363,7 @@ class InputDist(LayoutBuffers):
         )
 
     def headers(self, inputs: LocalBatch, batch: OutgoingBatch) -> list[list[int]]:
-        """Return for each rank the numbers of `_Header`, then its number of bags per unit."""
+        """Return the header for each rank: the entries of `_Header`, then its bags per unit."""
         kind, row_order = _batch_kind(inputs), _RowOrder.BY_BAG
         if batch.skips_sums:
             row_order = _RowOrder.BY_UNIT_UNSUMMED
@@ -372,14 +381,14 @@ class InputDist(LayoutBuffers):
         ]
 
     def empty_headers(self) -> list[list[int]]:
-        """Return headers of the size of `headers(...)`, for a rank without a batch."""
+        """Return headers of zeros in the sizes of `headers(...)`, for a rank without a batch."""
         return [[0] * (len(_Header) + end - begin) for begin, end in self._unit_ranges]
 
     def row_nbytes(self, inputs: LocalBatch) -> int:
         """Return an estimate of the bytes of the rows that the ranks return for a batch.
 
-        It counts float32 rows: one per bag if rows are pooled, although tables that are divided by
-        rows may return one per block, and otherwise one of the largest dim per id.
+        It counts float32 rows. For pooled rows it counts one per feature and bag, although a table
+        that is divided by rows may return one per block; otherwise one of the largest dim per id.
         """
         if not self._is_pooled:
             return _FLOAT_BYTES * inputs.ids.numel() * max(self._dims, default=0)
@@ -432,7 +441,7 @@ class InputDist(LayoutBuffers):
         unit_bags = [inputs.bag_counts[f] for f in self._unit_features]
         row_numbers, skips_sums = None, False
         first_bags = inputs.first_bags(range(len(inputs.bag_counts)))
-        routing = first_bags, self.features, self.blocks, self.copies
+        routing = first_bags, self.features, self.blocks, self.block_units
         first_unit_bags = inputs.first_bags(self._unit_features)
         lengths = route.route_lengths(
             inputs.ids, inputs.offsets, *routing, first_unit_bags, num_bags=sum(unit_bags)
@@ -478,8 +487,8 @@ class InputDist(LayoutBuffers):
     def _skips_sums(self, lengths: Tensor, unit_bags: list[int]) -> bool:
         """Return whether summing in nodes would not reduce the number of rows sent between nodes.
 
-        For a feature with one id per bag, each bag has ids in only one block of rows. Waits for the
-        device if nodes sum any units.
+        That is so for features with one id per bag, since each bag has an id in only one block of
+        rows. Waits for the device if nodes sum any units.
         """
         if not self._summed_units:
             return False
@@ -489,7 +498,7 @@ class InputDist(LayoutBuffers):
     def _drop_empty_bags(
         self, lengths: Tensor, unit_bags: list[int], units_to_keep: Sequence[int]
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Drop bags that have no id in a block of rows, if they are many; they need no row.
+        """Drop the bags that have no ids for a unit, if these are many, since they need no row.
 
         With one id per bag, each of W blocks of rows has ids of 1/W of the bags. Bags of
         `units_to_keep` are not dropped. Returns `lengths`, `row_numbers` and `unit_bags` of the
@@ -514,7 +523,7 @@ class InputDist(LayoutBuffers):
     def positions(self, received: IncomingBatch) -> Tensor:
         """Return the position in the batch of each id sent, int64, in the order of sending.
 
-        Ids of replicated tables are left out. Not for pooled lookups.
+        Ids of replicated tables are left out. Only for lookups that are not pooled.
         """
         sent, inputs = received.sent, received.inputs
         assert sent is not None
@@ -531,8 +540,13 @@ class InputDist(LayoutBuffers):
 
     def parse_headers(
         self, inputs: LocalBatch, batch: OutgoingBatch, headers: list[list[int]]
-    ) -> _InFlight:
-        """Return the sizes of the messages of a batch; `headers[r]` is that of rank r.
+    ) -> _BatchInFlight:
+        """Return the sizes of the messages of a batch.
+
+        Args:
+            inputs: the batch of this rank.
+            batch: the same batch, sorted; the result does not refer to the tensors to send.
+            headers: the header of each rank for this rank.
 
         Raises:
             RuntimeError: the batches of ranks are of different kinds, on every rank.
@@ -541,7 +555,7 @@ class InputDist(LayoutBuffers):
         positions = None if self._is_pooled else batch.positions
         num_ids = [header[_Header.NUM_IDS] for header in headers]
         num_bags = [sum(header[len(_Header) :]) for header in headers]
-        return _InFlight(
+        return _BatchInFlight(
             inputs=inputs,
             batch=batch._replace(
                 lengths=None, ids=None, weights=None, positions=positions, counts=None
@@ -564,17 +578,21 @@ class InputDist(LayoutBuffers):
 
     def sort_received(
         self,
-        in_flight: _InFlight,
+        in_flight: _BatchInFlight,
         ids: Awaitable[Tensor],
         weights: Awaitable[Tensor] | None,
         counts: Awaitable[Tensor] | None,
         *,
         merges_rows: bool,
     ) -> IncomingBatch:
-        """Receive the ids and sort them by unit, then by sending rank.
+        """Wait for the ids, sort them by unit, then by sending rank, and return the batch.
 
-        Returns the batch to look up. `ids` has the received lengths and ids of all ranks, flat, in
-        the order of ranks; `weights` and `counts` have one entry per id, or are None.
+        Args:
+            in_flight: sizes of the messages.
+            ids: the received lengths and ids of all ranks, flat, in the order of ranks.
+            weights: one weight per id, in the order of ranks; None without weights.
+            counts: one count of uses per id, in the order of ranks; None without counts.
+            merges_rows: see `IncomingBatch`.
         """
         payload = ids.wait()
         lengths, segment_sizes = _split_lengths(payload, in_flight)
@@ -607,12 +625,12 @@ class InputDist(LayoutBuffers):
 
 
 def as_int64(ids: Tensor) -> Tensor:
-    """Return uint64 ids as int64 with the same bits, in the same memory; others as they are."""
+    """Return a view of uint64 ids as int64 with the same bits; ids of other dtypes unchanged."""
     return ids.view(torch.int64) if ids.dtype is torch.uint64 else ids
 
 
 def number_bags(has_ids: Tensor) -> Tensor:
-    """Return the number of each bag among those of its unit with ids; -1 for bags without.
+    """Return the number of each bag among the bags with ids of its unit; -1 for bags without ids.
 
     `has_ids` is bool `[units, bags]`, the result int32 of that shape. Does not wait for the device.
     """
@@ -620,11 +638,11 @@ def number_bags(has_ids: Tensor) -> Tensor:
     return has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
 
 
-def _split_lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
-    """Return the lengths of all bags, unit by unit, and the sizes of segments of a payload.
+def _split_lengths(payload: Tensor, in_flight: _BatchInFlight) -> tuple[Tensor, Tensor]:
+    """Return the lengths of all bags, unit by unit, and the sizes of the segments of a payload.
 
-    The sizes are `[ranks, 1 + units]` in the dtype of the payload: the bags of a rank, which have
-    one length each, then its ids per unit.
+    The sizes are `[ranks, 1 + units]` in the dtype of the payload: the number of bags from a rank,
+    which have one length each, then its number of ids per unit.
     """
     num_ranks, num_units = len(in_flight.num_bags), len(in_flight.bag_counts)
     blocks = [

@@ -30,18 +30,18 @@ from emblib.sharding.ranks import RankGroup
 _MAX_MERGED_NBYTES = 1 << 19
 
 
-class _Common(IntEnum):
-    """Numbers that a rank sends to all ranks with the sizes of its batches."""
+class _CommonEntry(IntEnum):
+    """Entries of the numbers that a rank sends to all ranks with the sizes of its batches."""
 
     STATE = 0  # a `_State`
-    ID_NBYTES = 1  # bytes of what it sends, see `_id_nbytes`
-    ROW_NBYTES = 2  # estimated bytes of all rows that it will receive
+    ID_NBYTES = 1  # number of bytes that it sends, see `_id_nbytes`
+    ROW_NBYTES = 2  # estimated number of bytes of all rows that it will receive
 
 
 class _State(IntEnum):
-    """The kind of message that a rank sends."""
+    """Whether a rank has batches to send."""
 
-    NOTHING = 0  # it has no batch, so all ranks stop
+    NO_BATCH = 0  # so all ranks stop
     BATCHES = 1
     ERROR = 2  # its batch is wrong
 
@@ -69,6 +69,7 @@ class _Outgoing(NamedTuple):
 
 
 InputsInFlight = Awaitable[list[Awaitable[IncomingBatch]] | None]
+"""The result of `start_input_dists`."""
 
 
 def start_input_dists(
@@ -82,18 +83,22 @@ def start_input_dists(
     batch and no rank has an error, the first `wait` returns None on all ranks. Then, and after an
     error, no ids are sent.
 
-    A rank whose batch is wrong raises here, after it has told the other ranks. Their first `wait`
-    then raises RuntimeError. On all ranks the first `wait` raises RuntimeError if ids differ in
-    dtype between ranks, or if only some batches have weights, gradients of weights, counts or
-    features of different batch sizes.
+    A rank whose batch is wrong sends this in place of its sizes, and raises here. The first `wait`
+    of the other ranks then raises RuntimeError. On all ranks the first `wait` raises RuntimeError
+    if ids differ in dtype between ranks, or if only some batches have weights, gradients of
+    weights, counts or features of different batch sizes.
 
     Args:
         requests: the batches; at least one.
         ranks: the ranks.
-        error: error to raise, because the batch of this rank is wrong; None for a right batch.
+        error: error to raise, because the batch of this rank is wrong; None if it is not.
+
+    Raises:
+        Exception: `error`, or the error of sorting a batch of this rank.
+        RuntimeError: ranks exchange something else at the same time, see `start_all_to_all`.
     """
     outgoing: list[_Outgoing] = []
-    state = _State.NOTHING if error is None else _State.ERROR
+    state = _State.NO_BATCH if error is None else _State.ERROR
     if error is None and all(request.inputs is not None for request in requests):
         try:
             outgoing = [_Outgoing.of(request) for request in requests]
@@ -119,7 +124,7 @@ def start_input_dists(
 
 
 def _id_nbytes(outgoing: _Outgoing) -> int:
-    """Return the bytes of ids, lengths, weights and counts; a weight counts as an id."""
+    """Return the number of bytes to send; a weight counts like an id."""
     num_ids = sum(outgoing.batch.num_ids)
     elements_per_id = 1 + (outgoing.batch.weights is not None)
     count_nbytes = (
@@ -136,17 +141,17 @@ def _send_ids(
 ) -> list[Awaitable[IncomingBatch]] | None:
     """Receive the sizes, and send lengths, ids, weights and counts; None if a rank has no batch."""
     by_rank = pending.wait()
-    states = [common[_Common.STATE] for common, _ in by_rank]
+    states = [common[_CommonEntry.STATE] for common, _ in by_rank]
     if _State.ERROR in states:
         raise RuntimeError(
             f"rank {states.index(_State.ERROR)} could not send its batch, see its error: nothing "
             "was looked up on any rank"
         )
-    if _State.NOTHING in states:
+    if _State.NO_BATCH in states:
         return None
     merges_ids, merges_rows = (
         max(common[entry] for common, _ in by_rank) <= _MAX_MERGED_NBYTES
-        for entry in (_Common.ID_NBYTES, _Common.ROW_NBYTES)
+        for entry in (_CommonEntry.ID_NBYTES, _CommonEntry.ROW_NBYTES)
     )
     in_flight = [
         request.input_dist.parse_headers(

@@ -14,8 +14,12 @@ from emblib.specs import Pooling
 from emblib.storage import Storage, TableSlice
 
 Config = Any  # an EmbeddingBagConfig or EmbeddingConfig
-Arrange = Callable[[Sequence[TableSlice], Sequence[int]], Sequence[int]]
-"""Orders units by kernel: (slices of a rank, slice that each unit reads) -> order of the units."""
+ArrangeUnits = Callable[[Sequence[TableSlice], Sequence[int]], Sequence[int]]
+"""Function that orders the units of a rank by kernel.
+
+Its arguments are the slices of the rank and the index of the slice that each unit reads; the result
+is a permutation of the units.
+"""
 
 
 class Feature(NamedTuple):
@@ -27,7 +31,7 @@ class Feature(NamedTuple):
         table: number of the table in the collection.
         dim: number of columns.
         column: first column in the output of pooled rows.
-        is_mean: whether bags are divided by their lengths.
+        is_mean: whether the sum of a bag is divided by the number of its ids.
     """
 
     key: str
@@ -39,7 +43,13 @@ class Feature(NamedTuple):
 
 
 class LookupUnit(NamedTuple):
-    """The lookup of one feature (by number) in one shard, the `shard_index`-th of its rank."""
+    """The lookup of one feature in one shard.
+
+    Attributes:
+        feature: number of the feature in the layout.
+        shard: the shard.
+        shard_index: index of the shard in `RankLayout.shards`.
+    """
 
     feature: int
     shard: Shard
@@ -67,7 +77,7 @@ class RankLayout(NamedTuple):
     Attributes:
         shards: the shards in the order of tables. They are replicas in
             `CollectionLayout.replicated`; `NodeSums` has none.
-        units: the units in the order in which their rows are sent; `Arrange` orders those of
+        units: the units in the order in which their rows are sent; `ArrangeUnits` orders those of
             shards.
         columns: sum of the columns of `units`.
         replicated_units: units of replicated tables whose ids are sent to every rank, see
@@ -112,8 +122,8 @@ class NodeSums(NamedTuple):
     Attributes:
         direct: units of each rank that are not summed, in the order of the rank's layout.
         nodes: sums of each node, as units with rank and shard index -1.
-        units: positions of the summed units of each rank in its layout: per rank one tuple for each
-            sum of its node, in the order of rows.
+        units: `units[r][s]` are the units of rank r, as indices in its layout, that are added up in
+            sum s of its node, in the order of rows.
     """
 
     direct: tuple[RankLayout, ...]
@@ -197,17 +207,17 @@ def lay_out(
     configs: Sequence[Config],
     plan: Mapping[str, ParameterSharding],
     world_size: int,
-    arrange: Arrange,
+    arrange: ArrangeUnits,
     *,
     pooled: bool,
 ) -> CollectionLayout:
-    """Compile a plan that `ParameterSharding.check` accepts to a layout.
+    """Compile the plan of a collection to a layout, in which no ids are sent to replicas.
 
     Args:
         configs: configurations of the tables.
-        plan: the sharding of each table, by name.
+        plan: the sharding of each table, by name; `ParameterSharding.check` must have accepted it.
         world_size: number of ranks.
-        arrange: order of the units of a rank.
+        arrange: function that orders the units of a rank.
         pooled: whether rows are pooled.
     """
     features = features_of(configs, pooled=pooled)
@@ -242,7 +252,7 @@ def slices_of(
     plan: Mapping[str, ParameterSharding],
     table_shards: Sequence[TableShard],
 ) -> list[TableSlice]:
-    """Return the shards of a rank as table slices."""
+    """Return the shards of a rank, or replicas, as table slices with the storage of the plan."""
     slices = []
     for table_shard in table_shards:
         config = configs[table_shard.table]
@@ -265,7 +275,7 @@ def _rank_layout(
     plan: Mapping[str, ParameterSharding],
     features: Sequence[Feature],
     table_shards: Sequence[TableShard],
-    arrange: Arrange,
+    arrange: ArrangeUnits,
 ) -> RankLayout:
     """Return the layout of a rank with these shards; `arrange` orders its units."""
     units = [
@@ -280,11 +290,13 @@ def _rank_layout(
 
 
 class BlockRouting(NamedTuple):
-    """The routing of ids to units, as rows of the tensors that `emblib.ops.route` takes.
+    """The routing of ids to units by blocks of rows, as rows of the tensors of `emblib.ops.route`.
 
     Attributes:
-        features: (first block, number of blocks, rows, 1 if by key) per feature.
-        blocks: (first row, first entry of `units`, number of entries) per block.
+        features: (first block, number of blocks, rows, 1 if by key) per feature, see
+            `RouteFeatureColumn`.
+        blocks: (first row, first entry of `units`, number of entries) per block, see
+            `RouteBlockColumn`.
         units: units to which the ids of each block are sent, numbered rank after rank.
     """
 
@@ -294,9 +306,9 @@ class BlockRouting(NamedTuple):
 
 
 def block_routing(configs: Sequence[Config], layout: CollectionLayout) -> BlockRouting:
-    """Return the blocks of rows that each feature's table is cut into.
+    """Return the blocks of rows that each feature's table is cut into, and their units.
 
-    Shards that overlap in rows have the same rows, which `ParameterSharding.check` has checked.
+    Shards that overlap in rows must have the same rows, as `ParameterSharding.check` checks.
     """
     units_by_feature: dict[int, dict[Span, list[int]]] = {}
     unit_number = 0

@@ -14,9 +14,10 @@ from emblib.tables.parameters import version_of
 class LayoutBuffers(nn.Module):
     """A module with buffers that describe the layout of its collection.
 
-    They are no part of state dicts, so nothing would restore values that torch has changed:
-    `to_empty` leaves memory that is not initialised, casts change dtypes, and
-    `AveragedModel(use_buffers=True)` rounds integers.
+    State dicts do not have these buffers, so loading one does not restore values that torch has
+    changed: `to_empty` leaves memory uninitialised, casts change dtypes, and
+    `AveragedModel(use_buffers=True)` rounds integers. So this module restores them itself: in
+    `_apply`, and in `restore_layout`, which a subclass calls before it reads the buffers.
     """
 
     def __init__(self) -> None:
@@ -25,20 +26,23 @@ class LayoutBuffers(nn.Module):
         self._layout_version = 0
 
     def register_layout(self, name: str, values: Tensor, device: torch.device) -> None:
-        """Register a buffer with these values, which are on the CPU."""
+        """Register a buffer `name` on `device` with a copy of `values`.
+
+        `values` are on the CPU and must not change later.
+        """
         self._layout_values[name] = values
         self.register_buffer(name, values.to(device, copy=True), persistent=False)
         self._layout_version = self._version_of_layout()
 
     def restore_layout(self) -> None:
-        """Restore the buffers if code outside of this library has written them."""
+        """Restore the buffers if the first of them has been written in place since."""
         if self._layout_version != self._version_of_layout():
             for name, values in self._layout_values.items():
                 self.get_buffer(name).copy_(values)
             self._layout_version = self._version_of_layout()
 
     def _version_of_layout(self) -> int:
-        """Return the version of the first buffer, which grows with each write."""
+        """Return the version of the first buffer, which grows with each write in place."""
         return version_of(self.get_buffer(next(iter(self._layout_values))))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

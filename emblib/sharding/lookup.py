@@ -28,9 +28,11 @@ from emblib.tables.recomputation import checkpointed_forward
 
 
 class CollectionRequests(NamedTuple):
-    """The input_dists of a collection's batch, and the function that joins the received batches.
+    """The requests to send a collection's batch, and the function that joins the received batches.
 
-    `requests` has an awaitable of the batch in place of a request if the batch is not sent.
+    `requests` has an awaitable of the batch in place of a request if nothing needs to be sent.
+    `join` takes the received batches, in the order of `requests`, and returns the argument of the
+    collection's `compute`.
     """
 
     requests: Sequence[InputRequest | Awaitable[IncomingBatch]]
@@ -38,10 +40,10 @@ class CollectionRequests(NamedTuple):
 
 
 class CollectionSteps(NamedTuple):
-    """The lookups of a collection, and the function that joins their outputs.
+    """The lookups of a collection's batch, and the function that joins their outputs.
 
     `steps` has the output in place of a lookup if its rows are not sent. `join` takes the outputs
-    of all steps, in order, and returns the output of the collection.
+    in the order of `steps`, and returns the output of the collection.
     """
 
     steps: Sequence[OutputStep | Tensor]
@@ -56,13 +58,16 @@ class ShardedModule(Protocol):
     training: bool
 
     def collection_requests(self, features: Any) -> CollectionRequests:
-        """Return the messages of a batch; `features` is None on a rank that has none."""
+        """Return the requests to send a batch; `features` is None on a rank that has none.
+
+        It sends nothing. It raises if the batch is wrong.
+        """
 
     def input_dist(self, features: Any) -> Awaitable[Awaitable[Any]]:
         """Start to send ids to the ranks that store their rows."""
 
     def compute(self, received: Any) -> Any:
-        """Look up the received ids."""
+        """Look up a received batch; return the rows that `collection_steps` takes."""
 
     def prefetch(self, received: Any) -> None:
         """Prefetch the rows of a batch into the caches of their tables."""
@@ -71,32 +76,33 @@ class ShardedModule(Protocol):
         """Look up the received ids and start to return the rows."""
 
     def collection_steps(self, rows: Any, received: Any) -> CollectionSteps:
-        """Return the lookups of a batch."""
+        """Return the lookups of a batch, whose rows can then be sent."""
 
 
 class SentAhead(Protocol):
     """The batches that a model has sent before its forward, for its collections."""
 
     def take(self, module: ShardedModule, features: Any) -> LazyAwaitable[Any] | None:
-        """Return the output of a collection for this input, None if it was not sent."""
+        """Return the output of a collection for this input; None if it was not sent ahead."""
 
 
 def look_up(module: ShardedModule, features: Any) -> LazyAwaitable[Any]:
     """Return the output of a collection: run all stages, or finish a batch that was sent ahead.
 
-    A forward that backward repeats uses the batch that was sent ahead for the first one.
+    All ranks call this. A checkpointed forward that backward repeats uses the batch that was sent
+    ahead of the first one.
     """
-    running = checkpointed_forward(training=module.training)
-    if running is not None and running.is_recomputation:
-        received = running.recall(module)
+    forward = checkpointed_forward(training=module.training)
+    if forward is not None and forward.is_recomputation:
+        received = forward.recall(module)
         if received is not None:
             return module.compute_and_output_dist(received)
     elif module.sent_ahead is not None:
         output = module.sent_ahead.take(module, features)
         if output is not None:
             return output
-    if running is not None:
-        running.note(module, None)
+    if forward is not None:
+        forward.note(module, None)
     return module.compute_and_output_dist(module.input_dist(features).wait().wait())
 
 
@@ -110,16 +116,21 @@ def look_up_separately(module: ShardedModule, received: Any) -> LazyAwaitable[An
 
     In a checkpointed region the batch is noted for the forward that backward repeats.
     """
-    running = checkpointed_forward(training=module.training)
-    if running is not None:
-        running.note(module, received)
+    forward = checkpointed_forward(training=module.training)
+    if forward is not None:
+        forward.note(module, received)
     return module.compute_and_output_dist(received)
 
 
 def start_input_dist(module: ShardedModule, features: Any) -> Awaitable[Awaitable[Any]]:
     """Send the sizes of the batch of one collection, see `start_joint_input_dist`.
 
-    Raises TypeError for `features` that are None: a rank without examples sends an empty batch.
+    The first `wait` receives the sizes and sends the ids; `wait` on its result receives the
+    argument of the collection's `compute`.
+
+    Raises:
+        TypeError: `features` is None; a rank without examples sends an empty batch.
+        Exception: see `start_joint_input_dist`.
     """
     error = None
     if features is None:
@@ -138,7 +149,7 @@ def start_input_dist(module: ShardedModule, features: Any) -> Awaitable[Awaitabl
 
 
 def start_output_dist(module: ShardedModule, rows: Any, received: Any) -> LazyAwaitable[Any]:
-    """Start to return the rows of one collection."""
+    """Start to return the rows of one collection, and return its output."""
     (output,) = start_joint_output_dist([OutputCall(module, rows, received)])
     return output()
 
@@ -169,21 +180,24 @@ def start_joint_input_dist(
     Args:
         calls: the collections and their batches.
         error: error to raise, because this rank could not find its batches; None if it did.
+
+    Raises:
+        Exception: `error`, or that of a batch that is wrong (`ShardedTables.input_request`).
     """
-    inputs: list[CollectionRequests] = []
+    by_call: list[CollectionRequests] = []
     if error is None:
         try:
-            inputs = [call.module.collection_requests(call.features) for call in calls]
+            by_call = [call.module.collection_requests(call.features) for call in calls]
         except Exception as raised:
             error = raised
     if error is not None:
-        inputs = [call.module.collection_requests(None) for call in calls]
+        by_call = [call.module.collection_requests(None) for call in calls]
     pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [
             ((i, j), request)
             for i in indices
-            for j, request in enumerate(inputs[i].requests)
+            for j, request in enumerate(by_call[i].requests)
             if isinstance(request, InputRequest)
         ]
         if sent:
@@ -196,7 +210,7 @@ def start_joint_input_dist(
         raise error
 
     def send_ids() -> list[Awaitable[Any]] | None:
-        received: list[list[Any]] = [list(request.requests) for request in inputs]
+        received: list[list[Any]] = [list(collection.requests) for collection in by_call]
         for positions, sizes in pending:
             batches = sizes.wait()
             if batches is None:
@@ -204,8 +218,8 @@ def start_joint_input_dist(
             for (i, j), batch in zip(positions, batches, strict=True):
                 received[i][j] = batch
         return [
-            DeferredAwaitable(partial(_join_when_received, request.join, batches))
-            for request, batches in zip(inputs, received, strict=True)
+            DeferredAwaitable(partial(_join_when_received, collection.join, batches))
+            for collection, batches in zip(by_call, received, strict=True)
         ]
 
     return DeferredAwaitable(send_ids)
@@ -229,18 +243,19 @@ class OutputCall(NamedTuple):
 def start_joint_output_dist(
     calls: Sequence[OutputCall],
 ) -> list[Callable[[], LazyAwaitable[Any]]]:
-    """Start to return the rows of several collections.
+    """Start to return the rows of several collections; all ranks call this.
 
-    Returns a function per collection that returns its output, connected to autograd where gradients
-    are enabled when it is called.
+    Returns:
+        A function per collection, which returns its output. The output has gradients if they are
+        enabled when the function is called.
     """
-    outputs = [call.module.collection_steps(call.rows, call.received) for call in calls]
-    results: list[list[Any]] = [list(module_outputs.steps) for module_outputs in outputs]
+    by_call = [call.module.collection_steps(call.rows, call.received) for call in calls]
+    results: list[list[Any]] = [list(collection.steps) for collection in by_call]
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [
             (i, j)
             for i in indices
-            for j, step in enumerate(outputs[i].steps)
+            for j, step in enumerate(by_call[i].steps)
             if isinstance(step, OutputStep)
         ]
         if not sent:
@@ -251,10 +266,10 @@ def start_joint_output_dist(
             results[i][j] = output
     return [
         partial(
-            module_outputs.join,
-            [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in results_of_module],
+            collection.join,
+            [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in results_of_call],
         )
-        for module_outputs, results_of_module in zip(outputs, results, strict=True)
+        for collection, results_of_call in zip(by_call, results, strict=True)
     ]
 
 

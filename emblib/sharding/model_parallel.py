@@ -30,8 +30,9 @@ from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.pipelines.joint_dist import JointDist
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.ranks import RankGroup
+from emblib.sharding.replicated_tables import ReplicatedTables
 from emblib.sharding.shard import Rules, collections_of, shard
-from emblib.sharding.sharded_tables import GradientReduction, ReplicatedTables
+from emblib.sharding.sharded_tables import GradientReduction
 from emblib.sharding.sharding_types import World
 from emblib.tables.parameters import is_updated_in_backward
 

@@ -4,38 +4,38 @@ This is the last stage of a sharded lookup. `start_output_dists` starts the `Out
 several collections together. Few rows travel in one message per rank, many rows in one message per
 rank and lookup. Each step assembles its output from the received rows. In backward, gradients are
 sent in the opposite direction (`_RowsInFlight`). Rows that several ranks of one node sum for a bag
-are added up within the node, before they are sent to other nodes (`NodeSumDist`).
+are added up within the node, before they are sent to other nodes (`emblib.sharding.node_sums`).
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from emblib.columns import PieceColumn, TargetColumn
-from emblib.ops import route
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import known_scale, note_finite
 from emblib.sharding.all_to_all import start_all_gather, start_minimum
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
-from emblib.sharding.codecs import FP32, CommPrecision, ReceivedValues, SentValues, start_sending
+from emblib.sharding.codecs import ReceivedValues, SentValues, start_sending
 from emblib.sharding.headers import Content, Headers, gradient_headers
-from emblib.sharding.layout import NodeSums, RankLayout
-from emblib.sharding.ranks import NodeRanks, RankGroup, split_by_node
+from emblib.sharding.node_sums import NodeSumStep, start_gradients_of_sums, start_sums
+from emblib.sharding.ranks import RankGroup
 from emblib.sharding.table_hyperparams import TableHyperparams, check_digests, local_digests
 
 
 def start_output_dists(
     steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool
 ) -> list[Awaitable[Tensor]]:
-    """Start to return the rows of several lookups; return their outputs.
+    """Start to return the rows of several lookups; return an awaitable of each output.
+
+    All ranks call this. If a lookup has `node_sums`, the call waits for the ranks of this node.
+    Each output must be awaited once, on all ranks in the same order. It has gradients if they are
+    enabled then.
 
     Args:
         steps: the lookups, in the same order on all ranks.
@@ -43,8 +43,8 @@ def start_output_dists(
         is_merged: whether the messages of all lookups travel in one collective; the same on all
             ranks.
 
-    Lookups with `node_sums` wait here for the ranks of this node. Each output must be awaited once,
-    on all ranks in the same order.
+    Raises:
+        RuntimeError: see `start_all_to_alls`.
     """
     in_flight = _RowsInFlight(steps, ranks, is_merged=is_merged)
     return [DeferredAwaitable(partial(in_flight.connect, index)) for index in range(len(steps))]
@@ -55,19 +55,23 @@ class OutputStep(ABC):
 
     Attributes:
         local: rows that this rank looked up for all ranks, flat or `[bags, columns]`.
-        replica_rows: rows of replicated tables for the batch of this rank; None without such.
+        replica_rows: rows of replicated tables for the batch of this rank; None without such
+            tables.
         gradient_sink: tensor that gets the gradients of replicated tables' rows of all ranks in
-            backward, see `ReplicatedTables.gradient_sink`; None without such.
-        replica_sizes: elements of the gradients of replicated tables' rows, by rank; empty without
-            a `gradient_sink`.
+            backward, see `ReplicatedTables.gradient_sink`; None if nothing needs them.
+        replica_sizes: number of elements of the gradients of replicated tables' rows, by rank;
+            empty without a `gradient_sink`.
         is_small: whether the rows may travel with rows of other lookups, see
             `IncomingBatch.merges_rows`; the same on all ranks.
-        hyperparams: hyperparameters of tables, which ranks compare in backward; None without.
-        node_sums: sums of the lookup in nodes; None without. Then `rows_to_send` does not return
-            the rows to sum (`NodeSumStep.pack`), and `assemble` gets the sums after the rows of
-            single ranks.
-        local_shape, replica_shape, sink_shape: shapes of `local`, `replica_rows` and
-            `gradient_sink`, which are set to None once in use; None without such.
+        hyperparams: hyperparameters of the tables, which ranks compare in backward; None to compare
+            none.
+        node_sums: the sums of the lookup within nodes; None if nodes sum no rows. With sums,
+            `rows_to_send` leaves out the rows to sum (`NodeSumStep.pack`), and `assemble` gets the
+            sums after the rows of single ranks.
+        local_shape: shape of `local`. `_RowsInFlight` sets `local`, `replica_rows` and
+            `gradient_sink` to None once autograd has them; their shapes remain.
+        replica_shape: shape of `replica_rows`, or None.
+        sink_shape: shape of `gradient_sink`, or None.
     """
 
     hyperparams: TableHyperparams | None = None
@@ -94,17 +98,17 @@ class OutputStep(ABC):
     def rows_to_send(self) -> SentValues:
         """Return the rows to send.
 
-        They are flat, ordered by the receiving rank; `SentValues` has the number of elements for
-        each rank.
+        They are flat and in the order of the receiving ranks; `SentValues` has the number of
+        elements for each rank.
         """
 
     @abstractmethod
     def assemble(self, received: ReceivedValues, replica_rows: Tensor | None) -> Tensor:
-        """Return the output, float32.
+        """Return the output of the lookup, float32.
 
-        `received` has the rows from all ranks, flat, in the order of ranks, this rank's own rows
-        possibly in `received.local`; then the sums of nodes, if there are any. Their dtype is that
-        of a result of `start_sending`.
+        `received` has the rows from all ranks, flat, in the order of ranks, and then the sums of
+        nodes, if there are any; their dtype is that of a result of `start_sending`. This rank's own
+        rows may be in `received.local` instead. `replica_rows` is None without replicated tables.
         """
 
     @abstractmethod
@@ -112,24 +116,27 @@ class OutputStep(ABC):
         """Return the gradients of rows to send, and those of replicated tables' rows, flat.
 
         The latter are None or empty without such tables. `grad` has the shape of the output. With
-        `keeps_local`, gradients of this rank's own rows are not sent if possible; the next
-        `local_gradient` uses them.
+        `keeps_local`, gradients of this rank's own rows may be stored in place of being sent; the
+        next `local_gradient` uses them.
         """
 
     @abstractmethod
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
-        """Return the bytes of the gradients to each rank, and of those from each rank."""
+        """Return the number of bytes of the gradients to each rank, and from each rank."""
 
     @abstractmethod
     def local_gradient(self, received: Tensor) -> Tensor:
-        """Return the gradient of `local` from the received gradients.
+        """Return the gradient of `local`, in its shape, from the received gradients.
 
-        `received` is flat, in the order of ranks, without gradients that `backward` did not send;
-        then those of sums of nodes. The result has the shape of `local`.
+        `received` is flat: the gradients from all ranks in the order of ranks, then those of sums
+        of nodes. Gradients that `backward` has stored are not in it.
         """
 
     def sink_gradient(self, gathered: Tensor) -> Tensor:
-        """Return the gradient of `gradient_sink`."""
+        """Return the gradient of `gradient_sink`.
+
+        `gathered` are the gradients of replicated tables' rows of all ranks, flat, rank by rank.
+        """
         assert self.sink_shape is not None
         return gathered.view(self.sink_shape)
 
@@ -167,7 +174,7 @@ class _RowsInFlight:
             int, tuple[Awaitable[ReceivedValues], Awaitable[Tensor] | None]
         ] = {}
         self._scaling: _Scaling | None = None
-        # A rank without tables takes part in backward too: the anchor requires a gradient.
+        # The anchor requires a gradient, so that a rank without tables takes part in backward too.
         anchor = torch.empty((), device=ranks.device, requires_grad=True)
         self._tokens: list[Tensor | None] = [
             _RowsNode.apply(anchor, step.local, step.gradient_sink, self, index)
@@ -179,26 +186,19 @@ class _RowsInFlight:
     def _start_sending(
         self, values: Sequence[SentValues], sums: Sequence[NodeSumStep | None], content: Content
     ) -> list[Awaitable[ReceivedValues]]:
-        """Start to send values to single ranks; return their awaitables, by step.
+        """Start to send values to single ranks; return an awaitable per step.
 
-        A step for which no rank has values sends nothing, and gets its own, empty values.
+        A step for which no rank has such values sends nothing: its result is its own values, which
+        are empty.
         """
         is_sent = [step is None or step.has_direct for step in sums]
+        batch = [step_values for step_values, sent in zip(values, is_sent, strict=True) if sent]
         received = iter(
-            start_sending(
-                [
-                    step_values
-                    for step_values, is_used in zip(values, is_sent, strict=True)
-                    if is_used
-                ],
-                self._ranks,
-                content=content,
-                is_merged=self._is_merged,
-            )
+            start_sending(batch, self._ranks, content=content, is_merged=self._is_merged)
         )
         return [
-            next(received) if is_used else ReadyAwaitable(ReceivedValues(step_values.values))
-            for step_values, is_used in zip(values, is_sent, strict=True)
+            next(received) if sent else ReadyAwaitable(ReceivedValues(step_values.values))
+            for step_values, sent in zip(values, is_sent, strict=True)
         ]
 
     def connect(self, index: int) -> Tensor:
@@ -211,8 +211,8 @@ class _RowsInFlight:
     def assemble(self, index: int, replica_rows: Tensor | None) -> Tensor:
         """Wait for the rows of a lookup and assemble its output.
 
-        The output is as of `OutputStep.assemble`. Called once per lookup, which frees the received
-        rows.
+        The output is that of `OutputStep.assemble`. This may be called once per lookup, because it
+        frees the received rows.
         """
         rows = self._rows[index]
         assert rows is not None
@@ -266,7 +266,7 @@ class _RowsInFlight:
         )
 
     def _start_headers(self) -> Headers | None:
-        """Send the header of the announced gradients; return None where ranks compare none."""
+        """Send the header of the announced gradients; return None if ranks compare no headers."""
         indices = sorted(self._announced)
         self._announced = set()
         sizes = [self._steps[index].gradient_nbytes() for index in indices]
@@ -345,10 +345,10 @@ class _Scaling:
         self._pending = start_minimum(values, self._ranks)
 
     def agree(self) -> None:
-        """Tell the updates of this backward whether the gradients of all ranks are finite.
+        """Note for the updates of this backward whether the gradients of all ranks are finite.
 
-        Scales that differ between ranks raise if the host knows them without a wait; otherwise the
-        step is skipped, as after an overflow.
+        If scales on a GPU differ between ranks, the step is skipped, as after an overflow, because
+        the host would have to wait to raise.
 
         Raises:
             RuntimeError: the scales differ, and are in host memory; on every rank.
@@ -410,400 +410,3 @@ class _OutputNode(torch.autograd.Function):
         assert len(ctx.saved_tensors) == 1
         replica_grads = ctx.in_flight.send_gradient(ctx.index, grad)
         return grad.new_empty(0), replica_grads, None, None
-
-
-# Sums within nodes
-
-
-class _Packing(NamedTuple):
-    """Order in which the rows of this rank are sent, for one set of batch sizes.
-
-    The rows for single ranks come first, then the rows that the node sums: for each local rank k,
-    the bags of the ranks with local number k, node after node.
-
-    Attributes:
-        targets: `[targets, 7]`, argument of `route.combine`, which orders the rows.
-        pieces: `[pieces, 3]`, argument of `route.combine`.
-        local_numel: elements of the rows of this rank.
-        numel: elements of all rows that are sent.
-        num_direct: elements for single ranks.
-        local_sizes: elements of the rows of this rank that each rank of this node sums.
-        sent_sizes: elements of the sums of this rank that go to each node.
-        row_size: number of elements of which the sizes of all messages of sums are multiples, so
-            that sums can be computed as rows of this length; 0 if the node sums no rows.
-    """
-
-    targets: Tensor
-    pieces: Tensor
-    local_numel: int
-    numel: int
-    num_direct: int
-    local_sizes: list[int]
-    sent_sizes: list[int]
-    row_size: int
-
-
-class NodeSumDist:
-    """Computes how the rows of lookups are summed within the node of this rank.
-
-    If the rows of a table are divided over the ranks of one node (`table_row_wise`, `grid`), each
-    of these ranks has a partial sum per bag. Rank k of the node receives the partial sums for the
-    bags of all ranks with local number k, in an all-to-all within the node. It adds them up in
-    float32, in the order of ranks. Ranks with equal local numbers then exchange the sums between
-    nodes: one row per bag and node crosses the network, not one per bag and rank. In backward,
-    gradients are sent between ranks with equal local numbers, then to all ranks of the node.
-
-    The codecs of a `CommPrecision` apply between nodes. Within a node rows are float32, and
-    gradients are passed on as they arrived, in 16 bits or float32 (`start_sending`). A batch of
-    which a rank has dropped bags of summed units is not summed in nodes
-    (`IncomingBatch.skips_sums`).
-
-    `start_sums` and `start_gradients_of_sums` send the rows and gradients. All `ranks` must
-    construct this together, and `can_sum_in_nodes(ranks)` must be true; not checked.
-
-    Args:
-        layout: the units of this rank.
-        sums: the units of all ranks that are summed.
-        ranks: the processes.
-
-    Attributes:
-        groups: the ranks of this node, and those with this local rank.
-        has_direct: whether any rank has units that are not summed.
-    """
-
-    def __init__(self, layout: RankLayout, sums: NodeSums, ranks: RankGroup) -> None:
-        self.groups = split_by_node(ranks)
-        self._ranks, self._layout = ranks, layout
-        self._sums_of_node = sums.nodes[ranks.node]
-        self.has_direct = any(rank_layout.units for rank_layout in sums.direct)
-        self._units_of_sums = sums.units[ranks.rank]
-        summed = {i for members in self._units_of_sums for i in members}
-        self._direct_units = [i for i in range(len(layout.units)) if i not in summed]
-        # The bags and `is_by_unit` of the last batch, and their packing, which the next batch often
-        # needs again.
-        self._last_packing: tuple[tuple[list[list[int]], bool], _Packing] | None = None
-
-    def direct_bags(self, bags: list[list[int]]) -> list[list[int]]:
-        """Return the bags of the units whose rows go to single ranks."""
-        return [bags[i] for i in self._direct_units]
-
-    def step(
-        self,
-        bags: Sequence[Sequence[int]],
-        received_sizes: list[int],
-        comm_precision: CommPrecision,
-        *,
-        is_by_unit: bool,
-    ) -> NodeSumStep:
-        """Return the sums of one lookup.
-
-        Args:
-            bags: `bags[u][r]` is the number of bags of unit u of this rank from rank r; units of
-                replicated tables may follow, and are ignored.
-            received_sizes: elements of the sums that this rank gets from each node.
-            comm_precision: the codecs between nodes.
-            is_by_unit: whether rows lie unit after unit, see `IncomingBatch`.
-        """
-        key = [list(unit_bags) for unit_bags in bags[: len(self._layout.units)]], is_by_unit
-        if self._last_packing is None or self._last_packing[0] != key:
-            self._last_packing = key, self._packing(key[0], is_by_unit=is_by_unit)
-        return NodeSumStep(
-            self._last_packing[1],
-            self.groups,
-            received_sizes,
-            comm_precision,
-            has_direct=self.has_direct,
-        )
-
-    def _packing(self, bags: list[list[int]], *, is_by_unit: bool) -> _Packing:
-        """Compute the order in which the rows of this rank are sent, for one set of batch sizes.
-
-        `bags[u][r]` is the number of bags of unit u for rank r. First come the rows for single
-        ranks, then those that the ranks of this node add up, by the local number of the rank that
-        adds them.
-        """
-        world, local_size = self._ranks.size, self._ranks.local_size
-        units = self._layout.units
-        widths = [unit.columns for unit in units]
-        positions = _row_positions(widths, bags, world, is_by_unit=is_by_unit)
-        targets: list[route.TargetRow] = []
-        pieces: list[route.PieceRow] = []
-        end = 0
-
-        def pack(rank: int, groups: Sequence[Sequence[int]]) -> int:
-            """Append the rows for a rank; return their number of elements.
-
-            A group lists units by index, whose rows are added up.
-            """
-            nonlocal end
-            group_widths = [widths[members[0]] for members in groups]
-            group_bags = [[bags[members[0]][rank]] for members in groups]
-            starts = _row_positions(group_widths, group_bags, 1, is_by_unit=is_by_unit)[0]
-            for members, (start, stride), width, (count,) in zip(
-                groups, starts, group_widths, group_bags, strict=True
-            ):
-                first_piece = len(pieces)
-                pieces.extend(route.PieceRow(*positions[rank][i]) for i in members)
-                targets.append(
-                    route.TargetRow(end + start, stride, count, width, first_piece, len(pieces))
-                )
-            size = sum(w * n for w, (n,) in zip(group_widths, group_bags, strict=True))
-            end += size
-            return size
-
-        for rank in range(world):
-            pack(rank, [(i,) for i in self._direct_units])
-        num_direct = end
-        # By the local rank that sums them, then by node.
-        sum_sizes = [
-            [pack(rank, self._units_of_sums) for rank in range(k, world, local_size)]
-            for k in range(local_size)
-        ]
-        device = self._ranks.device
-        sum_widths = [unit.columns for unit in self._sums_of_node.units]
-        return _Packing(
-            targets=torch.tensor(targets, dtype=torch.int64, device="cpu")
-            .view(-1, len(TargetColumn))
-            .to(device),
-            pieces=torch.tensor(pieces, dtype=torch.int64, device="cpu")
-            .view(-1, len(PieceColumn))
-            .to(device),
-            local_numel=sum(w * sum(counts) for w, counts in zip(widths, bags, strict=True)),
-            numel=end,
-            num_direct=num_direct,
-            local_sizes=[sum(sizes_of_nodes) for sizes_of_nodes in sum_sizes],
-            sent_sizes=sum_sizes[self._ranks.local_rank],
-            row_size=math.gcd(*sum_widths) if is_by_unit else sum(sum_widths),
-        )
-
-
-def _row_positions(
-    widths: Sequence[int], bags: Sequence[Sequence[int]], num_ranks: int, *, is_by_unit: bool
-) -> list[list[tuple[int, int]]]:
-    """Return (first element, stride) of the rows of each unit, by rank and unit.
-
-    Args:
-        widths: columns of each unit.
-        bags: `bags[u][r]` is the number of bags of unit u for rank r.
-        num_ranks: number of ranks, whose rows follow one another.
-        is_by_unit: whether rows of a rank lie unit after unit, else side by side.
-    """
-    result: list[list[tuple[int, int]]] = []
-    end, columns = 0, list(accumulate(widths, initial=0))
-    for rank in range(num_ranks):
-        counts = [unit_bags[rank] for unit_bags in bags]
-        sizes = [width * count for width, count in zip(widths, counts, strict=True)]
-        if is_by_unit:
-            firsts = list(accumulate(sizes, initial=end))[:-1]
-            result.append(list(zip(firsts, widths, strict=True)))
-        else:
-            result.append([(end + column, columns[-1]) for column in columns[:-1]])
-        end += sum(sizes)
-    return result
-
-
-class NodeSumStep:
-    """The sums within the node of one lookup's rows, and their gradients.
-
-    Forward calls `pack`, then `rows_to_sum` if it `has_sums`, then `add_up`. Backward calls
-    `store_gradients`, `gradients_to_send`, `unpack`. Each must be called once and in this order,
-    because tensors are freed in between.
-
-    Attributes:
-        groups: the ranks of this node, and those with this local rank.
-        has_sums: whether the node sums any rows of this lookup.
-        has_direct: whether any rank sends rows to single ranks.
-        local_sizes: elements of the rows of this rank that each rank of this node sums.
-    """
-
-    def __init__(
-        self,
-        packing: _Packing,
-        groups: NodeRanks,
-        received_sizes: list[int],
-        comm_precision: CommPrecision,
-        *,
-        has_direct: bool,
-    ) -> None:
-        self.groups, self.has_sums, self.has_direct = groups, packing.row_size > 0, has_direct
-        self.local_sizes = packing.local_sizes
-        self._packing, self._received_sizes = packing, received_sizes
-        self._comm_precision = comm_precision
-        self._rows: Tensor | None = None
-        self._gradients: Tensor | None = None
-
-    def pack(self, local: Tensor) -> Tensor:
-        """Store the rows to sum, and return all other rows of this rank, flat.
-
-        `local` are the rows of this rank, flat. If it `has_sums`, the results are float32.
-        """
-        packing = self._packing
-        if not self.has_sums:
-            self._rows = local[:0]
-            return local
-        rows = route.combine(
-            local, packing.targets, packing.pieces, None, packing.numel, torch.float32
-        )
-        self._rows = rows[packing.num_direct :]
-        return rows[: packing.num_direct]
-
-    def rows_to_sum(self) -> SentValues:
-        """Return the rows to send to the ranks of this node that sum them."""
-        rows, self._rows = self._rows, None
-        assert rows is not None
-        size = self.local_sizes[self.groups.local.rank]
-        received = [size] * self.groups.local.size
-        return SentValues(rows, self.local_sizes, received, FP32(), needs_one_tensor=True)
-
-    def add_up(self, received: Tensor) -> SentValues:
-        """Add up the rows of the ranks of this node, in their order; return the sums to send.
-
-        `received` is flat, the rows of one rank after the other, and empty without `has_sums`. The
-        sums are float32 before encoding.
-        """
-        num_ranks = self.groups.local.size
-        size, width = self.local_sizes[self.groups.local.rank], self._packing.row_size
-        sums = received
-        if size:
-            targets = torch.tensor(
-                [route.TargetRow(0, width, size // width, width, 0, num_ranks)], device="cpu"
-            )
-            pieces = torch.tensor(
-                [route.PieceRow(r * size, width) for r in range(num_ranks)], device="cpu"
-            )
-            device = received.device
-            sums = route.combine(
-                received, targets.to(device), pieces.to(device), None, size, torch.float32
-            )
-        codec = self._comm_precision.forward
-        return SentValues(
-            sums, self._packing.sent_sizes, self._received_sizes, codec, needs_one_tensor=True
-        )
-
-    def store_gradients(self, gradients: Tensor) -> None:
-        """Store the gradients of the sums that this rank received, flat."""
-        self._gradients = gradients
-
-    def gradients_to_send(self) -> SentValues:
-        """Return the gradients of sums, to send between nodes."""
-        gradients, self._gradients = self._gradients, None
-        assert gradients is not None
-        codec = self._comm_precision.backward
-        return SentValues(gradients, self._received_sizes, self._packing.sent_sizes, codec)
-
-    def unpack(self, gradients: Tensor) -> Tensor:
-        """Return the gradient of the rows that `pack` took, flat; float32 if it `has_sums`.
-
-        `gradients` are those of the rows that `pack` returned, then of the rows to sum, flat.
-        """
-        packing = self._packing
-        if not self.has_sums:
-            return gradients
-        return route.combine_backward(
-            gradients, packing.targets, packing.pieces, None, packing.local_numel, torch.float32
-        )
-
-
-def start_sums(
-    steps: Sequence[NodeSumStep | None],
-    direct: Sequence[Awaitable[ReceivedValues]],
-    *,
-    is_merged: bool,
-) -> list[Awaitable[ReceivedValues]]:
-    """Sum rows within the node, and start to send the sums.
-
-    In the result the sums follow the rows of `direct`. Waits for the ranks of this node if any of
-    `steps` has sums.
-    """
-    pending, summed = list(direct), [step for step in steps if step is not None]
-    if not summed:
-        return pending
-    groups, with_sums = summed[0].groups, [step for step in summed if step.has_sums]
-    local = start_sending(
-        [step.rows_to_sum() for step in with_sums],
-        groups.local,
-        content=Content.ROWS,
-        is_merged=is_merged,
-    )
-    received = {id(step): rows.wait().values for step, rows in zip(with_sums, local, strict=True)}
-    no_rows = torch.empty(0, dtype=torch.float32, device=groups.local.device)
-    sums = start_sending(
-        [step.add_up(received.pop(id(step), no_rows)) for step in summed],
-        groups.across,
-        content=Content.ROWS,
-        is_merged=is_merged,
-    )
-    return _append_sums(steps, pending, sums)
-
-
-def start_gradients_of_sums(
-    steps: Sequence[NodeSumStep | None],
-    direct: Sequence[Awaitable[ReceivedValues]],
-    *,
-    is_merged: bool,
-) -> list[Awaitable[ReceivedValues]]:
-    """Start to send the gradients of sums to the ranks of the nodes that added them up.
-
-    In the result these gradients follow those of `direct`. Waits for the ranks with the same local
-    number as this rank, unless all `steps` are None.
-    """
-    pending, summed = list(direct), [step for step in steps if step is not None]
-    if not summed:
-        return pending
-    groups = summed[0].groups
-    gradient_awaitables = start_sending(
-        [step.gradients_to_send() for step in summed],
-        groups.across,
-        content=Content.GRADIENTS,
-        is_merged=is_merged,
-    )
-    received = [gradients.wait().values for gradients in gradient_awaitables]
-    gathered: list[Awaitable[ReceivedValues]] = [
-        ReadyAwaitable(ReceivedValues(gradients))
-        if not step.has_sums
-        else DeferredAwaitable(
-            partial(
-                _as_received,
-                start_all_gather(
-                    gradients,
-                    step.local_sizes,
-                    groups.local,
-                    content=Content.GRADIENTS,
-                    has_header=False,
-                ),
-            )
-        )
-        for step, gradients in zip(summed, received, strict=True)
-    ]
-    return _append_sums(steps, pending, gathered)
-
-
-def _as_received(pending: Awaitable[Tensor]) -> ReceivedValues:
-    return ReceivedValues(pending.wait())
-
-
-def _append_sums(
-    steps: Sequence[NodeSumStep | None],
-    direct: Sequence[Awaitable[ReceivedValues]],
-    sums: Sequence[Awaitable[ReceivedValues]],
-) -> list[Awaitable[ReceivedValues]]:
-    """Append the sums to the direct results of each step that has sums.
-
-    `direct` has a result per step, `sums` one per step that is not None.
-    """
-    next_sums = iter(sums)
-    return [
-        awaitable
-        if step is None
-        else DeferredAwaitable(partial(_join_received, awaitable, next(next_sums)))
-        for step, awaitable in zip(steps, direct, strict=True)
-    ]
-
-
-def _join_received(
-    direct: Awaitable[ReceivedValues], sums: Awaitable[ReceivedValues]
-) -> ReceivedValues:
-    """Wait for two messages, and concatenate their values."""
-    values_of_both = [received.wait().values for received in (direct, sums)]
-    parts = [values for values in values_of_both if values.numel()]
-    return ReceivedValues(torch.cat(parts) if len(parts) > 1 else (parts or values_of_both)[0])

@@ -41,7 +41,8 @@ from emblib.sharding.lookup import (
     start_input_dist,
     start_output_dist,
 )
-from emblib.sharding.output_dist import NodeSumDist, NodeSumStep, OutputStep
+from emblib.sharding.node_sums import NodeSumDist, NodeSumStep
+from emblib.sharding.output_dist import OutputStep
 from emblib.sharding.parameters import ShardParameters
 from emblib.sharding.ranks import RankGroup, can_sum_in_nodes
 from emblib.sharding.sharded_tables import (
@@ -68,16 +69,17 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     Args:
         source: an `EmbeddingBagCollection`; its weights and optimizer state are kept.
         plan: the sharding of each of its tables, or a rule that makes it, e.g. `row_wise()`.
-        ranks: the processes; by default all.
+        ranks: the processes; None for all.
         comm_precision: the codecs of rows and gradients in transit; None for float32.
         gradients: whether gradients are the mean or the sum over ranks.
         optimizer: optimizer of tables whose configuration has none; None uses that of `source`.
-        shared: the shards of tables that other collections read too, see `shard`.
+        shared: the shards of tables that other collections read too, by name, which `shard` passes;
+            None if there are no such tables.
 
     Raises:
         ValueError: tables, plans or settings differ between ranks, or do not fit together.
-        TypeError: a setting is of a wrong type, or `shared` lacks a table.
-        RuntimeError: another rank failed.
+        TypeError: an argument is of a wrong type, or `shared` lacks a table.
+        RuntimeError: another rank raised one of these errors.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
@@ -147,6 +149,8 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Return pooled embeddings `[B, sum D]`, float32, in the order of the tables.
 
+        Variable batches with inverse indices give one row per example. All ranks call this.
+
         Raises:
             KeyError, TypeError: see `ShardedTables.input_request`.
             ValueError: see there; or lookups are weighted and no rank's batch has weights, or
@@ -162,16 +166,29 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         """Start to send ids to the ranks that store their rows.
 
         The first `wait` receives the sizes and sends the ids; `wait` on its result receives the ids
-        of all ranks. All ranks must call this in the same order.
+        of all ranks. All ranks must call this in the same order. It raises as `forward` does, the
+        errors of other ranks in the first `wait`.
         """
         return start_input_dist(self, features)
 
     def collection_requests(self, features: KeyedJaggedTensor | None) -> CollectionRequests:
-        """Return the request to send a batch; None stops a joint input_dist, on all ranks."""
+        """Return the request to send a batch; for None all ranks stop a joint input_dist.
+
+        Raises:
+            Exception: see `ShardedTables.input_request`.
+        """
         return CollectionRequests([self.input_request(features)], _single_batch)
 
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
-        """Return rows pooled for all ranks, and replicated tables' rows of this rank's batch."""
+        """Look up a received batch.
+
+        Returns:
+            The rows of this rank's shards for the bags of all ranks, see `look_up_rows`, and the
+            replicated tables' rows of this rank's batch; None without replicated tables.
+
+        Raises:
+            ValueError: the collection is weighted and no rank's batch has weights.
+        """
         replica_rows = None if self.replicated is None else self.replicated(received.inputs)
         return self.look_up_rows(received), replica_rows
 
@@ -188,7 +205,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def collection_steps(
         self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch
     ) -> CollectionSteps:
-        """Return the output dist to start for a looked-up batch; it makes a `KeyedTensor`."""
+        """Return the lookup whose rows can be sent; its output is joined to a `KeyedTensor`."""
         local, replica_rows = rows
 
         def join(outputs: list[Awaitable[Tensor]]) -> LazyAwaitable[KeyedTensor]:
@@ -217,9 +234,9 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return self.replicated.gradient_sink(received, self._output_dist.sink_shape(received))
 
     def _to_local_batch(self, features: KeyedJaggedTensor) -> LocalBatch:
-        """Return the features of the tables, as the base does, if they can become one output.
+        """Return the batch as the base class does, if its features can become one output.
 
-        Otherwise raise ValueError now: once ids were sent, other ranks would wait in backward.
+        Otherwise raise ValueError, before ids are sent: other ranks would wait in backward.
         """
         inputs = super()._to_local_batch(features)
         if inputs.inverse is None and len(set(inputs.bag_counts)) > 1:
@@ -230,14 +247,14 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return inputs
 
     def _output(self, pending: Awaitable[Tensor], received: IncomingBatch) -> KeyedTensor:
-        """Wait for the pooled rows, and return them by feature."""
+        """Wait for the pooled rows, and return them as a `KeyedTensor`."""
         values = pending.wait()
         if received.inputs.is_variable:
             values = self._expand(values, received)
         return KeyedTensor(self._names, self._dims, values)
 
     def _expand(self, values: Tensor, received: IncomingBatch) -> Tensor:
-        """Expand the rows of distinct bags to the examples that have them, by feature."""
+        """Expand flat rows of the bags of each feature to rows of examples, `[B, sum D]`."""
         inputs = received.inputs
         sizes = [count * dim for count, dim in zip(inputs.bag_counts, self._dims, strict=True)]
         blocks = [
@@ -263,30 +280,40 @@ def _single_batch(batches: list[IncomingBatch]) -> IncomingBatch:
 class _CopyDescriptors(NamedTuple):
     """Descriptors of the copies that assemble the output of one batch, for `route.combine`.
 
+    Sizes are numbers of elements.
+
     Attributes:
-        targets: `[spans, 7]`, output location of each span of columns.
-        pieces: `[pieces, 3]`, location of the rows that are summed for a span.
-        row_numbers: rows that units return, see `OutgoingBatch.row_numbers`.
-        received_sizes: elements received from each rank, then from each node that sums rows.
-        num_replicated: elements of the rows of replicated tables, which follow the received ones.
-        num_outputs: elements of the output.
+        targets: int64 `[spans, 7]`, output location of each span of columns, see `TargetColumn`.
+        pieces: int64 `[pieces, 3]`, location of the rows that are summed for a span, see
+            `PieceColumn`.
+        row_numbers: the rows that units return, see `OutgoingBatch.row_numbers`.
+        received_sizes: size received from each rank, then from each node that sums rows.
+        replicated_numel: size of the rows of replicated tables, which follow the received rows.
+        output_numel: size of the output.
     """
 
     targets: Tensor
     pieces: Tensor
     row_numbers: Tensor | None
     received_sizes: list[int]
-    num_replicated: int
-    num_outputs: int
+    replicated_numel: int
+    output_numel: int
 
 
 class _Span(NamedTuple):
-    """A range of output columns of a feature, and the units whose rows are summed into it."""
+    """A span of output columns of a feature, and the units whose rows are summed into it.
+
+    Attributes:
+        feature: number of the feature.
+        column: first column in the output.
+        width: number of columns.
+        units: (source, unit, first column in the rows of the source) of each unit.
+    """
 
     feature: int
     column: int
     width: int
-    units: list[tuple[int, LookupUnit, int]]  # source, unit, column in the message of the source
+    units: list[tuple[int, LookupUnit, int]]
 
 
 class _Sources:
@@ -384,14 +411,15 @@ class PooledOutputDist(LayoutBuffers):
     ) -> OutputStep:
         """Return the lookup of a batch, whose pooled rows return to all ranks.
 
+        Its output is `[B, columns]`, or flat for variable batch sizes.
+
         Args:
             local: rows of this rank's units for the bags of all ranks.
-            replica_rows: rows of the replicated tables for the bags of this rank.
+            replica_rows: rows of the replicated tables for the bags of this rank; None without such
+                tables.
             gradient_sink: tensor that gets the gradients of replicated tables' rows of all ranks in
-                backward.
+                backward; None if nothing needs them.
             received: the batch.
-
-        Its output is `[B, columns]`, or flat where features differ in batch size.
         """
         local_layout = self._layout.ranks[self._ranks.rank]
         replica_bags = received.bag_counts[len(local_layout.units) :]
@@ -429,9 +457,9 @@ class PooledOutputDist(LayoutBuffers):
     def local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
         """Return the output of a rank that pooled all rows, so that nothing was sent.
 
-        The result has the columns of `local`, the pooled rows, in the order of the tables. It is
-        `local` itself if these are in order, no pooling is MEAN, and features do not differ in
-        batch size.
+        `local` are the pooled rows, the columns unit after unit. The result has the columns in the
+        order of the tables. It is `local` itself if units are in that order, no pooling is MEAN,
+        and batch sizes do not vary.
         """
         if self._is_in_order and not received.is_by_unit:
             return local
@@ -442,7 +470,7 @@ class PooledOutputDist(LayoutBuffers):
             descriptors.targets,
             descriptors.pieces,
             lengths,
-            descriptors.num_outputs,
+            descriptors.output_numel,
             torch.float32,
         )
         return flat.view(self._output_shape(received))
@@ -455,14 +483,17 @@ class PooledOutputDist(LayoutBuffers):
         return inputs.bag_counts[0] if inputs.bag_counts else 0, self._layout.columns
 
     def sink_shape(self, received: IncomingBatch) -> tuple[int, ...]:
-        """Return the shape of the replicated tables' rows for the bags of all ranks."""
+        """Return the shape of a gradient sink: of replicated tables' rows for all ranks' bags."""
         bags = received.bag_counts[len(self._layout.ranks[self._ranks.rank].units) :]
         if received.inputs.is_variable:
             return (sum(self._count_elements(self._replicated_widths, bags)),)
         return sum(bags[0]), self._layout.replicated.columns
 
     def _count_elements(self, widths: Sequence[int], bags: Sequence[Sequence[int]]) -> list[int]:
-        """Return the number of elements per rank: bags times width, summed over the units."""
+        """Return the number of elements per rank: the sum over units of width times bags.
+
+        `bags[u][r]` is the number of bags of unit u for rank r; units beyond `widths` are ignored.
+        """
         sums = [0] * self._ranks.size
         for width, counts in zip(widths, bags, strict=False):
             for rank, count in enumerate(counts):
@@ -613,10 +644,10 @@ class _PooledRoute(NamedTuple):
 
     Attributes:
         descriptors: locations of the received rows in the output.
-        lengths: ids per bag `[bags]`, for means; None for sums.
-        sent_sizes: elements to each rank.
+        lengths: number of ids per bag `[bags]`; None if no pooling is MEAN.
+        sent_sizes: number of elements to each rank.
         shape: shape of the output.
-        node_sums: rows that the node sums first; None without.
+        node_sums: rows that the node sums first; None if nodes sum no rows of this batch.
     """
 
     descriptors: _CopyDescriptors
@@ -627,7 +658,7 @@ class _PooledRoute(NamedTuple):
 
 
 class _PooledStep(OutputStep):
-    """A pooled lookup of a batch."""
+    """The pooled rows of a batch, which return to the ranks that own the bags; see `OutputStep`."""
 
     def __init__(
         self,
@@ -648,13 +679,13 @@ class _PooledStep(OutputStep):
         )
         self._received_sizes = self._descriptors.received_sizes[: len(self._sent_sizes)]
         self._ranks, self._comm_precision, self._scale = ranks, comm_precision, scale
-        # Gradients of all rows of this rank, between `backward` and `local_gradient`. `backward`
-        # writes the gradients of this rank's bags; all others are received into this tensor. None
-        # if this rank sends the gradients of its own bags to itself.
+        # Gradients of all rows of this rank, from `backward` to `local_gradient`. `backward` writes
+        # the gradients of this rank's own bags; all others are received into this tensor. None if
+        # this rank sends the gradients of its own bags to itself.
         self._local_grads: Tensor | None = None
 
     def rows_to_send(self) -> SentValues:
-        """Return the rows to send, summed per node if nodes do that."""
+        """Return the rows to send to single ranks."""
         assert self.local is not None
         flat = self.local.detach().reshape(-1)
         is_summed = self.node_sums is not None
@@ -668,14 +699,14 @@ class _PooledStep(OutputStep):
     def assemble(self, received: ReceivedValues, replica_rows: Tensor | None) -> Tensor:
         """Sum received and replicated rows to the output of this rank's examples."""
         descriptors, values = self._descriptors, received.values
-        if replica_rows is not None and descriptors.num_replicated:
+        if replica_rows is not None and descriptors.replicated_numel:
             values = torch.cat([values, replica_rows.detach().reshape(-1).to(values.dtype)])
         out = route.combine(
             values,
             descriptors.targets,
             descriptors.pieces,
             self._lengths,
-            descriptors.num_outputs,
+            descriptors.output_numel,
             torch.float32,
             descriptors.row_numbers,
             local=received.local,
@@ -703,7 +734,7 @@ class _PooledStep(OutputStep):
             descriptors.targets,
             descriptors.pieces,
             self._lengths,
-            total + descriptors.num_replicated,
+            total + descriptors.replicated_numel,
         )
         if unsent is None:
             flat = route.combine_backward(
@@ -719,9 +750,9 @@ class _PooledStep(OutputStep):
                 local=unsent.select(self._local_grads),
                 local_begin=sum(descriptors.received_sizes[: ranks.rank]),
             )
-        num_sent = flat.numel() - descriptors.num_replicated
+        num_sent = flat.numel() - descriptors.replicated_numel
         sent, replica_grads = flat[:num_sent], flat[num_sent:]
-        if self.sink_shape is None and descriptors.num_replicated and self._scale != 1.0:
+        if self.sink_shape is None and descriptors.replicated_numel and self._scale != 1.0:
             replica_grads /= self._scale  # DistributedDataParallel averages these instead
         if self.node_sums is not None:
             num_direct = sum(self._received_sizes)
@@ -747,7 +778,11 @@ class _PooledStep(OutputStep):
 
 
 def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: int) -> list[_Span]:
-    """Return the columns of a feature, cut wherever one of its units begins or ends."""
+    """Return the spans of a feature's columns, cut wherever one of its units begins or ends.
+
+    `layouts` are those of all sources. The units of a span are in the order of rows, then of
+    sources, which is the order of summation.
+    """
     sources: list[tuple[int, LookupUnit, int]] = []
     for rank, rank_layout in enumerate(layouts):
         column = 0

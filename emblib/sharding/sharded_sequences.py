@@ -2,8 +2,9 @@
 
 The counterpart of `emblib.sharding.sharded_bags` for unpooled rows. A *vector* is the row of an id.
 It is sent in *slices* of `width` columns, because a shard may have only some of its columns.
-`SequenceTables` are the tables of one dim and one width, which share messages; each slice returns
-to the position of its id. `ShardedEmbeddingCollection` has one `SequenceTables` per such pair.
+`SequenceTables` are the tables of one dim and one width, which share messages. Each received slice
+is written to the position of its id. `ShardedEmbeddingCollection` has one `SequenceTables` per pair
+of dim and width.
 
 Ids are sent rank by rank, for each rank unit by unit (see `emblib.sharding.layout`), and vectors
 return in the same order. Ids of replicated tables may be sent too, for the update, as the last
@@ -62,8 +63,8 @@ from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import SharedShards
 from emblib.tables.graph_break import run_uncompiled
 
-# Vectors that this rank looked up for all ranks, in the order of the received ids; and vectors of
-# replicated tables for its own batch, `[n, dim]`, None without such tables.
+# Vectors that this rank has looked up for all ranks, in the order of the received ids; and vectors
+# of replicated tables for its own batch, `[n, dim]`, None without such tables.
 Rows = tuple[Tensor, Tensor | None]
 
 
@@ -157,15 +158,21 @@ class SequenceTables(ShardedTables):
             self._slices.register_layout(name, tensor, ranks.device)
 
     def compute(self, received: IncomingBatch) -> Rows:
-        """Look up the vectors of this rank's units, and its batch in the replicated tables."""
+        """Look up the vectors of this rank's units, and its batch in the replicated tables.
+
+        Without units the first result is `[0, width]`.
+        """
         replica_rows = None if self.replicated is None else self.replicated(received.inputs)
         rows = self.look_up_rows(received)
         if not self._local_layout.units:
             rows = rows.new_empty(0, self.vector_format.width)
         return rows, replica_rows
 
-    def output(self, rows: Rows, received: IncomingBatch) -> OutputStep | Tensor:
-        """Return the lookup of a batch; its output is `[L, dim]` in the order of the batch."""
+    def output_step(self, rows: Rows, received: IncomingBatch) -> OutputStep | Tensor:
+        """Return the lookup of a batch, or its output if nothing was sent.
+
+        The output is `[L, dim]` in the order of the batch.
+        """
         local, replica_rows = rows
         if received.sent is None:
             return self._local_output(local, received)
@@ -227,12 +234,15 @@ class SequenceTables(ShardedTables):
     def _slices_of(self, positions: Tensor, received: IncomingBatch) -> tuple[Tensor, list[int]]:
         """Return the output slices of the ids sent, in the order of sending, and their counts.
 
-        Slice k of a unit's ids at position i of the batch is the output slice
-        `i * (dim / width) + first[unit] + k`.
+        If a unit has slices `first` to `first + count` of its vectors, its k-th slice for the id at
+        position i of the batch is the output slice `i * (dim / width) + first + k`.
 
         Args:
             positions: int64, position in the batch of each id sent, without replicated tables.
             received: the batch.
+
+        Returns:
+            Int64 `[slices received]`, and the number of slices from each rank.
         """
         sent = received.sent
         assert sent is not None
@@ -265,7 +275,7 @@ def _transposed(counts: Tensor, total: int) -> Tensor:
     """Return the order, int64 `[total]`, that transposes segments of rows.
 
     The rows lie in segments (0, 0), (0, 1), ...; segment (a, b) has `counts[a, b]` rows, `total` in
-    all. In the order returned, (1, 0) follows (0, 0).
+    all. The result lists the rows of segments (0, 0), (1, 0), ..., (0, 1), and so on.
     """
     num_rows, num_columns = counts.shape
     starts = running_sums(counts.reshape(-1).long())
@@ -298,11 +308,12 @@ class _SequenceStep(OutputStep):
         width = tables.vector_format.width
         self._sent_sizes = [n * width for n in vector_route.num_sent_slices]
         self._received_sizes = [n * width for n in vector_route.num_received_slices]
-        # Gradients of this rank's own vectors, from `backward` to `local_gradient`, not sent.
+        # Gradients of this rank's own vectors that are not sent, from `backward` to
+        # `local_gradient`.
         self._local_grads: Tensor | None = None
 
     def rows_to_send(self) -> SentValues:
-        """Return the rows to send, in the order of the ids that were received."""
+        """Return the rows to send, for each rank in the order of the ids that it sent."""
         assert self.local is not None
         rows = self.local.detach().reshape(-1, self._tables.vector_format.width)
         sent = rows.index_select(0, self._route.send_order).view(-1)
@@ -310,7 +321,7 @@ class _SequenceStep(OutputStep):
         return SentValues(sent, self._sent_sizes, self._received_sizes, codec)
 
     def assemble(self, received: ReceivedValues, replica_rows: Tensor | None) -> Tensor:
-        """Return the vectors of this rank's ids, `[L, dim]`, from received and local rows."""
+        """Return the vectors of this rank's ids, `[L, dim]`, from received and replicated rows."""
         width, dim = self._tables.vector_format.width, self._tables.dim
         out = torch.empty(
             self._route.num_ids, dim, dtype=torch.float32, device=received.values.device
@@ -388,18 +399,19 @@ class _SequenceStep(OutputStep):
 class ShardedEmbeddingCollection(StateOfTables):
     """An `EmbeddingCollection` sharded over ranks, with the same vectors for this rank's batch.
 
-    Works like `ShardedEmbeddingBagCollection`. Tables share messages if they have the same dim and
-    the same width. The width of a table is the largest number of which all its blocks of columns
-    are multiples.
+    All ranks call it together, as for `ShardedEmbeddingBagCollection`. Tables share messages if
+    they have the same dim and the same width. The width of a table is the largest number that
+    divides the columns of all its shards.
 
     Args:
         source: an `EmbeddingCollection`; its weights and optimizer state are kept.
         plan: the sharding of each of its tables, or a rule that makes it, e.g. `row_wise()`.
-        ranks: the processes; by default all.
+        ranks: the processes; None for all.
         comm_precision: the codecs of vectors and gradients in transit; None for float32.
         gradients: whether gradients are the mean or the sum over ranks.
         optimizer: optimizer of tables whose configuration has none; None uses that of `source`.
-        shared: the shards of tables that other collections read too, see `shard`.
+        shared: the shards of tables that other collections read too, by name, which `shard` passes;
+            None if there are no such tables.
         dedup: whether each id of a feature is sent once per batch, and its vector returned once.
             Messages are smaller if ids repeat within the batch of a rank. The gradients of equal
             ids are added up before they are sent. Hash tables that count uses, for eviction or
@@ -407,8 +419,8 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     Raises:
         ValueError: tables, plans or settings differ between ranks, or do not fit together.
-        TypeError: a setting is of a wrong type, or `shared` lacks a table.
-        RuntimeError: another rank failed.
+        TypeError: an argument is of a wrong type, or `shared` lacks a table.
+        RuntimeError: another rank raised one of these errors.
 
     Example:
         >>> history = emblib.EmbeddingCollection([emblib.EmbeddingConfig(8, 4, "item")])
@@ -454,7 +466,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         self._need_indices = source.need_indices()
         by_shape: dict[tuple[int, int], list[Config]] = {}  # by dim and width
         for config in self.configs:
-            key = config.embedding_dim, _width(config, self.plan[config.name])
+            key = config.embedding_dim, _slice_width(config, self.plan[config.name])
             by_shape.setdefault(key, []).append(config)
         self.by_shape = nn.ModuleList(
             SequenceTables(
@@ -493,7 +505,7 @@ class ShardedEmbeddingCollection(StateOfTables):
     @property
     @shows_attribute_errors
     def groups(self) -> TableGroups:
-        """Return the table groups of the first dim and width."""
+        """Return the table groups of the first pair of dim and width."""
         return self._sequence_tables()[0].groups
 
     def _sequence_tables(self) -> list["SequenceTables"]:
@@ -520,16 +532,21 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Start to send ids to the ranks that store their rows.
 
         The first `wait` receives the sizes and sends the ids; `wait` on its result receives the ids
-        of all ranks. All ranks must call this in the same order.
+        of all ranks. All ranks must call this in the same order. It raises as `forward` does, the
+        errors of other ranks in the first `wait`.
         """
         return start_input_dist(self, features)
 
     def collection_requests(self, features: KeyedJaggedTensor | None) -> CollectionRequests:
-        """Return the request to send a batch; None stops a joint input_dist, on all ranks."""
+        """Return the requests to send a batch; for None all ranks stop a joint input_dist.
+
+        Raises:
+            Exception: see `ShardedTables.input_request`.
+        """
         repeated = counts = None
         if self.dedup and features is not None:
             batch = self._sequence_tables()[0].check_batch(KeyedJaggedTensor.adopt(features))
-            features, repeated = _without_repeats(batch, self._features())
+            features, repeated = _deduplicate(batch, self._features())
             counts = {key: ids.counts for key, ids in repeated.items()}
         requests = [tables.input_request(features, counts) for tables in self._sequence_tables()]
         return CollectionRequests(requests, partial(_SequenceBatch, repeated=repeated))
@@ -566,7 +583,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         return self.output_dist(self.compute(received), received)
 
     def collection_steps(self, rows: Sequence[Rows], received: "_SequenceBatch") -> CollectionSteps:
-        """Return the output dists to start for a looked-up batch, one per `SequenceTables`.
+        """Return the lookups whose rows can be sent, one per `SequenceTables`.
 
         Their outputs are joined to a `JaggedTensor` per feature.
         """
@@ -578,7 +595,7 @@ class ShardedEmbeddingCollection(StateOfTables):
             return LazyDeferredAwaitable(in_grad_mode(output, enabled=torch.is_grad_enabled()))
 
         steps = [
-            tables.output(vectors, batch)
+            tables.output_step(vectors, batch)
             for tables, vectors, batch in zip(
                 self._sequence_tables(), rows, received.batches, strict=True
             )
@@ -588,6 +605,8 @@ class ShardedEmbeddingCollection(StateOfTables):
     @run_uncompiled
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Return float32 `[L, dim]` by feature, one vector per id, in the order of the tables.
+
+        The feature of several tables is named `key@table`. All ranks call this.
 
         Raises:
             KeyError, TypeError, ValueError: see `ShardedTables.input_request`.
@@ -604,7 +623,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Wait for the vectors, and return them by feature."""
         vectors = [awaitable.wait() for awaitable in pending]
         by_feature = [
-            _by_feature(values, batch)
+            _split_by_feature(values, batch)
             for values, batch in zip(vectors, received.batches, strict=True)
         ]
         result = {}
@@ -622,10 +641,10 @@ class _FeatureOutput(NamedTuple):
     """An output of the collection.
 
     Attributes:
-        tables_index: index of the `SequenceTables` that look it up.
+        tables_index: index of the `SequenceTables` that look up the feature.
         feature: index of the feature in their layout.
-        key: key of its ids in a batch.
-        name: name of the output, which differs from the key if several tables read it.
+        key: key of the feature's ids in a batch.
+        name: name of the output, `key@table` if several tables read the key.
     """
 
     tables_index: int
@@ -640,8 +659,8 @@ class _RepeatedIds(NamedTuple):
     Attributes:
         ids: `[L]`.
         lengths: `[bags]`, ids per bag.
-        inverse: int64 `[L]`, index of each id among the distinct ones.
-        counts: int64 `[distinct]`, how often each of these occurs.
+        inverse: int64 `[L]`, index of each id among the distinct ids.
+        counts: int64 `[distinct]`, number of occurrences of each distinct id.
     """
 
     ids: Tensor
@@ -670,12 +689,12 @@ class _SequenceBatch(NamedTuple):
     repeated: Mapping[str, _RepeatedIds] | None
 
 
-def _without_repeats(
+def _deduplicate(
     batch: KeyedJaggedTensor, keys: Sequence[str]
 ) -> tuple[KeyedJaggedTensor, dict[str, _RepeatedIds]]:
-    """Return a batch with each feature's distinct ids in one bag, and the ids before, by feature.
+    """Return a batch with each feature's distinct ids in one bag, and the original ids by feature.
 
-    The batch has the features `keys`, in this order, and no weights. Synchronises with the device.
+    The batch has the features `keys`, in this order, and no weights. The host waits for a GPU.
 
     Raises:
         KeyError: the batch lacks a feature.
@@ -693,15 +712,20 @@ def _without_repeats(
     return KeyedJaggedTensor(keys, values, lengths=lengths, length_per_key=num_ids), repeated
 
 
-def _by_feature(values: Tensor, received: IncomingBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return vectors `[L, dim]`, lengths of bags and ids per feature; `values` are all vectors."""
+def _split_by_feature(
+    values: Tensor, received: IncomingBatch
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return the vectors `[L, dim]`, lengths of bags and ids of each feature.
+
+    `values` are the vectors of all features, in the order of the batch.
+    """
     inputs = received.inputs
     lengths = inputs.lengths.split(inputs.bag_counts)
     counts = inputs.count_ids()
     return list(zip(values.split(counts), lengths, inputs.ids.split(counts), strict=True))
 
 
-def _width(config: Config, sharding: ParameterSharding) -> int:
-    """Return the largest width that all blocks of columns are multiples of."""
+def _slice_width(config: Config, sharding: ParameterSharding) -> int:
+    """Return the largest number that divides the columns of all shards of a table."""
     edges = (edge for shard in sharding.shards for edge in shard.columns)
     return math.gcd(config.embedding_dim, *edges)

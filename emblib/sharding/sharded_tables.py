@@ -2,11 +2,10 @@
 
 `ShardedTables` makes the shards of this rank and fills them from the unsharded collection. It has
 two stages of a sharded lookup: `input_request` returns the batch to send, `look_up_rows` looks up
-the received ids. `ReplicatedTables` has the tables of which every rank has a replica: each rank
-looks up its own batch, and equal updates keep the replicas equal.
+the received ids. `ReplicatedTables` looks up the tables of which every rank has a replica.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,13 +20,10 @@ from emblib.collections.groups import SliceKey, TableGroups, group_slices
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.collections.optimizers.gradient_norms import GradientShare
 from emblib.collections.shared import SharedTable
-from emblib.grad_mode import in_grad_mode, without_gradients
+from emblib.grad_mode import without_gradients
 from emblib.jagged import KeyedJaggedTensor
-from emblib.jagged.jagged_tensor import running_sums
-from emblib.ops import autograd, route
-from emblib.ops.derivatives import once_differentiable, refuse_transforms
-from emblib.ops.joint_step import adding_to
-from emblib.ops.scaled_gradients import mark_nested
+from emblib.ops import autograd
+from emblib.ops.derivatives import refuse_transforms
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
@@ -36,7 +32,6 @@ from emblib.sharding.input_dist import (
     IncomingBatch,
     InputDist,
     LocalBatch,
-    ScaledGradient,
 )
 from emblib.sharding.input_messages import InputRequest
 from emblib.sharding.layout import (
@@ -50,10 +45,10 @@ from emblib.sharding.layout import (
     slices_of,
     with_storage,
 )
-from emblib.sharding.layout_buffers import LayoutBuffers
 from emblib.sharding.parameters import ShardHandle
 from emblib.sharding.plan import plan_from_configs
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
+from emblib.sharding.replicated_tables import ReplicatedTables, select_features
 from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, World, table_wise
 from emblib.sharding.shared_shards import SharedShards, check_shared_shards, check_source
 from emblib.sharding.table_hyperparams import TableHyperparams
@@ -64,159 +59,13 @@ from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import new_seeds
 
 
-class ReplicatedTables(LayoutBuffers):
-    """The replicated tables of a collection.
-
-    With a fused optimizer (`is_synchronised`), every rank gets the ids of all ranks in forward.
-    Backward gathers the gradients of all ranks, and every rank makes the same update with the whole
-    batch. Without a fused optimizer, each rank has the gradient of its own batch in ordinary
-    parameters, which `DistributedDataParallel` averages.
-
-    Args:
-        layout: layout of the collection.
-        groups: the replicas on this rank, in the order of `layout.replicated`.
-        ranks: the processes.
-        is_synchronised: whether backward makes the same update on all ranks.
-    """
-
-    def __init__(
-        self,
-        layout: CollectionLayout,
-        groups: TableGroups,
-        ranks: RankGroup,
-        *,
-        is_synchronised: bool,
-    ) -> None:
-        super().__init__()
-        self.groups, self.is_synchronised, self._world_size = groups, is_synchronised, ranks.size
-        self._units = layout.replicated.units
-        self._features = [unit.feature for unit in self._units]
-        order = torch.tensor(self._features, dtype=torch.int64, device="cpu")
-        self.register_layout("order", order, ranks.device)
-        self.register_layout("grad_anchor", torch.zeros((), device="cpu"), ranks.device)
-
-    order: Tensor  # int64 `[units]`, feature of each unit
-    grad_anchor: Tensor  # scalar that ties outputs to autograd
-
-    def forward(self, inputs: LocalBatch) -> Tensor:
-        """Return this rank's rows: `[B, columns]` or flat, or `[L, dim]` if not pooled.
-
-        If `is_synchronised`, the rows have no gradient; `gradient_sink` gets it instead.
-        """
-        self.restore_layout()
-        ids, offsets, weights = select_features(inputs, self._features, self.order)
-        sizes = [[inputs.bag_counts[f]] for f in self._features] if inputs.is_variable else None
-        with_grad = torch.is_grad_enabled() and not self.is_synchronised
-        return in_grad_mode(self.groups, enabled=with_grad)(
-            ids, offsets, weights, batch_sizes=sizes
-        )
-
-    def select_entries(self, inputs: LocalBatch, values: Tensor) -> Tensor:
-        """Select the entries of `values` that belong to ids of replicated tables.
-
-        `values` is `[L]`, one per id of the batch; the result has one per id of a replicated table.
-        """
-        return select_features(
-            inputs._replace(ids=values, weights=None), self._features, self.order
-        )[0]
-
-    def gradient_sink(self, received: IncomingBatch, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of `shape` that updates the tables with its gradient in backward.
-
-        Pass it the gradient of the rows of all ranks, in the order of `received`: unit by unit, for
-        each unit rank by rank. The values of the tensor are zeros without memory.
-        """
-        bag_counts = received.bag_counts[len(received.bag_counts) - len(self._units) :]
-        first_bag = received.offsets.numel() - 1 - sum(map(sum, bag_counts))
-        first_id = received.ids.numel() - received.num_replicated_ids
-        offsets = received.offsets[first_bag:] - first_id
-        sizes = bag_counts if received.inputs.is_variable else None
-        ids, weights = received.ids[first_id:], received.weights
-        # Every rank computes the gradient of these weights; the rank that sent them adds them up.
-        if weights is not None:
-            weights = ScaledGradient.apply(weights[first_id:], 1.0 / self._world_size)
-
-        def look_up(weights: Tensor | None) -> Tensor:
-            return self.groups(ids, offsets, weights, batch_sizes=sizes)
-
-        grad_anchor = self.grad_anchor.detach().requires_grad_()
-        anchors = [
-            shared.joint.anchor(grad_anchor.device)
-            for shared in self.groups.shared_slices()
-            if shared.is_joint
-        ]
-        result: Tensor = GradientSink.apply(grad_anchor, weights, look_up, shape, *anchors)
-        return result
-
-
-class GradientSink(torch.autograd.Function):
-    """Zeros without memory; backward makes a lookup and applies the gradient to its rows.
-
-    It does not update shared tables. It adds their gradients to those of the running backward,
-    whose joint steps depend on `anchors`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        grad_anchor: Tensor,
-        weights: Tensor | None,
-        look_up: Callable[..., Tensor],
-        shape: Any,
-        *anchors: Tensor,
-    ) -> Tensor:
-        """Return zeros of `shape`."""
-        ctx.look_up, ctx.num_anchors = look_up, len(anchors)
-        ctx.save_for_backward(weights)
-        return grad_anchor.detach().expand(shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Make the lookup and pass it the gradient, which the fused optimizer applies."""
-        (weights,) = ctx.saved_tensors
-        if weights is not None:
-            weights = weights.detach().requires_grad_(ctx.needs_input_grad[1])
-
-        def look_up_and_update() -> None:
-            task_id = torch._C._current_graph_task_id()
-            rows = autograd.for_update(adding_to(task_id, ctx.look_up))(weights)
-            if rows.requires_grad:  # frozen tables have nothing to do
-                mark_nested(rows)
-                rows.backward(grad.reshape(rows.shape).to(rows.dtype))
-
-        in_grad_mode(look_up_and_update, enabled=True)()
-        anchor_grads = [grad.new_zeros((), dtype=torch.float32) for _ in range(ctx.num_anchors)]
-        return None, None if weights is None else weights.grad, None, None, *anchor_grads
-
-
-def select_features(
-    inputs: LocalBatch, features: list[int], order: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return ids, offsets and weights of some features; `order` has the same feature numbers.
-
-    `order` is int64 `[n]` on the device of the batch. Ids are `[L]` of these features, offsets
-    `[bags + 1]` in the dtype of the lengths, weights `[L]` or None.
-    """
-    first_bags = inputs.first_bags(range(len(inputs.bag_counts)))
-    starts, id_counts = inputs.starts(), inputs.count_ids()
-    total = sum(id_counts[f] for f in features)
-    num_bags = sum(inputs.bag_counts[f] for f in features)
-    lengths = route.gather_segments(inputs.lengths, first_bags, order, num_bags)
-    ids = route.gather_segments(inputs.ids, starts, order, total)
-    weights = inputs.weights
-    if weights is not None:
-        weights = route.gather_segments(weights, starts, order, total)
-    return ids, running_sums(lengths), weights
-
-
 def common_seeds(
     slices: Iterable[TableSlice], source: TableGroups, ranks: RankGroup
 ) -> Mapping[str, int]:
-    """Return a seed per table, the same on all ranks, for initial values and hashes.
+    """Return a seed per table, the same on all ranks, which all call this.
 
-    Dynamic tables keep their seed in `source` on rank 0, so that the hash of their keys stays the
-    same.
+    Initial values depend on it, and the hash of keys. Dynamic tables keep the seed that they have
+    in `source` on rank 0, so that the hash of their keys stays the same.
     """
     all_slices = list(slices)
 
@@ -230,8 +79,8 @@ def common_seeds(
 def freeze_like(groups: TableGroups, source: TableGroups) -> None:
     """Freeze the shards whose tables are frozen in `source`, which has the whole tables.
 
-    Shards of shared tables do not change. A shard whose storage has other parameters than the
-    table is frozen if all parameters of the table are.
+    Shards of shared tables do not change. A parameter of a shard without a counterpart of the same
+    name in the table, because their storages differ, is frozen if all parameters of the table are.
     """
     names = [table_slice.config.name for table_slice in source.slices]
     handles = dict(zip(names, source.handles, strict=True))
@@ -251,13 +100,14 @@ def copy_whole_tables(
 
     Shards of frozen tables are frozen. Nothing else happens if the source is on `meta`. Shards of
     shared tables do not change. Tables that resume rows of an earlier process (`Storage.resumes`)
-    keep them. A table keeps its initial values if its storage is of another kind than in the
-    source. Hyperparameters are copied between equal optimizers.
+    keep them. A shard keeps its initial values if its storage is of another kind than that of the
+    table. Hyperparameters are copied if the optimizers are equal.
 
     Args:
         groups: shards of tables.
         source: the whole tables.
-        blocks: (number, count) of the block of keys that a shard owns, for keyed tables.
+        blocks: (number, count) by table name: a hash table gets block `number` of `count` equal
+            blocks of keys. Other tables have no entry.
     """
     freeze_like(groups, source)
     if source.device.type == "meta":
@@ -284,7 +134,7 @@ def copy_whole_tables(
 def broadcast_replicas(groups: TableGroups, ranks: RankGroup) -> None:
     """Copy the replicated tables of rank 0, with their hyperparameters, to all ranks.
 
-    A collective.
+    All ranks call this.
     """
     if ranks.size == 1:
         return
@@ -315,7 +165,10 @@ class GradientReduction(OptionEnum):
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A shard of a table on this rank: slice `index` of `groups`. Replicas have the rank -1."""
+    """A shard of a table on this rank: slice `index` of `groups`.
+
+    `table` is the name of the table. A replica has a `shard` of rank -1 with the whole table.
+    """
 
     table: str
     shard: Shard
@@ -345,13 +198,16 @@ def agree_on_settings(
     shared: SharedShards,
     kind: type[nn.Module],
 ) -> Settings:
-    """Return the checked settings of a sharded collection of a `kind`; all ranks call this.
+    """Check the arguments of a sharded collection, and that they are equal on all ranks.
+
+    All ranks call this. The arguments are those of `ShardedEmbeddingBagCollection`; `kind` is the
+    class that `source` must have.
 
     Raises:
         ValueError: tables, plans, optimizers or settings differ between ranks or are wrong here, or
-            new modules cannot take the place of those of the tables.
+            a table is in a memory budget.
         TypeError: the source or a setting is of a wrong type, or `shared` lacks a table.
-        RuntimeError: another rank's settings are wrong.
+        RuntimeError: another rank raised one of these errors.
     """
 
     def check() -> Settings:
@@ -398,7 +254,14 @@ class ShardedTables(nn.Module):
         pooled: whether rows are pooled.
         optimizer: optimizer of tables whose configuration has none.
         gradients: how table gradients are reduced over ranks.
-        shared: the shards of tables that other collections read too.
+        shared: the shards of tables that other collections read too, by table name.
+
+    Attributes:
+        scale: factor of the gradients of tables, 1 / ranks for the mean.
+        layout: the units of all ranks.
+        groups: the shards of this rank, without replicas.
+        replicated: the replicated tables; None without any, and on one rank.
+        hyperparams: hyperparameters of tables, which ranks compare in backward.
 
     Raises:
         ValueError: the plan does not fit the tables, or only some replicated tables have a fused
@@ -469,7 +332,7 @@ class ShardedTables(nn.Module):
             share_cores(groups, local_layout.shards, self.configs, self._effective_plan(), ranks)
             return groups, make_groups(replicated.shards, {}) if replicated.shards else None
 
-        # A rank without enough memory must not leave the others waiting in the next collective.
+        # If a rank has not enough memory, all ranks raise, rather than wait in the next collective.
         self.groups, replicas = fingerprint.agree(ranks, allocate)
         self.replicated = None
         if replicas is not None:
@@ -481,8 +344,8 @@ class ShardedTables(nn.Module):
                 layout, replicas, ranks, is_synchronised=is_synchronised
             )
         self.layout, self._local_layout = layout, layout.ranks[ranks.rank]
-        blocks = block_routing(self.configs, layout)
-        self._input_dist = InputDist(layout, blocks, ranks, self.scale, pooled=pooled)
+        routing = block_routing(self.configs, layout)
+        self._input_dist = InputDist(layout, routing, ranks, self.scale, pooled=pooled)
         self._keys = [feature.key for feature in layout.features]
         self._order_by_keys: dict[tuple[str, ...], list[int]] = {}
         self.hyperparams = self._table_hyperparams()
@@ -523,7 +386,7 @@ class ShardedTables(nn.Module):
         return [name for shard in shards for name in self.configs[shard.table].feature_names]
 
     def _key_blocks(self, table_shards: Sequence[TableShard]) -> dict[str, tuple[int, int]]:
-        """Return (number, count) of the block of keys of each hash table on this rank, by name."""
+        """Return the `blocks` of `copy_whole_tables` for these shards."""
         blocks, plan = {}, self._effective_plan()
         for table_shard in table_shards:
             config = self.configs[table_shard.table]
@@ -572,7 +435,7 @@ class ShardedTables(nn.Module):
     @property
     @shows_attribute_errors
     def counts_uses(self) -> bool:
-        """Return whether one of the tables counts how often an id is used."""
+        """Return whether one of the tables counts the uses of its ids."""
         return any(self.storage_config(name).storage.counts_uses for name in self.plan)
 
     def input_request(
@@ -580,19 +443,22 @@ class ShardedTables(nn.Module):
     ) -> InputRequest | Awaitable[IncomingBatch]:
         """Return the batch to send, or the batch to look up if nothing needs to be sent.
 
+        It sends nothing. If it raises, `start_joint_input_dist` lets the other ranks raise too.
+
         Args:
             features: the batch; None for a rank that has none.
-            counts: number of uses that each id counts for, int64 `[L]` by feature; None for one
-                each. Ignored if no table counts uses.
+            counts: number of uses that each id stands for, int64 `[L]` by key of a feature; None
+                if each id stands for one use. Ignored if no table counts uses.
 
         Raises:
             KeyError: the batch lacks a feature.
-            TypeError: `features` is not a batch, or the dtype of its values is none of ids.
+            TypeError: `features` is not a batch, or the dtype of its values is not one of ids.
             ValueError: values have another number of dimensions than 1; or see the subclass.
-            RuntimeError: lengths do not fit the ids, see `checked_batch`, or with
-                `BoundsCheck.FATAL` and several ranks an id is outside of its table.
-
-        If it raises, nothing was sent yet; `start_joint_input_dist` tells the other ranks.
+            RuntimeError: the collection is on meta; lengths do not fit the ids, see
+                `checked_batch`; or with `BoundsCheck.FATAL` and several ranks an id is outside its
+                table.
+            NotImplementedError: the batch is in a transform of `torch.func`, see
+                `refuse_transforms`.
         """
         if features is None:
             return InputRequest(self._input_dist, None)
@@ -610,7 +476,7 @@ class ShardedTables(nn.Module):
         return self.ranks.size == 1 and self._input_dist.has_whole_tables and has_all_features
 
     def _to_local_batch(self, features: KeyedJaggedTensor) -> LocalBatch:
-        """Return the features of the tables, in the order of the layout."""
+        """Check a batch, and return the features of the tables in the order of the layout."""
         if self._input_dist.features.is_meta:
             raise RuntimeError(
                 "the sharded collection is on meta, where it has no memory: move it with "
@@ -640,7 +506,7 @@ class ShardedTables(nn.Module):
         """Raise RuntimeError for an id outside its table, as kernels do, before ids are sent.
 
         Otherwise the kernels of another rank would raise, and this rank would wait for that rank.
-        Reads the device.
+        The host waits for a GPU.
         """
         for feature, (begin, end) in zip(
             self.layout.features, pairwise(inputs.starts().tolist()), strict=True
@@ -658,9 +524,12 @@ class ShardedTables(nn.Module):
                 )
 
     def check_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return a batch with valid lengths, see `checked_batch`; it raises before ids are sent.
+        """Check the ids and lengths of a batch, before any are sent; return a batch to use.
 
-        If one rank looks up the whole batch, its kernels check the lengths, not this function.
+        If this rank looks up the whole batch by itself, its kernels check the lengths instead.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see `check_ids` and `checked_batch`.
         """
         check_ids(features.values(), allow_uint64=self._all_keyed)
         order = [unit.feature for unit in self._local_layout.units]
@@ -676,7 +545,7 @@ class ShardedTables(nn.Module):
         return weights if weights is None or weights.dtype is torch.float32 else weights.float()
 
     def _inverse(self, features: KeyedJaggedTensor) -> list[Tensor] | None:
-        """Return the inverse indices of each feature, `[B]`; None without."""
+        """Return the inverse indices of each feature, `[B]`; None for a batch without any."""
         inverse = features.inverse_indices_or_none()
         if inverse is None:
             return None
@@ -716,13 +585,17 @@ class ShardedTables(nn.Module):
         )
 
     def look_up_rows(self, received: IncomingBatch) -> Tensor:
-        """Look up the received ids in the shards of this rank; in training dynamic tables insert.
+        """Look up the received ids in the shards of this rank.
 
-        The result is `[bags, columns]`, `[L, dim]` if not pooled, or flat if units differ in their
-        number of bags: rank after rank, for each rank unit after unit.
+        In training dynamic tables insert new ids.
+
+        Returns:
+            Pooled rows of the bags of all ranks, `[bags, columns]`, rank after rank; flat if
+            `received.is_by_unit`, then for each rank unit after unit. Without pooling `[L, dim]`,
+            unit after unit.
 
         Raises:
-            ValueError: lookups are weighted and no rank's batch has weights.
+            ValueError: the collection is weighted and no rank's batch has weights.
         """
         # Checked only now, after the input_dist: no rank waits if another one raises here.
         if self._is_weighted and received.weights is None:

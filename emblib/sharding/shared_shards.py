@@ -32,7 +32,7 @@ def check_source(source: Any, kind: type[nn.Module]) -> None:
 
 
 def check_shared_shards(source: Any, shared: SharedShards) -> None:
-    """Raise TypeError for shared tables without the shards that other collections read too."""
+    """Raise TypeError unless `shared` has all shared tables that `source` reads."""
     names = sorted(source.shared_tables().keys() - shared.keys())
     if names:
         raise TypeError(
@@ -54,8 +54,8 @@ class SharedTableShards:
     ) -> SharedTable:
         """Return the shard with the rows and columns of `table_slice`.
 
-        The first call for these rows and columns calls `make_shard`; later calls return the same
-        object.
+        The first call for these rows and columns makes it by `make_shard(table_slice)`; later calls
+        return the same object.
         """
         key = SliceKey.of(table_slice)
         if key not in self._shards:
@@ -67,7 +67,8 @@ class SharedTablesOfModel:
     """The shared tables of the collections that one call of `shard` replaces."""
 
     def __init__(self) -> None:
-        # By id() of the table. Entries keep their tables alive: ids of freed objects are reused.
+        # By id() of the table. An entry keeps its table alive, because Python may reuse the id of a
+        # freed object.
         self._shards_by_table_id: dict[int, tuple[SharedTable, SharedTableShards]] = {}
 
     def shards_by_name(self, source: Any) -> dict[str, SharedTableShards]:
@@ -82,14 +83,16 @@ def check_plans_of_shared(
     selected: Sequence[tuple[str, Any, Mapping[str, ParameterSharding]]],
     other_collections: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError unless the plan can shard its shared tables.
-
-    All collections that read a shared table must be in the plan, with equal shardings and `Dense`
-    storage.
+    """Check that a plan can shard the shared tables of a model.
 
     Args:
         selected: path, unsharded collection and plan of each collection that is replaced.
         other_collections: the other collections of the model, by path.
+
+    Raises:
+        ValueError: a collection outside the plan reads a shared table of the plan, or two
+            collections of the plan shard one table in different ways, or in a storage that is not
+            `Dense`.
     """
     readers_of: dict[int, list[tuple[str, SharedTable, ParameterSharding]]] = {}
     for path, source, plan in selected:
@@ -117,7 +120,7 @@ def check_plans_of_shared(
             for path, collection in other_collections.items()
             if table in collection.shared_tables().values()
         ]
-        if unsharded_readers or _has_others(table, [source for _, source, _ in selected]):
+        if unsharded_readers or _has_other_readers(table, [source for _, source, _ in selected]):
             raise ValueError(
                 f"the shared table {name!r} is read by "
                 + (
@@ -130,8 +133,8 @@ def check_plans_of_shared(
             )
 
 
-def _has_others(table: SharedTable, sources: Sequence[Any]) -> bool:
-    """Return whether other collections than `sources` read a table."""
+def _has_other_readers(table: SharedTable, sources: Sequence[Any]) -> bool:
+    """Return whether collections other than `sources` read a table."""
     modules = {module for source in sources for module in source.groups.table_modules()}
     if all(reader in modules for reader in table.readers()):
         return False

@@ -2,9 +2,9 @@
 
 Every rank updates its shards and replicas with its own learning rate and other hyperparameters. A
 scheduler that steps on one rank only would let replicas drift apart, and train the shards of one
-table at different rates. So for tensors in host memory the header of the gradients
-(`gradient_headers`) has a digest of them per set of ranks that share tables. If digests differ, all
-ranks raise before anything is updated.
+table at different rates. So in host memory the header of the gradients (`gradient_headers`) has a
+digest of the hyperparameters for each set of ranks that share tables. If digests differ, all ranks
+raise before any table is updated.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
 from emblib.storage.base import TrainedModule, has_hyperparams
 
-_ITEM = 8  # bytes of a float64
+_FLOAT64_BYTES = 8
 
 
 class TableHyperparams:
     """The hyperparameters of those tables of a collection that several ranks update.
 
-    Not compared are optimizers of the user (`External`). Of shards neither are the step, which
-    counts the updates of all tables in a module together, so that it depends on the plan once
-    tables are frozen, the seed, and the largest count of a `Counter`, which is measured.
+    Optimizers of the user (`External`) are not compared. Of shards these numbers are not compared:
+    the step, which counts the updates of all tables in a module together, so that it depends on the
+    plan once tables are frozen; the seed; and the largest count of a `Counter`, which is measured.
 
     Args:
         plan: the sharding of each table, by name.
@@ -39,7 +39,8 @@ class TableHyperparams:
         ranks: the processes.
 
     Attributes:
-        tables: the tables by the ranks that share them, at least two; the same on all ranks.
+        tables: names of the tables, by the ranks that share them, ascending and at least two; the
+            same on all ranks.
     """
 
     def __init__(
@@ -63,25 +64,28 @@ class TableHyperparams:
         }
 
     def digests(self) -> list[int]:
-        """Return a digest for each entry of `tables`; 0 where this rank is not among its ranks."""
-        numbers: dict[tuple[int, bool], bytes] = {}  # tables of one module have the same
+        """Return a digest for each entry of `tables`, below 2^56.
+
+        `check_digests` ignores the digest of a rank that is not among the ranks of the entry.
+        """
+        by_module: dict[tuple[int, bool], bytes] = {}  # equal for all tables of a module
         digests = []
         for tables in self.tables.values():
-            compared = []
+            contents = []
             for table in tables:
                 module = self._modules.get(table)
                 if module is None:
                     continue
                 key = id(module), table in self._replicated
-                if key not in numbers:
-                    numbers[key] = self._bytes_to_compare(module, is_replica=key[1])
-                compared.append(numbers[key])
-            digest = hashlib.blake2b(b"".join(compared), digest_size=7)  # fits into int64
+                if key not in by_module:
+                    by_module[key] = self._bytes_to_compare(module, is_replica=key[1])
+                contents.append(by_module[key])
+            digest = hashlib.blake2b(b"".join(contents), digest_size=7)  # fits into int64
             digests.append(int.from_bytes(digest.digest()))
         return digests
 
-    def by_table(self) -> dict[str, bytes]:
-        """Return what must be equal in all replicas of each table on this rank, by name."""
+    def bytes_by_table(self) -> dict[str, bytes]:
+        """Return the hyperparameters that all replicas of a table share, by table of this rank."""
         return {
             table: self._bytes_to_compare(module, is_replica=False)
             for table, module in self._modules.items()
@@ -89,7 +93,10 @@ class TableHyperparams:
 
     @staticmethod
     def _bytes_to_compare(module: TrainedModule, *, is_replica: bool) -> bytes:
-        """Return the hyperparameters that must be equal on all ranks with a shard or replica."""
+        """Return the hyperparameters that must be equal on all ranks, as bytes; b"" on meta.
+
+        For a replica these are all of them, for a shard those that the class docstring says.
+        """
         if module.hyperparams.is_meta:
             return b""
         numbers = module.hyperparams.numpy().tobytes()
@@ -97,15 +104,18 @@ class TableHyperparams:
         if not is_replica:
             has_count = isinstance(getattr(optimizer, "counter", None), Counter)
             numbers = (
-                numbers[: Hyper.STEP * _ITEM]
-                + numbers[Hyper.L2 * _ITEM : Hyper.SEED * _ITEM]
-                + numbers[Hyper.OPTIMIZER_ARGS * _ITEM : len(numbers) - has_count * _ITEM]
+                numbers[: Hyper.STEP * _FLOAT64_BYTES]
+                + numbers[Hyper.L2 * _FLOAT64_BYTES : Hyper.SEED * _FLOAT64_BYTES]
+                + numbers[
+                    Hyper.OPTIMIZER_ARGS * _FLOAT64_BYTES : len(numbers)
+                    - has_count * _FLOAT64_BYTES
+                ]
             )
-        # Two fields of optimizers are not among the numbers.
+        # `hyperparams` lacks two fields of optimizers.
         return numbers + f"{optimizer.max_gradient} {optimizer.maximize}".encode()
 
     def description(self) -> fingerprint.Description:
-        """Describe the optimizers of the tables, as they are now, for an error message."""
+        """Describe the current optimizers of the tables on this rank, for an error message."""
         return {
             f"table {table}": {"optimizer": _current_optimizer(module)}
             | ({"step": int(module.hyperparams[Hyper.STEP])} if table in self._replicated else {})
@@ -119,9 +129,10 @@ def _current_optimizer(module: TrainedModule) -> Optimizer:
 
 
 def local_digests(collections: Sequence[TableHyperparams | None], ranks: RankGroup) -> list[int]:
-    """Return the numbers for the header of the gradients: digests of several collections.
+    """Return the digests of several collections, as numbers for the header of the gradients.
 
-    There are none on a GPU, and no more than fit into a header; tables beyond are not compared.
+    None stands for a collection without digests. On a GPU there are none. Digests that do not fit
+    into a header are left out, so their tables are not compared.
     """
     if ranks.device.type != "cpu":
         return []
@@ -136,26 +147,26 @@ def check_digests(
     by_rank: Sequence[Sequence[int]] | None,
     ranks: RankGroup,
 ) -> None:
-    """Compare the digests of all ranks, which have called `local_digests` for equal collections.
+    """Compare the digests of all ranks; a collective if they differ, so all ranks call this.
 
     Args:
-        collections: the collections, in the order of the digests.
-        by_rank: the digests of each rank.
+        collections: the collections that `local_digests` got.
+        by_rank: the result of `local_digests` on each rank; None compares nothing.
         ranks: the processes.
 
     Raises:
         RuntimeError: hyperparameters differ between ranks; on every rank.
     """
-    compared = [collection for collection in collections if collection]
-    owners = [owners for collection in compared for owners in collection.tables]
-    columns = list(zip(*by_rank or (), strict=True))
-    if all(len({column[r] for r in rs}) == 1 for rs, column in zip(owners, columns, strict=False)):
-        return
-    _raise_differences(compared, ranks)
+    with_digests = [collection for collection in collections if collection]
+    owners = [owners for collection in with_digests for owners in collection.tables]
+    by_entry = list(zip(*by_rank or (), strict=True))  # digests of all ranks, by entry of `tables`
+    for ranks_of_entry, digests in zip(owners, by_entry, strict=False):
+        if len({digests[rank] for rank in ranks_of_entry}) > 1:
+            _raise_differences(with_digests, ranks)
 
 
 def check_replicas(collections: Mapping[str, TableHyperparams], ranks: RankGroup) -> None:
-    """Compare the tables that several ranks have, in whichever groups of ranks; a collective.
+    """Compare the hyperparameters of each table among all ranks that have it; all ranks call this.
 
     Args:
         collections: collections of the model, by path.
@@ -164,12 +175,12 @@ def check_replicas(collections: Mapping[str, TableHyperparams], ranks: RankGroup
     Raises:
         RuntimeError: hyperparameters differ between ranks; on every rank.
     """
-    by_rank = ranks.gather_objects({path: c.by_table() for path, c in collections.items()})
-    seen: dict[tuple[str, str], bytes] = {}
+    by_rank = ranks.gather_objects({path: c.bytes_by_table() for path, c in collections.items()})
+    first_values: dict[tuple[str, str], bytes] = {}
     for tables_by_path in by_rank:
         for path, tables in tables_by_path.items():
             for table, values in tables.items():
-                if seen.setdefault((path, table), values) != values:
+                if first_values.setdefault((path, table), values) != values:
                     _raise_differences(list(collections.values()), ranks)
 
 

@@ -35,14 +35,14 @@ ApplyGradients = Callable[[list[Tensor]], None]
 class SharedCores:
     """Adds up the gradients of the cores that the shards of one table share.
 
-    In every backward pass, also for an empty batch, each shard must call its `adder_of` function
-    once. The last call on a rank exchanges gradients with the other owners and updates all shards
-    of the rank.
+    In every backward pass, also for an empty batch, each shard must call the function that
+    `adder_of` returned for it once. The last call on a rank exchanges gradients with the other
+    owners and updates all shards of the rank.
 
     Args:
         name: name of the table.
         ranks: the processes.
-        owners: the ranks that store shards.
+        owners: the ranks that store shards, ascending; this rank is one of them.
         num_shards: the number of shards on this rank.
     """
 
@@ -55,8 +55,9 @@ class SharedCores:
         """Return the function that shard number `shard` of this rank calls with its gradients.
 
         Its arguments are the gradients of the shard's cores, and a function that applies gradients
-        to the shard. The call for the last shard sums the gradients of shared cores, and calls the
-        functions of all shards.
+        to the shard. The call for the last shard sums the gradients of shared cores over all
+        owners, and calls the second argument of each shard with the gradients to apply. It raises
+        RuntimeError if a shard calls it twice before another shard of this rank calls it.
         """
         return partial(self._add, shard)
 
@@ -91,10 +92,10 @@ class SharedCores:
 
 
 def sum_over_owners(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> Tensor:
-    """Return the sum of `values` over `owners`, with the same bits on all of them.
+    """Return the sum of `values` over the ranks `owners`, with the same bits on all of them.
 
-    `values` must be flat and of equal length on all owners, and this rank must be an owner. All
-    owners call this and wait for each other; one owner gets `values` itself.
+    `values` are flat, of equal length and dtype on all owners, and do not change. All owners call
+    this, and no other rank; they wait for each other. With one owner the result is `values` itself.
     """
     if len(owners) == 1:
         return values
@@ -123,8 +124,8 @@ def _exchange(
 ) -> None:
     """Send `sent[k]` to `owners[k]`, and receive into `received[k]` from it.
 
-    Point-to-point messages, not a collective: other ranks do not know when backward of the owners
-    reaches this point.
+    This uses point-to-point messages, because ranks that are not owners do not call it, and would
+    have to take part in a collective.
     """
     messages = []
     for k, owner in enumerate(owners):
@@ -157,8 +158,8 @@ def share_cores(
         ranks: the processes.
 
     Raises:
-        ValueError: this rank has several shards of a table without a fused optimizer; each would
-            get only the gradient of its own lookups.
+        ValueError: this rank has several shards of a table without a fused optimizer, so that each
+            would get only the gradient of its own lookups.
     """
     for config_index, config in enumerate(configs):
         sharding = plan[config.name]

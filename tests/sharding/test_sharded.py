@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from emblib import optim
 from emblib.sharding.codecs import BF16, FP8, FP16, INT8, CommPrecision
-from emblib.sharding.sharding_types import Shard, blocks
+from emblib.sharding.sharding_types import Shard, equal_spans
 from emblib.specs import Pooling
 from emblib.storage import Hash, Hashed, Narrow, QuotientRemainder, TensorTrain
 from tests import nightly
@@ -230,5 +230,5 @@ def test_any_tiling(data: Any) -> None:
 def test_blocks_are_those_of_torch_chunk() -> None:
     for size in range(1, 40):
         for parts in range(1, 9):
-            sizes = [end - start for start, end in blocks(size, parts)]
+            sizes = [end - start for start, end in equal_spans(size, parts)]
             assert sizes == [chunk.numel() for chunk in torch.arange(size).chunk(parts)]
