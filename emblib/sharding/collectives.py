@@ -21,9 +21,9 @@ functions have these arguments in common:
 In shapes, B[r] is the number of examples of rank r, D the number of columns, and `rank` this rank.
 
 Arguments of a rank that do not fit together raise ValueError, and a dtype that is not
-floating-point raises TypeError. They raise on that rank alone, before it sends anything, and the other ranks wait
-for it. Sizes that differ from those of another rank raise RuntimeError on all ranks in host memory;
-on a GPU they are not compared.
+floating-point raises TypeError. They raise on that rank alone, before it sends anything, and the
+other ranks wait for it. Sizes that differ from those of another rank raise RuntimeError on all
+ranks in host memory; on a GPU they are not compared.
 """
 
 from __future__ import annotations
